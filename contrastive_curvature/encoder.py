@@ -1,0 +1,216 @@
+"""What the curvature needs to know of an encoder: its raw outputs, and the linear layer that makes them.
+
+An encoder may end in an l2-normalisation module, ours or anybody's; the curvature lives on what goes into it. Where the
+raw outputs cannot be reached (``F.normalize`` inside ``forward``) the encoder is refused, because every Jacobian would
+silently be that of another function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+
+__all__ = ["Encoder", "Inputs", "evaluation_mode", "input_length", "slice_inputs"]
+
+Inputs = Tensor | Mapping[str, Any]
+"""A batch: a tensor whose first axis is the batch, or a mapping whose tensors all have that first axis."""
+
+_UNIT_TOLERANCE = 1e-4
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put every module in evaluation mode, and each one back afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def input_length(x: Inputs) -> int:
+    """Number of points in a batch."""
+    if isinstance(x, Mapping):
+        return next((value.shape[0] for value in x.values() if isinstance(value, Tensor) and value.ndim), 0)
+    return x.shape[0]
+
+
+def slice_inputs(x: Inputs, rows: slice) -> Inputs:
+    """Some points of a batch."""
+    if not isinstance(x, Mapping):
+        return x[rows]
+    n = input_length(x)
+    return {k: v[rows] if isinstance(v, Tensor) and v.ndim and v.shape[0] == n else v for k, v in x.items()}
+
+
+class Encoder(nn.Module):
+    """An encoder, analysed: calling it gives raw outputs, before any l2-normalisation.
+
+    Args:
+        model: Any module that maps a batch to (N, D); parameters are shared, not copied.
+        probe: A batch (one point is enough; two or more tell more) to run once, to see the order of execution.
+        last_layer_name: Name of the linear layer that makes the raw outputs, when it should not be found by itself.
+
+    Attributes:
+        model: The wrapped module.
+        dim: D.
+        last_layer: The linear layer whose output is the raw output, or ``None``.
+        last_layer_name: Its name in ``model.named_modules()``, or ``None``.
+        normalized: Whether the raw outputs have unit norm because nothing rawer can be reached.
+
+    Raises:
+        InputTypeError: The model does not return a tensor.
+        InputError: It does not return (N, D), or there is no layer of that name.
+        UnsupportedError: It normalises inside ``forward``.
+    """
+
+    def __init__(self, model: nn.Module, probe: Inputs, last_layer_name: str | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self._tap: nn.Module | None = None
+        records, out = _trace(model, probe)
+        _check_output(out)
+        self.dim = out.shape[1]
+        raw = out
+        producer = records[-1] if records else None
+        unit = _is_unit(out)
+        self.normalized = False
+        if producer is not None and torch.equal(_or_empty(producer.output), out):
+            if unit and producer.only_rescales():
+                raw = producer.input
+                self._tap = producer.module
+            elif unit and not isinstance(producer.module, nn.Linear):
+                self.normalized = True
+        elif unit and out.shape[1] > 1:
+            raise UnsupportedError(_NORMALIZES_INSIDE)
+        layers = [r for r in records if isinstance(r.module, nn.Linear) and torch.equal(_or_empty(r.output), raw)]
+        named = dict(model.named_modules())
+        if last_layer_name is not None and not isinstance(named.get(last_layer_name), nn.Linear):
+            linear = [name for name, module in named.items() if isinstance(module, nn.Linear)]
+            raise InputError(expected("last_layer_name", f"the name of a linear layer, one of {linear}", last_layer_name))
+        if last_layer_name is not None and not any(r.module is named[last_layer_name] for r in layers):
+            hint = "Its output must be the raw embedding, which only an l2-normalisation may follow."
+            raise InputError(expected("last_layer_name", "the layer that makes the raw outputs", last_layer_name, hint))
+        self.last_layer_name: str | None = None
+        if layers:
+            module = layers[-1].module if last_layer_name is None else named[last_layer_name]
+            self.last_layer_name = next(name for name, other in named.items() if other is module)
+            self._runs = sum(r.module is module for r in records)
+
+    @property
+    def last_layer(self) -> nn.Linear | None:
+        """The linear layer that makes the raw outputs."""
+        if self.last_layer_name is None:
+            return None
+        layer = self.model.get_submodule(self.last_layer_name)
+        if not isinstance(layer, nn.Linear):
+            msg = f"{self.last_layer_name} was a linear layer when the encoder was analysed, and is a {type(layer)} now"
+            raise TypeError(msg)
+        return layer
+
+    def require_last_layer(self) -> nn.Linear:
+        """The last layer.
+
+        Raises:
+            UnsupportedError: There is none, or it runs more than once.
+        """
+        hint = (
+            "End the encoder in nn.Linear (followed at most by a normalisation module such as contrastive_curvature.L2Norm),"
+            " or use subset_of_weights='all'."
+        )
+        layer = self.last_layer
+        if layer is None:
+            msg = f"subset_of_weights='last_layer': no linear layer makes the raw outputs of this encoder. {hint}"
+            raise UnsupportedError(msg)
+        if self._runs > 1:
+            msg = f"subset_of_weights='last_layer': layer {self.last_layer_name!r} runs {self._runs} times. {hint}"
+            raise UnsupportedError(msg)
+        return layer
+
+    def forward(self, x: Inputs) -> Tensor:
+        """Raw outputs, shape (N, D)."""
+        if self._tap is None:
+            return self.model(x)
+        return self._watch(self._tap, x)[0]
+
+    def features(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        """Raw outputs (N, D) and what the last layer makes them from, (N, F)."""
+        phi, z = self._watch(self.require_last_layer(), x)
+        return z, phi
+
+    def _watch(self, module: nn.Module, x: Inputs) -> tuple[Tensor, Tensor]:
+        seen: list[tuple[Tensor, Tensor]] = []
+        handle = module.register_forward_hook(lambda _, args, out: seen.append((args[0], out)))
+        try:
+            self.model(x)
+        finally:
+            handle.remove()
+        return seen[-1]
+
+
+class _Record:
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.module = module
+        self.input: Any = args[0] if args else None
+        self.output: Any = output
+
+    def only_rescales(self) -> bool:
+        """Whether every row of the output is a positive multiple of the row that came in, without parameters."""
+        z, out = self.input, self.output
+        if not isinstance(z, Tensor) or z.shape != out.shape or next(self.module.parameters(), None) is not None:
+            return False
+        lengths = z.norm(dim=1)
+        if not bool((lengths > 0).all()):
+            return True
+        aligned = (z / lengths.unsqueeze(1) * out).sum(1)
+        return bool((aligned > 1 - _UNIT_TOLERANCE).all())
+
+
+def _trace(model: nn.Module, probe: Inputs) -> tuple[list[_Record], Any]:
+    records: list[_Record] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        records.append(_Record(module, args, output))
+
+    leaves = [module for module in model.modules() if next(module.children(), None) is None]
+    handles = [leaf.register_forward_hook(note) for leaf in leaves]
+    try:
+        with torch.no_grad(), evaluation_mode(model):
+            out = model(probe)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return records, out
+
+
+def _check_output(out: object) -> None:
+    if not isinstance(out, Tensor):
+        raise InputTypeError(expected("model", "a module that returns a tensor (N, D)", f"a {type(out).__name__}"))
+    if out.ndim != 2 or out.shape[1] == 0:
+        hint = "One row is one embedding: pool or flatten inside the encoder."
+        raise InputError(expected("model", "outputs of shape (N, D)", f"shape {tuple(out.shape)}", hint))
+
+
+def _is_unit(out: Tensor) -> bool:
+    return out.shape[0] > 0 and bool(((out.float().norm(dim=1) - 1).abs() < _UNIT_TOLERANCE).all())
+
+
+def _or_empty(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else torch.empty(0)
+
+
+_NORMALIZES_INSIDE = (
+    "model: the encoder normalises its output inside forward (every output has norm 1, and no module at its end does it). "
+    "The curvature is that of the raw outputs, whose Jacobian cannot be reached there. Drop F.normalize from forward and "
+    "end the encoder in the module contrastive_curvature.L2Norm(), or in no normalisation at all: the predictions and the "
+    "curvature are those of the unit embeddings either way."
+)
+

@@ -1,0 +1,40 @@
+"""What the library raises, and how a message is built.
+
+Every message names the argument, what came, what was expected and, where there is one, what to do instead.
+"""
+
+from __future__ import annotations
+
+__all__ = ["ContrastiveCurvatureError", "InputError", "InputTypeError", "UnsupportedError", "expected"]
+
+
+class ContrastiveCurvatureError(Exception):
+    """Base class of everything that this library raises on purpose."""
+
+
+class InputError(ContrastiveCurvatureError, ValueError):
+    """An argument has a wrong value or shape."""
+
+
+class InputTypeError(InputError, TypeError):
+    """An argument has a wrong type."""
+
+
+class UnsupportedError(ContrastiveCurvatureError, ValueError, NotImplementedError):
+    """A valid request that this combination of options cannot answer correctly, and therefore refuses."""
+
+
+def expected(argument: str, wanted: str, came: object, instead: str = "") -> str:
+    """Build an error message of the library's one form.
+
+    Args:
+        argument: Name of the argument as the caller typed it.
+        wanted: What is allowed.
+        came: What was given; shown with ``repr``, or as it is when it is a string.
+        instead: What to do about it, a sentence; may be empty.
+
+    Returns:
+        ``"<argument>: expected <wanted>, got <came>. <instead>"``.
+    """
+    shown = came if isinstance(came, str) else repr(came)
+    return f"{argument}: expected {wanted}, got {shown}.{' ' + instead if instead else ''}"

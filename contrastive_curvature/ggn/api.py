@@ -1,0 +1,170 @@
+"""The parameter curvature of one batch, for researchers who want it without laplace-torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from contrastive_curvature.encoder import Encoder, Inputs, evaluation_mode, input_length, slice_inputs
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.ggn.accumulate import clamp_curvature, make_blocks, points_curvature
+from contrastive_curvature.ggn.kron import (
+    KronFactors,
+    ModuleKron,
+    clamp_factors,
+    last_layer_kron,
+    refuse_coupled_kron,
+)
+from contrastive_curvature.ggn.last_layer import LastLayerPullback
+from contrastive_curvature.ggn.pullback import ModulePullback, Points, Pullback
+from contrastive_curvature.options import CurvatureOptions, Distance, Normalization, PDFix, Structure, parse_option
+from contrastive_curvature.pairs import Pairs, PairWeights, make_relation
+from contrastive_curvature.sphere import check_outputs, normalize
+
+__all__ = ["check_encoder", "ggn", "make_pullback"]
+
+
+def ggn(
+    model: nn.Module,
+    x: Inputs,
+    labels: Tensor | None = None,
+    *,
+    pairs: Pairs | None = None,
+    distance: Distance | str = Distance.ARCCOS,
+    pd_fix: PDFix | str = PDFix.FIXED,
+    margin: float | None = 0.7,
+    negative_weight: float = 0.5,
+    normalization: Normalization | str = Normalization.ANCHOR,
+    structure: Structure | str = Structure.DIAG,
+    subset_of_weights: str | Tensor = "all",
+    clamp: bool = True,
+) -> Tensor | KronFactors:
+    r"""Generalised Gauss-Newton of the contrastive loss, ``J^T H J``, over all pairs of a batch.
+
+    ``J`` is the Jacobian of the raw outputs (before any l2-normalisation) and ``H`` the output Hessian
+    (:func:`~contrastive_curvature.output_hessian.output_hessian`). The model is run in evaluation mode and left as it
+    was; a model in half precision is computed in float32.
+
+    ``diag`` and ``full`` are exact for every distance and fix. ``kron`` is the K-FAC approximation
+    (:mod:`contrastive_curvature.ggn.kron`) for ``fixed`` and ``psd``, and refused for ``positive`` and ``full``.
+
+    Args:
+        model: Any module that maps ``x`` to (N, D); an l2-normalisation module at its end is looked through.
+        x: A batch of N points, a tensor or a mapping of tensors.
+        labels: Integer class labels, shape (N,).
+        pairs: Instead of labels: index tuples ``(a, p, n)`` or ``(a1, p, a2, n)``, boolean masks ``(positive,
+            negative)``, or a callable on the targets given as ``labels``.
+        distance: ``"arccos"`` (normalisation in the loss) or ``"euclidean"`` (in the network, linearised).
+        pd_fix: ``"fixed"``, ``"positive"``, ``"full"`` or ``"psd"``; ``"fix"`` and ``"pos"`` are understood.
+        margin: Distance of unit embeddings below which a negative counts, in (0, 2], or ``None`` for all.
+        negative_weight: ``w_n`` of the paper's Eq. 10, in [0, 1].
+        normalization: ``"sum"``: every unordered pair enters once, positives with weight ``1 - w_n``, negatives with
+            ``-w_n``. ``"type"`` and ``"anchor"``: see :class:`~contrastive_curvature.options.Normalization`.
+        structure: ``"diag"``, ``"full"`` or ``"kron"``.
+        subset_of_weights: ``"all"`` trainable parameters, ``"last_layer"``, or an integer tensor of indices into the
+            flattened trainable parameters (a subnetwork).
+        clamp: Clamp at zero what was accumulated: the entries of the diagonal, the eigenvalues of a matrix or factor.
+            ``False`` returns the raw sum.
+
+    Returns:
+        ``diag``: shape (P,), in the order of ``model.parameters()``. ``full``: (P, P). ``kron``: a list of ``[G, A]``
+        for every matrix and ``[block]`` for every vector, in the same order. Frozen parameters are left out.
+
+    Raises:
+        InputError: An argument is malformed; the message names it.
+        UnsupportedError: The encoder normalises inside ``forward``, has no last linear layer, or the structure has no
+            factors for the fix.
+    """
+    options = CurvatureOptions(distance, pd_fix, margin, negative_weight, normalization)  # type: ignore[arg-type]
+    kind = parse_option(Structure, "structure", structure)
+    if kind is Structure.KRON and options.pd_fix.coupled:
+        refuse_coupled_kron(options.pd_fix)
+    if not isinstance(model, nn.Module):
+        raise InputTypeError(expected("model", "a torch.nn.Module", f"a {type(model).__name__}"))
+    if not isinstance(x, (Tensor, Mapping)) or not input_length(x):
+        raise InputError(expected("x", "a batch of at least one point", _describe(x)))
+    model, x = _lift_half(model, x)
+    with evaluation_mode(model):
+        encoder = Encoder(model, slice_inputs(x, slice(0, 8)))
+        check_encoder(encoder, options)
+        pullback = make_pullback(encoder, subset_of_weights)
+        z, context = pullback.forward(x)
+        z = check_outputs(z, "model(x)")
+        relation = make_relation(z.shape[0], z.device, labels, pairs)
+        u, n = normalize(z)
+        weights = PairWeights(relation, u, options)
+        points = Points(context, u, n)
+        if kind is not Structure.KRON:
+            curvature = points_curvature(pullback, points, weights, options, kind)
+            return clamp_curvature(curvature) if clamp else curvature
+        factors = _kron(encoder, pullback, points, weights, options)
+    return clamp_factors(factors) if clamp else factors
+
+
+def check_encoder(encoder: Encoder, options: CurvatureOptions) -> None:
+    """Refuse what an analysed encoder cannot be asked for.
+
+    Raises:
+        UnsupportedError: ``arccos`` on outputs that are already normalised.
+    """
+    if encoder.normalized and options.distance is Distance.ARCCOS:
+        msg = (
+            "distance='arccos': the outputs of the encoder are already normalised, and the module that does it is more than"
+            " a rescaling of its input, so the raw outputs cannot be reached. End the encoder in a plain "
+            "contrastive_curvature.L2Norm(), or use distance='euclidean', which linearises the normalisation."
+        )
+        raise UnsupportedError(msg)
+
+
+def make_pullback(encoder: Encoder, subset_of_weights: str | Tensor) -> Pullback:
+    """The pullback to the parameters that the user asks for.
+
+    Raises:
+        InputError: The subset is unknown, or its indices are out of range or repeated.
+    """
+    wanted = "'all', 'last_layer' or an integer tensor of indices into the flattened trainable parameters"
+    if isinstance(subset_of_weights, Tensor):
+        total = sum(p.numel() for p in encoder.parameters() if p.requires_grad)
+        indices = subset_of_weights
+        if indices.is_floating_point() or indices.dtype == torch.bool or indices.ndim != 1 or not indices.numel():
+            came = f"dtype {indices.dtype}, shape {tuple(indices.shape)}"
+            raise InputError(expected("subset_of_weights", wanted, came))
+        if int(indices.min()) < 0 or int(indices.max()) >= total or indices.unique().numel() != indices.numel():
+            came = f"{int(indices.min())}..{int(indices.max())}, {indices.unique().numel()} distinct of {indices.numel()}"
+            raise InputError(expected("subset_of_weights", f"distinct indices in 0..{total - 1}", came))
+        return ModulePullback(encoder, indices)
+    if subset_of_weights == "last_layer":
+        return LastLayerPullback(encoder)
+    if subset_of_weights == "all":
+        if not any(p.requires_grad for p in encoder.parameters()):
+            raise InputError(expected("model", "at least one parameter that requires a gradient", "none"))
+        return ModulePullback(encoder)
+    raise InputError(expected("subset_of_weights", wanted, subset_of_weights))
+
+
+def _kron(
+    encoder: Encoder, pullback: Pullback, points: Points, weights: PairWeights, options: CurvatureOptions
+) -> KronFactors:
+    blocks = make_blocks(points.u, points.n, *weights.node_sums(), options)
+    if isinstance(pullback, LastLayerPullback):
+        return last_layer_kron(points, blocks, len(points), pullback.bias)
+    if isinstance(pullback, ModulePullback) and pullback.indices is not None:
+        msg = "structure 'kron': a subnetwork has no Kronecker factors. Use the structure 'diag' or 'full'."
+        raise UnsupportedError(msg)
+    return ModuleKron(encoder).factors(points.context, lambda _: blocks, len(points))
+
+
+def _lift_half(model: nn.Module, x: Inputs) -> tuple[nn.Module, Inputs]:
+    halves = (torch.float16, torch.bfloat16)
+    if any(p.dtype in halves for p in model.parameters()):
+        model = copy.deepcopy(model).float()
+    if isinstance(x, Tensor):
+        return model, x.float() if x.dtype in halves else x
+    return model, {k: v.float() if isinstance(v, Tensor) and v.dtype in halves else v for k, v in x.items()}
+
+
+def _describe(x: object) -> str:
+    return f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"

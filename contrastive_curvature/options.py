@@ -1,0 +1,165 @@
+"""The closed options of the contrastive curvature, each with its meaning, and the checks of the open ones.
+
+The Hessian of the pair loss is the same object wherever it is used, so its options are checked once, here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeVar
+
+from contrastive_curvature.errors import InputError, InputTypeError, expected
+
+__all__ = ["CurvatureOptions", "Distance", "Normalization", "PDFix", "Structure", "parse_option"]
+
+_E = TypeVar("_E", bound="_Option")
+
+
+class _Option(str, Enum):
+    """A closed set of strings that compare equal to their value."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class Distance(_Option):
+    """Where the l2-normalisation sits, which decides the split of the generalised Gauss-Newton (paper, appendix F)."""
+
+    ARCCOS = "arccos"
+    """Inside the loss: the second derivative of the normalisation is kept (appendix F.2)."""
+
+    EUCLIDEAN = "euclidean"
+    """Inside the network, which is linearised: its second derivative is dropped (appendix F.1)."""
+
+
+class PDFix(_Option):
+    """How the indefinite Hessian is brought towards positive definiteness (paper, appendix F.3)."""
+
+    POSITIVE = "positive"
+    """Only attracting pairs, cross terms kept (Eq. 109; ``pos`` in the authors' code)."""
+
+    FIXED = "fixed"
+    """All pairs inside the margin, one point of a pair held fixed: no cross terms (Eq. 110-112; ``fix``)."""
+
+    FULL = "full"
+    """All pairs inside the margin, cross terms kept; the parameter curvature is clamped (Eq. 108)."""
+
+    PSD = "psd"
+    """``fixed`` with every point's block projected on the positive semidefinite cone (ours): safe in any structure."""
+
+    @property
+    def coupled(self) -> bool:
+        """Whether the cross terms between two points survive."""
+        return self in (PDFix.POSITIVE, PDFix.FULL)
+
+
+class Normalization(_Option):
+    """What a pair's weight is divided by."""
+
+    SUM = "sum"
+    """Nothing: every unordered pair counts once (the authors' code)."""
+
+    TYPE = "type"
+    """The number of pairs of its type: positives average to one, negatives too (Eq. 23 and 30)."""
+
+    ANCHOR = "anchor"
+    """The number of pairs of its type at each of its two points, averaged over the two: each point's positives sum to
+    one, its negatives too (Eq. 119)."""
+
+
+class Structure(_Option):
+    """What is kept of the (P, P) parameter curvature."""
+
+    DIAG = "diag"
+    FULL = "full"
+    KRON = "kron"
+
+
+_ALIASES = {"pos": "positive", "fix": "fixed"}
+
+
+def parse_option(kind: type[_E], argument: str, value: object) -> _E:
+    """Turn a string into a member of ``kind``.
+
+    Args:
+        kind: The option's enumeration.
+        argument: Name of the argument, for the error message.
+        value: A member, its string, or (for ``PDFix``) the name in the authors' code.
+
+    Returns:
+        The member.
+
+    Raises:
+        InputError: The value is unknown; the message lists the known ones.
+    """
+    name = _ALIASES.get(value, value) if kind is PDFix and isinstance(value, str) else value
+    try:
+        return kind(name)
+    except ValueError:
+        known = ", ".join(repr(str(member)) for member in kind)
+        raise InputError(expected(argument, f"one of {known}", value)) from None
+
+
+@dataclass(frozen=True)
+class CurvatureOptions:
+    """Everything that decides the output Hessian besides the outputs and the pairs.
+
+    Args:
+        distance: ``"arccos"`` or ``"euclidean"``, see :class:`Distance`.
+        pd_fix: ``"positive"``, ``"fixed"``, ``"full"`` or ``"psd"``, see :class:`PDFix`.
+        margin: Threshold on the Euclidean distance of unit embeddings, in (0, 2], below which a negative pair counts;
+            ``None`` lets every negative count.
+        negative_weight: ``w_n`` of Eq. 10, in [0, 1]: positives are scaled by ``1 - w_n``, negatives by ``w_n``; 0.5 is
+            unbiased sampling.
+        normalization: ``"sum"``, ``"type"`` or ``"anchor"``, see :class:`Normalization`.
+
+    Raises:
+        InputError: An option is unknown or out of range.
+    """
+
+    distance: Distance = Distance.ARCCOS
+    pd_fix: PDFix = PDFix.FIXED
+    margin: float | None = 0.7
+    negative_weight: float = 0.5
+    normalization: Normalization = Normalization.ANCHOR
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "distance", parse_option(Distance, "distance", self.distance))
+        object.__setattr__(self, "pd_fix", parse_option(PDFix, "pd_fix", self.pd_fix))
+        object.__setattr__(self, "normalization", parse_option(Normalization, "normalization", self.normalization))
+        check_margin(self.margin)
+        check_negative_weight(self.negative_weight)
+
+
+def check_margin(margin: object) -> None:
+    """Refuse a margin that no distance between unit vectors can cross.
+
+    Raises:
+        InputTypeError: Not a number.
+        InputError: Outside (0, 2].
+    """
+    wanted = "None (every negative counts) or a number in (0, 2]"
+    hint = "It is a threshold on the distance |u_i - u_j| of unit embeddings, which never exceeds 2."
+    if margin is None:
+        return
+    if isinstance(margin, bool) or not isinstance(margin, (int, float)):
+        raise InputTypeError(expected("margin", wanted, margin, hint))
+    if not (math.isfinite(margin) and 0 < margin <= 2):
+        raise InputError(expected("margin", wanted, margin, hint))
+
+
+def check_negative_weight(weight: object) -> None:
+    """Refuse a bias correction outside [0, 1] (Eq. 10).
+
+    Raises:
+        InputTypeError: Not a number.
+        InputError: Outside [0, 1].
+    """
+    wanted = "a number in [0, 1]"
+    hint = "0.5 is unbiased sampling, 0 ignores the negatives (Eq. 10)."
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+        raise InputTypeError(expected("negative_weight", wanted, weight, hint))
+    if not 0 <= weight <= 1:
+        raise InputError(expected("negative_weight", wanted, weight, hint))

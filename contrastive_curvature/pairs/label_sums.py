@@ -1,0 +1,101 @@
+"""Degrees and pulls for class labels, for whole data sets.
+
+Positives, and negatives without a margin, come from sums per class in O(N D). With a margin there is one blocked
+N x N x D product: all points inside the margin, minus those of the same class.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.pairs.weighting import PairFactors, Shares
+
+__all__ = ["LabelColumns"]
+
+_TILE_ROWS, _TILE_COLUMNS = 512, 2048
+"""A tile of this size stays in the cache of one core; the product is bound by memory, not by arithmetic."""
+
+
+class LabelColumns:
+    """All N points, sorted by class, ready to be summed over for any rows.
+
+    Args:
+        u: Unit embeddings, shape (N, D).
+        labels: Integer labels, shape (N,).
+        factors: Pair factors.
+        shares: Shares of the points; they depend on the class only, since all points of a class have equal counts.
+    """
+
+    def __init__(self, u: Tensor, labels: Tensor, factors: PairFactors, shares: Shares) -> None:
+        self.factors = factors
+        self.classes, inverse, sizes = labels.unique(return_inverse=True, return_counts=True)
+        order = inverse.argsort(stable=True)
+        ends = sizes.cumsum(0)
+        self.bounds = list(zip((ends - sizes).tolist(), ends.tolist(), strict=True))
+        first = order[ends - sizes]
+        self.shares = shares[first]
+        self.u = u[order]
+        # One column of ones beside u gives the count and the sum of the points inside the margin in one product.
+        self.extended = torch.cat([torch.ones_like(self.u[:, :1]), self.u], dim=1)
+        shape = (self.classes.numel(), self.extended.shape[1])
+        self.class_sums = self.extended.new_zeros(shape).index_add_(0, inverse[order], self.extended)
+        self.uniform = bool((self.shares.negative == self.shares.negative[:1]).all())
+        if not self.uniform:
+            share = self.shares.negative[inverse[order]].unsqueeze(1)
+            self.extended = torch.cat([self.extended, share * self.extended], dim=1)
+
+    def find(self, labels: Tensor) -> Tensor:
+        """Index of the class of every label, shape (B,)."""
+        return torch.searchsorted(self.classes, labels)
+
+    def shares_for(self, labels: Tensor) -> Shares:
+        """Shares of points with these labels."""
+        return self.shares[self.find(labels)]
+
+    def node_sums(self, u: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Degrees (B,) and pulls (B, D) of points of the set, each without itself.
+
+        Args:
+            u: Unit embeddings of B of the points, shape (B, D).
+            labels: Their labels, shape (B,).
+
+        Returns:
+            ``d`` and ``s``.
+        """
+        if not u.shape[0]:
+            return u.new_zeros(0), torch.zeros_like(u)
+        index = self.find(labels)
+        itself = torch.cat([torch.ones_like(u[:, :1]), u], dim=1)
+        attract = self.factors.positive * self.shares.positive[index].unsqueeze(1)
+        sums = attract * (self.class_sums[index] - itself)
+        if self.factors.negative:
+            sums = sums - self.factors.negative * self._negatives(u, index)
+        return sums[:, 0], sums[:, 1:]
+
+    def _negatives(self, u: Tensor, index: Tensor) -> Tensor:
+        """``sum_j (r-_i + r-_j) / 2 [1, u_j]`` over the negatives that count, shape (B, 1 + D)."""
+        width = self.class_sums.shape[1]
+        own = self.shares.negative[index].unsqueeze(1)
+        if self.factors.cosine is None:
+            everything = self.class_sums.sum(0) - self.class_sums[index]
+            weighted = self.shares.negative.unsqueeze(1) * self.class_sums
+            return (own * everything + weighted.sum(0) - weighted[index]) / 2
+        sums = self._inside(u, 0, self.u.shape[0])
+        order = index.argsort(stable=True)
+        groups, sizes = index[order].unique_consecutive(return_counts=True)
+        for group, rows in zip(groups.tolist(), order.split(sizes.tolist()), strict=True):
+            sums[rows] -= self._inside(u[rows], *self.bounds[group])
+        return own * sums if self.uniform else (own * sums[:, :width] + sums[:, width:]) / 2
+
+    def _inside(self, u: Tensor, start: int, stop: int) -> Tensor:
+        """Sum the extended columns ``start..stop`` that lie inside the margin of each row."""
+        out = u.new_zeros(u.shape[0], self.extended.shape[1])
+        for row in range(0, u.shape[0], _TILE_ROWS):
+            rows = slice(row, row + _TILE_ROWS)
+            for column in range(start, stop, _TILE_COLUMNS):
+                columns = slice(column, min(column + _TILE_COLUMNS, stop))
+                inside = u[rows] @ self.u[columns].T
+                inside.gt_(self.factors.cosine)  # in place, as 0 and 1 of the same type: no second tile
+                out[rows].addmm_(inside, self.extended[columns])
+        return out
