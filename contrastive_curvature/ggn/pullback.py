@@ -220,6 +220,23 @@ class ModulePullback(Pullback):
             flat = self._vjp_one_by_one(context, cotangents)
         return flat if self.indices is None else flat[..., self.indices]
 
+    def outputs_at(self, x: Inputs, theta: Tensor) -> Tensor:
+        """Raw outputs (N, D) at other values (P,) of all trainable parameters."""
+        return self._function(x)(self._split(theta))
+
+    def jvp(self, x: Inputs, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Raw outputs (N, D) and ``J v`` (N, D) for a direction ``v`` (P,) in all trainable parameters."""
+        return torch.func.jvp(self._function(x), (self.params,), (self._split(v),))
+
+    def vjp_sum(self, x: Inputs, cotangents: Tensor) -> Tensor:
+        """``sum_i J_i^T v_i`` for cotangents (N, D): one reverse pass, shape (P,)."""
+        _, pull = torch.func.vjp(self._function(x), self.params)
+        return torch.cat([g.flatten() for g in pull(cotangents)[0].values()])
+
+    def _split(self, flat: Tensor) -> dict[str, Tensor]:
+        pieces = flat.split([p.numel() for p in self.params.values()])
+        return {name: piece.view_as(p) for (name, p), piece in zip(self.params.items(), pieces, strict=True)}
+
     def _vjp_vectorized(self, context: Any, cotangents: Tensor) -> Tensor:
         n = input_length(context)
         if isinstance(context, Mapping):

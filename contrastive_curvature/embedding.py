@@ -1,0 +1,198 @@
+"""What a Bayesian encoder says of an input: a distribution over embeddings on the unit sphere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature import vmf
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.sphere import normalize
+
+__all__ = ["EmbeddingDistribution", "gaussian_samples"]
+
+
+class EmbeddingDistribution:
+    """Distribution of B embeddings on the sphere; ``mu, kappa = distribution`` unpacks its von Mises-Fisher summary.
+
+    Made from a Gaussian over the raw outputs (closed form), or from samples of them (:meth:`from_samples`).
+
+    Args:
+        mean: Mean of the raw outputs, shape (B, D), D >= 2.
+        variance: Their variances, shape (B, D), when the covariance is diagonal.
+        covariance: Their covariances, shape (B, D, D). Exactly one of the three spreads is given.
+        joint_covariance: Covariance of all raw outputs together, shape (B D, B D).
+
+    Attributes:
+        mean: Mean of the raw outputs, shape (B, D).
+
+    Raises:
+        InputError: None or several of the spreads are given, or a spread is malformed.
+    """
+
+    def __init__(
+        self,
+        mean: Tensor,
+        *,
+        variance: Tensor | None = None,
+        covariance: Tensor | None = None,
+        joint_covariance: Tensor | None = None,
+    ) -> None:
+        given = [name for name, value in (("variance", variance), ("covariance", covariance),
+                                          ("joint_covariance", joint_covariance)) if value is not None]
+        if len(given) != 1:
+            raise InputError(expected("variance, covariance, joint_covariance", "exactly one", str(given or "none")))
+        if mean.ndim != 2:
+            raise InputError(expected("mean", "shape (B, D)", f"shape {tuple(mean.shape)}"))
+        self.mean = mean
+        self._variance = variance
+        self._joint = joint_covariance
+        self._samples: Tensor | None = None
+        if joint_covariance is not None:
+            n, dim = mean.shape
+            points = torch.arange(n, device=mean.device)
+            covariance = joint_covariance.view(n, dim, n, dim)[points, :, points, :]
+        self._covariance = covariance
+
+    @classmethod
+    def from_samples(cls, samples: Tensor) -> EmbeddingDistribution:
+        """Summarise samples of raw outputs.
+
+        Args:
+            samples: Shape (S, B, D), S >= 2; sample s comes from one network for all B inputs.
+
+        Returns:
+            A distribution whose ``mu`` and ``kappa`` are those of the normalised samples (Sra 2012; paper, Eq. 42-43),
+            and whose samples are these.
+
+        Raises:
+            InputError: Fewer than two samples.
+        """
+        if samples.ndim != 3 or samples.shape[0] < 2:
+            raise InputError(expected("samples", "shape (S, B, D) with S >= 2", f"shape {tuple(samples.shape)}"))
+        mean = samples.mean(0)
+        centred = (samples - mean).permute(1, 2, 0)
+        out = cls(mean, covariance=centred @ centred.mT / (samples.shape[0] - 1))
+        out._samples = samples
+        return out
+
+    @property
+    def mu(self) -> Tensor:
+        """Mean directions on the sphere, shape (B, D)."""
+        return self._summary[0]
+
+    @property
+    def kappa(self) -> Tensor:
+        """Concentrations, shape (B,); in closed form to second order in the spread, or estimated from samples."""
+        return self._summary[1]
+
+    @property
+    def uncertainty(self) -> Tensor:
+        """``1 / kappa``, shape (B,): the scalar to rank and to threshold by."""
+        return 1 / self.kappa
+
+    @property
+    def covariance(self) -> Tensor:
+        """Covariance of the raw outputs, shape (B, D, D)."""
+        if self._covariance is None:
+            return torch.diag_embed(self.variance)
+        return self._covariance
+
+    @property
+    def variance(self) -> Tensor:
+        """Variances of the raw outputs, shape (B, D)."""
+        if self._variance is not None:
+            return self._variance
+        return self.covariance.diagonal(dim1=1, dim2=2)
+
+    @property
+    def joint_covariance(self) -> Tensor:
+        """Covariance of all raw outputs together, shape (B D, B D).
+
+        Raises:
+            UnsupportedError: Only marginal distributions were asked for.
+        """
+        if self._joint is None:
+            msg = "joint_covariance: this distribution holds one marginal an input. Ask for la(x, joint=True)."
+            raise UnsupportedError(msg)
+        return self._joint
+
+    def raw_samples(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
+        """Draw raw outputs.
+
+        Args:
+            n_samples: Number S of samples.
+            generator: Source of randomness.
+
+        Returns:
+            Shape (S, B, D). With a joint covariance, or made from samples, a sample comes from the same weights for all
+            inputs; else every input is drawn from its own marginal.
+
+        Raises:
+            InputError: More samples than there are, when made from samples.
+        """
+        if self._samples is not None:
+            if n_samples > self._samples.shape[0]:
+                hint = "This distribution was made from them; ask for more when predicting."
+                raise InputError(expected("n_samples", f"at most {self._samples.shape[0]}", n_samples, hint))
+            return self._samples[:n_samples]
+        if self._joint is not None:
+            flat = gaussian_samples(self.mean.reshape(1, -1), None, self._joint.unsqueeze(0), n_samples, generator)
+            return flat.view(n_samples, *self.mean.shape)
+        return gaussian_samples(self.mean, self._variance, self._covariance, n_samples, generator)
+
+    def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
+        """Draw embeddings: :meth:`raw_samples`, projected on the sphere. Shape (S, B, D)."""
+        raw = self.raw_samples(n_samples, generator)
+        return normalize(raw.flatten(0, 1))[0].view_as(raw)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """``mu`` and ``kappa``."""
+        return iter((self.mu, self.kappa))
+
+    def __len__(self) -> int:
+        """Two, for ``mu`` and ``kappa``: what unpacking gives."""
+        return 2
+
+    def __repr__(self) -> str:
+        """Sizes only."""
+        n, dim = self.mean.shape
+        kind = "samples" if self._samples is not None else "joint Gaussian" if self._joint is not None else "Gaussian"
+        return f"EmbeddingDistribution({n} embeddings in {dim} dimensions, from {kind})"
+
+    @property
+    def _summary(self) -> tuple[Tensor, Tensor]:
+        if self._samples is not None:
+            return vmf.fit(self._samples)
+        mu = normalize(self.mean)[0]
+        if self._variance is not None:
+            return mu, vmf.concentration_from_gaussian(self.mean, variance=self._variance)
+        return mu, vmf.concentration_from_gaussian(self.mean, covariance=self._covariance)
+
+
+def gaussian_samples(
+    mean: Tensor, variance: Tensor | None, covariance: Tensor | None, n_samples: int, generator: torch.Generator | None
+) -> Tensor:
+    """Draw from independent Gaussians.
+
+    Args:
+        mean: Shape (B, D).
+        variance: Shape (B, D), or ``None``.
+        covariance: Shape (B, D, D), positive semidefinite (it may be singular), or ``None``.
+        n_samples: Number S of samples.
+        generator: Source of randomness.
+
+    Returns:
+        Shape (S, B, D).
+    """
+    noise = torch.randn(n_samples, *mean.shape, dtype=mean.dtype, device=mean.device, generator=generator)
+    if covariance is None:
+        if variance is None:
+            msg = "a variance or a covariance is needed"
+            raise TypeError(msg)
+        return mean + noise * variance.sqrt()
+    values, vectors = torch.linalg.eigh(covariance)
+    root = vectors * values.clamp(min=0).sqrt().unsqueeze(-2)
+    return mean + torch.einsum("bde,sbe->sbd", root, noise)

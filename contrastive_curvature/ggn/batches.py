@@ -1,0 +1,150 @@
+"""The cheap estimate of a data set's curvature: only the pairs inside a batch, rescaled (paper, Proposition B.1).
+
+``sum``: the positives of a batch stand for all positives of the data set, its negatives for all negatives (Eq. 29-38);
+batches count by their number of points. ``type``: means are averaged over the batches. ``anchor``: every point brings its
+own share, so batches add up as they are. A batch without a pair of one type contributes nothing of that type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from contrastive_curvature.encoder import Encoder, Inputs, input_length
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.ggn.accumulate import make_blocks, points_curvature
+from contrastive_curvature.ggn.dataset import BatchReader, DatasetCurvature, check_fittable, check_targets
+from contrastive_curvature.ggn.kron import KronFactors, ModuleKron, add_factors, last_layer_kron, refuse_coupled_kron
+from contrastive_curvature.ggn.last_layer import LastLayerPullback
+from contrastive_curvature.ggn.pullback import Points, Pullback
+from contrastive_curvature.options import CurvatureOptions, Normalization, PDFix, Structure
+from contrastive_curvature.pairs import PairWeights, Relation, RelationFunction, make_relation
+from contrastive_curvature.sphere import check_outputs, normalize
+
+__all__ = ["batch_curvature", "batches_curvature"]
+
+
+def batches_curvature(
+    pullback: Pullback,
+    encoder: Encoder,
+    loader: Iterable[Any],
+    read: BatchReader,
+    options: CurvatureOptions,
+    structure: Structure,
+    relation: RelationFunction | None = None,
+    progress: bool = False,
+) -> DatasetCurvature:
+    """Sum of the rescaled batch curvatures, unclamped.
+
+    Args:
+        pullback: The parameters.
+        encoder: The analysed encoder, in evaluation mode.
+        loader: Batches; a first pass only counts pairs and runs no network.
+        read: Takes a batch apart.
+        options: The curvature options.
+        structure: ``diag``, ``full`` or ``kron``.
+        relation: ``None`` for class labels, or a callable on targets.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The estimate.
+
+    Raises:
+        InputError: No data, fewer than two points, no positive pair inside any batch, or malformed targets.
+        UnsupportedError: ``kron`` for a coupled fix, or for a layer that has no factors.
+    """
+    n, inside = 0, 0.0
+    targets = []
+    for batch in loader:
+        x, y = read(batch)
+        check_targets(y, input_length(x), relation)
+        n += input_length(x)
+        inside += float(make_relation(y.shape[0], y.device, y, relation).counts()[0].sum())
+        targets.append(y)
+    if not targets:
+        raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+    check_fittable(n, inside)
+    totals = None
+    if options.normalization is Normalization.SUM:
+        whole = make_relation(n, targets[0].device, torch.cat(targets), relation)
+        positive, negative = whole.counts()
+        totals = (float(positive.sum()) / 2, float(negative.sum()) / 2)
+    curvature: Any = None
+    loss: Any = 0
+    for batch in tqdm(loader, desc="[curvature]", disable=not progress):
+        x, y = read(batch)
+        value, term = batch_curvature(pullback, encoder, x, y, options, structure, n, totals, relation)
+        loss = loss + value
+        if structure is Structure.KRON:
+            curvature = add_factors(curvature, term)  # type: ignore[arg-type]
+        else:
+            curvature = term if curvature is None else curvature + term
+    return DatasetCurvature(curvature, loss, n)
+
+
+def batch_curvature(
+    pullback: Pullback,
+    encoder: Encoder,
+    x: Inputs,
+    targets: Tensor,
+    options: CurvatureOptions,
+    structure: Structure,
+    n_data: int,
+    totals: tuple[float, float] | None = None,
+    relation: RelationFunction | None = None,
+) -> tuple[Tensor, Tensor | KronFactors]:
+    """What one batch adds to the estimate for a data set.
+
+    Args:
+        pullback: The parameters.
+        encoder: The analysed encoder, in evaluation mode.
+        x: A batch of B points.
+        targets: Their labels or targets.
+        options: The curvature options.
+        structure: ``diag``, ``full`` or ``kron``.
+        n_data: Number N of points in the data set.
+        totals: Number of positive and negative pairs in the data set; ``None`` takes the batch for representative of
+            both, ``N (N - 1) / (B (B - 1))`` times its own.
+        relation: ``None`` for class labels, or a callable on targets.
+
+    Returns:
+        Loss and unclamped curvature.
+    """
+    if structure is Structure.KRON and options.pd_fix.coupled:
+        refuse_coupled_kron(options.pd_fix)
+    z, context = pullback.forward(x)
+    z = check_outputs(z, "model(x)")
+    u, n = normalize(z)
+    made = make_relation(z.shape[0], z.device, targets, relation)
+    scale = _scale(made, options.normalization, n_data, totals)
+    weights = PairWeights(made, u, options, scale)
+    complete = replace(options, pd_fix=PDFix.FIXED) if options.pd_fix is PDFix.POSITIVE else options
+    loss = PairWeights(made, u, complete, scale).loss()
+    points = Points(context, u, n)
+    if structure is not Structure.KRON:
+        return loss, points_curvature(pullback, points, weights, options, structure)
+    blocks = make_blocks(u, n, *weights.node_sums(), options)
+    if isinstance(pullback, LastLayerPullback):
+        return loss, last_layer_kron(points, blocks, n_data, pullback.bias)
+    return loss, ModuleKron(encoder).factors(x, lambda _: blocks, n_data)
+
+
+def _scale(
+    relation: Relation, normalization: Normalization, n_data: int, totals: tuple[float, float] | None
+) -> tuple[float, float]:
+    share = relation.n / n_data
+    if normalization is Normalization.ANCHOR:
+        return 1.0, 1.0
+    if normalization is Normalization.TYPE:
+        return share, share
+    if totals is None:
+        ratio = (n_data - 1) / max(relation.n - 1, 1)
+        return ratio, ratio
+    counts = [float(count.sum()) / 2 for count in relation.counts()]
+    first, second = (share * total / count if count else 0.0 for total, count in zip(totals, counts, strict=True))
+    return first, second

@@ -1,0 +1,307 @@
+"""The parameter curvature of a whole data set, exactly, over all its pairs and not only those inside a batch.
+
+Two passes over the loader, which may shuffle between them: the first collects raw outputs and targets, O(N D); the second
+pulls every point's block back as it arrives. Coupled fixes add cross terms, from sums per class where the pair weight
+depends on the classes only, else from blocks of points streamed against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from contrastive_curvature.encoder import Encoder, Inputs, input_length
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.ggn.accumulate import make_blocks
+from contrastive_curvature.ggn.kron import KronFactors, ModuleKron, add_factors, last_layer_kron, refuse_coupled_kron
+from contrastive_curvature.ggn.last_layer import LastLayerPullback
+from contrastive_curvature.ggn.pullback import Points, Pullback
+from contrastive_curvature.options import CurvatureOptions, PDFix, Structure
+from contrastive_curvature.pairs import PairWeights, RelationFunction, make_relation
+from contrastive_curvature.pairs.relation import LabelRelation, check_labels
+from contrastive_curvature.sphere import check_outputs, normalize
+
+__all__ = ["BatchReader", "DatasetCurvature", "DatasetPairs", "collect_pairs", "dataset_curvature"]
+
+_CLASS_SUM_ELEMENTS = 2**28
+_FEATURE_ELEMENTS = 2**27
+
+BatchReader = Callable[[Any], tuple[Inputs, Tensor]]
+"""Turns what the loader yields into a batch on the model's device and its targets."""
+
+
+@dataclass(frozen=True)
+class DatasetPairs:
+    """What the first pass leaves: the pair weights of the whole data set.
+
+    Args:
+        z: Raw outputs of all N points, in the order of the first pass, shape (N, D).
+        weights: Over the same points.
+        options: The curvature options.
+        checksum: Sum and sum of squares of the raw outputs, to recognise the data in the second pass.
+        loss: Value of the contrastive loss over all pairs.
+    """
+
+    z: Tensor
+    weights: PairWeights
+    options: CurvatureOptions
+    checksum: Tensor
+    loss: Tensor
+
+    @property
+    def n(self) -> int:
+        """Number of points."""
+        return self.weights.n
+
+
+@dataclass(frozen=True)
+class DatasetCurvature:
+    """Unclamped curvature of a data set.
+
+    Args:
+        curvature: (P,), (P, P) or Kronecker factors.
+        loss: Value of the contrastive loss.
+        n: Number of points.
+    """
+
+    curvature: Tensor | KronFactors
+    loss: Tensor
+    n: int
+
+
+def collect_pairs(
+    encoder: Encoder,
+    loader: Iterable[Any],
+    read: BatchReader,
+    options: CurvatureOptions,
+    relation: RelationFunction | None = None,
+    progress: bool = False,
+) -> DatasetPairs:
+    """First pass: raw outputs and targets of every point.
+
+    Args:
+        encoder: The analysed encoder, in evaluation mode.
+        loader: Batches.
+        read: Takes a batch apart.
+        options: The curvature options.
+        relation: ``None`` for class labels, or a callable on targets.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The pair weights, O(N D) numbers.
+
+    Raises:
+        InputError: No data, fewer than two points, no positive pair, or malformed outputs or targets.
+    """
+    outputs, targets = [], []
+    for batch in tqdm(loader, desc="[embedding]", disable=not progress):
+        x, y = read(batch)
+        with torch.no_grad():
+            outputs.append(check_outputs(encoder(x), "model(x)"))
+        check_targets(y, input_length(x), relation)
+        targets.append(y)
+    if not outputs:
+        raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+    z = torch.cat(outputs)
+    u, _ = normalize(z)
+    made = make_relation(z.shape[0], z.device, torch.cat(targets), relation)
+    weights = PairWeights(made, u, options)
+    check_fittable(z.shape[0], weights.totals[0])
+    # The positive fix drops the repelling pairs from the curvature, not from the loss.
+    loss = weights.loss()
+    if options.pd_fix is PDFix.POSITIVE:
+        loss = PairWeights(made, u, replace(options, pd_fix=PDFix.FIXED)).loss()
+    return DatasetPairs(z, weights, options, _checksum(z), loss)
+
+
+def check_targets(y: object, n: int, relation: RelationFunction | None) -> None:
+    """Check the targets of one batch.
+
+    Raises:
+        InputError: They are not class labels (without a relation), or disagree with the batch in length.
+    """
+    if relation is None:
+        check_labels(y, n)
+    elif not isinstance(y, Tensor) or y.ndim == 0 or y.shape[0] != n:
+        came = f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
+        raise InputError(expected("train_loader", f"one target for each of the {n} points of a batch", came))
+
+
+def check_fittable(n: int, positives: float) -> None:
+    """Refuse data that say nothing about an embedding.
+
+    Raises:
+        InputError: One point, or no positive pair.
+    """
+    if n < 2:
+        raise InputError(expected("train_loader", "at least two points, since the loss is one of pairs", f"{n} point"))
+    if not positives:
+        hint = "Without attraction the curvature has nothing positive; check the labels."
+        raise InputError(expected("train_loader", "at least one positive pair", "none", hint))
+
+
+def dataset_curvature(
+    pullback: Pullback,
+    encoder: Encoder,
+    loader: Iterable[Any],
+    read: BatchReader,
+    pairs: DatasetPairs,
+    structure: Structure,
+    progress: bool = False,
+) -> DatasetCurvature:
+    """Second pass: the curvature of all pairs of the data set, unclamped.
+
+    Args:
+        pullback: The parameters.
+        encoder: The analysed encoder, in evaluation mode.
+        loader: The same data as in the first pass, in any order.
+        read: Takes a batch apart.
+        pairs: What the first pass left.
+        structure: ``diag``, ``full`` or ``kron``.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The curvature.
+
+    Raises:
+        InputError: The loader gave other data than in the first pass.
+        UnsupportedError: ``kron`` for a coupled fix, or for a layer that has no factors.
+    """
+    options = pairs.options
+    if structure is Structure.KRON and options.pd_fix.coupled:
+        refuse_coupled_kron(options.pd_fix)
+    total: Any = None
+    cross = _make_cross(pullback, pairs, structure) if options.pd_fix.coupled else None
+    module_kron = None
+    if structure is Structure.KRON and not isinstance(pullback, LastLayerPullback):
+        module_kron = ModuleKron(encoder)
+    seen = torch.zeros_like(pairs.checksum)
+    for batch in tqdm(loader, desc="[curvature]", disable=not progress):
+        x, y = read(batch)
+        z, context = pullback.forward(x)
+        z = check_outputs(z, "model(x)")
+        seen += _checksum(z)
+        u, n = normalize(z)
+        points = Points(context, u, n)
+        blocks = make_blocks(u, n, *pairs.weights.sums_for(u, y), options)
+        if structure is Structure.KRON:
+            if module_kron is None:
+                term = last_layer_kron(points, blocks, pairs.n, isinstance(pullback, LastLayerPullback) and pullback.bias)
+            else:
+                term = module_kron.factors(x, lambda _, b=blocks: b, pairs.n)
+            total = add_factors(total, term)
+            continue
+        if cross is not None:
+            # The cross terms below run over all pairs, a point with itself among them; this takes those out again.
+            blocks = blocks.add_projector(pairs.weights.self_weights(y) / n**2)
+            cross.add(points, y)
+        term = pullback.block_term(points, blocks, structure)
+        total = term if total is None else total + term
+    _check_same_data(pairs.checksum, seen)
+    if cross is not None:
+        total = total - cross.finish(loader, read, progress)
+    return DatasetCurvature(total, pairs.loss, pairs.n)
+
+
+def _make_cross(pullback: Pullback, pairs: DatasetPairs, structure: Structure) -> _ClassCross | _StreamedCross:
+    relation, factors = pairs.weights.relation, pairs.weights.factors
+    by_class = isinstance(relation, LabelRelation) and (factors.cosine is None or not factors.negative)
+    if by_class and isinstance(relation, LabelRelation):
+        classes = relation.targets.unique()
+        if classes.numel() * pairs.weights.u.shape[1] * pullback.n_params <= _CLASS_SUM_ELEMENTS:
+            return _ClassCross(pullback, pairs.weights, classes, structure)
+    return _StreamedCross(pullback, pairs.weights, structure)
+
+
+class _ClassCross:
+    """``sum_ij y_ij A_i^T A_j`` where ``y`` depends on the two classes only: from ``sum_{i in class} A_i``."""
+
+    def __init__(self, pullback: Pullback, weights: PairWeights, classes: Tensor, structure: Structure) -> None:
+        self.pullback, self.weights, self.classes, self.structure = pullback, weights, classes, structure
+        self.sums: Tensor | None = None
+
+    def add(self, points: Points, targets: Tensor) -> None:
+        index = torch.searchsorted(self.classes, targets)
+        sums = self.pullback.class_sums(points, index, self.classes.numel())
+        self.sums = sums if self.sums is None else self.sums + sums
+
+    def finish(self, loader: Iterable[Any], read: BatchReader, progress: bool) -> Tensor:
+        del loader, read, progress
+        if self.sums is None:
+            msg = "no points were added"
+            raise RuntimeError(msg)
+        same = self.classes.unsqueeze(1) == self.classes
+        shares = self.weights.shares_for(self.classes)
+        anything = torch.ones_like(same, dtype=self.sums.dtype)
+        y = self.weights.factors.weigh(same, ~same, 2 * anything, shares, shares)
+        weighted = torch.einsum("cd,dkp->ckp", y, self.sums)
+        if self.structure is Structure.DIAG:
+            return torch.einsum("ckp,ckp->p", self.sums, weighted)
+        return self.sums.flatten(0, 1).T @ weighted.flatten(0, 1)
+
+
+class _StreamedCross:
+    """``sum_ij y_ij A_i^T A_j`` from blocks of points, each held while the whole loader runs past it."""
+
+    def __init__(self, pullback: Pullback, weights: PairWeights, structure: Structure) -> None:
+        self.pullback, self.weights, self.structure = pullback, weights, structure
+
+    def add(self, points: Points, targets: Tensor) -> None:
+        """Nothing: the blocks are formed in :meth:`finish`."""
+
+    def finish(self, loader: Iterable[Any], read: BatchReader, progress: bool) -> Tensor:
+        total: Any = 0
+        blocks = _grouped(_points(self.pullback, loader, read))
+        for held in tqdm(blocks, desc="[cross terms]", disable=not progress):
+            for points, targets in _points(self.pullback, loader, read):
+                for rows, row_targets in held:
+                    y = self.weights.between(rows.u, row_targets, points.u, targets)
+                    total = total + self.pullback.cross_term(rows, points, y, self.structure)
+        return torch.as_tensor(total)
+
+
+def _points(pullback: Pullback, loader: Iterable[Any], read: BatchReader) -> Iterator[tuple[Points, Tensor]]:
+    for batch in loader:
+        x, y = read(batch)
+        z, context = pullback.forward(x)
+        u, n = normalize(check_outputs(z, "model(x)"))
+        points = Points(context, u, n)
+        step = pullback.tile_size(Structure.DIAG)
+        for start in range(0, len(points), step):
+            rows = slice(start, start + step)
+            yield pullback.part(points, rows), y[rows]
+
+
+def _grouped(points: Iterator[tuple[Points, Tensor]]) -> Iterator[list[tuple[Points, Tensor]]]:
+    """Group batches until their contexts fill the memory that may be held."""
+    held: list[tuple[Points, Tensor]] = []
+    numbers = 0
+    for item in points:
+        held.append(item)
+        context = item[0].context
+        tensors = context.values() if isinstance(context, Mapping) else [context]
+        numbers += sum(t.numel() for t in tensors if isinstance(t, Tensor))
+        if numbers >= _FEATURE_ELEMENTS:
+            yield held
+            held, numbers = [], 0
+    if held:
+        yield held
+
+
+def _checksum(z: Tensor) -> Tensor:
+    return torch.stack([z.sum(), z.square().sum(), torch.full_like(z[0, 0], z.shape[0])]).double()
+
+
+def _check_same_data(first: Tensor, second: Tensor) -> None:
+    # Batches of another composition may round differently; augmented or dropped data differ by far more.
+    scale = torch.stack([first[1].sqrt() * first[2].sqrt(), first[1], first[2]]).clamp(min=1e-30)
+    if not bool(((first - second).abs() <= 1e-4 * scale).all()):
+        hint = (
+            "Turn random augmentation and drop_last off (shuffling is fine), or use pairs='batch', which needs one pass."
+        )
+        raise InputError(expected("train_loader", "the same data in both passes", "different outputs", hint))

@@ -1,0 +1,113 @@
+"""The leading eigenpairs of the parameter curvature, matrix-free.
+
+A product with the curvature is one forward-mode pass over the data (``J v``), the node-form product with the output
+Hessian, and one reverse-mode pass (``J^T``); Lanczos (SciPy's ``eigsh``) does the rest. Works for every fix, coupled ones
+too, because the output Hessian couples N x D numbers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.sparse.linalg import LinearOperator, eigsh
+from torch import Tensor
+from tqdm import tqdm
+
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.ggn.dataset import BatchReader, DatasetPairs
+from contrastive_curvature.ggn.pullback import ModulePullback
+from contrastive_curvature.output_hessian import OutputHessian
+
+__all__ = ["curvature_product", "leading_eigenpairs"]
+
+
+def curvature_product(
+    pullback: ModulePullback, hessian: OutputHessian, loader: Iterable[Any], read: BatchReader, v: Tensor
+) -> Tensor:
+    """``J^T H J v`` over the whole data set.
+
+    Args:
+        pullback: All trainable parameters.
+        hessian: Output Hessian of all N points, in the order of the loader.
+        loader: The same data in the same order.
+        read: Takes a batch apart.
+        v: Shape (P,).
+
+    Returns:
+        Shape (P,).
+
+    Raises:
+        InputError: The loader gives another order than before.
+    """
+    moved, start = [], 0
+    for batch in loader:
+        x, _ = read(batch)
+        z, tangent = pullback.jvp(x, v)
+        stop = start + z.shape[0]
+        known = hessian.z[start:stop]
+        if known.shape != z.shape or not torch.allclose(z, known, rtol=1e-3, atol=1e-5 * float(known.abs().max())):
+            hint = "The low-rank structure multiplies with the curvature many times: build the loader with shuffle=False."
+            raise InputError(expected("train_loader", "the same points in the same order in every pass", "others", hint))
+        moved.append(tangent)
+        start = stop
+    curved = hessian.matvec(torch.cat(moved))
+    out, start = torch.zeros_like(v), 0
+    for batch in loader:
+        x, _ = read(batch)
+        stop = start + moved.pop(0).shape[0]
+        out += pullback.vjp_sum(x, curved[start:stop])
+        start = stop
+    return out
+
+
+def leading_eigenpairs(
+    pullback: ModulePullback,
+    pairs: DatasetPairs,
+    loader: Iterable[Any],
+    read: BatchReader,
+    rank: int,
+    progress: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Largest positive eigenvalues of the curvature and their eigenvectors.
+
+    Args:
+        pullback: All trainable parameters.
+        pairs: What the first pass over the data left.
+        loader: The same data in the same order.
+        read: Takes a batch apart.
+        rank: How many to look for; fewer are returned when fewer are positive.
+        progress: Whether to show a progress bar, one step a product.
+
+    Returns:
+        Eigenvectors (P, R) and eigenvalues (R,), all positive: the clamp of negative eigenvalues is built in.
+
+    Raises:
+        InputError: The loader shuffles, or the rank is out of range.
+    """
+    if rank < 1:
+        raise InputError(expected("rank", "a positive whole number", rank))
+    total = pullback.n_params
+    z = pairs.z
+    hessian = OutputHessian(z, pairs.weights, pairs.options)
+    with tqdm(desc="[eigenpairs]", disable=not progress) as bar:
+
+        def product(v: np.ndarray) -> np.ndarray:
+            bar.update()
+            vector = torch.as_tensor(np.ascontiguousarray(v).reshape(-1), dtype=z.dtype, device=z.device)
+            return curvature_product(pullback, hessian, loader, read, vector).double().cpu().numpy()
+
+        if rank >= total - 1:
+            # Lanczos cannot give all of them; a matrix of so few parameters is no burden.
+            matrix = np.stack([product(column) for column in np.eye(total)], axis=1)
+            values, vectors = np.linalg.eigh((matrix + matrix.T) / 2)
+        else:
+            operator = LinearOperator((total, total), matvec=product, dtype=np.float64)
+            start = np.random.default_rng(0).standard_normal(total)
+            values, vectors = eigsh(operator, k=rank, which="LA", v0=start)
+    threshold = max(float(values.max()), 0.0) * total * float(torch.finfo(z.dtype).eps)
+    keep = np.flatnonzero(values > threshold)[::-1][:rank].copy()
+    as_tensor = {"dtype": z.dtype, "device": z.device}
+    return torch.as_tensor(vectors[:, keep], **as_tensor), torch.as_tensor(values[keep], **as_tensor)

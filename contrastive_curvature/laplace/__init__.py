@@ -1,0 +1,30 @@
+"""Parameter curvature -> Laplace posterior -> embedding distribution, inside laplace-torch."""
+
+from contrastive_curvature.laplace.base import ContrastiveLaplace
+from contrastive_curvature.laplace.classes import (
+    ContrastiveDiagLaplace,
+    ContrastiveDiagLLLaplace,
+    ContrastiveDiagSubnetLaplace,
+    ContrastiveFullLaplace,
+    ContrastiveFullLLLaplace,
+    ContrastiveFullSubnetLaplace,
+    ContrastiveKronLaplace,
+    ContrastiveKronLLLaplace,
+    ContrastiveLowRankLaplace,
+)
+from contrastive_curvature.laplace.registry import register, unregister
+
+__all__ = [
+    "ContrastiveDiagLLLaplace",
+    "ContrastiveDiagLaplace",
+    "ContrastiveDiagSubnetLaplace",
+    "ContrastiveFullLLLaplace",
+    "ContrastiveFullLaplace",
+    "ContrastiveFullSubnetLaplace",
+    "ContrastiveKronLLLaplace",
+    "ContrastiveKronLaplace",
+    "ContrastiveLaplace",
+    "ContrastiveLowRankLaplace",
+    "register",
+    "unregister",
+]

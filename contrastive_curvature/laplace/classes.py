@@ -1,0 +1,270 @@
+"""The contrastive Laplace classes: one for every combination of weights and structure that laplace-torch offers.
+
+Each has a ``_key`` of its own. laplace-torch looks classes up by ``(subset_of_weights, hessian_structure)`` among all
+subclasses; an inherited key would replace the host's class for every user of the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from laplace.baselaplace import DiagLaplace, FullLaplace, KronLaplace, LowRankLaplace
+from laplace.lllaplace import DiagLLLaplace, FullLLLaplace, KronLLLaplace
+from laplace.subnetlaplace import DiagSubnetLaplace, FullSubnetLaplace
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
+
+from contrastive_curvature.embedding import EmbeddingDistribution
+from contrastive_curvature.encoder import Inputs, evaluation_mode, slice_inputs
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.laplace.base import CONTRASTIVE, ContrastiveLaplace
+from contrastive_curvature.laplace.features import RawFeatureExtractor
+from contrastive_curvature.laplace.prediction import (
+    dense_last_layer_covariance,
+    diag_last_layer_variance,
+    kron_last_layer_covariance,
+)
+from contrastive_curvature.options import Structure
+
+__all__ = [
+    "ContrastiveDiagLLLaplace",
+    "ContrastiveDiagLaplace",
+    "ContrastiveDiagSubnetLaplace",
+    "ContrastiveFullLLLaplace",
+    "ContrastiveFullLaplace",
+    "ContrastiveFullSubnetLaplace",
+    "ContrastiveKronLLLaplace",
+    "ContrastiveKronLaplace",
+    "ContrastiveLowRankLaplace",
+]
+
+
+class ContrastiveDiagLaplace(ContrastiveLaplace, DiagLaplace):
+    """All parameters, diagonal precision; exact diagonal of the generalised Gauss-Newton."""
+
+    _key = ("all", "diag", CONTRASTIVE)
+    structure = Structure.DIAG
+
+    def _curvature_diagonal(self) -> Tensor:
+        return self.H
+
+
+class ContrastiveFullLaplace(ContrastiveLaplace, FullLaplace):
+    """All parameters, dense precision; exact generalised Gauss-Newton."""
+
+    _key = ("all", "full", CONTRASTIVE)
+    structure = Structure.FULL
+
+    def _curvature_diagonal(self) -> Tensor:
+        return self.H.diagonal()
+
+
+class ContrastiveKronLaplace(ContrastiveLaplace, KronLaplace):
+    """All parameters, Kronecker-factored precision (K-FAC); ``fixed`` and ``psd`` only."""
+
+    _key = ("all", "kron", CONTRASTIVE)
+    structure = Structure.KRON
+
+    def _curvature_diagonal(self) -> Tensor:
+        return self.H_facs.diag().clamp(min=0)
+
+
+class _LowRankHost(LowRankLaplace):
+    """The host's low-rank algebra without its constructor, which asks for the package of a backend that is not used."""
+
+    _key = ("all", "lowrank", CONTRASTIVE, "host")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super(LowRankLaplace, self).__init__(*args, **kwargs)
+
+
+class ContrastiveLowRankLaplace(ContrastiveLaplace, _LowRankHost):
+    """All parameters, the leading eigenpairs of the generalised Gauss-Newton; every fix.
+
+    ``backend_kwargs=dict(rank=...)`` says how many.
+    """
+
+    _key = ("all", "lowrank", CONTRASTIVE)
+    structure = None  # type: ignore[assignment]
+
+    def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool = False) -> None:
+        """Fit; the loader must not shuffle, because Lanczos multiplies with the curvature many times.
+
+        Raises:
+            InputError: No data, one point, no positive pair, a shuffling loader, or no positive eigenvalue.
+            UnsupportedError: ``override=False``: eigenpairs of two data sets do not add up.
+        """
+        if not override:
+            msg = "override=False: eigenpairs of two data sets do not add up. Use hessian_structure='diag' or 'kron'."
+            raise UnsupportedError(msg)
+        self.model.eval()
+        vectors, values, loss = self.backend.eig_lowrank(train_loader, progress_bar)
+        if not values.numel():
+            hint = "All negatives may lie inside the margin; use pd_fix='psd' or 'positive'."
+            raise InputError(expected("train_loader", "data with a positive eigenvalue of the curvature", "none", hint))
+        self.H = (vectors, values)
+        self.loss = loss.detach()
+        self.n_data = sum(self.backend.read(batch)[1].shape[0] for batch in train_loader)
+        self.mean = self._parameter_vector()
+        self.n_outputs = self._encoder_dim()
+        self.model.output_size = self.n_outputs
+
+    def _curvature_diagonal(self) -> Tensor:
+        vectors, values = self.H
+        return vectors.square() @ values
+
+
+class ContrastiveDiagSubnetLaplace(ContrastiveLaplace, DiagSubnetLaplace):
+    """Chosen parameters, diagonal precision; exact."""
+
+    _key = ("subnetwork", "diag", CONTRASTIVE)
+    structure = Structure.DIAG
+
+    def _curvature_diagonal(self) -> Tensor:
+        return self.H
+
+    def _parameter_sizes(self) -> list[int]:
+        return [self.n_params_subnet]
+
+
+class ContrastiveFullSubnetLaplace(ContrastiveLaplace, FullSubnetLaplace):
+    """Chosen parameters, dense precision; exact."""
+
+    _key = ("subnetwork", "full", CONTRASTIVE)
+    structure = Structure.FULL
+
+    def _curvature_diagonal(self) -> Tensor:
+        return self.H.diagonal()
+
+    def _parameter_sizes(self) -> list[int]:
+        return [self.n_params_subnet]
+
+
+class _LastLayer(ContrastiveLaplace):
+    """The last linear layer: closed forms for curvature, prediction and samples."""
+
+    def __init__(
+        self, model: nn.Module, likelihood: str = CONTRASTIVE, *args: Any, last_layer_name: str | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(model, likelihood, *args, **kwargs)
+        self._last_layer_name = last_layer_name
+        self.model = RawFeatureExtractor(self.model.model, last_layer_name, self.enable_backprop)
+
+    def _prepare(self, loader: Iterable[Any]) -> None:
+        for batch in loader:
+            self._know_last_layer(self.backend_probe(batch))
+            return
+        raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+
+    def backend_probe(self, batch: Any) -> Inputs:
+        """A few inputs of a batch, on the model's device, to analyse the encoder with."""
+        x = batch if isinstance(batch, Mapping) else batch[0]
+        return slice_inputs(self._moved(x), slice(0, 8))
+
+    def _know_last_layer(self, probe: Inputs) -> None:
+        if self.model.last_layer is not None:
+            return
+        self.model.analyse(probe)
+        self.data = slice_inputs(probe, slice(0, 2))
+        self.n_params = parameters_to_vector(self.model.last_layer.parameters()).numel()
+        self.n_layers = len(list(self.model.last_layer.parameters()))
+        # The host defers these checks until the layer is known.
+        self.prior_precision = self._prior_precision
+        self.prior_mean = self._prior_mean
+
+    def _find_last_layer(self, data: Any) -> None:
+        self._know_last_layer(self._moved(data))
+
+    def _parameter_vector(self) -> Tensor:
+        vector = parameters_to_vector(self.model.last_layer.parameters())
+        return vector if self.enable_backprop else vector.detach()
+
+    def _parameter_sizes(self) -> list[int]:
+        return [p.numel() for p in self.model.last_layer.parameters()]
+
+    def _encoder_dim(self) -> int:
+        return self.model.encoder.dim
+
+    @property
+    def prior_precision_diag(self) -> Tensor:
+        """The prior precision of every parameter of the layer, shape (P,); also from one value a parameter tensor."""
+        prior = self.prior_precision
+        if len(prior) in (1, self.n_params):
+            return prior.expand(self.n_params)
+        return torch.cat([p.expand(size) for p, size in zip(prior, self._parameter_sizes(), strict=True)])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See :meth:`ContrastiveLaplace.load_state_dict`."""
+        if state_dict.get("data") is not None:
+            self._find_last_layer(state_dict["data"])
+        super().load_state_dict(state_dict)
+
+    def _features(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        with evaluation_mode(self.model), torch.set_grad_enabled(self.enable_backprop):
+            return self.model.forward_with_features(self._moved(x))
+
+    def _sampling_context(self, x: Inputs) -> Any:
+        return self._features(x)[1]
+
+    def _outputs_at(self, context: Any, theta: Tensor, linearized: bool) -> Tensor:
+        """A linear layer is its own linearisation."""
+        layer = self.model.last_layer
+        weight = theta[:, : layer.weight.numel()].view(-1, *layer.weight.shape)
+        out = torch.einsum("bf,sdf->sbd", context, weight)
+        return out if layer.bias is None else out + theta[:, None, layer.weight.numel() :]
+
+
+class ContrastiveDiagLLLaplace(_LastLayer, DiagLLLaplace):
+    """Last linear layer, diagonal precision; curvature and prediction exact and in closed form."""
+
+    _key = ("last_layer", "diag", CONTRASTIVE)
+    structure = Structure.DIAG
+
+    def _gaussian(self, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistribution:
+        if joint:
+            return super()._gaussian(x, joint, diagonal)
+        z, phi = self._features(x)
+        return EmbeddingDistribution(z, variance=diag_last_layer_variance(phi, self.posterior_variance, z.shape[1]))
+
+    def _curvature_diagonal(self) -> Tensor:
+        return self.H
+
+
+class ContrastiveKronLLLaplace(_LastLayer, KronLLLaplace):
+    """Last linear layer, Kronecker-factored precision (K-FAC); ``fixed`` and ``psd`` only."""
+
+    _key = ("last_layer", "kron", CONTRASTIVE)
+    structure = Structure.KRON
+
+    def _gaussian(self, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistribution:
+        if joint:
+            return super()._gaussian(x, joint, diagonal)
+        z, phi = self._features(x)
+        covariance = kron_last_layer_covariance(phi, self.posterior_precision)
+        if diagonal:
+            return EmbeddingDistribution(z, variance=covariance.diagonal(dim1=1, dim2=2))
+        return EmbeddingDistribution(z, covariance=covariance)
+
+    def _curvature_diagonal(self) -> Tensor:
+        return self.H_facs.diag().clamp(min=0)
+
+
+class ContrastiveFullLLLaplace(_LastLayer, FullLLLaplace):
+    """Last linear layer, dense precision; curvature and prediction exact and in closed form."""
+
+    _key = ("last_layer", "full", CONTRASTIVE)
+    structure = Structure.FULL
+
+    def _gaussian(self, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistribution:
+        if joint:
+            return super()._gaussian(x, joint, diagonal)
+        z, phi = self._features(x)
+        covariance = dense_last_layer_covariance(phi, self.posterior_covariance, z.shape[1])
+        if diagonal:
+            return EmbeddingDistribution(z, variance=covariance.diagonal(dim1=1, dim2=2))
+        return EmbeddingDistribution(z, covariance=covariance)
+
+    def _curvature_diagonal(self) -> Tensor:
+        return self.H.diagonal()

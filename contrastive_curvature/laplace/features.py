@@ -1,0 +1,69 @@
+"""The feature extractor of the last-layer classes: raw outputs and features, whatever module ends the encoder."""
+
+from __future__ import annotations
+
+from laplace.utils import FeatureExtractor
+from torch import Tensor, nn
+
+from contrastive_curvature.encoder import Encoder, Inputs, evaluation_mode, slice_inputs
+
+__all__ = ["RawFeatureExtractor"]
+
+
+class RawFeatureExtractor(FeatureExtractor):
+    """laplace-torch's feature extractor, on the layer that makes the raw outputs.
+
+    The host takes the last module that runs, which for an encoder is often a normalisation, and its output for the last
+    layer's.
+
+    Args:
+        model: The encoder; owned by the extractor.
+        last_layer_name: Name of the last linear layer, or ``None`` to find it.
+        enable_backprop: Whether features keep their graph.
+    """
+
+    def __init__(self, model: nn.Module, last_layer_name: str | None = None, enable_backprop: bool = False) -> None:
+        super().__init__(model, enable_backprop=enable_backprop)
+        self._wanted = last_layer_name
+        # Kept out of the module tree: it would list every parameter twice.
+        object.__setattr__(self, "_analysed", None)
+
+    @property
+    def encoder(self) -> Encoder:
+        """The analysed encoder.
+
+        Raises:
+            RuntimeError: :meth:`analyse` has not run.
+        """
+        if self._analysed is None:
+            msg = "The encoder has not seen a batch yet; call fit first."
+            raise RuntimeError(msg)
+        return self._analysed
+
+    def analyse(self, probe: Inputs) -> None:
+        """Find the last layer with one batch.
+
+        Args:
+            probe: A batch on the model's device.
+
+        Raises:
+            UnsupportedError: The encoder has no last linear layer, or normalises inside ``forward``.
+        """
+        if self._analysed is not None:
+            return
+        with evaluation_mode(self.model):
+            encoder = Encoder(self.model, slice_inputs(probe, slice(0, 8)), self._wanted)
+        layer = encoder.require_last_layer()
+        object.__setattr__(self, "_analysed", encoder)
+        object.__setattr__(self, "last_layer", layer)
+        self._modules.pop("last_layer", None)
+        self._last_layer_name = encoder.last_layer_name
+
+    def forward(self, x: Inputs) -> Tensor:
+        """Raw outputs, shape (N, D)."""
+        return self.encoder(x)
+
+    def forward_with_features(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        """Raw outputs (N, D) and the inputs of the last layer (N, F)."""
+        z, phi = self.encoder.features(x)
+        return z, phi if self.enable_backprop else phi.detach()

@@ -1,0 +1,134 @@
+"""``likelihood="contrastive"`` in laplace-torch: registered at import, idempotent, undone by :func:`unregister`.
+
+``laplace.Laplace`` looks a class up and calls it with the likelihood's name. Its nine concrete classes get an ``__init__``
+that hands an object over to its contrastive counterpart when asked for that likelihood, and is the original otherwise. So
+``Laplace(...)`` works however it was imported, a class called directly works too, and nothing else changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import laplace
+from laplace.baselaplace import (
+    ELLA,
+    BaseLaplace,
+    DiagLaplace,
+    FullLaplace,
+    FunctionalLaplace,
+    KronLaplace,
+    LowRankLaplace,
+    VaLLA,
+)
+from laplace.lllaplace import DiagLLLaplace, FullLLLaplace, FunctionalLLLaplace, KronLLLaplace
+from laplace.subnetlaplace import DiagSubnetLaplace, FullSubnetLaplace
+
+from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.laplace import classes
+from contrastive_curvature.laplace.base import CONTRASTIVE, ContrastiveLaplace
+
+__all__ = ["register", "unregister"]
+
+_COUNTERPARTS: dict[type[BaseLaplace], type[ContrastiveLaplace] | None] = {
+    DiagLaplace: classes.ContrastiveDiagLaplace,
+    FullLaplace: classes.ContrastiveFullLaplace,
+    KronLaplace: classes.ContrastiveKronLaplace,
+    LowRankLaplace: classes.ContrastiveLowRankLaplace,
+    DiagLLLaplace: classes.ContrastiveDiagLLLaplace,
+    FullLLLaplace: classes.ContrastiveFullLLLaplace,
+    KronLLLaplace: classes.ContrastiveKronLLLaplace,
+    DiagSubnetLaplace: classes.ContrastiveDiagSubnetLaplace,
+    FullSubnetLaplace: classes.ContrastiveFullSubnetLaplace,
+    FunctionalLaplace: None,
+    FunctionalLLLaplace: None,
+    ELLA: None,
+    VaLLA: None,
+}
+
+_undo: list[Callable[[], None]] = []
+
+
+def register() -> None:
+    """Make ``likelihood="contrastive"`` known to laplace-torch; does nothing when it already is."""
+    if _undo:
+        return
+    for host, counterpart in _COUNTERPARTS.items():
+        _undo.append(_redirect(host, counterpart))
+    _undo.append(_guard_marglik_training())
+
+
+def unregister() -> None:
+    """Put laplace-torch back as it was; does nothing when nothing is registered."""
+    while _undo:
+        _undo.pop()()
+
+
+def _redirect(host: type[BaseLaplace], counterpart: type[ContrastiveLaplace] | None) -> Callable[[], None]:
+    own = host.__dict__.get("__init__")
+
+    @functools.wraps(host.__init__)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        likelihood = kwargs.get("likelihood", args[1] if len(args) > 1 else None)
+        if likelihood == CONTRASTIVE and not isinstance(self, ContrastiveLaplace):
+            if counterpart is None:
+                raise UnsupportedError(_no_functional_space(host))
+            if type(self) is not host:
+                msg = (
+                    f"{type(self).__name__} extends {host.__name__}, which knows no contrastive likelihood. Extend "
+                    f"contrastive_curvature.laplace.{counterpart.__name__} instead."
+                )
+                raise UnsupportedError(msg)
+            self.__class__ = counterpart
+            self.__init__(*args, **kwargs)
+            return
+        if own is not None:
+            own(self, *args, **kwargs)
+        else:
+            super(host, self).__init__(*args, **kwargs)
+
+    host.__init__ = __init__  # type: ignore[method-assign]
+
+    def undo() -> None:
+        if own is not None:
+            host.__init__ = own  # type: ignore[method-assign]
+        else:
+            del host.__init__
+
+    return undo
+
+
+def _guard_marglik_training() -> Callable[[], None]:
+    original = laplace.marglik_training
+
+    @functools.wraps(original)
+    def marglik_training(*args: Any, **kwargs: Any) -> Any:
+        likelihood = kwargs.get("likelihood", args[2] if len(args) > 2 else None)
+        if likelihood == CONTRASTIVE:
+            msg = (
+                "marglik_training trains with the loss of a point, and has none for pairs. Train the encoder with "
+                "contrastive_curvature.ContrastiveLoss, then Laplace(...).fit(loader) and "
+                "optimize_prior_precision(method='marglik')."
+            )
+            raise UnsupportedError(msg)
+        return original(*args, **kwargs)
+
+    module = sys.modules["laplace.marglik_training"]
+    for place in (laplace, module):
+        place.marglik_training = marglik_training  # type: ignore[attr-defined]
+
+    def undo() -> None:
+        for place in (laplace, module):
+            place.marglik_training = original  # type: ignore[attr-defined]
+
+    return undo
+
+
+def _no_functional_space(host: type) -> str:
+    return (
+        f"hessian_structure='gp' ({host.__name__}) with likelihood='contrastive': the host builds its kernel from the "
+        "likelihood of single points, and a pair loss has none. Use hessian_structure='diag', 'kron' or 'full'; la(x) "
+        "already gives a Gaussian over the outputs, and la(x, joint=True) its covariance between inputs."
+    )

@@ -1,0 +1,146 @@
+"""``optimize_prior_precision`` for embeddings: a principled default, and the host's own methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from laplace.utils.enums import PredType
+from torch import Tensor
+from tqdm import tqdm
+
+from contrastive_curvature import metrics
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.laplace.prior import PriorMethod, unit_information
+from contrastive_curvature.sphere import normalize
+
+__all__ = ["PriorTuning", "RetrievalCriterion"]
+
+RetrievalCriterion = Callable[[Tensor, Tensor], float]
+"""``criterion(samples (S, N, D) on the sphere, labels (N,)) -> float``, the lower the better."""
+
+
+class PriorTuning:
+    """Part of the contrastive mixin that chooses the prior."""
+
+    def optimize_prior_precision(
+        self,
+        pred_type: PredType | str = PredType.GLM,
+        method: PriorMethod | str = PriorMethod.UNIT_INFORMATION,
+        n_steps: int = 100,
+        lr: float = 1e-1,
+        init_prior_prec: float | Tensor = 1.0,
+        prior_structure: str = "scalar",
+        val_loader: Iterable[Any] | None = None,
+        loss: RetrievalCriterion | None = None,
+        log_prior_prec_min: float = -4,
+        log_prior_prec_max: float = 4,
+        grid_size: int = 17,
+        link_approx: object = None,
+        n_samples: int = 30,
+        verbose: bool = False,
+        progress_bar: bool = False,
+        log_prior_prec_base: float = 10.0,
+    ) -> None:
+        """Choose the prior precision.
+
+        Args:
+            pred_type: For ``"gridsearch"``: ``"glm"`` or ``"nn"`` samples.
+            method: ``"unit_information"`` (default, see
+                :func:`~contrastive_curvature.laplace.prior.unit_information`): no tuning, no data. ``"marglik"``:
+                laplace-torch's maximisation of the marginal likelihood. ``"gridsearch"``: minimise ``loss`` on
+                ``val_loader``.
+            n_steps: Steps of ``"marglik"``.
+            lr: Learning rate of ``"marglik"``.
+            init_prior_prec: Start of ``"marglik"``.
+            prior_structure: ``"scalar"``, ``"layerwise"`` or ``"diag"``.
+            val_loader: Validation data of ``"gridsearch"``, batches ``(x, labels)``.
+            loss: Criterion of ``"gridsearch"``, :data:`RetrievalCriterion`; the default is the Brier score of 1-nearest-
+                neighbour votes of sampled networks, :func:`contrastive_curvature.metrics.retrieval_brier`.
+            log_prior_prec_min: Lower end of the grid, as an exponent.
+            log_prior_prec_max: Upper end.
+            grid_size: Number of values.
+            link_approx: Of no effect; the host passes it.
+            n_samples: Sampled networks of ``"gridsearch"``.
+            verbose: Whether to print the result.
+            progress_bar: Whether to show a progress bar.
+            log_prior_prec_base: Base of the grid.
+
+        Raises:
+            InputError: An option is unknown, or ``"gridsearch"`` has no validation data.
+            AttributeError: Not fitted.
+        """
+        self._check_fitted()
+        try:
+            method = PriorMethod(method)
+        except ValueError:
+            known = ", ".join(repr(m.value) for m in PriorMethod)
+            raise InputError(expected("method", f"one of {known}", method)) from None
+        if method is PriorMethod.MARGLIK:
+            super().optimize_prior_precision(  # type: ignore[misc]
+                PredType(pred_type),
+                "marglik",
+                n_steps,
+                lr,
+                init_prior_prec,
+                prior_structure,
+                verbose=verbose,
+                progress_bar=progress_bar,
+            )
+            return
+        if method is PriorMethod.UNIT_INFORMATION:
+            diagonal = self._H_factor * self._curvature_diagonal()
+            self.prior_precision = unit_information(diagonal, self.n_data, self._parameter_sizes(), prior_structure)
+        else:
+            if val_loader is None:
+                raise InputError(expected("val_loader", "validation data for method='gridsearch'", None))
+            if prior_structure != "scalar":
+                hint = "Use method='unit_information' or 'marglik' for others."
+                raise InputError(expected("prior_structure", "'scalar' for method='gridsearch'", prior_structure, hint))
+            grid = torch.logspace(log_prior_prec_min, log_prior_prec_max, grid_size, base=log_prior_prec_base)
+            linearized = PredType(pred_type) is PredType.GLM
+            criterion = loss or metrics.retrieval_brier
+            self.prior_precision = self._search(grid, val_loader, criterion, linearized, n_samples, progress_bar)
+        if verbose:
+            print(f"Prior precision: {self.prior_precision}")
+
+    def _search(
+        self,
+        grid: Tensor,
+        loader: Iterable[Any],
+        criterion: RetrievalCriterion,
+        linearized: bool,
+        n_samples: int,
+        progress: bool,
+    ) -> Tensor:
+        contexts, labels = [], []
+        for batch in loader:
+            x, y = self.backend.read(batch)
+            contexts.append(self._sampling_context(x))
+            labels.append(y)
+        if not contexts:
+            raise InputError(expected("val_loader", "at least one batch", "an empty loader"))
+        targets = torch.cat(labels)
+        best: tuple[float, Tensor] | None = None
+        for value in tqdm(grid, desc="[prior grid]", disable=not progress):
+            self.prior_precision = value
+            # The same random numbers for every value, so that the criterion compares priors and not draws.
+            generator = torch.Generator(self._device).manual_seed(0)
+            samples = []
+            for theta in self._weights(n_samples, generator):
+                raw = torch.cat([self._outputs_at(context, theta, linearized) for context in contexts], dim=1)
+                samples.append(normalize(raw.flatten(0, 1))[0].view_as(raw))
+            score = float(criterion(torch.cat(samples), targets))
+            if best is None or score < best[0]:
+                best = (score, value)
+        if best is None:
+            raise InputError(expected("grid_size", "at least 1", int(grid.numel())))
+        return best[1].reshape(1)
+
+    def _curvature_diagonal(self) -> Tensor:
+        """Diagonal of the clamped curvature, without the likelihood factor, shape (P,)."""
+        raise TypeError
+
+    def _parameter_sizes(self) -> list[int]:
+        return [p.numel() for p in self.params]

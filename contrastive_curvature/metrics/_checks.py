@@ -1,0 +1,91 @@
+"""Input checks of the metrics."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.errors import InputError, InputTypeError, expected
+
+__all__ = ["check_count", "check_embeddings", "check_labels", "check_scores", "check_tensor"]
+
+
+def check_tensor(name: str, value: object) -> Tensor:
+    """Return ``value``, detached, if it is a tensor.
+
+    Raises:
+        InputTypeError: If it is not.
+    """
+    if not isinstance(value, Tensor):
+        raise InputTypeError(expected(name, "a torch.Tensor", type(value).__name__))
+    return value.detach()
+
+
+def check_count(name: str, value: object, least: int, most: int | None = None, why: str = "") -> int:
+    """Return an int between ``least`` and ``most``.
+
+    Raises:
+        InputTypeError: If it is not an int.
+        InputError: If it is out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InputTypeError(expected(name, "an int", value))
+    if value < least or (most is not None and value > most):
+        wanted = f">= {least}" if most is None else f"between {least} and {most}"
+        raise InputError(expected(name, wanted, value, why))
+    return value
+
+
+def check_embeddings(name: str, value: object) -> Tensor:
+    """Return embeddings (N, D) if they are finite, not empty and have no zero row.
+
+    Raises:
+        InputTypeError: If it is not a floating-point tensor.
+        InputError: If the shape is not (N, D), an entry is not finite, or a row is zero (it has no cosine).
+    """
+    checked = check_tensor(name, value)
+    if not checked.is_floating_point():
+        raise InputTypeError(expected(name, "a floating-point tensor", str(checked.dtype)))
+    if checked.ndim != 2 or checked.numel() == 0:
+        raise InputError(expected(name, "shape (N, D), not empty", tuple(checked.shape)))
+    if not bool(torch.isfinite(checked).all()):
+        raise InputError(expected(name, "finite entries", "NaN or infinity"))
+    zeros = int((checked == 0).all(1).sum())
+    if zeros:
+        raise InputError(expected(name, "non-zero rows", f"{zeros} zero rows", "Zero has no cosine similarity."))
+    return checked
+
+
+def check_labels(name: str, value: object, length: int | None = None) -> Tensor:
+    """Return labels (N,) as int64.
+
+    Raises:
+        InputTypeError: If it is not a tensor of an integer dtype.
+        InputError: If it is not one-dimensional, is empty, or has not ``length`` entries.
+    """
+    checked = check_tensor(name, value)
+    if checked.is_floating_point() or checked.is_complex() or checked.dtype == torch.bool:
+        raise InputTypeError(expected(name, "an integer tensor", str(checked.dtype), "Convert it with .long()."))
+    wanted = "(N,)" if length is None else f"({length},)"
+    if checked.ndim != 1 or checked.numel() == 0 or (length is not None and len(checked) != length):
+        raise InputError(expected(name, f"shape {wanted}, not empty", tuple(checked.shape)))
+    return checked.long()
+
+
+def check_scores(name: str, value: object, length: int | None = None) -> Tensor:
+    """Return finite scores (N,) in float64.
+
+    Raises:
+        InputTypeError: If it is not a real tensor.
+        InputError: If it is not one-dimensional, is empty, has not ``length`` entries, or holds NaN or infinity.
+    """
+    checked = check_tensor(name, value)
+    if checked.is_complex():
+        raise InputTypeError(expected(name, "a real tensor", str(checked.dtype)))
+    wanted = "(N,)" if length is None else f"({length},)"
+    if checked.ndim != 1 or checked.numel() == 0 or (length is not None and len(checked) != length):
+        raise InputError(expected(name, f"shape {wanted}, not empty", tuple(checked.shape)))
+    checked = checked.double()
+    if not bool(torch.isfinite(checked).all()):
+        raise InputError(expected(name, "finite scores", "NaN or infinity"))
+    return checked

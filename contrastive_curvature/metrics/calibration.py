@@ -1,0 +1,184 @@
+"""Is the agreement of the sampled networks an honest probability? Calibration bins, ECE and Brier score."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.metrics._checks import check_count, check_labels, check_tensor
+from contrastive_curvature.metrics.neighbors import Backend
+from contrastive_curvature.metrics.votes import Samples, retrieval_votes
+
+__all__ = ["CalibrationBins", "brier_score", "calibration_bins", "retrieval_brier", "retrieval_ece"]
+
+
+@dataclass(frozen=True)
+class CalibrationBins:
+    """The calibration curve, ready to plot. Bin b holds confidences in (b/n, (b+1)/n].
+
+    Attributes:
+        edges: Bin edges from 0 to 1, float64, shape (n_bins + 1,).
+        count: Points in each bin, int64, shape (n_bins,).
+        confidence: Mean confidence in each bin, float64, shape (n_bins,); NaN where empty.
+        accuracy: Share of right predictions in each bin, float64, shape (n_bins,); NaN where empty.
+    """
+
+    edges: Tensor
+    count: Tensor
+    confidence: Tensor
+    accuracy: Tensor
+
+    @property
+    def expected_calibration_error(self) -> float:
+        """The ECE, ``sum_b count_b / N * |accuracy_b - confidence_b|``: Eq. 121 with ``1/|B|`` corrected."""
+        gap = (self.accuracy - self.confidence).abs().nan_to_num(0.0)
+        return float((self.count * gap).sum() / self.count.sum())
+
+
+def _check_votes(votes: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    checked = check_tensor("votes", votes)
+    if checked.is_floating_point() or checked.is_complex() or checked.dtype == torch.bool:
+        raise InputTypeError(expected("votes", "an integer tensor of labels", str(checked.dtype)))
+    if checked.ndim != 2 or checked.numel() == 0:
+        raise InputError(expected("votes", "shape (S, N), not empty", tuple(checked.shape)))
+    return checked.long(), check_labels("labels", labels, checked.shape[1]).to(checked.device)
+
+
+def _tally(votes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each point's votes, sorted, and how many agree with each vote: both (N, S), with no (N, classes) table."""
+    ordered = votes.T.contiguous().sort(1).values
+    agree = torch.searchsorted(ordered, ordered, right=True) - torch.searchsorted(ordered, ordered)
+    return ordered, agree
+
+
+def calibration_bins(votes: Tensor, labels: Tensor, n_bins: int = 10) -> CalibrationBins:
+    """Bin the points by the confidence of their majority vote.
+
+    The prediction of a point is the mode of its votes, the smallest label among equals; its confidence is the share of
+    votes for it. Bins have equal width and hold their upper edge (the authors' released code drops full agreement,
+    which falls on the last edge).
+
+    Args:
+        votes: Labels voted for, int, shape (S, N), from ``retrieval_votes``.
+        labels: True labels, int, shape (N,).
+        n_bins: Number of bins, >= 1.
+
+    Returns:
+        The bins; ``.expected_calibration_error`` is their ECE.
+
+    Raises:
+        InputTypeError: If ``votes`` or ``labels`` is not an integer tensor or ``n_bins`` not an int.
+        InputError: If a shape is wrong or empty, or ``n_bins`` < 1.
+
+    Source: Warburg et al. (2023), appendix G.3.
+    """
+    checked, truth = _check_votes(votes, labels)
+    n_bins = check_count("n_bins", n_bins, 1)
+    n_samples = len(checked)
+    ordered, agree = _tally(checked)
+    # argmax gives the first of equals, and the votes are sorted: the smallest label
+    best = agree.argmax(1, keepdim=True)
+    prediction, share = ordered.gather(1, best).squeeze(1), agree.gather(1, best).squeeze(1)
+    # in integers, because 0.6 * 10 need not round to 6
+    position = (share * n_bins + n_samples - 1) // n_samples - 1
+    count = torch.bincount(position, minlength=n_bins)
+
+    def mean(values: Tensor) -> Tensor:
+        total = torch.zeros(n_bins, dtype=torch.float64, device=values.device)
+        return total.index_add_(0, position, values.double()) / count
+
+    edges = torch.linspace(0, 1, n_bins + 1, dtype=torch.float64, device=checked.device)
+    return CalibrationBins(edges, count, mean(share) / n_samples, mean(prediction == truth))
+
+
+def brier_score(votes: Tensor, labels: Tensor) -> float:
+    """Return the Brier score of the shares of the votes, ``mean_i sum_c (p_ic - 1[y_i = c])^2``.
+
+    A proper score: unlike the ECE it cannot be made small by giving up on accuracy. In expectation over votes it
+    exceeds that of infinitely many votes by ``(1 - sum_c p_c^2) / S``, so compare at equal S.
+
+    Args:
+        votes: Labels voted for, int, shape (S, N), from ``retrieval_votes``.
+        labels: True labels, int, shape (N,).
+
+    Returns:
+        A number in [0, 2]; 0 is perfect.
+
+    Raises:
+        InputTypeError: If ``votes`` or ``labels`` is not an integer tensor.
+        InputError: If a shape is wrong or empty.
+
+    Source: Brier (1950), Verification of forecasts expressed in terms of probability.
+    """
+    checked, truth = _check_votes(votes, labels)
+    n_samples = len(checked)
+    _, agree = _tally(checked)
+    # each of the n_c votes for class c agrees with n_c votes, so the sum of agreements is sum_c n_c^2
+    squares = agree.sum(1).double() / n_samples**2
+    right = (checked == truth).double().mean(0)
+    return float((squares - 2 * right + 1).mean())
+
+
+def retrieval_ece(
+    samples: Samples,
+    labels: Tensor,
+    gallery: Samples | None = None,
+    gallery_labels: Tensor | None = None,
+    *,
+    n_bins: int = 10,
+    backend: Backend = "auto",
+) -> float:
+    """Return the expected calibration error of retrieval from sampled embeddings.
+
+    To have the curve too, or several scores of the same votes, call ``retrieval_votes`` and ``calibration_bins``.
+
+    Args:
+        samples: Sampled embeddings, (S, N, D) or an iterable of (N, D); see ``retrieval_votes``.
+        labels: Labels of the points, int, shape (N,).
+        gallery: Where to look for neighbours; ``None`` is leave-one-out among the points.
+        gallery_labels: Labels of the gallery, int, shape (M,).
+        n_bins: Number of bins, >= 1.
+        backend: As for ``nearest_neighbors``.
+
+    Returns:
+        A number in [0, 1]; 0 is perfectly calibrated.
+
+    Raises:
+        InputTypeError: If an argument has a wrong type.
+        InputError: As for ``retrieval_votes`` and ``calibration_bins``.
+
+    Source: Warburg et al. (2023), Eq. 121, with ``1/|B|`` corrected to ``|B|/N``.
+    """
+    n_bins = check_count("n_bins", n_bins, 1)
+    votes = retrieval_votes(samples, labels, gallery, gallery_labels, backend=backend)
+    return calibration_bins(votes, labels, n_bins).expected_calibration_error
+
+
+def retrieval_brier(
+    samples: Samples,
+    labels: Tensor,
+    gallery: Samples | None = None,
+    gallery_labels: Tensor | None = None,
+    *,
+    backend: Backend = "auto",
+) -> float:
+    """Return the Brier score of retrieval from sampled embeddings.
+
+    Args:
+        samples: Sampled embeddings, (S, N, D) or an iterable of (N, D); see ``retrieval_votes``.
+        labels: Labels of the points, int, shape (N,).
+        gallery: Where to look for neighbours; ``None`` is leave-one-out among the points.
+        gallery_labels: Labels of the gallery, int, shape (M,).
+        backend: As for ``nearest_neighbors``.
+
+    Returns:
+        A number in [0, 2]; 0 is perfect. See ``brier_score``.
+
+    Raises:
+        InputTypeError: If an argument has a wrong type.
+        InputError: As for ``retrieval_votes``.
+    """
+    return brier_score(retrieval_votes(samples, labels, gallery, gallery_labels, backend=backend), labels)

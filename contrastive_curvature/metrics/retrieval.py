@@ -1,0 +1,169 @@
+"""Recall and mean average precision among the k nearest neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.metrics._checks import check_count, check_labels, check_tensor
+
+__all__ = ["Ranking", "average_precision_at_k", "map_at_k", "rank_by_labels", "recall_at_k"]
+
+
+def _check_integers(name: str, value: object) -> Tensor:
+    checked = check_tensor(name, value)
+    if checked.is_floating_point() or checked.is_complex() or checked.dtype == torch.bool:
+        raise InputTypeError(expected(name, "an integer tensor", str(checked.dtype)))
+    return checked
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Which of the retrieved neighbours are right; build it from any notion of "positive", or use ``rank_by_labels``.
+
+    Attributes:
+        relevant: Whether the neighbour at each rank is a positive of the query, bool, shape (N, K), nearest first.
+        n_positives: How many positives each query has in the whole gallery (itself not counted), int, shape (N,). A
+            query
+            with none cannot be answered: every metric leaves it out.
+
+    Raises:
+        InputTypeError: If ``relevant`` is not boolean or ``n_positives`` not integer.
+        InputError: If the shapes or devices disagree or are empty, a count is negative or smaller than the positives
+            retrieved, or no query has a positive.
+    """
+
+    relevant: Tensor
+    n_positives: Tensor
+
+    def __post_init__(self) -> None:
+        """Check the two fields against each other."""
+        relevant, counts = check_tensor("relevant", self.relevant), _check_integers("n_positives", self.n_positives)
+        if relevant.dtype != torch.bool:
+            raise InputTypeError(expected("relevant", "a bool tensor", str(relevant.dtype)))
+        if relevant.ndim != 2 or relevant.numel() == 0:
+            raise InputError(expected("relevant", "shape (N, K), not empty", tuple(relevant.shape)))
+        if counts.shape != relevant.shape[:1]:
+            raise InputError(expected("n_positives", f"shape ({len(relevant)},)", tuple(counts.shape)))
+        if counts.device != relevant.device:
+            raise InputError(expected("n_positives", f"device {relevant.device}, that of relevant", str(counts.device)))
+        if bool((counts < relevant.sum(1)).any()):
+            raise InputError(expected("n_positives", "at least the positives retrieved", "fewer for some query"))
+        if not bool((counts > 0).any()):
+            raise InputError(expected("n_positives", "a positive for some query", "none for any"))
+
+
+def rank_by_labels(neighbors: Tensor, labels: Tensor, gallery_labels: Tensor | None = None) -> Ranking:
+    """Call a neighbour positive when its label is that of the query.
+
+    Args:
+        neighbors: Gallery indices, nearest first, int, shape (N, K), from ``nearest_neighbors``.
+        labels: Labels of the queries, int, shape (N,).
+        gallery_labels: Labels of the gallery, int, shape (M,). ``None`` means leave-one-out among the queries.
+
+    Returns:
+        The ranking, on the device of ``labels``.
+
+    Raises:
+        InputTypeError: If an argument is not an integer tensor.
+        InputError: If a shape is wrong, an index is outside the gallery, a query retrieved itself (leave-one-out), or
+            no query has a positive.
+    """
+    query_labels = check_labels("labels", labels)
+    held = query_labels if gallery_labels is None else check_labels("gallery_labels", gallery_labels)
+    held = held.to(query_labels.device)
+    found = _check_integers("neighbors", neighbors).to(query_labels.device).long()
+    if found.ndim != 2 or found.numel() == 0 or len(found) != len(query_labels):
+        raise InputError(expected("neighbors", f"shape ({len(query_labels)}, K), K >= 1", tuple(found.shape)))
+    if bool(((found < 0) | (found >= len(held))).any()):
+        raise InputError(
+            expected("neighbors", f"indices in [0, {len(held)})", f"{int(found.min())} to {int(found.max())}")
+        )
+    own = torch.arange(len(found), device=found.device).unsqueeze(1)
+    if gallery_labels is None and bool((found == own).any()):
+        raise InputError(expected("neighbors", "no query among its own neighbours", "some", "Leave each query out."))
+    classes, positions = torch.unique(held, return_inverse=True)
+    sizes = torch.bincount(positions, minlength=len(classes))
+    place = torch.searchsorted(classes, query_labels).clamp(max=len(classes) - 1)
+    counts = torch.where(classes[place] == query_labels, sizes[place], torch.zeros_like(place))
+    return Ranking(held[found] == query_labels.unsqueeze(1), counts - int(gallery_labels is None))
+
+
+def _check_k(ranking: Ranking, k: int) -> int:
+    most = ranking.relevant.shape[1]
+    return check_count("k", k, 1, most, f"Only {most} neighbours per query were retrieved.")
+
+
+def recall_at_k(ranking: Ranking, k: int) -> float:
+    """Return the share of queries with at least one positive among their k nearest neighbours.
+
+    This is the recall of the metric-learning and place-recognition literature, not the share of the positives found.
+
+    Args:
+        ranking: The retrieved neighbours, K of them.
+        k: Ranks to count, 1 <= k <= K.
+
+    Returns:
+        A number in [0, 1], over the queries that have a positive in the gallery.
+
+    Raises:
+        InputTypeError: If ``k`` is not an int.
+        InputError: If ``k`` is out of range.
+
+    Source: Warburg et al. (2023), section 4.
+    """
+    k = _check_k(ranking, k)
+    hit = ranking.relevant[:, :k].any(1)
+    return float(hit[ranking.n_positives > 0].double().mean())
+
+
+def average_precision_at_k(ranking: Ranking, k: int) -> Tensor:
+    """Return the average precision at k of every query.
+
+    ``AP@k = sum_(r <= k) relevant_r * precision_r / min(k, n_positives)``, with ``precision_r`` the share of positives
+    among the first r. The denominator is the best that could have been retrieved, so a query is perfect only if its
+    first ``min(k, n_positives)`` neighbours are all positive. This is what the authors' released ``apk`` computes, and
+    MAP@R for k = n_positives. torchmetrics' ``retrieval_average_precision(top_k=k)`` divides by the positives RETRIEVED
+    instead, and so never punishes a missed one: multiply it by ``retrieved / min(k, n_positives)`` to compare.
+
+    Args:
+        ranking: The retrieved neighbours, K of them.
+        k: Ranks to count, 1 <= k <= K.
+
+    Returns:
+        float64, shape (N,), in [0, 1]; NaN for queries without any positive in the gallery.
+
+    Raises:
+        InputTypeError: If ``k`` is not an int.
+        InputError: If ``k`` is out of range.
+
+    Source: https://github.com/FrederikWarburg/bayesian-metric-learning, ``src/evaluate/map.py`` (which gives 1 to a
+        query without positives); Musgrave et al. (2020), MAP@R.
+    """
+    k = _check_k(ranking, k)
+    hits = ranking.relevant[:, :k].double()
+    precision = hits.cumsum(1) / torch.arange(1, k + 1, device=hits.device, dtype=torch.float64)
+    # 0 / 0 is the NaN of a query without positives
+    return (hits * precision).sum(1) / ranking.n_positives.clamp(max=k)
+
+
+def map_at_k(ranking: Ranking, k: int) -> float:
+    """Return the mean of ``average_precision_at_k`` over the queries that have a positive in the gallery.
+
+    Args:
+        ranking: The retrieved neighbours, K of them.
+        k: Ranks to count, 1 <= k <= K. For k = 1 it equals ``recall_at_k``.
+
+    Returns:
+        A number in [0, 1].
+
+    Raises:
+        InputTypeError: If ``k`` is not an int.
+        InputError: If ``k`` is out of range.
+
+    Source: Warburg et al. (2023), section 4 and Table 2.
+    """
+    return float(average_precision_at_k(ranking, k)[ranking.n_positives > 0].mean())

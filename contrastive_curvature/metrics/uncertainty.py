@@ -1,0 +1,146 @@
+"""Does the uncertainty know what is strange (AUROC, AUPRC) and what is wrong (AUSC)?"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.metrics._checks import check_scores, check_tensor
+
+__all__ = ["SparsificationCurve", "auprc", "auroc", "ausc", "sparsification_curve"]
+
+
+def _out_of_distribution(uncertainty_id: Tensor, uncertainty_ood: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    inside = check_scores("uncertainty_id", uncertainty_id).cpu()
+    outside = check_scores("uncertainty_ood", uncertainty_ood).cpu()
+    target = torch.cat([torch.zeros_like(inside), torch.ones_like(outside)])
+    return target.numpy(), torch.cat([inside, outside]).numpy()
+
+
+def auroc(uncertainty_id: Tensor, uncertainty_ood: Tensor) -> float:
+    """Return the area under the ROC curve of telling out-of-distribution points by their uncertainty.
+
+    Out-of-distribution is the positive class. The area is the chance that such a point is more uncertain than one from
+    the distribution, ties counting one half. Computed by scikit-learn: torchmetrics passes scores outside [0, 1]
+    through a sigmoid first, which makes large uncertainties tie.
+
+    Args:
+        uncertainty_id: Uncertainty (larger is less certain, any unit) of in-distribution points, shape (N,), finite.
+        uncertainty_ood: The same of out-of-distribution points, shape (M,), finite.
+
+    Returns:
+        A number in [0, 1]; 0.5 is chance.
+
+    Raises:
+        InputTypeError: If an argument is not a real tensor.
+        InputError: If an argument is empty, not one-dimensional, or not finite.
+
+    Source: Warburg et al. (2023), appendix G.3.
+    """
+    from sklearn.metrics import roc_auc_score  # costs a second; not needed by every import
+
+    return float(roc_auc_score(*_out_of_distribution(uncertainty_id, uncertainty_ood)))
+
+
+def auprc(uncertainty_id: Tensor, uncertainty_ood: Tensor) -> float:
+    """Return the area under the precision-recall curve of telling out-of-distribution points by their uncertainty.
+
+    Out-of-distribution is the positive class. The area is the average precision (a step function, scikit-learn's
+    ``average_precision_score``); the trapezoidal rule, which the authors' released code uses, is too optimistic. Chance
+    level is M / (N + M), so values are comparable only at equal sizes.
+
+    Args:
+        uncertainty_id: Uncertainty (larger is less certain, any unit) of in-distribution points, shape (N,), finite.
+        uncertainty_ood: The same of out-of-distribution points, shape (M,), finite.
+
+    Returns:
+        A number in (0, 1].
+
+    Raises:
+        InputTypeError: If an argument is not a real tensor.
+        InputError: If an argument is empty, not one-dimensional, or not finite.
+
+    Source: Warburg et al. (2023), appendix G.3.
+    """
+    from sklearn.metrics import average_precision_score  # costs a second; not needed by every import
+
+    return float(average_precision_score(*_out_of_distribution(uncertainty_id, uncertainty_ood)))
+
+
+class SparsificationCurve(NamedTuple):
+    """Performance of the queries that remain, as the most uncertain are removed.
+
+    Attributes:
+        removed: Fraction of the queries removed, float64, shape (N,): 0, 1/N, ..., (N-1)/N.
+        performance: Mean performance of the queries that remain, float64, shape (N,).
+    """
+
+    removed: Tensor
+    performance: Tensor
+
+
+def sparsification_curve(uncertainty: Tensor, performance: Tensor) -> SparsificationCurve:
+    """Remove the most uncertain query, again and again, and follow the mean performance of the rest.
+
+    Queries of equal uncertainty each count with the mean performance of their group. That is the expectation over all
+    orders of removal, so the curve depends neither on the order of the input nor on chance.
+
+    Args:
+        uncertainty: Uncertainty of each query (larger is less certain, any unit), shape (N,), finite.
+        performance: Performance of each query, shape (N,), for example ``average_precision_at_k(ranking, 1)``. Queries
+            with NaN, the mark of a query without positives, are left out.
+
+    Returns:
+        The curve over the queries that were not left out.
+
+    Raises:
+        InputTypeError: If an argument is not a real tensor.
+        InputError: If an argument is empty, not one-dimensional or of another length, ``uncertainty`` is not finite,
+            ``performance`` is infinite, or every query is left out.
+
+    Source: Warburg et al. (2023), appendix G.3.
+    """
+    scores = check_scores("uncertainty", uncertainty)
+    raw = check_tensor("performance", performance)
+    if raw.shape != scores.shape:
+        raise InputError(expected("performance", f"shape {tuple(scores.shape)}, one per query", tuple(raw.shape)))
+    kept = ~torch.isnan(raw).to(scores.device)
+    if not bool(kept.any()):
+        raise InputError(expected("performance", "a query with a positive", "NaN for all queries"))
+    values = check_scores("performance", raw.to(scores.device)[kept])
+    _, group = torch.unique(scores[kept], return_inverse=True)
+    size = torch.bincount(group)
+    mean = torch.zeros(len(size), dtype=torch.float64, device=scores.device).index_add_(0, group, values) / size
+    certain_first = mean.repeat_interleave(size)
+    count = torch.arange(1, len(values) + 1, dtype=torch.float64, device=scores.device)
+    remaining = certain_first.cumsum(0) / count
+    return SparsificationCurve((count - 1) / len(values), remaining.flip(0))
+
+
+def ausc(uncertainty: Tensor, performance: Tensor) -> float:
+    """Return the area under the sparsification curve.
+
+    Trapezoidal rule over the removed fraction, stretched to [0, 1] so that a constant performance c has area c.
+
+    Args:
+        uncertainty: Uncertainty of each query (larger is less certain, any unit), shape (N,), finite.
+        performance: Performance of each query, shape (N,); the paper's is the average precision at 1.
+
+    Returns:
+        A number between the least and the greatest performance.
+
+    Raises:
+        InputTypeError: If an argument is not a real tensor.
+        InputError: As for ``sparsification_curve``.
+
+    Source: Warburg et al. (2023), appendix G.3 and Table 2; the authors' released code takes 99 percentiles of the same
+        curve.
+    """
+    values = sparsification_curve(uncertainty, performance).performance
+    if len(values) == 1:
+        return float(values[0])
+    return float(torch.trapezoid(values) / (len(values) - 1))

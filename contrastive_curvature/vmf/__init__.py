@@ -1,0 +1,32 @@
+"""The von Mises-Fisher distribution on the unit sphere: estimation, density, normaliser and sampling.
+
+The density of a direction ``u`` on the sphere of R^D (D >= 2), with respect to the surface measure, is
+``C_D(kappa) exp(kappa <mu, u>)`` (Warburg et al. 2023, appendix C). Shape letters: ``S`` samples, ``D`` ambient
+dimension, ``...`` any batch shape. Directions (``samples``, ``mean``, ``mu``, ``z``) may be given unnormalised: they
+are divided by their norm, and a zero vector is refused. Half precision is lifted to float32.
+"""
+
+from __future__ import annotations
+
+from contrastive_curvature.vmf.density import kl_divergence, log_prob
+from contrastive_curvature.vmf.estimation import concentration, fit, mean_direction
+from contrastive_curvature.vmf.gaussian import concentration_from_gaussian, tangential_variance
+from contrastive_curvature.vmf.normalizer import log_density_at_mode, log_normalizer, mean_resultant_length
+from contrastive_curvature.vmf.sampling import sample
+
+__all__ = [
+    # samples or a Gaussian -> (mu, kappa)
+    "mean_direction",
+    "concentration",
+    "fit",
+    "tangential_variance",
+    "concentration_from_gaussian",
+    # functions of kappa alone
+    "log_normalizer",
+    "log_density_at_mode",
+    "mean_resultant_length",
+    # the distribution
+    "log_prob",
+    "kl_divergence",
+    "sample",
+]

@@ -1,0 +1,131 @@
+"""The Bessel quantities behind the normaliser, for any order and argument, in plain float64 torch operations.
+
+Why not ``scipy.special.ive``: it underflows for large orders, has no GPU version, and the derivatives built from it
+cancel. Here the uniform expansion gives everything at an order m >= START_ORDER, for ALL arguments at once, and the
+recurrence ``r_k = x / (2 (k + 1) + x r_(k+1))`` (r_k = I_(k+1) / I_k) is run downwards, its stable direction, at
+most START_ORDER times. The complement and the derivatives obey recurrences of their own, in which no subtraction
+loses more than a factor of about 2 m / (2 order + 1): the textbook ``A' = 1 - A^2 - (D - 1) A / kappa`` loses every
+digit at kappa = 1e8.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.vmf._debye import START_ORDER, debye_polynomials
+
+__all__ = ["BesselDerivatives", "BesselValues", "bessel_derivatives", "bessel_values"]
+
+
+class BesselValues(NamedTuple):
+    """Functions of x at the order D/2 - 1, each with the shape of x.
+
+    Attributes:
+        gain: ``x - log 0F1(; D/2; x^2 / 4)``, which is 0 at x = 0 and grows like ``(D - 1)/2 log x``.
+        ratio: ``A = I_(D/2)(x) / I_(D/2-1)(x)``.
+        complement: ``1 - A``.
+    """
+
+    gain: Tensor
+    ratio: Tensor
+    complement: Tensor
+
+
+class BesselDerivatives(NamedTuple):
+    """Derivatives of the ratio ``A``, each with the shape of x.
+
+    Attributes:
+        slope: ``A'``.
+        curvature: ``A''``.
+    """
+
+    slope: Tensor
+    curvature: Tensor
+
+
+def _horner(coefficients: tuple[float, ...], p: Tensor) -> Tensor:
+    value = torch.full_like(p, coefficients[-1])
+    for c in reversed(coefficients[:-1]):
+        value.mul_(p).add_(c)
+    return value
+
+
+def _uniform_values(x: Tensor, twice_order: int) -> BesselValues:
+    """Evaluate the uniform expansion at one order; every term is a sum of non-cancelling parts."""
+    m = twice_order / 2
+    log, g, _, _ = debye_polynomials(twice_order)
+    z = x / m
+    w = torch.hypot(z, torch.ones_like(z))
+    p = 1 / w
+    tail = z * p * p * _horner(g, p)
+    excess = z * (z / (1 + w))  # w - 1
+    gain = m * (z + excess) / (w + z) + m * torch.log1p(excess / 2) + torch.log(w) / 2 - _horner(log, p)
+    return BesselValues(gain, z / (1 + w) - tail, (1 + 1 / (w + z)) / (1 + w) + tail)
+
+
+def _uniform_derivatives(x: Tensor, twice_order: int) -> BesselDerivatives:
+    m = twice_order / 2
+    _, _, h, h_prime = debye_polynomials(twice_order)
+    z = x / m
+    w = torch.hypot(z, torch.ones_like(z))
+    p = 1 / w
+    slope = (1 / (w * (1 + w)) - _horner(h, p)) / m
+    curvature = z * p * (p * p * _horner(h_prime, p) - (1 + 2 * w) / (w * (1 + w)) ** 2) / m**2
+    return BesselDerivatives(slope, curvature)
+
+
+def _orders(dim: int) -> tuple[int, range]:
+    """Return twice the order to start from, and twice the orders to come down through."""
+    wanted = dim - 2
+    start = wanted + 2 * max(0, START_ORDER - wanted // 2)
+    return start, range(start - 2, wanted - 2, -2)
+
+
+def bessel_values(x: Tensor, dim: int) -> BesselValues:
+    """Evaluate the functions.
+
+    Args:
+        x: Arguments >= 0, any shape, float64.
+        dim: Ambient dimension D >= 2; the Bessel order is D/2 - 1.
+
+    Returns:
+        The functions at ``x``. Relative error against mpmath below 1e-12 (``ratio``: 1e-14) for D from 2 to 4096 and x
+        from 0 to 1e8; that of ``gain`` is relative to max(1, |log C_D(0)|).
+    """
+    start, orders = _orders(dim)
+    gain, ratio, complement = _uniform_values(x, start)
+    for twice_order in orders:
+        a = twice_order + 2
+        step = x * ratio
+        gain = gain - torch.log1p(step / a)
+        denominator = step + a
+        complement = (a - x * complement) / denominator
+        ratio = x / denominator
+    return BesselValues(gain, ratio, complement)
+
+
+def bessel_derivatives(x: Tensor, dim: int) -> BesselDerivatives:
+    """Evaluate the derivatives of the ratio.
+
+    Args:
+        x: Arguments >= 0, any shape, float64.
+        dim: Ambient dimension D >= 2; the Bessel order is D/2 - 1.
+
+    Returns:
+        The derivatives at ``x``, with a relative error below 1e-12 in the range given for ``bessel_values``.
+    """
+    start, orders = _orders(dim)
+    ratio = _uniform_values(x, start).ratio
+    slope, curvature = _uniform_derivatives(x, start)
+    for twice_order in orders:
+        a = twice_order + 2
+        denominator = a + x * ratio
+        new_slope = (a - x * (x * slope)) / denominator**2
+        curvature = (
+            -x * (2 * slope + x * curvature) / denominator**2 - 2 * new_slope * (ratio + x * slope) / denominator
+        )
+        ratio, slope = x / denominator, new_slope
+    return BesselDerivatives(slope, curvature)

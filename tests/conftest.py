@@ -1,0 +1,26 @@
+"""What every test runs under: Hypothesis profiles, seeds, and one thread per process."""
+
+import os
+import random
+
+os.environ.setdefault("MPLBACKEND", "Agg")  # plots go to files, display or not
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+# Timings on shared cores say nothing: no deadline. `ci`, which `make test` asks for, always tries the same examples.
+settings.register_profile("ci", deadline=None, derandomize=True, max_examples=40)
+settings.register_profile("dev", deadline=None, max_examples=20)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Give each test the same random numbers, whichever tests ran before it."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002  scikit-learn draws from this generator
+    torch.manual_seed(0)

@@ -1,0 +1,86 @@
+"""What the project says about itself holds: docstrings, versions, the README's code, the changelog."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+
+
+class Section(NamedTuple):
+    """The Python blocks under one second-level heading of a page, each with the number of lines above it."""
+
+    title: str
+    blocks: list[tuple[int, str]]
+
+
+def python_sections(page: str) -> list[Section]:
+    """Collect the fenced ``python`` blocks of a Markdown page; sections without any are left out."""
+    sections = [Section("top", [])]
+    fence, block, start = None, [], 0
+    for number, line in enumerate(page.splitlines(), start=1):
+        if fence is None and (opening := re.match(r"\s*(`{3,}|~{3,})\s*(\w*)", line)):
+            fence, language, block, start = opening[1], opening[2], [], number
+        elif fence is not None and line.strip() == fence:
+            if language == "python":
+                sections[-1].blocks.append((start, "\n".join(block)))
+            fence = None
+        elif fence is not None:
+            block.append(line)
+        elif heading := re.match(r"##\s+(.*)", line):
+            sections.append(Section(heading[1], []))
+    return [section for section in sections if section.blocks]
+
+
+def readme_sections() -> list[Section]:
+    readme = ROOT / "README.md"
+    found = python_sections(readme.read_text(encoding="utf-8")) if readme.exists() else []
+    return found or [Section("no block", [])]  # a case that fails, where an empty list would only be skipped
+
+
+def test_public_names_have_docstrings():
+    import contrastive_curvature as package
+
+    assert package.__doc__
+    assert len(set(package.__all__)) == len(package.__all__), "a name stands twice in __all__"
+    bare = []
+    for name in package.__all__:
+        value = getattr(package, name)
+        doc = (value.__doc__ or "").strip()
+        generated = isinstance(value, type) and doc.startswith(f"{name}(")  # a dataclass or named tuple without its own
+        if name != "__version__" and (not doc or generated):
+            bare.append(name)
+    assert not bare, f"without a docstring: {bare}"
+
+
+def test_one_version_everywhere():
+    import contrastive_curvature
+
+    cited = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
+    assert contrastive_curvature.__version__ == VERSION
+    assert cited is not None
+    assert cited[1] == VERSION
+
+
+@pytest.mark.parametrize("section", readme_sections(), ids=lambda section: section.title)
+def test_readme_code_runs(section, tmp_path, monkeypatch):
+    assert section.blocks, "README.md has no ```python block"
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "__main__"}
+    for lines_above, code in section.blocks:
+        # the empty lines make a traceback show README.md's own line numbers
+        exec(compile("\n" * lines_above + code, str(ROOT / "README.md"), "exec"), namespace)
+
+
+def test_changelog_has_a_section_to_release():
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.search(rf"^## \[(Unreleased|{re.escape(VERSION)})\]", changelog, re.MULTILINE)
+
+
+def test_python_sections_keeps_sections_and_line_numbers():
+    page = "# t\n```python\na = 1\n```\n## s\n```bash\n## no heading\n```\n### u\n```python\nb = 2\n\nc\n```\n"
+    assert python_sections(page) == [Section("top", [(2, "a = 1")]), Section("s", [(10, "b = 2\n\nc")])]

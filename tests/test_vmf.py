@@ -1,0 +1,186 @@
+"""The distribution itself: density, divergence and sampling."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from devices import DEVICES
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contrastive_curvature import vmf
+from contrastive_curvature.errors import InputError, InputTypeError
+from contrastive_curvature.vmf._bessel import bessel_derivatives, bessel_values
+
+
+def f64(value: object, device: str = "cpu") -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float64, device=device)
+
+
+def random(*shape: int, seed: int = 0, device: str = "cpu") -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device)
+
+
+@pytest.mark.parametrize("kappa", [0.0, 0.7, 30.0])
+def test_density_integrates_to_one_on_the_circle(kappa: float) -> None:
+    # the trapezoidal rule converges geometrically for periodic analytic functions
+    angle = torch.arange(400, dtype=torch.float64) * (2 * math.pi / 400)
+    z = torch.stack([angle.cos(), angle.sin()], 1)
+    total = vmf.log_prob(z, f64([0.6, 0.8]), f64(kappa)).exp().sum() * (2 * math.pi / 400)
+    assert total.item() == pytest.approx(1, rel=1e-13)
+
+
+@given(st.integers(0, 10**6), st.integers(2, 40), st.floats(0, 50))
+def test_log_prob_is_the_textbook_formula(seed: int, dim: int, kappa: float) -> None:
+    z, mu = random(3, dim, seed=seed), random(dim, seed=seed + 1)
+    cosine = torch.cosine_similarity(z, mu.expand_as(z), dim=1)
+    direct = vmf.log_normalizer(f64(kappa), dim) + kappa * cosine
+    torch.testing.assert_close(vmf.log_prob(z, mu, f64(kappa)), direct, rtol=1e-12, atol=1e-12)
+
+
+def test_log_prob_does_not_cancel_for_huge_kappa() -> None:
+    # near the mode the density is that of a Gaussian with variance 1 / kappa in the D - 1 tangent directions
+    kappa, step = 1e12, 3e-7
+    z, mu = f64([math.cos(step), math.sin(step), 0.0]), f64([1.0, 0.0, 0.0])
+    gaussian = math.log(kappa / (2 * math.pi)) - kappa * step**2 / 2
+    assert vmf.log_prob(z, mu, f64(kappa)).item() == pytest.approx(gaussian, rel=1e-12)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_log_prob_broadcasts_and_has_right_gradients(device: str) -> None:
+    z, mu = random(2, 3, 4, device=device).requires_grad_(), random(3, 4, seed=1, device=device).requires_grad_()
+    kappa = f64([0.5, 2.0, 9.0], device).requires_grad_()
+    assert vmf.log_prob(z, mu, kappa).shape == (2, 3)
+    assert torch.autograd.gradcheck(vmf.log_prob, (z, mu, kappa))
+    assert torch.autograd.gradgradcheck(vmf.log_prob, (z, mu, kappa))
+
+
+def test_gradient_by_the_point_is_tangential() -> None:
+    z = random(5, seed=2).requires_grad_()
+    (gradient,) = torch.autograd.grad(vmf.log_prob(z, random(5, seed=3), f64(20.0)), z)
+    assert abs((gradient @ z).item()) < 1e-13 * 20
+
+
+@pytest.mark.parametrize("dim", [2, 3, 10])
+def test_kl_divergence_agrees_with_its_definition(dim: int) -> None:
+    mu, other = random(dim, seed=4), random(dim, seed=5)
+    kappa, other_kappa = f64(6.0), f64(2.5)
+    cosine = torch.cosine_similarity(mu, other, dim=0)
+    length = vmf.mean_resultant_length(kappa, dim)
+    direct = (
+        vmf.log_normalizer(kappa, dim) - vmf.log_normalizer(other_kappa, dim) + length * (kappa - other_kappa * cosine)
+    )
+    torch.testing.assert_close(vmf.kl_divergence(mu, kappa, other, other_kappa), direct, rtol=1e-13, atol=0)
+
+
+@given(st.integers(0, 10**6), st.integers(2, 60), st.floats(-3, 8), st.floats(-3, 8))
+def test_kl_divergence_is_not_negative_and_zero_for_equals(seed: int, dim: int, one: float, two: float) -> None:
+    mu, other = random(dim, seed=seed), random(dim, seed=seed + 1)
+    kappa, other_kappa = f64(10.0**one), f64(10.0**two)
+    # the log-densities at the modes, of the order of D log kappa, are subtracted
+    slack = 1e-14 * dim * 20
+    assert vmf.kl_divergence(mu, kappa, other, other_kappa).item() >= -slack
+    assert abs(vmf.kl_divergence(mu, kappa, mu, kappa).item()) <= slack
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kappa", [0.0, 1.0, 50.0, 1e4, 1e8])
+@pytest.mark.parametrize("dim", [2, 3, 10, 512])
+def test_samples_have_the_right_moments(dim: int, kappa: float, device: str) -> None:
+    n = 20_000 if dim < 100 else 4_000
+    mu = random(dim, seed=dim, device=device)
+    drawn = vmf.sample(mu, f64(kappa, device), n, torch.Generator(device).manual_seed(7))
+    assert drawn.shape == (n, dim)
+    # 1 - cos as half a squared distance, exact for huge kappa; its mean is 1 - A, its variance A'
+    versine = (drawn - mu / mu.norm()).square().sum(1) / 2
+    complement = bessel_values(f64(kappa, device), dim).complement
+    slope = bessel_derivatives(f64(kappa, device), dim).slope
+    deviation = (versine.mean() - complement) / (slope / n).sqrt()
+    assert abs(deviation.item()) < 4.5  # 40 fixed-seed cases: a chance of 3e-4 when the seeds were chosen
+    # The variance of a sample variance is (kurtosis - 1) / n; the kurtosis of 1 - cos is at most 15 (D = 2, large
+    # kappa, where it is chi-squared with 1 degree of freedom), so 4.5 sigma are 4.5 sqrt(14 / n).
+    assert versine.var().item() == pytest.approx(slope.item(), rel=4.5 * math.sqrt(14 / n))
+
+
+@pytest.mark.parametrize("dim", [2, 3, 10])
+@pytest.mark.parametrize("kappa", [0.0, 2.0, 300.0])
+def test_cosines_follow_the_exact_distribution(dim: int, kappa: float) -> None:
+    n = 4_000
+    mu = torch.eye(dim, dtype=torch.float64)[0]
+    cosine = vmf.sample(mu, f64(kappa), n, torch.Generator().manual_seed(3))[:, 0]
+    # density of the angle: exp(kappa cos) sin^(D-2), tabulated and summed
+    angle = torch.linspace(0, math.pi, 200_001, dtype=torch.float64)
+    density = torch.exp(kappa * (angle.cos() - 1)) * angle.sin() ** (dim - 2)
+    cdf = torch.cumulative_trapezoid(density, angle)
+    cdf = torch.cat([cdf.new_zeros(1), cdf / cdf[-1]])
+    at = cdf[torch.searchsorted(angle, torch.acos(cosine.clamp(-1, 1)).sort().values).clamp(max=200_000)]
+    ranks = torch.arange(1, n + 1, dtype=torch.float64) / n
+    # Kolmogorov-Smirnov: 2.2 / sqrt(n) is exceeded with a chance of 2 exp(-2 * 2.2^2) = 1.2e-4
+    assert torch.maximum((at - ranks).abs(), (at - ranks + 1 / n).abs()).max().item() < 2.2 / math.sqrt(n)
+
+
+def test_tangents_are_uniform() -> None:
+    mu = random(4, seed=8)
+    mu = mu / mu.norm()
+    n = 20_000
+    drawn = vmf.sample(mu, f64(5.0), n, torch.Generator().manual_seed(9))
+    tangent = drawn - (drawn @ mu)[:, None] * mu
+    tangent = tangent / tangent.norm(dim=1, keepdim=True)
+    # uniform in the tangent space: mean 0, second moment P / (D - 1); entries have a deviation below 1/sqrt(n)
+    assert tangent.mean(0).abs().max().item() < 5 / math.sqrt(n)
+    p = torch.eye(4, dtype=torch.float64) - mu[:, None] * mu
+    assert (tangent.T @ tangent / n - p / 3).abs().max().item() < 5 / math.sqrt(n)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sampling_is_batched_repeatable_and_on_the_sphere(dtype: torch.dtype, device: str) -> None:
+    mu = random(3, 2, 5, device=device).to(dtype)
+    kappa = torch.tensor([0.0, 1e15], dtype=dtype, device=device)
+    draw = [vmf.sample(mu, kappa, 11, torch.Generator(device).manual_seed(1)) for _ in range(2)]
+    assert torch.equal(draw[0], draw[1])
+    assert draw[0].shape == (11, 3, 2, 5)
+    assert draw[0].dtype == dtype
+    assert (draw[0].norm(dim=-1) - 1).abs().max().item() < 8 * torch.finfo(dtype).eps
+    assert not draw[0].requires_grad
+    unit = mu / mu.norm(dim=-1, keepdim=True)
+    # kappa = 1e15: the angle is of the order of sqrt(D / kappa) = 7e-8
+    assert (draw[0] - unit)[:, :, 1].norm(dim=-1).max().item() < 1e-6
+
+
+@pytest.mark.parametrize("dim", [2, 3, 64, 4096])
+def test_fit_recovers_what_was_sampled(dim: int) -> None:
+    kappa = f64(20.0 * dim)
+    n = 2_000 if dim < 100 else 200
+    mu, fitted = vmf.fit(vmf.sample(random(dim), kappa, n, torch.Generator().manual_seed(0)))
+    # kappa's relative deviation is sqrt(2 / ((D - 1) n)), 3 % at D = 2; Sra's approximation is itself within 1 % here
+    assert fitted.item() == pytest.approx(kappa.item(), rel=0.02 + 4 * math.sqrt(2 / ((dim - 1) * n)))
+    assert torch.cosine_similarity(mu, random(dim), dim=0).item() > 0.999
+
+
+@pytest.mark.parametrize(
+    ("call", "error_type", "message"),
+    [
+        (lambda: vmf.sample(torch.zeros(3), torch.tensor(1.0), 2), InputError, "mu: expected non-zero"),
+        (lambda: vmf.sample(torch.ones(3), torch.tensor(-1.0), 2), InputError, "kappa: expected >= 0"),
+        (lambda: vmf.sample(torch.ones(3), torch.tensor(torch.inf), 2), InputError, "kappa: expected finite"),
+        (lambda: vmf.sample(torch.ones(3), torch.tensor(1.0), 0), InputError, "n_samples: expected >= 1"),
+        (lambda: vmf.sample(torch.ones(3), torch.tensor(1.0), 2.0), InputTypeError, "n_samples: expected an int"),
+        (lambda: vmf.sample(torch.ones(1), torch.tensor(1.0), 2), InputError, "D >= 2"),
+        (lambda: vmf.sample(torch.ones(2, 3), torch.ones(4), 2), InputError, r"mu \(2,\), kappa \(4,\)"),
+        (lambda: vmf.log_prob(torch.ones(3), torch.ones(4), torch.tensor(1.0)), InputError, "z 3, mu 4"),
+        (lambda: vmf.log_prob(torch.zeros(3), torch.ones(3), torch.tensor(1.0)), InputError, "z: expected non-zero"),
+        (lambda: vmf.log_prob(torch.ones(2, 3), torch.ones(3), torch.ones(5)), InputError, "broadcast"),
+        (lambda: vmf.log_prob(torch.ones(3), torch.ones(3), 1.0), InputTypeError, "kappa: expected a torch.Tensor"),
+        (
+            lambda: vmf.kl_divergence(torch.ones(3), torch.tensor(1.0), torch.ones(2), torch.tensor(1.0)),
+            InputError,
+            "mu 3, other_mu 2",
+        ),
+    ],
+)
+def test_refusals(call, error_type, message) -> None:
+    with pytest.raises(error_type, match=message):
+        call()
