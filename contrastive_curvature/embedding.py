@@ -40,8 +40,15 @@ class EmbeddingDistribution:
         covariance: Tensor | None = None,
         joint_covariance: Tensor | None = None,
     ) -> None:
-        given = [name for name, value in (("variance", variance), ("covariance", covariance),
-                                          ("joint_covariance", joint_covariance)) if value is not None]
+        given = [
+            name
+            for name, value in (
+                ("variance", variance),
+                ("covariance", covariance),
+                ("joint_covariance", joint_covariance),
+            )
+            if value is not None
+        ]
         if len(given) != 1:
             raise InputError(expected("variance, covariance, joint_covariance", "exactly one", str(given or "none")))
         if mean.ndim != 2:
@@ -90,8 +97,23 @@ class EmbeddingDistribution:
 
     @property
     def uncertainty(self) -> Tensor:
-        """``1 / kappa``, shape (B,): the scalar to rank and to threshold by."""
-        return 1 / self.kappa
+        """The scalar to rank and to threshold by, shape (B,): ``E|z| - |E z|``, in units of the raw outputs.
+
+        How much length raw embeddings lose when they are averaged over the posterior; zero when all networks agree on
+        the direction. For the Gaussian it is ``tr(P V P) / (2 n)`` to second order, which is ``n / 2`` times the
+        tangential variance that ``kappa`` is made of. It therefore still sees how far an input drives the outputs,
+        which the angle alone forgets; ``1 / kappa`` is the purely angular score. Comparable within one encoder.
+        """
+        if self._samples is not None:
+            return self._samples.norm(dim=2).mean(0) - self.mean.norm(dim=1)
+        return self.mean.norm(dim=1) * self.tangential_variance / 2
+
+    @property
+    def tangential_variance(self) -> Tensor:
+        """Variance across the mean direction over the squared norm, shape (B,), in squared radians."""
+        if self._variance is not None:
+            return vmf.tangential_variance(self.mean, variance=self._variance)
+        return vmf.tangential_variance(self.mean, covariance=self._covariance)
 
     @property
     def covariance(self) -> Tensor:

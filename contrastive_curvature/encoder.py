@@ -95,7 +95,9 @@ class Encoder(nn.Module):
         named = dict(model.named_modules())
         if last_layer_name is not None and not isinstance(named.get(last_layer_name), nn.Linear):
             linear = [name for name, module in named.items() if isinstance(module, nn.Linear)]
-            raise InputError(expected("last_layer_name", f"the name of a linear layer, one of {linear}", last_layer_name))
+            raise InputError(
+                expected("last_layer_name", f"the name of a linear layer, one of {linear}", last_layer_name)
+            )
         if last_layer_name is not None and not any(r.module is named[last_layer_name] for r in layers):
             hint = "Its output must be the raw embedding, which only an l2-normalisation may follow."
             raise InputError(expected("last_layer_name", "the layer that makes the raw outputs", last_layer_name, hint))
@@ -123,8 +125,8 @@ class Encoder(nn.Module):
             UnsupportedError: There is none, or it runs more than once.
         """
         hint = (
-            "End the encoder in nn.Linear (followed at most by a normalisation module such as contrastive_curvature.L2Norm),"
-            " or use subset_of_weights='all'."
+            "End the encoder in nn.Linear (followed at most by a normalisation module such as "
+            "contrastive_curvature.L2Norm), or use subset_of_weights='all'."
         )
         layer = self.last_layer
         if layer is None:
@@ -208,9 +210,8 @@ def _or_empty(output: Any) -> Tensor:
 
 
 _NORMALIZES_INSIDE = (
-    "model: the encoder normalises its output inside forward (every output has norm 1, and no module at its end does it). "
-    "The curvature is that of the raw outputs, whose Jacobian cannot be reached there. Drop F.normalize from forward and "
-    "end the encoder in the module contrastive_curvature.L2Norm(), or in no normalisation at all: the predictions and the "
-    "curvature are those of the unit embeddings either way."
+    "model: the encoder normalises its output inside forward (every output has norm 1, and no module at its end does "
+    "it). The curvature is that of the raw outputs, whose Jacobian cannot be reached there. Drop F.normalize from "
+    "forward and end the encoder in the module contrastive_curvature.L2Norm(), or in no normalisation at all: the "
+    "predictions and the curvature are those of the unit embeddings either way."
 )
-

@@ -37,9 +37,9 @@ class ContrastiveLoss(nn.Module):
     Args:
         margin: In (0, 2]; ``None`` lets every negative count, with the cost ``-|u_i - u_j|^2 / 2``.
         negative_weight: ``w_n`` of Eq. 10 in [0, 1]: positives are scaled by ``1 - w_n``, negatives by ``w_n``.
-        normalization: ``"sum"``: every unordered pair counts once. ``"type"``: the mean over all positive pairs plus the
-            mean over all negative pairs (Eq. 23). ``"anchor"``: each point's positives average to one, its negatives
-            too, and a pair takes the mean of its two points' shares (Eq. 119); the loss then grows like N.
+        normalization: ``"sum"``: every unordered pair counts once. ``"type"``: the mean over all positive pairs plus
+            the mean over all negative pairs (Eq. 23). ``"anchor"``: each point's positives average to one, its
+            negatives too, and a pair takes the mean of its two points' shares (Eq. 119); the loss then grows like N.
 
     Raises:
         InputError: An option is unknown or out of range.
@@ -89,7 +89,9 @@ class ContrastiveLoss(nn.Module):
 
     def extra_repr(self) -> str:
         """The options, as they were given."""
-        return f"margin={self.margin}, negative_weight={self.negative_weight}, normalization={str(self.normalization)!r}"
+        return (
+            f"margin={self.margin}, negative_weight={self.negative_weight}, normalization={str(self.normalization)!r}"
+        )
 
     def _listed(self, u: Tensor, relation: EdgeRelation, shares: Shares) -> Tensor:
         i, j = relation.i, relation.j
@@ -113,4 +115,3 @@ class ContrastiveLoss(nn.Module):
     def _total(self, squared: Tensor, attract: Tensor, repel: Tensor) -> Tensor:
         cost = -squared if self.margin is None else torch.relu(self.margin**2 - squared)
         return ((1 - self.negative_weight) * attract * squared + self.negative_weight * repel * cost).sum() / 2
-

@@ -139,8 +139,9 @@ class NodeBlocks:
         if not self.is_psd():
             low = self.eigenvalue_bounds()[0]
             msg = (
-                f"factor: the output Hessian is not positive semidefinite (point {int(low.argmin())} has the eigenvalue "
-                f"{float(low.min()):.3g}), so it has no real square root. Use pd_fix='psd', which projects every block."
+                f"factor: the output Hessian is not positive semidefinite (point {int(low.argmin())} has the "
+                f"eigenvalue {float(low.min()):.3g}), so it has no real square root. Use pd_fix='psd', which projects "
+                "every block."
             )
             raise UnsupportedError(msg)
         c = self.c.clamp(min=0).sqrt().view(-1, 1, 1)
@@ -166,7 +167,9 @@ class NodeBlocks:
         gap = inside - self.r
         root = torch.hypot(gap, 2 * self.q)
         # (inside - r + root) / 2 without cancellation where inside < r.
-        rise = torch.where(gap >= 0, (gap + root) / 2, 2 * self.q**2 / (root - gap).clamp(min=torch.finfo(gap.dtype).tiny))
+        rise = torch.where(
+            gap >= 0, (gap + root) / 2, 2 * self.q**2 / (root - gap).clamp(min=torch.finfo(gap.dtype).tiny)
+        )
         length = torch.hypot(rise, self.q)
         safe = torch.where(length > 0, length, torch.ones_like(length))
         along_t = torch.where(length > 0, rise / safe, 0.0)

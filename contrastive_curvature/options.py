@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import TypeVar
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
@@ -17,11 +17,8 @@ __all__ = ["CurvatureOptions", "Distance", "Normalization", "PDFix", "Structure"
 _E = TypeVar("_E", bound="_Option")
 
 
-class _Option(str, Enum):
+class _Option(StrEnum):
     """A closed set of strings that compare equal to their value."""
-
-    def __str__(self) -> str:
-        return str(self.value)
 
 
 class Distance(_Option):
@@ -80,7 +77,7 @@ class Structure(_Option):
 _ALIASES = {"pos": "positive", "fix": "fixed"}
 
 
-def parse_option(kind: type[_E], argument: str, value: object) -> _E:
+def parse_option(kind: type[_E], argument: str, value: str) -> _E:
     """Turn a string into a member of ``kind``.
 
     Args:
@@ -94,10 +91,10 @@ def parse_option(kind: type[_E], argument: str, value: object) -> _E:
     Raises:
         InputError: The value is unknown; the message lists the known ones.
     """
-    name = _ALIASES.get(value, value) if kind is PDFix and isinstance(value, str) else value
+    known_as = _ALIASES if kind is PDFix else {}
     try:
-        return kind(name)
-    except ValueError:
+        return kind(known_as.get(value, value))
+    except (ValueError, TypeError):
         known = ", ".join(repr(str(member)) for member in kind)
         raise InputError(expected(argument, f"one of {known}", value)) from None
 

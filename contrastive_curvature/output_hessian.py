@@ -92,8 +92,8 @@ class OutputHessian:
         n, dim = self.z.shape
         out = self.z.new_zeros(n, dim, n, dim)
         if self.coupled:
-            projector = torch.eye(dim, dtype=self.u.dtype, device=self.u.device) - self.u.unsqueeze(2) * self.u.unsqueeze(1)
-            projector = projector / self.n.view(-1, 1, 1)
+            eye = torch.eye(dim, dtype=self.u.dtype, device=self.u.device)
+            projector = (eye - self.u.unsqueeze(2) * self.u.unsqueeze(1)) / self.n.view(-1, 1, 1)
             out = -torch.einsum("ij,iab,jbc->iajc", self.weights.dense(), projector, projector)
         points = torch.arange(n, device=self.z.device)
         out[points, :, points, :] = self.blocks.dense()
@@ -128,9 +128,9 @@ class OutputHessian:
             return self.blocks.factor()
         if not self.is_psd():
             msg = (
-                f"factor: with pd_fix={str(self.options.pd_fix)!r} and distance={str(self.options.distance)!r} the output "
-                "Hessian of these pairs is indefinite, so it has no real square root. Use pd_fix='psd' (always positive "
-                "semidefinite), or pd_fix='positive' with distance='euclidean'."
+                f"factor: with pd_fix={str(self.options.pd_fix)!r} and distance={str(self.options.distance)!r} the "
+                "output Hessian of these pairs is indefinite, so it has no real square root. Use pd_fix='psd' "
+                "(always positive semidefinite), or pd_fix='positive' with distance='euclidean'."
             )
             raise UnsupportedError(msg)
         values, vectors = self._dense_eigenvalues()
@@ -140,8 +140,9 @@ class OutputHessian:
     def _dense_eigenvalues(self) -> tuple[Tensor, Tensor]:
         if self.z.numel() > _DENSE_LIMIT:
             msg = (
-                f"The coupled output Hessian of {self.z.shape[0]} points in {self.z.shape[1]} dimensions is too large for "
-                "an eigendecomposition. Use pd_fix='psd' or 'fixed', whose blocks have closed forms, or fewer points."
+                f"The coupled output Hessian of {self.z.shape[0]} points in {self.z.shape[1]} dimensions is too large "
+                "for an eigendecomposition. Use pd_fix='psd' or 'fixed', whose blocks have closed forms, or fewer "
+                "points."
             )
             raise UnsupportedError(msg)
         values, vectors = torch.linalg.eigh(self.dense())
@@ -164,7 +165,8 @@ def output_hessian(
     Args:
         z: Raw outputs, before any l2-normalisation, shape (N, D); half precision is lifted to float32.
         labels: Integer class labels, shape (N,).
-        pairs: Instead of labels: index tuples, masks, or a callable (:func:`contrastive_curvature.pairs.make_relation`).
+        pairs: Instead of labels: index tuples, masks, or a callable
+            (:func:`contrastive_curvature.pairs.make_relation`).
         distance: See :class:`~contrastive_curvature.options.Distance`.
         pd_fix: See :class:`~contrastive_curvature.options.PDFix`.
         margin: See :class:`~contrastive_curvature.options.CurvatureOptions`.

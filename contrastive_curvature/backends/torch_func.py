@@ -1,8 +1,9 @@
-"""Adapter to laplace-torch's curvature interface, on ``torch.func`` alone: any encoder, exact for ``diag`` and ``full``.
+"""Adapter to laplace-torch's curvature interface, on ``torch.func`` alone, for any encoder.
 
-The host's contract: ``diag``, ``full`` and ``kron`` take a batch and return ``(loss, curvature)``, both summed over what
-the batch stands for in a data set of ``N`` points; Jacobians are (batch, outputs, parameters). A data set's pairs do not
-fall apart into batches, so the contrastive Laplace classes call :meth:`ContrastiveGGN.fit` instead.
+The host's contract: ``diag``, ``full`` and ``kron`` take a batch and return ``(loss, curvature)``, both summed over
+what the batch stands for in a data set of ``N`` points; Jacobians are (batch, outputs, parameters). ``diag`` and
+``full`` are exact. A data set's pairs do not fall apart into batches, so the contrastive Laplace classes call
+:meth:`ContrastiveGGN.fit` instead.
 """
 
 from __future__ import annotations
@@ -131,26 +132,43 @@ class ContrastiveGGN(GGNInterface):
             else:
                 found = collect_pairs(encoder, loader, self.read, self.options, self.relation, progress)
                 out = dataset_curvature(pullback, encoder, loader, self.read, found, structure, progress)
-        return self._scaled(out, structure)
+        return self._scaled(out)
 
-    def eig_lowrank(self, data_loader: Iterable[Any], progress: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Leading eigenvectors (P, R), eigenvalues (R,) and loss, over all pairs of the data set."""
+    def fit_lowrank(self, loader: Iterable[Any], progress: bool = False) -> DatasetCurvature:
+        """Leading eigenvectors (P, R) and eigenvalues (R,) over all pairs of a data set, times its scale.
+
+        Args:
+            loader: Batches, always in the same order.
+            progress: Whether to show progress bars.
+
+        Returns:
+            The pair of them as curvature, loss and number of points.
+
+        Raises:
+            UnsupportedError: ``pairs="batch"``.
+        """
         if self.pairs == "batch":
             msg = (
-                "pairs='batch': the low-rank structure has no batch estimate, since eigenpairs of batches do not add up. "
-                "Use pairs='dataset', or the structure 'diag'."
+                "pairs='batch': the low-rank structure has no batch estimate, since eigenpairs of batches do not add "
+                "up. Use pairs='dataset', or the structure 'diag'."
             )
             raise UnsupportedError(msg)
-        probe = self._probe(data_loader)
+        probe = self._probe(loader)
         with evaluation_mode(self.model):
             encoder, pullback = self.encoder(probe), self.pullback(probe)
             if not isinstance(pullback, ModulePullback):
                 msg = "The low-rank structure takes all parameters."
                 raise UnsupportedError(msg)
-            found = collect_pairs(encoder, data_loader, self.read, self.options, self.relation, progress)
-            vectors, values = leading_eigenpairs(pullback, found, data_loader, self.read, self.rank, progress)
+            found = collect_pairs(encoder, loader, self.read, self.options, self.relation, progress)
+            vectors, values = leading_eigenpairs(pullback, found, loader, self.read, self.rank, progress)
         scale = self._data_scale(found.n)
-        return vectors, scale * values, scale * found.loss
+        return DatasetCurvature((vectors, scale * values), scale * found.loss, scale * found.cost, found.n)
+
+    def eig_lowrank(self, data_loader: Iterable[Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """The host's form of :meth:`fit_lowrank`: eigenvectors, eigenvalues and loss."""
+        out = self.fit_lowrank(data_loader)
+        vectors, values = out.curvature
+        return vectors, values, out.loss
 
     def diag(self, x: Inputs, y: Tensor, N: int | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Loss and unclamped diagonal (P,) that a batch adds to the estimate for N points."""
@@ -169,10 +187,11 @@ class ContrastiveGGN(GGNInterface):
         """Jacobians (B, D, P) of the raw outputs with respect to this backend's parameters, and the outputs (B, D)."""
         with evaluation_mode(self.model), torch.set_grad_enabled(enable_backprop):
             encoder, pullback = self.encoder(x), self.pullback(x)
+            context: Any = x
             if self.last_layer:
                 z, context = encoder.features(x)
             else:
-                z, context = encoder(x), x
+                z = encoder(x)
             axes = torch.eye(z.shape[1], dtype=z.dtype, device=z.device).expand(z.shape[0], -1, -1)
             return pullback.vjp(context, axes), z
 
@@ -222,22 +241,21 @@ class ContrastiveGGN(GGNInterface):
         with evaluation_mode(self.model):
             encoder, pullback = self.encoder(x), self.pullback(x)
             n_data = y.shape[0] if n_data is None else n_data
-            loss, term = batch_curvature(
-                pullback, encoder, x, y, self.options, structure, n_data, relation=self.relation
-            )
-        scaled = self._scaled(DatasetCurvature(term, loss, n_data), structure)
+            term = batch_curvature(pullback, encoder, x, y, self.options, structure, n_data, relation=self.relation)
+        scaled = self._scaled(term)
         return scaled.loss, scaled.curvature
 
     def _data_scale(self, n: int) -> float:
         return n / 2 if self.options.normalization is Normalization.TYPE else 1.0
 
-    def _scaled(self, out: DatasetCurvature, structure: Structure) -> DatasetCurvature:
+    def _scaled(self, out: DatasetCurvature) -> DatasetCurvature:
         scale = self._data_scale(out.n)
         if isinstance(out.curvature, Tensor):
-            return DatasetCurvature(scale * out.curvature, scale * out.loss, out.n)
-        # The factor goes to the curvature factor alone: the other is a mean of inputs.
-        factors = [[scale * f[0], *f[1:]] for f in out.curvature]
-        return DatasetCurvature(factors, scale * out.loss, out.n)
+            scaled: Any = scale * out.curvature
+        else:
+            # The scale goes to the curvature factor alone: the other is a mean of inputs.
+            scaled = [[scale * f[0], *f[1:]] for f in out.curvature]
+        return DatasetCurvature(scaled, scale * out.loss, scale * out.cost, out.n)
 
 
 def check_backend_options(pairs: object, relation: object, rank: object) -> None:

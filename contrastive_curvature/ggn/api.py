@@ -112,8 +112,8 @@ def check_encoder(encoder: Encoder, options: CurvatureOptions) -> None:
     """
     if encoder.normalized and options.distance is Distance.ARCCOS:
         msg = (
-            "distance='arccos': the outputs of the encoder are already normalised, and the module that does it is more than"
-            " a rescaling of its input, so the raw outputs cannot be reached. End the encoder in a plain "
+            "distance='arccos': the outputs of the encoder are already normalised, and the module that does it is "
+            "more than a rescaling of its input, so the raw outputs cannot be reached. End the encoder in a plain "
             "contrastive_curvature.L2Norm(), or use distance='euclidean', which linearises the normalisation."
         )
         raise UnsupportedError(msg)
@@ -133,7 +133,9 @@ def make_pullback(encoder: Encoder, subset_of_weights: str | Tensor) -> Pullback
             came = f"dtype {indices.dtype}, shape {tuple(indices.shape)}"
             raise InputError(expected("subset_of_weights", wanted, came))
         if int(indices.min()) < 0 or int(indices.max()) >= total or indices.unique().numel() != indices.numel():
-            came = f"{int(indices.min())}..{int(indices.max())}, {indices.unique().numel()} distinct of {indices.numel()}"
+            came = (
+                f"{int(indices.min())}..{int(indices.max())}, {indices.unique().numel()} distinct of {indices.numel()}"
+            )
             raise InputError(expected("subset_of_weights", f"distinct indices in 0..{total - 1}", came))
         return ModulePullback(encoder, indices)
     if subset_of_weights == "last_layer":
@@ -154,7 +156,7 @@ def _kron(
     if isinstance(pullback, ModulePullback) and pullback.indices is not None:
         msg = "structure 'kron': a subnetwork has no Kronecker factors. Use the structure 'diag' or 'full'."
         raise UnsupportedError(msg)
-    return ModuleKron(encoder).factors(points.context, lambda _: blocks, len(points))
+    return ModuleKron(encoder).factors(points.context, blocks, len(points))
 
 
 def _lift_half(model: nn.Module, x: Inputs) -> tuple[nn.Module, Inputs]:

@@ -1,8 +1,8 @@
 """The cheap estimate of a data set's curvature: only the pairs inside a batch, rescaled (paper, Proposition B.1).
 
 ``sum``: the positives of a batch stand for all positives of the data set, its negatives for all negatives (Eq. 29-38);
-batches count by their number of points. ``type``: means are averaged over the batches. ``anchor``: every point brings its
-own share, so batches add up as they are. A batch without a pair of one type contributes nothing of that type.
+batches count by their number of points. ``type``: means are averaged over the batches. ``anchor``: every point brings
+its own share, so batches add up as they are. A batch without a pair of one type contributes nothing of that type.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contrastive_curvature.encoder import Encoder, Inputs, input_length
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.accumulate import make_blocks, points_curvature
 from contrastive_curvature.ggn.dataset import BatchReader, DatasetCurvature, check_fittable, check_targets
-from contrastive_curvature.ggn.kron import KronFactors, ModuleKron, add_factors, last_layer_kron, refuse_coupled_kron
+from contrastive_curvature.ggn.kron import ModuleKron, add_factors, last_layer_kron, refuse_coupled_kron
 from contrastive_curvature.ggn.last_layer import LastLayerPullback
 from contrastive_curvature.ggn.pullback import Points, Pullback
 from contrastive_curvature.options import CurvatureOptions, Normalization, PDFix, Structure
@@ -76,15 +76,16 @@ def batches_curvature(
         totals = (float(positive.sum()) / 2, float(negative.sum()) / 2)
     curvature: Any = None
     loss: Any = 0
+    cost: Any = 0
     for batch in tqdm(loader, desc="[curvature]", disable=not progress):
         x, y = read(batch)
-        value, term = batch_curvature(pullback, encoder, x, y, options, structure, n, totals, relation)
-        loss = loss + value
+        part = batch_curvature(pullback, encoder, x, y, options, structure, n, totals, relation)
+        loss, cost = loss + part.loss, cost + part.cost
         if structure is Structure.KRON:
-            curvature = add_factors(curvature, term)  # type: ignore[arg-type]
+            curvature = add_factors(curvature, part.curvature)
         else:
-            curvature = term if curvature is None else curvature + term
-    return DatasetCurvature(curvature, loss, n)
+            curvature = part.curvature if curvature is None else curvature + part.curvature
+    return DatasetCurvature(curvature, loss, cost, n)
 
 
 def batch_curvature(
@@ -97,7 +98,7 @@ def batch_curvature(
     n_data: int,
     totals: tuple[float, float] | None = None,
     relation: RelationFunction | None = None,
-) -> tuple[Tensor, Tensor | KronFactors]:
+) -> DatasetCurvature:
     """What one batch adds to the estimate for a data set.
 
     Args:
@@ -113,7 +114,7 @@ def batch_curvature(
         relation: ``None`` for class labels, or a callable on targets.
 
     Returns:
-        Loss and unclamped curvature.
+        Unclamped curvature, loss and cost.
     """
     if structure is Structure.KRON and options.pd_fix.coupled:
         refuse_coupled_kron(options.pd_fix)
@@ -124,14 +125,17 @@ def batch_curvature(
     scale = _scale(made, options.normalization, n_data, totals)
     weights = PairWeights(made, u, options, scale)
     complete = replace(options, pd_fix=PDFix.FIXED) if options.pd_fix is PDFix.POSITIVE else options
-    loss = PairWeights(made, u, complete, scale).loss()
     points = Points(context, u, n)
+    curvature: Any
     if structure is not Structure.KRON:
-        return loss, points_curvature(pullback, points, weights, options, structure)
-    blocks = make_blocks(u, n, *weights.node_sums(), options)
-    if isinstance(pullback, LastLayerPullback):
-        return loss, last_layer_kron(points, blocks, n_data, pullback.bias)
-    return loss, ModuleKron(encoder).factors(x, lambda _: blocks, n_data)
+        curvature = points_curvature(pullback, points, weights, options, structure)
+    elif isinstance(pullback, LastLayerPullback):
+        blocks = make_blocks(u, n, *weights.node_sums(), options)
+        curvature = last_layer_kron(points, blocks, n_data, pullback.bias)
+    else:
+        blocks = make_blocks(u, n, *weights.node_sums(), options)
+        curvature = ModuleKron(encoder).factors(x, blocks, n_data)
+    return DatasetCurvature(curvature, *PairWeights(made, u, complete, scale).loss_and_cost(), n_data)
 
 
 def _scale(

@@ -1,8 +1,8 @@
 """The parameter curvature of a whole data set, exactly, over all its pairs and not only those inside a batch.
 
-Two passes over the loader, which may shuffle between them: the first collects raw outputs and targets, O(N D); the second
-pulls every point's block back as it arrives. Coupled fixes add cross terms, from sums per class where the pair weight
-depends on the classes only, else from blocks of points streamed against each other.
+Two passes over the loader, which may shuffle between them: the first collects raw outputs and targets, O(N D); the
+second pulls every point's block back as it arrives. Coupled fixes add cross terms, from sums per class where the pair
+weight depends on the classes only, else from blocks of points streamed against each other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tqdm import tqdm
 from contrastive_curvature.encoder import Encoder, Inputs, input_length
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.accumulate import make_blocks
-from contrastive_curvature.ggn.kron import KronFactors, ModuleKron, add_factors, last_layer_kron, refuse_coupled_kron
+from contrastive_curvature.ggn.kron import ModuleKron, add_factors, last_layer_kron, refuse_coupled_kron
 from contrastive_curvature.ggn.last_layer import LastLayerPullback
 from contrastive_curvature.ggn.pullback import Points, Pullback
 from contrastive_curvature.options import CurvatureOptions, PDFix, Structure
@@ -45,6 +45,7 @@ class DatasetPairs:
         options: The curvature options.
         checksum: Sum and sum of squares of the raw outputs, to recognise the data in the second pass.
         loss: Value of the contrastive loss over all pairs.
+        cost: See :meth:`PairWeights.loss_and_cost`.
     """
 
     z: Tensor
@@ -52,6 +53,7 @@ class DatasetPairs:
     options: CurvatureOptions
     checksum: Tensor
     loss: Tensor
+    cost: Tensor
 
     @property
     def n(self) -> int:
@@ -64,13 +66,15 @@ class DatasetCurvature:
     """Unclamped curvature of a data set.
 
     Args:
-        curvature: (P,), (P, P) or Kronecker factors.
+        curvature: (P,), (P, P), Kronecker factors, or eigenvectors and eigenvalues.
         loss: Value of the contrastive loss.
+        cost: The same with every repelling pair counted from the margin, see :meth:`PairWeights.loss_and_cost`.
         n: Number of points.
     """
 
-    curvature: Tensor | KronFactors
+    curvature: Any
     loss: Tensor
+    cost: Tensor
     n: int
 
 
@@ -113,10 +117,10 @@ def collect_pairs(
     weights = PairWeights(made, u, options)
     check_fittable(z.shape[0], weights.totals[0])
     # The positive fix drops the repelling pairs from the curvature, not from the loss.
-    loss = weights.loss()
+    complete = weights
     if options.pd_fix is PDFix.POSITIVE:
-        loss = PairWeights(made, u, replace(options, pd_fix=PDFix.FIXED)).loss()
-    return DatasetPairs(z, weights, options, _checksum(z), loss)
+        complete = PairWeights(made, u, replace(options, pd_fix=PDFix.FIXED))
+    return DatasetPairs(z, weights, options, _checksum(z), *complete.loss_and_cost())
 
 
 def check_targets(y: object, n: int, relation: RelationFunction | None) -> None:
@@ -177,9 +181,7 @@ def dataset_curvature(
         refuse_coupled_kron(options.pd_fix)
     total: Any = None
     cross = _make_cross(pullback, pairs, structure) if options.pd_fix.coupled else None
-    module_kron = None
-    if structure is Structure.KRON and not isinstance(pullback, LastLayerPullback):
-        module_kron = ModuleKron(encoder)
+    module_kron: ModuleKron | None = None
     seen = torch.zeros_like(pairs.checksum)
     for batch in tqdm(loader, desc="[curvature]", disable=not progress):
         x, y = read(batch)
@@ -190,11 +192,11 @@ def dataset_curvature(
         points = Points(context, u, n)
         blocks = make_blocks(u, n, *pairs.weights.sums_for(u, y), options)
         if structure is Structure.KRON:
-            if module_kron is None:
-                term = last_layer_kron(points, blocks, pairs.n, isinstance(pullback, LastLayerPullback) and pullback.bias)
+            if isinstance(pullback, LastLayerPullback):
+                total = add_factors(total, last_layer_kron(points, blocks, pairs.n, pullback.bias))
             else:
-                term = module_kron.factors(x, lambda _, b=blocks: b, pairs.n)
-            total = add_factors(total, term)
+                module_kron = module_kron or ModuleKron(encoder)
+                total = add_factors(total, module_kron.factors(x, blocks, pairs.n))
             continue
         if cross is not None:
             # The cross terms below run over all pairs, a point with itself among them; this takes those out again.
@@ -205,7 +207,7 @@ def dataset_curvature(
     _check_same_data(pairs.checksum, seen)
     if cross is not None:
         total = total - cross.finish(loader, read, progress)
-    return DatasetCurvature(total, pairs.loss, pairs.n)
+    return DatasetCurvature(total, pairs.loss, pairs.cost, pairs.n)
 
 
 def _make_cross(pullback: Pullback, pairs: DatasetPairs, structure: Structure) -> _ClassCross | _StreamedCross:
@@ -302,6 +304,6 @@ def _check_same_data(first: Tensor, second: Tensor) -> None:
     scale = torch.stack([first[1].sqrt() * first[2].sqrt(), first[1], first[2]]).clamp(min=1e-30)
     if not bool(((first - second).abs() <= 1e-4 * scale).all()):
         hint = (
-            "Turn random augmentation and drop_last off (shuffling is fine), or use pairs='batch', which needs one pass."
+            "Turn random augmentation and drop_last off (shuffling is fine), or use pairs='batch': it needs one pass."
         )
         raise InputError(expected("train_loader", "the same data in both passes", "different outputs", hint))

@@ -3,13 +3,13 @@
 A layer's weight gets ``G (x) A``: ``A = mean_i a_i a_i^T`` of its inputs and ``G = sum_i B_i^T H_ii B_i`` with the
 Jacobian ``B_i`` of the raw outputs with respect to the layer's outputs. The approximation is that of K-FAC: inputs and
 output curvature are taken as independent over the points (and, for convolutions, over the positions: K-FAC-expand). It
-is exact for one point, or where all points share the inputs or the blocks. Biases and other vectors get their exact block.
+is exact for one point, or where all points share the inputs or the blocks. Biases and other vectors get their exact
+block.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,8 +37,8 @@ def refuse_coupled_kron(pd_fix: object) -> None:
         UnsupportedError: Always.
     """
     msg = (
-        f"structure 'kron' with pd_fix={str(pd_fix)!r}: the cross terms between two points are not a sum over points, and "
-        "K-FAC has no factors for them. Use pd_fix='psd' or 'fixed', or the structure 'diag' or 'full'."
+        f"structure 'kron' with pd_fix={str(pd_fix)!r}: the cross terms between two points are not a sum over points, "
+        "and K-FAC has no factors for them. Use pd_fix='psd' or 'fixed', or the structure 'diag' or 'full'."
     )
     raise UnsupportedError(msg)
 
@@ -87,14 +87,16 @@ class ModuleKron:
             )
             if p.ndim > 1 and not (matrix_ok and name == "weight"):
                 self._refuse(f"{type(module).__name__}.{name} is not the weight of a linear or ungrouped convolution")
-        self.layers = list({id(m): m for (m, _), p in zip(self.owners, self.params, strict=True) if p.ndim > 1}.values())
+        self.layers = list(
+            {id(m): m for (m, _), p in zip(self.owners, self.params, strict=True) if p.ndim > 1}.values()
+        )
 
-    def factors(self, x: Inputs, make_blocks: Callable[[Tensor], NodeBlocks], n_data: int) -> KronFactors:
+    def factors(self, x: Inputs, blocks: NodeBlocks, n_data: int) -> KronFactors:
         """Factors of a batch.
 
         Args:
             x: N points.
-            make_blocks: Gives the Hessian blocks from the raw outputs (N, D).
+            blocks: Their Hessian blocks.
             n_data: Number of points over which the ``A`` are averaged.
 
         Returns:
@@ -114,7 +116,6 @@ class ModuleKron:
         finally:
             for handle in handles:
                 handle.remove()
-        blocks = make_blocks(z.detach())
         outs = [seen[id(layer)][1] for layer in self.layers]
         rows = [torch.autograd.grad(z[:, k].sum(), outs, retain_graph=True) for k in range(z.shape[1])]
         # Jacobians of the raw outputs with respect to what a layer puts out, (N, D, positions, channels).
@@ -123,7 +124,7 @@ class ModuleKron:
             for i, layer in enumerate(self.layers)
         }
         factors: KronFactors = []
-        for (module, name), p in zip(self.owners, self.params, strict=True):
+        for (module, _), p in zip(self.owners, self.params, strict=True):
             b = jacobians.get(id(module))
             if b is None:
                 factors.append([self._vector_block(p, x, blocks)])

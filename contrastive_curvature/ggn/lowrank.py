@@ -1,8 +1,8 @@
 """The leading eigenpairs of the parameter curvature, matrix-free.
 
 A product with the curvature is one forward-mode pass over the data (``J v``), the node-form product with the output
-Hessian, and one reverse-mode pass (``J^T``); Lanczos (SciPy's ``eigsh``) does the rest. Works for every fix, coupled ones
-too, because the output Hessian couples N x D numbers only.
+Hessian, and one reverse-mode pass (``J^T``); Lanczos (SciPy's ``eigsh``) does the rest. Works for every fix, coupled
+ones too, because the output Hessian couples N x D numbers only.
 """
 
 from __future__ import annotations
@@ -49,8 +49,12 @@ def curvature_product(
         stop = start + z.shape[0]
         known = hessian.z[start:stop]
         if known.shape != z.shape or not torch.allclose(z, known, rtol=1e-3, atol=1e-5 * float(known.abs().max())):
-            hint = "The low-rank structure multiplies with the curvature many times: build the loader with shuffle=False."
-            raise InputError(expected("train_loader", "the same points in the same order in every pass", "others", hint))
+            hint = (
+                "The low-rank structure multiplies with the curvature many times: build the loader with shuffle=False."
+            )
+            raise InputError(
+                expected("train_loader", "the same points in the same order in every pass", "others", hint)
+            )
         moved.append(tangent)
         start = stop
     curved = hessian.matvec(torch.cat(moved))
@@ -109,5 +113,5 @@ def leading_eigenpairs(
             values, vectors = eigsh(operator, k=rank, which="LA", v0=start)
     threshold = max(float(values.max()), 0.0) * total * float(torch.finfo(z.dtype).eps)
     keep = np.flatnonzero(values > threshold)[::-1][:rank].copy()
-    as_tensor = {"dtype": z.dtype, "device": z.device}
-    return torch.as_tensor(vectors[:, keep], **as_tensor), torch.as_tensor(values[keep], **as_tensor)
+    found = (torch.as_tensor(array, dtype=z.dtype, device=z.device) for array in (vectors[:, keep], values[keep]))
+    return next(found), next(found)

@@ -1,7 +1,7 @@
 """Pull the output Hessian back through a network: ``J^T H J`` with the Jacobian of the RAW outputs.
 
-A pullback knows one thing, the per-point vector-Jacobian product; every structure is written on top of it once. The last
-linear layer replaces what has a closed form (:mod:`contrastive_curvature.ggn.last_layer`).
+A pullback knows one thing, the per-point vector-Jacobian product; every structure is written on top of it once. The
+last linear layer replaces what has a closed form (:mod:`contrastive_curvature.ggn.last_layer`).
 """
 
 from __future__ import annotations
@@ -226,11 +226,12 @@ class ModulePullback(Pullback):
 
     def jvp(self, x: Inputs, v: Tensor) -> tuple[Tensor, Tensor]:
         """Raw outputs (N, D) and ``J v`` (N, D) for a direction ``v`` (P,) in all trainable parameters."""
-        return torch.func.jvp(self._function(x), (self.params,), (self._split(v),))
+        z, moved = torch.func.jvp(self._function(x), (self.params,), (self._split(v),), has_aux=False)[:2]
+        return z, moved
 
     def vjp_sum(self, x: Inputs, cotangents: Tensor) -> Tensor:
         """``sum_i J_i^T v_i`` for cotangents (N, D): one reverse pass, shape (P,)."""
-        _, pull = torch.func.vjp(self._function(x), self.params)
+        pull = torch.func.vjp(self._function(x), self.params)[1]
         return torch.cat([g.flatten() for g in pull(cotangents)[0].values()])
 
     def _split(self, flat: Tensor) -> dict[str, Tensor]:
@@ -267,7 +268,7 @@ class ModulePullback(Pullback):
         return lambda params: torch.func.functional_call(self.encoder, {**params, **self.constants}, (x,))
 
     def _flat_vjp(self, x: Inputs, v: Tensor) -> Tensor:
-        _, pull = torch.func.vjp(self._function(x), self.params)
+        pull = torch.func.vjp(self._function(x), self.params)[1]
         (gradients,) = torch.func.vmap(pull)(v)
         return torch.cat([g.flatten(1) for g in gradients.values()], dim=1)
 
@@ -278,8 +279,6 @@ class ModulePullback(Pullback):
             gradients = torch.autograd.grad(out, list(params.values()), v.unsqueeze(0), allow_unused=True)
         zipped = zip(gradients, params.values(), strict=True)
         return torch.cat([torch.zeros_like(p).flatten() if g is None else g.flatten() for g, p in zipped])
-
-
 
 
 def _touched(params: dict[str, nn.Parameter], indices: Tensor) -> tuple[set[str], Tensor]:

@@ -65,6 +65,9 @@ class ContrastiveLaplace(PriorTuning):
         if likelihood != CONTRASTIVE:
             raise InputError(expected("likelihood", repr(CONTRASTIVE), likelihood))
         check_model(model)
+        # Fifth of the positional arguments in every one of the host's constructors, model and likelihood counted.
+        self._temperature_given = "temperature" in kwargs or len(args) > 3
+        self.cost = 0.0
         self._curvature_options = check_options(self.structure, backend, backend_kwargs, kwargs)
         self.H_raw: Any = None
         # The host knows no contrastive likelihood: of those it knows, regression adds the least of its own.
@@ -107,9 +110,10 @@ class ContrastiveLaplace(PriorTuning):
         self._prepare(train_loader)
         result = self.backend.fit(train_loader, self.structure, progress_bar)
         if override:
-            self.loss, self.n_data, self.H_raw = 0.0, 0, None
+            self.loss, self.cost, self.n_data, self.H_raw = 0.0, 0.0, 0, None
         self._absorb(result)
         self.loss = self.loss + result.loss.detach()
+        self.cost = self.cost + float(result.cost)
         self.n_data += result.n
         self.mean = self._parameter_vector()
         self.n_outputs = self._encoder_dim()
@@ -208,7 +212,7 @@ class ContrastiveLaplace(PriorTuning):
         self._check_fitted()
         state = super().state_dict()  # type: ignore[misc]
         options = {k: _plain(v) for k, v in self._curvature_options.items() if k != "relation"}
-        state.update(contrastive=options, H_raw=self.H_raw)
+        state.update(contrastive=options, H_raw=self.H_raw, cost=self.cost)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -224,7 +228,7 @@ class ContrastiveLaplace(PriorTuning):
             wanted = f"the options {options} of this object"
             raise InputError(expected("state_dict", wanted, str(state_dict["contrastive"])))
         super().load_state_dict(state_dict)  # type: ignore[misc]
-        self.H_raw = state_dict["H_raw"]
+        self.H_raw, self.cost = state_dict["H_raw"], state_dict["cost"]
         self._posterior_scale = None
 
     def _check_fitted(self) -> None:
@@ -251,8 +255,8 @@ class ContrastiveLaplace(PriorTuning):
         self.H = clamp_curvature(self.H_raw)
         if bool((self.H == 0).all()):
             warnings.warn(
-                "The clamped curvature is zero everywhere: the posterior is the prior. All negatives may lie inside the "
-                "margin; use pd_fix='positive' or a smaller negative_weight or margin.",
+                "The clamped curvature is zero everywhere: the posterior is the prior. All negatives may lie inside "
+                "the margin; use pd_fix='positive' or a smaller negative_weight or margin.",
                 stacklevel=3,
             )
 
@@ -290,9 +294,7 @@ class ContrastiveLaplace(PriorTuning):
             return out.mean.flatten(), out.joint_covariance
         return out.mean, out.variance if diagonal_output else out.covariance
 
-    def _joint_samples(
-        self, x: Inputs, n_samples: int, generator: torch.Generator | None, linearized: bool
-    ) -> Tensor:
+    def _joint_samples(self, x: Inputs, n_samples: int, generator: torch.Generator | None, linearized: bool) -> Tensor:
         """Raw outputs (S, B, D) of S networks."""
         context = self._sampling_context(self._moved(x))
         parts = [self._outputs_at(context, theta, linearized) for theta in self._weights(n_samples, generator)]
@@ -335,8 +337,8 @@ def _pred_type(value: PredType | str) -> PredType:
 def _refuse_link(link_approx: object) -> None:
     if link_approx is not None and link_approx != LinkApprox.PROBIT:
         msg = (
-            f"link_approx={str(link_approx)!r}: embeddings have no link function. Leave it out; pred_type chooses between "
-            "the closed form ('glm') and sampled weights ('nn')."
+            f"link_approx={str(link_approx)!r}: embeddings have no link function. Leave it out; pred_type chooses "
+            "between the closed form ('glm') and sampled weights ('nn')."
         )
         raise UnsupportedError(msg)
 

@@ -74,7 +74,7 @@ class ContrastiveKronLaplace(ContrastiveLaplace, KronLaplace):
 class _LowRankHost(LowRankLaplace):
     """The host's low-rank algebra without its constructor, which asks for the package of a backend that is not used."""
 
-    _key = ("all", "lowrank", CONTRASTIVE, "host")
+    _key: tuple[str, ...] = ("all", "lowrank", CONTRASTIVE, "host")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super(LowRankLaplace, self).__init__(*args, **kwargs)
@@ -100,13 +100,13 @@ class ContrastiveLowRankLaplace(ContrastiveLaplace, _LowRankHost):
             msg = "override=False: eigenpairs of two data sets do not add up. Use hessian_structure='diag' or 'kron'."
             raise UnsupportedError(msg)
         self.model.eval()
-        vectors, values, loss = self.backend.eig_lowrank(train_loader, progress_bar)
+        result = self.backend.fit_lowrank(train_loader, progress_bar)
+        vectors, values = result.curvature
         if not values.numel():
             hint = "All negatives may lie inside the margin; use pd_fix='psd' or 'positive'."
             raise InputError(expected("train_loader", "data with a positive eigenvalue of the curvature", "none", hint))
         self.H = (vectors, values)
-        self.loss = loss.detach()
-        self.n_data = sum(self.backend.read(batch)[1].shape[0] for batch in train_loader)
+        self.loss, self.cost, self.n_data = result.loss.detach(), float(result.cost), result.n
         self.mean = self._parameter_vector()
         self.n_outputs = self._encoder_dim()
         self.model.output_size = self.n_outputs
@@ -146,7 +146,12 @@ class _LastLayer(ContrastiveLaplace):
     """The last linear layer: closed forms for curvature, prediction and samples."""
 
     def __init__(
-        self, model: nn.Module, likelihood: str = CONTRASTIVE, *args: Any, last_layer_name: str | None = None, **kwargs: Any
+        self,
+        model: nn.Module,
+        likelihood: str = CONTRASTIVE,
+        *args: Any,
+        last_layer_name: str | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(model, likelihood, *args, **kwargs)
         self._last_layer_name = last_layer_name
@@ -168,8 +173,8 @@ class _LastLayer(ContrastiveLaplace):
             return
         self.model.analyse(probe)
         self.data = slice_inputs(probe, slice(0, 2))
-        self.n_params = parameters_to_vector(self.model.last_layer.parameters()).numel()
-        self.n_layers = len(list(self.model.last_layer.parameters()))
+        self.n_params = sum(self._parameter_sizes())
+        self.n_layers = len(self._parameter_sizes())
         # The host defers these checks until the layer is known.
         self.prior_precision = self._prior_precision
         self.prior_mean = self._prior_mean

@@ -38,10 +38,8 @@ def kron_last_layer_covariance(phi: Tensor, precision: KronDecomposed) -> Tensor
     """
     (q_g, q_a), (g, a) = precision.eigenvectors[0], precision.eigenvalues[0]
     delta = precision.deltas[0]
-    if precision.damping:
-        scale = torch.outer(g + delta.sqrt(), a + delta.sqrt())
-    else:
-        scale = torch.outer(g, a) + delta
+    damp = delta.sqrt()
+    scale = torch.outer(g + damp, a + damp) if precision.damping else torch.outer(g, a) + delta
     along = (phi @ q_a).square() @ (1 / scale).T
     out = (q_g * along.unsqueeze(1)) @ q_g.T
     if len(precision.eigenvalues) > 1:
@@ -69,4 +67,3 @@ def dense_last_layer_covariance(phi: Tensor, covariance: Tensor, dim: int) -> Te
         mixed = torch.einsum("bf,kfl->bkl", phi, covariance[:weights, weights:].view(dim, width, dim))
         out = out + mixed + mixed.mT + covariance[weights:, weights:]
     return out
-

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["PriorMethod", "unit_information"]
+__all__ = ["PriorMethod", "average_information"]
 
 
-class PriorMethod(str, Enum):
+class PriorMethod(StrEnum):
     """Ways to choose the prior precision."""
 
+    AVERAGE_INFORMATION = "average_information"
+    """As strong as the data on the average weight, at the temperature that the loss itself suggests. The default:
+    closed form, no validation data."""
+
     UNIT_INFORMATION = "unit_information"
-    """As strong as one average observation; the default, no tuning and no data needed."""
+    """As strong as one average observation (Kass and Wasserman, 1995), at the present temperature."""
 
     MARGLIK = "marglik"
     """laplace-torch's own: maximise the Laplace marginal likelihood."""
@@ -25,15 +29,14 @@ class PriorMethod(str, Enum):
     """Minimise a retrieval criterion on validation data over a grid."""
 
 
-def unit_information(diagonal: Tensor, n_data: int, sizes: list[int], structure: str) -> Tensor:
-    """Unit-information prior: the mean diagonal of the curvature over the number of observations.
+def average_information(diagonal: Tensor, sizes: list[int], structure: str) -> Tensor:
+    """Mean diagonal of the curvature: the information of the data on the average weight.
 
-    A prior that says as much as one average observation (Kass and Wasserman, 1995). It is free of the scale of the loss:
-    multiplying the curvature by a number multiplies the prior too.
+    It is free of the scale of the loss, of the outputs and of the number of data: multiplying the curvature by a number
+    multiplies the prior too. Divided by the number of observations it is the unit-information prior.
 
     Args:
         diagonal: Non-negative diagonal of the fitted curvature, likelihood factor included, shape (P,).
-        n_data: Number N of points it was fitted on.
         sizes: Number of entries of every parameter tensor, summing to P.
         structure: ``"scalar"``: one mean over all parameters; ``"layerwise"``: one a parameter tensor; ``"diag"``: half
             the own entry and half the mean, so that no precision is zero.
@@ -45,14 +48,14 @@ def unit_information(diagonal: Tensor, n_data: int, sizes: list[int], structure:
         InputError: The structure is unknown, or the curvature is zero everywhere.
     """
     if not bool((diagonal > 0).any()):
-        hint = "The fixed points of the loss have none; set la.prior_precision by hand."
+        hint = "Set la.prior_precision by hand, or see the warning that fit gave."
         raise InputError(expected("curvature", "a positive entry somewhere on its diagonal", "zero everywhere", hint))
     mean = diagonal.mean()
     if structure == "scalar":
-        return (mean / n_data).reshape(1)
+        return mean.reshape(1)
     if structure == "layerwise":
         parts = torch.stack([part.mean() for part in diagonal.split(sizes)])
-        return torch.where(parts > 0, parts, mean) / n_data
+        return torch.where(parts > 0, parts, mean)
     if structure == "diag":
-        return (diagonal + mean) / (2 * n_data)
+        return (diagonal + mean) / 2
     raise InputError(expected("prior_structure", "'scalar', 'layerwise' or 'diag'", structure))

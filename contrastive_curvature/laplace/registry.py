@@ -1,8 +1,9 @@
 """``likelihood="contrastive"`` in laplace-torch: registered at import, idempotent, undone by :func:`unregister`.
 
-``laplace.Laplace`` looks a class up and calls it with the likelihood's name. Its nine concrete classes get an ``__init__``
-that hands an object over to its contrastive counterpart when asked for that likelihood, and is the original otherwise. So
-``Laplace(...)`` works however it was imported, a class called directly works too, and nothing else changes.
+``laplace.Laplace`` looks a class up and calls it with the likelihood's name. Its nine concrete classes get an
+``__init__`` that hands an object over to its contrastive counterpart when asked for that likelihood, and is the
+original otherwise. So ``Laplace(...)`` works however it was imported, a class called directly works too, and nothing
+else changes.
 """
 
 from __future__ import annotations
@@ -89,11 +90,11 @@ def _redirect(host: type[BaseLaplace], counterpart: type[ContrastiveLaplace] | N
         else:
             super(host, self).__init__(*args, **kwargs)
 
-    host.__init__ = __init__  # type: ignore[method-assign]
+    host.__init__ = __init__
 
     def undo() -> None:
         if own is not None:
-            host.__init__ = own  # type: ignore[method-assign]
+            host.__init__ = own
         else:
             del host.__init__
 
@@ -115,13 +116,13 @@ def _guard_marglik_training() -> Callable[[], None]:
             raise UnsupportedError(msg)
         return original(*args, **kwargs)
 
-    module = sys.modules["laplace.marglik_training"]
-    for place in (laplace, module):
-        place.marglik_training = marglik_training  # type: ignore[attr-defined]
+    places: tuple[Any, ...] = (laplace, sys.modules["laplace.marglik_training"])
+    for place in places:
+        place.marglik_training = marglik_training
 
     def undo() -> None:
-        for place in (laplace, module):
-            place.marglik_training = original  # type: ignore[attr-defined]
+        for place in places:
+            place.marglik_training = original
 
     return undo
 
@@ -129,6 +130,6 @@ def _guard_marglik_training() -> Callable[[], None]:
 def _no_functional_space(host: type) -> str:
     return (
         f"hessian_structure='gp' ({host.__name__}) with likelihood='contrastive': the host builds its kernel from the "
-        "likelihood of single points, and a pair loss has none. Use hessian_structure='diag', 'kron' or 'full'; la(x) "
-        "already gives a Gaussian over the outputs, and la(x, joint=True) its covariance between inputs."
+        "likelihood of single points, and a pair loss has none. Use hessian_structure='diag', 'kron' or 'full'; "
+        "la(x) already gives a Gaussian over the outputs, and la(x, joint=True) its covariance between inputs."
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from contrastive_curvature import metrics
+from contrastive_curvature.encoder import Inputs
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.laplace.prior import PriorMethod, unit_information
+from contrastive_curvature.laplace.host import Host
+from contrastive_curvature.laplace.prior import PriorMethod, average_information
 from contrastive_curvature.sphere import normalize
 
 __all__ = ["PriorTuning", "RetrievalCriterion"]
@@ -21,13 +24,21 @@ RetrievalCriterion = Callable[[Tensor, Tensor], float]
 """``criterion(samples (S, N, D) on the sphere, labels (N,)) -> float``, the lower the better."""
 
 
-class PriorTuning:
-    """Part of the contrastive mixin that chooses the prior."""
+class PriorTuning(Host):
+    """Part of the contrastive mixin that chooses the prior.
+
+    Attributes:
+        cost: Value of the contrastive loss over the data, each repelling pair counted from the margin (from the largest
+            distance, 2, without one), so that it is never negative.
+    """
+
+    cost: Tensor | float
+    _temperature_given: bool
 
     def optimize_prior_precision(
         self,
         pred_type: PredType | str = PredType.GLM,
-        method: PriorMethod | str = PriorMethod.UNIT_INFORMATION,
+        method: PriorMethod | str = PriorMethod.AVERAGE_INFORMATION,
         n_steps: int = 100,
         lr: float = 1e-1,
         init_prior_prec: float | Tensor = 1.0,
@@ -47,17 +58,19 @@ class PriorTuning:
 
         Args:
             pred_type: For ``"gridsearch"``: ``"glm"`` or ``"nn"`` samples.
-            method: ``"unit_information"`` (default, see
-                :func:`~contrastive_curvature.laplace.prior.unit_information`): no tuning, no data. ``"marglik"``:
-                laplace-torch's maximisation of the marginal likelihood. ``"gridsearch"``: minimise ``loss`` on
-                ``val_loader``.
+            method: ``"average_information"`` (default): the mean diagonal of the curvature, see
+                :func:`~contrastive_curvature.laplace.prior.average_information`; unless the object was made with a
+                temperature, that is set too, to the mean loss of a point (the maximum-likelihood scale when the losses
+                of points are read as exponential). ``"unit_information"``: the same divided by the number of points,
+                the temperature left alone. ``"marglik"``: laplace-torch's maximisation of the marginal likelihood.
+                ``"gridsearch"``: minimise ``loss`` on ``val_loader``.
             n_steps: Steps of ``"marglik"``.
             lr: Learning rate of ``"marglik"``.
             init_prior_prec: Start of ``"marglik"``.
             prior_structure: ``"scalar"``, ``"layerwise"`` or ``"diag"``.
             val_loader: Validation data of ``"gridsearch"``, batches ``(x, labels)``.
-            loss: Criterion of ``"gridsearch"``, :data:`RetrievalCriterion`; the default is the Brier score of 1-nearest-
-                neighbour votes of sampled networks, :func:`contrastive_curvature.metrics.retrieval_brier`.
+            loss: Criterion of ``"gridsearch"``, :data:`RetrievalCriterion`; the default is the Brier score of
+                1-nearest-neighbour votes of sampled networks, :func:`contrastive_curvature.metrics.retrieval_brier`.
             log_prior_prec_min: Lower end of the grid, as an exponent.
             log_prior_prec_max: Upper end.
             grid_size: Number of values.
@@ -89,10 +102,7 @@ class PriorTuning:
                 progress_bar=progress_bar,
             )
             return
-        if method is PriorMethod.UNIT_INFORMATION:
-            diagonal = self._H_factor * self._curvature_diagonal()
-            self.prior_precision = unit_information(diagonal, self.n_data, self._parameter_sizes(), prior_structure)
-        else:
+        if method is PriorMethod.GRIDSEARCH:
             if val_loader is None:
                 raise InputError(expected("val_loader", "validation data for method='gridsearch'", None))
             if prior_structure != "scalar":
@@ -102,8 +112,14 @@ class PriorTuning:
             linearized = PredType(pred_type) is PredType.GLM
             criterion = loss or metrics.retrieval_brier
             self.prior_precision = self._search(grid, val_loader, criterion, linearized, n_samples, progress_bar)
+        else:
+            if method is PriorMethod.AVERAGE_INFORMATION and not self._temperature_given and float(self.cost) > 0:
+                self.temperature = float(self.cost) / self.n_data
+            diagonal = self._H_factor * self._curvature_diagonal()
+            prior = average_information(diagonal, self._parameter_sizes(), prior_structure)
+            self.prior_precision = prior / self.n_data if method is PriorMethod.UNIT_INFORMATION else prior
         if verbose:
-            print(f"Prior precision: {self.prior_precision}")
+            tqdm.write(f"Prior precision: {self.prior_precision}")
 
     def _search(
         self,
@@ -138,9 +154,25 @@ class PriorTuning:
             raise InputError(expected("grid_size", "at least 1", int(grid.numel())))
         return best[1].reshape(1)
 
+    @abstractmethod
     def _curvature_diagonal(self) -> Tensor:
         """Diagonal of the clamped curvature, without the likelihood factor, shape (P,)."""
-        raise TypeError
+
+    @abstractmethod
+    def _check_fitted(self) -> None:
+        """Raise ``AttributeError`` before ``fit``."""
+
+    @abstractmethod
+    def _sampling_context(self, x: Inputs) -> Any:
+        """What sampled weights are applied to."""
+
+    @abstractmethod
+    def _weights(self, n_samples: int, generator: torch.Generator | None) -> Iterator[Tensor]:
+        """Sampled weights in chunks."""
+
+    @abstractmethod
+    def _outputs_at(self, context: Any, theta: Tensor, linearized: bool) -> Tensor:
+        """Raw outputs at given weights."""
 
     def _parameter_sizes(self) -> list[int]:
         return [p.numel() for p in self.params]

@@ -81,14 +81,15 @@ class LabelColumns:
             everything = self.class_sums.sum(0) - self.class_sums[index]
             weighted = self.shares.negative.unsqueeze(1) * self.class_sums
             return (own * everything + weighted.sum(0) - weighted[index]) / 2
-        sums = self._inside(u, 0, self.u.shape[0])
+        cosine = self.factors.cosine
+        sums = self._inside(u, cosine, 0, self.u.shape[0])
         order = index.argsort(stable=True)
         groups, sizes = index[order].unique_consecutive(return_counts=True)
         for group, rows in zip(groups.tolist(), order.split(sizes.tolist()), strict=True):
-            sums[rows] -= self._inside(u[rows], *self.bounds[group])
+            sums[rows] -= self._inside(u[rows], cosine, *self.bounds[group])
         return own * sums if self.uniform else (own * sums[:, :width] + sums[:, width:]) / 2
 
-    def _inside(self, u: Tensor, start: int, stop: int) -> Tensor:
+    def _inside(self, u: Tensor, cosine: float, start: int, stop: int) -> Tensor:
         """Sum the extended columns ``start..stop`` that lie inside the margin of each row."""
         out = u.new_zeros(u.shape[0], self.extended.shape[1])
         for row in range(0, u.shape[0], _TILE_ROWS):
@@ -96,6 +97,6 @@ class LabelColumns:
             for column in range(start, stop, _TILE_COLUMNS):
                 columns = slice(column, min(column + _TILE_COLUMNS, stop))
                 inside = u[rows] @ self.u[columns].T
-                inside.gt_(self.factors.cosine)  # in place, as 0 and 1 of the same type: no second tile
+                inside.gt_(cosine)  # in place, as 0 and 1 of the same type: no second tile
                 out[rows].addmm_(inside, self.extended[columns])
         return out

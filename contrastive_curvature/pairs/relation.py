@@ -1,8 +1,8 @@
 """Which pairs of points are positive, which negative, and how often each is listed.
 
 A relation is symmetric: it speaks of unordered pairs ``{i, j}``, ``i != j``. A point paired with itself has distance
-zero whatever the encoder does; such pairs are left out of every count. This file knows nothing of embeddings, margins or
-weights.
+zero whatever the encoder does; such pairs are left out of every count. This file knows nothing of embeddings, margins
+or weights.
 """
 
 from __future__ import annotations
@@ -291,7 +291,9 @@ def check_labels(labels: object, n: int | None = None) -> Tensor:
         raise InputTypeError(expected("labels", "an integer tensor of shape (N,)", f"a {type(labels).__name__}"))
     if labels.is_floating_point() or labels.is_complex():
         raise InputTypeError(
-            expected("labels", "integer class labels", f"dtype {labels.dtype}", "Call .long() if they are whole numbers.")
+            expected(
+                "labels", "integer class labels", f"dtype {labels.dtype}", "Call .long() if they are whole numbers."
+            )
         )
     if labels.ndim != 1:
         raise InputError(expected("labels", "shape (N,)", f"shape {tuple(labels.shape)}"))
@@ -328,4 +330,6 @@ def _check_mask(mask: object, shape: tuple[int, int], argument: str) -> None:
 def _check_disjoint(positive: Tensor, negative: Tensor) -> None:
     both = int((positive & negative).sum())
     if both:
-        raise InputError(expected("pairs", "each pair positive or negative or neither", f"{both} entries that are both"))
+        raise InputError(
+            expected("pairs", "each pair positive or negative or neither", f"{both} entries that are both")
+        )

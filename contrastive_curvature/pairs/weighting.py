@@ -94,9 +94,7 @@ class PairFactors:
         cosine = None if options.margin is None else 1 - options.margin**2 / 2
         return cls((1 - weight) * scale[0], negative, cosine, options.margin)
 
-    def weigh(
-        self, positive: Tensor, negative: Tensor, cosine: Tensor, rows: Shares, columns: Shares
-    ) -> Tensor:
+    def weigh(self, positive: Tensor, negative: Tensor, cosine: Tensor, rows: Shares, columns: Shares) -> Tensor:
         """Signed weights of a block of pairs.
 
         Args:

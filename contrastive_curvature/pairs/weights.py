@@ -144,18 +144,25 @@ class PairWeights:
         positive, negative = torch.cat(counts, dim=1) - torch.stack(itself).long()
         return count_shares(positive, negative, self.options.normalization, self.u.dtype, self.totals)
 
-    def loss(self) -> Tensor:
-        """Value of the contrastive loss of these pairs, without a graph (see :class:`ContrastiveLoss`)."""
+    def loss_and_cost(self) -> tuple[Tensor, Tensor]:
+        """Value of the contrastive loss of these pairs, without a graph, and its non-negative version.
+
+        Returns:
+            The loss of :class:`~contrastive_curvature.loss.ContrastiveLoss`, and the cost: the same where there is a
+            margin; without one, every repelling pair is counted from the largest distance, 2, as
+            ``(4 - |u_i - u_j|^2) / 2``.
+        """
         d, s = self.node_sums()
         value = (d - (self.u * s).sum(1)).sum() / 2
-        if self.factors.margin is not None and self.factors.negative:
-            attract = self.factors.positive * (self.shares.positive * self.relation.counts()[0]).sum()
-            value = value + self.factors.margin**2 / 2 * (attract - d.sum()) / 2
-        return value
+        if not self.factors.negative:
+            return value, value
+        attract = self.factors.positive * (self.shares.positive * self.relation.counts()[0]).sum()
+        repelling = (attract - d.sum()) / 2
+        margin = self.factors.margin
+        cost = value + (2 if margin is None else margin**2 / 2) * repelling
+        return (value if margin is None else cost), cost
 
-    def _listed_edges(
-        self, relation: EdgeRelation, step: int | None = None
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def _listed_edges(self, relation: EdgeRelation, step: int | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         step = step or max(1, BLOCK_ELEMENTS // max(1, self.u.shape[1]))
         for start in range(0, relation.i.numel(), step):
             chunk = slice(start, start + step)

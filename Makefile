@@ -1,0 +1,48 @@
+# Every target does its own set-up: the first one on a fresh machine makes .venv, the others use it.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+ARGS ?=
+BENCH ?= benchmarks/[a-z]*.py
+# Two test processes of one thread each: more would fight over two cores.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint typecheck bench clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
+
+demo: $(STAMP) ## the demonstration; options go into ARGS="..." (ARGS=--help lists them)
+	$(PY) -m contrastive_curvature.demo $(ARGS)
+
+test: $(STAMP) lint typecheck ## lint, types and all tests that are not marked slow; pytest options go into ARGS="..."
+	$(ONE_THREAD) $(PY) -m pytest -n 2 -m "not slow" --hypothesis-profile=ci $(ARGS)
+
+lint: $(STAMP) ## ruff: rules and formatting
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+
+typecheck: $(STAMP) ## mypy on the package
+	$(PY) -m mypy
+
+bench: $(STAMP) ## every script of benchmarks/, or one: BENCH=benchmarks/NAME.py ARGS="..."
+	@set -e; for script in $(BENCH); do \
+	  test -f "$$script" || { echo "no benchmark script matches $(BENCH)" >&2; exit 2; }; \
+	  echo "== $$script"; $(PY) "$$script" $(ARGS); done
+
+clean: ## remove caches and build products (to make the environment anew as well, delete .venv)
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -type d \( -name __pycache__ -o -name '*.egg-info' \) -prune -exec rm -rf {} +
+
+# The stamp is newer than pyproject.toml and constraints.txt when .venv holds what they ask for.
+# pip: -qq still prints errors, and leaves out the warnings about a machine's own index settings, one line per package.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed; name one: make PYTHON=python3.12 ..." >&2; exit 2; }
+	@echo "setting up $(VENV): 5.7 GB and about four minutes the first time"
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[demo,faiss,miners,curvlinops,test]"
+	@touch $@
