@@ -141,28 +141,35 @@ class Encoder(nn.Module):
         """Raw outputs, shape (N, D)."""
         if self._tap is None:
             return self.model(x)
-        return self._watch(self._tap, x)[0]
+        return self._watch(self._tap, x)[1]
 
     def features(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """Raw outputs (N, D) and what the last layer makes them from, (N, F)."""
-        phi, z = self._watch(self.require_last_layer(), x)
-        return z, phi
+        return self._watch(self.require_last_layer(), x)
 
     def _watch(self, module: nn.Module, x: Inputs) -> tuple[Tensor, Tensor]:
-        seen: list[tuple[Tensor, Tensor]] = []
-        handle = module.register_forward_hook(lambda _, args, out: seen.append((args[0], out)))
+        """Output and input of a module; copies, because it or what follows may work in place."""
+        came: list[Tensor] = []
+        went: list[Tensor] = []
+        handles = [
+            module.register_forward_pre_hook(lambda _, args: came.append(args[0].clone())),
+            module.register_forward_hook(lambda _, __, out: went.append(out.clone())),
+        ]
         try:
             self.model(x)
         finally:
-            handle.remove()
-        return seen[-1]
+            for handle in handles:
+                handle.remove()
+        return went[-1], came[-1]
 
 
 class _Record:
-    def __init__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """One run of a module. Copies, because it or what follows may work in place."""
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.module = module
-        self.input: Any = args[0] if args else None
-        self.output: Any = output
+        self.input: Any = args[0].clone() if args and isinstance(args[0], Tensor) else None
+        self.output: Any = None
 
     def only_rescales(self) -> bool:
         """Whether every row of the output is a positive multiple of the row that came in, without parameters."""
@@ -177,13 +184,20 @@ class _Record:
 
 
 def _trace(model: nn.Module, probe: Inputs) -> tuple[list[_Record], Any]:
+    running: dict[int, _Record] = {}
     records: list[_Record] = []
 
-    def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        records.append(_Record(module, args, output))
+    def start(module: nn.Module, args: tuple[Any, ...]) -> None:
+        running[id(module)] = _Record(module, args)
+
+    def finish(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
+        record = running.pop(id(module))
+        record.output = output.clone() if isinstance(output, Tensor) else output
+        records.append(record)
 
     leaves = [module for module in model.modules() if next(module.children(), None) is None]
-    handles = [leaf.register_forward_hook(note) for leaf in leaves]
+    handles = [leaf.register_forward_pre_hook(start) for leaf in leaves]
+    handles += [leaf.register_forward_hook(finish) for leaf in leaves]
     try:
         with torch.no_grad(), evaluation_mode(model):
             out = model(probe)

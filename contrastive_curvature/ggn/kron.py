@@ -104,10 +104,12 @@ class ModuleKron:
         """
         seen: dict[int, tuple[Tensor, Tensor]] = {}
 
-        def note(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+        def note(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
             if id(module) in seen:
                 self._refuse(f"a {type(module).__name__} runs more than once")
-            seen[id(module)] = (args[0].detach(), out)
+            seen[id(module)] = (args[0].detach().clone(), out)
+            # What follows may work in place; the noted tensors must stay what they were.
+            return out.clone()
 
         handles = [layer.register_forward_hook(note) for layer in self.layers]
         try:

@@ -20,6 +20,9 @@ __all__ = ["LastLayerPullback"]
 _PAIR_OVERHEAD = 40
 """Making the product phi_i phi_j of a pair costs about as much memory traffic as this many multiply-adds."""
 
+_CHUNK_ELEMENTS = 2**21
+"""Numbers in a temporary product of features; more would leave the cache, and for a data set fill the memory."""
+
 
 class LastLayerPullback(Pullback):
     """Weight and bias of the linear layer that makes the raw outputs; the context is its input ``phi`` (N, F).
@@ -52,9 +55,13 @@ class LastLayerPullback(Pullback):
         return torch.cat([weight, cotangents], dim=2) if self.bias else weight
 
     def _block_diag(self, points: Points, blocks: NodeBlocks) -> Tensor:
-        m = blocks.diagonal()
-        weight = (m.T @ points.context.square()).flatten()
-        return torch.cat([weight, m.sum(0)]) if self.bias else weight
+        m, phi = blocks.diagonal(), points.context
+        out = m.new_zeros(m.shape[1], phi.shape[1])
+        step = max(1, _CHUNK_ELEMENTS // max(1, phi.shape[1]))
+        for start in range(0, phi.shape[0], step):
+            rows = slice(start, start + step)
+            out.addmm_(m[rows].T, phi[rows].square())
+        return torch.cat([out.flatten(), m.sum(0)]) if self.bias else out.flatten()
 
     def _block_full(self, points: Points, blocks: NodeBlocks) -> Tensor:
         phi = self._extended(points.context)
@@ -84,11 +91,11 @@ class LastLayerPullback(Pullback):
         symmetric = rows is columns
         pairs = (y.triu(1) if symmetric else y).nonzero()
         dim = rows.u.shape[1]
-        by_points = (1 + dim) * y.numel() <= pairs.shape[0] * (dim + _PAIR_OVERHEAD)
+        by_points = dim * y.numel() <= pairs.shape[0] * (dim + _PAIR_OVERHEAD)
         b = y / (rows.n.unsqueeze(1) * columns.n)
         left, right = self._extended(rows.context), self._extended(columns.context)
         if by_points:
-            out = _cross_by_points(rows.u, columns.u, b, left, right, symmetric)
+            out = _cross_by_points(rows.u, columns.u, b, left, right)
         else:
             out = _cross_by_pairs(rows.u, columns.u, b, left, right, pairs)
             if symmetric:
@@ -118,22 +125,21 @@ class LastLayerPullback(Pullback):
         return torch.cat([phi, torch.ones_like(phi[:, :1])], dim=1) if self.bias else phi
 
 
-def _cross_by_points(u_r: Tensor, u_c: Tensor, b: Tensor, phi_r: Tensor, phi_c: Tensor, symmetric: bool) -> Tensor:
-    """O(R C F D), for few output dimensions. Shape (D, F)."""
-    pulled = phi_r * (b @ phi_c)
-    squares = u_r.square().T @ pulled
-    mirrored = squares if symmetric else u_c.square().T @ (phi_c * (b.T @ phi_r))
-    out = pulled.sum(0) - squares - mirrored
-    e = b * (u_r @ u_c.T)
+def _cross_by_points(u_r: Tensor, u_c: Tensor, b: Tensor, phi_r: Tensor, phi_c: Tensor) -> Tensor:
+    """One quadratic form ``phi_f^T M_k phi_f`` an output, O(R C F D), for few outputs. Shape (D, F)."""
+    out = phi_r.new_empty(u_r.shape[1], phi_r.shape[1])
+    c = u_r @ u_c.T
     for k in range(u_r.shape[1]):
-        out[k] += ((u_r[:, k, None] * phi_r) * (e @ (u_c[:, k, None] * phi_c))).sum(0)
+        x, y = u_r[:, k, None], u_c[:, k]
+        m = b * (c * (x * y) + (1 - x.square() - y.square()))
+        out[k] = (m @ phi_c).mul_(phi_r).sum(0)
     return out
 
 
 def _cross_by_pairs(u_r: Tensor, u_c: Tensor, b: Tensor, phi_r: Tensor, phi_c: Tensor, pairs: Tensor) -> Tensor:
     """One (D, K) x (K, F) product over the pairs of non-zero weight, in chunks. Shape (D, F)."""
     out = phi_r.new_zeros(u_r.shape[1], phi_r.shape[1])
-    step = max(1, 2**21 // max(u_r.shape[1], phi_r.shape[1]))
+    step = max(1, _CHUNK_ELEMENTS // max(u_r.shape[1], phi_r.shape[1]))
     for i, j in (chunk.unbind(1) for chunk in pairs.split(step)):
         u_i, u_j = u_r[i], u_c[j]
         product = u_i * u_j

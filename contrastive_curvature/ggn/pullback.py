@@ -6,6 +6,7 @@ last linear layer replaces what has a closed form (:mod:`contrastive_curvature.g
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -191,6 +192,7 @@ class ModulePullback(Pullback):
         rest = {name: p.detach() for name, p in encoder.named_parameters() if name not in self.params}
         self.constants = {**rest, **dict(encoder.named_buffers())}
         self.indices = indices
+        self._vectorizes = True
         self._width = sum(p.numel() for p in self.params.values())
         self.n_params = self._width if indices is None else indices.numel()
 
@@ -212,11 +214,18 @@ class ModulePullback(Pullback):
         """See :meth:`Pullback.vjp`."""
         if not cotangents.shape[0]:
             return cotangents.new_zeros(0, cotangents.shape[1], self.n_params)
-        try:
-            flat = self._vjp_vectorized(context, cotangents)
-        except RuntimeError as error:
-            if "vmap" not in str(error) and "functorch" not in str(error).lower():
+        if self._vectorizes:
+            try:
+                flat = self._vjp_vectorized(context, cotangents)
+            except torch.OutOfMemoryError:
                 raise
+            except RuntimeError as error:
+                # torch.func.vmap fails in many words; the loop below either works or raises the encoder's own error.
+                flat = self._vjp_one_by_one(context, cotangents)
+                self._vectorizes = False
+                reason = str(error).splitlines()[0]
+                warnings.warn(f"Jacobians are taken point by point, which is slow: {reason}", stacklevel=2)
+        else:
             flat = self._vjp_one_by_one(context, cotangents)
         return flat if self.indices is None else flat[..., self.indices]
 
