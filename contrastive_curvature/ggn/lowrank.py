@@ -108,10 +108,14 @@ def leading_eigenpairs(
             matrix = np.stack([product(column) for column in np.eye(total)], axis=1)
             values, vectors = np.linalg.eigh((matrix + matrix.T) / 2)
         else:
-            operator = LinearOperator((total, total), matvec=product, dtype=np.float64)
             start = np.random.default_rng(0).standard_normal(total)
-            values, vectors = eigsh(operator, k=rank, which="LA", v0=start)
-    threshold = max(float(values.max()), 0.0) * total * float(torch.finfo(z.dtype).eps)
+            if not product(start).any():
+                # Lanczos refuses a zero matrix.
+                values, vectors = np.zeros(0), np.zeros((total, 0))
+            else:
+                operator = LinearOperator((total, total), matvec=product, dtype=np.float64)
+                values, vectors = eigsh(operator, k=rank, which="LA", v0=start)
+    threshold = max(float(values.max(initial=0.0)), 0.0) * total * float(torch.finfo(z.dtype).eps)
     keep = np.flatnonzero(values > threshold)[::-1][:rank].copy()
     found = (torch.as_tensor(array, dtype=z.dtype, device=z.device) for array in (vectors[:, keep], values[keep]))
     return next(found), next(found)
