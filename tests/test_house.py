@@ -36,10 +36,13 @@ def python_sections(page: str) -> list[Section]:
     return [section for section in sections if section.blocks]
 
 
-def readme_sections() -> list[Section]:
+def documented_sections() -> list[tuple[Path, Section]]:
     readme = ROOT / "README.md"
-    found = python_sections(readme.read_text(encoding="utf-8")) if readme.exists() else []
-    return found or [Section("no block", [])]  # a case that fails, where an empty list would only be skipped
+    pages = [readme, *sorted((ROOT / "docs").glob("*.md"))]
+    found = [(page, section) for page in pages for section in python_sections(page.read_text(encoding="utf-8"))]
+    if not any(page == readme for page, _ in found):
+        found.append((readme, Section("no block", [])))  # a case that fails, where an empty list would only be skipped
+    return found
 
 
 def test_public_names_have_docstrings():
@@ -66,14 +69,17 @@ def test_one_version_everywhere():
     assert cited[1] == VERSION
 
 
-@pytest.mark.parametrize("section", readme_sections(), ids=lambda section: section.title)
-def test_readme_code_runs(section, tmp_path, monkeypatch):
-    assert section.blocks, "README.md has no ```python block"
+@pytest.mark.parametrize(
+    ("page", "section"),
+    [pytest.param(*found, id=f"{found[0].name}: {found[1].title}") for found in documented_sections()],
+)
+def test_documented_code_runs(page, section, tmp_path, monkeypatch):
+    assert section.blocks, f"{page.name} has no ```python block"
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "__main__"}
     for lines_above, code in section.blocks:
-        # the empty lines make a traceback show README.md's own line numbers
-        exec(compile("\n" * lines_above + code, str(ROOT / "README.md"), "exec"), namespace)
+        # the empty lines make a traceback show the page's own line numbers
+        exec(compile("\n" * lines_above + code, str(page), "exec"), namespace)
 
 
 def test_changelog_has_a_section_to_release():
