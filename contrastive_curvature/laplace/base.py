@@ -6,12 +6,13 @@ stands in front of them and replaces what assumes a sum over points or a softmax
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
-from laplace.utils import Kron
+from laplace.baselaplace import BaseLaplace
 from laplace.utils.enums import Likelihood, LinkApprox, PredType
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
@@ -65,8 +66,8 @@ class ContrastiveLaplace(PriorTuning):
         if likelihood != CONTRASTIVE:
             raise InputError(expected("likelihood", repr(CONTRASTIVE), likelihood))
         check_model(model)
-        # Fifth of the positional arguments in every one of the host's constructors, model and likelihood counted.
-        self._temperature_given = "temperature" in kwargs or len(args) > 3
+        kwargs = {**_by_name(type(self), args), **kwargs}
+        self._temperature_given = "temperature" in kwargs
         self.cost = 0.0
         self._curvature_options = check_options(self.structure, backend, backend_kwargs, kwargs)
         self.H_raw: Any = None
@@ -74,7 +75,6 @@ class ContrastiveLaplace(PriorTuning):
         super().__init__(  # type: ignore[call-arg]
             model,
             Likelihood.REGRESSION,
-            *args,
             backend=backend or ContrastiveGGN,
             backend_kwargs=dict(self._curvature_options),
             **kwargs,
@@ -109,12 +109,12 @@ class ContrastiveLaplace(PriorTuning):
         self.model.eval()
         self._prepare(train_loader)
         result = self.backend.fit(train_loader, self.structure, progress_bar)
-        if override:
-            self.loss, self.cost, self.n_data, self.H_raw = 0.0, 0.0, 0, None
-        self._absorb(result)
-        self.loss = self.loss + result.loss.detach()
-        self.cost = self.cost + float(result.cost)
-        self.n_data += result.n
+        earlier = 0 if override else self.n_data
+        # Everything that can fail comes before the first assignment, so that a failed fit leaves the last one whole.
+        self._absorb(result, earlier)
+        self.loss = result.loss.detach() + (self.loss if earlier else 0.0)
+        self.cost = float(result.cost) + (self.cost if earlier else 0.0)
+        self.n_data = result.n + earlier
         self.mean = self._parameter_vector()
         self.n_outputs = self._encoder_dim()
         self.model.output_size = self.n_outputs
@@ -246,34 +246,19 @@ class ContrastiveLaplace(PriorTuning):
     def _encoder_dim(self) -> int:
         return self.backend.encoder({}).dim
 
-    def _absorb(self, result: DatasetCurvature) -> None:
-        """Add a raw curvature, and derive the clamped one that the posterior uses."""
-        if not isinstance(result.curvature, Tensor):
-            self._absorb_factors(result)
-            return
-        self.H_raw = result.curvature if self.H_raw is None else self.H_raw + result.curvature
-        self.H = clamp_curvature(self.H_raw)
-        if bool((self.H == 0).all()):
+    def _absorb(self, result: DatasetCurvature, earlier: int) -> None:
+        """Add a raw curvature to that of ``earlier`` points, and derive the clamped one that the posterior uses."""
+        raw = result.curvature
+        if earlier:
+            raw = self.H_raw + raw
+        clamped = clamp_curvature(raw)
+        if bool((clamped == 0).all()):
             warnings.warn(
-                "The clamped curvature is zero everywhere: the posterior is the prior. All negatives may lie inside "
-                "the margin; use pd_fix='positive' or a smaller negative_weight or margin.",
+                "The clamped curvature is zero everywhere: the posterior is the prior. All negatives may lie inside the "
+                "margin; use pd_fix='positive' or a smaller negative_weight or margin.",
                 stacklevel=3,
             )
-
-    def _absorb_factors(self, result: DatasetCurvature) -> None:
-        """Input factors are means over the data, so old and new ones are weighed by their numbers of points."""
-        new = result.curvature
-        old, total = self.n_data, self.n_data + result.n
-        if self.H_raw is not None:
-            shares = (old / total, result.n / total)
-            new = [
-                [a[0] + b[0], *(shares[0] * x + shares[1] * y for x, y in zip(a[1:], b[1:], strict=True))]
-                for a, b in zip(self.H_raw, new, strict=True)
-            ]
-        self.H_raw = new
-        self.H_facs = Kron(new)
-        # The decomposition sets negative eigenvalues to zero.
-        self.H = self.H_facs.decompose(damping=self.damping)
+        self.H_raw, self.H = raw, clamped
 
     def _gaussian(self, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistribution:
         x = self._moved(x)
@@ -325,6 +310,13 @@ class ContrastiveLaplace(PriorTuning):
         if isinstance(x, Tensor):
             return x.to(self._device)
         return {k: v.to(self._device) if isinstance(v, Tensor) else v for k, v in x.items()}
+
+
+def _by_name(cls: type, args: tuple[Any, ...]) -> dict[str, Any]:
+    """Names of the positional arguments that follow model and likelihood, from the host's own constructor."""
+    host = next(c for c in cls.__mro__ if issubclass(c, BaseLaplace) and not issubclass(c, ContrastiveLaplace))
+    bound = inspect.signature(host.__init__).bind_partial(None, None, None, *args).arguments
+    return dict(list(bound.items())[3:])
 
 
 def _pred_type(value: PredType | str) -> PredType:

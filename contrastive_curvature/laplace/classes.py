@@ -6,19 +6,22 @@ subclasses; an inherited key would replace the host's class for every user of th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from laplace.baselaplace import DiagLaplace, FullLaplace, KronLaplace, LowRankLaplace
+from laplace.baselaplace import DiagLaplace, FullLaplace, KronLaplace, LowRankLaplace, ParametricLaplace
 from laplace.lllaplace import DiagLLLaplace, FullLLLaplace, KronLLLaplace
 from laplace.subnetlaplace import DiagSubnetLaplace, FullSubnetLaplace
+from laplace.utils import Kron
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.encoder import Inputs, evaluation_mode, slice_inputs
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.ggn.dataset import DatasetCurvature
 from contrastive_curvature.laplace.base import CONTRASTIVE, ContrastiveLaplace
 from contrastive_curvature.laplace.features import RawFeatureExtractor
 from contrastive_curvature.laplace.prediction import (
@@ -61,14 +64,36 @@ class ContrastiveFullLaplace(ContrastiveLaplace, FullLaplace):
         return self.H.diagonal()
 
 
-class ContrastiveKronLaplace(ContrastiveLaplace, KronLaplace):
-    """All parameters, Kronecker-factored precision (K-FAC); ``fixed`` and ``psd`` only."""
+class _KroneckerFactored(ContrastiveLaplace):
+    """Curvature as Kronecker factors: they add up factor by factor, and are clamped in their eigenbases."""
 
-    _key = ("all", "kron", CONTRASTIVE)
     structure = Structure.KRON
+
+    def _absorb(self, result: DatasetCurvature, earlier: int) -> None:
+        factors = result.curvature
+        if earlier:
+            # Input factors are means over the data: old and new ones weigh by their numbers of points.
+            total = earlier + result.n
+            factors = [
+                [
+                    a[0] + b[0],
+                    *((earlier * old + result.n * new) / total for old, new in zip(a[1:], b[1:], strict=True)),
+                ]
+                for a, b in zip(self.H_raw, factors, strict=True)
+            ]
+        kron = Kron(factors)
+        # The decomposition sets negative eigenvalues to zero.
+        decomposed = kron.decompose(damping=self.damping)
+        self.H_raw, self.H_facs, self.H = factors, kron, decomposed
 
     def _curvature_diagonal(self) -> Tensor:
         return self.H_facs.diag().clamp(min=0)
+
+
+class ContrastiveKronLaplace(_KroneckerFactored, KronLaplace):
+    """All parameters, Kronecker-factored precision (K-FAC); ``fixed`` and ``psd`` only."""
+
+    _key = ("all", "kron", CONTRASTIVE)
 
 
 class _LowRankHost(LowRankLaplace):
@@ -76,6 +101,7 @@ class _LowRankHost(LowRankLaplace):
 
     _key: tuple[str, ...] = ("all", "lowrank", CONTRASTIVE, "host")
 
+    @functools.wraps(ParametricLaplace.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super(LowRankLaplace, self).__init__(*args, **kwargs)
 
@@ -237,11 +263,10 @@ class ContrastiveDiagLLLaplace(_LastLayer, DiagLLLaplace):
         return self.H
 
 
-class ContrastiveKronLLLaplace(_LastLayer, KronLLLaplace):
+class ContrastiveKronLLLaplace(_KroneckerFactored, _LastLayer, KronLLLaplace):
     """Last linear layer, Kronecker-factored precision (K-FAC); ``fixed`` and ``psd`` only."""
 
     _key = ("last_layer", "kron", CONTRASTIVE)
-    structure = Structure.KRON
 
     def _gaussian(self, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistribution:
         if joint:
@@ -251,9 +276,6 @@ class ContrastiveKronLLLaplace(_LastLayer, KronLLLaplace):
         if diagonal:
             return EmbeddingDistribution(z, variance=covariance.diagonal(dim1=1, dim2=2))
         return EmbeddingDistribution(z, covariance=covariance)
-
-    def _curvature_diagonal(self) -> Tensor:
-        return self.H_facs.diag().clamp(min=0)
 
 
 class ContrastiveFullLLLaplace(_LastLayer, FullLLLaplace):
