@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
-from laplace.baselaplace import BaseLaplace
 from laplace.utils.enums import Likelihood, LinkApprox, PredType
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
@@ -254,8 +253,8 @@ class ContrastiveLaplace(PriorTuning):
         clamped = clamp_curvature(raw)
         if bool((clamped == 0).all()):
             warnings.warn(
-                "The clamped curvature is zero everywhere: the posterior is the prior. All negatives may lie inside the "
-                "margin; use pd_fix='positive' or a smaller negative_weight or margin.",
+                "The clamped curvature is zero everywhere: the posterior is the prior. All negatives may lie inside "
+                "the margin; use pd_fix='positive' or a smaller negative_weight or margin.",
                 stacklevel=3,
             )
         self.H_raw, self.H = raw, clamped
@@ -314,7 +313,7 @@ class ContrastiveLaplace(PriorTuning):
 
 def _by_name(cls: type, args: tuple[Any, ...]) -> dict[str, Any]:
     """Names of the positional arguments that follow model and likelihood, from the host's own constructor."""
-    host = next(c for c in cls.__mro__ if issubclass(c, BaseLaplace) and not issubclass(c, ContrastiveLaplace))
+    host = next(c for c in cls.__mro__ if c.__module__.startswith("laplace."))
     bound = inspect.signature(host.__init__).bind_partial(None, None, None, *args).arguments
     return dict(list(bound.items())[3:])
 

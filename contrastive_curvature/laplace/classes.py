@@ -6,12 +6,11 @@ subclasses; an inherited key would replace the host's class for every user of th
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from laplace.baselaplace import DiagLaplace, FullLaplace, KronLaplace, LowRankLaplace, ParametricLaplace
+from laplace.baselaplace import DiagLaplace, FullLaplace, KronLaplace, LowRankLaplace
 from laplace.lllaplace import DiagLLLaplace, FullLLLaplace, KronLLLaplace
 from laplace.subnetlaplace import DiagSubnetLaplace, FullSubnetLaplace
 from laplace.utils import Kron
@@ -22,6 +21,7 @@ from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.encoder import Inputs, evaluation_mode, slice_inputs
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.ggn.dataset import DatasetCurvature
+from contrastive_curvature.ggn.kron import clamp_factors
 from contrastive_curvature.laplace.base import CONTRASTIVE, ContrastiveLaplace
 from contrastive_curvature.laplace.features import RawFeatureExtractor
 from contrastive_curvature.laplace.prediction import (
@@ -73,12 +73,9 @@ class _KroneckerFactored(ContrastiveLaplace):
         factors = result.curvature
         if earlier:
             # Input factors are means over the data: old and new ones weigh by their numbers of points.
-            total = earlier + result.n
+            share = result.n / (earlier + result.n)
             factors = [
-                [
-                    a[0] + b[0],
-                    *((earlier * old + result.n * new) / total for old, new in zip(a[1:], b[1:], strict=True)),
-                ]
+                [a[0] + b[0], *(torch.lerp(old, new, share) for old, new in zip(a[1:], b[1:], strict=True))]
                 for a, b in zip(self.H_raw, factors, strict=True)
             ]
         kron = Kron(factors)
@@ -87,7 +84,7 @@ class _KroneckerFactored(ContrastiveLaplace):
         self.H_raw, self.H_facs, self.H = factors, kron, decomposed
 
     def _curvature_diagonal(self) -> Tensor:
-        return self.H_facs.diag().clamp(min=0)
+        return Kron(clamp_factors(self.H_raw)).diag()
 
 
 class ContrastiveKronLaplace(_KroneckerFactored, KronLaplace):
@@ -101,7 +98,6 @@ class _LowRankHost(LowRankLaplace):
 
     _key: tuple[str, ...] = ("all", "lowrank", CONTRASTIVE, "host")
 
-    @functools.wraps(ParametricLaplace.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super(LowRankLaplace, self).__init__(*args, **kwargs)
 
