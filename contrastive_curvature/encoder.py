@@ -77,20 +77,9 @@ class Encoder(nn.Module):
         self.model = model
         self._tap: nn.Module | None = None
         records, out = _trace(model, probe)
-        _check_output(out)
         self.dim = out.shape[1]
-        raw = out
-        producer = records[-1] if records else None
-        unit = _is_unit(out)
-        self.normalized = False
-        if producer is not None and torch.equal(_or_empty(producer.output), out):
-            if unit and producer.only_rescales():
-                raw = producer.input
-                self._tap = producer.module
-            elif unit and not isinstance(producer.module, nn.Linear):
-                self.normalized = True
-        elif unit and out.shape[1] > 1:
-            raise UnsupportedError(_NORMALIZES_INSIDE)
+        _check_finite(out)
+        raw, self.normalized = self._look_through(records, out)
         layers = [r for r in records if isinstance(r.module, nn.Linear) and torch.equal(_or_empty(r.output), raw)]
         named = dict(model.named_modules())
         if last_layer_name is not None and not isinstance(named.get(last_layer_name), nn.Linear):
@@ -106,6 +95,27 @@ class Encoder(nn.Module):
             module = layers[-1].module if last_layer_name is None else named[last_layer_name]
             self.last_layer_name = next(name for name, other in named.items() if other is module)
             self._runs = sum(r.module is module for r in records)
+
+    def _look_through(self, records: list[_Record], out: Tensor) -> tuple[Tensor, bool]:
+        """Walk back from the output over normalisations, and over what passes them on unchanged.
+
+        Returns:
+            The raw outputs of the probe, and whether they are still normalised.
+        """
+        raw, k = out, len(records)
+        while _has_constant_norm(raw):
+            k = next((i for i in reversed(range(k)) if torch.equal(_or_empty(records[i].output), raw)), -1)
+            if k < 0:
+                if raw.shape[1] > 1:
+                    raise UnsupportedError(_NORMALIZES_INSIDE)
+                return raw, False
+            if isinstance(records[k].module, nn.Linear):
+                return raw, False
+            if not records[k].only_rescales():
+                # A common norm other than one may be a layer norm's, which is no normalisation of embeddings.
+                return raw, bool(((raw.float().norm(dim=1) - 1).abs() < _UNIT_TOLERANCE).all())
+            raw, self._tap = records[k].input, records[k].module
+        return raw, False
 
     @property
     def last_layer(self) -> nn.Linear | None:
@@ -135,6 +145,13 @@ class Encoder(nn.Module):
         if self._runs > 1:
             msg = f"subset_of_weights='last_layer': layer {self.last_layer_name!r} runs {self._runs} times. {hint}"
             raise UnsupportedError(msg)
+        if [name for name, _ in layer.named_parameters()] not in (["weight"], ["weight", "bias"]):
+            msg = (
+                f"subset_of_weights='last_layer': the weight of layer {self.last_layer_name!r} is reparametrised "
+                "(weight or spectral norm), so its outputs are not linear in its parameters. Remove the "
+                "reparametrisation."
+            )
+            raise UnsupportedError(msg)
         return layer
 
     def forward(self, x: Inputs) -> Tensor:
@@ -152,7 +169,9 @@ class Encoder(nn.Module):
         came: list[Tensor] = []
         went: list[Tensor] = []
         handles = [
-            module.register_forward_pre_hook(lambda _, args: came.append(args[0].clone())),
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs: came.append((args[0] if args else kwargs["input"]).clone()), with_kwargs=True
+            ),
             module.register_forward_hook(lambda _, __, out: went.append(out.clone())),
         ]
         try:
@@ -174,12 +193,17 @@ class _Record:
     def only_rescales(self) -> bool:
         """Whether every row of the output is a positive multiple of the row that came in, without parameters."""
         z, out = self.input, self.output
-        if not isinstance(z, Tensor) or z.shape != out.shape or next(self.module.parameters(), None) is not None:
+        if (
+            not isinstance(z, Tensor)
+            or not isinstance(out, Tensor)
+            or z.shape != out.shape
+            or next(self.module.parameters(), None) is not None
+        ):
             return False
         lengths = z.norm(dim=1)
         if not bool((lengths > 0).all()):
             return True
-        aligned = (z / lengths.unsqueeze(1) * out).sum(1)
+        aligned = (z / lengths.unsqueeze(1) * out / out.norm(dim=1, keepdim=True)).sum(1)
         return bool((aligned > 1 - _UNIT_TOLERANCE).all())
 
 
@@ -187,16 +211,17 @@ def _trace(model: nn.Module, probe: Inputs) -> tuple[list[_Record], Any]:
     running: dict[int, _Record] = {}
     records: list[_Record] = []
 
-    def start(module: nn.Module, args: tuple[Any, ...]) -> None:
-        running[id(module)] = _Record(module, args)
+    def start(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        running[id(module)] = _Record(module, args or tuple(kwargs.values()))
 
     def finish(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
         record = running.pop(id(module))
         record.output = output.clone() if isinstance(output, Tensor) else output
         records.append(record)
 
+    _refuse_batch_statistics(model)
     leaves = [module for module in model.modules() if next(module.children(), None) is None]
-    handles = [leaf.register_forward_pre_hook(start) for leaf in leaves]
+    handles = [leaf.register_forward_pre_hook(start, with_kwargs=True) for leaf in leaves]
     handles += [leaf.register_forward_hook(finish) for leaf in leaves]
     try:
         with torch.no_grad(), evaluation_mode(model):
@@ -204,6 +229,9 @@ def _trace(model: nn.Module, probe: Inputs) -> tuple[list[_Record], Any]:
     finally:
         for handle in handles:
             handle.remove()
+    _check_output(out)
+    with torch.no_grad(), evaluation_mode(model):
+        _check_batch_independence(model, probe, out)
     return records, out
 
 
@@ -215,8 +243,44 @@ def _check_output(out: object) -> None:
         raise InputError(expected("model", "outputs of shape (N, D)", f"shape {tuple(out.shape)}", hint))
 
 
-def _is_unit(out: Tensor) -> bool:
-    return out.shape[0] > 0 and bool(((out.float().norm(dim=1) - 1).abs() < _UNIT_TOLERANCE).all())
+def _check_finite(out: Tensor) -> None:
+    if not bool(out.isfinite().all()):
+        rows = (~out.isfinite().all(dim=1)).nonzero().flatten()[:5].tolist()
+        raise InputError(expected("model(x)", "finite embeddings", f"NaN or infinity in rows {rows}"))
+
+
+def _refuse_batch_statistics(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
+            msg = (
+                f"model: {name!r} normalises with the statistics of the batch even in evaluation mode, so a point has "
+                "no Jacobian of its own. Use track_running_stats=True, or LayerNorm."
+            )
+            raise UnsupportedError(msg)
+
+
+def _check_batch_independence(model: nn.Module, probe: Inputs, out: Tensor) -> None:
+    """Refuse an encoder whose output for a point depends on the rest of the batch."""
+    if out.shape[0] < 2:
+        return
+    alone = model(slice_inputs(probe, slice(0, 1)))
+    size = float(out.abs().max())
+    if float((alone - out[:1]).abs().max()) > 1e-2 * size:
+        msg = (
+            "model: in evaluation mode the embedding of a point depends on the rest of its batch (batch "
+            "normalisation without running statistics?), so it has no Jacobian of its own. Use "
+            "track_running_stats=True, or LayerNorm."
+        )
+        raise UnsupportedError(msg)
+
+
+def _has_constant_norm(out: Tensor) -> bool:
+    """Whether the rows have norm one, or, from two rows on, one common norm."""
+    norms = out.float().norm(dim=1)
+    if not out.shape[0]:
+        return False
+    one = bool(((norms - 1).abs() < _UNIT_TOLERANCE).all())
+    return one or (out.shape[0] > 1 and bool(((norms / norms[0] - 1).abs() < _UNIT_TOLERANCE).all()))
 
 
 def _or_empty(output: Any) -> Tensor:

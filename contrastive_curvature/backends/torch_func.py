@@ -8,7 +8,7 @@ what the batch stands for in a data set of ``N`` points; Jacobians are (batch, o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from laplace.curvature.curvature import GGNInterface
 from laplace.utils import Kron
 from torch import Tensor, nn
 
-from contrastive_curvature.encoder import Encoder, Inputs, evaluation_mode, slice_inputs
+from contrastive_curvature.encoder import Encoder, Inputs, evaluation_mode, input_length, slice_inputs
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.ggn.api import check_encoder, make_pullback
 from contrastive_curvature.ggn.batches import batch_curvature, batches_curvature
@@ -27,7 +27,7 @@ from contrastive_curvature.loss import ContrastiveLoss
 from contrastive_curvature.options import CurvatureOptions, Distance, Normalization, PDFix, Structure
 from contrastive_curvature.pairs import RelationFunction
 
-__all__ = ["ContrastiveGGN"]
+__all__ = ["ContrastiveGGN", "check_backend_options", "check_loader", "read_batch"]
 
 
 class ContrastiveGGN(GGNInterface):
@@ -94,11 +94,9 @@ class ContrastiveGGN(GGNInterface):
         """
         if self._encoder is None:
             model = self.model
-            if self.last_layer:
-                self._encoder = model.encoder
-            else:
-                self._encoder = Encoder(model, slice_inputs(probe, slice(0, 8)))
-            check_encoder(self._encoder, self.options)
+            encoder = model.encoder if self.last_layer else Encoder(model, slice_inputs(probe, slice(0, 8)))
+            check_encoder(encoder, self.options)
+            self._encoder = encoder
         return self._encoder
 
     def pullback(self, probe: Inputs) -> Pullback:
@@ -122,6 +120,7 @@ class ContrastiveGGN(GGNInterface):
             Curvature, loss and number of points. With ``normalization="type"``, a mean over pairs, both are multiplied
             by N / 2, so that they grow with the data; on classes of equal size this equals ``"anchor"``.
         """
+        check_loader(loader)
         probe = self._probe(loader)
         with evaluation_mode(self.model):
             encoder, pullback = self.encoder(probe), self.pullback(probe)
@@ -153,6 +152,7 @@ class ContrastiveGGN(GGNInterface):
                 "up. Use pairs='dataset', or the structure 'diag'."
             )
             raise UnsupportedError(msg)
+        check_loader(loader)
         probe = self._probe(loader)
         with evaluation_mode(self.model):
             encoder, pullback = self.encoder(probe), self.pullback(probe)
@@ -209,28 +209,8 @@ class ContrastiveGGN(GGNInterface):
         raise UnsupportedError(msg)
 
     def read(self, batch: Any) -> tuple[Inputs, Tensor]:
-        """Take apart what a loader yields, and bring it to the model's device.
-
-        Raises:
-            InputTypeError: Neither a mapping with labels nor a pair.
-        """
-        device = next(self.model.parameters()).device
-        if isinstance(batch, MutableMapping):
-            if self.dict_key_y not in batch:
-                wanted = f"mappings with the labels under {self.dict_key_y!r}"
-                hint = "Name the key with dict_key_y=..."
-                raise InputTypeError(expected("train_loader", wanted, f"the keys {sorted(batch)}", hint))
-            moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-            return moved, moved[self.dict_key_y]
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            came = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
-            raise InputTypeError(expected("train_loader", "batches (x, labels) or mappings", came))
-        x, y = batch
-        if not isinstance(y, Tensor):
-            raise InputTypeError(expected("train_loader", "labels as a tensor", f"a {type(y).__name__}"))
-        if isinstance(x, Mapping):
-            return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in x.items()}, y.to(device)
-        return x.to(device), y.to(device)
+        """Take apart what a loader yields, and bring it to the model's device; see :func:`read_batch`."""
+        return read_batch(batch, next(self.model.parameters()).device, self.dict_key_y)
 
     def _probe(self, loader: Iterable[Any]) -> Inputs:
         for batch in loader:
@@ -256,6 +236,58 @@ class ContrastiveGGN(GGNInterface):
             # The scale goes to the curvature factor alone: the other is a mean of inputs.
             scaled = [[scale * f[0], *f[1:]] for f in out.curvature]
         return DatasetCurvature(scaled, scale * out.loss, scale * out.cost, out.n)
+
+
+def read_batch(batch: Any, device: torch.device, label_key: str = "labels") -> tuple[Inputs, Tensor]:
+    """Take apart what a loader yields, and bring it to a device.
+
+    Args:
+        batch: ``(x, labels)``, or a mapping that holds the labels too and is given to the model whole.
+        device: Where to bring it.
+        label_key: Where a mapping keeps the labels.
+
+    Returns:
+        The inputs and the labels.
+
+    Raises:
+        InputTypeError: Something else.
+        InputError: A batch without a point.
+    """
+
+    def moved(mapping: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in mapping.items()}
+
+    if isinstance(batch, Mapping):
+        if label_key not in batch:
+            wanted, hint = f"mappings with the labels under {label_key!r}", "Name the key with dict_key_y=..."
+            raise InputTypeError(expected("train_loader", wanted, f"the keys {sorted(batch)}", hint))
+        x, y = batch, batch[label_key]
+    elif isinstance(batch, (tuple, list)) and len(batch) == 2:
+        x, y = batch
+    else:
+        came = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
+        raise InputTypeError(expected("train_loader", "batches (x, labels) or mappings", came))
+    if not isinstance(y, Tensor):
+        raise InputTypeError(expected("train_loader", "labels as a tensor", f"a {type(y).__name__}"))
+    if not isinstance(x, (Tensor, Mapping)):
+        raise InputTypeError(expected("train_loader", "inputs as a tensor or a mapping", f"a {type(x).__name__}"))
+    if not input_length(x):
+        raise InputError(expected("train_loader", "batches of at least one point", "an empty batch"))
+    return moved(x) if isinstance(x, Mapping) else x.to(device), y.to(device)
+
+
+def check_loader(loader: Any) -> None:
+    """Refuse what cannot be run over twice.
+
+    Raises:
+        InputTypeError: Not iterable, or an iterator that is used up by its first pass.
+    """
+    hint = "Pass a DataLoader or a list of batches."
+    wanted = "something that can be iterated several times"
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise InputTypeError(expected("train_loader", wanted, f"a {type(loader).__name__}", hint))
+    if iter(loader) is loader:
+        raise InputTypeError(expected("train_loader", wanted, f"the iterator {type(loader).__name__}", hint))
 
 
 def check_backend_options(pairs: object, relation: object, rank: object) -> None:

@@ -71,7 +71,8 @@ def ggn(
 
     Returns:
         ``diag``: shape (P,), in the order of ``model.parameters()``. ``full``: (P, P). ``kron``: a list of ``[G, A]``
-        for every matrix and ``[block]`` for every vector, in the same order. Frozen parameters are left out.
+        for every matrix and ``[block]`` for every vector, in the same order. Frozen parameters are left out, except
+        with ``"last_layer"``, which takes the whole layer.
 
     Raises:
         InputError: An argument is malformed; the message names it.
@@ -91,9 +92,10 @@ def ggn(
         encoder = Encoder(model, slice_inputs(x, slice(0, 8)))
         check_encoder(encoder, options)
         pullback = make_pullback(encoder, subset_of_weights)
+        device = next(encoder.parameters()).device
+        relation = make_relation(input_length(x), device, labels, pairs)
         z, context = pullback.forward(x)
         z = check_outputs(z, "model(x)")
-        relation = make_relation(z.shape[0], z.device, labels, pairs)
         u, n = normalize(z)
         weights = PairWeights(relation, u, options)
         points = Points(context, u, n)

@@ -62,7 +62,7 @@ def batches_curvature(
     targets = []
     for batch in loader:
         x, y = read(batch)
-        check_targets(y, input_length(x), relation)
+        y = check_targets(y, input_length(x), relation)
         n += input_length(x)
         inside += float(make_relation(y.shape[0], y.device, y, relation).counts()[0].sum())
         targets.append(y)

@@ -23,7 +23,7 @@ from contrastive_curvature.ggn.last_layer import LastLayerPullback
 from contrastive_curvature.ggn.pullback import Points, Pullback
 from contrastive_curvature.options import CurvatureOptions, PDFix, Structure
 from contrastive_curvature.pairs import PairWeights, RelationFunction, make_relation
-from contrastive_curvature.pairs.relation import LabelRelation, check_labels
+from contrastive_curvature.pairs.relation import CallableRelation, LabelRelation, check_labels
 from contrastive_curvature.sphere import check_outputs, normalize
 
 __all__ = ["BatchReader", "DatasetCurvature", "DatasetPairs", "collect_pairs", "dataset_curvature"]
@@ -107,8 +107,7 @@ def collect_pairs(
         x, y = read(batch)
         with torch.no_grad():
             outputs.append(check_outputs(encoder(x), "model(x)"))
-        check_targets(y, input_length(x), relation)
-        targets.append(y)
+        targets.append(check_targets(y, input_length(x), relation))
     if not outputs:
         raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
     z = torch.cat(outputs)
@@ -123,17 +122,21 @@ def collect_pairs(
     return DatasetPairs(z, weights, options, _checksum(z), *complete.loss_and_cost())
 
 
-def check_targets(y: object, n: int, relation: RelationFunction | None) -> None:
+def check_targets(y: object, n: int, relation: RelationFunction | None) -> Tensor:
     """Check the targets of one batch.
+
+    Returns:
+        The targets, class labels as int64.
 
     Raises:
         InputError: They are not class labels (without a relation), or disagree with the batch in length.
     """
     if relation is None:
-        check_labels(y, n)
-    elif not isinstance(y, Tensor) or y.ndim == 0 or y.shape[0] != n:
+        return check_labels(y, n)
+    if not isinstance(y, Tensor) or y.ndim == 0 or y.shape[0] != n:
         came = f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
         raise InputError(expected("train_loader", f"one target for each of the {n} points of a batch", came))
+    return y
 
 
 def check_fittable(n: int, positives: float) -> None:
@@ -180,11 +183,14 @@ def dataset_curvature(
     if structure is Structure.KRON and options.pd_fix.coupled:
         refuse_coupled_kron(options.pd_fix)
     total: Any = None
+    made = pairs.weights.relation
+    relation = made.function if isinstance(made, CallableRelation) else None
     cross = _make_cross(pullback, pairs, structure) if options.pd_fix.coupled else None
     module_kron: ModuleKron | None = None
     seen = torch.zeros_like(pairs.checksum)
     for batch in tqdm(loader, desc="[curvature]", disable=not progress):
         x, y = read(batch)
+        y = check_targets(y, input_length(x), relation)
         z, context = pullback.forward(x)
         z = check_outputs(z, "model(x)")
         seen += _checksum(z)

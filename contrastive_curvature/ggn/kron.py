@@ -118,17 +118,21 @@ class ModuleKron:
         finally:
             for handle in handles:
                 handle.remove()
-        outs = [seen[id(layer)][1] for layer in self.layers]
-        rows = [torch.autograd.grad(z[:, k].sum(), outs, retain_graph=True) for k in range(z.shape[1])]
+        ran = [layer for layer in self.layers if id(layer) in seen]
+        outs = [seen[id(layer)][1] for layer in ran]
+        rows = [_gradients(z[:, k].sum(), outs) for k in range(z.shape[1])]
         # Jacobians of the raw outputs with respect to what a layer puts out, (N, D, positions, channels).
         jacobians = {
-            id(layer): torch.stack([_by_position(layer, row[i]) for row in rows], dim=1)
-            for i, layer in enumerate(self.layers)
+            id(layer): torch.stack([_by_position(layer, row[i]) for row in rows], dim=1) for i, layer in enumerate(ran)
         }
         factors: KronFactors = []
         for (module, _), p in zip(self.owners, self.params, strict=True):
             b = jacobians.get(id(module))
-            if b is None:
+            if b is None and module in self.layers:
+                # A layer that the encoder never runs has no curvature.
+                sizes = (len(p),) if p.ndim == 1 else (len(p), p[0].numel())
+                factors.append([p.new_zeros(size, size) for size in sizes])
+            elif b is None:
                 factors.append([self._vector_block(p, x, blocks)])
             elif p.ndim == 1:
                 factors.append([_sandwich(b.sum(2, keepdim=True), blocks)])
@@ -159,6 +163,13 @@ def add_factors(a: KronFactors | None, b: KronFactors) -> KronFactors:
 def clamp_factors(factors: KronFactors) -> KronFactors:
     """Set the negative eigenvalues of the curvature factors to zero; the input factors have none."""
     return [[clamp_curvature(f[0]), *f[1:]] for f in factors]
+
+
+def _gradients(total: Tensor, outs: list[Tensor]) -> list[Tensor]:
+    if not total.requires_grad:
+        return [torch.zeros_like(out) for out in outs]
+    found = torch.autograd.grad(total, outs, retain_graph=True, allow_unused=True)
+    return [torch.zeros_like(out) if g is None else g for g, out in zip(found, outs, strict=True)]
 
 
 def _sandwich(b: Tensor, blocks: NodeBlocks) -> Tensor:

@@ -283,9 +283,12 @@ class ModulePullback(Pullback):
 
     def _flat_vjp_single(self, x: Inputs, v: Tensor) -> Tensor:
         params = {k: p.clone().requires_grad_() for k, p in self.params.items()}
+        keep_graph = torch.is_grad_enabled()
         with torch.enable_grad():
             out = self._function(x)(params)
-            gradients = torch.autograd.grad(out, list(params.values()), v.unsqueeze(0), allow_unused=True)
+            gradients = torch.autograd.grad(
+                out, list(params.values()), v.unsqueeze(0), allow_unused=True, create_graph=keep_graph
+            )
         zipped = zip(gradients, params.values(), strict=True)
         return torch.cat([torch.zeros_like(p).flatten() if g is None else g.flatten() for g, p in zipped])
 

@@ -16,7 +16,7 @@ from laplace.utils.enums import Likelihood, LinkApprox, PredType
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from contrastive_curvature.backends.torch_func import ContrastiveGGN
+from contrastive_curvature.backends.torch_func import ContrastiveGGN, check_loader
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.encoder import Encoder, Inputs, evaluation_mode
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
@@ -24,7 +24,7 @@ from contrastive_curvature.ggn.accumulate import clamp_curvature
 from contrastive_curvature.ggn.dataset import DatasetCurvature
 from contrastive_curvature.ggn.pullback import ModulePullback
 from contrastive_curvature.laplace.options import check_model, check_options
-from contrastive_curvature.laplace.tuning import PriorTuning
+from contrastive_curvature.laplace.tuning import PriorTuning, parse_pred_type
 from contrastive_curvature.options import Structure
 from contrastive_curvature.sphere import normalize
 
@@ -81,6 +81,19 @@ class ContrastiveLaplace(PriorTuning):
         self.likelihood = CONTRASTIVE
 
     @property
+    def temperature(self) -> float:
+        """Temperature of the likelihood: the curvature is divided by it."""
+        return self._temperature
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        if not value > 0:
+            raise InputError(expected("temperature", "a positive number", value))
+        self._temperature = float(value)
+        # The host caches a root of the covariance, and forgets to drop it here.
+        self._posterior_scale = None
+
+    @property
     def backend(self) -> ContrastiveGGN:
         """The curvature backend, made at first use."""
         if self._backend is None:
@@ -105,6 +118,7 @@ class ContrastiveLaplace(PriorTuning):
             InputError: No data, one point, no positive pair, malformed batches, or other data in the second pass.
             UnsupportedError: The encoder cannot be looked through, or the structure has no answer for the fix.
         """
+        check_loader(train_loader)
         self.model.eval()
         self._prepare(train_loader)
         result = self.backend.fit(train_loader, self.structure, progress_bar)
@@ -156,7 +170,9 @@ class ContrastiveLaplace(PriorTuning):
         _refuse_link(link_approx)
         if model_kwargs:
             raise InputTypeError(expected("la(x)", "no further arguments", str(sorted(model_kwargs))))
-        if _pred_type(pred_type) is PredType.NN:
+        if joint and diagonal_output:
+            raise InputError(expected("joint, diagonal_output", "at most one of them", "both"))
+        if parse_pred_type(pred_type) is PredType.NN:
             return EmbeddingDistribution.from_samples(self._joint_samples(x, n_samples, generator, linearized=False))
         return self._gaussian(x, joint, diagonal_output)
 
@@ -185,7 +201,8 @@ class ContrastiveLaplace(PriorTuning):
             Shape (S, B, D).
         """
         self._check_fitted()
-        linearized = _pred_type(pred_type) is PredType.GLM
+        linearized = parse_pred_type(pred_type) is PredType.GLM
+        _check_count(n_samples)
         if joint or not linearized:
             return self._joint_samples(x, n_samples, generator, linearized)
         return self._gaussian(x, False, diagonal_output).raw_samples(n_samples, generator)
@@ -210,8 +227,8 @@ class ContrastiveLaplace(PriorTuning):
         """
         self._check_fitted()
         state = super().state_dict()  # type: ignore[misc]
-        options = {k: _plain(v) for k, v in self._curvature_options.items() if k != "relation"}
-        state.update(contrastive=options, H_raw=self.H_raw, cost=self.cost)
+        state.update(contrastive=self._plain_options(), H_raw=self.H_raw, cost=self.cost)
+        state["temperature_given"] = self._temperature_given
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -222,13 +239,20 @@ class ContrastiveLaplace(PriorTuning):
         """
         if "contrastive" not in state_dict:
             raise InputError(expected("state_dict", "one of a contrastive Laplace", "one of another likelihood"))
-        options = {k: _plain(v) for k, v in self._curvature_options.items() if k != "relation"}
-        if options != state_dict["contrastive"]:
-            wanted = f"the options {options} of this object"
+        if self._plain_options() != state_dict["contrastive"]:
+            wanted = f"the options {self._plain_options()} of this object"
             raise InputError(expected("state_dict", wanted, str(state_dict["contrastive"])))
+        # The host warns where the temperatures differ; here they do whenever the default method has set one.
+        self.temperature = state_dict["temperature"]
+        self._temperature_given = state_dict["temperature_given"]
         super().load_state_dict(state_dict)  # type: ignore[misc]
         self.H_raw, self.cost = state_dict["H_raw"], state_dict["cost"]
         self._posterior_scale = None
+
+    def _plain_options(self) -> dict[str, Any]:
+        """The options as strings and numbers; of a relation only that there is one."""
+        plain = {k: str(v) if isinstance(v, str) else v for k, v in self._curvature_options.items()}
+        return {**plain, "relation": plain["relation"] is not None}
 
     def _check_fitted(self) -> None:
         if not self.n_data:
@@ -286,8 +310,7 @@ class ContrastiveLaplace(PriorTuning):
 
     def _weights(self, n_samples: int, generator: torch.Generator | None) -> Iterator[Tensor]:
         """Sampled weights in chunks of bounded size, each (S, P)."""
-        if isinstance(n_samples, bool) or not isinstance(n_samples, int) or n_samples < 1:
-            raise InputError(expected("n_samples", "a positive whole number", n_samples))
+        _check_count(n_samples)
         step = max(1, 2**26 // self.mean.numel())
         for start in range(0, n_samples, step):
             yield self.sample(min(step, n_samples - start), generator)
@@ -306,6 +329,8 @@ class ContrastiveLaplace(PriorTuning):
             return torch.stack([pullback.outputs_at(context, sample) for sample in theta])
 
     def _moved(self, x: Inputs) -> Inputs:
+        if not isinstance(x, (Tensor, Mapping)):
+            raise InputTypeError(expected("x", "a tensor or a mapping of tensors", f"a {type(x).__name__}"))
         if isinstance(x, Tensor):
             return x.to(self._device)
         return {k: v.to(self._device) if isinstance(v, Tensor) else v for k, v in x.items()}
@@ -313,16 +338,14 @@ class ContrastiveLaplace(PriorTuning):
 
 def _by_name(cls: type, args: tuple[Any, ...]) -> dict[str, Any]:
     """Names of the positional arguments that follow model and likelihood, from the host's own constructor."""
-    host = next(c for c in cls.__mro__ if c.__module__.startswith("laplace."))
+    host: Any = next(c for c in cls.__mro__ if c.__module__.startswith("laplace."))
     bound = inspect.signature(host.__init__).bind_partial(None, None, None, *args).arguments
     return dict(list(bound.items())[3:])
 
 
-def _pred_type(value: PredType | str) -> PredType:
-    try:
-        return PredType(value)
-    except ValueError:
-        raise InputError(expected("pred_type", "'glm' or 'nn'", value)) from None
+def _check_count(n_samples: object) -> None:
+    if isinstance(n_samples, bool) or not isinstance(n_samples, int) or n_samples < 1:
+        raise InputError(expected("n_samples", "a positive whole number", n_samples))
 
 
 def _refuse_link(link_approx: object) -> None:
@@ -332,7 +355,3 @@ def _refuse_link(link_approx: object) -> None:
             "between the closed form ('glm') and sampled weights ('nn')."
         )
         raise UnsupportedError(msg)
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, str) else value

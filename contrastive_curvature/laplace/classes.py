@@ -6,7 +6,7 @@ subclasses; an inherited key would replace the host's class for every user of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from laplace.utils import Kron
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
+from contrastive_curvature.backends.torch_func import check_loader, read_batch
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.encoder import Inputs, evaluation_mode, slice_inputs
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
@@ -68,6 +69,7 @@ class _KroneckerFactored(ContrastiveLaplace):
     """Curvature as Kronecker factors: they add up factor by factor, and are clamped in their eigenbases."""
 
     structure = Structure.KRON
+    prior_structures = ("scalar", "layerwise")
 
     def _absorb(self, result: DatasetCurvature, earlier: int) -> None:
         factors = result.curvature
@@ -121,6 +123,7 @@ class ContrastiveLowRankLaplace(ContrastiveLaplace, _LowRankHost):
         if not override:
             msg = "override=False: eigenpairs of two data sets do not add up. Use hessian_structure='diag' or 'kron'."
             raise UnsupportedError(msg)
+        check_loader(train_loader)
         self.model.eval()
         result = self.backend.fit_lowrank(train_loader, progress_bar)
         vectors, values = result.curvature
@@ -138,7 +141,16 @@ class ContrastiveLowRankLaplace(ContrastiveLaplace, _LowRankHost):
         return vectors.square() @ values
 
 
-class ContrastiveDiagSubnetLaplace(ContrastiveLaplace, DiagSubnetLaplace):
+class _Subnetwork(ContrastiveLaplace):
+    """Chosen parameters; the host knows one prior precision for all of them."""
+
+    prior_structures = ("scalar",)
+
+    def _parameter_sizes(self) -> list[int]:
+        return [self.n_params_subnet]
+
+
+class ContrastiveDiagSubnetLaplace(_Subnetwork, DiagSubnetLaplace):
     """Chosen parameters, diagonal precision; exact."""
 
     _key = ("subnetwork", "diag", CONTRASTIVE)
@@ -147,11 +159,8 @@ class ContrastiveDiagSubnetLaplace(ContrastiveLaplace, DiagSubnetLaplace):
     def _curvature_diagonal(self) -> Tensor:
         return self.H
 
-    def _parameter_sizes(self) -> list[int]:
-        return [self.n_params_subnet]
 
-
-class ContrastiveFullSubnetLaplace(ContrastiveLaplace, FullSubnetLaplace):
+class ContrastiveFullSubnetLaplace(_Subnetwork, FullSubnetLaplace):
     """Chosen parameters, dense precision; exact."""
 
     _key = ("subnetwork", "full", CONTRASTIVE)
@@ -159,9 +168,6 @@ class ContrastiveFullSubnetLaplace(ContrastiveLaplace, FullSubnetLaplace):
 
     def _curvature_diagonal(self) -> Tensor:
         return self.H.diagonal()
-
-    def _parameter_sizes(self) -> list[int]:
-        return [self.n_params_subnet]
 
 
 class _LastLayer(ContrastiveLaplace):
@@ -181,14 +187,10 @@ class _LastLayer(ContrastiveLaplace):
 
     def _prepare(self, loader: Iterable[Any]) -> None:
         for batch in loader:
-            self._know_last_layer(self.backend_probe(batch))
+            x, _ = read_batch(batch, self._device, self.dict_key_y)
+            self._know_last_layer(slice_inputs(x, slice(0, 8)))
             return
         raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
-
-    def backend_probe(self, batch: Any) -> Inputs:
-        """A few inputs of a batch, on the model's device, to analyse the encoder with."""
-        x = batch if isinstance(batch, Mapping) else batch[0]
-        return slice_inputs(self._moved(x), slice(0, 8))
 
     def _know_last_layer(self, probe: Inputs) -> None:
         if self.model.last_layer is not None:
@@ -197,9 +199,14 @@ class _LastLayer(ContrastiveLaplace):
         self.data = slice_inputs(probe, slice(0, 2))
         self.n_params = sum(self._parameter_sizes())
         self.n_layers = len(self._parameter_sizes())
-        # The host defers these checks until the layer is known.
-        self.prior_precision = self._prior_precision
-        self.prior_mean = self._prior_mean
+        try:
+            # The host defers these checks until the layer is known.
+            self.prior_precision = self._prior_precision
+            self.prior_mean = self._prior_mean
+        except ValueError:
+            self.model.forget()
+            self.n_params = self.n_layers = None
+            raise
 
     def _find_last_layer(self, data: Any) -> None:
         self._know_last_layer(self._moved(data))

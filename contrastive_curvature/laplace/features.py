@@ -59,6 +59,11 @@ class RawFeatureExtractor(FeatureExtractor):
         self._modules.pop("last_layer", None)
         self._last_layer_name = encoder.last_layer_name
 
+    def forget(self) -> None:
+        """Undo :meth:`analyse`."""
+        object.__setattr__(self, "_analysed", None)
+        object.__setattr__(self, "last_layer", None)
+
     def forward(self, x: Inputs) -> Tensor:
         """Raw outputs, shape (N, D)."""
         return self.encoder(x)

@@ -13,6 +13,7 @@ class Host:
     model: Any
     params: Any
     n_params: Any
+    n_params_subnet: int
     n_layers: Any
     n_outputs: int
     n_data: int
@@ -21,7 +22,6 @@ class Host:
     H: Any
     H_facs: Any
     damping: bool
-    temperature: float
     prior_precision: Any
     prior_mean: Any
     enable_backprop: bool

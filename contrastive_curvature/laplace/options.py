@@ -81,6 +81,9 @@ def check_options(
     if float(host_kwargs.pop("sigma_noise", 1.0)) != 1.0:
         msg = "sigma_noise: embeddings have no observation noise. Use temperature=... to weaken the likelihood."
         raise UnsupportedError(msg)
+    if host_kwargs.pop("asdl_fisher_kwargs", None) is not None:
+        msg = "asdl_fisher_kwargs: the contrastive backend is not ASDL's. Its options go into backend_kwargs."
+        raise UnsupportedError(msg)
     if host_kwargs.pop("feature_reduction", None) is not None:
         msg = "feature_reduction: the last layer of an encoder takes (N, F). Pool inside the encoder."
         raise UnsupportedError(msg)

@@ -9,7 +9,7 @@ else changes.
 from __future__ import annotations
 
 import functools
-import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +50,7 @@ _COUNTERPARTS: dict[type[BaseLaplace], type[ContrastiveLaplace] | None] = {
 }
 
 _undo: list[Callable[[], None]] = []
+_real_marglik_training: Callable[..., Any] = laplace.marglik_training
 
 
 def register() -> None:
@@ -102,29 +103,44 @@ def _redirect(host: type[BaseLaplace], counterpart: type[ContrastiveLaplace] | N
 
 
 def _guard_marglik_training() -> Callable[[], None]:
-    original = laplace.marglik_training
-
-    @functools.wraps(original)
-    def marglik_training(*args: Any, **kwargs: Any) -> Any:
-        likelihood = kwargs.get("likelihood", args[2] if len(args) > 2 else None)
-        if likelihood == CONTRASTIVE:
-            msg = (
-                "marglik_training trains with the loss of a point, and has none for pairs. Train the encoder with "
-                "contrastive_curvature.ContrastiveLoss, then Laplace(...).fit(loader) and "
-                "optimize_prior_precision(method='marglik')."
-            )
-            raise UnsupportedError(msg)
-        return original(*args, **kwargs)
-
-    places: tuple[Any, ...] = (laplace, sys.modules["laplace.marglik_training"])
-    for place in places:
-        place.marglik_training = marglik_training
+    """Give the host's function another body: a name imported before ours is the same object, and is guarded too."""
+    global _real_marglik_training
+    function: Any = laplace.marglik_training
+    before = (function.__code__, function.__defaults__, function.__kwdefaults__)
+    real: Any = types.FunctionType(before[0], function.__globals__, function.__name__, before[1], function.__closure__)
+    real.__kwdefaults__ = before[2]
+    _real_marglik_training = real
+    function.__code__, function.__defaults__, function.__kwdefaults__ = _guarded_body.__code__, None, None
+    function.__wrapped__ = real
 
     def undo() -> None:
-        for place in places:
-            place.marglik_training = original
+        function.__code__, function.__defaults__, function.__kwdefaults__ = before
+        del function.__wrapped__
 
     return undo
+
+
+def _guarded_body(*args: Any, **kwargs: Any) -> Any:
+    # Runs with the host's globals, so it must find its way back.
+    from contrastive_curvature.laplace.registry import call_marglik_training
+
+    return call_marglik_training(*args, **kwargs)
+
+
+def call_marglik_training(*args: Any, **kwargs: Any) -> Any:
+    """laplace-torch's ``marglik_training``, refused for embeddings.
+
+    Raises:
+        UnsupportedError: With ``likelihood="contrastive"``.
+    """
+    if kwargs.get("likelihood", args[2] if len(args) > 2 else None) == CONTRASTIVE:
+        msg = (
+            "marglik_training trains with the loss of a point, and has none for pairs. Train the encoder with "
+            "contrastive_curvature.ContrastiveLoss, then Laplace(...).fit(loader) and "
+            "optimize_prior_precision(method='marglik')."
+        )
+        raise UnsupportedError(msg)
+    return _real_marglik_training(*args, **kwargs)
 
 
 def _no_functional_space(host: type) -> str:

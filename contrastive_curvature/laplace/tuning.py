@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from laplace.utils.enums import PredType
@@ -13,26 +14,44 @@ from tqdm import tqdm
 
 from contrastive_curvature import metrics
 from contrastive_curvature.encoder import Inputs
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.laplace.host import Host
 from contrastive_curvature.laplace.prior import PriorMethod, average_information
 from contrastive_curvature.sphere import normalize
 
-__all__ = ["PriorTuning", "RetrievalCriterion"]
+__all__ = ["PRIOR_STRUCTURES", "PriorTuning", "RetrievalCriterion", "parse_pred_type"]
 
 RetrievalCriterion = Callable[[Tensor, Tensor], float]
 """``criterion(samples (S, N, D) on the sphere, labels (N,)) -> float``, the lower the better."""
+
+
+PRIOR_STRUCTURES = ("scalar", "layerwise", "diag")
+
+
+def parse_pred_type(value: PredType | str) -> PredType:
+    """Turn ``"glm"`` or ``"nn"`` into the host's enumeration.
+
+    Raises:
+        InputError: Neither of them.
+    """
+    try:
+        return PredType(value)
+    except ValueError:
+        raise InputError(expected("pred_type", "'glm' or 'nn'", value)) from None
 
 
 class PriorTuning(Host):
     """Part of the contrastive mixin that chooses the prior.
 
     Attributes:
+        prior_structures: What ``prior_structure`` may be.
         cost: Value of the contrastive loss over the data, each repelling pair counted from the margin (from the largest
             distance, 2, without one), so that it is never negative.
     """
 
+    prior_structures: ClassVar[tuple[str, ...]] = PRIOR_STRUCTURES
     cost: Tensor | float
+    temperature: float
     _temperature_given: bool
 
     def optimize_prior_precision(
@@ -85,14 +104,23 @@ class PriorTuning(Host):
             AttributeError: Not fitted.
         """
         self._check_fitted()
+        linearized = parse_pred_type(pred_type) is PredType.GLM
         try:
             method = PriorMethod(method)
         except ValueError:
             known = ", ".join(repr(m.value) for m in PriorMethod)
             raise InputError(expected("method", f"one of {known}", method)) from None
+        if prior_structure not in PRIOR_STRUCTURES:
+            raise InputError(expected("prior_structure", f"one of {PRIOR_STRUCTURES}", prior_structure))
+        if prior_structure not in self.prior_structures:
+            msg = (
+                f"prior_structure={prior_structure!r}: this structure of the posterior has room for "
+                f"{self.prior_structures} only. Use one of these, or hessian_structure='diag'."
+            )
+            raise UnsupportedError(msg)
         if method is PriorMethod.MARGLIK:
             super().optimize_prior_precision(  # type: ignore[misc]
-                PredType(pred_type),
+                parse_pred_type(pred_type),
                 "marglik",
                 n_steps,
                 lr,
@@ -103,20 +131,22 @@ class PriorTuning(Host):
             )
             return
         if method is PriorMethod.GRIDSEARCH:
+            if isinstance(grid_size, bool) or not isinstance(grid_size, int) or grid_size < 1:
+                raise InputError(expected("grid_size", "a positive whole number", grid_size))
             if val_loader is None:
                 raise InputError(expected("val_loader", "validation data for method='gridsearch'", None))
             if prior_structure != "scalar":
                 hint = "Use method='unit_information' or 'marglik' for others."
                 raise InputError(expected("prior_structure", "'scalar' for method='gridsearch'", prior_structure, hint))
             grid = torch.logspace(log_prior_prec_min, log_prior_prec_max, grid_size, base=log_prior_prec_base)
-            linearized = PredType(pred_type) is PredType.GLM
             criterion = loss or metrics.retrieval_brier
             self.prior_precision = self._search(grid, val_loader, criterion, linearized, n_samples, progress_bar)
         else:
+            # Before the temperature changes: this is what may be refused.
+            prior = average_information(self._curvature_diagonal(), self._parameter_sizes(), prior_structure)
             if method is PriorMethod.AVERAGE_INFORMATION and not self._temperature_given and float(self.cost) > 0:
                 self.temperature = float(self.cost) / self.n_data
-            diagonal = self._H_factor * self._curvature_diagonal()
-            prior = average_information(diagonal, self._parameter_sizes(), prior_structure)
+            prior = self._H_factor * prior
             self.prior_precision = prior / self.n_data if method is PriorMethod.UNIT_INFORMATION else prior
         if verbose:
             tqdm.write(f"Prior precision: {self.prior_precision}")
@@ -138,6 +168,27 @@ class PriorTuning(Host):
         if not contexts:
             raise InputError(expected("val_loader", "at least one batch", "an empty loader"))
         targets = torch.cat(labels)
+        before = self.prior_precision
+        best: tuple[float, Tensor] | None = None
+        try:
+            best = self._best(grid, contexts, targets, criterion, linearized, n_samples, progress)
+        finally:
+            if best is None:
+                self.prior_precision = before
+        if best is None:
+            raise InputError(expected("loss", "a criterion that is a number somewhere on the grid", "NaN everywhere"))
+        return best[1].reshape(1)
+
+    def _best(
+        self,
+        grid: Tensor,
+        contexts: list[Any],
+        targets: Tensor,
+        criterion: RetrievalCriterion,
+        linearized: bool,
+        n_samples: int,
+        progress: bool,
+    ) -> tuple[float, Tensor] | None:
         best: tuple[float, Tensor] | None = None
         for value in tqdm(grid, desc="[prior grid]", disable=not progress):
             self.prior_precision = value
@@ -148,11 +199,9 @@ class PriorTuning(Host):
                 raw = torch.cat([self._outputs_at(context, theta, linearized) for context in contexts], dim=1)
                 samples.append(normalize(raw.flatten(0, 1))[0].view_as(raw))
             score = float(criterion(torch.cat(samples), targets))
-            if best is None or score < best[0]:
+            if not math.isnan(score) and (best is None or score < best[0]):
                 best = (score, value)
-        if best is None:
-            raise InputError(expected("grid_size", "at least 1", int(grid.numel())))
-        return best[1].reshape(1)
+        return best
 
     @abstractmethod
     def _curvature_diagonal(self) -> Tensor:

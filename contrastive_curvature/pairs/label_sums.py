@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.pairs.weighting import PairFactors, Shares
 
 __all__ = ["LabelColumns"]
@@ -46,8 +47,17 @@ class LabelColumns:
             self.extended = torch.cat([self.extended, share * self.extended], dim=1)
 
     def find(self, labels: Tensor) -> Tensor:
-        """Index of the class of every label, shape (B,)."""
-        return torch.searchsorted(self.classes, labels)
+        """Index of the class of every label, shape (B,).
+
+        Raises:
+            InputError: A label does not occur among the N points.
+        """
+        index = torch.searchsorted(self.classes, labels).clamp(max=self.classes.numel() - 1)
+        unknown = self.classes[index] != labels
+        if bool(unknown.any()):
+            came = f"the new labels {labels[unknown].unique()[:5].tolist()} in the second"
+            raise InputError(expected("train_loader", "the same data in both passes", came))
+        return index
 
     def shares_for(self, labels: Tensor) -> Shares:
         """Shares of points with these labels."""

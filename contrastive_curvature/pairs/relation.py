@@ -299,7 +299,7 @@ def check_labels(labels: object, n: int | None = None) -> Tensor:
         raise InputError(expected("labels", "shape (N,)", f"shape {tuple(labels.shape)}"))
     if n is not None and labels.shape[0] != n:
         raise InputError(expected("labels", f"one label for each of the {n} embeddings", f"{labels.shape[0]} labels"))
-    return labels
+    return labels.long()
 
 
 def _pair_keys(a: Tensor, b: Tensor, n: int) -> Tensor:

@@ -1,0 +1,491 @@
+"""Bad input: the type of the error, what its message names, and that nothing is lost or computed in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from laplace import Laplace
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import contrastive_curvature as cc
+
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+N, F, D = 12, 4, 3
+
+
+def outputs(device: str = "cpu") -> tuple[Tensor, Tensor]:
+    z = torch.randn(N, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return z.to(device), (torch.arange(N) % 3).to(device)
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    x = torch.randn(N, F, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return x, torch.arange(N) % 3
+
+
+def encoder(*tail: nn.Module) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(F, 5), nn.Tanh(), nn.Linear(5, D), *tail).double()
+
+
+def refused(call: Callable[[], Any], kind: type[Exception], *words: str) -> str:
+    """Call; the error must be of the kind, a ValueError too, and its message must hold every word."""
+    with pytest.raises(cc.ContrastiveCurvatureError) as caught:
+        call()
+    assert isinstance(caught.value, kind), caught.value
+    assert isinstance(caught.value, ValueError)
+    message = str(caught.value)
+    for word in words:
+        assert word in message, message
+    return message
+
+
+CORE: list[Callable[..., Any]] = [
+    lambda z, *a, **k: cc.ContrastiveLoss()(z, *a, **k),
+    lambda z, *a, **k: cc.output_hessian(z, *a, **k),
+]
+on_loss_and_hessian = pytest.mark.parametrize("call", CORE, ids=["loss", "output_hessian"])
+
+
+@on_every_device
+@on_loss_and_hessian
+def test_embeddings(call: Callable[..., Any], device: str) -> None:
+    z, y = outputs(device)
+    refused(lambda: call(z[0], y), cc.InputError, "z", "(N, D)", "(3,)")
+    refused(lambda: call(z[None], y), cc.InputError, "z", "(N, D)", "(1, 12, 3)")
+    refused(lambda: call(z[:, :0], y), cc.InputError, "z", "D >= 1")
+    refused(lambda: call(z.long(), y), cc.InputTypeError, "z", "floating-point", "int64", ".float()")
+    refused(lambda: call(z.tolist(), y), cc.InputTypeError, "z", "list")
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        broken = z.clone()
+        broken[4, 1] = bad
+        refused(lambda broken=broken: call(broken, y), cc.InputError, "z", "NaN or infinity", "[4]")
+    zero = z.clone()
+    zero[7] = 0
+    refused(lambda: call(zero, y), cc.InputError, "z", "zero norm", "[7]", "dead unit")
+
+
+@on_every_device
+@on_loss_and_hessian
+def test_labels(call: Callable[..., Any], device: str) -> None:
+    z, y = outputs(device)
+    refused(lambda: call(z, y[:-1]), cc.InputError, "labels", "12 embeddings", "11 labels")
+    refused(lambda: call(z, y.double()), cc.InputTypeError, "labels", "integer", "float64", ".long()")
+    refused(lambda: call(z, y.to(torch.complex64)), cc.InputTypeError, "labels", "complex64")
+    refused(lambda: call(z, y[:, None]), cc.InputError, "labels", "(N,)", "(12, 1)")
+    refused(lambda: call(z, y.tolist()), cc.InputTypeError, "labels", "list")
+    refused(lambda: call(z), cc.InputError, "labels", "neither")
+
+
+@on_every_device
+@on_loss_and_hessian
+def test_pairs(call: Callable[..., Any], device: str) -> None:
+    z, y = outputs(device)
+    index = torch.tensor([0, 1, 2], device=device)
+    for position in range(3):
+        for outside in (-1, N):
+            triplet = [index.clone() for _ in range(3)]
+            triplet[position][1] = outside
+            refused(lambda t=triplet: call(z, pairs=tuple(t)), cc.InputError, "pairs", "0..11", str(outside))
+    refused(lambda: call(z, y, pairs=(index,) * 3), cc.InputError, "labels, pairs", "both")
+    refused(lambda: call(z, pairs=(index.double(),) * 3), cc.InputTypeError, "pairs", "integer", "float64")
+    refused(lambda: call(z, pairs=(index, index[:2], index)), cc.InputError, "pairs", "equal length", "[3, 2, 3]")
+    refused(lambda: call(z, pairs=(index,) * 5), cc.InputError, "pairs", "tuple of 5")
+    refused(lambda: call(z, pairs=(index[None],) * 3), cc.InputError, "pairs", "(K,)")
+    refused(lambda: call(z, pairs=index), cc.InputTypeError, "pairs", "Tensor")
+    mask = y[:, None] == y
+    refused(lambda: call(z, pairs=(mask, mask)), cc.InputError, "pairs", "both")
+    refused(lambda: call(z, pairs=(mask[:, :5], ~mask)), cc.InputError, "pairs", "(12, 12)", "(12, 5)")
+    refused(lambda: call(z, pairs=(mask.triu(), ~mask)), cc.InputError, "pairs", "symmetric", "mask | mask.T")
+    refused(lambda: call(z, pairs=lambda *_: None), cc.InputTypeError, "pairs", "NoneType")
+    refused(lambda: call(z, pairs=lambda a, b: (a[:, None] < b, a[:, None] > b)), cc.InputError, "symmetric")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "kind", "words"),
+    [
+        ("distance", "cosine", cc.InputError, ("'euclidean'", "'arccos'", "cosine")),
+        ("distance", None, cc.InputError, ("'euclidean'", "None")),
+        ("pd_fix", "posit", cc.InputError, ("'positive'", "'psd'", "posit")),
+        ("normalization", "mean", cc.InputError, ("'anchor'", "mean")),
+        ("margin", 0.0, cc.InputError, ("(0, 2]", "0.0", "unit embeddings")),
+        ("margin", -0.5, cc.InputError, ("(0, 2]", "-0.5")),
+        ("margin", 2.5, cc.InputError, ("(0, 2]", "2.5")),
+        ("margin", float("nan"), cc.InputError, ("(0, 2]", "nan")),
+        ("margin", "0.7", cc.InputTypeError, ("(0, 2]", "0.7")),
+        ("margin", True, cc.InputTypeError, ("(0, 2]", "True")),
+        ("negative_weight", -0.1, cc.InputError, ("[0, 1]", "-0.1", "Eq. 10")),
+        ("negative_weight", 1.1, cc.InputError, ("[0, 1]", "1.1")),
+        ("negative_weight", float("nan"), cc.InputError, ("[0, 1]", "nan")),
+        ("negative_weight", None, cc.InputTypeError, ("[0, 1]", "None")),
+    ],
+)
+def test_options(option: str, value: Any, kind: type[Exception], words: tuple[str, ...]) -> None:
+    z, y = outputs()
+    x, _ = inputs()
+    model = Counting()
+    calls = [
+        lambda: cc.output_hessian(z, y, **{option: value}),
+        lambda: cc.ggn(model, x, y, **{option: value}),
+        lambda: Laplace(model, "contrastive", "all", "diag", backend_kwargs={option: value}),
+        lambda: Laplace(model, "contrastive", "all", "lowrank", backend_kwargs={option: value}),
+    ]
+    if option not in ("distance", "pd_fix"):
+        calls.append(lambda: cc.ContrastiveLoss(**{option: value}))
+    for call in calls:
+        refused(call, kind, option, *words)
+    assert model.points == 0
+
+
+class Counting(nn.Module):
+    """An encoder that counts the points it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = encoder()
+        self.points = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.points += x.shape[0]
+        return self.inner(x)
+
+
+def test_further_options_of_ggn() -> None:
+    x, y = inputs()
+    model = Counting()
+    refused(lambda: cc.ggn(model, x, y, structure="lowrank"), cc.InputError, "structure", "'kron'", "lowrank")
+    for pd_fix in ("positive", "full", "pos"):
+        call = lambda p=pd_fix: cc.ggn(model, x, y, structure="kron", pd_fix=p)  # noqa: E731
+        refused(call, cc.UnsupportedError, "kron", "psd")
+    refused(lambda: cc.ggn("encoder", x, y), cc.InputTypeError, "model", "str")
+    refused(lambda: cc.ggn(model, x[:0], y[:0]), cc.InputError, "x", "at least one point")
+    refused(lambda: cc.ggn(model, x.tolist(), y), cc.InputError, "x", "list")
+    assert model.points == 0
+    refused(lambda: cc.ggn(model, x, y, subset_of_weights="first"), cc.InputError, "subset_of_weights", "first")
+    for bad in ([0, 0], [-1], [43], []):
+        index = torch.tensor(bad, dtype=torch.int64)
+        refused(lambda i=index: cc.ggn(model, x, y, subset_of_weights=i), cc.InputError, "subset_of_weights")
+    refused(lambda: cc.ggn(model, x, y, subset_of_weights=torch.ones(3)), cc.InputError, "subset_of_weights")
+    frozen = encoder().requires_grad_(False)
+    refused(lambda: cc.ggn(frozen, x, y), cc.InputError, "model", "requires a gradient")
+
+
+def test_ggn_says_what_is_wrong_before_it_runs_the_batch() -> None:
+    x, y = inputs()
+    index = torch.tensor([0, 1, N])
+    for labels, pairs, words in ((y[:-1], None, "labels"), (y.double(), None, "labels"), (None, (index,) * 3, "pairs")):
+        model = Counting().train()
+        refused(lambda m=model, a=labels, b=pairs: cc.ggn(m, x, a, pairs=b), cc.InputError, words)
+        assert model.points <= 8  # the analysis looks at eight points
+        assert model.training
+        assert model.inner.training
+
+
+class Inside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = encoder()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.normalize(self.inner(x))
+
+
+class ScaledNorm(nn.Module):
+    """A normalisation that is more than a rescaling: the raw outputs cannot be reached through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
+
+    def forward(self, z: Tensor) -> Tensor:
+        return nn.functional.normalize(self.scale * z)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = encoder()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.inner(x), x
+
+
+class BatchStatistics(nn.Module):
+    """Its outputs depend on what else is in the batch, in evaluation mode too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(1, 2, 2).double()
+        self.norm = nn.BatchNorm2d(2, track_running_stats=False).double()
+        self.head = nn.Linear(2, D).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.conv(x.view(-1, 1, 2, 2))).flatten(1))
+
+
+ENCODERS: list[tuple[str, Callable[[], nn.Module], str, type[Exception], tuple[str, ...]]] = [
+    ("no linear layer", lambda: encoder(nn.Tanh()), "last_layer", cc.UnsupportedError, ("last_layer", "nn.Linear")),
+    ("inside", Inside, "all", cc.UnsupportedError, ("model", "inside forward", "L2Norm")),
+    ("inside, last layer", Inside, "last_layer", cc.UnsupportedError, ("model", "inside forward", "L2Norm")),
+    (
+        "inside and in a module",
+        lambda: nn.Sequential(Inside(), cc.L2Norm()),
+        "all",
+        cc.UnsupportedError,
+        ("model", "inside forward", "L2Norm"),
+    ),
+    (
+        "already normalised",
+        lambda: encoder(ScaledNorm()),
+        "all",
+        cc.UnsupportedError,
+        ("arccos", "already normalised", "euclidean"),
+    ),
+    ("tuple", Pair, "all", cc.InputTypeError, ("model", "tensor (N, D)", "tuple")),
+    ("tuple, last layer", Pair, "last_layer", cc.InputTypeError, ("model", "tensor (N, D)", "tuple")),
+    ("images", lambda: encoder(nn.Unflatten(1, (D, 1))), "all", cc.InputError, ("model", "(N, D)", "(8, 3, 1)")),
+    ("batch statistics", BatchStatistics, "all", cc.UnsupportedError, ("model", "batch")),
+    ("batch statistics, last layer", BatchStatistics, "last_layer", cc.UnsupportedError, ("model", "batch")),
+]
+
+
+@pytest.mark.parametrize(("_name", "build", "weights", "kind", "words"), ENCODERS, ids=[e[0] for e in ENCODERS])
+def test_encoders(
+    _name: str, build: Callable[[], nn.Module], weights: str, kind: type[Exception], words: tuple[str, ...]
+) -> None:
+    x, y = inputs()
+    loader = DataLoader(TensorDataset(x, y), batch_size=N)
+    model = build().train()
+    refused(lambda: cc.ggn(model, x, y, subset_of_weights=weights), kind, *words)
+    assert all(module.training for module in model.modules())
+    la = Laplace(model, "contrastive", weights, "diag")
+    # A second try must not slip through on what the first one has left behind.
+    for _ in range(2):
+        refused(lambda: la.fit(loader), kind, *words)
+        with pytest.raises(AttributeError, match="fit"):
+            la(x)
+
+
+def test_an_already_normalised_encoder_is_taken_with_the_euclidean_distance() -> None:
+    """The hint of the refusal must work: linearising the normalisation is just what that distance means."""
+    x, y = inputs()
+    options: dict[str, Any] = {"distance": "euclidean", "clamp": False}
+    through = cc.ggn(encoder(ScaledNorm()), x, y, **options)
+    torch.manual_seed(1)
+    plain = cc.ggn(nn.Sequential(encoder(), Scale()), x, y, **options)
+    torch.testing.assert_close(through[:-3], plain, rtol=1e-10, atol=1e-12)
+
+
+class Scale(nn.Module):
+    """The rescaling of :class:`ScaledNorm` without its normalisation."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        return z * torch.tensor([1.0, 2.0, 3.0], dtype=z.dtype)
+
+
+@pytest.mark.parametrize("name", ["nothing", "0.weight", "0"])
+def test_a_wrong_name_of_the_last_layer(name: str) -> None:
+    la = Laplace(encoder(), "contrastive", "last_layer", "diag", last_layer_name=name)
+    refused(lambda: la.fit(DataLoader(TensorDataset(*inputs()), batch_size=5)), cc.InputError, "last_layer_name", name)
+
+
+class Once:
+    """Batches that change from pass to pass."""
+
+    def __init__(self, passes: list[list[Any]]) -> None:
+        self.passes = passes
+        self.count = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.count += 1
+        return iter(self.passes[min(self.count, len(self.passes)) - 1])
+
+
+def loaders() -> list[tuple[str, Callable[[], Any], type[Exception], tuple[str, ...]]]:
+    x, y = inputs()
+    broken, dead = x.clone(), x.clone()
+    broken[6, 1] = float("nan")
+    dead[:] = 0
+    good = [(x[:8], y[:8]), (x[8:], y[8:])]
+    unlike = [(x[:8] + 1, y[:8]), (x[8:], y[8:])]
+    return [
+        ("empty", list, cc.InputError, ("train_loader", "at least one batch", "empty")),
+        ("one point", lambda: [(x[:1], y[:1])], cc.InputError, ("train_loader", "two points", "1 point")),
+        ("no positive", lambda: [(x, torch.arange(N))], cc.InputError, ("train_loader", "positive pair", "labels")),
+        ("lengths", lambda: [(x, y[:-1])], cc.InputError, ("labels", "12", "11")),
+        ("lengths later", lambda: [*good, (x[:4], y[:3])], cc.InputError, ("labels", "4", "3")),
+        ("float labels", lambda: [(x, y.double())], cc.InputTypeError, ("labels", "integer", "float64", ".long()")),
+        ("column of labels", lambda: [(x, y[:, None])], cc.InputError, ("labels", "(N,)", "(12, 1)")),
+        ("list of labels", lambda: [(x, y.tolist())], cc.InputTypeError, ("train_loader", "tensor", "list")),
+        ("no labels", lambda: [(x,)], cc.InputTypeError, ("train_loader", "(x, labels)", "tuple of 1")),
+        ("bare tensor", lambda: [x], cc.InputTypeError, ("train_loader", "(x, labels)", "Tensor")),
+        ("a number", lambda: [3], cc.InputTypeError, ("train_loader", "(x, labels)", "int")),
+        ("three parts", lambda: [(x, y, y)], cc.InputTypeError, ("train_loader", "(x, labels)", "tuple of 3")),
+        ("numpy", lambda: [(x.numpy(), y)], cc.InputTypeError, ("train_loader", "ndarray")),
+        ("list of inputs", lambda: [([x], y)], cc.InputTypeError, ("train_loader", "list")),
+        ("no key", lambda: [{"x": x}], cc.InputTypeError, ("train_loader", "'labels'", "dict_key_y")),
+        ("no loader", lambda: None, cc.InputTypeError, ("train_loader", "None")),
+        ("empty batch", lambda: [*good, (x[:0], y[:0])], cc.InputError, ("train_loader", "batch")),
+        ("NaN", lambda: [(broken, y)], cc.InputError, ("model(x)", "NaN", "6")),
+        ("a generator", lambda: (b for b in good), cc.InputError, ("train_loader",)),
+        ("other data", lambda: Once([good, good, good, unlike]), cc.InputError, ("train_loader", "both passes")),
+    ]
+
+
+LOADERS = loaders()
+
+
+@pytest.mark.parametrize(("_name", "build", "kind", "words"), LOADERS, ids=[e[0] for e in LOADERS])
+@pytest.mark.parametrize(
+    ("weights", "structure"), [("last_layer", "diag"), ("all", "diag"), ("last_layer", "kron"), ("all", "lowrank")]
+)
+def test_a_bad_loader_costs_no_earlier_fit(
+    weights: str, structure: str, _name: str, build: Callable[[], Any], kind: type[Exception], words: tuple[str, ...]
+) -> None:
+    if _name == "other data":
+        build, words = _unlike_in_the_last_pass(weights, structure), words[:1]
+    x, y = inputs()
+    model = encoder()
+    fresh = Laplace(model, "contrastive", weights, structure)
+    refused(lambda: fresh.fit(build()), kind, *words)
+    with pytest.raises(AttributeError, match="fit"):
+        fresh(x)
+    la = Laplace(model, "contrastive", weights, structure)
+    good = DataLoader(TensorDataset(x, y), batch_size=5)
+    la.fit(good)
+    before = (la(x).covariance, la.mean.clone(), la.n_data, float(la.loss), la.cost, la.log_marginal_likelihood())
+    refused(lambda: la.fit(build()), kind, *words)
+    if structure != "lowrank":
+        refused(lambda: la.fit(build(), override=False), kind, *words)
+    after = (la(x).covariance, la.mean, la.n_data, float(la.loss), la.cost, la.log_marginal_likelihood())
+    assert all(torch.equal(torch.as_tensor(p), torch.as_tensor(q)) for p, q in zip(before, after, strict=True))
+    # And it can still be fitted, also the one that never was.
+    fresh.fit(good)
+    assert torch.equal(fresh(x).covariance, before[0])
+
+
+def _unlike_in_the_last_pass(weights: str, structure: str) -> Callable[[], Any]:
+    """A loader whose labels and inputs are others from the curvature's pass on."""
+    x, y = inputs()
+    ahead = {("last_layer", "diag"): 3, ("last_layer", "kron"): 3}.get((weights, structure), 2)
+    return lambda: Once([[(x, y)]] * ahead + [[(x + 1, y + 1)]])
+
+
+@pytest.mark.parametrize("pairs", ["dataset", "batch"])
+def test_a_loader_that_can_be_read_only_once_is_named(pairs: str) -> None:
+    x, y = inputs()
+    la = Laplace(encoder(), "contrastive", "all", "diag", backend_kwargs={"pairs": pairs})
+    batches = ((x[k : k + 4], y[k : k + 4]) for k in (0, 4, 8))
+    message = refused(lambda: la.fit(batches), cc.InputError, "train_loader")
+    assert "augmentation" not in message  # that is another fault
+
+
+def test_relations() -> None:
+    x, y = inputs()
+    loader = [(x, y.double())]
+
+    def la(relation: Any) -> Any:
+        return Laplace(encoder(), "contrastive", "all", "diag", backend_kwargs={"relation": relation})
+
+    refused(lambda: la("labels"), cc.InputTypeError, "relation", "str")
+    refused(lambda: la(lambda a, b: a[:, None] == b).fit(loader), cc.InputTypeError, "pairs", "Tensor")
+    refused(lambda: la(lambda a, b: (a[:, None] < b, a[:, None] > b)).fit(loader), cc.InputError, "symmetric")
+    refused(lambda: la(lambda a, b: (a[:, None] - b, a[:, None] - b)).fit(loader), cc.InputTypeError, "boolean")
+    refused(lambda: la(lambda a, b: (a[:, None] == b,) * 2).fit(loader), cc.InputError, "both")
+    refused(lambda: la(lambda a, b: (a[:, None] == b, a[:, None] != b)).fit([(x, y[:-1])]), cc.InputError, "12")
+
+
+def test_options_of_the_laplace_object() -> None:
+    model = encoder()
+
+    def la(weights: str = "all", structure: str = "diag", *args: Any, **kwargs: Any) -> Any:
+        return Laplace(model, "contrastive", weights, structure, *args, **kwargs)
+
+    refused(lambda: la(backend_kwargs={"marign": 0.5}), cc.InputError, "backend_kwargs", "marign", "margin")
+    refused(lambda: la(backend_kwargs={"pairs": "all"}), cc.InputError, "pairs", "'batch'", "all")
+    refused(lambda: la(backend_kwargs={"rank": 0}), cc.InputError, "rank", "0")
+    refused(lambda: la(backend=dict), cc.InputTypeError, "backend", "dict")
+    refused(lambda: la(sigma_noise=2.0), cc.UnsupportedError, "sigma_noise", "temperature")
+    refused(lambda: la("all", "diag", 2.0), cc.UnsupportedError, "sigma_noise", "temperature")
+    refused(lambda: la("last_layer", feature_reduction="average"), cc.UnsupportedError, "feature_reduction")
+    refused(lambda: Laplace("model", "contrastive", "all", "diag"), cc.InputTypeError, "model", "str")
+    refused(lambda: Laplace(nn.ReLU(), "contrastive", "all", "diag"), cc.InputError, "model", "parameters")
+    with pytest.raises(ValueError, match="full or diagonal"):  # the host itself
+        la("subnetwork", "kron")
+
+
+def test_options_of_prediction_and_tuning() -> None:
+    x, y = inputs()
+    la = Laplace(encoder(), "contrastive", "last_layer", "diag")
+    for call in (lambda: la(x), la.optimize_prior_precision, lambda: la.predictive_samples(x), la.state_dict):
+        with pytest.raises(AttributeError, match="fit"):
+            call()
+    la.fit(DataLoader(TensorDataset(x, y), batch_size=5))
+    refused(lambda: la(x, pred_type="probit"), cc.InputError, "pred_type", "'glm' or 'nn'", "probit")
+    refused(lambda: la(x, link_approx="mc"), cc.UnsupportedError, "link_approx", "mc")
+    refused(lambda: la(x, temperature=2), cc.InputTypeError, "temperature")
+    refused(lambda: la(x, pred_type="nn", n_samples=1), cc.InputError, "samples", "2")
+    refused(lambda: la(x).joint_covariance, cc.UnsupportedError, "joint=True")
+    for bad in (0, -1, 2.5, True):
+        for kwargs in ({"joint": True}, {"pred_type": "nn"}, {}):
+            call = lambda b=bad, k=kwargs: la.predictive_samples(x, n_samples=b, **k)  # noqa: E731
+            refused(call, cc.InputError, "n_samples", str(bad))
+    refused(lambda: la(x.numpy()), cc.InputTypeError, "x", "ndarray")
+    refused(lambda: la.optimize_prior_precision(method="cv"), cc.InputError, "method", "'marglik'", "cv")
+    refused(lambda: la.optimize_prior_precision(method="gridsearch"), cc.InputError, "val_loader")
+    grid: dict[str, Any] = {"method": "gridsearch", "val_loader": []}
+    refused(lambda: la.optimize_prior_precision(**grid), cc.InputError, "val_loader", "empty")
+    grid["val_loader"] = [(x, y)]
+    refused(lambda: la.optimize_prior_precision(**grid, grid_size=0), cc.InputError, "grid_size", "0")
+    refused(lambda: la.optimize_prior_precision(**grid, prior_structure="diag"), cc.InputError, "prior_structure")
+    for method in ("marglik", "gridsearch", "average_information"):
+        call = lambda m=method: la.optimize_prior_precision("probit", m, val_loader=grid["val_loader"])  # noqa: E731
+        refused(call, cc.InputError, "pred_type", "probit")
+
+
+def test_a_prior_of_a_wrong_length_is_refused_at_every_try() -> None:
+    la = Laplace(encoder(), "contrastive", "last_layer", "diag", prior_precision=torch.ones(5))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"[Pp]rior precision"):
+            la.fit(DataLoader(TensorDataset(*inputs()), batch_size=5))
+
+
+@on_every_device
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_half_precision_is_computed_in_float32_or_refused(half: torch.dtype, device: str) -> None:
+    z, y = outputs(device)
+    low = z.to(half)
+    loss = cc.ContrastiveLoss()(low, y)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, cc.ContrastiveLoss()(low.float(), y), rtol=0, atol=0)
+    diagonal = cc.output_hessian(low, y).diagonal()
+    torch.testing.assert_close(diagonal, cc.output_hessian(low.float(), y).diagonal(), rtol=0, atol=0)
+    x, y = (t.to(device) for t in inputs())
+    model = encoder().to(device, half)
+    curvature = cc.ggn(model, x.to(half), y)
+    truth = cc.ggn(encoder().to(device, half).float(), x.to(half).float(), y)
+    torch.testing.assert_close(curvature, truth, rtol=0, atol=0)
+    assert next(model.parameters()).dtype == half
+    refused(lambda: Laplace(model, "contrastive"), cc.InputError, "model", "float32", str(half), ".float()")
+
+
+@on_every_device
+def test_no_pair_is_no_curvature_in_the_functions_themselves(device: str) -> None:
+    z, y = outputs(device)
+    x = inputs()[0].to(device)
+    model = encoder().to(device)
+    for rows, labels in ((slice(0, 1), y[:1]), (slice(0, 0), y[:0])):
+        assert float(cc.ContrastiveLoss()(z[rows], labels)) == 0
+        assert not cc.output_hessian(z[rows], labels).diagonal().any()
+    for structure, shape in (("diag", (43,)), ("full", (43, 43))):
+        curvature = cc.ggn(model, x[:1], y[:1], structure=structure)
+        assert curvature.shape == shape
+        assert not curvature.any()
+    apart = torch.arange(N, device=device)
+    assert not cc.ggn(model, x, apart, pd_fix="positive").any()

@@ -1,0 +1,458 @@
+"""Fitting through laplace-torch: every class against the curvature of the whole data set in one batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from laplace import Laplace
+from strategies import close
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import contrastive_curvature as cc
+
+LAST = [("last_layer", "diag"), ("last_layer", "kron"), ("last_layer", "full")]
+ALL = [("all", "diag"), ("all", "kron"), ("all", "full")]
+LOWRANK = [("all", "lowrank")]
+SUBNET = [("subnetwork", "diag"), ("subnetwork", "full")]
+COMBINATIONS = LAST + ALL + LOWRANK + SUBNET
+INPUTS, HIDDEN, DIM, POINTS = 4, 6, 3, 20
+INDICES = torch.tensor([2, 5, 11, 29, 30, 35, 47, 50])
+"""Of the 30 + 21 parameters of :func:`body`: both weights and both biases."""
+OPTIONS = {"margin": 1.2, "negative_weight": 0.3}
+"""A margin that some pairs cross, and a curvature with eigenvalues of both signs."""
+
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+for_every_combination = pytest.mark.parametrize(("weights", "structure"), COMBINATIONS)
+
+
+class OwnNorm(nn.Module):
+    """What a user may write."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        return z / (z.pow(2).sum(1, keepdim=True).sqrt() + 1e-12)
+
+
+class InPlaceNorm(nn.Module):
+    def forward(self, z: Tensor) -> Tensor:
+        return z.div_(z.norm(dim=1, keepdim=True))
+
+
+class TorchNorm(nn.Module):
+    def forward(self, z: Tensor) -> Tensor:
+        return nn.functional.normalize(z)
+
+
+class FromDict(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.inner(batch["image"])
+
+
+def body(*tail: nn.Module, device: str = "cpu", bias: bool = True, dim: int = DIM) -> nn.Sequential:
+    """The same small encoder at every call, in float64."""
+    torch.manual_seed(1)
+    layers = [nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, dim, bias=bias)]
+    return nn.Sequential(*layers, *tail).double().to(device)
+
+
+def wrapped(kind: str, device: str) -> nn.Module:
+    """:func:`body` as encoders come."""
+    made = {
+        "linear": lambda: body(),
+        "L2Norm": lambda: body(cc.L2Norm()),
+        "torch's normalize in a module": lambda: body(TorchNorm()),
+        "own norm": lambda: body(OwnNorm()),
+        "in-place norm": lambda: body(InPlaceNorm()),
+        "nested": lambda: nn.Sequential(nn.Sequential(body()), nn.Sequential(nn.Sequential(cc.L2Norm()))),
+        "dropout and norm": lambda: body(nn.Dropout(0.5), cc.L2Norm()),
+    }[kind]()
+    return made.to(device)
+
+
+KINDS = ("linear", "L2Norm", "torch's normalize in a module", "own norm", "in-place norm", "nested", "dropout and norm")
+
+
+def data(device: str = "cpu", n: int = POINTS) -> tuple[Tensor, Tensor]:
+    """Unbalanced classes, so that the normalisations differ."""
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(n, INPUTS, generator=generator, dtype=torch.float64)
+    return x.to(device), (torch.arange(n) % 7).clamp(max=3).to(device)
+
+
+def batches(x: Any, y: Tensor, size: int = 6, shuffle: bool = True) -> DataLoader:
+    return DataLoader(TensorDataset(x, y), batch_size=size, shuffle=shuffle)
+
+
+def make(model: nn.Module, weights: str, structure: str, host: dict[str, Any] | None = None, **options: Any) -> Any:
+    extra = dict(host or {})
+    if weights == "subnetwork":
+        extra["subnetwork_indices"] = INDICES
+    kwargs = {**OPTIONS, **options}
+    return Laplace(
+        model,
+        likelihood="contrastive",
+        subset_of_weights=weights,
+        hessian_structure=structure,
+        backend_kwargs=kwargs,
+        **extra,
+    )
+
+
+def fitted(model: nn.Module, weights: str, structure: str, x: Tensor, y: Tensor, **kwargs: Any) -> Any:
+    la = make(model, weights, structure, **kwargs)
+    # Lanczos runs over the loader many times.
+    la.fit(batches(x, y, size=10, shuffle=False) if structure == "lowrank" else batches(x, y))
+    return la
+
+
+def curvature(model: nn.Module, x: Any, y: Tensor, weights: str, structure: str, clamp: bool, **options: Any) -> Any:
+    """What the library says of the whole set at once; low rank is held against the dense matrix."""
+    subset: Any = INDICES.to(y.device) if weights == "subnetwork" else weights
+    kind = "full" if structure == "lowrank" else structure
+    kwargs = {**OPTIONS, **options}
+    return cc.ggn(model, x, y, subset_of_weights=subset, structure=kind, clamp=clamp, **kwargs)
+
+
+def dense_factors(factors: list[list[Tensor]]) -> Tensor:
+    return torch.block_diag(*[torch.kron(*f) if len(f) == 2 else f[0] for f in factors])
+
+
+def dense_h(la: Any, structure: str) -> Tensor:
+    """The clamped curvature that the posterior of a fitted object is made from."""
+    if structure == "lowrank":
+        vectors, values = la.H
+        return (vectors * values) @ vectors.T
+    if structure == "kron":
+        return la.H.to_matrix(exponent=1)
+    return la.H.diag() if structure == "diag" else la.H
+
+
+def dense_truth(model: nn.Module, x: Any, y: Tensor, weights: str, structure: str, **options: Any) -> Tensor:
+    truth = curvature(model, x, y, weights, structure, clamp=True, **options)
+    if structure == "kron":
+        return dense_factors(truth)
+    return truth.diag() if structure == "diag" else truth
+
+
+def same_raw(la: Any, truth: Any) -> bool:
+    if isinstance(truth, Tensor):
+        return close(la.H_raw, truth)
+    pairs = [(a, b) for f, g in zip(la.H_raw, truth, strict=True) for a, b in zip(f, g, strict=True)]
+    return all(close(a, b) for a, b in pairs)
+
+
+@on_every_device
+@for_every_combination
+@pytest.mark.parametrize("kind", KINDS)
+def test_fit_is_the_curvature_of_the_whole_set(kind: str, weights: str, structure: str, device: str) -> None:
+    x, y = data(device)
+    la = fitted(wrapped(kind, device), weights, structure, x, y)
+    raw = body(device=device)  # the truth never meets a normalisation
+    if structure != "lowrank":
+        assert same_raw(la, curvature(raw, x, y, weights, structure, clamp=False))
+    assert close(dense_h(la, structure), dense_truth(raw, x, y, weights, structure))
+    assert la.n_data == POINTS
+    assert la.n_outputs == DIM
+    vector = torch.nn.utils.parameters_to_vector((raw[2] if weights == "last_layer" else raw).parameters())
+    assert torch.equal(la.mean, vector.detach())
+
+
+@on_every_device
+@pytest.mark.parametrize("pd_fix", ["positive", "fixed", "full", "psd"])
+@pytest.mark.parametrize("normalization", ["sum", "type", "anchor"])
+@pytest.mark.parametrize(("distance", "margin"), [("arccos", None), ("euclidean", 1.2)])
+def test_every_option_reaches_the_curvature(
+    distance: str, margin: float | None, normalization: str, pd_fix: str, device: str
+) -> None:
+    x, y = data(device)
+    options = {"distance": distance, "margin": margin, "normalization": normalization, "pd_fix": pd_fix}
+    # Documented: the mean over pairs is multiplied by N / 2, so that it grows with the data.
+    scale = POINTS / 2 if normalization == "type" else 1.0
+    for weights, structure in [*LAST, *ALL, *SUBNET]:
+        if structure == "kron" and pd_fix in ("positive", "full"):
+            continue
+        if pd_fix == "fixed" and distance == "euclidean":
+            options["negative_weight"] = 0.1  # else the diagonal is zero after the clamp, which fit warns of
+        la = make(body(device=device), weights, structure, **options)
+        la.fit(batches(x, y))
+        truth = curvature(body(device=device), x, y, weights, structure, clamp=False, **options)
+        truth = [[scale * f[0], *f[1:]] for f in truth] if structure == "kron" else scale * truth
+        assert same_raw(la, truth), (weights, structure)
+
+
+@pytest.mark.parametrize("pd_fix", ["positive", "fixed", "full", "psd"])
+def test_lowrank_has_the_leading_eigenpairs_of_every_fix(pd_fix: str) -> None:
+    x, y = data()
+    la = make(body(), "all", "lowrank", pd_fix=pd_fix, rank=4)
+    la.fit(batches(x, y, shuffle=False))
+    values = torch.linalg.eigvalsh(curvature(body(), x, y, "all", "full", clamp=False, pd_fix=pd_fix))
+    vectors, found = la.H
+    # Lanczos stops at the rounding error of the largest eigenvalue; residuals are a factor above.
+    assert close(found.sort().values, values[-4:], values[-1], tolerance=1e-9)
+    assert close(vectors.T @ vectors, torch.eye(4, dtype=torch.float64), tolerance=1e-9)
+
+
+@pytest.mark.parametrize("pd_fix", ["positive", "full"])
+@pytest.mark.parametrize("weights", ["last_layer", "all"])
+def test_kron_is_refused_for_coupled_fixes_before_anything_runs(weights: str, pd_fix: str) -> None:
+    with pytest.raises(cc.UnsupportedError, match=r"kron.*psd.*diag"):
+        make(body(), weights, "kron", pd_fix=pd_fix)
+
+
+@on_every_device
+@pytest.mark.parametrize(("weights", "structure"), [*LAST, *ALL, *SUBNET])
+def test_a_continued_fit_adds_a_further_data_set(weights: str, structure: str, device: str) -> None:
+    x, y = data(device)
+    first, second = slice(0, 12), slice(12, POINTS)
+    la = make(body(device=device), weights, structure)
+    la.fit(batches(x[first], y[first]))
+    la.fit(batches(x[second], y[second]), override=False)
+    model = body(device=device)
+    a = curvature(model, x[first], y[first], weights, structure, clamp=False)
+    b = curvature(model, x[second], y[second], weights, structure, clamp=False)
+    if structure == "kron":
+        shares = (12 / POINTS, 8 / POINTS)
+        # Curvature factors add up; input factors are means over the data.
+        truth: Any = [
+            [f[0] + g[0], *(shares[0] * p + shares[1] * q for p, q in zip(f[1:], g[1:], strict=True))]
+            for f, g in zip(a, b, strict=True)
+        ]
+    else:
+        truth = a + b
+    assert same_raw(la, truth)
+    assert la.n_data == POINTS
+    loss = cc.ContrastiveLoss(**OPTIONS)
+    parts = [loss(model(x[part]), y[part]).item() for part in (first, second)]
+    assert float(la.loss) == pytest.approx(sum(parts), rel=1e-10)
+    la.fit(batches(x[first], y[first]))
+    assert same_raw(la, a)
+    assert la.n_data == 12
+
+
+@on_every_device
+@pytest.mark.parametrize("normalization", ["sum", "type", "anchor"])
+@pytest.mark.parametrize(("weights", "structure"), [*LAST, *ALL])
+def test_one_batch_of_everything_is_the_data_set(weights: str, structure: str, normalization: str, device: str) -> None:
+    x, y = data(device)
+    whole = make(body(device=device), weights, structure, normalization=normalization)
+    whole.fit(batches(x, y))
+    one = make(body(device=device), weights, structure, normalization=normalization, pairs="batch")
+    one.fit(batches(x, y, size=POINTS))
+    assert same_raw(one, whole.H_raw)
+    assert float(one.loss) == pytest.approx(float(whole.loss), rel=1e-10)
+
+
+@on_every_device
+@pytest.mark.parametrize("pd_fix", ["fixed", "full"])
+def test_batches_stand_for_the_data_set(pd_fix: str, device: str) -> None:
+    """Anchors add up; ``type`` averages over batches; ``sum`` is Proposition B.1, type by type."""
+    x, y = data(device)
+    model = body(device=device)
+    parts = [slice(0, 8), slice(8, 16), slice(16, POINTS)]
+    total_pos = float(sum((y[i] == y[j]).item() for i in range(POINTS) for j in range(i)))
+    total_neg = POINTS * (POINTS - 1) / 2 - total_pos
+
+    def part(rows: slice, **options: Any) -> Tensor:
+        return curvature(model, x[rows], y[rows], "all", "diag", clamp=False, pd_fix=pd_fix, **options)
+
+    for normalization in ("sum", "type", "anchor"):
+        la = make(body(device=device), "all", "diag", normalization=normalization, pairs="batch", pd_fix=pd_fix)
+        la.fit(batches(x, y, size=8, shuffle=False))
+        truth = torch.zeros_like(la.H_raw)
+        for rows in parts:
+            share = len(y[rows]) / POINTS
+            if normalization == "anchor":
+                truth += part(rows, normalization="anchor")
+            elif normalization == "type":
+                truth += share * part(rows, normalization="type") * POINTS / 2
+            else:
+                same = (y[rows][:, None] == y[rows]).sum().item() - len(y[rows])
+                positives, negatives = same / 2, (len(y[rows]) * (len(y[rows]) - 1) - same) / 2
+                attract = part(rows, normalization="sum", negative_weight=0.0)
+                repel = part(rows, normalization="sum", negative_weight=1.0)
+                w = OPTIONS["negative_weight"]
+                truth += share * (1 - w) * attract * total_pos / positives
+                truth += share * w * repel * total_neg / negatives
+        assert close(la.H_raw, truth), normalization
+
+
+def within(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Place recognition: nearer than 10 m positive, farther than 25 m negative, neither between."""
+    distance = torch.cdist(a, b)
+    return distance < 10, distance > 25
+
+
+@on_every_device
+@pytest.mark.parametrize("pd_fix", ["fixed", "full"])
+@pytest.mark.parametrize("normalization", ["sum", "anchor"])
+def test_a_relation_on_positions_is_the_same_relation_as_masks(normalization: str, pd_fix: str, device: str) -> None:
+    x, _ = data(device)
+    where = 60 * torch.rand(POINTS, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(device)
+    masks = within(where, where)
+    assert masks[0].sum() > POINTS
+    assert masks[1].any()
+    assert not (masks[0] | masks[1]).all()
+    # Few pairs are near: with more weight on the others, nothing would be left after the clamp.
+    options = {"margin": 1.2, "negative_weight": 0.05, "normalization": normalization, "pd_fix": pd_fix}
+    for weights, structure in [("last_layer", "diag"), ("all", "full"), ("all", "lowrank"), ("last_layer", "kron")]:
+        if structure == "kron" and pd_fix == "full":
+            continue
+        la = make(body(device=device), weights, structure, relation=within, **options)
+        la.fit(batches(x, where, shuffle=structure != "lowrank"))
+        kind = "full" if structure == "lowrank" else structure
+        truth = cc.ggn(body(device=device), x, pairs=masks, structure=kind, subset_of_weights=weights, **options)
+        dense = dense_factors(truth) if structure == "kron" else truth.diag() if structure == "diag" else truth
+        assert close(dense_h(la, structure), dense), (weights, structure)
+    one = make(body(device=device), "all", "diag", relation=within, pairs="batch", **options)
+    one.fit(batches(x, where, size=POINTS))
+    truth = cc.ggn(body(device=device), x, pairs=masks, clamp=False, **options)
+    assert close(one.H_raw, truth)
+
+
+@on_every_device
+@pytest.mark.parametrize("pd_fix", ["positive", "fixed", "full", "psd"])
+@pytest.mark.parametrize("margin", [None, 0.9])
+def test_loss_is_that_of_the_loss_module_whatever_the_fix(margin: float | None, pd_fix: str, device: str) -> None:
+    x, y = data(device)
+    z = body(device=device)(x).detach()
+    for structure in ("diag", "lowrank"):
+        weights = "all"
+        la = make(body(device=device), weights, structure, pd_fix=pd_fix, margin=margin)
+        la.fit(batches(x, y, shuffle=False))
+        loss = cc.ContrastiveLoss(margin, OPTIONS["negative_weight"])(z, y)
+        assert float(la.loss) == pytest.approx(float(loss), rel=1e-10)
+        # Without a margin a repelling pair is counted from the largest distance, 2: the loss of the margin 2.
+        cost = cc.ContrastiveLoss(margin or 2.0, OPTIONS["negative_weight"])(z, y)
+        assert float(la.cost) == pytest.approx(float(cost), rel=1e-10)
+
+
+@on_every_device
+@for_every_combination
+def test_mappings_with_a_key_of_their_own_for_the_labels(weights: str, structure: str, device: str) -> None:
+    x, y = data(device)
+    # The host's subnetwork classes have no dict_key_y.
+    host, key = ({}, "labels") if weights == "subnetwork" else ({"dict_key_y": "place"}, "place")
+    loader = [{"image": x[k : k + 6], key: y[k : k + 6], "camera": "front"} for k in range(0, POINTS, 6)]
+    la = make(FromDict(body(device=device)), weights, structure, host=host)
+    la.fit(loader)
+    assert close(dense_h(la, structure), dense_truth(body(device=device), x, y, weights, structure))
+    assert la({"image": x}).mu.shape == (POINTS, DIM)
+
+
+@on_every_device
+@pytest.mark.parametrize("structure", ["diag", "kron", "full", "lowrank"])
+def test_frozen_parameters_are_left_out(structure: str, device: str) -> None:
+    x, y = data(device)
+    model = body(cc.L2Norm(), device=device)
+    model[0].weight.requires_grad_(False)
+    la = fitted(model, "all", structure, x, y)
+    raw = body(device=device)
+    raw[0].weight.requires_grad_(False)
+    assert la.n_params == HIDDEN + (HIDDEN + 1) * DIM
+    assert close(dense_h(la, structure), dense_truth(raw, x, y, "all", structure))
+    assert la(x).covariance.shape == (POINTS, DIM, DIM)
+
+
+@on_every_device
+@pytest.mark.parametrize(("weights", "structure"), [*LAST, *ALL])
+def test_batchnorm_dropout_and_in_place_activations_in_training_mode(weights: str, structure: str, device: str) -> None:
+    def network(in_place: bool) -> nn.Module:
+        torch.manual_seed(2)
+        return nn.Sequential(
+            nn.Linear(INPUTS, HIDDEN),
+            nn.BatchNorm1d(HIDDEN),
+            nn.ReLU(inplace=in_place),
+            nn.Dropout(0.5),
+            nn.Linear(HIDDEN, DIM),
+        ).to(device, torch.float64)
+
+    x, y = data(device)
+    model = network(True).train()
+    running = model[1].running_mean.clone()
+    la = fitted(model, weights, structure, x, y)
+    assert close(dense_h(la, structure), dense_truth(network(False).eval(), x, y, weights, structure))
+    assert torch.equal(model[1].running_mean, running)
+
+
+@pytest.mark.parametrize("dim", [2, 5])
+@pytest.mark.parametrize("structure", ["diag", "kron", "full"])
+def test_a_last_layer_without_bias(structure: str, dim: int) -> None:
+    x, y = data()
+    la = fitted(body(bias=False, dim=dim), "last_layer", structure, x, y)
+    assert la.n_params == HIDDEN * dim
+    assert close(dense_h(la, structure), dense_truth(body(bias=False, dim=dim), x, y, "last_layer", structure))
+    assert la(x).covariance.shape == (POINTS, dim, dim)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.int32])
+@pytest.mark.parametrize("pairs", ["dataset", "batch"])
+def test_labels_of_every_integer_type(pairs: str, dtype: torch.dtype) -> None:
+    x, y = data()
+    y = y % 2
+    la = make(body(), "last_layer", "diag", pairs=pairs)
+    la.fit(batches(x, y.to(dtype), shuffle=False))
+    again = make(body(), "last_layer", "diag", pairs=pairs)
+    again.fit(batches(x, y, shuffle=False))
+    assert close(la.H_raw, again.H_raw)
+    assert close(cc.ggn(body(), x, y.to(dtype)), cc.ggn(body(), x, y))
+
+
+def test_one_class_and_lists_as_batches() -> None:
+    x, y = data()
+    la = make(body(), "all", "full")
+    la.fit([[x[:12], torch.zeros_like(y[:12])], [x[12:], torch.zeros_like(y[12:]).int()]])
+    assert close(la.H_raw, curvature(body(), x, torch.zeros_like(y), "all", "full", clamp=False))
+
+
+@for_every_combination
+def test_a_fit_is_deterministic_and_leaves_the_weights_alone(weights: str, structure: str) -> None:
+    x, y = data()
+    model = body()
+    before = [p.clone() for p in model.parameters()]
+    again = [dense_h(make_fitted(model, weights, structure, x, y), structure) for _ in range(2)]
+    assert torch.equal(*again)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+def make_fitted(model: nn.Module, weights: str, structure: str, x: Tensor, y: Tensor) -> Any:
+    la = make(model, weights, structure)
+    la.fit(batches(x, y, shuffle=False))
+    return la
+
+
+@pytest.mark.parametrize("unused", ["never run", "run for nothing"])
+def test_kron_gives_unused_layers_no_curvature(unused: str) -> None:
+    class WithHead(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = body()
+            self.head = nn.Linear(INPUTS, 2).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if unused == "run for nothing":
+                self.head(x)
+            return self.inner(x)
+
+    x, y = data()
+    la = fitted(WithHead(), "all", "kron", x, y)
+    used = dense_truth(body(), x, y, "all", "kron")
+    dense = la.H.to_matrix(exponent=1)
+    assert close(dense[: len(used), : len(used)], used)
+    assert not dense[len(used) :].any()
+
+
+@pytest.mark.parametrize("after", [nn.Identity(), nn.Dropout(0.5), cc.L2Norm()], ids=["identity", "dropout", "twice"])
+@pytest.mark.parametrize("weights", ["all", "last_layer"])
+def test_what_follows_a_normalisation_does_not_hide_it(after: nn.Module, weights: str) -> None:
+    """Else the outputs would pass for raw ones, with another curvature and no error."""
+    x, y = data()
+    la = fitted(body(cc.L2Norm(), after), weights, "diag", x, y)
+    assert close(la.H_raw, curvature(body(), x, y, weights, "diag", clamp=False))

@@ -1,0 +1,504 @@
+"""What a fitted contrastive posterior says: marginal likelihood, priors, predictions, samples, files."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from laplace import Laplace, marglik_training
+from strategies import close
+from test_laplace import (
+    ALL,
+    COMBINATIONS,
+    DIM,
+    INDICES,
+    LAST,
+    LOWRANK,
+    OPTIONS,
+    POINTS,
+    SUBNET,
+    batches,
+    body,
+    data,
+    dense_truth,
+    fitted,
+    make,
+)
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+from contrastive_curvature.testing import dense_jacobian
+
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+for_every_combination = pytest.mark.parametrize(("weights", "structure"), COMBINATIONS)
+
+PRIOR, TEMPERATURE = 3.0, 0.4
+
+
+def posterior(weights: str, structure: str, device: str = "cpu", **kwargs: Any) -> tuple[Any, Tensor, Tensor]:
+    """A fitted object and its dense posterior precision, which is built from ``cc.ggn`` alone."""
+    x, y = data(device)
+    host = {"prior_precision": PRIOR, "temperature": TEMPERATURE, **kwargs.pop("host", {})}
+    la = fitted(body(cc.L2Norm(), device=device), weights, structure, x, y, host=host, **kwargs)
+    h = dense_truth(body(device=device), x, y, weights, structure, **kwargs)
+    return la, h / TEMPERATURE + PRIOR * torch.eye(len(h), dtype=h.dtype, device=h.device), x
+
+
+def jacobian_of(x: Tensor, weights: str) -> Tensor:
+    """Dense Jacobian (N, D, P) of the raw outputs with respect to the parameters of the posterior."""
+    dense = dense_jacobian(body(device=x.device.type), x)
+    if weights == "last_layer":
+        dense = dense[:, -21:]
+    if weights == "subnetwork":
+        dense = dense[:, INDICES.to(x.device)]
+    return dense.view(len(x), DIM, -1)
+
+
+@on_every_device
+@for_every_combination
+def test_log_marginal_likelihood_by_hand(weights: str, structure: str, device: str) -> None:
+    la, precision, x = posterior(weights, structure, device)
+    y = data(device)[1]
+    loss = cc.ContrastiveLoss(**OPTIONS)(body(device=device)(x), y).item()
+    mean = la.mean[INDICES.to(device)] if weights == "subnetwork" else la.mean
+    ratio = precision.logdet().item() - len(precision) * math.log(PRIOR)
+    scatter = PRIOR * mean.square().sum().item()
+    expected = -loss / TEMPERATURE - (ratio + scatter) / 2
+    assert float(la.log_marginal_likelihood()) == pytest.approx(expected, rel=1e-10)
+
+
+@on_every_device
+@for_every_combination
+def test_weights_are_sampled_from_the_posterior(weights: str, structure: str, device: str) -> None:
+    la, precision, _ = posterior(weights, structure, device)
+    count = 20_000
+    samples = la.sample(count, generator=torch.Generator(device).manual_seed(0))
+    offset = samples - la.mean
+    if weights == "subnetwork":
+        rest = torch.ones(len(la.mean), dtype=torch.bool, device=device)
+        rest[INDICES] = False
+        assert not offset[:, rest].any()
+        offset = offset[:, INDICES.to(device)]
+    white = offset @ torch.linalg.cholesky(precision)
+    error = (white.T @ white / count - torch.eye(len(precision), dtype=white.dtype, device=device)).abs().max()
+    # Entries have a standard deviation of at most sqrt(2 / count); 6 of them for 51 * 51 entries: p < 1e-5.
+    assert float(error) < 6 * math.sqrt(2 / count)
+    assert float(white.mean(0).abs().max()) < 6 / math.sqrt(count)
+
+
+@on_every_device
+@for_every_combination
+def test_predictions_have_the_linearised_covariance(weights: str, structure: str, device: str) -> None:
+    la, precision, x = posterior(weights, structure, device)
+    jacobian, covariance = jacobian_of(x, weights), torch.linalg.inv(precision)
+    truth = jacobian @ covariance @ jacobian.mT
+    distribution = la(x)
+    mu, kappa = distribution
+    z = body(device=device)(x).detach()
+    assert close(distribution.mean, z)
+    assert close(distribution.covariance, truth)
+    assert close(distribution.variance, truth.diagonal(dim1=1, dim2=2))
+    assert close(mu, z / z.norm(dim=1, keepdim=True))
+    assert kappa.shape == (POINTS,)
+    u = mu.unsqueeze(2)
+    spread = (truth.diagonal(dim1=1, dim2=2).sum(1) - (u.mT @ truth @ u).flatten()) / z.norm(dim=1).square()
+    assert close(distribution.tangential_variance, spread)
+    assert close(distribution.uncertainty, z.norm(dim=1) * spread / 2)
+    # Sra (2012) with Rbar = 1 / sqrt(1 + tv).
+    assert close(kappa, (1 + spread).rsqrt() * (DIM - 1 / (1 + spread)) * (1 + spread) / spread)
+    flat = jacobian.flatten(0, 1)
+    joint = la(x, joint=True)
+    assert close(joint.joint_covariance, flat @ covariance @ flat.T)
+    assert close(joint.covariance, truth)
+    assert close(joint.kappa, kappa)
+    diagonal = la(x, diagonal_output=True)
+    assert close(diagonal.covariance, torch.diag_embed(truth.diagonal(dim1=1, dim2=2)))
+    # The host's own form.
+    assert close(la._glm_predictive_distribution(x, joint=True)[1], flat @ covariance @ flat.T)
+
+
+@pytest.mark.parametrize("weights", ["last_layer", "all"])
+def test_damped_factors_predict_with_the_damped_posterior(weights: str) -> None:
+    la, _, x = posterior(weights, "kron", host={"damping": True})
+    jacobian = jacobian_of(x, weights)
+    covariance = (la.H * la._H_factor + la.prior_precision).to_matrix(exponent=-1)
+    assert close(la(x).covariance, jacobian @ covariance @ jacobian.mT)
+
+
+@on_every_device
+@for_every_combination
+def test_joint_samples_are_networks(weights: str, structure: str, device: str) -> None:
+    la, _, x = posterior(weights, structure, device)
+
+    def generator() -> torch.Generator:
+        return torch.Generator(device).manual_seed(5)
+
+    def draw(part: Tensor, pred_type: str) -> Tensor:
+        return la.functional_samples(part, pred_type, n_samples=7, generator=generator(), joint=True)
+
+    theta = la.sample(7, generator=generator())
+    raw = body(device=device)
+    full = torch.nn.utils.parameters_to_vector(raw.parameters()).detach()
+    jacobian = dense_jacobian(raw, x)[:, -theta.shape[1] :].view(POINTS, DIM, -1)
+    shift = (theta - full[-theta.shape[1] :]) @ jacobian.flatten(0, 1).T
+    assert close(draw(x, "glm"), raw(x).detach() + shift.view(7, POINTS, DIM))
+    outputs = []
+    for sample in theta:
+        torch.nn.utils.vector_to_parameters(torch.cat([full[: -len(sample)], sample]), raw.parameters())
+        outputs.append(raw(x).detach())
+    assert close(draw(x, "nn"), torch.stack(outputs))
+    for pred_type in ("glm", "nn"):
+        # The same weights for both halves of a batch: nothing depends on which inputs come together.
+        assert close(torch.cat([draw(x[:9], pred_type), draw(x[9:], pred_type)], dim=1), draw(x, pred_type))
+    if weights == "last_layer":
+        assert close(draw(x, "nn"), draw(x, "glm"))
+
+
+@on_every_device
+@for_every_combination
+def test_marginal_and_joint_samples_agree_in_distribution(weights: str, structure: str, device: str) -> None:
+    la, _, x = posterior(weights, structure, device)
+    x, count = x[:3], 20_000
+    gaussian = la(x)
+    root = torch.linalg.cholesky(torch.linalg.inv(gaussian.covariance))
+    # Joint samples of a whole network are slow; test_joint_samples_are_networks has them exactly.
+    for joint in (False, True) if weights == "last_layer" else (False,):
+        generator = torch.Generator(device).manual_seed(1)
+        raw = la.functional_samples(x, "glm", count, generator=generator, joint=joint)
+        white = torch.einsum("sbd,bde->bse", raw - gaussian.mean, root)
+        eye = torch.eye(DIM, dtype=white.dtype, device=device)
+        # Standard deviations of sqrt(2 / count) and less, six of them.
+        assert float((white.mT @ white / count - eye).abs().max()) < 6 * math.sqrt(2 / count)
+        assert float(white.mean(1).abs().max()) < 6 / math.sqrt(count)
+
+
+@on_every_device
+@pytest.mark.parametrize("pred_type", ["glm", "nn"])
+@pytest.mark.parametrize("joint", [False, True])
+def test_predictive_samples_lie_on_the_sphere(joint: bool, pred_type: str, device: str) -> None:
+    for weights, structure in (LAST[0], LAST[2], ALL[1], SUBNET[1]):
+        la, _, x = posterior(weights, structure, device)
+        seeds = [torch.Generator(device).manual_seed(2) for _ in range(2)]
+        kwargs = {"pred_type": pred_type, "n_samples": 5, "joint": joint}
+        z = la.predictive_samples(x, generator=seeds[0], **kwargs)
+        raw = la.functional_samples(x, generator=seeds[1], **kwargs)
+        assert z.shape == (5, POINTS, DIM)
+        assert close(z.norm(dim=2), torch.ones_like(z[..., 0]), tolerance=1e-14)
+        assert close(z, raw / raw.norm(dim=2, keepdim=True))
+
+
+@on_every_device
+def test_sampled_networks_are_summarised(device: str) -> None:
+    la, _, x = posterior("all", "diag", device)
+    seeds = [torch.Generator(device).manual_seed(2) for _ in range(2)]
+    out = la(x, pred_type="nn", n_samples=40, generator=seeds[0])
+    z = la.predictive_samples(x, "nn", n_samples=40, generator=seeds[1])
+    mean = z.mean(0)
+    rbar = mean.norm(dim=1)
+    assert close(out.mu, mean / rbar.unsqueeze(1))
+    assert close(out.kappa, rbar * (DIM - rbar**2) / (1 - rbar**2), tolerance=1e-8)  # 1 - Rbar^2 loses digits here
+    assert close(out.sample(40), z)
+    assert out.covariance.shape == (POINTS, DIM, DIM)
+
+
+def diagonal_of(weights: str, structure: str) -> Tensor:
+    x, y = data()
+    return dense_truth(body(), x, y, weights, structure).diagonal()
+
+
+@for_every_combination
+def test_default_prior_is_the_average_information(weights: str, structure: str) -> None:
+    x, y = data()
+    la = fitted(body(), weights, structure, x, y)
+    la.optimize_prior_precision()
+    cost = cc.ContrastiveLoss(**OPTIONS)(body()(x), y).item()  # with a margin, cost and loss are one
+    assert la.temperature == pytest.approx(cost / POINTS, rel=1e-10)
+    mean = diagonal_of(weights, structure).mean()
+    assert close(la.prior_precision, (mean / la.temperature).reshape(1))
+    before = (la.temperature, la.prior_precision.clone())
+    la.optimize_prior_precision()
+    assert before == (la.temperature, la.prior_precision)
+
+
+@for_every_combination
+def test_a_given_temperature_stays_and_unit_information_is_a_share(weights: str, structure: str) -> None:
+    la, _, _ = posterior(weights, structure)
+    la.optimize_prior_precision()
+    assert la.temperature == TEMPERATURE
+    average = la.prior_precision
+    assert close(average, (diagonal_of(weights, structure).mean() / TEMPERATURE).reshape(1))
+    la.optimize_prior_precision(method="unit_information")
+    assert close(la.prior_precision, average / POINTS)
+
+
+def test_a_positional_temperature_of_a_subnetwork_is_told_from_the_prior_mean() -> None:
+    x, y = data()
+    for arguments, given in (((INDICES, 1.0, 2.0, 0.0), False), ((INDICES, 1.0, 2.0, 0.0, 0.7), True)):
+        la = Laplace(body(), "contrastive", "subnetwork", "diag", *arguments)
+        la.fit(batches(x, y))
+        before = la.temperature
+        la.optimize_prior_precision()
+        assert (la.temperature == before) is given
+
+
+STRUCTURED = [
+    (*combination, prior)
+    for combination in COMBINATIONS
+    for prior in ("scalar", "layerwise", "diag")
+    if combination[0] != "subnetwork" and (combination[1], prior) != ("kron", "diag")
+]
+
+
+@pytest.mark.parametrize("method", ["average_information", "marglik"])
+@pytest.mark.parametrize(("weights", "structure", "prior"), STRUCTURED)
+def test_structured_priors(weights: str, structure: str, prior: str, method: str) -> None:
+    x, y = data()
+    la = fitted(body(), weights, structure, x, y)
+    evidence = float(la.log_marginal_likelihood())
+    la.optimize_prior_precision(method=method, prior_structure=prior, n_steps=30)
+    sizes = [p.numel() for p in body().parameters()][-2 if weights == "last_layer" else 0 :]
+    assert len(la.prior_precision) == {"scalar": 1, "layerwise": len(sizes), "diag": sum(sizes)}[prior]
+    assert bool(torch.isfinite(la(x).kappa).all())
+    if method == "marglik":
+        assert float(la.log_marginal_likelihood()) > evidence
+        return
+    diagonal = diagonal_of(weights, structure) / la.temperature
+    truth = {
+        "scalar": diagonal.mean().reshape(1),
+        "layerwise": torch.stack([part.mean() for part in diagonal.split(sizes)]),
+        "diag": (diagonal + diagonal.mean()) / 2,
+    }
+    assert close(la.prior_precision, truth[prior])
+
+
+REFUSED = [("last_layer", "kron", "diag"), ("all", "kron", "diag")]
+REFUSED += [(*combination, prior) for combination in SUBNET for prior in ("layerwise", "diag")]
+
+
+@pytest.mark.parametrize("method", ["average_information", "marglik"])
+@pytest.mark.parametrize(("weights", "structure", "prior"), [*REFUSED, ("all", "diag", "nonsense")])
+def test_priors_without_room_work_or_are_refused_and_nothing_changes(
+    weights: str, structure: str, prior: str, method: str
+) -> None:
+    """Kronecker factors have no room for one precision a weight; a subnetwork has no layers."""
+    x, y = data()
+    la = fitted(body(), weights, structure, x, y, host={"prior_precision": PRIOR})
+    evidence = float(la.log_marginal_likelihood())
+    try:
+        la.optimize_prior_precision(method=method, prior_structure=prior, n_steps=5)
+    except cc.ContrastiveCurvatureError as error:
+        message = str(error)
+    else:
+        assert weights == "subnetwork"
+        assert bool(torch.isfinite(la(x).kappa).all())
+        assert float(la.log_marginal_likelihood()) != evidence
+        return
+    assert "prior_structure" in message
+    assert la.temperature == 1.0
+    assert float(la.log_marginal_likelihood()) == evidence
+
+
+@on_every_device
+@pytest.mark.parametrize("pred_type", ["glm", "nn"])
+@pytest.mark.parametrize(("weights", "structure"), [LAST[0], *LOWRANK, SUBNET[1]])
+def test_grid_search_takes_the_minimum_of_the_criterion(
+    weights: str, structure: str, pred_type: str, device: str
+) -> None:
+    la, _, x = posterior(weights, structure, device)
+    y = data(device)[1]
+    seen: list[Tensor] = []
+    scores = [4.0, 1.0, 3.0, 2.0]
+
+    def criterion(samples: Tensor, labels: Tensor) -> float:
+        assert torch.equal(labels, y)
+        assert close(samples.norm(dim=2), torch.ones_like(samples[..., 0]), tolerance=1e-14)
+        seen.append(samples)
+        return scores[len(seen) - 1]
+
+    kwargs: dict[str, Any] = {"log_prior_prec_min": 0, "log_prior_prec_max": 3, "grid_size": 4, "n_samples": 6}
+    loader = batches(x, y, shuffle=False)
+    la.optimize_prior_precision(pred_type, "gridsearch", val_loader=loader, loss=criterion, **kwargs)
+    assert float(la.prior_precision) == pytest.approx(10.0, rel=1e-6)  # the second of 1, 10, 100, 1000, in float32
+    assert [s.shape for s in seen] == [(6, POINTS, DIM)] * 4
+    spread = [float((s - s.mean(0)).square().sum()) for s in seen]
+    assert spread == sorted(spread, reverse=True)  # the same noise, shrunk by the prior
+    la.optimize_prior_precision(pred_type, "gridsearch", val_loader=loader, **kwargs)
+    assert any(float(la.prior_precision) == pytest.approx(10.0**k, rel=1e-6) for k in range(4))
+
+
+def test_grid_search_passes_over_nan_and_restores_the_prior_when_it_fails() -> None:
+    la, _, x = posterior("last_layer", "diag")
+    loader = batches(x, data()[1])
+    scores = iter([float("nan"), 2.0, 1.0])
+    la.optimize_prior_precision(
+        method="gridsearch", val_loader=loader, loss=lambda *_: next(scores), grid_size=3, n_samples=2
+    )
+    assert float(la.prior_precision) == pytest.approx(1e4, rel=1e-6)
+
+    def broken(samples: Tensor, labels: Tensor) -> float:
+        raise RuntimeError("criterion")
+
+    with pytest.raises(RuntimeError, match="criterion"):
+        la.optimize_prior_precision(method="gridsearch", val_loader=loader, loss=broken, n_samples=2)
+    assert float(la.prior_precision) == pytest.approx(1e4, rel=1e-6)
+
+
+def roundtrip(la: Any) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(la.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@on_every_device
+@for_every_combination
+def test_a_posterior_survives_a_file(weights: str, structure: str, device: str) -> None:
+    la, _, x = posterior(weights, structure, device)
+    la.prior_precision = 5.0
+    other = make(body(cc.L2Norm(), device=device), weights, structure, host={"temperature": TEMPERATURE})
+    other.load_state_dict(roundtrip(la))
+    for joint in (False, True):
+        assert torch.equal(other(x, joint=joint).covariance, la(x, joint=joint).covariance)
+    seeds = [torch.Generator(device).manual_seed(2) for _ in range(2)]
+    assert torch.equal(other.sample(3, generator=seeds[0]), la.sample(3, generator=seeds[1]))
+    assert float(other.log_marginal_likelihood()) == float(la.log_marginal_likelihood())
+    if structure != "lowrank":
+        more = batches(x[:8], data(device)[1][:8], shuffle=False)
+        for one in (la, other):
+            one.fit(more, override=False)
+        assert other.n_data == la.n_data == POINTS + 8
+        assert torch.equal(other(x).covariance, la(x).covariance)
+    for one in (la, other):
+        one.optimize_prior_precision()
+    assert torch.equal(other.prior_precision, la.prior_precision)
+
+
+def test_the_usual_way_to_a_file_and_back_warns_of_nothing() -> None:
+    """``optimize_prior_precision`` sets the temperature; an object that is about to load it has another."""
+    x, y = data()
+    la = fitted(body(), "last_layer", "diag", x, y)
+    la.optimize_prior_precision()
+    other = make(body(), "last_layer", "diag")
+    other.load_state_dict(roundtrip(la))
+    assert other.temperature == la.temperature
+    assert torch.equal(other(x).kappa, la(x).kappa)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"margin": 0.9}, {"pd_fix": "psd"}, {"distance": "euclidean"}, {"relation": lambda a, b: (a == b, a != b)}],
+    ids=["margin", "pd_fix", "distance", "relation"],
+)
+def test_a_file_of_other_options_is_refused(other: dict[str, Any]) -> None:
+    la, _, x = posterior("last_layer", "diag")
+    state = roundtrip(la)
+    stranger = make(body(), "last_layer", "diag", host={"temperature": TEMPERATURE}, **other)
+    with pytest.raises(cc.InputError, match="state_dict"):
+        stranger.load_state_dict(state)
+    with pytest.raises(AttributeError, match="fit"):
+        stranger(x)
+    with pytest.raises(ValueError, match="hessian_structure"):
+        make(body(), "last_layer", "full", host={"temperature": TEMPERATURE}).load_state_dict(state)
+    del state["contrastive"]
+    with pytest.raises(cc.InputError, match="state_dict"):
+        make(body(), "last_layer", "diag").load_state_dict(state)
+
+
+@for_every_combination
+def test_temperature_scales_the_covariance(weights: str, structure: str) -> None:
+    """``P = H / T + prior``: a likelihood and a prior twice as strong halve the covariance."""
+    x, y = data()
+    model = body()
+    la = fitted(model, weights, structure, x, y, host={"temperature": 1.0, "prior_precision": 2.0})
+    half = fitted(model, weights, structure, x, y, host={"temperature": 0.5, "prior_precision": 4.0})
+    before = la(x).covariance
+    assert close(half(x).covariance, before / 2)
+    # Set later, it has to count as well: nothing that was computed with the old one may be kept.
+    la.temperature, la.prior_precision = 0.5, 4.0
+    assert close(la(x).covariance, before / 2)
+    la.prior_precision = 2.0
+    la(x)
+    la.temperature = 0.25
+    la_again = fitted(model, weights, structure, x, y, host={"temperature": 0.25, "prior_precision": 2.0})
+    assert close(la(x).covariance, la_again(x).covariance)
+
+
+@on_every_device
+@pytest.mark.parametrize(("weights", "structure"), [*LAST, *ALL, *LOWRANK])
+def test_predictions_can_be_differentiated(weights: str, structure: str, device: str) -> None:
+    x, y = data(device)
+    host = {"enable_backprop": True, "prior_precision": PRIOR, "temperature": TEMPERATURE}
+    la = fitted(body(cc.L2Norm(), device=device), weights, structure, x, y, host=host)
+    point = x[:2].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(la(point).kappa.sum(), point)
+    step, truth = 1e-6, torch.zeros_like(gradient)
+    with torch.no_grad():
+        for index in range(point.numel()):
+            shift = step * torch.eye(point.numel(), dtype=x.dtype, device=device)[index].view_as(point)
+            truth.view(-1)[index] = (la(point + shift).kappa.sum() - la(point - shift).kappa.sum()) / (2 * step)
+    # Central differences: truncation and rounding are both about 1e-9 of kappa's size here.
+    assert close(gradient, truth, tolerance=1e-6)
+    silent, _, _ = posterior(weights, structure, device)
+    assert not silent(point).kappa.requires_grad
+
+
+def test_gradients_through_a_module_that_cannot_be_vectorised() -> None:
+    """Its Jacobians are taken point by point; their part in the gradient must not get lost in silence."""
+
+    class Stubborn(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = body()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) if x.sum().item() > -1e9 else x
+
+    x, y = data()
+    gradients = []
+    for model in (body(), Stubborn()):
+        la = make(model, "all", "diag", host={"enable_backprop": True})
+        if isinstance(model, Stubborn):
+            with pytest.warns(UserWarning, match="point by point"):
+                la.fit(batches(x, y))
+        else:
+            la.fit(batches(x, y))
+        point = x[:2].clone().requires_grad_()
+        with pytest.warns(UserWarning, match="point by point") if isinstance(model, Stubborn) else _nothing():
+            kappa = la(point).kappa.sum()
+        gradients.append(torch.autograd.grad(kappa, point)[0])
+    assert close(gradients[1], gradients[0])
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize("approximation", ["sod", "nystrom", "variational"])
+def test_functional_space_is_refused_with_a_way_out(approximation: str) -> None:
+    for weights in ("all", "last_layer") if approximation == "sod" else ("all",):
+        with pytest.raises(cc.UnsupportedError, match=r"'gp'.*'diag', 'kron' or 'full'"):
+            Laplace(body(), "contrastive", weights, "gp", functional_approximation=approximation)
+
+
+def test_marglik_training_is_refused_with_a_way_out() -> None:
+    loader = batches(*data())
+    with pytest.raises(cc.UnsupportedError, match=r"ContrastiveLoss.*optimize_prior_precision"):
+        marglik_training(body(), loader, "contrastive")
+    with pytest.raises(cc.UnsupportedError, match=r"ContrastiveLoss.*optimize_prior_precision"):
+        marglik_training(model=body(), train_loader=loader, likelihood="contrastive")
+
+
+@for_every_combination
+def test_prediction_is_deterministic_and_leaves_the_encoder_alone(weights: str, structure: str) -> None:
+    la, _, x = posterior(weights, structure)
+    weights_before = [p.clone() for p in la.model.parameters()]
+    assert torch.equal(la(x).kappa, la(x).kappa)
+    draws = [la(x, pred_type="nn", n_samples=4, generator=torch.Generator().manual_seed(0)).kappa for _ in range(2)]
+    assert torch.equal(*draws)
+    assert all(torch.equal(p, q) for p, q in zip(la.model.parameters(), weights_before, strict=True))
