@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 ARGS ?=
-BENCH ?= benchmarks/[a-z]*.py
+BENCH ?= curvature
 # Two test processes of one thread each: more would fight over two cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
@@ -28,10 +28,8 @@ lint: $(STAMP) ## ruff: rules and formatting
 typecheck: $(STAMP) ## mypy on the package
 	$(PY) -m mypy
 
-bench: $(STAMP) ## every script of benchmarks/, or one: BENCH=benchmarks/NAME.py ARGS="..."
-	@set -e; for script in $(BENCH); do \
-	  test -f "$$script" || { echo "no benchmark script matches $(BENCH)" >&2; exit 2; }; \
-	  echo "== $$script"; $(PY) "$$script" $(ARGS); done
+bench: $(STAMP) ## a benchmark: BENCH=curvature (default) or default_prior, options in ARGS="..."
+	$(PY) -m benchmarks.$(BENCH) $(ARGS)
 
 clean: ## remove caches and build products (to make the environment anew as well, delete .venv)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -13,7 +13,8 @@ from contrastive_curvature.options import (
     parse_option,
 )
 from contrastive_curvature.pairs import Pairs, make_relation
-from contrastive_curvature.pairs.relation import EdgeRelation, Relation
+from contrastive_curvature.pairs.edges import EdgeRelation
+from contrastive_curvature.pairs.relation import Relation
 from contrastive_curvature.pairs.weighting import Shares, count_shares
 from contrastive_curvature.sphere import check_outputs, normalize
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import contrastive_curvature as cc
 from contrastive_curvature.options import CurvatureOptions
-from contrastive_curvature.pairs import PairWeights, label_sums, make_relation, relation, weights
+from contrastive_curvature.pairs import PairWeights, edges, label_sums, make_relation, relation, weights
 from contrastive_curvature.sphere import normalize
 from contrastive_curvature.testing import list_pairs, pair_loss, pair_weights
 
@@ -66,7 +66,7 @@ def test_bounded_blocks_change_nothing(case: Case, elements: int, device: str) -
     truth = true_weights(case)
     u = normalize(case.z)[0]
     with pytest.MonkeyPatch.context() as patch:
-        for module in (relation, weights):
+        for module in (edges, relation, weights):
             patch.setattr(module, "BLOCK_ELEMENTS", elements)
         patch.setattr(label_sums, "_TILE_ROWS", 2)
         patch.setattr(label_sums, "_TILE_COLUMNS", 3)

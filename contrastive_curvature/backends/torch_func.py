@@ -8,7 +8,7 @@ what the batch stands for in a data set of ``N`` points; Jacobians are (batch, o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -286,7 +286,7 @@ def check_loader(loader: Any) -> None:
     wanted = "something that can be iterated several times"
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise InputTypeError(expected("train_loader", wanted, f"a {type(loader).__name__}", hint))
-    if iter(loader) is loader:
+    if isinstance(loader, Iterator):
         raise InputTypeError(expected("train_loader", wanted, f"the iterator {type(loader).__name__}", hint))
 
 

@@ -18,13 +18,13 @@ def make_encoder(dataset: str, dim: int) -> nn.Sequential:
     Returns:
         The encoder.
     """
-    channels, features = ((32, 64), 9216) if dataset == "fashionmnist" else ((32, 64), 1024)
-    padding = 0 if dataset == "fashionmnist" else 1
+    # 8x8 images are too small to lose their edge to every convolution.
+    features, padding = (9216, 0) if dataset == "fashionmnist" else (1024, 1)
     # In place, as nothing else reads what goes in: half the memory traffic of a forward pass.
     return nn.Sequential(
-        nn.Conv2d(1, channels[0], 3, padding=padding),
+        nn.Conv2d(1, 32, 3, padding=padding),
         nn.ReLU(inplace=True),
-        nn.Conv2d(channels[0], channels[1], 3, padding=padding),
+        nn.Conv2d(32, 64, 3, padding=padding),
         nn.ReLU(inplace=True),
         nn.MaxPool2d(2),
         nn.Flatten(),

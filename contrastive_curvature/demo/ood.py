@@ -11,17 +11,17 @@ from contrastive_curvature.errors import InputError, expected
 
 __all__ = ["shuffle_quarters"]
 
-_ORDERS = [order for order in permutations(range(4)) if all(new != old for new, old in enumerate(order))]
-"""The nine orders of four quarters that leave none in its place."""
+_ORDERS = [order for order in permutations(range(4)) if all(new % 2 != old % 2 for new, old in enumerate(order))]
+"""The four orders in which every quarter changes sides. (Swapping top and bottom only would leave a 1 a 1.)"""
 
 
 def shuffle_quarters(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Cut each image into quarters, and put them back so that none is where it was.
+    """Cut each image into quarters, and put them back so that each left one stands on the right, and the reverse.
 
-    Brightness, contrast and every stroke inside a quarter stay exactly the same; only the arrangement, which makes a digit
-    a digit, is destroyed. So a detector cannot win by looking at simple statistics, as it can against noise, inverted
-    images or digits of another data set, and the images are no digits any more, as rotated or shifted ones still are (and
-    as mosaics of quarters of different digits, each in its own place, often are).
+    Brightness, contrast and every stroke inside a quarter stay exactly the same; only the arrangement, which makes a
+    digit a digit, is destroyed. So a detector cannot win by looking at the histogram of an image, as it can against
+    noise, inverted images or digits of another data set, and the images are no digits any more, as rotated or shifted
+    ones still are (and as mosaics of quarters of different digits, each in its own place, often are).
 
     Args:
         images: Shape (N, C, H, W), H and W even.

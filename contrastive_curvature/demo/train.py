@@ -35,8 +35,8 @@ def active_pairs(z: Tensor, labels: Tensor, margin: float | None) -> tuple[Tenso
     """All positive pairs of a batch, and the negative ones inside the margin, each once.
 
     Negatives outside the margin cost nothing, but would count in the mean and make the repulsion weaker the better the
-    classes are apart; so the mean is taken over those inside, as metric learning usually does. On Fashion-MNIST one epoch
-    then reaches mAP@1 0.73 where the mean over all negatives reaches 0.61.
+    classes are apart; so the mean is taken over those inside, as metric learning usually does. On Fashion-MNIST, one
+    epoch then reaches mAP@1 0.73 where the mean over all negatives reaches 0.61.
 
     Args:
         z: Raw outputs, shape (N, D).
@@ -91,10 +91,6 @@ def train_encoder(config: DemoConfig, x: Tensor, y: Tensor, seed: int) -> tuple[
                     bar.set_postfix(epoch=f"{epoch + 1}/{config.epochs}", loss=f"{loss.item():.4f}", refresh=False)
                 bar.update()
             schedule.step()
-    _wait(device)
-    return encoder.eval(), time.perf_counter() - started
-
-
-def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return encoder.eval(), time.perf_counter() - started

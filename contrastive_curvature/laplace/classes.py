@@ -17,7 +17,7 @@ from laplace.utils import Kron
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from contrastive_curvature.backends.torch_func import check_loader, read_batch
+from contrastive_curvature.backends.torch_func import read_batch
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.encoder import Inputs, evaluation_mode, slice_inputs
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
@@ -123,7 +123,6 @@ class ContrastiveLowRankLaplace(ContrastiveLaplace, _LowRankHost):
         if not override:
             msg = "override=False: eigenpairs of two data sets do not add up. Use hessian_structure='diag' or 'kron'."
             raise UnsupportedError(msg)
-        check_loader(train_loader)
         self.model.eval()
         result = self.backend.fit_lowrank(train_loader, progress_bar)
         vectors, values = result.curvature

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.pairs.edges import EdgeRelation
 from contrastive_curvature.pairs.relation import (
     CallableRelation,
-    EdgeRelation,
     LabelRelation,
     MaskRelation,
     Relation,

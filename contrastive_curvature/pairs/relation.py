@@ -18,7 +18,6 @@ from contrastive_curvature.errors import InputError, InputTypeError, expected
 __all__ = [
     "BLOCK_ELEMENTS",
     "CallableRelation",
-    "EdgeRelation",
     "LabelRelation",
     "MaskRelation",
     "Relation",
@@ -215,64 +214,6 @@ class MaskRelation(Relation):
         return self._positive[start:stop], self._negative[start:stop]
 
 
-class EdgeRelation(Relation):
-    """Listed pairs, as the miners of pytorch-metric-learning return them; a pair listed twice counts twice.
-
-    ``(a, p, n)`` lists for every triplet the positive pair ``{a, p}`` and the negative pair ``{a, n}``;
-    ``(a1, p, a2, n)`` lists the positive pairs ``{a1, p}`` and the negative pairs ``{a2, n}``.
-
-    Args:
-        tuples: Three or four integer index tensors.
-        n: Number of points.
-        device: Device of the points.
-
-    Raises:
-        InputTypeError: Not integers.
-        InputError: Wrong number or lengths, or an index outside ``0..n-1``.
-
-    Attributes:
-        i: Smaller index of every distinct pair, shape (K,).
-        j: Larger index, shape (K,).
-        positive: How often the pair is listed as positive, shape (K,).
-        negative: How often as negative, shape (K,).
-    """
-
-    def __init__(self, tuples: tuple[Tensor, ...], n: int, device: torch.device) -> None:
-        for tensor in tuples:
-            _check_indices(tensor, n)
-        tensors = [tensor.to(device=device, dtype=torch.int64) for tensor in tuples]
-        a1, p, a2, neg = (tensors[0], tensors[1], tensors[0], tensors[2]) if len(tensors) == 3 else tensors
-        if a1.shape != p.shape or a2.shape != neg.shape:
-            lengths = [t.numel() for t in tensors]
-            raise InputError(expected("pairs", "index tensors of equal length", f"lengths {lengths}"))
-        key_pos, key_neg = _pair_keys(a1, p, n), _pair_keys(a2, neg, n)
-        keys, inverse = torch.cat([key_pos, key_neg]).unique(return_inverse=True)
-        self.i, self.j = keys // n if n else keys, keys % n if n else keys
-        size = keys.numel()
-        self.positive = torch.bincount(inverse[: key_pos.numel()], minlength=size)
-        self.negative = torch.bincount(inverse[key_pos.numel() :], minlength=size)
-        self.n = n
-        self.device = device
-
-    def counts(self) -> tuple[Tensor, Tensor]:
-        """See :meth:`Relation.counts`."""
-        out = []
-        for weight in (self.positive, self.negative):
-            count = torch.zeros(self.n, dtype=torch.int64, device=self.device)
-            out.append(count.index_add(0, self.i, weight).index_add(0, self.j, weight))
-        return out[0], out[1]
-
-    def rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """See :meth:`Relation.rows`."""
-        positive = torch.zeros(stop - start, self.n, dtype=torch.int64, device=self.device)
-        negative = torch.zeros_like(positive)
-        for here, there in ((self.i, self.j), (self.j, self.i)):
-            inside = (here >= start) & (here < stop)
-            positive[here[inside] - start, there[inside]] = self.positive[inside]
-            negative[here[inside] - start, there[inside]] = self.negative[inside]
-        return positive, negative
-
-
 def check_labels(labels: object, n: int | None = None) -> Tensor:
     """Check class labels.
 
@@ -300,23 +241,6 @@ def check_labels(labels: object, n: int | None = None) -> Tensor:
     if n is not None and labels.shape[0] != n:
         raise InputError(expected("labels", f"one label for each of the {n} embeddings", f"{labels.shape[0]} labels"))
     return labels.long()
-
-
-def _pair_keys(a: Tensor, b: Tensor, n: int) -> Tensor:
-    apart = a != b
-    a, b = a[apart], b[apart]
-    return torch.minimum(a, b) * n + torch.maximum(a, b)
-
-
-def _check_indices(tensor: object, n: int) -> None:
-    if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.dtype == torch.bool:
-        came = f"dtype {tensor.dtype}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
-        raise InputTypeError(expected("pairs", "integer index tensors", came))
-    if tensor.ndim != 1:
-        raise InputError(expected("pairs", "index tensors of shape (K,)", f"shape {tuple(tensor.shape)}"))
-    if tensor.numel() and (int(tensor.min()) < 0 or int(tensor.max()) >= n):
-        came = f"{int(tensor.min())}..{int(tensor.max())}"
-        raise InputError(expected("pairs", f"indices in 0..{n - 1} for {n} points", came))
 
 
 def _check_mask(mask: object, shape: tuple[int, int], argument: str) -> None:

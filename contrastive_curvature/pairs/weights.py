@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.options import CurvatureOptions
+from contrastive_curvature.pairs.edges import EdgeRelation
 from contrastive_curvature.pairs.label_sums import LabelColumns
 from contrastive_curvature.pairs.relation import (
     BLOCK_ELEMENTS,
-    EdgeRelation,
     LabelRelation,
     Relation,
     TargetRelation,
@@ -62,6 +62,12 @@ class PairWeights:
 
     def dense(self) -> Tensor:
         """``Y`` as a matrix (N, N); for small N."""
+        if isinstance(self.relation, EdgeRelation):
+            out = self.u.new_zeros(self.n, self.n)
+            for i, j, y in self._listed_edges(self.relation):
+                out[i, j] = y
+                out[j, i] = y
+            return out
         blocks = [y for _, y in self.row_blocks()]
         return torch.cat(blocks) if blocks else self.u.new_zeros(0, 0)
 

@@ -1,0 +1,320 @@
+"""Curvature in node form against the paper's pairwise algorithm, and at the sizes of real use.
+
+Every case runs in its own process: inputs are made, then the curvature alone is taken, from features, raw outputs and
+labels or listed pairs to the parameter diagonal, building the pair weights included. Memory is the highest resident
+memory above the inputs, in the first call; times are the fastest of several calls, since other jobs disturb the rest.
+Ratios are those of processor time, which a busy machine does not change much, the first case with one thread on both
+sides.
+
+Run: ``python -m benchmarks.curvature [--quick] [--data-root ../shared/data] [--out FOLDER]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+from benchmarks.curvature_report import CHUNKS, TARGETS, render
+from benchmarks.machine import describe, measure_peak, measure_time
+from benchmarks.pairwise import pairwise_curvature
+from contrastive_curvature.encoder import Encoder
+from contrastive_curvature.ggn.accumulate import points_curvature
+from contrastive_curvature.ggn.last_layer import LastLayerPullback
+from contrastive_curvature.ggn.pullback import Points
+from contrastive_curvature.options import CurvatureOptions, Distance, Normalization, PDFix, Structure
+from contrastive_curvature.pairs import PairWeights, make_relation
+from contrastive_curvature.sphere import check_outputs, normalize
+
+RESULTS = Path(__file__).parent / "results"
+DISTANCES = ("arccos", "euclidean")
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 5e-5}
+
+Case = dict[str, Any]
+
+
+def node_curvature(
+    pullback: LastLayerPullback,
+    features: Tensor,
+    z: Tensor,
+    options: CurvatureOptions,
+    labels: Tensor | None = None,
+    pairs: tuple[Tensor, ...] | None = None,
+) -> Tensor:
+    """What ``cc.ggn(..., subset_of_weights="last_layer", clamp=False)`` does once the encoder has run."""
+    z = check_outputs(z)
+    u, n = normalize(z)
+    weights = PairWeights(make_relation(z.shape[0], z.device, labels, pairs), u, options)
+    return points_curvature(pullback, Points(features, u, n), weights, options, Structure.DIAG)
+
+
+def warm_up(options: CurvatureOptions) -> None:
+    """Start the libraries with a few points, so that neither time nor memory is theirs."""
+    layer, features, z, labels = make_points(4, 8, 3, 2)
+    node_curvature(LastLayerPullback(Encoder(layer, features)), features, z, options, labels)
+
+
+def make_points(n: int, width: int, dim: int, classes: int) -> tuple[nn.Linear, Tensor, Tensor, Tensor]:
+    """A linear layer, features that cluster by class, raw outputs and labels."""
+    torch.manual_seed(0)
+    labels = torch.arange(n) % classes
+    features = torch.rand(n, width) + torch.rand(classes, width)[labels]
+    layer = nn.Linear(width, dim).requires_grad_(False)
+    return layer, features, layer(features), labels
+
+
+def make_triplets(labels: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Random anchors, each with a random point of its class and one of another."""
+    same = labels.unsqueeze(1) == labels
+    anchors = torch.randint(0, len(labels), (count,))
+    positive = same & ~torch.eye(len(labels), dtype=torch.bool)
+    p, n = (torch.multinomial(mask[anchors].float(), 1).squeeze(1) for mask in (positive, ~same))
+    return anchors, p, n
+
+
+def median_distance(z: Tensor, pairs: tuple[Tensor, Tensor]) -> float:
+    """A margin that about half of these pairs are inside of, and none so close to that rounding decides."""
+    u, _ = normalize(z)
+    distances = (u[pairs[0]] - u[pairs[1]]).norm(dim=1).sort().values
+    middle = distances[len(distances) * 2 // 5 : len(distances) * 3 // 5]
+    widest = int(middle.diff().argmax())
+    return float(middle[widest : widest + 2].mean())
+
+
+def run_pairwise(case: Case) -> Case:
+    """Case 1: node form and pairwise algorithm on the same listed pairs."""
+    n, width, dim, count = case["sizes"]
+    layer, features, z, labels = make_points(n, width, dim, 10)
+    pairs = make_triplets(labels, count)
+    kind: Case = {"distance": case["distance"], "pd_fix": case["pd_fix"], "margin": median_distance(z, pairs[::2])}
+    options = CurvatureOptions(**kind, negative_weight=0.5, normalization=Normalization.SUM)
+    warm_up(options)
+    pullback = LastLayerPullback(Encoder(layer, features))
+
+    def node() -> Tensor:
+        return node_curvature(pullback, features, z, options, pairs=pairs)
+
+    def pairwise(chunk: int | None) -> Tensor:
+        return pairwise_curvature(features, z, pairs, chunk=chunk, **kind)
+
+    out: Case = {"margin": kind["margin"], "node": {"peak_mib": measure_peak(node)[1]}}
+    turns = []
+    for name, chunk in CHUNKS.items():
+        out[name] = {"chunk": chunk or count, "peak_mib": measure_peak(partial(pairwise, chunk))[1]}
+        # In turns, so that a busy minute of the machine does not fall on one side only.
+        each = []
+        for _ in range(case["repetitions"]):
+            turns.append(measure_time(node, 4 * case["repetitions"]))
+            each.append(measure_time(partial(pairwise, chunk), 1))
+        out[name].update(fastest(each))
+    out["node"].update(fastest(turns))
+    for name in CHUNKS:
+        out[name]["ratio"] = out[name]["cpu_seconds"] / out["node"]["cpu_seconds"]
+    settings = {**kind, "normalization": "sum", "subset_of_weights": "last_layer", "clamp": False, "pairs": pairs}
+    ggn = measure_time(lambda: cc.ggn(layer, features, **settings), 4 * case["repetitions"])
+    return {**out, "ggn": ggn, "error": check_agreement(layer, features, pairs, options, kind)}
+
+
+def fastest(times: list[dict[str, float]]) -> dict[str, float]:
+    """Every figure from the run where it was least disturbed."""
+    return {name: min(t[name] for t in times) for name in times[0]}
+
+
+def check_agreement(
+    layer: nn.Linear, features: Tensor, pairs: tuple[Tensor, ...], options: CurvatureOptions, kind: Case
+) -> dict[str, float]:
+    """Largest error relative to the largest entry, in double and single precision; raises when it is too large."""
+    errors = {}
+    for dtype, tolerance in TOLERANCES.items():
+        phi = features.to(dtype)
+        z = phi @ layer.weight.to(dtype).T + layer.bias.to(dtype)
+        reference = pairwise_curvature(phi, z, pairs, chunk=256, **kind)
+        got = node_curvature(LastLayerPullback(Encoder(layer, features)), phi, z, options, pairs=pairs)
+        error = (got - reference).abs().max() / reference.abs().max()
+        if not float(error) <= tolerance:
+            msg = f"node form and pairwise algorithm differ by {float(error):.2g} in {dtype} ({kind})"
+            raise RuntimeError(msg)
+        errors[str(dtype).removeprefix("torch.")] = float(error)
+    return errors
+
+
+def run_wide(case: Case) -> Case:
+    """Case 2: many outputs, class labels."""
+    n, width, dim = case["sizes"]
+    layer, features, z, labels = make_points(n, width, dim, 8)
+    i, j = (labels.unsqueeze(1) != labels).nonzero().unbind(1)
+    margin = median_distance(z, (i, j))
+    options = CurvatureOptions(case["distance"], case["pd_fix"], margin)
+    warm_up(options)
+    curvature = partial(node_curvature, LastLayerPullback(Encoder(layer, features)), features, z, options, labels)
+    _, memory = measure_peak(curvature)
+    times = measure_time(curvature, case["repetitions"])
+    return {"margin": margin, "node": {"peak_mib": memory, **times}}
+
+
+def run_dataset(case: Case) -> Case:
+    """Case 3: all pairs of a training set, against one forward pass of the encoder over it."""
+    torch.manual_seed(0)
+    images, labels, source = load_images(case["data_root"], case["points"])
+    body = nn.Sequential(
+        *(nn.Conv2d(1, 32, 3), nn.ReLU(inplace=True), nn.Conv2d(32, 64, 3), nn.ReLU(inplace=True)),
+        *(nn.MaxPool2d(2), nn.Flatten()),
+    )
+    layer = nn.Linear(9216, 3)
+    encoder = nn.Sequential(body, layer)
+    train(encoder, images, labels, case["steps"])
+    encoder.requires_grad_(False)
+    n, batch = len(images), 250
+
+    def forward() -> None:
+        for start in range(0, n, batch):
+            encoder(images[start : start + batch])
+
+    times = measure_time(forward, case["repetitions"])
+    features = torch.empty(n, 9216)
+    for start in range(0, n, batch):
+        features[start : start + batch] = body(images[start : start + batch])
+    z = torch.cat([layer(features[start : start + batch]) for start in range(0, n, batch)])
+    margin = 0.7
+    options = CurvatureOptions(Distance.ARCCOS, PDFix.FIXED, margin)
+    warm_up(options)
+    curvature = partial(node_curvature, LastLayerPullback(Encoder(layer, features[:2])), features, z, options, labels)
+    _, memory = measure_peak(curvature)
+    node = measure_time(curvature, case["repetitions"])
+    u, _ = normalize(z)
+    some = torch.randint(0, n, (2, 10**5))
+    some = some[:, labels[some[0]] != labels[some[1]]]
+    inside = float(((u[some[0]] - u[some[1]]).norm(dim=1) < margin).float().mean())
+    return {
+        "source": source,
+        "encoder": f"the paper's G.2 network after {case['steps']} steps with ContrastiveLoss",
+        "ordered_pairs": n * (n - 1),
+        "negatives_inside": inside,
+        "forward": {**times, "batch": batch},
+        "node": {"peak_mib": memory, **node},
+        "ratio": times["cpu_seconds"] / node["cpu_seconds"],
+    }
+
+
+def load_images(root: str | None, points: int) -> tuple[Tensor, Tensor, str]:
+    """Fashion-MNIST's training set, or noise about ten random patterns where no data root is given."""
+    if root is None:
+        labels = torch.arange(points) % 10
+        patterns = nn.functional.interpolate(torch.rand(10, 1, 4, 4), size=28, mode="bilinear")
+        return patterns[labels] + 0.3 * torch.rand(points, 1, 28, 28), labels, "synthetic images of the same shape"
+    folder = Path(root) / "FashionMNIST" / "raw"
+    arrays = []
+    for name, header in (("images-idx3", 16), ("labels-idx1", 8)):
+        with gzip.open(folder / f"train-{name}-ubyte.gz") as file:
+            arrays.append(torch.from_numpy(np.frombuffer(file.read(), dtype=np.uint8, offset=header).copy()))
+    images, labels = arrays[0].view(-1, 1, 28, 28)[:points], arrays[1][:points]
+    return images.float() / 255, labels.long(), "Fashion-MNIST, training set"
+
+
+def train(encoder: nn.Module, images: Tensor, labels: Tensor, steps: int) -> None:
+    """A short training, for margins as they are in use."""
+    loss, optimizer = cc.ContrastiveLoss(margin=0.7), torch.optim.RMSprop(encoder.parameters(), lr=1e-3)
+    for _ in range(steps):
+        rows = torch.randint(0, len(images), (64,))
+        optimizer.zero_grad()
+        loss(encoder(images[rows]), labels[rows]).backward()
+        optimizer.step()
+
+
+RUNNERS = {"pairwise": run_pairwise, "wide": run_wide, "dataset": run_dataset}
+
+
+def make_cases(quick: bool, data_root: str | None) -> list[Case]:
+    small, wide = ([20, 40, 3, 60], [16, 24, 32]) if quick else ([64, 9216, 3, 5000], [128, 2048, 2048])
+    repetitions = 1 if quick else 3
+    cases = [
+        {
+            "case": "pairwise",
+            "distance": distance,
+            "pd_fix": fix,
+            "sizes": small,
+            "threads": 1,
+            "repetitions": repetitions,
+        }
+        for distance in DISTANCES
+        for fix in TARGETS
+    ]
+    cases += [
+        {"case": "wide", "distance": distance, "pd_fix": fix, "sizes": wide, "threads": 2, "repetitions": repetitions}
+        for distance in DISTANCES
+        for fix in (*TARGETS, "psd")
+    ]
+    size = {"points": 60, "steps": 2, "repetitions": 1} if quick else {"points": 60000, "steps": 300, "repetitions": 2}
+    return [*cases, {"case": "dataset", "data_root": data_root, "threads": 2, **size}]
+
+
+def judge(case: Case) -> Case:
+    """Whether the targets of the case are met."""
+    if case["case"] == "pairwise":
+        return {"ratio": case["pairwise"]["ratio"] >= TARGETS[case["pd_fix"]]}
+    node = case["node"]
+    if case["case"] == "wide":
+        return {"2 s": node["seconds"] <= 2, "4 GiB": node["peak_mib"] <= 4096}
+    return {"one forward pass": case["ratio"] >= 1, "3 GiB": node["peak_mib"] <= 3072}
+
+
+def run_apart(case: Case) -> Case:
+    """Run a case in a process of its own, so that no memory of another one is counted or reused."""
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.curvature", "--case", json.dumps(case)]
+    root = str(Path(__file__).parents[1])
+    passive = {"OMP_WAIT_POLICY": "PASSIVE"}  # threads that wait must not count as work
+    environment = {
+        **os.environ,
+        **passive,
+        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+    }
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: rounded(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [rounded(v) for v in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def main(arguments: list[str] | None = None) -> Case:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--quick", action="store_true", help="small sizes, in this process; the figures mean nothing")
+    parser.add_argument("--data-root", help="folder of FashionMNIST/raw; without it the data are synthetic")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for curvature.json and curvature.md")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.case:
+        case = json.loads(options.case)
+        torch.set_num_threads(case["threads"])
+        print(json.dumps(RUNNERS[case["case"]](case)))
+        return case
+    results: Case = {"machine": describe(), "quick": options.quick, "cases": []}
+    for case in make_cases(options.quick, options.data_root):
+        print("...", *(v for k, v in case.items() if k in ("case", "distance", "pd_fix")), file=sys.stderr)
+        measured = {**case, **(RUNNERS[case["case"]](case) if options.quick else run_apart(case))}
+        results["cases"].append(rounded({**measured, "met": judge(measured)}))
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "curvature.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    table = render(results)
+    (options.out / "curvature.md").write_text(table, encoding="utf-8")
+    print(table)
+    return results
+
+
+if __name__ == "__main__":
+    main()

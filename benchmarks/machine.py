@@ -1,0 +1,70 @@
+"""What a benchmark ran on, and how its time and memory are taken."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+__all__ = ["describe", "measure_peak", "measure_time"]
+
+_T = TypeVar("_T")
+
+
+def describe() -> dict[str, str | int | float]:
+    """The machine, its software, how busy it was at the start, and the date."""
+    model = platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line for line in cpuinfo.read_text(encoding="utf-8").splitlines() if line.startswith("model name")]
+        model = names[0].split(":", 1)[1].strip() if names else model
+    return {
+        "cpu": model,
+        "cores": os.cpu_count() or 0,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "load": round(os.getloadavg()[0], 1),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def measure_time(function: Callable[[], object], repetitions: int) -> dict[str, float]:
+    """Seconds of a call, the fastest of several: by the clock, and of processor time.
+
+    On a busy machine the clock is unfair to long calls, since only a short one can slip between other people's jobs;
+    processor time leaves out the waiting (in threads too, with ``OMP_WAIT_POLICY=PASSIVE``).
+    """
+    wall, cpu = [], []
+    for _ in range(repetitions):
+        start, used = time.perf_counter(), time.process_time()
+        function()
+        wall.append(time.perf_counter() - start)
+        cpu.append(time.process_time() - used)
+    return {"seconds": min(wall), "median_seconds": statistics.median(wall), "cpu_seconds": min(cpu)}
+
+
+def measure_peak(function: Callable[[], _T]) -> tuple[_T, float]:
+    """Run once; MiB of resident memory at its highest, above what was resident before (the inputs among it).
+
+    Linux lets a process reset its high-water mark. Where it cannot be reset, a call that stays below an earlier peak
+    counts as zero: measure the small ones first, in a fresh process.
+    """
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before = _peak_mib()
+    out = function()
+    return out, _peak_mib() - before
+
+
+def _peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
