@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="run folders of the demo")
     parser.add_argument("--data-root", type=Path, help="where the images are; default: as in the run")
     parser.add_argument("--n-samples", type=int, default=100, help="sampled networks for the ECE")
+    parser.add_argument("--seeds", type=int, nargs="+", help="only these seeds of every run")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     given = parser.parse_args()
     rows = []
@@ -76,7 +77,7 @@ def main() -> None:
         kept["data_root"] = given.data_root or Path(kept["data_root"])
         config = DemoConfig(**kept)
         data = load_data(config)
-        for seed in config.seeds:
+        for seed in [seed for seed in config.seeds if given.seeds is None or seed in given.seeds]:
             encoder = make_encoder(config.dataset, config.dim)
             encoder.load_state_dict(torch.load(folder / f"encoder_seed{seed}.pt", weights_only=True))
             rows += compare(config, data, encoder.eval(), seed, given.n_samples)
