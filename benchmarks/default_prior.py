@@ -69,7 +69,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", help="only these seeds of every run")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     given = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
+    given.out.mkdir(parents=True, exist_ok=True)
     for folder in given.runs:
         stored = json.loads((folder / "results.json").read_text(encoding="utf-8"))["config"]
         names = {f.name for f in dataclasses.fields(DemoConfig)}
@@ -81,12 +82,11 @@ def main() -> None:
             encoder = make_encoder(config.dataset, config.dim)
             encoder.load_state_dict(torch.load(folder / f"encoder_seed{seed}.pt", weights_only=True))
             rows += compare(config, data, encoder.eval(), seed, given.n_samples)
-    result = {"machine": describe(), "n_samples": given.n_samples, "rows": rows}
-    given.out.mkdir(parents=True, exist_ok=True)
-    text = markdown(rows)
-    write_atomically(given.out / "default_prior.json", json.dumps(result, indent=1) + "\n")
-    write_atomically(given.out / "default_prior.md", text)
-    print(text)
+            # After every encoder, so that an interrupted run leaves what it has.
+            result = {"machine": describe(), "n_samples": given.n_samples, "rows": rows}
+            write_atomically(given.out / "default_prior.json", json.dumps(result, indent=1) + "\n")
+            write_atomically(given.out / "default_prior.md", markdown(rows))
+    print(markdown(rows))
 
 
 def compare(config: DemoConfig, data: Any, encoder: Any, seed: int, n_samples: int) -> list[dict[str, Any]]:
@@ -102,6 +102,7 @@ def compare(config: DemoConfig, data: Any, encoder: Any, seed: int, n_samples: i
     for name, rule in RULES.items():
         rule(la)
         row: dict[str, Any] = {"dataset": config.dataset, "dim": config.dim, "seed": seed, "rule": name}
+        row |= {"training_images": len(data.train_x)}
         row |= {f"map_at_{k}": metrics.map_at_k(ranking, k) for k in (1, 5, 10)}
         row |= {"prior_precision": float(la.prior_precision), "temperature": float(la.temperature)}
         predicted = [predict(la, z, phi) for z, phi in ((z_in, phi_in), (z_out, phi_out))]
