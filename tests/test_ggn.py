@@ -197,6 +197,7 @@ def test_mapping_inputs_and_modules_that_cannot_be_vectorised(device: str) -> No
     truth = dense_ggn(model, batch, labels)
     with pytest.warns(UserWarning, match="point by point"):
         found = cc.ggn(model, batch, labels, structure="full", clamp=False)
+    assert not found.requires_grad
     assert close(found, truth)
 
 

@@ -122,7 +122,7 @@ class ContrastiveGGN(GGNInterface):
         """
         check_loader(loader)
         probe = self._probe(loader)
-        with evaluation_mode(self.model):
+        with evaluation_mode(self.model), torch.no_grad():
             encoder, pullback = self.encoder(probe), self.pullback(probe)
             if self.pairs == "batch":
                 out = batches_curvature(
@@ -154,7 +154,7 @@ class ContrastiveGGN(GGNInterface):
             raise UnsupportedError(msg)
         check_loader(loader)
         probe = self._probe(loader)
-        with evaluation_mode(self.model):
+        with evaluation_mode(self.model), torch.no_grad():
             encoder, pullback = self.encoder(probe), self.pullback(probe)
             if not isinstance(pullback, ModulePullback):
                 msg = "The low-rank structure takes all parameters."
@@ -218,7 +218,7 @@ class ContrastiveGGN(GGNInterface):
         raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
 
     def _batch(self, x: Inputs, y: Tensor, n_data: int | None, structure: Structure) -> tuple[Tensor, Any]:
-        with evaluation_mode(self.model):
+        with evaluation_mode(self.model), torch.no_grad():
             encoder, pullback = self.encoder(x), self.pullback(x)
             n_data = y.shape[0] if n_data is None else n_data
             term = batch_curvature(pullback, encoder, x, y, self.options, structure, n_data, relation=self.relation)

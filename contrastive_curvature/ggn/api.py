@@ -88,7 +88,7 @@ def ggn(
     if not isinstance(x, (Tensor, Mapping)) or not input_length(x):
         raise InputError(expected("x", "a batch of at least one point", _describe(x)))
     model, x = _lift_half(model, x)
-    with evaluation_mode(model):
+    with evaluation_mode(model), torch.no_grad():
         encoder = Encoder(model, slice_inputs(x, slice(0, 8)))
         check_encoder(encoder, options)
         pullback = make_pullback(encoder, subset_of_weights)

@@ -120,7 +120,7 @@ class ModuleKron:
                 handle.remove()
         ran = [layer for layer in self.layers if id(layer) in seen]
         outs = [seen[id(layer)][1] for layer in ran]
-        rows = [_gradients(z[:, k].sum(), outs) for k in range(z.shape[1])]
+        rows = [_gradients(z, k, outs) for k in range(z.shape[1])]
         # Jacobians of the raw outputs with respect to what a layer puts out, (N, D, positions, channels).
         jacobians = {
             id(layer): torch.stack([_by_position(layer, row[i]) for row in rows], dim=1) for i, layer in enumerate(ran)
@@ -165,10 +165,13 @@ def clamp_factors(factors: KronFactors) -> KronFactors:
     return [[clamp_curvature(f[0]), *f[1:]] for f in factors]
 
 
-def _gradients(total: Tensor, outs: list[Tensor]) -> list[Tensor]:
-    if not total.requires_grad:
+def _gradients(z: Tensor, k: int, outs: list[Tensor]) -> list[Tensor]:
+    """Gradients of every point's output k with respect to what the layers put out; zero where it does not depend."""
+    if not z.requires_grad:
         return [torch.zeros_like(out) for out in outs]
-    found = torch.autograd.grad(total, outs, retain_graph=True, allow_unused=True)
+    axis = torch.zeros_like(z)
+    axis[:, k] = 1
+    found = torch.autograd.grad(z, outs, axis, retain_graph=True, allow_unused=True)
     return [torch.zeros_like(out) if g is None else g for g, out in zip(found, outs, strict=True)]
 
 
