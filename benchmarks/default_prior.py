@@ -26,7 +26,7 @@ from contrastive_curvature.demo.data import Batches, load_data
 from contrastive_curvature.demo.networks import make_encoder
 from contrastive_curvature.demo.posterior import fit_posterior, read_features, sampled_embeddings
 from contrastive_curvature.demo.report import write_atomically
-from contrastive_curvature.laplace.prediction import diag_last_layer_variance
+from contrastive_curvature.laplace.covariance import diag_last_layer_variance
 
 COLUMNS = ("auroc", "auprc", "ausc")
 _BATCH = 200

@@ -8,25 +8,20 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-import torch
-from laplace.utils.enums import Likelihood, LinkApprox, PredType
+from laplace.utils.enums import Likelihood
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from contrastive_curvature.backends.torch_func import ContrastiveGGN, check_loader
-from contrastive_curvature.embedding import EmbeddingDistribution
-from contrastive_curvature.encoder import Encoder, Inputs, evaluation_mode
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.accumulate import clamp_curvature
 from contrastive_curvature.ggn.dataset import DatasetCurvature
-from contrastive_curvature.ggn.pullback import ModulePullback
 from contrastive_curvature.laplace.options import check_model, check_options
-from contrastive_curvature.laplace.tuning import PriorTuning, parse_pred_type
+from contrastive_curvature.laplace.prediction import SpherePrediction
 from contrastive_curvature.options import Structure
-from contrastive_curvature.sphere import normalize
 
 __all__ = ["CONTRASTIVE", "ContrastiveLaplace"]
 
@@ -34,7 +29,7 @@ CONTRASTIVE = "contrastive"
 """The likelihood's name in ``laplace.Laplace(model, likelihood="contrastive")``."""
 
 
-class ContrastiveLaplace(PriorTuning):
+class ContrastiveLaplace(SpherePrediction):
     """Mixin that makes a laplace-torch class approximate the posterior of a contrastive encoder.
 
     Args:
@@ -133,93 +128,6 @@ class ContrastiveLaplace(PriorTuning):
         self.model.output_size = self.n_outputs
         self._posterior_scale = None
 
-    def __call__(
-        self,
-        x: Inputs,
-        pred_type: PredType | str = PredType.GLM,
-        joint: bool = False,
-        link_approx: LinkApprox | str | None = None,
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-        fitting: bool = False,
-        **model_kwargs: Any,
-    ) -> EmbeddingDistribution:
-        """Distribution of embeddings; ``mu, kappa = la(x)``.
-
-        Args:
-            x: A batch of B inputs.
-            pred_type: ``"glm"``: Gaussian over the raw outputs of the linearised network, in closed form, no samples
-                (exact for a last layer). ``"nn"``: from networks with sampled weights.
-            joint: With ``"glm"``, keep the covariance between inputs, (B D)^2 numbers.
-            link_approx: Must be left alone: a sphere has no link function.
-            n_samples: Number of networks for ``"nn"``.
-            diagonal_output: With ``"glm"``, keep only the variances of the raw outputs.
-            generator: Source of randomness for ``"nn"``.
-            fitting: Of no effect; the host passes it.
-            **model_kwargs: Refused.
-
-        Returns:
-            The distribution.
-
-        Raises:
-            InputError: An option is unknown or malformed.
-            AttributeError: Not fitted.
-        """
-        self._check_fitted()
-        _refuse_link(link_approx)
-        if model_kwargs:
-            raise InputTypeError(expected("la(x)", "no further arguments", str(sorted(model_kwargs))))
-        if joint and diagonal_output:
-            raise InputError(expected("joint, diagonal_output", "at most one of them", "both"))
-        if parse_pred_type(pred_type) is PredType.NN:
-            return EmbeddingDistribution.from_samples(self._joint_samples(x, n_samples, generator, linearized=False))
-        return self._gaussian(x, joint, diagonal_output)
-
-    def functional_samples(
-        self,
-        x: Inputs,
-        pred_type: PredType | str = PredType.GLM,
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-        joint: bool = False,
-    ) -> Tensor:
-        """Draw raw outputs, before normalisation.
-
-        Args:
-            x: A batch of B inputs.
-            pred_type: ``"glm"`` or ``"nn"``, as in calling.
-            n_samples: Number S of samples.
-            diagonal_output: With marginal ``"glm"`` samples, ignore covariances between outputs.
-            generator: Source of randomness.
-            joint: ``True``: sample s comes from the same weights for all inputs, as retrieval metrics need. ``False``
-                with ``"glm"``: every input from its own marginal, at the price of one forward pass. ``"nn"`` is always
-                joint.
-
-        Returns:
-            Shape (S, B, D).
-        """
-        self._check_fitted()
-        linearized = parse_pred_type(pred_type) is PredType.GLM
-        _check_count(n_samples)
-        if joint or not linearized:
-            return self._joint_samples(x, n_samples, generator, linearized)
-        return self._gaussian(x, False, diagonal_output).raw_samples(n_samples, generator)
-
-    def predictive_samples(
-        self,
-        x: Inputs,
-        pred_type: PredType | str = PredType.GLM,
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-        joint: bool = False,
-    ) -> Tensor:
-        """Draw embeddings on the sphere: :meth:`functional_samples`, normalised. Shape (S, B, D)."""
-        raw = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, joint)
-        return normalize(raw.flatten(0, 1))[0].view_as(raw)
-
     def state_dict(self) -> dict[str, Any]:
         """Everything the posterior needs besides the encoder: tensors, numbers and strings only.
 
@@ -254,11 +162,6 @@ class ContrastiveLaplace(PriorTuning):
         plain = {k: str(v) if isinstance(v, str) else v for k, v in self._curvature_options.items()}
         return {**plain, "relation": plain["relation"] is not None}
 
-    def _check_fitted(self) -> None:
-        if not self.n_data:
-            msg = "Laplace not fitted. Run la.fit(train_loader) first."
-            raise AttributeError(msg)
-
     def _prepare(self, loader: Iterable[Any]) -> None:
         """What must be known before the backend exists; nothing here."""
 
@@ -283,75 +186,9 @@ class ContrastiveLaplace(PriorTuning):
             )
         self.H_raw, self.H = raw, clamped
 
-    def _gaussian(self, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistribution:
-        x = self._moved(x)
-        jacobians, z = self.backend.jacobians(x, enable_backprop=self.enable_backprop)
-        if joint:
-            return EmbeddingDistribution(z, joint_covariance=self.functional_covariance(jacobians))
-        covariance = self.functional_variance(jacobians)
-        if diagonal:
-            return EmbeddingDistribution(z, variance=covariance.diagonal(dim1=1, dim2=2))
-        return EmbeddingDistribution(z, covariance=covariance)
-
-    def _glm_predictive_distribution(
-        self, X: Inputs, joint: bool = False, diagonal_output: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """The host's own form of the Gaussian: means and covariances of the raw outputs."""
-        out = self._gaussian(X, joint, diagonal_output)
-        if joint:
-            return out.mean.flatten(), out.joint_covariance
-        return out.mean, out.variance if diagonal_output else out.covariance
-
-    def _joint_samples(self, x: Inputs, n_samples: int, generator: torch.Generator | None, linearized: bool) -> Tensor:
-        """Raw outputs (S, B, D) of S networks."""
-        context = self._sampling_context(self._moved(x))
-        parts = [self._outputs_at(context, theta, linearized) for theta in self._weights(n_samples, generator)]
-        return torch.cat(parts)
-
-    def _weights(self, n_samples: int, generator: torch.Generator | None) -> Iterator[Tensor]:
-        """Sampled weights in chunks of bounded size, each (S, P)."""
-        _check_count(n_samples)
-        step = max(1, 2**26 // self.mean.numel())
-        for start in range(0, n_samples, step):
-            yield self.sample(min(step, n_samples - start), generator)
-
-    def _sampling_context(self, x: Inputs) -> Any:
-        return x
-
-    def _outputs_at(self, context: Any, theta: Tensor, linearized: bool) -> Tensor:
-        """Raw outputs (S, B, D) at given weights (S, P)."""
-        with evaluation_mode(self.model), torch.set_grad_enabled(self.enable_backprop):
-            encoder: Encoder = self.backend.encoder(context)
-            pullback = ModulePullback(encoder)
-            if linearized:
-                moved = [pullback.jvp(context, sample - self.mean) for sample in theta]
-                return torch.stack([z + shift for z, shift in moved])
-            return torch.stack([pullback.outputs_at(context, sample) for sample in theta])
-
-    def _moved(self, x: Inputs) -> Inputs:
-        if not isinstance(x, (Tensor, Mapping)):
-            raise InputTypeError(expected("x", "a tensor or a mapping of tensors", f"a {type(x).__name__}"))
-        if isinstance(x, Tensor):
-            return x.to(self._device)
-        return {k: v.to(self._device) if isinstance(v, Tensor) else v for k, v in x.items()}
-
 
 def _by_name(cls: type, args: tuple[Any, ...]) -> dict[str, Any]:
     """Names of the positional arguments that follow model and likelihood, from the host's own constructor."""
     host: Any = next(c for c in cls.__mro__ if c.__module__.startswith("laplace."))
     bound = inspect.signature(host.__init__).bind_partial(None, None, None, *args).arguments
     return dict(list(bound.items())[3:])
-
-
-def _check_count(n_samples: object) -> None:
-    if isinstance(n_samples, bool) or not isinstance(n_samples, int) or n_samples < 1:
-        raise InputError(expected("n_samples", "a positive whole number", n_samples))
-
-
-def _refuse_link(link_approx: object) -> None:
-    if link_approx is not None and link_approx != LinkApprox.PROBIT:
-        msg = (
-            f"link_approx={str(link_approx)!r}: embeddings have no link function. Leave it out; pred_type chooses "
-            "between the closed form ('glm') and sampled weights ('nn')."
-        )
-        raise UnsupportedError(msg)

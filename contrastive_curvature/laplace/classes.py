@@ -24,12 +24,12 @@ from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.ggn.dataset import DatasetCurvature
 from contrastive_curvature.ggn.kron import clamp_factors
 from contrastive_curvature.laplace.base import CONTRASTIVE, ContrastiveLaplace
-from contrastive_curvature.laplace.features import RawFeatureExtractor
-from contrastive_curvature.laplace.prediction import (
+from contrastive_curvature.laplace.covariance import (
     dense_last_layer_covariance,
     diag_last_layer_variance,
     kron_last_layer_covariance,
 )
+from contrastive_curvature.laplace.features import RawFeatureExtractor
 from contrastive_curvature.options import Structure
 
 __all__ = [

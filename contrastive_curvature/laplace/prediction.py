@@ -1,69 +1,181 @@
-"""The Gaussian over raw outputs that a posterior over weights implies, in closed form for a linear last layer."""
+"""Predictions of the contrastive Laplace classes: distributions and samples of embeddings."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 import torch
-from laplace.utils.matrix import KronDecomposed
+from laplace.utils.enums import LinkApprox, PredType
 from torch import Tensor
 
-__all__ = ["dense_last_layer_covariance", "diag_last_layer_variance", "kron_last_layer_covariance"]
+from contrastive_curvature.embedding import EmbeddingDistribution
+from contrastive_curvature.encoder import Encoder, Inputs, evaluation_mode
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.ggn.pullback import ModulePullback
+from contrastive_curvature.laplace.tuning import PriorTuning, parse_pred_type
+from contrastive_curvature.sphere import normalize
+
+__all__ = ["SpherePrediction"]
 
 
-def diag_last_layer_variance(phi: Tensor, variance: Tensor, dim: int) -> Tensor:
-    """``v_k = sum_f var(W_kf) phi_f^2 + var(b_k)``.
+class SpherePrediction(PriorTuning):
+    """Part of the contrastive mixin that predicts: embeddings in place of the host's softmax."""
 
-    Args:
-        phi: Features, shape (B, F).
-        variance: Posterior variances of ``[W.flatten(), b]``, shape (P,).
-        dim: Number D of outputs.
+    def __call__(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GLM,
+        joint: bool = False,
+        link_approx: LinkApprox | str | None = None,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        fitting: bool = False,
+        **model_kwargs: Any,
+    ) -> EmbeddingDistribution:
+        """Distribution of embeddings; ``mu, kappa = la(x)``.
 
-    Returns:
-        Shape (B, D).
-    """
-    weights = dim * phi.shape[1]
-    out = phi.square() @ variance[:weights].view(dim, -1).T
-    return out + variance[weights:] if variance.numel() > weights else out
+        Args:
+            x: A batch of B inputs.
+            pred_type: ``"glm"``: Gaussian over the raw outputs of the linearised network, in closed form, no samples
+                (exact for a last layer). ``"nn"``: from networks with sampled weights.
+            joint: With ``"glm"``, keep the covariance between inputs, (B D)^2 numbers.
+            link_approx: Must be left alone: a sphere has no link function.
+            n_samples: Number of networks for ``"nn"``.
+            diagonal_output: With ``"glm"``, keep only the variances of the raw outputs.
+            generator: Source of randomness for ``"nn"``.
+            fitting: Of no effect; the host passes it.
+            **model_kwargs: Refused.
+
+        Returns:
+            The distribution.
+
+        Raises:
+            InputError: An option is unknown or malformed.
+            AttributeError: Not fitted.
+        """
+        self._check_fitted()
+        _refuse_link(link_approx)
+        if model_kwargs:
+            raise InputTypeError(expected("la(x)", "no further arguments", str(sorted(model_kwargs))))
+        if joint and diagonal_output:
+            raise InputError(expected("joint, diagonal_output", "at most one of them", "both"))
+        if parse_pred_type(pred_type) is PredType.NN:
+            return EmbeddingDistribution.from_samples(self._joint_samples(x, n_samples, generator, linearized=False))
+        return self._gaussian(x, joint, diagonal_output)
+
+    def functional_samples(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GLM,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        joint: bool = False,
+    ) -> Tensor:
+        """Draw raw outputs, before normalisation.
+
+        Args:
+            x: A batch of B inputs.
+            pred_type: ``"glm"`` or ``"nn"``, as in calling.
+            n_samples: Number S of samples.
+            diagonal_output: With marginal ``"glm"`` samples, ignore covariances between outputs.
+            generator: Source of randomness.
+            joint: ``True``: sample s comes from the same weights for all inputs, as retrieval metrics need. ``False``
+                with ``"glm"``: every input from its own marginal, at the price of one forward pass. ``"nn"`` is always
+                joint.
+
+        Returns:
+            Shape (S, B, D).
+        """
+        self._check_fitted()
+        linearized = parse_pred_type(pred_type) is PredType.GLM
+        _check_count(n_samples)
+        if joint or not linearized:
+            return self._joint_samples(x, n_samples, generator, linearized)
+        return self._gaussian(x, False, diagonal_output).raw_samples(n_samples, generator)
+
+    def predictive_samples(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GLM,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        joint: bool = False,
+    ) -> Tensor:
+        """Draw embeddings on the sphere: :meth:`functional_samples`, normalised. Shape (S, B, D)."""
+        raw = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, joint)
+        return normalize(raw.flatten(0, 1))[0].view_as(raw)
+
+    def _check_fitted(self) -> None:
+        if not self.n_data:
+            msg = "Laplace not fitted. Run la.fit(train_loader) first."
+            raise AttributeError(msg)
+
+    def _gaussian(self, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistribution:
+        x = self._moved(x)
+        jacobians, z = self.backend.jacobians(x, enable_backprop=self.enable_backprop)
+        if joint:
+            return EmbeddingDistribution(z, joint_covariance=self.functional_covariance(jacobians))
+        covariance = self.functional_variance(jacobians)
+        if diagonal:
+            return EmbeddingDistribution(z, variance=covariance.diagonal(dim1=1, dim2=2))
+        return EmbeddingDistribution(z, covariance=covariance)
+
+    def _glm_predictive_distribution(
+        self, X: Inputs, joint: bool = False, diagonal_output: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """The host's own form of the Gaussian: means and covariances of the raw outputs."""
+        out = self._gaussian(X, joint, diagonal_output)
+        if joint:
+            return out.mean.flatten(), out.joint_covariance
+        return out.mean, out.variance if diagonal_output else out.covariance
+
+    def _joint_samples(self, x: Inputs, n_samples: int, generator: torch.Generator | None, linearized: bool) -> Tensor:
+        """Raw outputs (S, B, D) of S networks."""
+        context = self._sampling_context(self._moved(x))
+        parts = [self._outputs_at(context, theta, linearized) for theta in self._weights(n_samples, generator)]
+        return torch.cat(parts)
+
+    def _weights(self, n_samples: int, generator: torch.Generator | None) -> Iterator[Tensor]:
+        """Sampled weights in chunks of bounded size, each (S, P)."""
+        _check_count(n_samples)
+        step = max(1, 2**26 // self.mean.numel())
+        for start in range(0, n_samples, step):
+            yield self.sample(min(step, n_samples - start), generator)
+
+    def _sampling_context(self, x: Inputs) -> Any:
+        return x
+
+    def _outputs_at(self, context: Any, theta: Tensor, linearized: bool) -> Tensor:
+        """Raw outputs (S, B, D) at given weights (S, P)."""
+        with evaluation_mode(self.model), torch.set_grad_enabled(self.enable_backprop):
+            encoder: Encoder = self.backend.encoder(context)
+            pullback = ModulePullback(encoder)
+            if linearized:
+                moved = [pullback.jvp(context, sample - self.mean) for sample in theta]
+                return torch.stack([z + shift for z, shift in moved])
+            return torch.stack([pullback.outputs_at(context, sample) for sample in theta])
+
+    def _moved(self, x: Inputs) -> Inputs:
+        if not isinstance(x, (Tensor, Mapping)):
+            raise InputTypeError(expected("x", "a tensor or a mapping of tensors", f"a {type(x).__name__}"))
+        if isinstance(x, Tensor):
+            return x.to(self._device)
+        return {k: v.to(self._device) if isinstance(v, Tensor) else v for k, v in x.items()}
 
 
-def kron_last_layer_covariance(phi: Tensor, precision: KronDecomposed) -> Tensor:
-    """Covariance under the precision ``G (x) A + delta I`` of the weight, and ``G_b + delta_b I`` of the bias.
-
-    Args:
-        phi: Features, shape (B, F).
-        precision: laplace-torch's decomposed posterior precision of the layer.
-
-    Returns:
-        Shape (B, D, D). In the eigenbasis of ``G`` the weight's part is diagonal, with
-        ``sum_f (U_A^T phi)_f^2 / (g_k a_f + delta)`` for axis k.
-    """
-    (q_g, q_a), (g, a) = precision.eigenvectors[0], precision.eigenvalues[0]
-    delta = precision.deltas[0]
-    damp = delta.sqrt()
-    scale = torch.outer(g + damp, a + damp) if precision.damping else torch.outer(g, a) + delta
-    along = (phi @ q_a).square() @ (1 / scale).T
-    out = (q_g * along.unsqueeze(1)) @ q_g.T
-    if len(precision.eigenvalues) > 1:
-        q, values = precision.eigenvectors[1][0], precision.eigenvalues[1][0]
-        out = out + (q / (values + precision.deltas[1])) @ q.T
-    return out
+def _check_count(n_samples: object) -> None:
+    if isinstance(n_samples, bool) or not isinstance(n_samples, int) or n_samples < 1:
+        raise InputError(expected("n_samples", "a positive whole number", n_samples))
 
 
-def dense_last_layer_covariance(phi: Tensor, covariance: Tensor, dim: int) -> Tensor:
-    """Covariance under a dense posterior covariance of ``[W.flatten(), b]``.
-
-    Args:
-        phi: Features, shape (B, F).
-        covariance: Shape (P, P).
-        dim: Number D of outputs.
-
-    Returns:
-        Shape (B, D, D).
-    """
-    width = phi.shape[1]
-    weights = dim * width
-    by_layer = covariance[:weights, :weights].view(dim, width, dim, width)
-    out = torch.einsum("bf,kflg,bg->bkl", phi, by_layer, phi)
-    if covariance.shape[0] > weights:
-        mixed = torch.einsum("bf,kfl->bkl", phi, covariance[:weights, weights:].view(dim, width, dim))
-        out = out + mixed + mixed.mT + covariance[weights:, weights:]
-    return out
+def _refuse_link(link_approx: object) -> None:
+    if link_approx is not None and link_approx != LinkApprox.PROBIT:
+        msg = (
+            f"link_approx={str(link_approx)!r}: embeddings have no link function. Leave it out; pred_type chooses "
+            "between the closed form ('glm') and sampled weights ('nn')."
+        )
+        raise UnsupportedError(msg)
