@@ -1,4 +1,4 @@
-"""The unit sphere: normalisation and the tangent projector. The only file that divides by the norm of an output."""
+"""The unit sphere: normalisation and the tangent projector of raw outputs (N, D)."""
 
 from __future__ import annotations
 

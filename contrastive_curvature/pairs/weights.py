@@ -71,15 +71,6 @@ class PairWeights:
         blocks = [y for _, y in self.row_blocks()]
         return torch.cat(blocks) if blocks else self.u.new_zeros(0, 0)
 
-    def edges(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Stream the pairs of non-zero weight as ``(i, j, y)`` with ``i < j``, in chunks of bounded size."""
-        if isinstance(self.relation, EdgeRelation):
-            yield from self._listed_edges(self.relation)
-            return
-        for rows, y in self.row_blocks():
-            i, j = y.triu(1 + rows.start).nonzero(as_tuple=True)
-            yield i + rows.start, j, y[i, j]
-
     def matmul(self, x: Tensor) -> Tensor:
         """``Y x`` for ``x`` of shape (N, C)."""
         out = torch.zeros_like(x)
