@@ -125,12 +125,10 @@ class ContrastiveGGN(GGNInterface):
         with evaluation_mode(self.model), torch.no_grad():
             encoder, pullback = self.encoder(probe), self.pullback(probe)
             if self.pairs == "batch":
-                out = batches_curvature(
-                    pullback, encoder, loader, self.read, self.options, structure, self.relation, progress
-                )
+                out = batches_curvature(pullback, loader, self.read, self.options, structure, self.relation, progress)
             else:
                 found = collect_pairs(encoder, loader, self.read, self.options, self.relation, progress)
-                out = dataset_curvature(pullback, encoder, loader, self.read, found, structure, progress)
+                out = dataset_curvature(pullback, loader, self.read, found, structure, progress)
         return self._scaled(out)
 
     def fit_lowrank(self, loader: Iterable[Any], progress: bool = False) -> DatasetCurvature:
@@ -162,7 +160,8 @@ class ContrastiveGGN(GGNInterface):
             found = collect_pairs(encoder, loader, self.read, self.options, self.relation, progress)
             vectors, values = leading_eigenpairs(pullback, found, loader, self.read, self.rank, progress)
         scale = self._data_scale(found.n)
-        return DatasetCurvature((vectors, scale * values), scale * found.loss, scale * found.cost, found.n)
+        loss, cost = found.weights.loss_and_cost()
+        return DatasetCurvature((vectors, scale * values), scale * loss, scale * cost, found.n)
 
     def eig_lowrank(self, data_loader: Iterable[Any]) -> tuple[Tensor, Tensor, Tensor]:
         """The host's form of :meth:`fit_lowrank`: eigenvectors, eigenvalues and loss."""
@@ -219,9 +218,9 @@ class ContrastiveGGN(GGNInterface):
 
     def _batch(self, x: Inputs, y: Tensor, n_data: int | None, structure: Structure) -> tuple[Tensor, Any]:
         with evaluation_mode(self.model), torch.no_grad():
-            encoder, pullback = self.encoder(x), self.pullback(x)
+            pullback = self.pullback(x)
             n_data = y.shape[0] if n_data is None else n_data
-            term = batch_curvature(pullback, encoder, x, y, self.options, structure, n_data, relation=self.relation)
+            term = batch_curvature(pullback, x, y, self.options, structure, n_data, relation=self.relation)
         scaled = self._scaled(term)
         return scaled.loss, scaled.curvature
 

@@ -11,13 +11,7 @@ from torch import Tensor, nn
 from contrastive_curvature.encoder import Encoder, Inputs, evaluation_mode, input_length, slice_inputs
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.ggn.accumulate import clamp_curvature, make_blocks, points_curvature
-from contrastive_curvature.ggn.kron import (
-    KronFactors,
-    ModuleKron,
-    clamp_factors,
-    last_layer_kron,
-    refuse_coupled_kron,
-)
+from contrastive_curvature.ggn.kron import KronFactors, clamp_factors, kron_factors, refuse_coupled_kron
 from contrastive_curvature.ggn.last_layer import LastLayerPullback
 from contrastive_curvature.ggn.pullback import ModulePullback, Points, Pullback
 from contrastive_curvature.options import CurvatureOptions, Distance, Normalization, PDFix, Structure, parse_option
@@ -102,7 +96,8 @@ def ggn(
         if kind is not Structure.KRON:
             curvature = points_curvature(pullback, points, weights, options, kind)
             return clamp_curvature(curvature) if clamp else curvature
-        factors = _kron(encoder, pullback, points, weights, options)
+        blocks = make_blocks(u, n, *weights.node_sums(), options)
+        factors = kron_factors(pullback, points, blocks, len(points))
     return clamp_factors(factors) if clamp else factors
 
 
@@ -147,18 +142,6 @@ def make_pullback(encoder: Encoder, subset_of_weights: str | Tensor) -> Pullback
             raise InputError(expected("model", "at least one parameter that requires a gradient", "none"))
         return ModulePullback(encoder)
     raise InputError(expected("subset_of_weights", wanted, subset_of_weights))
-
-
-def _kron(
-    encoder: Encoder, pullback: Pullback, points: Points, weights: PairWeights, options: CurvatureOptions
-) -> KronFactors:
-    blocks = make_blocks(points.u, points.n, *weights.node_sums(), options)
-    if isinstance(pullback, LastLayerPullback):
-        return last_layer_kron(points, blocks, len(points), pullback.bias)
-    if isinstance(pullback, ModulePullback) and pullback.indices is not None:
-        msg = "structure 'kron': a subnetwork has no Kronecker factors. Use the structure 'diag' or 'full'."
-        raise UnsupportedError(msg)
-    return ModuleKron(encoder).factors(points.context, blocks, len(points))
 
 
 def _lift_half(model: nn.Module, x: Inputs) -> tuple[nn.Module, Inputs]:

@@ -8,21 +8,19 @@ its own share, so batches add up as they are. A batch without a pair of one type
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from contrastive_curvature.encoder import Encoder, Inputs, input_length
+from contrastive_curvature.encoder import Inputs, input_length
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.accumulate import make_blocks, points_curvature
 from contrastive_curvature.ggn.dataset import BatchReader, DatasetCurvature, check_fittable, check_targets
-from contrastive_curvature.ggn.kron import ModuleKron, add_factors, last_layer_kron, refuse_coupled_kron
-from contrastive_curvature.ggn.last_layer import LastLayerPullback
+from contrastive_curvature.ggn.kron import add_factors, kron_factors, refuse_coupled_kron
 from contrastive_curvature.ggn.pullback import Points, Pullback
-from contrastive_curvature.options import CurvatureOptions, Normalization, PDFix, Structure
+from contrastive_curvature.options import CurvatureOptions, Normalization, Structure
 from contrastive_curvature.pairs import PairWeights, Relation, RelationFunction, make_relation
 from contrastive_curvature.sphere import check_outputs, normalize
 
@@ -31,7 +29,6 @@ __all__ = ["batch_curvature", "batches_curvature"]
 
 def batches_curvature(
     pullback: Pullback,
-    encoder: Encoder,
     loader: Iterable[Any],
     read: BatchReader,
     options: CurvatureOptions,
@@ -43,7 +40,6 @@ def batches_curvature(
 
     Args:
         pullback: The parameters.
-        encoder: The analysed encoder, in evaluation mode.
         loader: Batches; a first pass only counts pairs and runs no network.
         read: Takes a batch apart.
         options: The curvature options.
@@ -79,7 +75,7 @@ def batches_curvature(
     cost: Any = 0
     for batch in tqdm(loader, desc="[curvature]", disable=not progress):
         x, y = read(batch)
-        part = batch_curvature(pullback, encoder, x, y, options, structure, n, totals, relation)
+        part = batch_curvature(pullback, x, y, options, structure, n, totals, relation)
         loss, cost = loss + part.loss, cost + part.cost
         if structure is Structure.KRON:
             curvature = add_factors(curvature, part.curvature)
@@ -90,7 +86,6 @@ def batches_curvature(
 
 def batch_curvature(
     pullback: Pullback,
-    encoder: Encoder,
     x: Inputs,
     targets: Tensor,
     options: CurvatureOptions,
@@ -103,7 +98,6 @@ def batch_curvature(
 
     Args:
         pullback: The parameters.
-        encoder: The analysed encoder, in evaluation mode.
         x: A batch of B points.
         targets: Their labels or targets.
         options: The curvature options.
@@ -124,18 +118,14 @@ def batch_curvature(
     made = make_relation(z.shape[0], z.device, targets, relation)
     scale = _scale(made, options.normalization, n_data, totals)
     weights = PairWeights(made, u, options, scale)
-    complete = replace(options, pd_fix=PDFix.FIXED) if options.pd_fix is PDFix.POSITIVE else options
     points = Points(context, u, n)
     curvature: Any
     if structure is not Structure.KRON:
         curvature = points_curvature(pullback, points, weights, options, structure)
-    elif isinstance(pullback, LastLayerPullback):
-        blocks = make_blocks(u, n, *weights.node_sums(), options)
-        curvature = last_layer_kron(points, blocks, n_data, pullback.bias)
     else:
         blocks = make_blocks(u, n, *weights.node_sums(), options)
-        curvature = ModuleKron(encoder).factors(x, blocks, n_data)
-    return DatasetCurvature(curvature, *PairWeights(made, u, complete, scale).loss_and_cost(), n_data)
+        curvature = kron_factors(pullback, points, blocks, n_data)
+    return DatasetCurvature(curvature, *weights.loss_and_cost(), n_data)
 
 
 def _scale(

@@ -8,7 +8,7 @@ weight depends on the classes only, else from blocks of points streamed against 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +18,7 @@ from tqdm import tqdm
 from contrastive_curvature.encoder import Encoder, Inputs, input_length
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.accumulate import make_blocks
-from contrastive_curvature.ggn.kron import ModuleKron, add_factors, last_layer_kron, refuse_coupled_kron
-from contrastive_curvature.ggn.last_layer import LastLayerPullback
+from contrastive_curvature.ggn.kron import add_factors, kron_factors, refuse_coupled_kron
 from contrastive_curvature.ggn.pullback import Points, Pullback
 from contrastive_curvature.options import CurvatureOptions, PDFix, Structure
 from contrastive_curvature.pairs import PairWeights, RelationFunction, make_relation
@@ -44,16 +43,12 @@ class DatasetPairs:
         weights: Over the same points.
         options: The curvature options.
         checksum: Sum and sum of squares of the raw outputs, to recognise the data in the second pass.
-        loss: Value of the contrastive loss over all pairs.
-        cost: See :meth:`PairWeights.loss_and_cost`.
     """
 
     z: Tensor
     weights: PairWeights
     options: CurvatureOptions
     checksum: Tensor
-    loss: Tensor
-    cost: Tensor
 
     @property
     def n(self) -> int:
@@ -115,11 +110,7 @@ def collect_pairs(
     made = make_relation(z.shape[0], z.device, torch.cat(targets), relation)
     weights = PairWeights(made, u, options)
     check_fittable(z.shape[0], weights.totals[0])
-    # The positive fix drops the repelling pairs from the curvature, not from the loss.
-    complete = weights
-    if options.pd_fix is PDFix.POSITIVE:
-        complete = PairWeights(made, u, replace(options, pd_fix=PDFix.FIXED))
-    return DatasetPairs(z, weights, options, _checksum(z), *complete.loss_and_cost())
+    return DatasetPairs(z, weights, options, _checksum(z))
 
 
 def check_targets(y: object, n: int, relation: RelationFunction | None) -> Tensor:
@@ -154,7 +145,6 @@ def check_fittable(n: int, positives: float) -> None:
 
 def dataset_curvature(
     pullback: Pullback,
-    encoder: Encoder,
     loader: Iterable[Any],
     read: BatchReader,
     pairs: DatasetPairs,
@@ -165,7 +155,6 @@ def dataset_curvature(
 
     Args:
         pullback: The parameters.
-        encoder: The analysed encoder, in evaluation mode.
         loader: The same data as in the first pass, in any order.
         read: Takes a batch apart.
         pairs: What the first pass left.
@@ -186,7 +175,7 @@ def dataset_curvature(
     made = pairs.weights.relation
     relation = made.function if isinstance(made, CallableRelation) else None
     cross = _make_cross(pullback, pairs, structure) if options.pd_fix.coupled else None
-    module_kron: ModuleKron | None = None
+    degree, pull = pairs.z.new_zeros(2)
     seen = torch.zeros_like(pairs.checksum)
     for batch in tqdm(loader, desc="[curvature]", disable=not progress):
         x, y = read(batch)
@@ -196,13 +185,11 @@ def dataset_curvature(
         seen += _checksum(z)
         u, n = normalize(z)
         points = Points(context, u, n)
-        blocks = make_blocks(u, n, *pairs.weights.sums_for(u, y), options)
+        d, s = pairs.weights.sums_for(u, y)
+        degree, pull = degree + d.sum(), pull + (u * s).sum()
+        blocks = make_blocks(u, n, d, s, options)
         if structure is Structure.KRON:
-            if isinstance(pullback, LastLayerPullback):
-                total = add_factors(total, last_layer_kron(points, blocks, pairs.n, pullback.bias))
-            else:
-                module_kron = module_kron or ModuleKron(encoder)
-                total = add_factors(total, module_kron.factors(x, blocks, pairs.n))
+            total = add_factors(total, kron_factors(pullback, points, blocks, pairs.n))
             continue
         if cross is not None:
             # The cross terms below run over all pairs, a point with itself among them; this takes those out again.
@@ -213,7 +200,12 @@ def dataset_curvature(
     _check_same_data(pairs.checksum, seen)
     if cross is not None:
         total = total - cross.finish(loader, read, progress)
-    return DatasetCurvature(total, pairs.loss, pairs.cost, pairs.n)
+    if options.pd_fix is PDFix.POSITIVE:
+        value = pairs.weights.loss_and_cost()
+    else:
+        # The sums over all pairs are the expensive part, and were made above.
+        value = pairs.weights.loss_and_cost_of(degree, pull)
+    return DatasetCurvature(total, *value, pairs.n)
 
 
 def _make_cross(pullback: Pullback, pairs: DatasetPairs, structure: Structure) -> _ClassCross | _StreamedCross:

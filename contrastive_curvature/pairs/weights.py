@@ -7,11 +7,12 @@ as the derivative of the loss does everywhere but on the margin itself.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from contrastive_curvature.options import CurvatureOptions
+from contrastive_curvature.options import CurvatureOptions, PDFix
 from contrastive_curvature.pairs.edges import EdgeRelation
 from contrastive_curvature.pairs.label_sums import LabelColumns
 from contrastive_curvature.pairs.relation import (
@@ -42,6 +43,7 @@ class PairWeights:
         self.u = u
         self.n = relation.n
         self.options = options
+        self.scale = scale
         self.factors = PairFactors.from_options(options, scale)
         positive, negative = relation.counts()
         self.totals = (positive.sum().item() / 2, negative.sum().item() / 2)
@@ -144,17 +146,26 @@ class PairWeights:
     def loss_and_cost(self) -> tuple[Tensor, Tensor]:
         """Value of the contrastive loss of these pairs, without a graph, and its non-negative version.
 
+        The ``positive`` fix drops the repelling pairs from the curvature, not from the loss.
+
         Returns:
             The loss of :class:`~contrastive_curvature.loss.ContrastiveLoss`, and the cost: the same where there is a
             margin; without one, every repelling pair is counted from the largest distance, 2, as
             ``(4 - |u_i - u_j|^2) / 2``.
         """
+        if self.options.pd_fix is PDFix.POSITIVE:
+            complete = replace(self.options, pd_fix=PDFix.FIXED)
+            return PairWeights(self.relation, self.u, complete, self.scale).loss_and_cost()
         d, s = self.node_sums()
-        value = (d - (self.u * s).sum(1)).sum() / 2
+        return self.loss_and_cost_of(d.sum(), (self.u * s).sum())
+
+    def loss_and_cost_of(self, degree: Tensor, pull: Tensor) -> tuple[Tensor, Tensor]:
+        """The same from ``sum_i d_i`` and ``sum_i u_i . s_i``, where those are there already."""
+        value = (degree - pull) / 2
         if not self.factors.negative:
             return value, value
         attract = self.factors.positive * (self.shares.positive * self.relation.counts()[0]).sum()
-        repelling = (attract - d.sum()) / 2
+        repelling = (attract - degree) / 2
         margin = self.factors.margin
         cost = value + (2 if margin is None else margin**2 / 2) * repelling
         return (value if margin is None else cost), cost
