@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.modules.loss import _Loss
 
-from contrastive_curvature.options import (
-    CurvatureOptions,
-    Normalization,
-    check_margin,
-    check_negative_weight,
-    parse_option,
-)
-from contrastive_curvature.pairs import Pairs, make_relation
+from contrastive_curvature.options import CurvatureOptions, Distance, Normalization, PDFix
+from contrastive_curvature.output_hessian import OutputHessian
+from contrastive_curvature.pairs import Pairs, PairWeights, make_relation
 from contrastive_curvature.pairs.edges import EdgeRelation
 from contrastive_curvature.pairs.relation import Relation
 from contrastive_curvature.pairs.weighting import Shares, count_shares
@@ -21,7 +17,7 @@ from contrastive_curvature.sphere import check_outputs, normalize
 __all__ = ["ContrastiveLoss"]
 
 
-class ContrastiveLoss(nn.Module):
+class ContrastiveLoss(_Loss):
     r"""Contrastive loss on the unit sphere (paper, Eq. 1 and 20-24, in the form that metric-learning libraries use).
 
     With ``u_i = z_i / |z_i|``, over unordered pairs ``{i, j}``:
@@ -41,6 +37,9 @@ class ContrastiveLoss(nn.Module):
         normalization: ``"sum"``: every unordered pair counts once. ``"type"``: the mean over all positive pairs plus
             the mean over all negative pairs (Eq. 23). ``"anchor"``: each point's positives average to one, its
             negatives too, and a pair takes the mean of its two points' shares (Eq. 119); the loss then grows like N.
+        distance: Of no effect on the loss; how a host library that takes the curvature from the loss (BackPACK) splits
+            it, see :class:`~contrastive_curvature.options.Distance`.
+        pd_fix: The same, see :class:`~contrastive_curvature.options.PDFix`.
 
     Raises:
         InputError: An option is unknown or out of range.
@@ -51,18 +50,27 @@ class ContrastiveLoss(nn.Module):
         margin: float | None = 0.7,
         negative_weight: float = 0.5,
         normalization: Normalization | str = Normalization.ANCHOR,
+        *,
+        distance: Distance | str = Distance.ARCCOS,
+        pd_fix: PDFix | str = PDFix.FIXED,
     ) -> None:
-        super().__init__()
-        check_margin(margin)
-        check_negative_weight(negative_weight)
+        # To hosts, a sum over pairs; what it is divided by says `normalization`.
+        super().__init__(reduction="sum")
+        self.options = CurvatureOptions(distance, pd_fix, margin, negative_weight, normalization)  # type: ignore[arg-type]
         self.margin = margin
         self.negative_weight = float(negative_weight)
-        self.normalization = parse_option(Normalization, "normalization", normalization)
+        self.normalization = self.options.normalization
 
     @classmethod
     def from_options(cls, options: CurvatureOptions) -> ContrastiveLoss:
         """The loss whose curvature the options describe."""
-        return cls(options.margin, options.negative_weight, options.normalization)
+        return cls(
+            options.margin,
+            options.negative_weight,
+            options.normalization,
+            distance=options.distance,
+            pd_fix=options.pd_fix,
+        )
 
     def forward(self, z: Tensor, labels: Tensor | None = None, *, pairs: Pairs | None = None) -> Tensor:
         """Compute the loss of a batch.
@@ -88,10 +96,17 @@ class ContrastiveLoss(nn.Module):
             return self._listed(u, relation, shares)
         return self._all_pairs(u, relation, shares)
 
+    def output_hessian(self, z: Tensor, labels: Tensor | None = None, *, pairs: Pairs | None = None) -> OutputHessian:
+        """The Hessian at raw outputs, with this loss's options; see :func:`contrastive_curvature.output_hessian`."""
+        z = check_outputs(z)
+        relation = make_relation(z.shape[0], z.device, labels, pairs)
+        return OutputHessian(z, PairWeights(relation, normalize(z)[0], self.options), self.options)
+
     def extra_repr(self) -> str:
         """The options, as they were given."""
         return (
-            f"margin={self.margin}, negative_weight={self.negative_weight}, normalization={str(self.normalization)!r}"
+            f"margin={self.margin}, negative_weight={self.negative_weight}, normalization={str(self.normalization)!r}, "
+            f"distance={str(self.options.distance)!r}, pd_fix={str(self.options.pd_fix)!r}"
         )
 
     def _listed(self, u: Tensor, relation: EdgeRelation, shares: Shares) -> Tensor:

@@ -1,5 +1,6 @@
 """Thin adapters that hand the output Hessian to a host library and its answer back."""
 
+from contrastive_curvature.backends.base import ContrastiveBackend
 from contrastive_curvature.backends.torch_func import ContrastiveGGN
 
-__all__ = ["ContrastiveGGN"]
+__all__ = ["ContrastiveBackend", "ContrastiveGGN"]

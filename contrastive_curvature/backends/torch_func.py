@@ -1,306 +1,32 @@
-"""Adapter to laplace-torch's curvature interface, on ``torch.func`` alone, for any encoder.
-
-The host's contract: ``diag``, ``full`` and ``kron`` take a batch and return ``(loss, curvature)``, both summed over
-what the batch stands for in a data set of ``N`` points; Jacobians are (batch, outputs, parameters). ``diag`` and
-``full`` are exact. A data set's pairs do not fall apart into batches, so the contrastive Laplace classes call
-:meth:`ContrastiveGGN.fit` instead.
-"""
+"""The adapter that works for any encoder: ``torch.func`` alone, and closed forms for the last layer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import ClassVar
 
-import torch
-from laplace.curvature.curvature import GGNInterface
-from laplace.utils import Kron
-from torch import Tensor, nn
+from torch import Tensor
 
-from contrastive_curvature.encoder import Encoder, Inputs, evaluation_mode, input_length, slice_inputs
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.ggn.api import check_encoder, make_pullback
-from contrastive_curvature.ggn.batches import batch_curvature, batches_curvature
-from contrastive_curvature.ggn.dataset import DatasetCurvature, collect_pairs, dataset_curvature
-from contrastive_curvature.ggn.lowrank import leading_eigenpairs
-from contrastive_curvature.ggn.pullback import ModulePullback, Pullback
-from contrastive_curvature.loss import ContrastiveLoss
-from contrastive_curvature.options import CurvatureOptions, Distance, Normalization, PDFix, Structure
-from contrastive_curvature.pairs import RelationFunction
+from contrastive_curvature.backends.base import ContrastiveBackend
+from contrastive_curvature.encoder import Encoder, Inputs
+from contrastive_curvature.ggn.api import make_pullback
+from contrastive_curvature.ggn.pullback import Pullback
 
-__all__ = ["ContrastiveGGN", "check_backend_options", "check_loader", "read_batch"]
+__all__ = ["ContrastiveGGN"]
 
 
-class ContrastiveGGN(GGNInterface):
-    """Generalised Gauss-Newton of the contrastive loss, for laplace-torch.
+class ContrastiveGGN(ContrastiveBackend):
+    """Generalised Gauss-Newton of the contrastive loss through any module; see :class:`ContrastiveBackend`."""
 
-    Args:
-        model: The encoder, or laplace's feature extractor around it.
-        likelihood: ``"contrastive"``.
-        last_layer: Only the last linear layer.
-        subnetwork_indices: Entries of the flattened trainable parameters, or ``None``.
-        dict_key_x: Not used; a mapping is given to the model whole.
-        dict_key_y: Where a mapping keeps the labels.
-        distance: See :class:`~contrastive_curvature.options.Distance`.
-        pd_fix: See :class:`~contrastive_curvature.options.PDFix`.
-        margin: See :class:`~contrastive_curvature.options.CurvatureOptions`.
-        negative_weight: The same.
-        normalization: The same.
-        pairs: ``"dataset"``: exact over all pairs of the data set. ``"batch"``: only pairs inside a batch, rescaled.
-        relation: Instead of class labels, a callable on the loader's targets that returns two boolean masks.
-        rank: Number of eigenpairs of the low-rank structure.
+    keeps_graph: ClassVar[bool] = True
 
-    Raises:
-        InputError: An option is unknown or out of range.
-    """
+    def all_parameters(self, encoder: Encoder) -> Pullback:
+        """See :meth:`ContrastiveBackend.all_parameters`."""
+        return make_pullback(encoder, "all")
 
-    def __init__(
-        self,
-        model: nn.Module,
-        likelihood: str = "contrastive",
-        last_layer: bool = False,
-        subnetwork_indices: Tensor | None = None,
-        dict_key_x: str = "input_ids",
-        dict_key_y: str = "labels",
-        *,
-        distance: Distance | str = Distance.ARCCOS,
-        pd_fix: PDFix | str = PDFix.FIXED,
-        margin: float | None = 0.7,
-        negative_weight: float = 0.5,
-        normalization: Normalization | str = Normalization.ANCHOR,
-        pairs: str = "dataset",
-        relation: RelationFunction | None = None,
-        rank: int = 64,
-    ) -> None:
-        self.options = CurvatureOptions(distance, pd_fix, margin, negative_weight, normalization)  # type: ignore[arg-type]
-        check_backend_options(pairs, relation, rank)
-        # The host knows no contrastive likelihood; what it derives from the name is replaced below.
-        super().__init__(model, "regression", last_layer, subnetwork_indices, dict_key_x, dict_key_y)
-        self.likelihood = likelihood
-        self.lossfunc = ContrastiveLoss.from_options(self.options)
-        self.factor = 1.0
-        self.pairs = pairs
-        self.relation = relation
-        self.rank = rank
-        self._encoder: Encoder | None = None
+    def last_layer_parameters(self, encoder: Encoder, probe: Inputs) -> Pullback:
+        """The closed forms of a linear layer."""
+        return make_pullback(encoder, "last_layer")
 
-    def encoder(self, probe: Inputs) -> Encoder:
-        """The analysed encoder; analysed at the first call.
-
-        Args:
-            probe: A batch to run once.
-
-        Returns:
-            The encoder.
-        """
-        if self._encoder is None:
-            model = self.model
-            encoder = model.encoder if self.last_layer else Encoder(model, slice_inputs(probe, slice(0, 8)))
-            check_encoder(encoder, self.options)
-            self._encoder = encoder
-        return self._encoder
-
-    def pullback(self, probe: Inputs) -> Pullback:
-        """The pullback to this backend's parameters, at their present values."""
-        encoder = self.encoder(probe)
-        if self.last_layer:
-            return make_pullback(encoder, "last_layer")
-        if self.subnetwork_indices is None:
-            return make_pullback(encoder, "all")
-        return make_pullback(encoder, self.subnetwork_indices.to(next(encoder.parameters()).device))
-
-    def fit(self, loader: Iterable[Any], structure: Structure, progress: bool = False) -> DatasetCurvature:
-        """Unclamped curvature of a data set, times its scale.
-
-        Args:
-            loader: Batches ``(x, labels)`` or mappings.
-            structure: ``diag``, ``full`` or ``kron``.
-            progress: Whether to show progress bars.
-
-        Returns:
-            Curvature, loss and number of points. With ``normalization="type"``, a mean over pairs, both are multiplied
-            by N / 2, so that they grow with the data; on classes of equal size this equals ``"anchor"``.
-        """
-        check_loader(loader)
-        probe = self._probe(loader)
-        with evaluation_mode(self.model), torch.no_grad():
-            encoder, pullback = self.encoder(probe), self.pullback(probe)
-            if self.pairs == "batch":
-                out = batches_curvature(pullback, loader, self.read, self.options, structure, self.relation, progress)
-            else:
-                found = collect_pairs(encoder, loader, self.read, self.options, self.relation, progress)
-                out = dataset_curvature(pullback, loader, self.read, found, structure, progress)
-        return self._scaled(out)
-
-    def fit_lowrank(self, loader: Iterable[Any], progress: bool = False) -> DatasetCurvature:
-        """Leading eigenvectors (P, R) and eigenvalues (R,) over all pairs of a data set, times its scale.
-
-        Args:
-            loader: Batches, always in the same order.
-            progress: Whether to show progress bars.
-
-        Returns:
-            The pair of them as curvature, loss and number of points.
-
-        Raises:
-            UnsupportedError: ``pairs="batch"``.
-        """
-        if self.pairs == "batch":
-            msg = (
-                "pairs='batch': the low-rank structure has no batch estimate, since eigenpairs of batches do not add "
-                "up. Use pairs='dataset', or the structure 'diag'."
-            )
-            raise UnsupportedError(msg)
-        check_loader(loader)
-        probe = self._probe(loader)
-        with evaluation_mode(self.model), torch.no_grad():
-            encoder, pullback = self.encoder(probe), self.pullback(probe)
-            if not isinstance(pullback, ModulePullback):
-                msg = "The low-rank structure takes all parameters."
-                raise UnsupportedError(msg)
-            found = collect_pairs(encoder, loader, self.read, self.options, self.relation, progress)
-            vectors, values = leading_eigenpairs(pullback, found, loader, self.read, self.rank, progress)
-        scale = self._data_scale(found.n)
-        loss, cost = found.weights.loss_and_cost()
-        return DatasetCurvature((vectors, scale * values), scale * loss, scale * cost, found.n)
-
-    def eig_lowrank(self, data_loader: Iterable[Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """The host's form of :meth:`fit_lowrank`: eigenvectors, eigenvalues and loss."""
-        out = self.fit_lowrank(data_loader)
-        vectors, values = out.curvature
-        return vectors, values, out.loss
-
-    def diag(self, x: Inputs, y: Tensor, N: int | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Loss and unclamped diagonal (P,) that a batch adds to the estimate for N points."""
-        return self._batch(x, y, N, Structure.DIAG)
-
-    def full(self, x: Inputs, y: Tensor, N: int | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Loss and unclamped matrix (P, P) that a batch adds to the estimate for N points."""
-        return self._batch(x, y, N, Structure.FULL)
-
-    def kron(self, x: Inputs, y: Tensor, N: int | None = None, **kwargs: Any) -> tuple[Tensor, Kron]:
-        """Loss and Kronecker factors that a batch adds to the estimate for N points."""
-        loss, factors = self._batch(x, y, N, Structure.KRON)
-        return loss, Kron(factors)
-
-    def jacobians(self, x: Inputs, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
-        """Jacobians (B, D, P) of the raw outputs with respect to this backend's parameters, and the outputs (B, D)."""
-        with evaluation_mode(self.model), torch.set_grad_enabled(enable_backprop):
-            encoder, pullback = self.encoder(x), self.pullback(x)
-            context: Any = x
-            if self.last_layer:
-                z, context = encoder.features(x)
-            else:
-                z = encoder(x)
-            axes = torch.eye(z.shape[1], dtype=z.dtype, device=z.device).expand(z.shape[0], -1, -1)
-            return pullback.vjp(context, axes), z
-
-    def last_layer_jacobians(self, x: Inputs, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
-        """The same as :meth:`jacobians`, which already knows whether this is a last-layer backend."""
-        return self.jacobians(x, enable_backprop)
-
-    def gradients(self, x: Inputs, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Refused: a pair loss has no gradient per point.
-
-        Raises:
-            UnsupportedError: Always.
-        """
-        msg = "gradients: a loss of pairs has no gradient per point. Use diag, full or kron."
-        raise UnsupportedError(msg)
-
-    def read(self, batch: Any) -> tuple[Inputs, Tensor]:
-        """Take apart what a loader yields, and bring it to the model's device; see :func:`read_batch`."""
-        return read_batch(batch, next(self.model.parameters()).device, self.dict_key_y)
-
-    def _probe(self, loader: Iterable[Any]) -> Inputs:
-        for batch in loader:
-            return self.read(batch)[0]
-        raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
-
-    def _batch(self, x: Inputs, y: Tensor, n_data: int | None, structure: Structure) -> tuple[Tensor, Any]:
-        with evaluation_mode(self.model), torch.no_grad():
-            pullback = self.pullback(x)
-            n_data = y.shape[0] if n_data is None else n_data
-            term = batch_curvature(pullback, x, y, self.options, structure, n_data, relation=self.relation)
-        scaled = self._scaled(term)
-        return scaled.loss, scaled.curvature
-
-    def _data_scale(self, n: int) -> float:
-        return n / 2 if self.options.normalization is Normalization.TYPE else 1.0
-
-    def _scaled(self, out: DatasetCurvature) -> DatasetCurvature:
-        scale = self._data_scale(out.n)
-        if isinstance(out.curvature, Tensor):
-            scaled: Any = scale * out.curvature
-        else:
-            # The scale goes to the curvature factor alone: the other is a mean of inputs.
-            scaled = [[scale * f[0], *f[1:]] for f in out.curvature]
-        return DatasetCurvature(scaled, scale * out.loss, scale * out.cost, out.n)
-
-
-def read_batch(batch: Any, device: torch.device, label_key: str = "labels") -> tuple[Inputs, Tensor]:
-    """Take apart what a loader yields, and bring it to a device.
-
-    Args:
-        batch: ``(x, labels)``, or a mapping that holds the labels too and is given to the model whole.
-        device: Where to bring it.
-        label_key: Where a mapping keeps the labels.
-
-    Returns:
-        The inputs and the labels.
-
-    Raises:
-        InputTypeError: Something else.
-        InputError: A batch without a point.
-    """
-
-    def moved(mapping: Mapping[str, Any]) -> dict[str, Any]:
-        return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in mapping.items()}
-
-    if isinstance(batch, Mapping):
-        if label_key not in batch:
-            wanted, hint = f"mappings with the labels under {label_key!r}", "Name the key with dict_key_y=..."
-            raise InputTypeError(expected("train_loader", wanted, f"the keys {sorted(batch)}", hint))
-        x, y = batch, batch[label_key]
-    elif isinstance(batch, (tuple, list)) and len(batch) == 2:
-        x, y = batch
-    else:
-        came = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
-        raise InputTypeError(expected("train_loader", "batches (x, labels) or mappings", came))
-    if not isinstance(y, Tensor):
-        raise InputTypeError(expected("train_loader", "labels as a tensor", f"a {type(y).__name__}"))
-    if not isinstance(x, (Tensor, Mapping)):
-        raise InputTypeError(expected("train_loader", "inputs as a tensor or a mapping", f"a {type(x).__name__}"))
-    if not input_length(x):
-        raise InputError(expected("train_loader", "batches of at least one point", "an empty batch"))
-    return moved(x) if isinstance(x, Mapping) else x.to(device), y.to(device)
-
-
-def check_loader(loader: Any) -> None:
-    """Refuse what cannot be run over twice.
-
-    Raises:
-        InputTypeError: Not iterable, or an iterator that is used up by its first pass.
-    """
-    hint = "Pass a DataLoader or a list of batches."
-    wanted = "something that can be iterated several times"
-    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-        raise InputTypeError(expected("train_loader", wanted, f"a {type(loader).__name__}", hint))
-    if isinstance(loader, Iterator):
-        raise InputTypeError(expected("train_loader", wanted, f"the iterator {type(loader).__name__}", hint))
-
-
-def check_backend_options(pairs: object, relation: object, rank: object) -> None:
-    """Check what the curvature itself does not know of.
-
-    Raises:
-        InputError: A value is out of range.
-        InputTypeError: A value has the wrong type.
-    """
-    if pairs not in ("dataset", "batch"):
-        hint = "Class labels come from the loader; for another relation pass relation=callable."
-        raise InputError(expected("pairs", "'dataset' or 'batch'", pairs, hint))
-    if relation is not None and not callable(relation):
-        wanted = "a callable (targets_a, targets_b) -> (positives, negatives)"
-        raise InputTypeError(expected("relation", wanted, f"a {type(relation).__name__}"))
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise InputError(expected("rank", "a positive whole number", rank))
+    def subnetwork_parameters(self, encoder: Encoder, indices: Tensor) -> Pullback:
+        """Differentiates only the parameters that the entries lie in."""
+        return make_pullback(encoder, indices)

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from contrastive_curvature.encoder import Encoder, Inputs, evaluation_mode, input_length, slice_inputs
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.ggn.accumulate import clamp_curvature, make_blocks, points_curvature
-from contrastive_curvature.ggn.kron import KronFactors, clamp_factors, kron_factors, refuse_coupled_kron
+from contrastive_curvature.ggn.kron import clamp_factors, refuse_coupled_kron
 from contrastive_curvature.ggn.last_layer import LastLayerPullback
-from contrastive_curvature.ggn.pullback import ModulePullback, Points, Pullback
+from contrastive_curvature.ggn.module import ModulePullback
+from contrastive_curvature.ggn.pullback import KronFactors, Points, Pullback
 from contrastive_curvature.options import CurvatureOptions, Distance, Normalization, PDFix, Structure, parse_option
 from contrastive_curvature.pairs import Pairs, PairWeights, make_relation
 from contrastive_curvature.sphere import check_outputs, normalize
@@ -97,7 +98,7 @@ def ggn(
             curvature = points_curvature(pullback, points, weights, options, kind)
             return clamp_curvature(curvature) if clamp else curvature
         blocks = make_blocks(u, n, *weights.node_sums(), options)
-        factors = kron_factors(pullback, points, blocks, len(points))
+        factors = pullback.kron_factors(points, blocks, len(points))
     return clamp_factors(factors) if clamp else factors
 
 

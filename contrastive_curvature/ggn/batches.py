@@ -18,7 +18,7 @@ from contrastive_curvature.encoder import Inputs, input_length
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.accumulate import make_blocks, points_curvature
 from contrastive_curvature.ggn.dataset import BatchReader, DatasetCurvature, check_fittable, check_targets
-from contrastive_curvature.ggn.kron import add_factors, kron_factors, refuse_coupled_kron
+from contrastive_curvature.ggn.kron import add_factors, refuse_coupled_kron
 from contrastive_curvature.ggn.pullback import Points, Pullback
 from contrastive_curvature.options import CurvatureOptions, Normalization, Structure
 from contrastive_curvature.pairs import PairWeights, Relation, RelationFunction, make_relation
@@ -124,7 +124,7 @@ def batch_curvature(
         curvature = points_curvature(pullback, points, weights, options, structure)
     else:
         blocks = make_blocks(u, n, *weights.node_sums(), options)
-        curvature = kron_factors(pullback, points, blocks, n_data)
+        curvature = pullback.kron_factors(points, blocks, n_data)
     return DatasetCurvature(curvature, *weights.loss_and_cost(), n_data)
 
 

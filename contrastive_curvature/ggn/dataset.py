@@ -18,7 +18,7 @@ from tqdm import tqdm
 from contrastive_curvature.encoder import Encoder, Inputs, input_length
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.accumulate import make_blocks
-from contrastive_curvature.ggn.kron import add_factors, kron_factors, refuse_coupled_kron
+from contrastive_curvature.ggn.kron import add_factors, refuse_coupled_kron
 from contrastive_curvature.ggn.pullback import Points, Pullback
 from contrastive_curvature.options import CurvatureOptions, PDFix, Structure
 from contrastive_curvature.pairs import PairWeights, RelationFunction, make_relation
@@ -189,7 +189,7 @@ def dataset_curvature(
         degree, pull = degree + d.sum(), pull + (u * s).sum()
         blocks = make_blocks(u, n, d, s, options)
         if structure is Structure.KRON:
-            total = add_factors(total, kron_factors(pullback, points, blocks, pairs.n))
+            total = add_factors(total, pullback.kron_factors(points, blocks, pairs.n))
             continue
         if cross is not None:
             # The cross terms below run over all pairs, a point with itself among them; this takes those out again.

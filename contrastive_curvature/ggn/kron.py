@@ -19,16 +19,12 @@ from torch.nn import functional as F
 from contrastive_curvature.encoder import Encoder, Inputs
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.ggn.accumulate import clamp_curvature
-from contrastive_curvature.ggn.last_layer import LastLayerPullback
-from contrastive_curvature.ggn.pullback import ModulePullback, Points, Pullback
+from contrastive_curvature.ggn.module import ModulePullback
+from contrastive_curvature.ggn.pullback import KronFactors, Points
 from contrastive_curvature.node_blocks import NodeBlocks
 from contrastive_curvature.options import Structure
 
-__all__ = ["KronFactors", "ModuleKron", "add_factors", "clamp_factors", "kron_factors", "refuse_coupled_kron"]
-
-KronFactors = list[list[Tensor]]
-"""One entry a parameter, in the order of ``model.parameters()``: ``[G, A]`` for a matrix, ``[block]`` for a vector; the
-format of laplace-torch's ``Kron``."""
+__all__ = ["ModuleKron", "add_factors", "clamp_factors", "refuse_coupled_kron"]
 
 
 def refuse_coupled_kron(pd_fix: object) -> None:
@@ -42,46 +38,6 @@ def refuse_coupled_kron(pd_fix: object) -> None:
         "and K-FAC has no factors for them. Use pd_fix='psd' or 'fixed', or the structure 'diag' or 'full'."
     )
     raise UnsupportedError(msg)
-
-
-def kron_factors(pullback: Pullback, points: Points, blocks: NodeBlocks, n_data: int) -> KronFactors:
-    """Factors of a set of points for the parameters of a pullback.
-
-    Args:
-        pullback: The last layer, or all trainable parameters.
-        points: N points.
-        blocks: Their Hessian blocks.
-        n_data: Number of points over which the input factors are averaged.
-
-    Returns:
-        The factors; those of batches add up.
-
-    Raises:
-        UnsupportedError: A subnetwork, or a layer that has no factors.
-    """
-    if isinstance(pullback, LastLayerPullback):
-        return last_layer_kron(points, blocks, n_data, pullback.bias)
-    if not isinstance(pullback, ModulePullback) or pullback.indices is not None:
-        msg = "structure 'kron': a subnetwork has no Kronecker factors. Use the structure 'diag' or 'full'."
-        raise UnsupportedError(msg)
-    return ModuleKron(pullback.encoder).factors(points.context, blocks, n_data)
-
-
-def last_layer_kron(points: Points, blocks: NodeBlocks, n_data: int, bias: bool) -> KronFactors:
-    """Factors of the last linear layer.
-
-    Args:
-        points: N points with the layer's input (N, F) as context.
-        blocks: Their Hessian blocks.
-        n_data: Number of points over which ``A`` is averaged (more than N when batches add up).
-        bias: Whether the layer has one.
-
-    Returns:
-        ``[[G (D, D), A (F, F)]]``, and ``[G]`` for the bias.
-    """
-    g = blocks.dense().sum(0)
-    a = points.context.T @ points.context / n_data
-    return [[g, a], [g.clone()]] if bias else [[g, a]]
 
 
 class ModuleKron:

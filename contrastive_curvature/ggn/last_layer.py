@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.encoder import Encoder, Inputs
-from contrastive_curvature.ggn.pullback import JACOBIAN_ELEMENTS, Points, Pullback
+from contrastive_curvature.ggn.pullback import JACOBIAN_ELEMENTS, KronFactors, Points, Pullback
 from contrastive_curvature.node_blocks import NodeBlocks
 from contrastive_curvature.options import Structure
 
@@ -105,6 +105,12 @@ class LastLayerPullback(Pullback):
     def tile_size(self, structure: Structure) -> int:
         """See :meth:`Pullback.tile_size`; without Jacobians only the pair weights are held."""
         return 2048 if structure is Structure.DIAG else super().tile_size(structure)
+
+    def kron_factors(self, points: Points, blocks: NodeBlocks, n_data: int) -> KronFactors:
+        """See :meth:`Pullback.kron_factors`: ``[[G (D, D), A (F, F)]]``, and ``[G]`` for the bias."""
+        g = blocks.dense().sum(0)
+        a = points.context.T @ points.context / n_data
+        return [[g, a], [g.clone()]] if self.bias else [[g, a]]
 
     def class_sums(self, points: Points, index: Tensor, n_classes: int) -> Tensor:
         """See :meth:`Pullback.class_sums`."""

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.dataset import BatchReader, DatasetPairs
-from contrastive_curvature.ggn.pullback import ModulePullback
+from contrastive_curvature.ggn.module import ModulePullback
 from contrastive_curvature.output_hessian import OutputHessian
 
 __all__ = ["curvature_product", "leading_eigenpairs"]

@@ -6,23 +6,27 @@ last linear layer replaces what has a closed form (:mod:`contrastive_curvature.g
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from contrastive_curvature.encoder import Encoder, Inputs, input_length, slice_inputs
+from contrastive_curvature.encoder import Inputs
+from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.node_blocks import NodeBlocks
 from contrastive_curvature.options import Structure
 from contrastive_curvature.sphere import project_tangent
 
-__all__ = ["JACOBIAN_ELEMENTS", "ModulePullback", "Points", "Pullback"]
+__all__ = ["JACOBIAN_ELEMENTS", "KronFactors", "Points", "Pullback"]
 
 JACOBIAN_ELEMENTS = 2**25
 """Numbers that a chunk of Jacobians may hold: 128 MiB in float32."""
+
+KronFactors = list[list[Tensor]]
+"""One entry a parameter, in the order of ``model.parameters()``: ``[G, A]`` for a matrix, ``[block]`` for a vector; the
+format of laplace-torch's ``Kron``."""
 
 
 class Points:
@@ -115,6 +119,23 @@ class Pullback(ABC):
                 out += left.flatten(0, 1).T @ weighted.flatten(0, 1)
         return out
 
+    def kron_factors(self, points: Points, blocks: NodeBlocks, n_data: int) -> KronFactors:
+        """Kronecker factors of a set of points (:mod:`contrastive_curvature.ggn.kron`); those of batches add up.
+
+        Args:
+            points: N points.
+            blocks: Their Hessian blocks.
+            n_data: Number of points over which the input factors are averaged.
+
+        Returns:
+            The factors.
+
+        Raises:
+            UnsupportedError: These parameters have none.
+        """
+        msg = "structure 'kron': a subnetwork has no Kronecker factors. Use the structure 'diag' or 'full'."
+        raise UnsupportedError(msg)
+
     def class_sums(self, points: Points, index: Tensor, n_classes: int) -> Tensor:
         """``sum_{i in class} A_i``, shape (n_classes, D, P)."""
         dim = points.u.shape[1]
@@ -172,135 +193,3 @@ class Pullback(ABC):
             rows = slice(start, min(start + step, n))
             for axes in self._axis_chunks(rows.stop - start, dim):
                 yield rows, axes
-
-
-class ModulePullback(Pullback):
-    """All trainable parameters of any module, or some of their entries, by ``torch.func``.
-
-    Args:
-        encoder: The analysed encoder, in evaluation mode.
-        indices: Entries of the flattened trainable parameters, for a subnetwork; ``None`` takes all.
-        only: Names of the parameters to take; ``None`` takes all trainable ones. Not together with ``indices``.
-    """
-
-    def __init__(self, encoder: Encoder, indices: Tensor | None = None, only: set[str] | None = None) -> None:
-        self.encoder = encoder
-        trainable = {name: p for name, p in encoder.named_parameters() if p.requires_grad}
-        if indices is not None:
-            only, indices = _touched(trainable, indices)
-        self.params = {name: p.detach() for name, p in trainable.items() if only is None or name in only}
-        rest = {name: p.detach() for name, p in encoder.named_parameters() if name not in self.params}
-        self.constants = {**rest, **dict(encoder.named_buffers())}
-        self.indices = indices
-        self._vectorizes = True
-        self._width = sum(p.numel() for p in self.params.values())
-        self.n_params = self._width if indices is None else indices.numel()
-
-    @property
-    def width(self) -> int:
-        """See :class:`Pullback`."""
-        return self._width
-
-    def forward(self, x: Inputs) -> tuple[Tensor, Any]:
-        """See :meth:`Pullback.forward`; the context is the batch itself."""
-        with torch.no_grad():
-            return self.encoder(x), x
-
-    def slice_context(self, context: Any, rows: slice) -> Any:
-        """See :meth:`Pullback.slice_context`."""
-        return slice_inputs(context, rows)
-
-    def vjp(self, context: Any, cotangents: Tensor) -> Tensor:
-        """See :meth:`Pullback.vjp`."""
-        if not cotangents.shape[0]:
-            return cotangents.new_zeros(0, cotangents.shape[1], self.n_params)
-        if self._vectorizes:
-            try:
-                flat = self._vjp_vectorized(context, cotangents)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                # torch.func.vmap fails in many words; the loop below either works or raises the encoder's own error.
-                flat = self._vjp_one_by_one(context, cotangents)
-                self._vectorizes = False
-                reason = str(error).splitlines()[0]
-                warnings.warn(f"Jacobians are taken point by point, which is slow: {reason}", stacklevel=2)
-        else:
-            flat = self._vjp_one_by_one(context, cotangents)
-        return flat if self.indices is None else flat[..., self.indices]
-
-    def outputs_at(self, x: Inputs, theta: Tensor) -> Tensor:
-        """Raw outputs (N, D) at other values (P,) of all trainable parameters."""
-        return self._function(x)(self._split(theta))
-
-    def jvp(self, x: Inputs, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Raw outputs (N, D) and ``J v`` (N, D) for a direction ``v`` (P,) in all trainable parameters."""
-        z, moved = torch.func.jvp(self._function(x), (self.params,), (self._split(v),), has_aux=False)[:2]
-        return z, moved
-
-    def vjp_sum(self, x: Inputs, cotangents: Tensor) -> Tensor:
-        """``sum_i J_i^T v_i`` for cotangents (N, D): one reverse pass, shape (P,)."""
-        pull = torch.func.vjp(self._function(x), self.params)[1]
-        return torch.cat([g.flatten() for g in pull(cotangents)[0].values()])
-
-    def _split(self, flat: Tensor) -> dict[str, Tensor]:
-        pieces = flat.split([p.numel() for p in self.params.values()])
-        return {name: piece.view_as(p) for (name, p), piece in zip(self.params.items(), pieces, strict=True)}
-
-    def _vjp_vectorized(self, context: Any, cotangents: Tensor) -> Tensor:
-        n = input_length(context)
-        if isinstance(context, Mapping):
-            batched = {k: isinstance(v, Tensor) and v.ndim > 0 and v.shape[0] == n for k, v in context.items()}
-            tensors = {k: v for k, v in context.items() if batched[k]}
-            others = {k: v for k, v in context.items() if not batched[k]}
-        else:
-            tensors, others = {"x": context}, {}
-
-        def one(point: dict[str, Tensor], v: Tensor) -> Tensor:
-            single = {k: t.unsqueeze(0) for k, t in point.items()}
-            x = {**single, **others} if isinstance(context, Mapping) else single["x"]
-            return self._flat_vjp(x, v.unsqueeze(1))
-
-        return torch.func.vmap(one)(tensors, cotangents)
-
-    def _vjp_one_by_one(self, context: Any, cotangents: Tensor) -> Tensor:
-        """For modules that cannot be vectorised over points; as exact, and slower."""
-        rows = range(cotangents.shape[0])
-        return torch.stack(
-            [
-                torch.stack([self._flat_vjp_single(slice_inputs(context, slice(i, i + 1)), v) for v in cotangents[i]])
-                for i in rows
-            ]
-        )
-
-    def _function(self, x: Inputs) -> Any:
-        return lambda params: torch.func.functional_call(self.encoder, {**params, **self.constants}, (x,))
-
-    def _flat_vjp(self, x: Inputs, v: Tensor) -> Tensor:
-        pull = torch.func.vjp(self._function(x), self.params)[1]
-        (gradients,) = torch.func.vmap(pull)(v)
-        return torch.cat([g.flatten(1) for g in gradients.values()], dim=1)
-
-    def _flat_vjp_single(self, x: Inputs, v: Tensor) -> Tensor:
-        params = {k: p.clone().requires_grad_() for k, p in self.params.items()}
-        keep_graph = torch.is_grad_enabled()
-        with torch.enable_grad():
-            out = self._function(x)(params)
-            gradients = torch.autograd.grad(
-                out, list(params.values()), v.unsqueeze(0), allow_unused=True, create_graph=keep_graph
-            )
-        zipped = zip(gradients, params.values(), strict=True)
-        return torch.cat([torch.zeros_like(p).flatten() if g is None else g.flatten() for g, p in zipped])
-
-
-def _touched(params: dict[str, nn.Parameter], indices: Tensor) -> tuple[set[str], Tensor]:
-    """Names of the parameters that hold some of the flat indices, and the indices within those alone."""
-    names, moved, start, kept = set(), torch.empty_like(indices), 0, 0
-    for name, p in params.items():
-        mine = (indices >= start) & (indices < start + p.numel())
-        if bool(mine.any()):
-            moved[mine] = indices[mine] - start + kept
-            names.add(name)
-            kept += p.numel()
-        start += p.numel()
-    return names, moved

@@ -15,7 +15,9 @@ from laplace.utils.enums import Likelihood
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from contrastive_curvature.backends.torch_func import ContrastiveGGN, check_loader
+from contrastive_curvature.backends.base import ContrastiveBackend
+from contrastive_curvature.backends.checks import check_loader
+from contrastive_curvature.backends.torch_func import ContrastiveGGN
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.accumulate import clamp_curvature
 from contrastive_curvature.ggn.dataset import DatasetCurvature
@@ -53,7 +55,7 @@ class ContrastiveLaplace(SpherePrediction):
         model: nn.Module,
         likelihood: str = CONTRASTIVE,
         *args: Any,
-        backend: type[ContrastiveGGN] | None = None,
+        backend: type[ContrastiveBackend] | None = None,
         backend_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -89,7 +91,7 @@ class ContrastiveLaplace(SpherePrediction):
         self._posterior_scale = None
 
     @property
-    def backend(self) -> ContrastiveGGN:
+    def backend(self) -> ContrastiveBackend:
         """The curvature backend, made at first use."""
         if self._backend is None:
             self._backend = self._backend_cls(

@@ -17,7 +17,7 @@ from laplace.utils import Kron
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from contrastive_curvature.backends.torch_func import read_batch
+from contrastive_curvature.backends.checks import read_batch
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.encoder import Inputs, evaluation_mode, slice_inputs
 from contrastive_curvature.errors import InputError, UnsupportedError, expected

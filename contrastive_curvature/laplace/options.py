@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from contrastive_curvature.backends.torch_func import ContrastiveGGN, check_backend_options
+from contrastive_curvature.backends.base import ContrastiveBackend
+from contrastive_curvature.backends.checks import check_backend_options
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.ggn.kron import refuse_coupled_kron
 from contrastive_curvature.options import CurvatureOptions, Structure
@@ -19,7 +20,7 @@ __all__ = ["check_model", "check_options", "known_options"]
 
 def known_options() -> dict[str, Any]:
     """Names and defaults of what ``backend_kwargs`` may hold."""
-    parameters = inspect.signature(ContrastiveGGN.__init__).parameters.values()
+    parameters = inspect.signature(ContrastiveBackend.__init__).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
@@ -63,7 +64,7 @@ def check_options(
         InputTypeError: ``backend`` is no contrastive backend.
         UnsupportedError: Something that embeddings do not have.
     """
-    if backend is not None and not (isinstance(backend, type) and issubclass(backend, ContrastiveGGN)):
+    if backend is not None and not (isinstance(backend, type) and issubclass(backend, ContrastiveBackend)):
         hint = "Leave it out to use contrastive_curvature.ContrastiveGGN."
         raise InputTypeError(expected("backend", "a contrastive backend", f"{backend}", hint))
     given = dict(backend_kwargs or {})

@@ -12,7 +12,7 @@ from torch import Tensor
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.encoder import Encoder, Inputs, evaluation_mode
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.ggn.pullback import ModulePullback
+from contrastive_curvature.ggn.module import ModulePullback
 from contrastive_curvature.laplace.tuning import PriorTuning, parse_pred_type
 from contrastive_curvature.sphere import normalize
 

@@ -1,0 +1,83 @@
+"""What a backend checks before it computes: its options, the loader, and every batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.encoder import Inputs, input_length
+from contrastive_curvature.errors import InputError, InputTypeError, expected
+
+__all__ = ["check_backend_options", "check_loader", "read_batch"]
+
+
+def read_batch(batch: Any, device: torch.device, label_key: str = "labels") -> tuple[Inputs, Tensor]:
+    """Take apart what a loader yields, and bring it to a device.
+
+    Args:
+        batch: ``(x, labels)``, or a mapping that holds the labels too and is given to the model whole.
+        device: Where to bring it.
+        label_key: Where a mapping keeps the labels.
+
+    Returns:
+        The inputs and the labels.
+
+    Raises:
+        InputTypeError: Something else.
+        InputError: A batch without a point.
+    """
+
+    def moved(mapping: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in mapping.items()}
+
+    if isinstance(batch, Mapping):
+        if label_key not in batch:
+            wanted, hint = f"mappings with the labels under {label_key!r}", "Name the key with dict_key_y=..."
+            raise InputTypeError(expected("train_loader", wanted, f"the keys {sorted(batch)}", hint))
+        x, y = batch, batch[label_key]
+    elif isinstance(batch, (tuple, list)) and len(batch) == 2:
+        x, y = batch
+    else:
+        came = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
+        raise InputTypeError(expected("train_loader", "batches (x, labels) or mappings", came))
+    if not isinstance(y, Tensor):
+        raise InputTypeError(expected("train_loader", "labels as a tensor", f"a {type(y).__name__}"))
+    if not isinstance(x, (Tensor, Mapping)):
+        raise InputTypeError(expected("train_loader", "inputs as a tensor or a mapping", f"a {type(x).__name__}"))
+    if not input_length(x):
+        raise InputError(expected("train_loader", "batches of at least one point", "an empty batch"))
+    return moved(x) if isinstance(x, Mapping) else x.to(device), y.to(device)
+
+
+def check_loader(loader: Any) -> None:
+    """Refuse what cannot be run over twice.
+
+    Raises:
+        InputTypeError: Not iterable, or an iterator that is used up by its first pass.
+    """
+    hint = "Pass a DataLoader or a list of batches."
+    wanted = "something that can be iterated several times"
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise InputTypeError(expected("train_loader", wanted, f"a {type(loader).__name__}", hint))
+    if isinstance(loader, Iterator):
+        raise InputTypeError(expected("train_loader", wanted, f"the iterator {type(loader).__name__}", hint))
+
+
+def check_backend_options(pairs: object, relation: object, rank: object) -> None:
+    """Check what the curvature itself does not know of.
+
+    Raises:
+        InputError: A value is out of range.
+        InputTypeError: A value has the wrong type.
+    """
+    if pairs not in ("dataset", "batch"):
+        hint = "Class labels come from the loader; for another relation pass relation=callable."
+        raise InputError(expected("pairs", "'dataset' or 'batch'", pairs, hint))
+    if relation is not None and not callable(relation):
+        wanted = "a callable (targets_a, targets_b) -> (positives, negatives)"
+        raise InputTypeError(expected("relation", wanted, f"a {type(relation).__name__}"))
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise InputError(expected("rank", "a positive whole number", rank))
