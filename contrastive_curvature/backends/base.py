@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +31,7 @@ from contrastive_curvature.ggn.lowrank import leading_eigenpairs
 from contrastive_curvature.ggn.module import ModulePullback
 from contrastive_curvature.ggn.part import HeadPullback, SubnetworkPullback, trainable_head
 from contrastive_curvature.ggn.pullback import Pullback
+from contrastive_curvature.ggn.subset import HessianSubset, subset_hessian
 from contrastive_curvature.loss import ContrastiveLoss
 from contrastive_curvature.options import CurvatureOptions, Distance, Normalization, PDFix, Structure
 from contrastive_curvature.pairs import RelationFunction
@@ -196,6 +198,36 @@ class ContrastiveBackend(GGNInterface, ABC):
         scale = self._data_scale(found.n)
         loss, cost = found.weights.loss_and_cost()
         return DatasetCurvature((vectors, scale * values), scale * loss, scale * cost, found.n)
+
+    def fit_subset(
+        self, loader: Iterable[Any], size: int, seed: int = 0, progress: bool = False
+    ) -> tuple[HessianSubset, Tensor, Tensor, int]:
+        """Some points of a data set, with a square root of their output Hessian, times the data set's scale.
+
+        Args:
+            loader: Batches.
+            size: Number of points.
+            seed: Of the draw.
+            progress: Whether to show progress bars.
+
+        Returns:
+            The points; loss, cost and number of points of the whole data set.
+
+        Raises:
+            UnsupportedError: ``pairs="batch"``, or the Hessian is not positive semidefinite.
+        """
+        if self.pairs == "batch":
+            msg = "pairs='batch': a subset of the points takes the pairs of the data set. Use pairs='dataset'."
+            raise UnsupportedError(msg)
+        check_loader(loader)
+        probe = self._probe(loader)
+        with evaluation_mode(self.model), torch.no_grad():
+            encoder = self.encoder(probe)
+            found = collect_pairs(encoder, loader, self.read, self.options, self.relation, progress)
+            subset = subset_hessian(encoder, loader, self.read, found, size, seed, progress)
+        scale = self._data_scale(found.n)
+        loss, cost = found.weights.loss_and_cost()
+        return replace(subset, factor=scale**0.5 * subset.factor), scale * loss, scale * cost, found.n
 
     def eig_lowrank(self, data_loader: Iterable[Any]) -> tuple[Tensor, Tensor, Tensor]:
         """The host's form of :meth:`fit_lowrank`: eigenvectors, eigenvalues and loss."""

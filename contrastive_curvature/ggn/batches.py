@@ -24,7 +24,7 @@ from contrastive_curvature.options import CurvatureOptions, Normalization, Struc
 from contrastive_curvature.pairs import PairWeights, Relation, RelationFunction, make_relation
 from contrastive_curvature.sphere import check_outputs, normalize
 
-__all__ = ["batch_curvature", "batches_curvature"]
+__all__ = ["batch_curvature", "batch_weights", "batches_curvature"]
 
 
 def batches_curvature(
@@ -115,9 +115,7 @@ def batch_curvature(
     z, context = pullback.forward(x)
     z = check_outputs(z, "model(x)")
     u, n = normalize(z)
-    made = make_relation(z.shape[0], z.device, targets, relation)
-    scale = _scale(made, options.normalization, n_data, totals)
-    weights = PairWeights(made, u, options, scale)
+    weights = batch_weights(u, targets, options, n_data, totals, relation)
     points = Points(context, u, n)
     curvature: Any
     if structure is not Structure.KRON:
@@ -126,6 +124,31 @@ def batch_curvature(
         blocks = make_blocks(u, n, *weights.node_sums(), options)
         curvature = pullback.kron_factors(points, blocks, n_data)
     return DatasetCurvature(curvature, *weights.loss_and_cost(), n_data)
+
+
+def batch_weights(
+    u: Tensor,
+    targets: Tensor,
+    options: CurvatureOptions,
+    n_data: int,
+    totals: tuple[float, float] | None = None,
+    relation: RelationFunction | None = None,
+) -> PairWeights:
+    """Pair weights of B points as their share of a data set's; arguments as in :func:`batch_curvature`.
+
+    Args:
+        u: Unit embeddings, shape (B, D).
+        targets: Their labels or targets.
+        options: The curvature options.
+        n_data: Number N of points in the data set.
+        totals: Number of positive and negative pairs in the data set.
+        relation: ``None`` for class labels, or a callable on targets.
+
+    Returns:
+        Weights that sum over batches to an estimate of those of all pairs.
+    """
+    made = make_relation(u.shape[0], u.device, targets, relation)
+    return PairWeights(made, u, options, _scale(made, options.normalization, n_data, totals))
 
 
 def _scale(

@@ -42,6 +42,7 @@ __all__ = [
     "ContrastiveKronLLLaplace",
     "ContrastiveKronLaplace",
     "ContrastiveLowRankLaplace",
+    "LastLayerLaplace",
 ]
 
 
@@ -169,7 +170,7 @@ class ContrastiveFullSubnetLaplace(_Subnetwork, FullSubnetLaplace):
         return self.H.diagonal()
 
 
-class _LastLayer(ContrastiveLaplace):
+class LastLayerLaplace(ContrastiveLaplace):
     """The last linear layer: closed forms for curvature, prediction and samples."""
 
     def __init__(
@@ -249,7 +250,7 @@ class _LastLayer(ContrastiveLaplace):
         return out if layer.bias is None else out + theta[:, None, layer.weight.numel() :]
 
 
-class ContrastiveDiagLLLaplace(_LastLayer, DiagLLLaplace):
+class ContrastiveDiagLLLaplace(LastLayerLaplace, DiagLLLaplace):
     """Last linear layer, diagonal precision; curvature and prediction exact and in closed form."""
 
     _key = ("last_layer", "diag", CONTRASTIVE)
@@ -265,7 +266,7 @@ class ContrastiveDiagLLLaplace(_LastLayer, DiagLLLaplace):
         return self.H
 
 
-class ContrastiveKronLLLaplace(_KroneckerFactored, _LastLayer, KronLLLaplace):
+class ContrastiveKronLLLaplace(_KroneckerFactored, LastLayerLaplace, KronLLLaplace):
     """Last linear layer, Kronecker-factored precision (K-FAC); ``fixed`` and ``psd`` only."""
 
     _key = ("last_layer", "kron", CONTRASTIVE)
@@ -280,7 +281,7 @@ class ContrastiveKronLLLaplace(_KroneckerFactored, _LastLayer, KronLLLaplace):
         return EmbeddingDistribution(z, covariance=covariance)
 
 
-class ContrastiveFullLLLaplace(_LastLayer, FullLLLaplace):
+class ContrastiveFullLLLaplace(LastLayerLaplace, FullLLLaplace):
     """Last linear layer, dense precision; curvature and prediction exact and in closed form."""
 
     _key = ("last_layer", "full", CONTRASTIVE)

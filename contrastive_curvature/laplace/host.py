@@ -39,4 +39,5 @@ class Host:
     _backend_cls: Any
     _backend_kwargs: Any
     _device: Any
+    _dtype: Any
     _H_factor: Any

@@ -1,6 +1,6 @@
 """``likelihood="contrastive"`` in laplace-torch: registered at import, idempotent, undone by :func:`unregister`.
 
-``laplace.Laplace`` looks a class up and calls it with the likelihood's name. Its nine concrete classes get an
+``laplace.Laplace`` looks a class up and calls it with the likelihood's name. Its eleven concrete classes get an
 ``__init__`` that hands an object over to its contrastive counterpart when asked for that likelihood, and is the
 original otherwise. So ``Laplace(...)`` works however it was imported, a class called directly works too, and nothing
 else changes.
@@ -28,7 +28,7 @@ from laplace.lllaplace import DiagLLLaplace, FullLLLaplace, FunctionalLLLaplace,
 from laplace.subnetlaplace import DiagSubnetLaplace, FullSubnetLaplace
 
 from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.laplace import classes
+from contrastive_curvature.laplace import classes, functional
 from contrastive_curvature.laplace.base import CONTRASTIVE, ContrastiveLaplace
 
 __all__ = ["register", "unregister"]
@@ -43,8 +43,8 @@ _COUNTERPARTS: dict[type[BaseLaplace], type[ContrastiveLaplace] | None] = {
     KronLLLaplace: classes.ContrastiveKronLLLaplace,
     DiagSubnetLaplace: classes.ContrastiveDiagSubnetLaplace,
     FullSubnetLaplace: classes.ContrastiveFullSubnetLaplace,
-    FunctionalLaplace: None,
-    FunctionalLLLaplace: None,
+    FunctionalLaplace: functional.ContrastiveFunctionalLaplace,
+    FunctionalLLLaplace: functional.ContrastiveFunctionalLLLaplace,
     ELLA: None,
     VaLLA: None,
 }
@@ -76,7 +76,7 @@ def _redirect(host: type[BaseLaplace], counterpart: type[ContrastiveLaplace] | N
         likelihood = kwargs.get("likelihood", args[1] if len(args) > 1 else None)
         if likelihood == CONTRASTIVE and not isinstance(self, ContrastiveLaplace):
             if counterpart is None:
-                raise UnsupportedError(_no_functional_space(host))
+                raise UnsupportedError(_no_approximate_kernel(host))
             if type(self) is not host:
                 msg = (
                     f"{type(self).__name__} extends {host.__name__}, which knows no contrastive likelihood. Extend "
@@ -143,9 +143,9 @@ def call_marglik_training(*args: Any, **kwargs: Any) -> Any:
     return _real_marglik_training(*args, **kwargs)
 
 
-def _no_functional_space(host: type) -> str:
+def _no_approximate_kernel(host: type) -> str:
     return (
-        f"hessian_structure='gp' ({host.__name__}) with likelihood='contrastive': the host builds its kernel from the "
-        "likelihood of single points, and a pair loss has none. Use hessian_structure='diag', 'kron' or 'full'; "
-        "la(x) already gives a Gaussian over the outputs, and la(x, joint=True) its covariance between inputs."
+        f"functional_approximation of {host.__name__} with likelihood='contrastive': the host builds it from the "
+        "likelihood of single points, and a pair loss has none. Use functional_approximation='sod' (the default) with "
+        "n_subset=..., or hessian_structure='diag', 'kron' or 'full'."
     )

@@ -1,0 +1,130 @@
+"""The output Hessian of some points of a data set that stand for all of it, for posteriors in function space.
+
+For fixes whose Hessian is block-diagonal, each chosen point keeps its block over ALL pairs of the data, times N / M. For
+coupled ones the pairs among the chosen points stand for the others (as in Proposition B.1). With M = N both are the
+Hessian of the data set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from contrastive_curvature.encoder import Encoder, Inputs, input_length
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.ggn.accumulate import make_blocks
+from contrastive_curvature.ggn.batches import batch_weights
+from contrastive_curvature.ggn.dataset import BatchReader, DatasetPairs, check_targets
+from contrastive_curvature.output_hessian import OutputHessian
+from contrastive_curvature.pairs.relation import CallableRelation
+from contrastive_curvature.sphere import check_outputs, normalize
+
+__all__ = ["HessianSubset", "subset_hessian"]
+
+
+@dataclass(frozen=True)
+class HessianSubset:
+    """M points of a data set and a square root of their output Hessian.
+
+    Args:
+        inputs: The points, a tensor or a mapping of tensors.
+        factor: Block-diagonal fixes: ``S_i`` (M, D, D) with ``H_ii = S_i S_i^T``. Coupled ones: (M, D, R) with
+            ``H_ij = S_i S_j^T``.
+        coupled: Which of the two.
+    """
+
+    inputs: Inputs
+    factor: Tensor
+    coupled: bool
+
+    @property
+    def columns(self) -> int:
+        """Number of columns of ``S``."""
+        return self.factor.shape[2] if self.coupled else self.factor.shape[0] * self.factor.shape[2]
+
+    def project(self, k: Tensor) -> Tensor:
+        """``k S`` for ``k`` of shape (..., M, D); the result has shape (..., R), or (..., M D) without coupling."""
+        if self.coupled:
+            return torch.einsum("...md,mdr->...r", k, self.factor)
+        return torch.einsum("...md,mdr->...mr", k, self.factor).flatten(-2)
+
+    def lift(self, c: Tensor) -> Tensor:
+        """``S c`` for ``c`` of shape (..., R) or (..., M D); the result has shape (..., M, D)."""
+        if self.coupled:
+            return torch.einsum("...r,mdr->...md", c, self.factor)
+        return torch.einsum("...mr,mdr->...md", c.unflatten(-1, self.factor.shape[::2]), self.factor)
+
+
+def subset_hessian(
+    encoder: Encoder,
+    loader: Iterable[Any],
+    read: BatchReader,
+    pairs: DatasetPairs,
+    size: int,
+    seed: int = 0,
+    progress: bool = False,
+) -> HessianSubset:
+    """Draw points without replacement, and take the square root of their Hessian.
+
+    Args:
+        encoder: The analysed encoder, in evaluation mode.
+        loader: The same data as in the first pass, in any order.
+        read: Takes a batch apart.
+        pairs: What the first pass left.
+        size: Number M of points.
+        seed: Of the draw.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The points and the factor, times the square root of N / M.
+
+    Raises:
+        InputError: More points than there are.
+        UnsupportedError: The Hessian is not positive semidefinite.
+    """
+    if size > pairs.n:
+        raise InputError(expected("n_subset", f"at most the {pairs.n} points of the data", size))
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.zeros(pairs.n, dtype=torch.bool)
+    chosen[torch.randperm(pairs.n, generator=generator)[:size]] = True
+    options, made = pairs.options, pairs.weights.relation
+    relation = made.function if isinstance(made, CallableRelation) else None
+    parts, targets, start = [], [], 0
+    for batch in tqdm(loader, desc="[inducing points]", disable=not progress):
+        x, y = read(batch)
+        y = check_targets(y, input_length(x), relation)
+        mine = chosen[start : start + input_length(x)].to(y.device)
+        start += input_length(x)
+        if bool(mine.any()):
+            parts.append(_select(x, mine))
+            targets.append(y[mine])
+    inputs, y = _join(parts), torch.cat(targets)
+    z = check_outputs(encoder(inputs), "model(x)")
+    u, n = normalize(z)
+    if options.pd_fix.coupled:
+        weights = batch_weights(u, y, options, pairs.n, pairs.weights.totals, relation)
+        factor = OutputHessian(z, weights, options).factor()
+    else:
+        factor = make_blocks(u, n, *pairs.weights.sums_for(u, y), options).factor()
+    return HessianSubset(inputs, (pairs.n / size) ** 0.5 * factor, options.pd_fix.coupled)
+
+
+def _select(x: Inputs, rows: Tensor) -> Inputs:
+    if isinstance(x, Tensor):
+        return x[rows]
+    n = input_length(x)
+    return {k: v[rows] if isinstance(v, Tensor) and v.ndim and v.shape[0] == n else v for k, v in x.items()}
+
+
+def _join(parts: list[Inputs]) -> Inputs:
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat([part for part in parts if isinstance(part, Tensor)])
+    n = input_length(first)
+    batched = {k for k, v in first.items() if isinstance(v, Tensor) and v.ndim and v.shape[0] == n}
+    return {k: torch.cat([part[k] for part in parts]) if k in batched else v for k, v in first.items()}  # type: ignore[index]

@@ -1,0 +1,238 @@
+"""``hessian_structure="gp"``: the posterior seen as a Gaussian process over some points of the data set.
+
+With the square root ``S`` of the output Hessian of M points and ``A = S^T J``, the posterior precision is ``p I + h A^T
+A`` (``p`` the prior precision, ``h`` the likelihood factor), so everything follows from the kernel ``J J^T`` between
+points: no matrix of the size of the parameters is formed. With all points chosen it is the ``full`` structure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from laplace.baselaplace import ParametricLaplace
+from laplace.lllaplace import LLLaplace
+from torch import Tensor, nn
+
+from contrastive_curvature.embedding import EmbeddingDistribution
+from contrastive_curvature.encoder import Inputs, evaluation_mode, input_length
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.ggn.pullback import JACOBIAN_ELEMENTS
+from contrastive_curvature.ggn.subset import HessianSubset
+from contrastive_curvature.laplace.base import CONTRASTIVE, ContrastiveLaplace
+from contrastive_curvature.laplace.classes import LastLayerLaplace
+
+__all__ = ["ContrastiveFunctionalLLLaplace", "ContrastiveFunctionalLaplace"]
+
+_KERNEL_LIMIT = 2**13
+
+
+class _FunctionSpace(ContrastiveLaplace):
+    """Posterior in function space.
+
+    Args:
+        model: The encoder.
+        likelihood: ``"contrastive"``.
+        n_subset: Number M of points that stand for the data set.
+        *args: As in laplace-torch's other classes.
+        seed: Of the draw of the points.
+        independent_outputs: Refused: the covariance between outputs is part of the kernel.
+        **kwargs: As in laplace-torch's other classes.
+
+    Raises:
+        InputError: ``n_subset`` is missing or no positive whole number.
+    """
+
+    structure = None  # type: ignore[assignment]
+    prior_structures = ("scalar",)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str = CONTRASTIVE,
+        n_subset: int | None = None,
+        *args: Any,
+        seed: int = 0,
+        independent_outputs: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if isinstance(n_subset, bool) or not isinstance(n_subset, int) or n_subset < 1:
+            hint = "It is how many points of the training data the Gaussian process keeps."
+            raise InputError(expected("n_subset", "a positive whole number", n_subset, hint))
+        if independent_outputs:
+            msg = "independent_outputs=True: the kernel between outputs is computed exactly. Leave it out."
+            raise UnsupportedError(msg)
+        self.n_subset, self.seed = n_subset, seed
+        super().__init__(model, likelihood, *args, **kwargs)
+
+    def _init_H(self) -> None:
+        self.H = None
+
+    def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool = False) -> None:
+        """Fit the posterior on some of the points, their Hessian taken from the pairs of the whole data set.
+
+        Args:
+            train_loader: Batches ``(x, labels)`` or mappings; iterated twice, and may shuffle in between.
+            override: Must be ``True``.
+            progress_bar: Whether to show progress bars.
+
+        Raises:
+            InputError: No data, one point, no positive pair, more points asked for than there are, or a kernel matrix
+                that is too large.
+            UnsupportedError: The output Hessian is not positive semidefinite, or ``override=False``.
+        """
+        if not override:
+            msg = "override=False: two subsets do not add up. Use hessian_structure='diag', 'kron' or 'full'."
+            raise UnsupportedError(msg)
+        self.model.eval()
+        self._prepare(train_loader)
+        subset, loss, cost, n = self.backend.fit_subset(train_loader, self.n_subset, self.seed, progress_bar)
+        columns = subset.columns
+        if columns > _KERNEL_LIMIT:
+            hint = "Use a smaller n_subset, or hessian_structure='diag' or 'kron'."
+            wanted = f"a kernel matrix of at most {_KERNEL_LIMIT} rows"
+            raise InputError(expected("n_subset", wanted, f"{self.n_subset} points, {columns} rows", hint))
+        with evaluation_mode(self.model), torch.no_grad():
+            context = self._embed(subset.inputs)[1]
+            half = subset.project(self._kernel(context, context))
+            gram = subset.project(half.movedim(2, 0)).double()
+            values, vectors = torch.linalg.eigh((gram + gram.T) / 2)
+        dtype = subset.factor.dtype
+        # Everything that can fail comes before the first assignment, so that a failed fit leaves the last one whole.
+        self.H = {
+            "inputs": subset.inputs,
+            "factor": subset.factor,
+            "coupled": subset.coupled,
+            "values": values.clamp(min=0).to(dtype),
+            "vectors": vectors.to(dtype),
+        }
+        self.loss, self.cost, self.n_data = loss.detach(), float(cost), n
+        self.mean = self._parameter_vector()
+        self.n_outputs = self._encoder_dim()
+        self.model.output_size = self.n_outputs
+
+    @property
+    def prior_precision(self) -> Tensor:
+        """Precision of the prior of every parameter, one number."""
+        return super().prior_precision
+
+    @prior_precision.setter
+    def prior_precision(self, value: float | Tensor) -> None:
+        if isinstance(value, Tensor) and value.numel() != 1:
+            hint = "A kernel has one prior for all parameters; hessian_structure='diag' has room for more."
+            raise InputError(expected("prior_precision", "one number", f"shape {tuple(value.shape)}", hint))
+        ParametricLaplace.prior_precision.fset(self, value)
+
+    @property
+    def log_det_ratio(self) -> Tensor:
+        """``log det(I + (h / p) A A^T)``, the posterior precision over the prior's."""
+        return (self._H_factor * self.H["values"] / self.prior_precision.squeeze()).log1p().sum()
+
+    @property
+    def log_det_posterior_precision(self) -> Tensor:
+        """Log determinant of ``p I + h A^T A``."""
+        return self.log_det_ratio + self.n_params * self.prior_precision.squeeze().log()
+
+    def square_norm(self, value: Tensor) -> Tensor:
+        """``(value - mean)^T (p I + h A^T A) (value - mean)`` for weights (P,)."""
+        delta = value - self.mean
+        moved = self._project_weights(delta.unsqueeze(0))
+        return self.prior_precision.squeeze() * delta.square().sum() + self._H_factor * moved.square().sum()
+
+    def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
+        """Draw weights from the posterior, shape (n_samples, P).
+
+        A draw from the prior is corrected by what the data say of it (Matheron's rule).
+        """
+        self._check_fitted()
+        prior, h = self.prior_precision.squeeze(), self._H_factor
+        values, vectors = self.H["values"], self.H["vectors"]
+        like: dict[str, Any] = {"dtype": self.mean.dtype, "device": self.mean.device, "generator": generator}
+        drawn = torch.randn(n_samples, self.n_params, **like) / prior.sqrt()
+        noise = torch.randn(n_samples, values.numel(), **like) / h**0.5
+        residual = (self._project_weights(drawn) + noise) @ vectors / (values + prior / h)
+        lifted = self._subset().lift(residual @ vectors.T)
+        with evaluation_mode(self.model), torch.no_grad():
+            for rows, jacobian in self._held_jacobians():
+                drawn -= torch.einsum("smd,mdp->sp", lifted[:, rows], jacobian)
+        return self.mean.detach() + drawn
+
+    def _gaussian(self, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistribution:
+        subset, prior = self._subset(), self.prior_precision.squeeze()
+        with evaluation_mode(self.model), torch.set_grad_enabled(self.enable_backprop):
+            z, context = self._embed(self._moved(x))
+            (b, d), own = z.shape, self._kernel(context, context)
+            held = self._embed(subset.inputs)[1]
+            k = subset.project(self._kernel(context, held)) @ self.H["vectors"]
+            explained = k / (self.H["values"] + prior / self._H_factor)
+            if joint:
+                flat = k.reshape(b * d, -1)
+                whole = own.reshape(b * d, b * d) - explained.reshape(b * d, -1) @ flat.T
+                return EmbeddingDistribution(z, joint_covariance=whole / prior)
+            points = torch.arange(b, device=z.device)
+            covariance = (own[points, :, points, :] - explained @ k.mT) / prior
+        if diagonal:
+            return EmbeddingDistribution(z, variance=covariance.diagonal(dim1=1, dim2=2))
+        return EmbeddingDistribution(z, covariance=covariance)
+
+    def _curvature_diagonal(self) -> Tensor:
+        """The mean of the diagonal, shape (1,): the one prior precision needs no more."""
+        return (self.H["values"].sum() / self.n_params).reshape(1)
+
+    def _subset(self) -> HessianSubset:
+        return HessianSubset(self.H["inputs"], self.H["factor"], self.H["coupled"])
+
+    def _embed(self, x: Inputs) -> tuple[Tensor, Any]:
+        """Raw outputs (B, D), and what a pullback needs of the points."""
+        return self.backend.encoder(x)(x), x
+
+    def _kernel(self, left: Any, right: Any) -> Tensor:
+        """``J J^T`` between points, shape (A, D, B, D)."""
+        pullback = self.backend.pullback(left)
+        rows = torch.cat([jacobian for _, jacobian in self._jacobians(pullback, left)])
+        parts = [torch.einsum("adp,bep->adbe", rows, jacobian) for _, jacobian in self._jacobians(pullback, right)]
+        return torch.cat(parts, dim=2)
+
+    def _jacobians(self, pullback: Any, context: Any) -> Iterator[tuple[slice, Tensor]]:
+        """Jacobians (B, D, P) of points, in chunks of bounded size."""
+        dim, n = self._encoder_dim(), input_length(context)
+        axes = torch.eye(dim, dtype=self._dtype, device=self._device)
+        step = max(1, JACOBIAN_ELEMENTS // (dim * pullback.width))
+        for start in range(0, n, step):
+            rows = slice(start, min(start + step, n))
+            part = pullback.slice_context(context, rows)
+            yield rows, pullback.vjp(part, axes.expand(rows.stop - start, -1, -1))
+
+    def _held_jacobians(self) -> Iterator[tuple[slice, Tensor]]:
+        inputs = self._subset().inputs
+        pullback = self.backend.pullback(inputs)
+        return self._jacobians(pullback, self._embed(inputs)[1])
+
+    def _project_weights(self, weights: Tensor) -> Tensor:
+        """``A w`` for weights (S, P)."""
+        with evaluation_mode(self.model), torch.no_grad():
+            parts = [torch.einsum("mdp,sp->smd", jacobian, weights) for _, jacobian in self._held_jacobians()]
+        return self._subset().project(torch.cat(parts, dim=1))
+
+
+class ContrastiveFunctionalLaplace(_FunctionSpace, ParametricLaplace):
+    """All parameters, in function space; every fix whose output Hessian is positive semidefinite."""
+
+    _key = ("all", "gp", CONTRASTIVE)
+
+
+class ContrastiveFunctionalLLLaplace(_FunctionSpace, LastLayerLaplace, LLLaplace):
+    """Last linear layer, in function space: the kernel is that of the features, in closed form."""
+
+    _key = ("last_layer", "gp", CONTRASTIVE)
+
+    def _embed(self, x: Inputs) -> tuple[Tensor, Any]:
+        return self._features(x)
+
+    def _kernel(self, left: Any, right: Any) -> Tensor:
+        features = left @ right.T
+        if self.model.last_layer.bias is not None:
+            features = features + 1
+        eye = torch.eye(self._encoder_dim(), dtype=features.dtype, device=features.device)
+        return torch.einsum("ab,de->adbe", features, eye)

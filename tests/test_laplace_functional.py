@@ -1,0 +1,164 @@
+"""``hessian_structure="gp"``: with all points kept it is the ``full`` structure, computed through kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from laplace import FunctionalLaplace, FunctionalLLLaplace, Laplace
+from strategies import close
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import contrastive_curvature as cc
+from contrastive_curvature.laplace import functional
+
+POINTS = 12
+PSD: list[dict[str, Any]] = [
+    {"pd_fix": "psd"},
+    {"pd_fix": "psd", "distance": "euclidean", "normalization": "type"},
+    {"pd_fix": "positive", "distance": "euclidean"},
+    {"pd_fix": "positive", "distance": "euclidean", "normalization": "sum"},
+    {"pd_fix": "fixed", "distance": "euclidean", "negative_weight": 0.1, "margin": None},
+]
+
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+for_both = pytest.mark.parametrize("weights", ["all", "last_layer"])
+for_every_psd = pytest.mark.parametrize("options", PSD, ids=lambda o: "-".join(map(str, o.values())))
+
+
+def body(device: str = "cpu") -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), cc.L2Norm()).double().to(device)
+
+
+def data(shuffle: bool = False) -> DataLoader[tuple[Tensor, ...]]:
+    torch.manual_seed(2)
+    x = torch.randn(POINTS, 4, dtype=torch.float64)
+    return DataLoader(TensorDataset(x, torch.arange(POINTS) % 3), batch_size=5, shuffle=shuffle)
+
+
+def pair(weights: str, options: dict[str, Any], device: str, **kwargs: Any) -> tuple[Any, Any]:
+    """The Gaussian process over all points, and the dense posterior."""
+    gp = Laplace(body(device), "contrastive", weights, "gp", n_subset=POINTS, backend_kwargs=options, **kwargs)
+    full = Laplace(body(device), "contrastive", weights, "full", backend_kwargs=options, **kwargs)
+    for la in (gp, full):
+        la.fit(data())
+    return gp, full
+
+
+@on_every_device
+@for_both
+@for_every_psd
+def test_equals_full_with_all_points(weights: str, options: dict[str, Any], device: str) -> None:
+    gp, full = pair(weights, options, device, prior_precision=0.3, temperature=0.5)
+    x = torch.randn(4, 4, dtype=torch.float64, device=device)
+    assert close(gp(x).covariance, full(x).covariance)
+    assert close(gp(x, joint=True).joint_covariance, full(x, joint=True).joint_covariance)
+    assert close(gp(x, diagonal_output=True).variance, full(x, diagonal_output=True).variance)
+    assert close(gp.log_marginal_likelihood(), full.log_marginal_likelihood())
+    assert close(gp.log_prob(gp.mean + 0.1), full.log_prob(full.mean + 0.1))
+    for la in (gp, full):
+        la.optimize_prior_precision()
+    assert close(gp.prior_precision, full.prior_precision)
+    assert gp.temperature == pytest.approx(full.temperature, rel=1e-12)
+    assert close(gp(x).covariance, full(x).covariance)
+    gp.optimize_prior_precision(method="marglik", n_steps=3)
+    full.optimize_prior_precision(method="marglik", n_steps=3)
+    assert close(gp.prior_precision.detach(), full.prior_precision.detach())
+
+
+@on_every_device
+@for_both
+@pytest.mark.parametrize("options", [PSD[0], PSD[2]], ids=["block-diagonal", "coupled"])
+def test_samples_have_the_posterior_covariance(weights: str, options: dict[str, Any], device: str) -> None:
+    """Matheron's rule is linear in its random numbers: fed the axes one by one, it gives a root of the covariance."""
+    gp, full = pair(weights, options, device, prior_precision=0.7, temperature=2.0)
+    n_noise = gp.H["values"].numel()
+    sizes = [gp.n_params, n_noise]
+    axes = torch.eye(sum(sizes), dtype=torch.float64, device=device)
+    fed = iter(axes.split(sizes, dim=1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(functional.torch, "randn", lambda *_, **__: next(fed).clone())
+        root = gp.sample(sum(sizes)) - gp.mean
+    assert close(root.T @ root, full.posterior_covariance)
+    x = torch.randn(2, 4, dtype=torch.float64, device=device)
+    assert gp.predictive_samples(x, n_samples=3, joint=True).shape == (3, 2, 3)
+
+
+@on_every_device
+@for_both
+@for_every_psd
+def test_a_subset_stands_for_the_data(weights: str, options: dict[str, Any], device: str) -> None:
+    """Block-diagonal curvatures of subsets average to that of the data; loss and cost are those of the data."""
+    full = Laplace(body(device), "contrastive", weights, "full", backend_kwargs=options)
+    full.fit(data())
+    gp = Laplace(body(device), "contrastive", weights, "gp", n_subset=5, backend_kwargs=options)
+    gp.fit(data(shuffle=True))
+    assert close(gp.loss, full.loss)
+    assert gp.cost == pytest.approx(full.cost, rel=1e-12)
+    assert gp.n_data == POINTS
+    assert len(gp.H["inputs"]) == 5
+    if options["pd_fix"] == "positive":
+        return
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for seed in range(400):
+        subset, *_ = gp.backend.fit_subset(data(), POINTS - 1, seed)
+        total = total + subset.factor.square().sum() / 400
+    everything, *_ = gp.backend.fit_subset(data(), POINTS, 0)
+    truth = everything.factor.square().sum()
+    leave_out = everything.factor.square().sum((1, 2))
+    # The weight of the one point left out has this standard deviation; four of them over 400 draws.
+    spread = POINTS / (POINTS - 1) * leave_out.std(correction=0) / 20
+    assert abs(float(total - truth)) < 4 * float(spread)
+
+
+@for_both
+def test_survives_a_file(weights: str, tmp_path: Any) -> None:
+    gp, _ = pair(weights, PSD[0], "cpu")
+    torch.save(gp.state_dict(), tmp_path / "gp.pt")
+    again = Laplace(body(), "contrastive", weights, "gp", n_subset=POINTS, backend_kwargs=PSD[0])
+    again.load_state_dict(torch.load(tmp_path / "gp.pt", weights_only=True))
+    x = torch.randn(3, 4, dtype=torch.float64)
+    assert torch.equal(again(x).covariance, gp(x).covariance)
+    generators = [torch.Generator().manual_seed(0) for _ in range(2)]
+    assert torch.equal(again.sample(2, generators[0]), gp.sample(2, generators[1]))
+
+
+def test_gradients_reach_the_input() -> None:
+    for weights in ("all", "last_layer"):
+        gp = Laplace(body(), "contrastive", weights, "gp", n_subset=6, backend_kwargs=PSD[0], enable_backprop=True)
+        gp.fit(data())
+        x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+        gp(x).covariance.sum().backward()
+        assert x.grad is not None
+        assert bool((x.grad != 0).any())
+
+
+def test_the_host_s_classes_hand_over() -> None:
+    assert type(FunctionalLaplace(body(), "contrastive", 5)) is functional.ContrastiveFunctionalLaplace
+    assert type(FunctionalLLLaplace(body(), "contrastive", n_subset=5)) is functional.ContrastiveFunctionalLLLaplace
+
+
+def test_refusals() -> None:
+    def make(**kwargs: Any) -> Any:
+        return Laplace(body(), "contrastive", "all", "gp", **kwargs)
+
+    with pytest.raises(cc.InputError, match="n_subset: expected a positive whole number"):
+        make()
+    with pytest.raises(cc.UnsupportedError, match="independent_outputs"):
+        make(n_subset=3, independent_outputs=True)
+    with pytest.raises(cc.InputError, match="at most the 12 points"):
+        make(n_subset=13, backend_kwargs=PSD[0]).fit(data())
+    with pytest.raises(cc.UnsupportedError, match="pd_fix='psd'"):
+        make(n_subset=12, backend_kwargs={"pd_fix": "full"}).fit(data())
+    with pytest.raises(cc.UnsupportedError, match="pairs='dataset'"):
+        make(n_subset=3, backend_kwargs={"pairs": "batch"}).fit(data())
+    with pytest.raises(cc.UnsupportedError, match="override=False"):
+        make(n_subset=3).fit(data(), override=False)
+    with pytest.raises(cc.InputError, match="prior_precision: expected one number"):
+        make(n_subset=3, prior_precision=torch.ones(2))
+    with pytest.raises(AttributeError, match="not fitted"):
+        make(n_subset=3)(torch.randn(1, 4))
