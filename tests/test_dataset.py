@@ -9,7 +9,7 @@ import torch
 from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import INPUTS, NETWORKS, build_network, close, options, relate_by_remainder
+from strategies import INPUTS, NETWORKS, build_network, close, make_inputs, options, relate_by_remainder
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 def data(draw: st.DrawFn) -> tuple[nn.Module, Tensor, Tensor, DataLoader, dict[str, Any]]:
     n, dim = draw(st.integers(2, 12)), draw(st.integers(1, 3))
     torch.manual_seed(draw(st.integers(0, 2**16)))
-    model = build_network(draw(st.sampled_from(NETWORKS)), dim)
-    x = torch.randn(n, INPUTS, dtype=torch.float64)
+    kind = draw(st.sampled_from(tuple(NETWORKS)))
+    model, x = build_network(kind, dim), make_inputs(kind, n)
     y = torch.randint(0, draw(st.integers(1, 3)), (n,))
     y[1] = y[0]
     loader = DataLoader(TensorDataset(x, y), batch_size=draw(st.integers(1, n)), shuffle=True)

@@ -37,6 +37,11 @@ def ggn(drawn: Drawn, device: str, **kwargs: Any) -> Any:
     return cc.ggn(model.to(device), x.to(device), clamp=False, **moved.all, **kwargs)
 
 
+def unfreeze(drawn: Drawn) -> None:
+    """A last layer is taken whole, frozen or not; the oracle takes what is trainable."""
+    drawn[0].requires_grad_()
+
+
 @given(drawn=network_cases())
 def test_diag_and_full_are_exact_for_all_parameters(drawn: Drawn, device: str) -> None:
     truth, size = truth_and_size(drawn)
@@ -46,6 +51,7 @@ def test_diag_and_full_are_exact_for_all_parameters(drawn: Drawn, device: str) -
 
 @given(drawn=network_cases())
 def test_last_layer_in_closed_form_is_exact(drawn: Drawn, device: str) -> None:
+    unfreeze(drawn)
     truth, size = truth_and_size(drawn)
     count = sum(p.numel() for p in [m for m in drawn[0].modules() if isinstance(m, nn.Linear)][-1].parameters())
     truth = truth[-count:, -count:]
@@ -76,6 +82,7 @@ def test_frozen_parameters_are_left_out(drawn: Drawn, freeze: int, device: str) 
 @given(drawn=network_cases(), elements=st.sampled_from((1, 7, 60)))
 def test_bounded_chunks_change_nothing(drawn: Drawn, elements: int, device: str) -> None:
     """Jacobians in chunks of points and of output axes, cross terms in tiles, down to one point at a time."""
+    unfreeze(drawn)
     truth, size = truth_and_size(drawn)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pullback, "JACOBIAN_ELEMENTS", elements)
@@ -91,6 +98,7 @@ def test_bounded_chunks_change_nothing(drawn: Drawn, elements: int, device: str)
 @given(drawn=network_cases(), overhead=st.sampled_from((-(10**6), 10**6)))
 def test_both_routes_of_the_coupled_last_layer_agree(drawn: Drawn, overhead: int, device: str) -> None:
     """By points and by pairs: the choice is one of speed."""
+    unfreeze(drawn)
     drawn[2].options["pd_fix"] = "full"
     truth, size = truth_and_size(drawn)
     count = sum(p.numel() for p in [m for m in drawn[0].modules() if isinstance(m, nn.Linear)][-1].parameters())
@@ -111,7 +119,7 @@ def test_kron_factors(drawn: Drawn, device: str) -> None:
     truth, size = truth_and_size(drawn)
     factors = [[f.cpu() for f in group] for group in ggn(drawn, device, structure="kron")]
     start = 0
-    for p, group in zip(model.parameters(), factors, strict=True):
+    for p, group in zip((p for p in model.parameters() if p.requires_grad), factors, strict=True):
         block = truth[start : start + p.numel(), start : start + p.numel()]
         start += p.numel()
         if p.ndim == 1:
@@ -121,7 +129,7 @@ def test_kron_factors(drawn: Drawn, device: str) -> None:
         else:
             rows, columns = p.shape[0], p[0].numel()
             assert [tuple(f.shape) for f in group] == [(rows, rows), (columns, columns)]
-    if p.ndim == 1:
+    if p.ndim == 1 and len(factors) > 1 and all(p.requires_grad for p in model.parameters()):
         last = [m for m in model.modules() if isinstance(m, nn.Linear)][-1]
         blocks = dense_output_hessian(case.z, **case.all).view(len(x), case.z.shape[1], len(x), -1)
         assert close(factors[-2][0], sum(blocks[i, :, i] for i in range(len(x))), size)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from contrastive_curvature.encoder import Encoder, Inputs, input_length, slice_inputs
 from contrastive_curvature.ggn.pullback import KronFactors, Points, Pullback
@@ -85,14 +86,17 @@ class ModulePullback(Pullback):
         return self._function(x)(self._split(theta))
 
     def jvp(self, x: Inputs, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Raw outputs (N, D) and ``J v`` (N, D) for a direction ``v`` (P,) in all trainable parameters."""
+        """See :meth:`Pullback.jvp`: one forward-mode pass."""
+        if self.indices is not None:
+            v = v.new_zeros(self._width).index_copy(0, self.indices, v)
         z, moved = torch.func.jvp(self._function(x), (self.params,), (self._split(v),), has_aux=False)[:2]
         return z, moved
 
     def vjp_sum(self, x: Inputs, cotangents: Tensor) -> Tensor:
-        """``sum_i J_i^T v_i`` for cotangents (N, D): one reverse pass, shape (P,)."""
+        """See :meth:`Pullback.vjp_sum`: one reverse pass."""
         pull = torch.func.vjp(self._function(x), self.params)[1]
-        return torch.cat([g.flatten() for g in pull(cotangents)[0].values()])
+        flat = torch.cat([g.flatten() for g in pull(cotangents)[0].values()])
+        return flat if self.indices is None else flat[self.indices]
 
     def _split(self, flat: Tensor) -> dict[str, Tensor]:
         pieces = flat.split([p.numel() for p in self.params.values()])
@@ -125,7 +129,12 @@ class ModulePullback(Pullback):
         )
 
     def _function(self, x: Inputs) -> Any:
-        return lambda params: torch.func.functional_call(self.encoder, {**params, **self.constants}, (x,))
+        def outputs(params: dict[str, Tensor]) -> Tensor:
+            # Fused attention has neither a batching rule nor forward-mode derivatives.
+            with sdpa_kernel(SDPBackend.MATH):
+                return torch.func.functional_call(self.encoder, {**params, **self.constants}, (x,))
+
+        return outputs
 
     def _flat_vjp(self, x: Inputs, v: Tensor) -> Tensor:
         pull = torch.func.vjp(self._function(x), self.params)[1]

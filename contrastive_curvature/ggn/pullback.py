@@ -88,6 +88,24 @@ class Pullback(ABC):
             Shape (N, M, P).
         """
 
+    def jvp(self, x: Inputs, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Raw outputs (N, D) and ``J v`` (N, D) for a direction ``v`` (P,); by default from the Jacobians."""
+        z, context = self.forward(x)
+        moved = torch.empty_like(z)
+        eye = torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
+        for rows, axes in self._chunks(*z.shape):
+            part = self.slice_context(context, rows)
+            moved[rows, axes] = self.vjp(part, eye[axes].expand(rows.stop - rows.start, -1, -1)) @ v
+        return z, moved
+
+    def vjp_sum(self, x: Inputs, cotangents: Tensor) -> Tensor:
+        """``sum_i J_i^T v_i`` for cotangents (N, D), shape (P,); by default from one product a point."""
+        _, context = self.forward(x)
+        out = cotangents.new_zeros(self.n_params)
+        for rows, _ in self._chunks(cotangents.shape[0], 1):
+            out += self.vjp(self.slice_context(context, rows), cotangents[rows].unsqueeze(1)).sum((0, 1))
+        return out
+
     def part(self, points: Points, rows: slice) -> Points:
         """Some of the points."""
         return Points(self.slice_context(points.context, rows), points.u[rows], points.n[rows])

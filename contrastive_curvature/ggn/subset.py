@@ -1,7 +1,7 @@
 """The output Hessian of some points of a data set that stand for all of it, for posteriors in function space.
 
-For fixes whose Hessian is block-diagonal, each chosen point keeps its block over ALL pairs of the data, times N / M. For
-coupled ones the pairs among the chosen points stand for the others (as in Proposition B.1). With M = N both are the
+For fixes whose Hessian is block-diagonal, each chosen point keeps its block over ALL pairs of the data, times N / M;
+for coupled ones the pairs among the chosen points stand for the others (as in Proposition B.1). With M = N both are the
 Hessian of the data set.
 """
 

@@ -1,0 +1,48 @@
+"""What proves a backend right, ours or anybody's: the oracle, small networks, and the contract that a backend passes.
+
+A third party tests an adapter by inheriting :class:`BackendContract` (needs pytest and Hypothesis, extra ``test``)::
+
+    from contrastive_curvature.testing import BackendContract
+
+
+    class TestMyBackend(BackendContract):
+        backend = MyBackend
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from contrastive_curvature.testing.networks import NETWORKS, build_network, make_inputs
+from contrastive_curvature.testing.oracle import (
+    dense_ggn,
+    dense_jacobian,
+    dense_output_hessian,
+    list_pairs,
+    pair_loss,
+    pair_weights,
+)
+
+if TYPE_CHECKING:
+    from contrastive_curvature.testing.contract import BackendContract
+
+__all__ = [
+    "NETWORKS",
+    "BackendContract",
+    "build_network",
+    "dense_ggn",
+    "dense_jacobian",
+    "dense_output_hessian",
+    "list_pairs",
+    "make_inputs",
+    "pair_loss",
+    "pair_weights",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # The oracle needs neither pytest nor Hypothesis.
+    if name == "BackendContract":
+        from contrastive_curvature.testing.contract import BackendContract
+
+        return BackendContract
+    msg = f"module {__name__!r} has no attribute {name!r}"
+    raise AttributeError(msg)
