@@ -2,19 +2,27 @@
 
 labels -> pairs -> output Hessian -> parameter curvature -> Laplace posterior -> embedding distribution
 
-Importing the package registers ``likelihood="contrastive"`` with laplace-torch; :func:`unregister` undoes it.
+Importing the package registers ``likelihood="contrastive"`` with laplace-torch, and the loss and the normalisation with
+BackPACK's extensions; :func:`unregister` undoes both.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from contrastive_curvature import metrics, vmf
-from contrastive_curvature.backends import ContrastiveGGN
+from contrastive_curvature.backends import ContrastiveBackend, ContrastiveGGN
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.errors import ContrastiveCurvatureError, InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.ggn import ggn
-from contrastive_curvature.laplace import register, unregister
 from contrastive_curvature.loss import ContrastiveLoss
 from contrastive_curvature.options import Distance, Normalization, PDFix
 from contrastive_curvature.output_hessian import OutputHessian, output_hessian
+from contrastive_curvature.registration import register, unregister
 from contrastive_curvature.sphere import L2Norm
+
+if TYPE_CHECKING:
+    from contrastive_curvature.backends.backpack import BackPackContrastiveGGN
+    from contrastive_curvature.backends.curvlinops import ContrastiveGGNLinearOperator, CurvlinopsContrastiveGGN
+    from contrastive_curvature.backends.stochman import StochManContrastiveGGN
 
 __version__ = "0.1.0"
 
@@ -28,7 +36,12 @@ __all__ = [
     "OutputHessian",
     "output_hessian",
     "ggn",
+    "ContrastiveBackend",
     "ContrastiveGGN",
+    "BackPackContrastiveGGN",
+    "CurvlinopsContrastiveGGN",
+    "StochManContrastiveGGN",
+    "ContrastiveGGNLinearOperator",
     # Laplace posterior -> embedding distribution
     "register",
     "unregister",
@@ -43,5 +56,23 @@ __all__ = [
     "InputTypeError",
     "UnsupportedError",
 ]
+
+_BY_HOST = {
+    "BackPackContrastiveGGN": "backpack",
+    "CurvlinopsContrastiveGGN": "curvlinops",
+    "ContrastiveGGNLinearOperator": "curvlinops",
+    "StochManContrastiveGGN": "stochman",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # A host is imported when somebody asks for it: stochman brings matplotlib and networkx.
+    if name in _BY_HOST:
+        import importlib
+
+        return getattr(importlib.import_module(f"contrastive_curvature.backends.{_BY_HOST[name]}"), name)
+    msg = f"module {__name__!r} has no attribute {name!r}"
+    raise AttributeError(msg)
+
 
 register()

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
-__all__ = ["CurvatureOptions", "Distance", "Normalization", "PDFix", "Structure", "parse_option"]
+__all__ = ["CurvatureOptions", "Distance", "KFACApprox", "Normalization", "PDFix", "Structure", "parse_option"]
 
 _E = TypeVar("_E", bound="_Option")
 
@@ -72,6 +72,19 @@ class Structure(_Option):
     DIAG = "diag"
     FULL = "full"
     KRON = "kron"
+
+
+class KFACApprox(_Option):
+    """How Kronecker factors treat the two points of a pair (:mod:`contrastive_curvature.ggn.sharing`)."""
+
+    EXPAND = "expand"
+    """Each point on its own: the cross terms of coupled fixes are left out."""
+
+    REDUCE = "reduce"
+    """The two points are summed first, for coupled fixes: the cross terms enter the curvature factor."""
+
+    DIFFERENCE = "difference"
+    """The input factor is that of the difference of the two points' inputs, for coupled fixes (ours)."""
 
 
 _ALIASES = {"pos": "positive", "fix": "fixed"}

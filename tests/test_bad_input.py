@@ -159,9 +159,9 @@ def test_further_options_of_ggn() -> None:
     x, y = inputs()
     model = Counting()
     refused(lambda: cc.ggn(model, x, y, structure="lowrank"), cc.InputError, "structure", "'kron'", "lowrank")
-    for pd_fix in ("positive", "full", "pos"):
-        call = lambda p=pd_fix: cc.ggn(model, x, y, structure="kron", pd_fix=p)  # noqa: E731
-        refused(call, cc.UnsupportedError, "kron", "psd")
+    for pd_fix in ("fixed", "psd", "fix"):
+        call = lambda p=pd_fix: cc.ggn(model, x, y, structure="kron", pd_fix=p, kfac_approx="reduce")  # noqa: E731
+        refused(call, cc.UnsupportedError, "kfac_approx", "'expand'")
     refused(lambda: cc.ggn("encoder", x, y), cc.InputTypeError, "model", "str")
     refused(lambda: cc.ggn(model, x[:0], y[:0]), cc.InputError, "x", "at least one point")
     refused(lambda: cc.ggn(model, x.tolist(), y), cc.InputError, "x", "list")
@@ -349,7 +349,7 @@ def test_a_bad_loader_costs_no_earlier_fit(
     weights: str, structure: str, _name: str, build: Callable[[], Any], kind: type[Exception], words: tuple[str, ...]
 ) -> None:
     if _name == "other data":
-        build, words = _unlike_in_the_last_pass(weights, structure), words[:1]
+        build, words = _unlike_in_the_last_pass, words[:1]
     x, y = inputs()
     model = encoder()
     fresh = Laplace(model, "contrastive", weights, structure)
@@ -370,11 +370,10 @@ def test_a_bad_loader_costs_no_earlier_fit(
     assert torch.equal(fresh(x).covariance, before[0])
 
 
-def _unlike_in_the_last_pass(weights: str, structure: str) -> Callable[[], Any]:
-    """A loader whose labels and inputs are others from the curvature's pass on."""
+def _unlike_in_the_last_pass() -> Any:
+    """A loader whose labels and inputs are others from the curvature's pass on, which is the fourth."""
     x, y = inputs()
-    ahead = {("last_layer", "diag"): 3, ("last_layer", "kron"): 3}.get((weights, structure), 2)
-    return lambda: Once([[(x, y)]] * ahead + [[(x + 1, y + 1)]])
+    return Once([[(x, y)]] * 3 + [[(x + 1, y + 1)]])
 
 
 @pytest.mark.parametrize("pairs", ["dataset", "batch"])

@@ -9,7 +9,7 @@ import torch
 from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import Case, close, network_cases
+from strategies import NETWORKS, Case, close, network_cases
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -108,22 +108,30 @@ def test_both_routes_of_the_coupled_last_layer_agree(drawn: Drawn, overhead: int
     assert close(found, truth.diagonal()[-count:], size)
 
 
-@given(drawn=network_cases())
+WITHOUT_FACTORS = ("attention", "embedding", "shared")
+
+
+@given(drawn=network_cases(networks=WITHOUT_FACTORS))
+def test_layers_without_kron_factors_are_refused(drawn: Drawn, device: str) -> None:
+    with pytest.raises(cc.UnsupportedError, match="structure 'kron'.*'diag'"):
+        ggn(drawn, device, structure="kron")
+
+
+@given(drawn=network_cases(networks=tuple(kind for kind in NETWORKS if kind not in WITHOUT_FACTORS)))
 def test_kron_factors(drawn: Drawn, device: str) -> None:
-    """``G (x) A`` of linear layers, exact for one point; vectors exact always; refused for coupled fixes."""
+    """``G (x) A`` of linear layers, exact for one point; vectors exact; coupled fixes: from the diagonal blocks."""
     model, x, case = drawn
-    if case.options["pd_fix"] in ("positive", "full"):
-        with pytest.raises(cc.UnsupportedError, match="psd"):
-            ggn(drawn, device, structure="kron")
-        return
+    coupled = case.options["pd_fix"] in ("positive", "full")
     truth, size = truth_and_size(drawn)
     factors = [[f.cpu() for f in group] for group in ggn(drawn, device, structure="kron")]
     start = 0
     for p, group in zip((p for p in model.parameters() if p.requires_grad), factors, strict=True):
         block = truth[start : start + p.numel(), start : start + p.numel()]
         start += p.numel()
-        if p.ndim == 1:
+        if p.ndim == 1 and (not coupled or len(x) == 1):
             assert close(group[0], block, size)
+        elif p.ndim == 1:
+            assert group[0].shape == block.shape
         elif len(x) == 1 and p.ndim == 2:
             assert close(torch.kron(*group), block, size)
         else:

@@ -176,8 +176,6 @@ def test_every_option_reaches_the_curvature(
     # Documented: the mean over pairs is multiplied by N / 2, so that it grows with the data.
     scale = POINTS / 2 if normalization == "type" else 1.0
     for weights, structure in [*LAST, *ALL, *SUBNET]:
-        if structure == "kron" and pd_fix in ("positive", "full"):
-            continue
         if pd_fix == "fixed" and distance == "euclidean":
             options["negative_weight"] = 0.1  # else the diagonal is zero after the clamp, which fit warns of
         la = make(body(device=device), weights, structure, **options)
@@ -201,9 +199,10 @@ def test_lowrank_has_the_leading_eigenpairs_of_every_fix(pd_fix: str) -> None:
 
 @pytest.mark.parametrize("pd_fix", ["positive", "full"])
 @pytest.mark.parametrize("weights", ["last_layer", "all"])
-def test_kron_is_refused_for_coupled_fixes_before_anything_runs(weights: str, pd_fix: str) -> None:
-    with pytest.raises(cc.UnsupportedError, match=r"kron.*psd.*diag"):
-        make(body(), weights, "kron", pd_fix=pd_fix)
+def test_shared_kron_factors_of_a_data_set_are_refused_before_anything_runs(weights: str, pd_fix: str) -> None:
+    for approx in ("reduce", "difference"):
+        with pytest.raises(cc.UnsupportedError, match=r"kfac_approx.*pairs='batch'.*expand"):
+            make(body(), weights, "kron", pd_fix=pd_fix, kfac_approx=approx)
 
 
 @on_every_device
@@ -302,8 +301,6 @@ def test_a_relation_on_positions_is_the_same_relation_as_masks(normalization: st
     # Few pairs are near: with more weight on the others, nothing would be left after the clamp.
     options = {"margin": 1.2, "negative_weight": 0.05, "normalization": normalization, "pd_fix": pd_fix}
     for weights, structure in [("last_layer", "diag"), ("all", "full"), ("all", "lowrank"), ("last_layer", "kron")]:
-        if structure == "kron" and pd_fix == "full":
-            continue
         la = make(body(device=device), weights, structure, relation=within, **options)
         la.fit(batches(x, where, shuffle=structure != "lowrank"))
         kind = "full" if structure == "lowrank" else structure

@@ -27,13 +27,22 @@ from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.ggn.api import check_encoder
 from contrastive_curvature.ggn.batches import batch_curvature, batches_curvature
 from contrastive_curvature.ggn.dataset import DatasetCurvature, collect_pairs, dataset_curvature
-from contrastive_curvature.ggn.lowrank import leading_eigenpairs
-from contrastive_curvature.ggn.module import ModulePullback
+from contrastive_curvature.ggn.lowrank import curvature_product, leading_eigenpairs
 from contrastive_curvature.ggn.part import HeadPullback, SubnetworkPullback, trainable_head
 from contrastive_curvature.ggn.pullback import Pullback
+from contrastive_curvature.ggn.sharing import check_kfac_approx, refuse_dataset_sharing
 from contrastive_curvature.ggn.subset import HessianSubset, subset_hessian
 from contrastive_curvature.loss import ContrastiveLoss
-from contrastive_curvature.options import CurvatureOptions, Distance, Normalization, PDFix, Structure
+from contrastive_curvature.options import (
+    CurvatureOptions,
+    Distance,
+    KFACApprox,
+    Normalization,
+    PDFix,
+    Structure,
+    parse_option,
+)
+from contrastive_curvature.output_hessian import OutputHessian
 from contrastive_curvature.pairs import RelationFunction
 
 __all__ = ["ContrastiveBackend"]
@@ -57,6 +66,8 @@ class ContrastiveBackend(GGNInterface, ABC):
         pairs: ``"dataset"``: exact over all pairs of the data set. ``"batch"``: only pairs inside a batch, rescaled.
         relation: Instead of class labels, a callable on the loader's targets that returns two boolean masks.
         rank: Number of eigenpairs of the low-rank structure.
+        kfac_approx: How the Kronecker structure treats the two points of a pair, see
+            :class:`~contrastive_curvature.options.KFACApprox`; all but ``"expand"`` need ``pairs="batch"``.
 
     Raises:
         InputError: An option is unknown or out of range.
@@ -82,9 +93,14 @@ class ContrastiveBackend(GGNInterface, ABC):
         pairs: str = "dataset",
         relation: RelationFunction | None = None,
         rank: int = 64,
+        kfac_approx: KFACApprox | str = KFACApprox.EXPAND,
     ) -> None:
         self.options = CurvatureOptions(distance, pd_fix, margin, negative_weight, normalization)  # type: ignore[arg-type]
         check_backend_options(pairs, relation, rank)
+        self.kfac_approx = parse_option(KFACApprox, "kfac_approx", kfac_approx)
+        check_kfac_approx(self.kfac_approx, self.options.pd_fix)
+        if pairs == "dataset":
+            refuse_dataset_sharing(self.kfac_approx)
         # The host knows no contrastive likelihood; what it derives from the name is replaced below.
         super().__init__(model, "regression", last_layer, subnetwork_indices, dict_key_x, dict_key_y)
         self.likelihood = likelihood
@@ -161,7 +177,9 @@ class ContrastiveBackend(GGNInterface, ABC):
         with evaluation_mode(self.model), torch.no_grad():
             encoder, pullback = self.encoder(probe), self.pullback(probe)
             if self.pairs == "batch":
-                out = batches_curvature(pullback, loader, self.read, self.options, structure, self.relation, progress)
+                out = batches_curvature(
+                    pullback, loader, self.read, self.options, structure, self.relation, progress, self.kfac_approx
+                )
             else:
                 found = collect_pairs(encoder, loader, self.read, self.options, self.relation, progress)
                 out = dataset_curvature(pullback, loader, self.read, found, structure, progress)
@@ -190,14 +208,30 @@ class ContrastiveBackend(GGNInterface, ABC):
         probe = self._probe(loader)
         with evaluation_mode(self.model), torch.no_grad():
             encoder, pullback = self.encoder(probe), self.pullback(probe)
-            if not isinstance(pullback, ModulePullback):
-                msg = "The low-rank structure takes all parameters."
-                raise UnsupportedError(msg)
             found = collect_pairs(encoder, loader, self.read, self.options, self.relation, progress)
             vectors, values = leading_eigenpairs(pullback, found, loader, self.read, self.rank, progress)
         scale = self._data_scale(found.n)
         loss, cost = found.weights.loss_and_cost()
         return DatasetCurvature((vectors, scale * values), scale * loss, scale * cost, found.n)
+
+    def matvec(self, loader: Iterable[Any], v: Tensor) -> Tensor:
+        """``J^T H J v`` over all pairs of a data set, unclamped, times its scale; no matrix is formed.
+
+        Args:
+            loader: Batches, always in the same order.
+            v: Shape (P,).
+
+        Returns:
+            Shape (P,).
+        """
+        check_loader(loader)
+        probe = self._probe(loader)
+        with evaluation_mode(self.model), torch.no_grad():
+            encoder, pullback = self.encoder(probe), self.pullback(probe)
+            found = collect_pairs(encoder, loader, self.read, self.options, self.relation)
+            hessian = OutputHessian(found.z, found.weights, self.options)
+            product = curvature_product(pullback, hessian, loader, self.read, v)
+        return self._data_scale(found.n) * product
 
     def fit_subset(
         self, loader: Iterable[Any], size: int, seed: int = 0, progress: bool = False
@@ -289,7 +323,16 @@ class ContrastiveBackend(GGNInterface, ABC):
         with evaluation_mode(self.model), torch.no_grad():
             pullback = self.pullback(x)
             n_data = y.shape[0] if n_data is None else n_data
-            term = batch_curvature(pullback, x, y, self.options, structure, n_data, relation=self.relation)
+            term = batch_curvature(
+                pullback,
+                x,
+                y,
+                self.options,
+                structure,
+                n_data,
+                relation=self.relation,
+                kfac_approx=self.kfac_approx,
+            )
         scaled = self._scaled(term)
         return scaled.loss, scaled.curvature
 

@@ -11,11 +11,20 @@ from torch import Tensor, nn
 from contrastive_curvature.encoder import Encoder, Inputs, evaluation_mode, input_length, slice_inputs
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.ggn.accumulate import clamp_curvature, make_blocks, points_curvature
-from contrastive_curvature.ggn.kron import clamp_factors, refuse_coupled_kron
+from contrastive_curvature.ggn.kron import clamp_factors
 from contrastive_curvature.ggn.last_layer import LastLayerPullback
 from contrastive_curvature.ggn.module import ModulePullback
 from contrastive_curvature.ggn.pullback import KronFactors, Points, Pullback
-from contrastive_curvature.options import CurvatureOptions, Distance, Normalization, PDFix, Structure, parse_option
+from contrastive_curvature.ggn.sharing import check_kfac_approx, shared_factors
+from contrastive_curvature.options import (
+    CurvatureOptions,
+    Distance,
+    KFACApprox,
+    Normalization,
+    PDFix,
+    Structure,
+    parse_option,
+)
 from contrastive_curvature.pairs import Pairs, PairWeights, make_relation
 from contrastive_curvature.sphere import check_outputs, normalize
 
@@ -36,6 +45,7 @@ def ggn(
     structure: Structure | str = Structure.DIAG,
     subset_of_weights: str | Tensor = "all",
     clamp: bool = True,
+    kfac_approx: KFACApprox | str = KFACApprox.EXPAND,
 ) -> Tensor | KronFactors:
     r"""Generalised Gauss-Newton of the contrastive loss, ``J^T H J``, over all pairs of a batch.
 
@@ -44,7 +54,8 @@ def ggn(
     was; a model in half precision is computed in float32.
 
     ``diag`` and ``full`` are exact for every distance and fix. ``kron`` is the K-FAC approximation
-    (:mod:`contrastive_curvature.ggn.kron`) for ``fixed`` and ``psd``, and refused for ``positive`` and ``full``.
+    (:mod:`contrastive_curvature.ggn.kron`); ``kfac_approx`` says how it treats the cross terms of ``positive`` and
+    ``full`` (:mod:`contrastive_curvature.ggn.sharing`).
 
     Args:
         model: Any module that maps ``x`` to (N, D); an l2-normalisation module at its end is looked through.
@@ -63,6 +74,8 @@ def ggn(
             flattened trainable parameters (a subnetwork).
         clamp: Clamp at zero what was accumulated: the entries of the diagonal, the eigenvalues of a matrix or factor.
             ``False`` returns the raw sum.
+        kfac_approx: For ``kron``: ``"expand"`` takes the two points of a pair each on its own and drops cross terms;
+            ``"reduce"`` and ``"difference"`` keep them, for ``positive`` and ``full``.
 
     Returns:
         ``diag``: shape (P,), in the order of ``model.parameters()``. ``full``: (P, P). ``kron``: a list of ``[G, A]``
@@ -76,8 +89,8 @@ def ggn(
     """
     options = CurvatureOptions(distance, pd_fix, margin, negative_weight, normalization)  # type: ignore[arg-type]
     kind = parse_option(Structure, "structure", structure)
-    if kind is Structure.KRON and options.pd_fix.coupled:
-        refuse_coupled_kron(options.pd_fix)
+    approx = parse_option(KFACApprox, "kfac_approx", kfac_approx)
+    check_kfac_approx(approx, options.pd_fix, kind)
     if not isinstance(model, nn.Module):
         raise InputTypeError(expected("model", "a torch.nn.Module", f"a {type(model).__name__}"))
     if not isinstance(x, (Tensor, Mapping)) or not input_length(x):
@@ -97,8 +110,11 @@ def ggn(
         if kind is not Structure.KRON:
             curvature = points_curvature(pullback, points, weights, options, kind)
             return clamp_curvature(curvature) if clamp else curvature
-        blocks = make_blocks(u, n, *weights.node_sums(), options)
-        factors = pullback.kron_factors(points, blocks, len(points))
+        if approx is KFACApprox.EXPAND:
+            blocks = make_blocks(u, n, *weights.node_sums(), options)
+            factors = pullback.kron_factors(points, blocks, len(points))
+        else:
+            factors = shared_factors(pullback, points, weights, options, len(points), approx)
     return clamp_factors(factors) if clamp else factors
 
 

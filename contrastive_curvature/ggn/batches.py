@@ -18,9 +18,10 @@ from contrastive_curvature.encoder import Inputs, input_length
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.accumulate import make_blocks, points_curvature
 from contrastive_curvature.ggn.dataset import BatchReader, DatasetCurvature, check_fittable, check_targets
-from contrastive_curvature.ggn.kron import add_factors, refuse_coupled_kron
+from contrastive_curvature.ggn.kron import add_factors
 from contrastive_curvature.ggn.pullback import Points, Pullback
-from contrastive_curvature.options import CurvatureOptions, Normalization, Structure
+from contrastive_curvature.ggn.sharing import shared_factors
+from contrastive_curvature.options import CurvatureOptions, KFACApprox, Normalization, Structure
 from contrastive_curvature.pairs import PairWeights, Relation, RelationFunction, make_relation
 from contrastive_curvature.sphere import check_outputs, normalize
 
@@ -35,6 +36,7 @@ def batches_curvature(
     structure: Structure,
     relation: RelationFunction | None = None,
     progress: bool = False,
+    kfac_approx: KFACApprox = KFACApprox.EXPAND,
 ) -> DatasetCurvature:
     """Sum of the rescaled batch curvatures, unclamped.
 
@@ -46,13 +48,14 @@ def batches_curvature(
         structure: ``diag``, ``full`` or ``kron``.
         relation: ``None`` for class labels, or a callable on targets.
         progress: Whether to show a progress bar.
+        kfac_approx: How ``kron`` treats the two points of a pair.
 
     Returns:
         The estimate.
 
     Raises:
         InputError: No data, fewer than two points, no positive pair inside any batch, or malformed targets.
-        UnsupportedError: ``kron`` for a coupled fix, or for a layer that has no factors.
+        UnsupportedError: ``kron`` for a layer that has no factors.
     """
     n, inside = 0, 0.0
     targets = []
@@ -75,7 +78,7 @@ def batches_curvature(
     cost: Any = 0
     for batch in tqdm(loader, desc="[curvature]", disable=not progress):
         x, y = read(batch)
-        part = batch_curvature(pullback, x, y, options, structure, n, totals, relation)
+        part = batch_curvature(pullback, x, y, options, structure, n, totals, relation, kfac_approx)
         loss, cost = loss + part.loss, cost + part.cost
         if structure is Structure.KRON:
             curvature = add_factors(curvature, part.curvature)
@@ -93,6 +96,7 @@ def batch_curvature(
     n_data: int,
     totals: tuple[float, float] | None = None,
     relation: RelationFunction | None = None,
+    kfac_approx: KFACApprox = KFACApprox.EXPAND,
 ) -> DatasetCurvature:
     """What one batch adds to the estimate for a data set.
 
@@ -106,12 +110,11 @@ def batch_curvature(
         totals: Number of positive and negative pairs in the data set; ``None`` takes the batch for representative of
             both, ``N (N - 1) / (B (B - 1))`` times its own.
         relation: ``None`` for class labels, or a callable on targets.
+        kfac_approx: How ``kron`` treats the two points of a pair.
 
     Returns:
         Unclamped curvature, loss and cost.
     """
-    if structure is Structure.KRON and options.pd_fix.coupled:
-        refuse_coupled_kron(options.pd_fix)
     z, context = pullback.forward(x)
     z = check_outputs(z, "model(x)")
     u, n = normalize(z)
@@ -120,9 +123,11 @@ def batch_curvature(
     curvature: Any
     if structure is not Structure.KRON:
         curvature = points_curvature(pullback, points, weights, options, structure)
-    else:
+    elif kfac_approx is KFACApprox.EXPAND:
         blocks = make_blocks(u, n, *weights.node_sums(), options)
         curvature = pullback.kron_factors(points, blocks, n_data)
+    else:
+        curvature = shared_factors(pullback, points, weights, options, n_data, kfac_approx)
     return DatasetCurvature(curvature, *weights.loss_and_cost(), n_data)
 
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from contrastive_curvature.encoder import Encoder, Inputs, input_length
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.accumulate import make_blocks
-from contrastive_curvature.ggn.kron import add_factors, refuse_coupled_kron
+from contrastive_curvature.ggn.kron import add_factors
 from contrastive_curvature.ggn.pullback import Points, Pullback
 from contrastive_curvature.options import CurvatureOptions, PDFix, Structure
 from contrastive_curvature.pairs import PairWeights, RelationFunction, make_relation
@@ -166,15 +166,15 @@ def dataset_curvature(
 
     Raises:
         InputError: The loader gave other data than in the first pass.
-        UnsupportedError: ``kron`` for a coupled fix, or for a layer that has no factors.
+        UnsupportedError: ``kron`` for a layer that has no factors.
     """
     options = pairs.options
-    if structure is Structure.KRON and options.pd_fix.coupled:
-        refuse_coupled_kron(options.pd_fix)
     total: Any = None
     made = pairs.weights.relation
     relation = made.function if isinstance(made, CallableRelation) else None
-    cross = _make_cross(pullback, pairs, structure) if options.pd_fix.coupled else None
+    cross = (
+        _make_cross(pullback, pairs, structure) if options.pd_fix.coupled and structure is not Structure.KRON else None
+    )
     degree, pull = pairs.z.new_zeros(2)
     seen = torch.zeros_like(pairs.checksum)
     for batch in tqdm(loader, desc="[curvature]", disable=not progress):

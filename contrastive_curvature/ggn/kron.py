@@ -1,15 +1,20 @@
-"""Kronecker factors of the parameter curvature, for fixes whose output Hessian is block-diagonal.
+"""Kronecker factors of the parameter curvature, every point on its own (``kfac_approx="expand"``).
 
 A layer's weight gets ``G (x) A``: ``A = mean_i a_i a_i^T`` of its inputs and ``G = sum_i B_i^T H_ii B_i`` with the
 Jacobian ``B_i`` of the raw outputs with respect to the layer's outputs. The approximation is that of K-FAC: inputs and
 output curvature are taken as independent over the points (and, for convolutions, over the positions: K-FAC-expand). It
 is exact for one point, or where all points share the inputs or the blocks. Biases and other vectors get their exact
-block.
+block of what is kept.
+
+Fixes whose output Hessian couples points have cross terms besides, which are left out here;
+:mod:`contrastive_curvature.ggn.sharing` has approximations that keep them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,20 +29,20 @@ from contrastive_curvature.ggn.pullback import KronFactors, Points
 from contrastive_curvature.node_blocks import NodeBlocks
 from contrastive_curvature.options import Structure
 
-__all__ = ["ModuleKron", "add_factors", "clamp_factors", "refuse_coupled_kron"]
+__all__ = ["LayerRun", "ModuleKron", "add_factors", "clamp_factors", "sandwich"]
 
 
-def refuse_coupled_kron(pd_fix: object) -> None:
-    """Say why a coupled fix has no Kronecker factors.
+@dataclass(frozen=True)
+class LayerRun:
+    """One run of a layer on N points.
 
-    Raises:
-        UnsupportedError: Always.
+    Args:
+        inputs: What the weight is multiplied with at every position, shape (N, T, F).
+        jacobian: Of the raw outputs with respect to what the layer puts out, shape (N, D, T, C).
     """
-    msg = (
-        f"structure 'kron' with pd_fix={str(pd_fix)!r}: the cross terms between two points are not a sum over points, "
-        "and K-FAC has no factors for them. Use pd_fix='psd' or 'fixed', or the structure 'diag' or 'full'."
-    )
-    raise UnsupportedError(msg)
+
+    inputs: Tensor
+    jacobian: Tensor
 
 
 class ModuleKron:
@@ -71,16 +76,14 @@ class ModuleKron:
             {id(m): m for (m, _), p in zip(self.owners, self.params, strict=True) if p.ndim > 1}.values()
         )
 
-    def factors(self, x: Inputs, blocks: NodeBlocks, n_data: int) -> KronFactors:
-        """Factors of a batch.
+    def run(self, x: Inputs) -> dict[int, LayerRun]:
+        """Run the encoder once and differentiate its outputs.
 
         Args:
             x: N points.
-            blocks: Their Hessian blocks.
-            n_data: Number of points over which the ``A`` are averaged.
 
         Returns:
-            The factors; those of batches add up.
+            By the ``id`` of every layer with a matrix parameter; layers that never run are left out.
         """
         seen: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -102,29 +105,76 @@ class ModuleKron:
         outs = [seen[id(layer)][1] for layer in ran]
         rows = [_gradients(z, k, outs) for k in range(z.shape[1])]
         # Jacobians of the raw outputs with respect to what a layer puts out, (N, D, positions, channels).
-        jacobians = {
-            id(layer): torch.stack([_by_position(layer, row[i]) for row in rows], dim=1) for i, layer in enumerate(ran)
+        return {
+            id(layer): LayerRun(
+                _layer_inputs(layer, seen[id(layer)][0]),
+                torch.stack([_by_position(layer, row[i]) for row in rows], dim=1),
+            )
+            for i, layer in enumerate(ran)
         }
+
+    def factors(self, x: Inputs, blocks: NodeBlocks, n_data: int) -> KronFactors:
+        """Factors of a batch.
+
+        Args:
+            x: N points.
+            blocks: Their Hessian blocks.
+            n_data: Number of points over which the ``A`` are averaged.
+
+        Returns:
+            The factors; those of batches add up.
+        """
+
+        def layer(run: LayerRun) -> list[Tensor]:
+            a = run.inputs.flatten(0, 1)
+            return [sandwich(run.jacobian, blocks.matmul), a.T @ a / (n_data * run.jacobian.shape[2])]
+
+        return self.assemble(
+            self.run(x),
+            layer,
+            lambda run: sandwich(run.jacobian.sum(2, keepdim=True), blocks.matmul),
+            lambda p: self._vector_block(p, x, blocks),
+        )
+
+    def assemble(
+        self,
+        runs: dict[int, LayerRun],
+        of_weight: Callable[[LayerRun], list[Tensor]],
+        of_bias: Callable[[LayerRun], Tensor],
+        of_vector: Callable[[nn.Parameter], Tensor],
+    ) -> KronFactors:
+        """Factors in the order of the parameters.
+
+        Args:
+            runs: Of the layers.
+            of_weight: ``[G, A]`` of a layer.
+            of_bias: Block of its bias.
+            of_vector: Block of a vector outside linear layers.
+
+        Returns:
+            The factors.
+        """
         factors: KronFactors = []
         for (module, _), p in zip(self.owners, self.params, strict=True):
-            b = jacobians.get(id(module))
-            if b is None and module in self.layers:
+            run = runs.get(id(module))
+            if run is None and module in self.layers:
                 # A layer that the encoder never runs has no curvature.
                 sizes = (len(p),) if p.ndim == 1 else (len(p), p[0].numel())
                 factors.append([p.new_zeros(size, size) for size in sizes])
-            elif b is None:
-                factors.append([self._vector_block(p, x, blocks)])
-            elif p.ndim == 1:
-                factors.append([_sandwich(b.sum(2, keepdim=True), blocks)])
+            elif run is None:
+                factors.append([of_vector(p)])
             else:
-                a = _layer_inputs(module, seen[id(module)][0]).flatten(0, 1)
-                factors.append([_sandwich(b, blocks), a.T @ a / (n_data * b.shape[2])])
+                factors.append([of_bias(run)] if p.ndim == 1 else of_weight(run))
         return factors
 
-    def _vector_block(self, p: nn.Parameter, x: Inputs, blocks: NodeBlocks) -> Tensor:
-        """Exact block ``sum_i J_i^T H_ii J_i`` of a vector outside linear layers, such as the scale of a norm layer."""
+    def vector_pullback(self, p: nn.Parameter) -> ModulePullback:
+        """The pullback to a vector outside linear layers, such as the scale of a norm layer."""
         name = next(name for name, other in self.encoder.named_parameters() if other is p)
-        pullback = ModulePullback(self.encoder, only={name})
+        return ModulePullback(self.encoder, only={name})
+
+    def _vector_block(self, p: nn.Parameter, x: Inputs, blocks: NodeBlocks) -> Tensor:
+        """Exact block ``sum_i J_i^T H_ii J_i``."""
+        pullback = self.vector_pullback(p)
         return pullback.block_term(Points(x, blocks.u, torch.ones_like(blocks.c)), blocks, Structure.FULL)
 
     @staticmethod
@@ -155,9 +205,17 @@ def _gradients(z: Tensor, k: int, outs: list[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(out) if g is None else g for g, out in zip(found, outs, strict=True)]
 
 
-def _sandwich(b: Tensor, blocks: NodeBlocks) -> Tensor:
-    """``sum_i sum_t b_it^T H_ii b_it`` for ``b`` of shape (N, D, positions, channels)."""
-    curved = blocks.matmul(b.flatten(2)).view_as(b)
+def sandwich(b: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+    """``sum_t b_t^T H b_t`` (C, C), every position t on its own.
+
+    Args:
+        b: Jacobian, shape (N, D, T, C).
+        product: ``v -> H v`` for ``v`` of shape (N, D, K).
+
+    Returns:
+        The curvature of what the layer puts out.
+    """
+    curved = product(b.flatten(2)).view_as(b)
     return torch.einsum("ndtc,ndte->ce", b, curved)
 
 

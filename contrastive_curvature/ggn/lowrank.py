@@ -18,14 +18,14 @@ from tqdm import tqdm
 
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.dataset import BatchReader, DatasetPairs
-from contrastive_curvature.ggn.module import ModulePullback
+from contrastive_curvature.ggn.pullback import Pullback
 from contrastive_curvature.output_hessian import OutputHessian
 
 __all__ = ["curvature_product", "leading_eigenpairs"]
 
 
 def curvature_product(
-    pullback: ModulePullback, hessian: OutputHessian, loader: Iterable[Any], read: BatchReader, v: Tensor
+    pullback: Pullback, hessian: OutputHessian, loader: Iterable[Any], read: BatchReader, v: Tensor
 ) -> Tensor:
     """``J^T H J v`` over the whole data set.
 
@@ -34,41 +34,49 @@ def curvature_product(
         hessian: Output Hessian of all N points, in the order of the loader.
         loader: The same data in the same order.
         read: Takes a batch apart.
-        v: Shape (P,).
+        v: Shape (P,), or (P, K) for K vectors in one pass; N D K numbers are held.
 
     Returns:
-        Shape (P,).
+        The product, of the shape of ``v``.
 
     Raises:
-        InputError: The loader gives another order than before.
+        InputError: The loader gives other points than before, or in another order.
     """
+    single = v.ndim == 1
+    columns = v.unsqueeze(1) if single else v
     moved, start = [], 0
     for batch in loader:
         x, _ = read(batch)
-        z, tangent = pullback.jvp(x, v)
+        products = [pullback.jvp(x, column) for column in columns.T]
+        z = products[0][0]
         stop = start + z.shape[0]
         known = hessian.z[start:stop]
         if known.shape != z.shape or not torch.allclose(z, known, rtol=1e-3, atol=1e-5 * float(known.abs().max())):
             hint = (
-                "The low-rank structure multiplies with the curvature many times: build the loader with shuffle=False."
+                "Every product is a pass over the same data: build the loader with shuffle=False and "
+                "without augmentation, and an operator anew after the parameters change."
             )
             raise InputError(
                 expected("train_loader", "the same points in the same order in every pass", "others", hint)
             )
-        moved.append(tangent)
+        moved.append(torch.stack([tangent for _, tangent in products], dim=2))
         start = stop
+    if start != len(hessian.z):
+        hint = "Some of the data are missing in this pass: turn drop_last off, and pass no iterator."
+        raise InputError(expected("train_loader", f"{len(hessian.z)} points in every pass", str(start), hint))
     curved = hessian.matvec(torch.cat(moved))
-    out, start = torch.zeros_like(v), 0
+    out, start = torch.zeros_like(columns), 0
     for batch in loader:
         x, _ = read(batch)
         stop = start + moved.pop(0).shape[0]
-        out += pullback.vjp_sum(x, curved[start:stop])
+        for k in range(columns.shape[1]):
+            out[:, k] += pullback.vjp_sum(x, curved[start:stop, :, k])
         start = stop
-    return out
+    return out[:, 0] if single else out
 
 
 def leading_eigenpairs(
-    pullback: ModulePullback,
+    pullback: Pullback,
     pairs: DatasetPairs,
     loader: Iterable[Any],
     read: BatchReader,

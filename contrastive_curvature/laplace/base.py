@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from contrastive_curvature.backends.base import ContrastiveBackend
-from contrastive_curvature.backends.checks import check_loader
+from contrastive_curvature.backends.checks import check_loader, read_batch
+from contrastive_curvature.backends.choice import backend_named, choose_backend
 from contrastive_curvature.backends.torch_func import ContrastiveGGN
+from contrastive_curvature.encoder import Inputs, slice_inputs
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.accumulate import clamp_curvature
 from contrastive_curvature.ggn.dataset import DatasetCurvature
@@ -38,7 +40,10 @@ class ContrastiveLaplace(SpherePrediction):
         model: The encoder; an l2-normalisation module at its end is looked through.
         likelihood: ``"contrastive"``.
         *args: As in the host's class.
-        backend: :class:`~contrastive_curvature.backends.ContrastiveGGN` or a subclass; the default.
+        backend: ``ContrastiveGGN``, ``BackPackContrastiveGGN``, ``CurvlinopsContrastiveGGN``,
+            ``StochManContrastiveGGN`` or a :class:`~contrastive_curvature.backends.ContrastiveBackend` of your own. By
+            default ``fit`` takes the fastest one that is exact for the model
+            (:func:`~contrastive_curvature.backends.choice.choose_backend`).
         backend_kwargs: ``distance``, ``pd_fix``, ``margin``, ``negative_weight``, ``normalization``, ``pairs``,
             ``relation``, ``rank``: see the backend.
         **kwargs: As in the host's class (``prior_precision``, ``prior_mean``, ``temperature``, ...).
@@ -67,6 +72,7 @@ class ContrastiveLaplace(SpherePrediction):
         self.cost = 0.0
         self._curvature_options = check_options(self.structure, backend, backend_kwargs, kwargs)
         self.H_raw: Any = None
+        self._chooses_backend = backend is None
         # The host knows no contrastive likelihood: of those it knows, regression adds the least of its own.
         super().__init__(  # type: ignore[call-arg]
             model,
@@ -115,9 +121,7 @@ class ContrastiveLaplace(SpherePrediction):
             InputError: No data, one point, no positive pair, malformed batches, or other data in the second pass.
             UnsupportedError: The encoder cannot be looked through, or the structure has no answer for the fix.
         """
-        check_loader(train_loader)
-        self.model.eval()
-        self._prepare(train_loader)
+        self._begin(train_loader)
         result = self.backend.fit(train_loader, self.structure, progress_bar)
         earlier = 0 if override else self.n_data
         # Everything that can fail comes before the first assignment, so that a failed fit leaves the last one whole.
@@ -139,6 +143,7 @@ class ContrastiveLaplace(SpherePrediction):
         state = super().state_dict()  # type: ignore[misc]
         state.update(contrastive=self._plain_options(), H_raw=self.H_raw, cost=self.cost)
         state["temperature_given"] = self._temperature_given
+        state["backend"] = type(self.backend).__name__
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -152,6 +157,11 @@ class ContrastiveLaplace(SpherePrediction):
         if self._plain_options() != state_dict["contrastive"]:
             wanted = f"the options {self._plain_options()} of this object"
             raise InputError(expected("state_dict", wanted, str(state_dict["contrastive"])))
+        if self._chooses_backend:
+            # All give the same numbers, but not to the last bit.
+            indices = self.backend.subnetwork_indices
+            self._backend_cls, self._backend = backend_named(state_dict["backend"]), None
+            self.backend.subnetwork_indices = indices
         # The host warns where the temperatures differ; here they do whenever the default method has set one.
         self.temperature = state_dict["temperature"]
         self._temperature_given = state_dict["temperature_given"]
@@ -164,7 +174,30 @@ class ContrastiveLaplace(SpherePrediction):
         plain = {k: str(v) if isinstance(v, str) else v for k, v in self._curvature_options.items()}
         return {**plain, "relation": plain["relation"] is not None}
 
-    def _prepare(self, loader: Iterable[Any]) -> None:
+    def _begin(self, loader: Iterable[Any]) -> None:
+        """Look at the first batch: what has to be known before the backend exists, and which backend it is."""
+        check_loader(loader)
+        self.model.eval()
+        for batch in loader:
+            x, _ = read_batch(batch, self._device, self.dict_key_y)
+            probe = slice_inputs(x, slice(0, 8))
+            self._prepare(probe)
+            if self._chooses_backend:
+                self._backend = choose_backend(
+                    self.model,
+                    probe,
+                    self.structure,
+                    keeps_graph=self.enable_backprop,
+                    likelihood=CONTRASTIVE,
+                    dict_key_x=self.dict_key_x,
+                    dict_key_y=self.dict_key_y,
+                    # The host's subnetwork classes tell the backend their indices, nobody else.
+                    **{"subnetwork_indices": self.backend.subnetwork_indices, **self._backend_kwargs},
+                )
+            return
+        raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+
+    def _prepare(self, probe: Inputs) -> None:
         """What must be known before the backend exists; nothing here."""
 
     def _parameter_vector(self) -> Tensor:

@@ -17,7 +17,6 @@ from laplace.utils import Kron
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from contrastive_curvature.backends.checks import read_batch
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.encoder import Inputs, evaluation_mode, slice_inputs
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
@@ -124,7 +123,7 @@ class ContrastiveLowRankLaplace(ContrastiveLaplace, _LowRankHost):
         if not override:
             msg = "override=False: eigenpairs of two data sets do not add up. Use hessian_structure='diag' or 'kron'."
             raise UnsupportedError(msg)
-        self.model.eval()
+        self._begin(train_loader)
         result = self.backend.fit_lowrank(train_loader, progress_bar)
         vectors, values = result.curvature
         if not values.numel():
@@ -185,12 +184,8 @@ class LastLayerLaplace(ContrastiveLaplace):
         self._last_layer_name = last_layer_name
         self.model = RawFeatureExtractor(self.model.model, last_layer_name, self.enable_backprop)
 
-    def _prepare(self, loader: Iterable[Any]) -> None:
-        for batch in loader:
-            x, _ = read_batch(batch, self._device, self.dict_key_y)
-            self._know_last_layer(slice_inputs(x, slice(0, 8)))
-            return
-        raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+    def _prepare(self, probe: Inputs) -> None:
+        self._know_last_layer(probe)
 
     def _know_last_layer(self, probe: Inputs) -> None:
         if self.model.last_layer is not None:

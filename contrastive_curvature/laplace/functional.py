@@ -85,8 +85,7 @@ class _FunctionSpace(ContrastiveLaplace):
         if not override:
             msg = "override=False: two subsets do not add up. Use hessian_structure='diag', 'kron' or 'full'."
             raise UnsupportedError(msg)
-        self.model.eval()
-        self._prepare(train_loader)
+        self._begin(train_loader)
         subset, loss, cost, n = self.backend.fit_subset(train_loader, self.n_subset, self.seed, progress_bar)
         columns = subset.columns
         if columns > _KERNEL_LIMIT:

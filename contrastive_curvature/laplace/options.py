@@ -12,8 +12,8 @@ from torch import nn
 from contrastive_curvature.backends.base import ContrastiveBackend
 from contrastive_curvature.backends.checks import check_backend_options
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.ggn.kron import refuse_coupled_kron
-from contrastive_curvature.options import CurvatureOptions, Structure
+from contrastive_curvature.ggn.sharing import check_kfac_approx, refuse_dataset_sharing
+from contrastive_curvature.options import CurvatureOptions, KFACApprox, Structure, parse_option
 
 __all__ = ["check_model", "check_options", "known_options"]
 
@@ -77,8 +77,10 @@ def check_options(
     names = ("distance", "pd_fix", "margin", "negative_weight", "normalization")
     parsed = CurvatureOptions(**{name: options[name] for name in names})
     options.update({name: getattr(parsed, name) for name in names})
-    if structure is Structure.KRON and parsed.pd_fix.coupled:
-        refuse_coupled_kron(parsed.pd_fix)
+    options["kfac_approx"] = parse_option(KFACApprox, "kfac_approx", options["kfac_approx"])
+    check_kfac_approx(options["kfac_approx"], parsed.pd_fix, structure)
+    if options["pairs"] == "dataset":
+        refuse_dataset_sharing(options["kfac_approx"])
     if float(host_kwargs.pop("sigma_noise", 1.0)) != 1.0:
         msg = "sigma_noise: embeddings have no observation noise. Use temperature=... to weaken the likelihood."
         raise UnsupportedError(msg)

@@ -73,8 +73,8 @@ _BUILDERS: dict[str, Callable[[int], nn.Module]] = {
     "embedding": lambda d: nn.Sequential(nn.Embedding(5, 2), nn.Flatten(), nn.Linear(2 * _WIDTH, d)),
     "shared": lambda d: nn.Sequential(_Tied(), nn.Linear(_WIDTH, d)),
     "frozen": _frozen,
-    "conv, gelu": lambda d: nn.Sequential(
-        nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 2, 2, padding=1), nn.GELU(), nn.Flatten(), nn.Linear(18, d)
+    "unflatten": lambda d: nn.Sequential(
+        nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 2, 2, padding=1), nn.Sigmoid(), nn.Flatten(), nn.Linear(18, d)
     ),
 }
 
@@ -94,7 +94,7 @@ NETWORKS: dict[str, str] = {
     "embedding": "`Embedding` of tokens",
     "shared": "a layer used twice (shared parameters)",
     "frozen": "frozen parameters",
-    "conv, gelu": "`Unflatten`",
+    "unflatten": "`Unflatten`",
 }
 """Kinds of networks that :func:`build_network` makes, and what each stands for."""
 

@@ -1,0 +1,236 @@
+"""Claim: in every host library, the contrastive curvature costs what the host's own classification curvature costs.
+
+For an MLP, the paper's convolutional network and a small ResNet: seconds and peak memory of one batch's curvature in
+each backend and structure, beside those of laplace-torch's adapter to the same host for a classification likelihood of
+as many outputs. Each ratio is taken in one process, the two sides in turns. The target is 1.3.
+
+    python -m benchmarks.backends [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from laplace.curvature import BackPackGGN, CurvlinopsGGN, GGNInterface
+from laplace.utils import FeatureExtractor
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+from benchmarks.machine import describe, measure_peak
+from contrastive_curvature.demo.networks import make_encoder
+from contrastive_curvature.testing.contract import make_backend
+
+RESULTS = Path(__file__).parent / "results"
+Case = dict[str, Any]
+TARGET = 1.3
+OUTPUTS = 10
+FIXES = ("fixed", "psd", "positive", "full")
+HOSTS = {
+    "ContrastiveGGN": GGNInterface,
+    "BackPackContrastiveGGN": BackPackGGN,
+    "CurvlinopsContrastiveGGN": CurvlinopsGGN,
+    "StochManContrastiveGGN": None,
+}
+"""laplace-torch's adapter to the same host; StochMan 0.3.0 has no curvature of a likelihood."""
+
+
+class Block(nn.Module):
+    """Two convolutions and a skip connection."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See the class."""
+        return self.relu(x + self.body(x))
+
+
+def make_network(name: str) -> tuple[nn.Module, tuple[int, ...]]:
+    """An encoder with ten outputs, and the shape of its input."""
+    if name == "mlp":
+        layers = [nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, OUTPUTS)]
+        return nn.Sequential(*layers), (784,)
+    if name == "paper":
+        return make_encoder("fashionmnist", OUTPUTS), (1, 28, 28)
+    stem = [nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+    tail = [nn.AvgPool2d(4), nn.Flatten(), nn.Linear(16 * 16, OUTPUTS)]
+    return nn.Sequential(*stem, Block(16), Block(16), *tail), (3, 16, 16)
+
+
+def make_cases(quick: bool) -> list[Case]:
+    points = 6 if quick else 64
+    cases = []
+    for network in ("mlp",) if quick else ("mlp", "paper", "resnet"):
+        for backend in HOSTS:
+            # A matrix of the size of all parameters fits nowhere.
+            structures = [("last_layer", "diag"), ("last_layer", "kron"), ("last_layer", "full")]
+            structures += [("all", "kron"), ("all", "diag")]
+            for weights, structure in structures:
+                if network == "paper" and (weights, structure) == ("last_layer", "full"):
+                    continue  # 92,170 parameters squared
+                cases.append(
+                    {
+                        "network": network,
+                        "backend": backend,
+                        "weights": weights,
+                        "structure": structure,
+                        "points": points,
+                        "repetitions": 1 if quick else 5,
+                        "threads": 2,
+                    }
+                )
+    return cases
+
+
+def run_case(case: Case) -> Case:
+    """Seconds and peak MiB of the host's own curvature and of ours with every fix, or why there is none."""
+    torch.manual_seed(0)
+    model, shape = make_network(case["network"])
+    model.eval()
+    x, labels = torch.randn(case["points"], *shape), torch.arange(case["points"]) % OUTPUTS
+    sides: dict[str, Callable[[], object]] = {}
+    refused: dict[str, str] = {}
+    host = HOSTS[case["backend"]]
+    attempts: list[tuple[str, Callable[[], Callable[[], object]]]] = []
+    if host is not None:
+        attempts.append(("classification", lambda: classification(host, model, x, labels, case)))
+    attempts += [(fix, lambda fix=fix: contrastive(fix, model, x, labels, case)) for fix in FIXES]
+    peaks = {}
+    for name, make in attempts:
+        try:
+            sides[name] = make()
+            _, peaks[name] = measure_peak(sides[name])
+        except (cc.UnsupportedError, NotImplementedError, RuntimeError, AttributeError, AssertionError) as error:
+            sides.pop(name, None)
+            refused[name] = (str(error).splitlines() or [type(error).__name__])[0]
+    seconds = take_turns(sides, case["repetitions"])
+    out: Case = {
+        name: {"seconds": seconds[name], "peak_mib": peaks[name]} if name in seconds else {"refused": refused[name]}
+        for name, _ in attempts
+    }
+    for name in FIXES:
+        if name in seconds and "classification" in seconds:
+            out[name]["ratio"] = seconds[name] / seconds["classification"]
+    return out
+
+
+def classification(host: Any, model: nn.Module, x: Tensor, labels: Tensor, case: Case) -> Callable[[], object]:
+    """laplace-torch's adapter with a cross-entropy likelihood."""
+    last = case["weights"] == "last_layer"
+    wrapped: nn.Module = model
+    if last:
+        wrapped = FeatureExtractor(model)
+        wrapped.find_last_layer(x)
+    wrapped.output_size = OUTPUTS
+    made = host(wrapped, "classification", last_layer=last)
+    return lambda: getattr(made, case["structure"])(x, labels, N=len(x))
+
+
+def contrastive(fix: str, model: nn.Module, x: Tensor, labels: Tensor, case: Case) -> Callable[[], object]:
+    """Our adapter to the same host."""
+    made = make_backend(getattr(cc, case["backend"]), model, x, case["weights"], pd_fix=fix)
+    return lambda: getattr(made, case["structure"])(x, labels, N=len(x))
+
+
+def take_turns(sides: dict[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
+    """Median seconds of each side; a slow stretch of the machine meets all of them."""
+    taken: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(repetitions):
+        for name, function in sides.items():
+            start = time.perf_counter()
+            function()
+            taken[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in taken.items()}
+
+
+def run_apart(case: Case) -> Case:
+    """Run a case in a process of its own, so that no memory of another one is counted or reused."""
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.backends", "--case", json.dumps(case)]
+    root = str(Path(__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    out: Case = json.loads(done.stdout.splitlines()[-1])
+    return out
+
+
+def render(results: Case) -> str:
+    """Markdown: one row a case."""
+    machine = results["machine"]
+    lines = [
+        "# Every host, beside its own classification curvature",
+        "",
+        f"Printed by `python -m benchmarks.backends` on {machine['cores']} cores of {machine['cpu']}, torch "
+        f"{machine['torch']}, {machine['date']}. One batch of {results['cases'][0]['points']} points, "
+        f"{OUTPUTS} outputs, `arccos`. Seconds (MiB of peak memory above what was resident); `x` is the ratio to the "
+        f"host's classification curvature in the same process, target {TARGET}; `-`: refused, or none.",
+        "",
+        "| network | weights | structure | backend | host, classification | " + " | ".join(FIXES) + " |",
+        "|" + "---|" * (5 + len(FIXES)),
+    ]
+    for case in results["cases"]:
+        cells = [cell(case.get(name)) for name in ("classification", *FIXES)]
+        first = [case["network"], case["weights"], case["structure"], case["backend"]]
+        lines.append("| " + " | ".join(first + cells) + " |")
+    ratios = [
+        (case[fix]["ratio"], case, fix) for case in results["cases"] for fix in FIXES if "ratio" in case.get(fix, {})
+    ]
+    above = [(ratio, case, fix) for ratio, case, fix in ratios if ratio > TARGET]
+    lines += ["", f"{len(ratios) - len(above)} of {len(ratios)} ratios are within {TARGET}."]
+    for ratio, case, fix in sorted(above, key=lambda item: -item[0]):
+        lines.append(
+            f"- {ratio:.2f}: {case['network']}, {case['weights']}, {case['structure']}, {case['backend']}, `{fix}`"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def cell(measured: Case | None) -> str:
+    if measured is None or "seconds" not in measured:
+        return "-"
+    ratio = f", {measured['ratio']:.2f} x" if "ratio" in measured else ""
+    return f"{measured['seconds']:.4f} s ({measured['peak_mib']:.0f}){ratio}"
+
+
+def main(arguments: list[str] | None = None) -> Case:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--quick", action="store_true", help="small sizes, in this process; the figures mean nothing")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for backends.json and backends.md")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.case:
+        case = json.loads(options.case)
+        torch.set_num_threads(case["threads"])
+        measured = run_case(case)
+        print(json.dumps(measured))
+        return measured
+    results: Case = {"machine": describe(), "quick": options.quick, "cases": []}
+    for case in make_cases(options.quick):
+        print("...", case["network"], case["backend"], case["weights"], case["structure"], file=sys.stderr)
+        results["cases"].append({**case, **(run_case(case) if options.quick else run_apart(case))})
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "backends.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    table = render(results)
+    (options.out / "backends.md").write_text(table, encoding="utf-8")
+    print(table)
+    return results
+
+
+if __name__ == "__main__":
+    main()

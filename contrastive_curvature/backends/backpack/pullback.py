@@ -1,0 +1,187 @@
+"""The pullback by BackPACK's derivatives: matrix columns, all at once, from the raw outputs to every parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from contrastive_curvature.backends.backpack.factors import SignedFactor, factor_blocks
+from contrastive_curvature.backends.backpack.layers import ADVICE
+from contrastive_curvature.backends.backpack.network import Network
+from contrastive_curvature.backends.backpack.rules import parameter_diagonal, parameter_products
+from contrastive_curvature.encoder import Encoder, Inputs
+from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.ggn import pullback
+from contrastive_curvature.ggn.kron import _by_position, _layer_inputs
+from contrastive_curvature.ggn.pullback import KronFactors, Points, Pullback
+from contrastive_curvature.node_blocks import NodeBlocks
+from contrastive_curvature.options import Structure
+
+__all__ = ["BackPackPullback"]
+
+
+class BackPackPullback(Pullback):
+    """All trainable parameters of an encoder, by BackPACK's Jacobian products, layer by layer.
+
+    Args:
+        encoder: The analysed encoder.
+
+    Raises:
+        UnsupportedError: BackPACK has no derivatives of a layer, the forward cannot be traced, or a parameter is used
+            twice (the message names the layer), or the parameters are in half precision.
+    """
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.encoder = encoder
+        self.network = Network(encoder)
+        self.params = self.network.params
+        low = {p.dtype for p in encoder.parameters()} & {torch.float16, torch.bfloat16}
+        if low:
+            msg = (
+                f"backend BackPACK: parameters in {low.pop()}, while the output Hessian is computed in float32. Call "
+                "model.float() first."
+            )
+            raise UnsupportedError(msg)
+        self.n_params = sum(p.numel() for p in self.params)
+        self._checked = False
+
+    def forward(self, x: Inputs) -> tuple[Tensor, Any]:
+        """See :meth:`Pullback.forward`; the context is the batch itself.
+
+        Raises:
+            UnsupportedError: A mapping, or the traced network gives other outputs than the encoder.
+        """
+        if isinstance(x, Mapping):
+            msg = f"backend BackPACK: a batch that is a mapping; the host's layers take one tensor. {ADVICE}"
+            raise UnsupportedError(msg)
+        with torch.no_grad():
+            z = self.encoder(x)
+            if not self._checked:
+                self._compare(x, z)
+        return z, x
+
+    def slice_context(self, context: Any, rows: slice) -> Any:
+        """See :meth:`Pullback.slice_context`."""
+        return context[rows]
+
+    def vjp(self, context: Any, cotangents: Tensor) -> Tensor:
+        """See :meth:`Pullback.vjp`."""
+        n, many = cotangents.shape[:2]
+        out = cotangents.new_zeros(n, many, self.n_params)
+        if not n or not many:
+            return out
+        pieces = self._pieces(out)
+        for step, columns in self._backward(context, cotangents.transpose(0, 1)):
+            for name, k in step.params:
+                found = parameter_products(step.derivatives, step.module, name, columns, sum_batch=False)
+                pieces[k].copy_(found.transpose(0, 1).flatten(2))
+        return out
+
+    def vjp_sum(self, x: Inputs, cotangents: Tensor) -> Tensor:
+        """``sum_i J_i^T v_i`` for cotangents (N, D): one pass, shape (P,)."""
+        out = cotangents.new_zeros(self.n_params)
+        pieces = self._pieces(out)
+        for step, columns in self._backward(x, cotangents.unsqueeze(0)):
+            for name, k in step.params:
+                found = parameter_products(step.derivatives, step.module, name, columns, sum_batch=True)
+                pieces[k].copy_(found.flatten())
+        return out
+
+    def block_term(self, points: Points, blocks: NodeBlocks, structure: Structure) -> Tensor:
+        """See :meth:`Pullback.block_term`; the diagonal without a Jacobian of any point."""
+        if structure is not Structure.DIAG:
+            return super().block_term(points, blocks, structure)
+        out = self._zeros(points.u, structure)
+        pieces = self._pieces(out)
+        for rows in self._row_chunks(points):
+            factor = factor_blocks(blocks[rows])
+            for step, columns in self._backward(self.slice_context(points.context, rows), factor.columns):
+                here = SignedFactor(columns, factor.signs)
+                for name, k in step.params:
+                    pieces[k].add_(parameter_diagonal(step.derivatives, step.module, name, here).flatten())
+        return out
+
+    def kron_factors(self, points: Points, blocks: NodeBlocks, n_data: int) -> KronFactors:
+        """See :meth:`Pullback.kron_factors`.
+
+        Raises:
+            UnsupportedError: A matrix belongs to neither a linear layer nor an ungrouped convolution.
+        """
+        self._check_kron()
+        factors: KronFactors = []
+        for p in self.params:
+            sizes = (len(p),) if p.ndim == 1 else (len(p), p[0].numel())
+            factors.append([points.u.new_zeros(size, size) for size in sizes])
+        for rows in self._row_chunks(points):
+            factor = factor_blocks(blocks[rows])
+            signs = factor.signs.flatten()
+            for step, columns in self._backward(self.slice_context(points.context, rows), factor.columns):
+                for name, k in step.params:
+                    if self.params[k].ndim == 1:
+                        moved = parameter_products(step.derivatives, step.module, name, columns, sum_batch=False)
+                        flat = moved.flatten(0, 1)
+                        factors[k][0] += flat.T @ (signs.unsqueeze(1) * flat)
+                        continue
+                    by_position = _by_position(step.module, columns.flatten(0, 1))
+                    inputs = _layer_inputs(step.module, step.module.input0).flatten(0, 1)
+                    flat = by_position.flatten(0, 1)
+                    repeated = signs.repeat_interleave(by_position.shape[1]).unsqueeze(1)
+                    factors[k][0] += flat.T @ (repeated * flat)
+                    factors[k][1] += inputs.T @ inputs / (n_data * by_position.shape[1])
+        return factors
+
+    def _backward(self, x: Any, columns: Tensor) -> Any:
+        """Run a batch and pull columns (C, N, D) back; yields the layers with trainable parameters."""
+        with torch.no_grad():
+            try:
+                self.network.run(x)
+                yield from self.network.layers(columns)
+            finally:
+                self.network.forget()
+
+    def _pieces(self, flat: Tensor) -> list[Tensor]:
+        """Views of the last axis, one a parameter."""
+        return list(flat.split([p.numel() for p in self.params], dim=-1))
+
+    def _row_chunks(self, points: Points) -> list[slice]:
+        """Points such that the columns at a layer stay within bounds."""
+        n, dim = points.u.shape
+        # Other layers than linear ones make a gradient of every point, one column at a time if need be.
+        gradients = [
+            self.params[k].numel()
+            for step in self.network.steps
+            if not isinstance(step.module, nn.Linear)
+            for _, k in step.params
+        ]
+        size = max(1, pullback.JACOBIAN_ELEMENTS // max(1, dim * self.network.width, *gradients))
+        return [slice(k, min(k + size, n)) for k in range(0, n, size)]
+
+    def _check_kron(self) -> None:
+        for step in self.network.steps:
+            for name, k in step.params:
+                m: Any = step.module
+                matrix_ok = isinstance(m, nn.Linear) or (isinstance(m, (nn.Conv1d, nn.Conv2d)) and m.groups == 1)
+                if self.params[k].ndim > 1 and not matrix_ok:
+                    msg = (
+                        f"structure 'kron': {type(m).__name__}.{name} is not the weight of a linear or ungrouped "
+                        "convolution. Use the structure 'diag', or subset_of_weights='last_layer'."
+                    )
+                    raise UnsupportedError(msg)
+
+    def _compare(self, x: Tensor, z: Tensor) -> None:
+        """Once: what the trace does not see (forward hooks) would make every Jacobian that of another function."""
+        try:
+            found = self.network.run(x)
+        finally:
+            self.network.forget()
+        size = float(z.abs().max()) if z.numel() else 0.0
+        if found.shape != z.shape or (z.numel() and float((found - z).abs().max()) > 1e-3 * size):
+            msg = (
+                "backend BackPACK: the traced layers give other outputs than the encoder (a forward hook, or a branch "
+                f"that depends on the data?). {ADVICE}"
+            )
+            raise UnsupportedError(msg)
+        self._checked = True

@@ -1,0 +1,26 @@
+"""laplace-torch's backend by curvlinops."""
+
+from __future__ import annotations
+
+from contrastive_curvature.backends.base import ContrastiveBackend
+from contrastive_curvature.backends.curvlinops.pullback import CurvlinopsPullback
+from contrastive_curvature.encoder import Encoder
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.ggn.pullback import Pullback
+
+__all__ = ["CurvlinopsContrastiveGGN"]
+
+
+class CurvlinopsContrastiveGGN(ContrastiveBackend):
+    """Generalised Gauss-Newton of the contrastive loss by curvlinops; see :class:`ContrastiveBackend`.
+
+    ``full`` and ``lowrank`` are products of a matrix-free operator, ``kron`` is curvlinops' K-FAC where the blocks are
+    positive semidefinite and it knows the layers, else the equal factors of :mod:`contrastive_curvature.ggn.kron`;
+    ``diag`` is exact and refused for large networks.
+    """
+
+    def all_parameters(self, encoder: Encoder) -> Pullback:
+        """See :meth:`ContrastiveBackend.all_parameters`."""
+        if not any(p.requires_grad for p in encoder.parameters()):
+            raise InputError(expected("model", "at least one parameter that requires a gradient", "none"))
+        return CurvlinopsPullback(encoder)

@@ -1,0 +1,158 @@
+"""Kronecker factors that keep the cross terms of a pair: its two points as an axis that shares a layer's weight.
+
+The exact block of a layer's weight over the pairs of a coupled fix is
+``sum_{i<j} (B_i (x) a_i, B_j (x) a_j)^T H^{ij} (B_i (x) a_i, B_j (x) a_j)`` with the inputs ``a``, the Jacobians ``B``
+of the raw outputs with respect to what the layer puts out, and the pair's own Hessian ``H^{ij}``. What follows are
+approximations of it, after the K-FAC of layers with weight sharing:
+
+- ``expand`` (:mod:`contrastive_curvature.ggn.kron`) drops the cross terms: ``G = sum_i B_i^T H_ii B_i``,
+  ``A = mean_i a_i a_i^T``.
+- ``reduce`` sums the two points first: ``G = sum_ij B_i^T H_ij B_j``, and ``A`` is the second moment of the pairs' mean
+  inputs ``(a_i + a_j) / 2`` over all pairs of non-zero weight. Exact where all points have the same inputs.
+- ``difference`` takes the two ``B`` of a pair for equal, so that the inputs enter as ``a_i - a_j``:
+  ``G = 1/2 sum_i B_i^T H_ii B_i``, and ``A`` is the second moment of the differences with weights ``|y_ij|``, which
+  keeps it positive semidefinite. Exact, with the ``euclidean`` distance and weights of one sign, where all points have
+  the same ``P_i B_i / n_i``.
+
+For coupled fixes ``expand`` overstates the curvature several times, since what it drops nearly cancels what it keeps;
+``reduce`` came closest in ``benchmarks/kron_error.py``. All are formed from sums over points (graph Laplacians of the weights), never from pairs. Positions of a convolution are
+treated one by one, as in K-FAC-expand. Biases and other vectors get their exact block.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.ggn.accumulate import points_curvature
+from contrastive_curvature.ggn.kron import LayerRun, ModuleKron, sandwich
+from contrastive_curvature.ggn.last_layer import LastLayerPullback
+from contrastive_curvature.ggn.module import ModulePullback
+from contrastive_curvature.ggn.part import HeadPullback
+from contrastive_curvature.ggn.pullback import KronFactors, Points, Pullback
+from contrastive_curvature.options import CurvatureOptions, KFACApprox, PDFix, Structure
+from contrastive_curvature.output_hessian import OutputHessian
+from contrastive_curvature.pairs import PairWeights
+
+__all__ = ["check_kfac_approx", "pair_moment", "refuse_dataset_sharing", "shared_factors"]
+
+
+def check_kfac_approx(approx: KFACApprox, pd_fix: PDFix, structure: Structure | None = Structure.KRON) -> None:
+    """Refuse an approximation of cross terms where there are none.
+
+    Args:
+        approx: The approximation.
+        pd_fix: The fix.
+        structure: What is asked for; ``None`` for another structure than those of :class:`Structure`.
+
+    Raises:
+        UnsupportedError: The fix drops the cross terms.
+        InputError: The structure has no Kronecker factors.
+    """
+    if approx is KFACApprox.EXPAND:
+        return
+    if structure is not Structure.KRON:
+        hint = "It approximates Kronecker factors. Use structure='kron', or leave it out."
+        raise InputError(expected("kfac_approx", "'expand' with a structure other than 'kron'", str(approx), hint))
+    if not pd_fix.coupled:
+        msg = (
+            f"kfac_approx={str(approx)!r} with pd_fix={str(pd_fix)!r}: this fix drops the cross terms between the two "
+            "points of a pair, so there is nothing to share. Use kfac_approx='expand', or pd_fix='positive' or 'full'."
+        )
+        raise UnsupportedError(msg)
+
+
+def refuse_dataset_sharing(approx: KFACApprox) -> None:
+    """Say that factors with cross terms need all points of a pair at once.
+
+    Raises:
+        UnsupportedError: Always but for ``expand``.
+    """
+    if approx is not KFACApprox.EXPAND:
+        msg = (
+            f"kfac_approx={str(approx)!r}: over the pairs of a data set its factors need all points at once. Use "
+            "pairs='batch', or kfac_approx='expand'."
+        )
+        raise UnsupportedError(msg)
+
+
+def shared_factors(
+    pullback: Pullback,
+    points: Points,
+    weights: PairWeights,
+    options: CurvatureOptions,
+    n_data: int,
+    approx: KFACApprox,
+) -> KronFactors:
+    """Kronecker factors of a batch with its cross terms.
+
+    Args:
+        pullback: All parameters, or the last layer, by ``torch.func``.
+        points: N points.
+        weights: Their pair weights.
+        options: Distance and a coupled fix.
+        n_data: Number of points over which the ``A`` are averaged; a batch counts by its number of points.
+        approx: ``reduce`` or ``difference``.
+
+    Returns:
+        ``[G, A]`` for every matrix and ``[block]`` for every vector; those of batches add up.
+
+    Raises:
+        UnsupportedError: A subnetwork, a layer without factors, or another host's pullback.
+    """
+    hessian = OutputHessian(points.u * points.n.unsqueeze(1), weights, options)
+    moment = weights.dense() if approx is KFACApprox.DIFFERENCE else (weights.dense() != 0).to(points.u.dtype)
+    share = len(points) / n_data
+
+    def weight(run: LayerRun) -> list[Tensor]:
+        a = share * pair_moment(run.inputs, moment, approx)
+        if approx is KFACApprox.REDUCE:
+            return [sandwich(run.jacobian, hessian.matvec), a]
+        return [sandwich(run.jacobian, hessian.blocks.matmul) / 2, a]
+
+    def bias(run: LayerRun) -> Tensor:
+        return sandwich(run.jacobian.sum(2, keepdim=True), hessian.matvec)
+
+    if isinstance(pullback, HeadPullback):
+        return shared_factors(pullback.inner, points, weights, options, n_data, approx)
+    if isinstance(pullback, LastLayerPullback):
+        dim = points.u.shape[1]
+        eye = torch.eye(dim, dtype=points.u.dtype, device=points.u.device).view(1, dim, 1, dim)
+        run = LayerRun(points.context.unsqueeze(1), eye.expand(len(points), -1, -1, -1))
+        return [weight(run), [bias(run)]] if pullback.bias else [weight(run)]
+    if not isinstance(pullback, ModulePullback):
+        msg = (
+            f"kfac_approx={str(approx)!r}: these parameters have factors of each point on its own only. Use "
+            "kfac_approx='expand', or backend=ContrastiveGGN (torch.func) with all parameters or the last layer."
+        )
+        raise UnsupportedError(msg)
+    if pullback.indices is not None:
+        return pullback.kron_factors(points, hessian.blocks, n_data)
+    kron = ModuleKron(pullback.encoder)
+
+    def vector(p: nn.Parameter) -> Tensor:
+        return points_curvature(kron.vector_pullback(p), points, weights, options, Structure.FULL)
+
+    return kron.assemble(kron.run(points.context), weight, bias, vector)
+
+
+def pair_moment(a: Tensor, y: Tensor, approx: KFACApprox) -> Tensor:
+    """Weighted second moment of the pairs' mean inputs (``reduce``) or of their differences (``difference``).
+
+    Args:
+        a: Inputs, shape (N, T, F).
+        y: Pair weights, symmetric with zero diagonal, shape (N, N); signs are dropped.
+        approx: Which of the two.
+
+    Returns:
+        Shape (F, F), positive semidefinite, averaged over positions. Without any pair, every point counts on its own,
+        so that averages over batches stay averages.
+    """
+    y = y.abs()
+    degree, flat = y.sum(1), a.transpose(0, 1).reshape(a.shape[1], a.shape[0], -1)
+    if not bool(degree.any()):
+        return torch.einsum("tnf,tng->fg", flat, flat) / (a.shape[0] * a.shape[1])
+    sign, part = (1.0, 0.25) if approx is KFACApprox.REDUCE else (-1.0, 1.0)
+    mixed = degree.unsqueeze(1) * flat + sign * (y @ flat)
+    return part * torch.einsum("tnf,tng->fg", flat, mixed) / (a.shape[1] * degree.sum() / 2)

@@ -1,0 +1,212 @@
+"""What each backend can do, measured: exact, an approximation, or refused, for every structure, fix and kind of layer.
+
+    python -m contrastive_curvature.testing.support README.md docs/backends.md
+
+runs every combination on small cases in float64, compares it with the oracle, and writes the tables between the marks
+of the pages that are named. A test fails when a page is out of date.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from laplace import Laplace
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+from contrastive_curvature.backends import ContrastiveBackend
+from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.ggn.accumulate import clamp_curvature
+from contrastive_curvature.options import Distance, PDFix, Structure
+from contrastive_curvature.testing.cases import close
+from contrastive_curvature.testing.contract import make_backend
+from contrastive_curvature.testing.networks import NETWORKS, build_network, make_inputs
+from contrastive_curvature.testing.oracle import dense_ggn
+
+__all__ = ["BACKENDS", "layer_table", "rewrite", "structure_table"]
+
+BACKENDS = ("ContrastiveGGN", "BackPackContrastiveGGN", "StochManContrastiveGGN", "CurvlinopsContrastiveGGN")
+ROWS = (
+    ("last_layer", ("diag", "full", "kron", "gp")),
+    ("all", ("diag", "full", "kron", "lowrank", "gp")),
+    ("subnetwork", ("diag", "full")),
+)
+LABELS = torch.tensor([0, 0, 1, 1, 2, 2])
+INDICES = torch.tensor([0, 3, 7, 11])
+_Options = dict[str, Any]
+EXACT, APPROXIMATE, REFUSED = "exact", "K-FAC", "refused"
+"""Kronecker factors are the only approximation that a backend may give."""
+
+
+def structure_table(backends: Iterable[str] = BACKENDS) -> str:
+    """Markdown: one row a combination of weights and structure, one column a backend."""
+    names = list(backends)
+    lines = _header(["weights", "structure", *(f"`{name}`" for name in names)])
+    for weights, structures in ROWS:
+        for structure in structures:
+            cells = [_describe(_survey(getattr(cc, name), weights, structure)) for name in names]
+            lines.append(_row([f"`{weights}`", f"`{structure}`", *cells]))
+    return "\n".join(lines)
+
+
+def layer_table(backends: Iterable[str] = BACKENDS) -> str:
+    """Markdown: one row a kind of network: whether ``diag`` and ``full`` of all its parameters are exact, and K-FAC."""
+    names = list(backends)
+    lines = _header(["encoder with", *(f"`{name}`" for name in names)])
+    for kind, description in NETWORKS.items():
+        lines.append(_row([description, *(_describe_layer(getattr(cc, name), kind) for name in names)]))
+    return "\n".join(lines)
+
+
+def rewrite(page: str) -> str:
+    """A page with the tables between its marks made anew."""
+    tables = {"structures": structure_table, "layers": layer_table}
+
+    def fresh(match: re.Match[str]) -> str:
+        return f"{match[1]}\n\n{tables[match[2]]()}\n\n{match[3]}"
+
+    return re.sub(r"(<!-- backends: (\w+)[^>]*-->).*?(<!-- end of backends -->)", fresh, page, flags=re.DOTALL)
+
+
+def _survey(backend: type[ContrastiveBackend], weights: str, structure: str) -> dict[str, list[tuple[PDFix, Distance]]]:
+    """Combinations of fix and distance by status."""
+    out: dict[str, list[tuple[PDFix, Distance]]] = {}
+    for fix in PDFix:
+        for distance in Distance:
+            kinds = ("tanh",) if structure in ("gp", "lowrank") else ("tanh", "conv2d")
+            found = {_classify(backend, kind, weights, structure, fix, distance) for kind in kinds}
+            status = next(s for s in (REFUSED, APPROXIMATE, EXACT) if s in found)
+            out.setdefault(status, []).append((fix, distance))
+    return out
+
+
+def _describe_layer(backend: type[ContrastiveBackend], kind: str) -> str:
+    diag, full, kron = (
+        _classify(backend, kind, "all", structure, PDFix.FIXED, Distance.ARCCOS)
+        for structure in ("diag", "full", "kron")
+    )
+    if diag == full == EXACT and kron == REFUSED:
+        return f"{EXACT}, no `kron`"
+    return diag if diag == full else f"`diag` {diag}, `full` {full}"
+
+
+def _describe(survey: dict[str, list[tuple[PDFix, Distance]]]) -> str:
+    if len(survey) == 1:
+        return next(iter(survey))
+    parts = []
+    for status in (EXACT, APPROXIMATE):
+        fixes = []
+        for fix in PDFix:
+            distances = [d for f, d in survey.get(status, []) if f is fix]
+            if distances:
+                fixes.append(f"`{fix}`" if len(distances) == len(Distance) else f"{distances[0]} `{fix}`")
+        if fixes:
+            parts.append(f"{status} for {', '.join(fixes)}")
+    return "; ".join([*parts, *([f"else {REFUSED}"] if REFUSED in survey else [])])
+
+
+def _classify(
+    backend: type[ContrastiveBackend], kind: str, weights: str, structure: str, fix: PDFix, distance: Distance
+) -> str:
+    model, x = _case(kind)
+    options = {"pd_fix": str(fix), "distance": str(distance)}
+    truth = _truth(kind, weights, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            found, truth = _RUNS[structure](backend, model, x, weights, options, truth)
+        except UnsupportedError:
+            return REFUSED
+    if close(found, truth, float(truth.abs().max()), 1e-8 if structure in ("lowrank", "gp") else 1e-10):
+        return EXACT
+    if structure != "kron":
+        msg = f"{backend.__name__}: {structure} of {weights} with {options} is neither exact nor refused"
+        raise AssertionError(msg)
+    return APPROXIMATE
+
+
+def _case(kind: str) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(3)
+    return build_network(kind, 2), make_inputs(kind, len(LABELS))
+
+
+@functools.cache
+def _truth(kind: str, weights: str, **options: Any) -> Tensor:
+    if weights == "all":
+        return dense_ggn(*_case(kind), LABELS, **options)
+    truth = _truth(kind, "all", **options)
+    if weights == "subnetwork":
+        return truth[INDICES][:, INDICES]
+    count = sum(p.numel() for p in list(_case(kind)[0].modules())[-1].parameters())
+    return truth[-count:, -count:]
+
+
+def _made(backend: type[ContrastiveBackend], model: nn.Module, x: Tensor, weights: str, **options: Any) -> Any:
+    return make_backend(backend, model, x, INDICES if weights == "subnetwork" else weights, **options)
+
+
+def _batch(structure: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    def run(
+        backend: type[ContrastiveBackend],
+        model: nn.Module,
+        x: Tensor,
+        weights: str,
+        options: dict[str, str],
+        truth: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        found = getattr(_made(backend, model, x, weights, **options), structure)(x, LABELS, N=len(x))[1]
+        if structure == "kron":
+            blocks = [torch.kron(*f) if len(f) == 2 else f[0] for f in found.kfacs]
+            return torch.block_diag(*blocks), truth
+        return found, truth.diagonal() if structure == "diag" else truth
+
+    return run
+
+
+def _lowrank(
+    backend: type[ContrastiveBackend], model: nn.Module, x: Tensor, weights: str, options: _Options, truth: Tensor
+) -> tuple[Tensor, Tensor]:
+    made = _made(backend, model, x, weights, rank=len(truth), **options)
+    vectors, values = made.fit_lowrank([(x, LABELS)]).curvature
+    return (vectors * values) @ vectors.T, clamp_curvature(truth)
+
+
+def _gp(
+    backend: type[ContrastiveBackend], model: nn.Module, x: Tensor, weights: str, options: _Options, _: Tensor
+) -> tuple[Tensor, Tensor]:
+    made = {
+        "gp": Laplace(model, "contrastive", weights, "gp", n_subset=len(x), backend=backend, backend_kwargs=options),
+        "full": Laplace(model, "contrastive", weights, "full", backend=cc.ContrastiveGGN, backend_kwargs=options),
+    }
+    for la in made.values():
+        la.fit([(x, LABELS)], progress_bar=False)
+    covariances = [la(x, joint=True).joint_covariance for la in made.values()]
+    return covariances[0], covariances[1]
+
+
+_RUNS = {**{str(s): _batch(str(s)) for s in Structure}, "lowrank": _lowrank, "gp": _gp}
+
+
+def _header(names: list[str]) -> list[str]:
+    return [_row(names), "|" + "---|" * len(names)]
+
+
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def main(pages: list[str]) -> None:
+    """Rewrite the tables of some pages."""
+    for page in map(Path, pages):
+        page.write_text(rewrite(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
