@@ -113,7 +113,7 @@ WITHOUT_FACTORS = ("attention", "embedding", "shared")
 
 @given(drawn=network_cases(networks=WITHOUT_FACTORS))
 def test_layers_without_kron_factors_are_refused(drawn: Drawn, device: str) -> None:
-    with pytest.raises(cc.UnsupportedError, match="structure 'kron'.*'diag'"):
+    with pytest.raises(cc.UnsupportedError, match=r"structure 'kron'.*'diag'"):
         ggn(drawn, device, structure="kron")
 
 

@@ -15,8 +15,9 @@ approximations of it, after the K-FAC of layers with weight sharing:
   the same ``P_i B_i / n_i``.
 
 For coupled fixes ``expand`` overstates the curvature several times, since what it drops nearly cancels what it keeps;
-``reduce`` came closest in ``benchmarks/kron_error.py``. All are formed from sums over points (graph Laplacians of the weights), never from pairs. Positions of a convolution are
-treated one by one, as in K-FAC-expand. Biases and other vectors get their exact block.
+``reduce`` had the smallest total error in ``benchmarks/kron_error.py``. All are formed from sums over points (graph
+Laplacians of the weights), never from pairs. Positions of a convolution are treated one by one, as in K-FAC-expand.
+Biases and other vectors get their exact block with ``reduce`` and ``difference``.
 """
 
 from __future__ import annotations
