@@ -10,7 +10,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint typecheck bench clean
+.PHONY: help demo test lint typecheck bench tables clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -28,8 +28,11 @@ lint: $(STAMP) ## ruff: rules and formatting
 typecheck: $(STAMP) ## mypy on the package
 	$(PY) -m mypy
 
-bench: $(STAMP) ## a benchmark: BENCH=curvature (default) or default_prior, options in ARGS="..."
+bench: $(STAMP) ## a benchmark: BENCH=curvature (default), backends, kron_error, default_prior or released_calculators, options in ARGS="..."
 	$(PY) -m benchmarks.$(BENCH) $(ARGS)
+
+tables: $(STAMP) ## measure what every backend can do, and write it into README.md and docs/backends.md
+	$(PY) -W ignore -m contrastive_curvature.testing.support README.md docs/backends.md
 
 clean: ## remove caches and build products (to make the environment anew as well, delete .venv)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -42,5 +45,5 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo "Python 3.11 or newer is needed; name one: make PYTHON=python3.12 ..." >&2; exit 2; }
 	@echo "setting up $(VENV): 5.7 GB and about four minutes the first time"
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[demo,faiss,miners,curvlinops,test]"
+	$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[demo,faiss,miners,test]"
 	@touch $@

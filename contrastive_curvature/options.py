@@ -83,9 +83,6 @@ class KFACApprox(_Option):
     REDUCE = "reduce"
     """The two points are summed first, for coupled fixes: the cross terms enter the curvature factor."""
 
-    DIFFERENCE = "difference"
-    """The input factor is that of the difference of the two points' inputs, for coupled fixes (ours)."""
-
 
 _ALIASES = {"pos": "positive", "fix": "fixed"}
 

@@ -19,9 +19,10 @@ from contrastive_curvature.options import CurvatureOptions, Distance, Normalizat
 from contrastive_curvature.pairs import Pairs, PairWeights, make_relation
 from contrastive_curvature.sphere import check_outputs, normalize, project_tangent
 
-__all__ = ["OutputHessian", "output_hessian"]
+__all__ = ["DENSE_LIMIT", "OutputHessian", "output_hessian"]
 
-_DENSE_LIMIT = 2**13
+DENSE_LIMIT = 2**13
+"""Rows of the largest output Hessian that is ever formed."""
 
 
 class OutputHessian:
@@ -138,7 +139,7 @@ class OutputHessian:
         return (vectors[:, keep] * values[keep].sqrt()).view(*self.z.shape, -1)
 
     def _dense_eigenvalues(self) -> tuple[Tensor, Tensor]:
-        if self.z.numel() > _DENSE_LIMIT:
+        if self.z.numel() > DENSE_LIMIT:
             msg = (
                 f"The coupled output Hessian of {self.z.shape[0]} points in {self.z.shape[1]} dimensions is too large "
                 "for an eigendecomposition. Use pd_fix='psd' or 'fixed', whose blocks have closed forms, or fewer "

@@ -37,18 +37,12 @@ from contrastive_curvature.backends.curvlinops import (
 from contrastive_curvature.backends.curvlinops import operator as operator_file
 from contrastive_curvature.backends.curvlinops import pullback as pullback_file
 from contrastive_curvature.options import CurvatureOptions, Structure
-from contrastive_curvature.testing import BackendContract, dense_ggn
+from contrastive_curvature.testing import dense_ggn
 from contrastive_curvature.testing.cases import truth_and_size
 
 DEFAULTS = {"negative_weight": 0.5, "normalization": "anchor"}
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
-
-
-class TestContract(BackendContract):
-    """What every backend passes."""
-
-    backend = CurvlinopsContrastiveGGN
 
 
 def make_operator(

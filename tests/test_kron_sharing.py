@@ -21,7 +21,6 @@ from contrastive_curvature.testing.cases import Case, truth_and_size
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
-SHARING = ("reduce", "difference")
 COUPLED = ("positive", "full")
 
 
@@ -53,11 +52,9 @@ def pair_hessian(z: Tensor, i: int, j: int, y: float, distance: str) -> Tensor:
     return (y / 0.5 * attract).view(2, z.shape[1], 2, z.shape[1])
 
 
-def factors_by_pairs(
-    a: Tensor, b: Tensor, z: Tensor, y: Tensor, distance: str, approx: str
-) -> tuple[Tensor, Tensor, Tensor, float]:
-    """``G``, ``A``, the bias block and the size of their terms, from the definitions."""
-    g, bias = z.new_zeros(2, b.shape[2], b.shape[2])
+def factors_by_pairs(a: Tensor, b: Tensor, z: Tensor, y: Tensor, distance: str) -> tuple[Tensor, Tensor, float]:
+    """``G`` (the bias block too), ``A`` and the size of the terms, from the definitions."""
+    g = z.new_zeros(b.shape[2], b.shape[2])
     second, total, size = a.new_zeros(a.shape[1], a.shape[1]), 0.0, 0.0
     for i, j in combinations(range(len(z)), 2):
         if not y[i, j]:
@@ -65,26 +62,23 @@ def factors_by_pairs(
         h = pair_hessian(z, i, j, float(y[i, j]), distance)
         both = torch.cat([b[i], b[j]])
         summed = both.T @ h.reshape(len(both), -1) @ both
-        alone = (b[i].T @ h[0, :, 0] @ b[i] + b[j].T @ h[1, :, 1] @ b[j]) / 2
-        bias += summed
-        g += summed if approx == "reduce" else alone
-        weight = 1.0 if approx == "reduce" else float(y[i, j].abs())
-        v = (a[i] + a[j]) / 2 if approx == "reduce" else a[i] - a[j]
-        second += weight * torch.outer(v, v)
-        total += weight
+        g += summed
+        mean = (a[i] + a[j]) / 2
+        second += torch.outer(mean, mean)
+        total += 1
         # In one dimension the Hessian itself is a cancellation to zero.
         size += float(y[i, j].abs() / min(z[i].norm(), z[j].norm()) ** 2 * both.square().sum())
-    return g, second / total if total else a.T @ a / len(a), bias, size
+    return g, second / total if total else a.T @ a / len(a), size
 
 
-@given(drawn=networks(), approx=st.sampled_from(SHARING), last=st.booleans())
-def test_factors_are_those_of_the_pairs_one_by_one(drawn: Any, approx: str, last: bool, device: str) -> None:
+@given(drawn=networks(), last=st.booleans())
+def test_factors_are_those_of_the_pairs_one_by_one(drawn: Any, last: bool, device: str) -> None:
     model, x, case = drawn
     moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in case.items()}
     if isinstance(case["pairs"], tuple):
         moved["pairs"] = tuple(t.to(device) for t in case["pairs"])
     part = "last_layer" if last else "all"
-    kwargs = {"structure": "kron", "subset_of_weights": part, "kfac_approx": approx, "clamp": False}
+    kwargs = {"structure": "kron", "subset_of_weights": part, "kfac_approx": "reduce", "clamp": False}
     found = cc.ggn(model.to(device), x.to(device), **kwargs, **moved)
     model = model.cpu()
     hidden, z = model[1](model[0](x)).detach(), model(x).detach()
@@ -94,10 +88,10 @@ def test_factors_are_those_of_the_pairs_one_by_one(drawn: Any, approx: str, last
     layers = [(hidden, eye)] if last else [(x, torch.stack(through)), (hidden, eye)]
     assert len(found) == 2 * len(layers)
     for k, (a, b) in enumerate(layers):
-        g, second, bias, size = factors_by_pairs(a, b, z, y, case["distance"], approx)
+        g, second, size = factors_by_pairs(a, b, z, y, case["distance"])
         assert close(found[2 * k][0].cpu(), g, size)
         assert close(found[2 * k][1].cpu(), second, float(a.square().max()))
-        assert close(found[2 * k + 1][0].cpu(), bias, size)
+        assert close(found[2 * k + 1][0].cpu(), g, size)
 
 
 class Gate(nn.Module):
@@ -126,28 +120,8 @@ def test_reduce_is_exact_where_all_points_share_the_inputs(pd_fix: str, distance
     assert not torch.allclose(torch.kron(g, a).cpu(), truth[:6, :6], rtol=0.1)
 
 
-@pytest.mark.parametrize("distance", ["arccos", "euclidean"])
-def test_difference_is_exact_where_all_points_share_the_jacobian(distance: str, device: str) -> None:
-    """Inputs that differ along the null space of the layer."""
-    torch.manual_seed(0)
-    model = nn.Linear(4, 2, bias=False).double()
-    null = torch.linalg.svd(model.weight.detach()).Vh[2:]
-    x = torch.randn(1, 4, dtype=torch.float64) + torch.randn(6, 2, dtype=torch.float64) @ null
-    y = torch.tensor([0, 0, 1, 1, 1, 2])
-    truth = dense_ggn(model, x, y, pd_fix="positive", distance=distance)
-    kwargs = {"pd_fix": "positive", "distance": distance, "structure": "kron", "clamp": False}
-    model = model.to(device)
-    ((g, a),) = cc.ggn(model, x.to(device), y.to(device), kfac_approx="difference", **kwargs)
-    assert close(torch.kron(g, a).cpu(), truth)
-    for other in ("expand", "reduce"):
-        ((g, a),) = cc.ggn(model, x.to(device), y.to(device), kfac_approx=other, **kwargs)
-        assert not torch.allclose(torch.kron(g, a).cpu(), truth, rtol=0.1)
-
-
-@given(seed=st.integers(0, 99), approx=st.sampled_from(SHARING), fix=st.sampled_from(COUPLED))
-def test_convolutions_take_positions_one_by_one_and_other_vectors_exactly(
-    seed: int, approx: str, fix: str, device: str
-) -> None:
+@given(seed=st.integers(0, 99), fix=st.sampled_from(COUPLED))
+def test_convolutions_take_positions_one_by_one_and_other_vectors_exactly(seed: int, fix: str, device: str) -> None:
     torch.manual_seed(seed)
     model = nn.Sequential(
         nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 2), nn.Flatten(), nn.LayerNorm(3), nn.Linear(3, 2)
@@ -156,7 +130,7 @@ def test_convolutions_take_positions_one_by_one_and_other_vectors_exactly(
     chosen = {"pd_fix": fix, "negative_weight": 0.5, "normalization": "anchor"}
     truth, size = truth_and_size(model, x, Case(model(x).detach(), y, None, chosen))
     model = model.to(device)
-    kwargs = {"pd_fix": fix, "structure": "kron", "clamp": False, "kfac_approx": approx}
+    kwargs = {"pd_fix": fix, "structure": "kron", "clamp": False, "kfac_approx": "reduce"}
     found = cc.ggn(model, x.to(device), y.to(device), **kwargs)
     start = 0
     for p, group in zip(model.parameters(), found, strict=True):
@@ -173,15 +147,14 @@ def test_convolutions_take_positions_one_by_one_and_other_vectors_exactly(
         assert all(close(f, g, size) for f, g in zip(group, other, strict=True))
 
 
-@pytest.mark.parametrize("approx", SHARING)
-def test_batches_add_up(approx: str, device: str) -> None:
+def test_batches_add_up(device: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double().to(device)
     x, y = torch.randn(6, 4, dtype=torch.float64, device=device), torch.tensor([0, 0, 1, 0, 0, 1], device=device)
-    backend = ContrastiveGGN(model, pd_fix="full", kfac_approx=approx, pairs="batch")
+    backend = ContrastiveGGN(model, pd_fix="full", kfac_approx="reduce", pairs="batch")
     loader = [(x[:4], y[:4]), (x[4:], y[4:])]
     out = backend.fit(loader, Structure.KRON).curvature
-    parts = [cc.ggn(model, *b, structure="kron", pd_fix="full", kfac_approx=approx, clamp=False) for b in loader]
+    parts = [cc.ggn(model, *b, structure="kron", pd_fix="full", kfac_approx="reduce", clamp=False) for b in loader]
     for total, first, second in zip(out, *parts, strict=True):
         assert close(total[0], first[0] + second[0])
         if len(total) == 2:
@@ -200,19 +173,18 @@ def test_a_data_set_has_the_factors_of_one_batch(pd_fix: str, device: str) -> No
 
 def test_what_is_refused(device: str) -> None:
     model, x, y = nn.Linear(3, 2).to(device), torch.randn(4, 3, device=device), torch.arange(4, device=device) % 2
-    for approx in SHARING:
-        for fix in ("fixed", "psd"):
-            with pytest.raises(cc.UnsupportedError, match=r"drops the cross terms.*expand"):
-                cc.ggn(model, x, y, structure="kron", kfac_approx=approx, pd_fix=fix)
-            with pytest.raises(cc.UnsupportedError, match=r"drops the cross terms.*expand"):
-                ContrastiveGGN(model, kfac_approx=approx, pd_fix=fix, pairs="batch")
-        with pytest.raises(cc.UnsupportedError, match="pairs='batch'"):
-            ContrastiveGGN(model, kfac_approx=approx, pd_fix="full")
-        with pytest.raises(cc.InputError, match="structure='kron'"):
-            cc.ggn(model, x, y, kfac_approx=approx, pd_fix="full")
-        with pytest.raises(cc.UnsupportedError, match="subnetwork"):
-            cc.ggn(
-                model, x, y, structure="kron", kfac_approx=approx, pd_fix="full", subset_of_weights=torch.tensor([0, 2])
-            )
-    with pytest.raises(cc.InputError, match=r"kfac_approx: expected one of 'expand', 'reduce', 'difference'"):
+    for fix in ("fixed", "psd"):
+        with pytest.raises(cc.UnsupportedError, match=r"drops the cross terms.*expand"):
+            cc.ggn(model, x, y, structure="kron", kfac_approx="reduce", pd_fix=fix)
+        with pytest.raises(cc.UnsupportedError, match=r"drops the cross terms.*expand"):
+            ContrastiveGGN(model, kfac_approx="reduce", pd_fix=fix, pairs="batch")
+    with pytest.raises(cc.UnsupportedError, match="pairs='batch'"):
+        ContrastiveGGN(model, kfac_approx="reduce", pd_fix="full")
+    with pytest.raises(cc.InputError, match="structure='kron'"):
+        cc.ggn(model, x, y, kfac_approx="reduce", pd_fix="full")
+    with pytest.raises(cc.UnsupportedError, match="subnetwork"):
+        cc.ggn(
+            model, x, y, structure="kron", kfac_approx="reduce", pd_fix="full", subset_of_weights=torch.tensor([0, 2])
+        )
+    with pytest.raises(cc.InputError, match=r"kfac_approx: expected one of 'expand', 'reduce'"):
         cc.ggn(model, x, y, structure="kron", kfac_approx="eigen")

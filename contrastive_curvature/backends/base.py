@@ -21,7 +21,7 @@ from laplace.curvature.curvature import GGNInterface
 from laplace.utils import Kron
 from torch import Tensor, nn
 
-from contrastive_curvature.backends.checks import check_backend_options, check_loader, read_batch
+from contrastive_curvature.backends.checks import check_backend_options, check_loader, check_model, read_batch
 from contrastive_curvature.encoder import Encoder, Inputs, evaluation_mode, slice_inputs
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.ggn.api import check_encoder
@@ -95,6 +95,7 @@ class ContrastiveBackend(GGNInterface, ABC):
         rank: int = 64,
         kfac_approx: KFACApprox | str = KFACApprox.EXPAND,
     ) -> None:
+        check_model(model)
         self.options = CurvatureOptions(distance, pd_fix, margin, negative_weight, normalization)  # type: ignore[arg-type]
         check_backend_options(pairs, relation, rank)
         self.kfac_approx = parse_option(KFACApprox, "kfac_approx", kfac_approx)

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from contrastive_curvature.encoder import Inputs, input_length
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
-__all__ = ["check_backend_options", "check_loader", "read_batch"]
+__all__ = ["check_backend_options", "check_loader", "check_model", "read_batch"]
 
 
 def read_batch(batch: Any, device: torch.device, label_key: str = "labels") -> tuple[Inputs, Tensor]:
@@ -81,3 +81,21 @@ def check_backend_options(pairs: object, relation: object, rank: object) -> None
         raise InputTypeError(expected("relation", wanted, f"a {type(relation).__name__}"))
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise InputError(expected("rank", "a positive whole number", rank))
+
+
+def check_model(model: object) -> None:
+    """Refuse what cannot be an encoder.
+
+    Raises:
+        InputTypeError: Not a module.
+        InputError: Without parameters, or in half precision.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputTypeError(expected("model", "a torch.nn.Module", f"a {type(model).__name__}"))
+    parameters = list(model.parameters())
+    if not parameters:
+        raise InputError(expected("model", "an encoder with parameters", "one without"))
+    halves = {p.dtype for p in parameters} & {torch.float16, torch.bfloat16}
+    if halves:
+        hint = "A curvature sums many small numbers: call model.float() first."
+        raise InputError(expected("model", "float32 or float64 parameters", f"{halves.pop()}", hint))

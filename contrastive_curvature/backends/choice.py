@@ -16,7 +16,7 @@ from contrastive_curvature.backends.base import ContrastiveBackend
 from contrastive_curvature.backends.torch_func import ContrastiveGGN
 from contrastive_curvature.encoder import Inputs, evaluation_mode
 from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.options import Structure
+from contrastive_curvature.options import KFACApprox, Structure
 
 __all__ = ["backend_named", "choose_backend"]
 
@@ -51,6 +51,8 @@ def choose_backend(
         kind, why = ContrastiveGGN, "the last layer has closed forms"
     elif keeps_graph:
         kind, why = ContrastiveGGN, "enable_backprop=True needs its graph"
+    elif kwargs.get("kfac_approx", KFACApprox.EXPAND) != KFACApprox.EXPAND:
+        kind, why = ContrastiveGGN, "kfac_approx='reduce' takes all points of a layer at once"
     elif structure is None:
         kind, why = ContrastiveGGN, "this structure needs products, not diagonals"
     else:

@@ -75,7 +75,7 @@ def ggn(
         clamp: Clamp at zero what was accumulated: the entries of the diagonal, the eigenvalues of a matrix or factor.
             ``False`` returns the raw sum.
         kfac_approx: For ``kron``: ``"expand"`` takes the two points of a pair each on its own and drops cross terms;
-            ``"reduce"`` and ``"difference"`` keep them, for ``positive`` and ``full``.
+            ``"reduce"`` keeps them, for ``positive`` and ``full``.
 
     Returns:
         ``diag``: shape (P,), in the order of ``model.parameters()``. ``full``: (P, P). ``kron``: a list of ``[G, A]``
@@ -114,7 +114,7 @@ def ggn(
             blocks = make_blocks(u, n, *weights.node_sums(), options)
             factors = pullback.kron_factors(points, blocks, len(points))
         else:
-            factors = shared_factors(pullback, points, weights, options, len(points), approx)
+            factors = shared_factors(pullback, points, weights, options, len(points))
     return clamp_factors(factors) if clamp else factors
 
 

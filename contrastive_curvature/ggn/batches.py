@@ -127,7 +127,7 @@ def batch_curvature(
         blocks = make_blocks(u, n, *weights.node_sums(), options)
         curvature = pullback.kron_factors(points, blocks, n_data)
     else:
-        curvature = shared_factors(pullback, points, weights, options, n_data, kfac_approx)
+        curvature = shared_factors(pullback, points, weights, options, n_data)
     return DatasetCurvature(curvature, *weights.loss_and_cost(), n_data)
 
 

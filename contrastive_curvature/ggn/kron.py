@@ -29,7 +29,7 @@ from contrastive_curvature.ggn.pullback import KronFactors, Points
 from contrastive_curvature.node_blocks import NodeBlocks
 from contrastive_curvature.options import Structure
 
-__all__ = ["LayerRun", "ModuleKron", "add_factors", "clamp_factors", "sandwich"]
+__all__ = ["LayerRun", "ModuleKron", "add_factors", "by_position", "clamp_factors", "layer_inputs", "sandwich"]
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class ModuleKron:
         # Jacobians of the raw outputs with respect to what a layer puts out, (N, D, positions, channels).
         return {
             id(layer): LayerRun(
-                _layer_inputs(layer, seen[id(layer)][0]),
-                torch.stack([_by_position(layer, row[i]) for row in rows], dim=1),
+                layer_inputs(layer, seen[id(layer)][0]),
+                torch.stack([by_position(layer, row[i]) for row in rows], dim=1),
             )
             for i, layer in enumerate(ran)
         }
@@ -219,17 +219,17 @@ def sandwich(b: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
     return torch.einsum("ndtc,ndte->ce", b, curved)
 
 
-def _by_position(module: nn.Module, out: Tensor) -> Tensor:
+def by_position(module: nn.Module, out: Tensor) -> Tensor:
     """(N, ..., C) of a linear layer or (N, C, ...) of a convolution as (N, positions, C)."""
     if isinstance(module, nn.Linear):
         return out.reshape(out.shape[0], math.prod(out.shape[1:-1]), out.shape[-1])
     return out.flatten(2).mT
 
 
-def _layer_inputs(module: nn.Module, a: Tensor) -> Tensor:
+def layer_inputs(module: nn.Module, a: Tensor) -> Tensor:
     """What the weight is multiplied with at every position, shape (N, positions, inputs)."""
     if isinstance(module, nn.Linear):
-        return _by_position(module, a)
+        return by_position(module, a)
     if not isinstance(module, (nn.Conv1d, nn.Conv2d)):
         msg = f"no weight inputs are known for a {type(module).__name__}"
         raise TypeError(msg)

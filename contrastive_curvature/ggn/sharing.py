@@ -2,22 +2,17 @@
 
 The exact block of a layer's weight over the pairs of a coupled fix is
 ``sum_{i<j} (B_i (x) a_i, B_j (x) a_j)^T H^{ij} (B_i (x) a_i, B_j (x) a_j)`` with the inputs ``a``, the Jacobians ``B``
-of the raw outputs with respect to what the layer puts out, and the pair's own Hessian ``H^{ij}``. What follows are
+of the raw outputs with respect to what the layer puts out, and the pair's own Hessian ``H^{ij}``. Two
 approximations of it, after the K-FAC of layers with weight sharing:
 
 - ``expand`` (:mod:`contrastive_curvature.ggn.kron`) drops the cross terms: ``G = sum_i B_i^T H_ii B_i``,
-  ``A = mean_i a_i a_i^T``.
+  ``A = mean_i a_i a_i^T``. It overstates a coupled curvature several times, since what it drops nearly cancels what it
+  keeps (``benchmarks/kron_error.py``).
 - ``reduce`` sums the two points first: ``G = sum_ij B_i^T H_ij B_j``, and ``A`` is the second moment of the pairs' mean
   inputs ``(a_i + a_j) / 2`` over all pairs of non-zero weight. Exact where all points have the same inputs.
-- ``difference`` takes the two ``B`` of a pair for equal, so that the inputs enter as ``a_i - a_j``:
-  ``G = 1/2 sum_i B_i^T H_ii B_i``, and ``A`` is the second moment of the differences with weights ``|y_ij|``, which
-  keeps it positive semidefinite. Exact, with the ``euclidean`` distance and weights of one sign, where all points have
-  the same ``P_i B_i / n_i``.
 
-For coupled fixes ``expand`` overstates the curvature several times, since what it drops nearly cancels what it keeps;
-``reduce`` had the smallest total error in ``benchmarks/kron_error.py``. All are formed from sums over points (graph
-Laplacians of the weights), never from pairs. Positions of a convolution are treated one by one, as in K-FAC-expand.
-Biases and other vectors get their exact block with ``reduce`` and ``difference``.
+Both are formed from sums over points, never from pairs. Positions of a convolution are treated one by one, as in
+K-FAC-expand. Biases and other vectors get their exact block with ``reduce``.
 """
 
 from __future__ import annotations
@@ -84,9 +79,8 @@ def shared_factors(
     weights: PairWeights,
     options: CurvatureOptions,
     n_data: int,
-    approx: KFACApprox,
 ) -> KronFactors:
-    """Kronecker factors of a batch with its cross terms.
+    """Kronecker factors of a batch with its cross terms (``reduce``).
 
     Args:
         pullback: All parameters, or the last layer, by ``torch.func``.
@@ -94,7 +88,6 @@ def shared_factors(
         weights: Their pair weights.
         options: Distance and a coupled fix.
         n_data: Number of points over which the ``A`` are averaged; a batch counts by its number of points.
-        approx: ``reduce`` or ``difference``.
 
     Returns:
         ``[G, A]`` for every matrix and ``[block]`` for every vector; those of batches add up.
@@ -103,20 +96,17 @@ def shared_factors(
         UnsupportedError: A subnetwork, a layer without factors, or another host's pullback.
     """
     hessian = OutputHessian(points.u * points.n.unsqueeze(1), weights, options)
-    moment = weights.dense() if approx is KFACApprox.DIFFERENCE else (weights.dense() != 0).to(points.u.dtype)
+    together = (weights.dense() != 0).to(points.u.dtype)
     share = len(points) / n_data
 
     def weight(run: LayerRun) -> list[Tensor]:
-        a = share * pair_moment(run.inputs, moment, approx)
-        if approx is KFACApprox.REDUCE:
-            return [sandwich(run.jacobian, hessian.matvec), a]
-        return [sandwich(run.jacobian, hessian.blocks.matmul) / 2, a]
+        return [sandwich(run.jacobian, hessian.matvec), share * pair_moment(run.inputs, together)]
 
     def bias(run: LayerRun) -> Tensor:
         return sandwich(run.jacobian.sum(2, keepdim=True), hessian.matvec)
 
     if isinstance(pullback, HeadPullback):
-        return shared_factors(pullback.inner, points, weights, options, n_data, approx)
+        return shared_factors(pullback.inner, points, weights, options, n_data)
     if isinstance(pullback, LastLayerPullback):
         dim = points.u.shape[1]
         eye = torch.eye(dim, dtype=points.u.dtype, device=points.u.device).view(1, dim, 1, dim)
@@ -124,7 +114,7 @@ def shared_factors(
         return [weight(run), [bias(run)]] if pullback.bias else [weight(run)]
     if not isinstance(pullback, ModulePullback):
         msg = (
-            f"kfac_approx={str(approx)!r}: these parameters have factors of each point on its own only. Use "
+            "kfac_approx='reduce': this backend has factors of each point on its own only. Use "
             "kfac_approx='expand', or backend=ContrastiveGGN (torch.func) with all parameters or the last layer."
         )
         raise UnsupportedError(msg)
@@ -138,22 +128,19 @@ def shared_factors(
     return kron.assemble(kron.run(points.context), weight, bias, vector)
 
 
-def pair_moment(a: Tensor, y: Tensor, approx: KFACApprox) -> Tensor:
-    """Weighted second moment of the pairs' mean inputs (``reduce``) or of their differences (``difference``).
+def pair_moment(a: Tensor, together: Tensor) -> Tensor:
+    """Second moment of the mean inputs of pairs.
 
     Args:
         a: Inputs, shape (N, T, F).
-        y: Pair weights, symmetric with zero diagonal, shape (N, N); signs are dropped.
-        approx: Which of the two.
+        together: 1 where two points are a pair, symmetric with zero diagonal, shape (N, N).
 
     Returns:
         Shape (F, F), positive semidefinite, averaged over positions. Without any pair, every point counts on its own,
         so that averages over batches stay averages.
     """
-    y = y.abs()
-    degree, flat = y.sum(1), a.transpose(0, 1).reshape(a.shape[1], a.shape[0], -1)
+    degree, flat = together.sum(1), a.transpose(0, 1).reshape(a.shape[1], a.shape[0], -1)
     if not bool(degree.any()):
         return torch.einsum("tnf,tng->fg", flat, flat) / (a.shape[0] * a.shape[1])
-    sign, part = (1.0, 0.25) if approx is KFACApprox.REDUCE else (-1.0, 1.0)
-    mixed = degree.unsqueeze(1) * flat + sign * (y @ flat)
-    return part * torch.einsum("tnf,tng->fg", flat, mixed) / (a.shape[1] * degree.sum() / 2)
+    mixed = degree.unsqueeze(1) * flat + together @ flat
+    return torch.einsum("tnf,tng->fg", flat, mixed) / (2 * a.shape[1] * degree.sum())

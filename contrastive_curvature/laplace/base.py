@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from contrastive_curvature.backends.base import ContrastiveBackend
-from contrastive_curvature.backends.checks import check_loader, read_batch
+from contrastive_curvature.backends.checks import check_loader, check_model, read_batch
 from contrastive_curvature.backends.choice import backend_named, choose_backend
 from contrastive_curvature.backends.torch_func import ContrastiveGGN
 from contrastive_curvature.encoder import Inputs, slice_inputs
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.accumulate import clamp_curvature
 from contrastive_curvature.ggn.dataset import DatasetCurvature
-from contrastive_curvature.laplace.options import check_model, check_options
+from contrastive_curvature.laplace.options import check_options
 from contrastive_curvature.laplace.prediction import SpherePrediction
 from contrastive_curvature.options import Structure
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping, MutableMapping
 from typing import Any
-
-import torch
-from torch import nn
 
 from contrastive_curvature.backends.base import ContrastiveBackend
 from contrastive_curvature.backends.checks import check_backend_options
@@ -15,31 +13,14 @@ from contrastive_curvature.errors import InputError, InputTypeError, Unsupported
 from contrastive_curvature.ggn.sharing import check_kfac_approx, refuse_dataset_sharing
 from contrastive_curvature.options import CurvatureOptions, KFACApprox, Structure, parse_option
 
-__all__ = ["check_model", "check_options", "known_options"]
+__all__ = ["check_options", "known_options"]
 
 
-def known_options() -> dict[str, Any]:
-    """Names and defaults of what ``backend_kwargs`` may hold."""
-    parameters = inspect.signature(ContrastiveBackend.__init__).parameters.values()
+def known_options(backend: type[ContrastiveBackend] = ContrastiveBackend) -> dict[str, Any]:
+    """Names and defaults of what ``backend_kwargs`` may hold: keyword-only arguments of a backend and its bases."""
+    kinds = [kind for kind in reversed(backend.__mro__) if issubclass(kind, ContrastiveBackend)]
+    parameters = [p for kind in kinds for p in inspect.signature(kind.__init__).parameters.values()]
     return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
-
-
-def check_model(model: object) -> None:
-    """Refuse what cannot be an encoder.
-
-    Raises:
-        InputTypeError: Not a module.
-        InputError: Without parameters, or in half precision.
-    """
-    if not isinstance(model, nn.Module):
-        raise InputTypeError(expected("model", "a torch.nn.Module", f"a {type(model).__name__}"))
-    parameters = list(model.parameters())
-    if not parameters:
-        raise InputError(expected("model", "an encoder with parameters", "one without"))
-    halves = {p.dtype for p in parameters} & {torch.float16, torch.bfloat16}
-    if halves:
-        hint = "A curvature sums many small numbers: call model.float() first."
-        raise InputError(expected("model", "float32 or float64 parameters", f"{halves.pop()}", hint))
 
 
 def check_options(
@@ -67,8 +48,11 @@ def check_options(
     if backend is not None and not (isinstance(backend, type) and issubclass(backend, ContrastiveBackend)):
         hint = "Leave it out to use contrastive_curvature.ContrastiveGGN."
         raise InputTypeError(expected("backend", "a contrastive backend", f"{backend}", hint))
+    if backend is not None and host_kwargs.get("enable_backprop") and not backend.keeps_graph:
+        msg = f"enable_backprop=True: {backend.__name__} keeps no graph. Use backend=ContrastiveGGN, or leave it out."
+        raise UnsupportedError(msg)
     given = dict(backend_kwargs or {})
-    known = known_options()
+    known = known_options(backend or ContrastiveBackend)
     unknown = sorted(set(given) - set(known))
     if unknown:
         raise InputError(expected("backend_kwargs", f"keys among {sorted(known)}", str(unknown)))
@@ -81,6 +65,13 @@ def check_options(
     check_kfac_approx(options["kfac_approx"], parsed.pd_fix, structure)
     if options["pairs"] == "dataset":
         refuse_dataset_sharing(options["kfac_approx"])
+    if structure is Structure.KRON and parsed.pd_fix.coupled and options["kfac_approx"] is KFACApprox.EXPAND:
+        warnings.warn(
+            f"hessian_structure='kron' with pd_fix={str(parsed.pd_fix)!r}: K-FAC-expand leaves the cross terms between "
+            "two points out, and so overstates this curvature several times. backend_kwargs=dict(kfac_approx='reduce', "
+            "pairs='batch') approximates them; hessian_structure='diag' or 'full' is exact.",
+            stacklevel=4,
+        )
     if float(host_kwargs.pop("sigma_noise", 1.0)) != 1.0:
         msg = "sigma_noise: embeddings have no observation noise. Use temperature=... to weaken the likelihood."
         raise UnsupportedError(msg)

@@ -9,11 +9,9 @@ from torch import Tensor
 
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.node_blocks import NodeBlocks
-from contrastive_curvature.output_hessian import OutputHessian
+from contrastive_curvature.output_hessian import DENSE_LIMIT, OutputHessian
 
 __all__ = ["SignedFactor", "factor_blocks", "factor_hessian"]
-
-_DENSE_LIMIT = 2**13
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ def factor_hessian(hessian: OutputHessian) -> SignedFactor:
     if not hessian.coupled:
         return factor_blocks(hessian.blocks)
     n, dim = hessian.z.shape
-    if n * dim > _DENSE_LIMIT:
+    if n * dim > DENSE_LIMIT:
         msg = (
             f"pd_fix={str(hessian.options.pd_fix)!r}: the coupled output Hessian of {n} points in {dim} dimensions is "
             "too large for an eigendecomposition. Use pd_fix='psd' or 'fixed', smaller batches, or "

@@ -15,7 +15,7 @@ from contrastive_curvature.backends.backpack.rules import parameter_diagonal, pa
 from contrastive_curvature.encoder import Encoder, Inputs
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.ggn import pullback
-from contrastive_curvature.ggn.kron import _by_position, _layer_inputs
+from contrastive_curvature.ggn.kron import by_position, layer_inputs
 from contrastive_curvature.ggn.pullback import KronFactors, Points, Pullback
 from contrastive_curvature.node_blocks import NodeBlocks
 from contrastive_curvature.options import Structure
@@ -125,12 +125,12 @@ class BackPackPullback(Pullback):
                         flat = moved.flatten(0, 1)
                         factors[k][0] += flat.T @ (signs.unsqueeze(1) * flat)
                         continue
-                    by_position = _by_position(step.module, columns.flatten(0, 1))
-                    inputs = _layer_inputs(step.module, step.module.input0).flatten(0, 1)
-                    flat = by_position.flatten(0, 1)
-                    repeated = signs.repeat_interleave(by_position.shape[1]).unsqueeze(1)
+                    at_positions = by_position(step.module, columns.flatten(0, 1))
+                    inputs = layer_inputs(step.module, step.module.input0).flatten(0, 1)
+                    flat = at_positions.flatten(0, 1)
+                    repeated = signs.repeat_interleave(at_positions.shape[1]).unsqueeze(1)
                     factors[k][0] += flat.T @ (repeated * flat)
-                    factors[k][1] += inputs.T @ inputs / (n_data * by_position.shape[1])
+                    factors[k][1] += inputs.T @ inputs / (n_data * at_positions.shape[1])
         return factors
 
     def _backward(self, x: Any, columns: Tensor) -> Any:

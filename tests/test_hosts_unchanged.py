@@ -1,0 +1,115 @@
+"""BackPACK's and curvlinops' own numbers are bit-identical with, without and after our import. In fresh processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fresh import run
+
+HOSTS = """
+import hashlib, json, sys, warnings
+warnings.simplefilter("ignore")
+import torch
+from torch import nn
+from backpack import backpack, extend
+from backpack import extensions
+import curvlinops
+
+NAMES = ("DiagGGNExact", "DiagGGNMC", "BatchDiagGGNExact", "SqrtGGNExact", "SqrtGGNMC", "KFAC", "KFLR", "KFRA",
+         "DiagHessian", "GGNMP", "HMP", "BatchGrad", "Variance", "SumGradSquared", "BatchL2Grad")
+
+def digest(values):
+    h = hashlib.sha256()
+    for v in values:
+        h.update(v.detach().cpu().contiguous().numpy().tobytes())
+    return h.hexdigest()
+
+def flat(value, p):
+    if callable(value):
+        value = value(torch.ones(1, *p.shape))
+    return [part.detach().flatten() for part in (value if isinstance(value, list) else [value])]
+
+def net():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 2, 2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 4), nn.Sigmoid(), nn.Linear(4, 3)]
+    return nn.Sequential(*layers)
+
+def results():
+    torch.manual_seed(1)
+    x = torch.randn(6, 1, 3, 3)
+    tasks = {"classes": (nn.CrossEntropyLoss, torch.arange(6) % 3), "regression": (nn.MSELoss, torch.randn(6, 3))}
+    out = {}
+    for task, (loss, y) in tasks.items():
+        for name in NAMES:
+            torch.manual_seed(2)
+            model, extension = extend(net()), getattr(extensions, name)()
+            try:
+                with backpack(extension):
+                    extend(loss())(model(x), y).backward()
+            except Exception as error:  # what does not work must not work in the same way
+                out[f"backpack/{task}/{name}"] = f"{type(error).__name__}: {error}"
+                continue
+            found = [t for p in model.parameters() for t in flat(getattr(p, extension.savefield), p)]
+            out[f"backpack/{task}/{name}"] = [digest(found)]
+        for name in ("GGNLinearOperator", "HessianLinearOperator", "KFACLinearOperator", "EKFACLinearOperator"):
+            torch.manual_seed(3)
+            model = net()
+            kwargs = {"separate_weight_and_bias": True} if "KFAC" in name else {}
+            operator = getattr(curvlinops, name)(model, loss(), list(model.parameters()), [(x, y)], **kwargs)
+            v = torch.randn(operator.shape[1], 2)
+            parts = [operator @ v]
+            if name == "GGNLinearOperator":
+                parts.append(torch.as_tensor(curvlinops.hutchinson_trace(operator, 4)))
+            out[f"curvlinops/{task}/{name}"] = [digest(parts)]
+    return out
+"""
+
+OURS = """
+import contrastive_curvature as cc
+out = {"with": results()}
+# And after their use: an adapter may leave nothing behind in its host.
+x, y = torch.randn(6, 1, 3, 3), torch.arange(6) % 3
+for kind in (cc.BackPackContrastiveGGN, cc.CurvlinopsContrastiveGGN, cc.StochManContrastiveGGN):
+    made = kind(net(), pd_fix="psd")
+    made.diag(x, y, N=6), made.full(x, y, N=6), made.kron(x, y, N=6)
+model = extend(net())
+with backpack(extensions.DiagGGNExact()):
+    extend(cc.ContrastiveLoss(pd_fix="psd"))(model(x), y).backward()
+out["used"] = bool(torch.isfinite(model[0].weight.diag_ggn_exact).all())
+out["afterwards"] = results()
+cc.unregister()
+out["undone"] = results()
+try:
+    with backpack(extensions.DiagGGNExact()):
+        extend(cc.ContrastiveLoss(pd_fix="psd"))(model(x), y).backward()
+except NotImplementedError as error:
+    out["unknown"] = str(error)
+print(json.dumps(out))
+"""
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    return run(HOSTS + 'assert not any("contrastive" in m for m in sys.modules); print(json.dumps(results()))')[0]
+
+
+@pytest.fixture(scope="module")
+def ours() -> Any:
+    return run(HOSTS + OURS)[0]
+
+
+@pytest.mark.parametrize("when", ["with", "afterwards", "undone"])
+def test_ordinary_results_are_bit_identical(plain: Any, ours: Any, when: str) -> None:
+    assert ours[when] == plain
+
+
+def test_the_comparison_is_one_of_numbers(plain: Any) -> None:
+    worked = {key: value for key, value in plain.items() if isinstance(value, list)}
+    assert len(worked) >= 34, {key: value for key, value in plain.items() if key not in worked}
+    assert len({value[0] for value in worked.values()}) >= 30
+
+
+def test_backpack_knows_the_loss_until_it_is_unregistered(ours: Any) -> None:
+    assert ours["used"]
+    assert "ContrastiveLoss" in ours["unknown"]
