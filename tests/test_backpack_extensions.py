@@ -380,3 +380,21 @@ def test_too_many_coupled_points_are_refused(device: str) -> None:
     hessian = cc.output_hessian(z, torch.zeros(4097, dtype=torch.long, device=device), pd_fix="full")
     with pytest.raises(cc.UnsupportedError, match="smaller batches"):
         factor_hessian(hessian)
+
+
+def test_kronecker_factors_of_a_convolution_are_exact_for_one_point_and_position(device: str) -> None:
+    """A kernel as large as the image: K-FAC has nothing to average over."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 3, 2), nn.Sigmoid(), nn.Flatten(), nn.Linear(3, 2)).double().to(device)
+    x, labels = torch.randn(3, 1, 2, 2, dtype=torch.float64, device=device), torch.tensor([0, 0, 1], device=device)
+    loss_fn, extended = extend(cc.ContrastiveLoss(pd_fix="psd")), extend(model)
+    with backpack(KFLR(), DiagGGNExact()):
+        loss_fn(extended(x), labels).backward()
+    truth = dense_ggn(model.cpu(), x.cpu(), labels.cpu(), pd_fix="psd")
+    g, a = (f.cpu() for f in model[0].weight.kflr)
+    flat = x.cpu().flatten(1)
+    assert close(a, flat.T @ flat / 3)
+    assert close(model[0].weight.diag_ggn_exact.cpu().flatten(), truth.diagonal()[:12])
+    # The curvature factor is the exact block of the bias, which has no inputs.
+    assert close(g, truth[12:15, 12:15])
+    assert close(model[0].bias.kflr[0].cpu(), truth[12:15, 12:15])
