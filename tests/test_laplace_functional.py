@@ -127,6 +127,41 @@ def test_survives_a_file(weights: str, tmp_path: Any) -> None:
     assert torch.equal(again.sample(2, generators[0]), gp.sample(2, generators[1]))
 
 
+class Passes:
+    """A loader that gives other batches from the fourth look on, which is the second pass over the data."""
+
+    def __init__(self, first: list[Any], then: list[Any]) -> None:
+        self.first, self.then, self.looks = first, then, 0
+
+    def __iter__(self) -> Any:
+        self.looks += 1
+        return iter(self.first if self.looks <= 3 else self.then)
+
+
+def test_other_data_in_the_second_pass_are_refused() -> None:
+    batches = list(data())
+    moved = [(x + 0.1, y) for x, y in batches]
+    for then in (batches[:1], [], moved, batches + batches):
+        gp = Laplace(body(), "contrastive", "all", "gp", n_subset=8, backend_kwargs=PSD[0])
+        with pytest.raises(cc.InputError, match="the same data in both passes"):
+            gp.fit(Passes(batches, then))
+        assert gp.H is None
+
+
+@for_both
+def test_single_precision_survives_a_weak_prior(weights: str) -> None:
+    """The posterior is a small difference of large kernels."""
+    kwargs: dict[str, Any] = {"prior_precision": 1e-5, "temperature": 1e-3, "backend_kwargs": PSD[0]}
+    single = Laplace(body().float(), "contrastive", weights, "gp", n_subset=POINTS, **kwargs)
+    single.fit([(x.float(), y) for x, y in data()])
+    full = Laplace(body(), "contrastive", weights, "full", **kwargs)
+    full.fit(data())
+    x = torch.cat([x for x, _ in data()])
+    found = single(x.float()).covariance
+    assert found.dtype == torch.float32
+    assert close(found.double(), full(x).covariance, tolerance=1e-4)
+
+
 def test_gradients_reach_the_input() -> None:
     for weights in ("all", "last_layer"):
         gp = Laplace(body(), "contrastive", weights, "gp", n_subset=6, backend_kwargs=PSD[0], enable_backprop=True)
@@ -160,5 +195,16 @@ def test_refusals() -> None:
         make(n_subset=3).fit(data(), override=False)
     with pytest.raises(cc.InputError, match="prior_precision: expected one number"):
         make(n_subset=3, prior_precision=torch.ones(2))
+    for worthless in (0.0, -1.0, float("nan")):
+        with pytest.raises(cc.InputError, match="prior_precision: expected positive numbers"):
+            make(n_subset=3, prior_precision=worthless)
+    gp = make(n_subset=12, backend_kwargs=PSD[0])
+    gp.fit(data())
+    with pytest.raises(cc.InputError, match="prior_precision: expected positive numbers"):
+        gp.prior_precision = -1.0
+    with pytest.raises(cc.UnsupportedError, match="'full'"):
+        _ = gp.posterior_precision
+    with pytest.raises(cc.InputError, match="n_subset"):
+        make(n_subset=11, backend_kwargs=PSD[0]).load_state_dict(gp.state_dict())
     with pytest.raises(AttributeError, match="not fitted"):
         make(n_subset=3)(torch.randn(1, 4))

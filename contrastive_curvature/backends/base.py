@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from contrastive_curvature.backends.checks import check_backend_options, check_loader, check_model, read_batch
 from contrastive_curvature.encoder import Encoder, Inputs, evaluation_mode, slice_inputs
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.ggn.api import check_encoder
+from contrastive_curvature.ggn.api import check_encoder, make_pullback
 from contrastive_curvature.ggn.batches import batch_curvature, batches_curvature
 from contrastive_curvature.ggn.dataset import DatasetCurvature, collect_pairs, dataset_curvature
 from contrastive_curvature.ggn.lowrank import curvature_product, leading_eigenpairs
-from contrastive_curvature.ggn.part import HeadPullback, SubnetworkPullback, trainable_head
+from contrastive_curvature.ggn.part import SubnetworkPullback
 from contrastive_curvature.ggn.pullback import Pullback
 from contrastive_curvature.ggn.sharing import check_kfac_approx, refuse_dataset_sharing
 from contrastive_curvature.ggn.subset import HessianSubset, subset_hessian
@@ -143,11 +143,6 @@ class ContrastiveBackend(GGNInterface, ABC):
                 :class:`~contrastive_curvature.backends.ContrastiveGGN`, which can.
         """
 
-    def last_layer_parameters(self, encoder: Encoder, probe: Inputs) -> Pullback:
-        """The host's pullback to the last linear layer; by default it sees the layer as a network of its own."""
-        _, features = encoder.features(slice_inputs(probe, slice(0, 2)))
-        return HeadPullback(encoder, self.all_parameters(trainable_head(encoder, features)))
-
     def subnetwork_parameters(self, encoder: Encoder, indices: Tensor) -> Pullback:
         """The host's pullback to some entries of the parameters."""
         return SubnetworkPullback(self.all_parameters(encoder), indices)
@@ -156,7 +151,8 @@ class ContrastiveBackend(GGNInterface, ABC):
         """The pullback to this backend's parameters, at their present values."""
         encoder = self.encoder(probe)
         if self.last_layer:
-            return self.last_layer_parameters(encoder, probe)
+            # One linear layer has closed forms, which leave nothing to a host.
+            return make_pullback(encoder, "last_layer")
         if self.subnetwork_indices is None:
             return self.all_parameters(encoder)
         return self.subnetwork_parameters(encoder, self.subnetwork_indices.to(next(encoder.parameters()).device))

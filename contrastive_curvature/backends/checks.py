@@ -92,6 +92,9 @@ def check_model(model: object) -> None:
     """
     if not isinstance(model, nn.Module):
         raise InputTypeError(expected("model", "a torch.nn.Module", f"a {type(model).__name__}"))
+    if isinstance(model, torch.jit.ScriptModule):
+        hint = "Its layers cannot be looked into: pass the module that it was scripted from."
+        raise InputTypeError(expected("model", "a plain torch.nn.Module", "a ScriptModule", hint))
     parameters = list(model.parameters())
     if not parameters:
         raise InputError(expected("model", "an encoder with parameters", "one without"))

@@ -1,4 +1,4 @@
-"""The adapter that works for any encoder: ``torch.func`` alone, and closed forms for the last layer."""
+"""The adapter that works for any encoder: ``torch.func`` alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from contrastive_curvature.backends.base import ContrastiveBackend
-from contrastive_curvature.encoder import Encoder, Inputs
+from contrastive_curvature.encoder import Encoder
 from contrastive_curvature.ggn.api import make_pullback
 from contrastive_curvature.ggn.pullback import Pullback
 
@@ -22,10 +22,6 @@ class ContrastiveGGN(ContrastiveBackend):
     def all_parameters(self, encoder: Encoder) -> Pullback:
         """See :meth:`ContrastiveBackend.all_parameters`."""
         return make_pullback(encoder, "all")
-
-    def last_layer_parameters(self, encoder: Encoder, probe: Inputs) -> Pullback:
-        """The closed forms of a linear layer."""
-        return make_pullback(encoder, "last_layer")
 
     def subnetwork_parameters(self, encoder: Encoder, indices: Tensor) -> Pullback:
         """Differentiates only the parameters that the entries lie in."""

@@ -25,7 +25,15 @@ from contrastive_curvature.pairs import PairWeights, RelationFunction, make_rela
 from contrastive_curvature.pairs.relation import CallableRelation, LabelRelation, check_labels
 from contrastive_curvature.sphere import check_outputs, normalize
 
-__all__ = ["BatchReader", "DatasetCurvature", "DatasetPairs", "collect_pairs", "dataset_curvature"]
+__all__ = [
+    "BatchReader",
+    "DatasetCurvature",
+    "DatasetPairs",
+    "check_same_data",
+    "checksum",
+    "collect_pairs",
+    "dataset_curvature",
+]
 
 _CLASS_SUM_ELEMENTS = 2**28
 _FEATURE_ELEMENTS = 2**27
@@ -110,7 +118,7 @@ def collect_pairs(
     made = make_relation(z.shape[0], z.device, torch.cat(targets), relation)
     weights = PairWeights(made, u, options)
     check_fittable(z.shape[0], weights.totals[0])
-    return DatasetPairs(z, weights, options, _checksum(z))
+    return DatasetPairs(z, weights, options, checksum(z))
 
 
 def check_targets(y: object, n: int, relation: RelationFunction | None) -> Tensor:
@@ -182,7 +190,7 @@ def dataset_curvature(
         y = check_targets(y, input_length(x), relation)
         z, context = pullback.forward(x)
         z = check_outputs(z, "model(x)")
-        seen += _checksum(z)
+        seen += checksum(z)
         u, n = normalize(z)
         points = Points(context, u, n)
         d, s = pairs.weights.sums_for(u, y)
@@ -197,7 +205,7 @@ def dataset_curvature(
             cross.add(points, y)
         term = pullback.block_term(points, blocks, structure)
         total = term if total is None else total + term
-    _check_same_data(pairs.checksum, seen)
+    check_same_data(pairs.checksum, seen)
     if cross is not None:
         total = total - cross.finish(loader, read, progress)
     if options.pd_fix is PDFix.POSITIVE:
@@ -293,11 +301,17 @@ def _grouped(points: Iterator[tuple[Points, Tensor]]) -> Iterator[list[tuple[Poi
         yield held
 
 
-def _checksum(z: Tensor) -> Tensor:
+def checksum(z: Tensor) -> Tensor:
+    """Sum, sum of squares and number of raw outputs: the same in every order, up to rounding."""
     return torch.stack([z.sum(), z.square().sum(), torch.full_like(z[0, 0], z.shape[0])]).double()
 
 
-def _check_same_data(first: Tensor, second: Tensor) -> None:
+def check_same_data(first: Tensor, second: Tensor) -> None:
+    """Refuse a second pass over other data.
+
+    Raises:
+        InputError: The checksums differ by more than rounding.
+    """
     # Batches of another composition may round differently; augmented or dropped data differ by far more.
     scale = torch.stack([first[1].sqrt() * first[2].sqrt(), first[1], first[2]]).clamp(min=1e-30)
     if not bool(((first - second).abs() <= 1e-4 * scale).all()):

@@ -7,12 +7,13 @@ ones too, because the output Hessian couples N x D numbers only.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
-from scipy.sparse.linalg import LinearOperator, eigsh
+from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 from torch import Tensor
 from tqdm import tqdm
 
@@ -21,7 +22,10 @@ from contrastive_curvature.ggn.dataset import BatchReader, DatasetPairs
 from contrastive_curvature.ggn.pullback import Pullback
 from contrastive_curvature.output_hessian import OutputHessian
 
-__all__ = ["curvature_product", "leading_eigenpairs"]
+DENSE_PARAMETERS = 256
+"""Up to so many parameters the matrix is formed, which cannot fail to converge."""
+
+__all__ = ["DENSE_PARAMETERS", "curvature_product", "leading_eigenpairs"]
 
 
 def curvature_product(
@@ -111,8 +115,8 @@ def leading_eigenpairs(
             vector = torch.as_tensor(np.ascontiguousarray(v).reshape(-1), dtype=z.dtype, device=z.device)
             return curvature_product(pullback, hessian, loader, read, vector).double().cpu().numpy()
 
-        if rank >= total - 1:
-            # Lanczos cannot give all of them; a matrix of so few parameters is no burden.
+        if rank >= total - 1 or total <= DENSE_PARAMETERS:
+            # Lanczos cannot give all of them, and a matrix of few parameters is no burden.
             matrix = np.stack([product(column) for column in np.eye(total)], axis=1)
             values, vectors = np.linalg.eigh((matrix + matrix.T) / 2)
         else:
@@ -122,7 +126,15 @@ def leading_eigenpairs(
                 values, vectors = np.zeros(0), np.zeros((total, 0))
             else:
                 operator = LinearOperator((total, total), matvec=product, dtype=np.float64)
-                values, vectors = eigsh(operator, k=rank, which="LA", v0=start)
+                try:
+                    values, vectors = eigsh(operator, k=rank, which="LA", v0=start)
+                except ArpackNoConvergence as error:
+                    # Where few eigenvalues are positive, Lanczos may not settle among those that are zero.
+                    values, vectors = error.eigenvalues, error.eigenvectors
+                    warnings.warn(
+                        f"{len(values)} of {rank} eigenpairs converged; the others are left out. Use a smaller rank.",
+                        stacklevel=2,
+                    )
     threshold = max(float(values.max(initial=0.0)), 0.0) * total * float(torch.finfo(z.dtype).eps)
     keep = np.flatnonzero(values > threshold)[::-1][:rank].copy()
     found = (torch.as_tensor(array, dtype=z.dtype, device=z.device) for array in (vectors[:, keep], values[keep]))

@@ -33,11 +33,19 @@ class ModulePullback(Pullback):
             only, indices = _touched(trainable, indices)
         self.params = {name: p.detach() for name, p in trainable.items() if only is None or name in only}
         rest = {name: p.detach() for name, p in encoder.named_parameters() if name not in self.params}
-        self.constants = {**rest, **dict(encoder.named_buffers())}
+        self.constants = rest
+        self._buffers = dict(encoder.named_buffers())
+        self._places = _places(encoder)
         self.indices = indices
         self._vectorizes = True
         self._width = sum(p.numel() for p in self.params.values())
         self.n_params = self._width if indices is None else indices.numel()
+
+    def keep_values(self) -> None:
+        """Hold on to the present values of parameters and buffers, whatever becomes of the encoder's."""
+        self.params = {k: p.clone() for k, p in self.params.items()}
+        self.constants = {k: p.clone() for k, p in self.constants.items()}
+        self._buffers = {k: b.clone() for k, b in self._buffers.items()}
 
     @property
     def width(self) -> int:
@@ -86,17 +94,42 @@ class ModulePullback(Pullback):
         return self._function(x)(self._split(theta))
 
     def jvp(self, x: Inputs, v: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`Pullback.jvp`: one forward-mode pass."""
+        """See :meth:`Pullback.jvp`: the derivative of a reverse pass with respect to its cotangent.
+
+        Not forward mode: that ignores ``torch.no_grad()`` and the padding index of an embedding, which reverse mode
+        respects, so that a product with the curvature would not be symmetric; and some modules do not have it.
+        """
         if self.indices is not None:
             v = v.new_zeros(self._width).index_copy(0, self.indices, v)
-        z, moved = torch.func.jvp(self._function(x), (self.params,), (self._split(v),), has_aux=False)[:2]
-        return z, moved
+        keep_graph = torch.is_grad_enabled()
+        z, params = self._graph(x)
+        with torch.enable_grad():
+            cotangents = torch.zeros_like(z, requires_grad=True)
+            pulled = self._pull(z, params, cotangents, create_graph=True)
+            inner = sum((g * d).sum() for g, d in zip(pulled, self._split(v).values(), strict=True))
+        moved = torch.zeros_like(z)
+        if isinstance(inner, Tensor) and inner.requires_grad:
+            (moved,) = torch.autograd.grad(inner, cotangents, create_graph=keep_graph)
+        return (z, moved) if keep_graph else (z.detach(), moved)
 
     def vjp_sum(self, x: Inputs, cotangents: Tensor) -> Tensor:
         """See :meth:`Pullback.vjp_sum`: one reverse pass."""
-        pull = torch.func.vjp(self._function(x), self.params)[1]
-        flat = torch.cat([g.flatten() for g in pull(cotangents)[0].values()])
+        flat = torch.cat([g.flatten() for g in self._pull(*self._graph(x), cotangents)])
         return flat if self.indices is None else flat[self.indices]
+
+    def _graph(self, x: Inputs) -> tuple[Tensor, list[Tensor]]:
+        """Raw outputs with a graph to copies of the parameters, and those."""
+        params = {k: p.clone().requires_grad_() for k, p in self.params.items()}
+        with torch.enable_grad():
+            return self._function(x)(params), list(params.values())
+
+    @staticmethod
+    def _pull(z: Tensor, params: list[Tensor], cotangents: Tensor, create_graph: bool = False) -> list[Tensor]:
+        """``J^T v`` by parameter; zero where the outputs do not depend on it."""
+        if not z.requires_grad:
+            return [torch.zeros_like(p) for p in params]
+        found = torch.autograd.grad(z, params, cotangents, allow_unused=True, create_graph=create_graph)
+        return [torch.zeros_like(p) if g is None else g for g, p in zip(found, params, strict=True)]
 
     def _split(self, flat: Tensor) -> dict[str, Tensor]:
         pieces = flat.split([p.numel() for p in self.params.values()])
@@ -130,9 +163,14 @@ class ModulePullback(Pullback):
 
     def _function(self, x: Inputs) -> Any:
         def outputs(params: dict[str, Tensor]) -> Tensor:
+            values = {**params, **self.constants}
+            everywhere = {place: value for name, value in values.items() for place in self._places[name]}
             # Fused attention has neither a batching rule nor forward-mode derivatives.
             with sdpa_kernel(SDPBackend.MATH):
-                return torch.func.functional_call(self.encoder, {**params, **self.constants}, (x,))
+                # Left to torch, ties of a module that has two names would leave its tensors in the user's model.
+                return torch.func.functional_call(
+                    self.encoder, {**everywhere, **self._buffers}, (x,), tie_weights=False
+                )
 
         return outputs
 
@@ -142,15 +180,18 @@ class ModulePullback(Pullback):
         return torch.cat([g.flatten(1) for g in gradients.values()], dim=1)
 
     def _flat_vjp_single(self, x: Inputs, v: Tensor) -> Tensor:
-        params = {k: p.clone().requires_grad_() for k, p in self.params.items()}
-        keep_graph = torch.is_grad_enabled()
-        with torch.enable_grad():
-            out = self._function(x)(params)
-            gradients = torch.autograd.grad(
-                out, list(params.values()), v.unsqueeze(0), allow_unused=True, create_graph=keep_graph
-            )
-        zipped = zip(gradients, params.values(), strict=True)
-        return torch.cat([torch.zeros_like(p).flatten() if g is None else g.flatten() for g, p in zipped])
+        found = self._pull(*self._graph(x), v.unsqueeze(0), create_graph=torch.is_grad_enabled())
+        return torch.cat([g.flatten() for g in found])
+
+
+def _places(module: nn.Module) -> dict[str, list[str]]:
+    """Every place of a parameter by its first name, each module counted once however many names it has."""
+    first = {id(p): name for name, p in module.named_parameters()}
+    out: dict[str, list[str]] = {name: [] for name in first.values()}
+    for prefix, part in module.named_modules():
+        for name, p in part.named_parameters(recurse=False, remove_duplicate=False):
+            out[first[id(p)]].append(f"{prefix}.{name}" if prefix else name)
+    return out
 
 
 def _touched(params: dict[str, nn.Parameter], indices: Tensor) -> tuple[set[str], Tensor]:

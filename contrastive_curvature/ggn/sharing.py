@@ -25,7 +25,6 @@ from contrastive_curvature.ggn.accumulate import points_curvature
 from contrastive_curvature.ggn.kron import LayerRun, ModuleKron, sandwich
 from contrastive_curvature.ggn.last_layer import LastLayerPullback
 from contrastive_curvature.ggn.module import ModulePullback
-from contrastive_curvature.ggn.part import HeadPullback
 from contrastive_curvature.ggn.pullback import KronFactors, Points, Pullback
 from contrastive_curvature.options import CurvatureOptions, KFACApprox, PDFix, Structure
 from contrastive_curvature.output_hessian import OutputHessian
@@ -105,8 +104,6 @@ def shared_factors(
     def bias(run: LayerRun) -> Tensor:
         return sandwich(run.jacobian.sum(2, keepdim=True), hessian.matvec)
 
-    if isinstance(pullback, HeadPullback):
-        return shared_factors(pullback.inner, points, weights, options, n_data)
     if isinstance(pullback, LastLayerPullback):
         dim = points.u.shape[1]
         eye = torch.eye(dim, dtype=points.u.dtype, device=points.u.device).view(1, dim, 1, dim)

@@ -19,7 +19,7 @@ from contrastive_curvature.encoder import Encoder, Inputs, input_length
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.accumulate import make_blocks
 from contrastive_curvature.ggn.batches import batch_weights
-from contrastive_curvature.ggn.dataset import BatchReader, DatasetPairs, check_targets
+from contrastive_curvature.ggn.dataset import BatchReader, DatasetPairs, check_same_data, check_targets, checksum
 from contrastive_curvature.output_hessian import OutputHessian
 from contrastive_curvature.pairs.relation import CallableRelation
 from contrastive_curvature.sphere import check_outputs, normalize
@@ -84,7 +84,7 @@ def subset_hessian(
         The points and the factor, times the square root of N / M.
 
     Raises:
-        InputError: More points than there are.
+        InputError: More points than there are, or the loader gave other data than in the first pass.
         UnsupportedError: The Hessian is not positive semidefinite.
     """
     if size > pairs.n:
@@ -94,17 +94,21 @@ def subset_hessian(
     chosen[torch.randperm(pairs.n, generator=generator)[:size]] = True
     options, made = pairs.options, pairs.weights.relation
     relation = made.function if isinstance(made, CallableRelation) else None
-    parts, targets, start = [], [], 0
+    parts, outputs, targets, start = [], [], [], 0
+    seen = torch.zeros_like(pairs.checksum)
     for batch in tqdm(loader, desc="[inducing points]", disable=not progress):
         x, y = read(batch)
         y = check_targets(y, input_length(x), relation)
+        z = check_outputs(encoder(x), "model(x)")
+        seen += checksum(z)
         mine = chosen[start : start + input_length(x)].to(y.device)
         start += input_length(x)
-        if bool(mine.any()):
+        if len(mine) == len(z) and bool(mine.any()):
             parts.append(_select(x, mine))
+            outputs.append(z[mine])
             targets.append(y[mine])
-    inputs, y = _join(parts), torch.cat(targets)
-    z = check_outputs(encoder(inputs), "model(x)")
+    check_same_data(pairs.checksum, seen)
+    inputs, z, y = _join(parts), torch.cat(outputs), torch.cat(targets)
     u, n = normalize(z)
     if options.pd_fix.coupled:
         weights = batch_weights(u, y, options, pairs.n, pairs.weights.totals, relation)

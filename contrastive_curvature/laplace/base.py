@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
+import torch
 from laplace.utils.enums import Likelihood
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
@@ -97,6 +98,19 @@ class ContrastiveLaplace(SpherePrediction):
         self._posterior_scale = None
 
     @property
+    def prior_precision(self) -> Tensor:
+        """Precision of the prior: one number, one a parameter tensor, or one a parameter."""
+        return super().prior_precision
+
+    @prior_precision.setter
+    def prior_precision(self, value: float | Tensor) -> None:
+        given = torch.as_tensor(value)
+        if not bool(((given > 0) & given.isfinite()).all()):
+            came = str(value) if given.numel() == 1 else f"a smallest value of {float(given.min())}"
+            raise InputError(expected("prior_precision", "positive numbers", came))
+        super(ContrastiveLaplace, type(self)).prior_precision.fset(self, value)
+
+    @property
     def backend(self) -> ContrastiveBackend:
         """The curvature backend, made at first use."""
         if self._backend is None:
@@ -113,7 +127,7 @@ class ContrastiveLaplace(SpherePrediction):
         """Fit the posterior, exactly over all pairs of the data set (or its batches, with ``pairs="batch"``).
 
         Args:
-            train_loader: Batches ``(x, labels)`` or mappings; iterated twice, and may shuffle in between.
+            train_loader: Batches ``(x, labels)`` or mappings; iterated several times, and may shuffle in between.
             override: ``False`` adds to an earlier fit, as a further data set: pairs between the two are not formed.
             progress_bar: Whether to show progress bars.
 

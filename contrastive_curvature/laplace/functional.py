@@ -8,6 +8,7 @@ points: no matrix of the size of the parameters is formed. With all points chose
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,6 +67,9 @@ class _FunctionSpace(ContrastiveLaplace):
         self.n_subset, self.seed = n_subset, seed
         super().__init__(model, likelihood, *args, **kwargs)
 
+    def _plain_options(self) -> dict[str, Any]:
+        return {**super()._plain_options(), "n_subset": self.n_subset, "seed": self.seed}
+
     def _init_H(self) -> None:
         self.H = None
 
@@ -73,7 +77,7 @@ class _FunctionSpace(ContrastiveLaplace):
         """Fit the posterior on some of the points, their Hessian taken from the pairs of the whole data set.
 
         Args:
-            train_loader: Batches ``(x, labels)`` or mappings; iterated twice, and may shuffle in between.
+            train_loader: Batches ``(x, labels)`` or mappings; iterated several times, and may shuffle in between.
             override: Must be ``True``.
             progress_bar: Whether to show progress bars.
 
@@ -94,17 +98,17 @@ class _FunctionSpace(ContrastiveLaplace):
             raise InputError(expected("n_subset", wanted, f"{self.n_subset} points, {columns} rows", hint))
         with evaluation_mode(self.model), torch.no_grad():
             context = self._embed(subset.inputs)[1]
+            subset = replace(subset, factor=subset.factor.double())
             half = subset.project(self._kernel(context, context))
-            gram = subset.project(half.movedim(2, 0)).double()
+            gram = subset.project(half.movedim(2, 0))
             values, vectors = torch.linalg.eigh((gram + gram.T) / 2)
-        dtype = subset.factor.dtype
         # Everything that can fail comes before the first assignment, so that a failed fit leaves the last one whole.
         self.H = {
             "inputs": subset.inputs,
             "factor": subset.factor,
             "coupled": subset.coupled,
-            "values": values.clamp(min=0).to(dtype),
-            "vectors": vectors.to(dtype),
+            "values": values.clamp(min=0),
+            "vectors": vectors,
         }
         self.loss, self.cost, self.n_data = loss.detach(), float(cost), n
         self.mean = self._parameter_vector()
@@ -121,7 +125,19 @@ class _FunctionSpace(ContrastiveLaplace):
         if isinstance(value, Tensor) and value.numel() != 1:
             hint = "A kernel has one prior for all parameters; hessian_structure='diag' has room for more."
             raise InputError(expected("prior_precision", "one number", f"shape {tuple(value.shape)}", hint))
-        ParametricLaplace.prior_precision.fset(self, value)
+        super(_FunctionSpace, type(self)).prior_precision.fset(self, value)  # type: ignore[attr-defined]
+
+    @property
+    def posterior_precision(self) -> Tensor:
+        """Never formed.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        msg = (
+            "posterior_precision: a posterior in function space has no matrix of weights. Use hessian_structure='full'."
+        )
+        raise UnsupportedError(msg)
 
     @property
     def log_det_ratio(self) -> Tensor:
@@ -147,15 +163,15 @@ class _FunctionSpace(ContrastiveLaplace):
         self._check_fitted()
         prior, h = self.prior_precision.squeeze(), self._H_factor
         values, vectors = self.H["values"], self.H["vectors"]
-        like: dict[str, Any] = {"dtype": self.mean.dtype, "device": self.mean.device, "generator": generator}
+        like: dict[str, Any] = {"dtype": values.dtype, "device": self.mean.device, "generator": generator}
         drawn = torch.randn(n_samples, self.n_params, **like) / prior.sqrt()
         noise = torch.randn(n_samples, values.numel(), **like) / h**0.5
         residual = (self._project_weights(drawn) + noise) @ vectors / (values + prior / h)
         lifted = self._subset().lift(residual @ vectors.T)
         with evaluation_mode(self.model), torch.no_grad():
             for rows, jacobian in self._held_jacobians():
-                drawn -= torch.einsum("smd,mdp->sp", lifted[:, rows], jacobian)
-        return self.mean.detach() + drawn
+                drawn -= torch.einsum("smd,mdp->sp", lifted[:, rows], jacobian.double())
+        return self.mean.detach() + drawn.to(self.mean.dtype)
 
     def _gaussian(self, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistribution:
         subset, prior = self._subset(), self.prior_precision.squeeze()
@@ -168,9 +184,12 @@ class _FunctionSpace(ContrastiveLaplace):
             if joint:
                 flat = k.reshape(b * d, -1)
                 whole = own.reshape(b * d, b * d) - explained.reshape(b * d, -1) @ flat.T
-                return EmbeddingDistribution(z, joint_covariance=whole / prior)
+                return EmbeddingDistribution(z, joint_covariance=(whole / prior).to(z.dtype))
             points = torch.arange(b, device=z.device)
             covariance = (own[points, :, points, :] - explained @ k.mT) / prior
+            # What the prior leaves may be less than the rounding of what it started from.
+            variances = covariance.diagonal(dim1=1, dim2=2)
+            covariance = (covariance + torch.diag_embed(variances.clamp(min=0) - variances)).to(z.dtype)
         if diagonal:
             return EmbeddingDistribution(z, variance=covariance.diagonal(dim1=1, dim2=2))
         return EmbeddingDistribution(z, covariance=covariance)
@@ -187,10 +206,11 @@ class _FunctionSpace(ContrastiveLaplace):
         return self.backend.encoder(x)(x), x
 
     def _kernel(self, left: Any, right: Any) -> Tensor:
-        """``J J^T`` between points, shape (A, D, B, D)."""
+        """``J J^T`` between points in float64, shape (A, D, B, D): the posterior is a difference of such numbers."""
         pullback = self.backend.pullback(left)
-        rows = torch.cat([jacobian for _, jacobian in self._jacobians(pullback, left)])
-        parts = [torch.einsum("adp,bep->adbe", rows, jacobian) for _, jacobian in self._jacobians(pullback, right)]
+        rows = torch.cat([jacobian for _, jacobian in self._jacobians(pullback, left)]).double()
+        blocks = (jacobian.double() for _, jacobian in self._jacobians(pullback, right))
+        parts = [torch.einsum("adp,bep->adbe", rows, block) for block in blocks]
         return torch.cat(parts, dim=2)
 
     def _jacobians(self, pullback: Any, context: Any) -> Iterator[tuple[slice, Tensor]]:
@@ -211,7 +231,8 @@ class _FunctionSpace(ContrastiveLaplace):
     def _project_weights(self, weights: Tensor) -> Tensor:
         """``A w`` for weights (S, P)."""
         with evaluation_mode(self.model), torch.no_grad():
-            parts = [torch.einsum("mdp,sp->smd", jacobian, weights) for _, jacobian in self._held_jacobians()]
+            jacobians = (jacobian.double() for _, jacobian in self._held_jacobians())
+            parts = [torch.einsum("mdp,sp->smd", jacobian, weights.double()) for jacobian in jacobians]
         return self._subset().project(torch.cat(parts, dim=1))
 
 
@@ -230,7 +251,7 @@ class ContrastiveFunctionalLLLaplace(_FunctionSpace, LastLayerLaplace, LLLaplace
         return self._features(x)
 
     def _kernel(self, left: Any, right: Any) -> Tensor:
-        features = left @ right.T
+        features = left.double() @ right.double().T
         if self.model.last_layer.bias is not None:
             features = features + 1
         eye = torch.eye(self._encoder_dim(), dtype=features.dtype, device=features.device)

@@ -151,8 +151,17 @@ def dense_jacobian(model: nn.Module, x: Any) -> Tensor:
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     values = dict(model.named_parameters())
 
+    first = {id(p): name for name, p in values.items()}
+
     def outputs(*parameters: Tensor) -> Tensor:
-        return torch.func.functional_call(model, {**values, **dict(zip(names, parameters, strict=True))}, (x,))
+        chosen = {**values, **dict(zip(names, parameters, strict=True))}
+        # Every module once, every place of a tied parameter: torch's own ties damage modules that have two names.
+        places = {
+            f"{prefix}.{name}" if prefix else name: chosen[first[id(p)]]
+            for prefix, module in model.named_modules()
+            for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
+        }
+        return torch.func.functional_call(model, places, (x,), tie_weights=False)
 
     jacobians = torch.autograd.functional.jacobian(outputs, tuple(values[name].detach() for name in names))
     return torch.cat([j.flatten(2).flatten(0, 1) for j in jacobians], dim=1)

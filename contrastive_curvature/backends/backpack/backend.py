@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from contrastive_curvature.backends.backpack.pullback import BackPackPullback
 from contrastive_curvature.backends.base import ContrastiveBackend
 from contrastive_curvature.encoder import Encoder
@@ -17,6 +19,19 @@ class BackPackContrastiveGGN(ContrastiveBackend):
     layers without a gradient of any point.
     """
 
+    _traced: tuple[Any, BackPackPullback] | None = None
+
     def all_parameters(self, encoder: Encoder) -> Pullback:
-        """See :meth:`ContrastiveBackend.all_parameters`."""
-        return BackPackPullback(encoder)
+        """See :meth:`ContrastiveBackend.all_parameters`; traced once, as long as the encoder is made of the same."""
+        made_of = _parts(encoder)
+        if self._traced is None or self._traced[0] != made_of:
+            self._traced = made_of, BackPackPullback(encoder)
+        return self._traced[1]
+
+
+def _parts(encoder: Encoder) -> tuple[Any, ...]:
+    """What a trace depends on besides the values of parameters."""
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in encoder.modules())
+    parameters = [(id(p), p.requires_grad) for p in encoder.parameters()]
+    modules = [id(m) for m in encoder.modules()]
+    return hooks, modules, parameters, [id(b) for b in encoder.buffers()], repr(encoder.model)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from contrastive_curvature.backends.backpack.cross import LayerSide, layer_side, linear_cross, product_cross
 from contrastive_curvature.backends.backpack.factors import SignedFactor, factor_blocks
 from contrastive_curvature.backends.backpack.layers import ADVICE
 from contrastive_curvature.backends.backpack.network import Network
@@ -103,6 +104,28 @@ class BackPackPullback(Pullback):
                 for name, k in step.params:
                     pieces[k].add_(parameter_diagonal(step.derivatives, step.module, name, here).flatten())
         return out
+
+    def cross_term(self, rows: Points, columns: Points, y: Tensor, structure: Structure) -> Tensor:
+        """See :meth:`Pullback.cross_term`; the diagonal layer by layer."""
+        if structure is not Structure.DIAG:
+            return super().cross_term(rows, columns, y, structure)
+        out = self._zeros(rows.u, structure)
+        if not len(rows) or not len(columns):
+            return out
+        pieces = self._pieces(out)
+        left = self._sides(rows)
+        right = left if rows is columns else self._sides(columns)
+        for (step, a), (_, b) in zip(left, right, strict=True):
+            names = [name for name, _ in step.params]
+            found = linear_cross(a, b, y, names) if a.columns is not None else {}
+            for name, k in step.params:
+                term = found[name] if found else product_cross(a.products[name], b.products[name], y)
+                pieces[k].add_(term)
+        return out
+
+    def _sides(self, points: Points) -> list[tuple[Any, LayerSide]]:
+        tangents = points.tangents(slice(None)).transpose(0, 1)
+        return [(step, layer_side(step, columns)) for step, columns in self._backward(points.context, tangents)]
 
     def kron_factors(self, points: Points, blocks: NodeBlocks, n_data: int) -> KronFactors:
         """See :meth:`Pullback.kron_factors`.

@@ -14,9 +14,10 @@ __all__ = ["CurvlinopsContrastiveGGN"]
 class CurvlinopsContrastiveGGN(ContrastiveBackend):
     """Generalised Gauss-Newton of the contrastive loss by curvlinops; see :class:`ContrastiveBackend`.
 
-    ``full`` and ``lowrank`` are products of a matrix-free operator, ``kron`` is curvlinops' K-FAC where the blocks are
-    positive semidefinite and it knows the layers, else the equal factors of :mod:`contrastive_curvature.ggn.kron`;
-    ``diag`` is exact and refused for large networks.
+    ``kron`` is curvlinops' K-FAC where the blocks are positive semidefinite and it knows the layers, else the equal
+    factors of :mod:`contrastive_curvature.ggn.kron`; ``lowrank`` takes the products of
+    :class:`~contrastive_curvature.backends.curvlinops.ContrastiveGGNLinearOperator`; ``diag`` and ``full`` come from
+    Jacobians, as in laplace-torch's own adapter.
     """
 
     def all_parameters(self, encoder: Encoder) -> Pullback:

@@ -16,7 +16,7 @@ from curvlinops import EKFACLinearOperator, FisherType, KFACLinearOperator, KFAC
 from torch import Tensor, nn
 
 from contrastive_curvature.encoder import Encoder, Inputs, evaluation_mode, input_length, slice_inputs
-from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.ggn.api import check_encoder
 from contrastive_curvature.ggn.kron import ModuleKron
 from contrastive_curvature.ggn.pullback import KronFactors
@@ -103,11 +103,15 @@ def host_factors(encoder: Encoder, x: Inputs, blocks: NodeBlocks, n_data: int) -
     with torch.enable_grad():
         weights.compute_kronecker_factors()
     factors: list[list[Tensor]] = [[] for _ in params]
+    runs = ModuleKron(encoder).run(slice_inputs(x, slice(0, 1)))
     for name, places in weights._mapping.items():
+        run = runs.get(id(encoder.get_submodule(name.removeprefix("encoder."))))
         if "weight" in places:
             a = weights._input_covariances[name] * (input_length(x) / n_data)
             factors[places["weight"]] = [weights._gradient_covariances[name], a]
-    vectors = [k for k, p in enumerate(params) if p.ndim == 1]
+        if "bias" in places and run is not None and run.jacobian.shape[2] == 1:
+            factors[places["bias"]] = [weights._gradient_covariances[name].clone()]
+    vectors = [k for k, p in enumerate(params) if p.ndim == 1 and not factors[k]]
     if vectors:
         # A bias is the same at all positions of a convolution: summed over them its block is exact.
         biases = _operator(KFACLinearOperator, network, [params[k] for k in vectors], x, KFACType.REDUCE)
@@ -116,6 +120,30 @@ def host_factors(encoder: Encoder, x: Inputs, blocks: NodeBlocks, n_data: int) -
         for name, places in biases._mapping.items():
             factors[vectors[places["bias"]]] = [biases._gradient_covariances[name]]
     return [[f.detach() for f in group] for group in factors]
+
+
+def check_layers(encoder: Encoder, x: Inputs) -> None:
+    """Refuse what has no Kronecker factors, and what the host would get wrong or stumble over.
+
+    Args:
+        encoder: The analysed encoder, in evaluation mode.
+        x: A batch.
+
+    Raises:
+        InputError: No parameter requires a gradient.
+        UnsupportedError: A layer has no factors, runs twice, or never.
+    """
+    if not any(p.requires_grad for p in encoder.parameters()):
+        raise InputError(expected("model", "at least one parameter that requires a gradient", "none"))
+    kron = ModuleKron(encoder)
+    ran = kron.run(slice_inputs(x, slice(0, 1)))
+    for layer in kron.layers:
+        if id(layer) not in ran:
+            msg = (
+                f"model: a {type(layer).__name__} never runs, which curvlinops' K-FAC does not expect. Freeze it, or "
+                "use contrastive_curvature.ggn(..., structure='kron')."
+            )
+            raise UnsupportedError(msg)
 
 
 class _Factored(nn.Module):
@@ -143,8 +171,7 @@ def _build(
     with evaluation_mode(model), torch.no_grad():
         encoder = Encoder(model, slice_inputs(x, slice(0, 8)))
         check_encoder(encoder, chosen)
-        # Refuses what neither has factors for, with a reason.
-        ModuleKron(encoder)
+        check_layers(encoder, x)
         reason = host_refuses(encoder)
         if reason is not None:
             msg = f"model: {reason}. Use contrastive_curvature.ggn(..., structure='kron')."

@@ -90,6 +90,7 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
             encoder = Encoder(model, slice_inputs(self._read(first)[0], slice(0, 8)))
             check_encoder(encoder, self.options)
             self._pullback, self._order = _take(encoder, params)
+            self._pullback.keep_values()
             self.hessian = self._collect(encoder, pairs)
         shapes = [tuple(p.shape) for p in self._pullback.params.values()]
         chosen = [shapes[k] for k in self._order]
