@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import contrastive_curvature as cc
+from benchmarks import backends, kron_error
 from benchmarks.curvature import main
 from benchmarks.pairwise import pairwise_curvature
 
@@ -36,3 +37,35 @@ def test_quick_benchmark(tmp_path, capsys):
     assert {case["case"] for case in results["cases"]} == {"pairwise", "wide", "dataset"}
     assert all(case["error"]["float64"] < 1e-10 for case in results["cases"] if "error" in case)
     assert (tmp_path / "curvature.md").read_text() in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_quick_backends_benchmark(tmp_path, capsys):
+    backends.main(["--quick", "--out", str(tmp_path)])
+    cases = json.loads((tmp_path / "backends.json").read_text())["cases"]
+    assert {case["backend"] for case in cases} == set(backends.HOSTS)
+    measured = [case for case in cases if "ratio" in case["psd"]]
+    assert {(case["backend"], case["structure"]) for case in measured} >= {
+        ("ContrastiveGGN", "diag"),
+        ("ContrastiveGGN", "full"),
+        ("BackPackContrastiveGGN", "kron"),
+        ("CurvlinopsContrastiveGGN", "kron"),
+    }
+    assert all("seconds" in case[fix] for case in cases for fix in backends.FIXES)
+    assert (tmp_path / "backends.md").read_text() in capsys.readouterr().out
+
+
+def test_kron_error_is_nothing_where_factors_are_exact(tmp_path, monkeypatch, capsys):
+    """Blocks of biases, of fixes without cross terms and with ``reduce``."""
+    monkeypatch.setattr(kron_error, "STEPS", 2)
+    monkeypatch.setattr(kron_error, "POINTS", 30)
+    monkeypatch.setattr("sys.argv", ["kron_error", "--out", str(tmp_path)])
+    kron_error.main()
+    networks = json.loads((tmp_path / "kron_error.json").read_text())["networks"]
+    assert (tmp_path / "kron_error.md").read_text() in capsys.readouterr().out
+    for network in networks.values():
+        for row in network["rows"]:
+            biases = [error for name, error in row["layers"].items() if name.endswith("bias")]
+            exact = row["pd_fix"] in ("fixed", "psd") or row["kfac_approx"] == "reduce"
+            assert (max(biases) < 1e-10) == exact
+            assert row["total"] > 1e-3

@@ -62,7 +62,10 @@ def choose_backend(
         made = BackPackContrastiveGGN(model, last_layer=last_layer, **kwargs)
         try:
             with evaluation_mode(model), torch.no_grad():
-                made.pullback(probe).forward(probe)
+                pullback = made.pullback(probe)
+                z, context = pullback.forward(probe)
+                # Some limits of the host show in a product only.
+                pullback.vjp(pullback.slice_context(context, slice(0, 1)), torch.ones_like(z[:1]).unsqueeze(1))
         except UnsupportedError as error:
             kind, why = ContrastiveGGN, str(error).split(". Use ", 1)[0]
         else:

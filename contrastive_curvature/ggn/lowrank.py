@@ -1,8 +1,8 @@
 """The leading eigenpairs of the parameter curvature, matrix-free.
 
-A product with the curvature is one forward-mode pass over the data (``J v``), the node-form product with the output
-Hessian, and one reverse-mode pass (``J^T``); Lanczos (SciPy's ``eigsh``) does the rest. Works for every fix, coupled
-ones too, because the output Hessian couples N x D numbers only.
+A product with the curvature is one pass over the data for ``J v``, the node-form product with the output Hessian, and one
+reverse pass for ``J^T``; Lanczos (SciPy's ``eigsh``) does the rest. Works for every fix, coupled ones too, because the
+output Hessian couples N x D numbers only.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ def curvature_product(
         known = hessian.z[start:stop]
         if known.shape != z.shape or not torch.allclose(z, known, rtol=1e-3, atol=1e-5 * float(known.abs().max())):
             hint = (
-                "Every product is a pass over the same data: build the loader with shuffle=False and "
-                "without augmentation, and an operator anew after the parameters change."
+                "Every product is a pass over the data: build the loader with shuffle=False and without augmentation."
             )
             raise InputError(
                 expected("train_loader", "the same points in the same order in every pass", "others", hint)

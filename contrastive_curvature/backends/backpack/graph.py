@@ -1,4 +1,4 @@
-"""Tracing an encoder: which modules run on what, up to the raw outputs, without running or changing any of them."""
+"""Reading a traced graph: which modules run on what, up to the raw outputs, without running or changing any of them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from contrastive_curvature.backends.backpack.layers import ADVICE, known_layers
-from contrastive_curvature.encoder import Encoder, evaluation_mode
+from contrastive_curvature.backends.backpack.layers import ADVICE
 from contrastive_curvature.errors import UnsupportedError
 
-__all__ = ["ancestors", "as_module", "called_module", "shallow_copy", "trace"]
+__all__ = ["ADDITIONS", "FUNCTIONS", "ancestors", "as_module", "called_module", "shallow_copy"]
 
-_ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
-_FUNCTIONS: dict[Any, type[nn.Module]] = {
+ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
+FUNCTIONS: dict[Any, type[nn.Module]] = {
     torch.relu: nn.ReLU,
     nn.functional.relu: nn.ReLU,
     "relu": nn.ReLU,
@@ -28,41 +27,6 @@ _FUNCTIONS: dict[Any, type[nn.Module]] = {
     nn.functional.sigmoid: nn.Sigmoid,
     "sigmoid": nn.Sigmoid,
 }
-
-
-class _Tracer(fx.Tracer):
-    """Stops at the layers that have derivatives, and at the end of the raw network."""
-
-    def __init__(self, tap: nn.Module | None) -> None:
-        super().__init__()
-        self.tap = tap
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return m is self.tap or type(m) in known_layers() or super().is_leaf_module(m, module_qualified_name)
-
-    def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Without hooks: those of a model that its user extended for BackPACK take tensors only.
-        return super().call_module(m, m.forward, args, kwargs)
-
-
-def trace(encoder: Encoder) -> tuple[fx.Graph, nn.Module]:
-    """The graph of an encoder, and the module that its targets are names in.
-
-    Raises:
-        UnsupportedError: Its forward cannot be traced.
-    """
-    # A root of its own: a network that is one layer shall be seen as a layer, not as its insides.
-    root = nn.Sequential(encoder.model)
-    try:
-        with evaluation_mode(encoder.model):
-            return _Tracer(encoder._tap).trace(root), root
-    except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        msg = (
-            f"backend BackPACK: the forward of {type(encoder.model).__name__} cannot be traced by torch.fx ({reason}). "
-            f"{ADVICE}"
-        )
-        raise UnsupportedError(msg) from error
 
 
 def ancestors(end: Any) -> set[fx.Node]:
@@ -98,10 +62,10 @@ def as_module(root: nn.Module, node: fx.Node) -> nn.Module | None:
     if node.op == "call_module":
         return called_module(root, node)
     if node.op in ("call_function", "call_method"):
-        if node.target in _ADDITIONS and len(tensors) == len(node.args) == 2 and not node.kwargs:
+        if node.target in ADDITIONS and len(tensors) == len(node.args) == 2 and not node.kwargs:
             return None
-        if node.target in _FUNCTIONS and len(tensors) == 1:
-            return _FUNCTIONS[node.target]()
+        if node.target in FUNCTIONS and len(tensors) == 1:
+            return FUNCTIONS[node.target]()
         if node.target in (torch.flatten, "flatten") and len(tensors) == 1:
             axes: dict[str, Any] = dict(zip(("start_dim", "end_dim"), node.args[1:], strict=False))
             axes.update(node.kwargs)

@@ -16,9 +16,20 @@ from contrastive_curvature.backends.backpack.l2norm import L2NormDerivatives
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.sphere import L2Norm
 
-__all__ = ["ADVICE", "Layer", "check_layer", "known_layers"]
+__all__ = ["ADVICE", "PASSED_ON", "Layer", "check_layer", "known_layers", "refuse"]
 
 ADVICE = "Use backend=ContrastiveGGN (torch.func), which works for any module."
+
+PASSED_ON = (
+    nn.Identity,
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+"""What returns its input in evaluation mode."""
 
 _CONVOLUTIONS = (
     nn.Conv1d,
@@ -143,6 +154,8 @@ def _setting(m: Any) -> str:
         return "only affine=True and track_running_stats=True have derivatives"
     if isinstance(m, _CONVOLUTIONS) and m.padding_mode != "zeros":
         return f"padding_mode={m.padding_mode!r} has no derivatives"
+    if isinstance(m, _CONVOLUTIONS) and any(m.output_padding):
+        return f"output_padding={m.output_padding!r} has no derivatives"
     if (
         isinstance(m, _CONVOLUTIONS)
         and m.padding == "same"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from backpack import disable
 from backpack.core.derivatives.basederivatives import BaseLossDerivatives
 from torch import Tensor, nn
 
@@ -13,10 +15,21 @@ from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.options import Distance
 from contrastive_curvature.output_hessian import OutputHessian
 
-__all__ = ["ContrastiveLossDerivatives", "check_unit_inputs", "hessian_of"]
+__all__ = ["ContrastiveLossDerivatives", "check_unit_inputs", "forget_all", "hessian_of", "remember"]
 
-GIVEN = "_backpack_given"
-"""Where an extended loss keeps the labels and pairs of its last call; BackPACK itself stores positional inputs only."""
+_given: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Tensor], Any, Any]] = weakref.WeakKeyDictionary()
+"""Embeddings, labels and pairs of an extended loss's last call; BackPACK itself stores positional inputs only."""
+
+
+def remember(module: Any, z: Any, labels: Any, pairs: Any) -> None:
+    """Keep what a call of an extended loss was given, on the same condition as BackPACK's own hook."""
+    if getattr(module, "_backpack_extend", False) and disable.should_store_io() and torch.is_grad_enabled():
+        _given[module] = weakref.ref(z), labels, pairs
+
+
+def forget_all() -> None:
+    """Drop what :func:`remember` kept."""
+    _given.clear()
 
 
 def hessian_of(module: Any) -> OutputHessian:
@@ -29,9 +42,12 @@ def hessian_of(module: Any) -> OutputHessian:
         The Hessian, without a graph.
 
     Raises:
-        UnsupportedError: Labels or pairs were not stored.
+        UnsupportedError: Labels or pairs were not stored with these inputs.
     """
-    labels, pairs = getattr(module, GIVEN, (getattr(module, "input1", None), None))
+    # Labels of another call than the inputs would be worse than none. The tensor itself tells: an address may be reused.
+    at, labels, pairs = _given.get(module, (None, None, None))
+    if at is None or at() is not module.input0:
+        labels, pairs = getattr(module, "input1", None), None
     if labels is None and pairs is None:
         msg = (
             "ContrastiveLoss: BackPACK stores positional inputs only, and labels or pairs came by keyword. Call "

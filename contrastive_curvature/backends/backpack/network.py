@@ -14,22 +14,14 @@ import torch
 from backpack.custom_module.branching import SumModule
 from torch import Tensor, fx, nn
 
-from contrastive_curvature.backends.backpack.graph import ancestors, as_module, called_module, shallow_copy, trace
-from contrastive_curvature.backends.backpack.layers import ADVICE, check_layer, known_layers, refuse
+from contrastive_curvature.backends.backpack.aliases import refuse_shared_writes
+from contrastive_curvature.backends.backpack.graph import ancestors, as_module, called_module, shallow_copy
+from contrastive_curvature.backends.backpack.layers import ADVICE, PASSED_ON, check_layer, known_layers, refuse
+from contrastive_curvature.backends.backpack.tracing import trace
 from contrastive_curvature.encoder import Encoder
 from contrastive_curvature.errors import UnsupportedError
 
 __all__ = ["Network", "Step"]
-
-_PASSED_ON = (
-    nn.Identity,
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
 
 
 @dataclass
@@ -64,7 +56,8 @@ class Network:
         width: Numbers per point in the widest layer of the last run.
 
     Raises:
-        UnsupportedError: It cannot be traced, a layer has no derivatives in BackPACK, or a parameter is shared.
+        UnsupportedError: It cannot be traced, a layer has no derivatives in BackPACK, or is called with more than its
+            input, a parameter is shared, or something works in place on what is used elsewhere.
     """
 
     def __init__(self, encoder: Encoder) -> None:
@@ -72,6 +65,7 @@ class Network:
         self._positions = {id(p): k for k, p in enumerate(self.params)}
         self._names = {id(m): name for name, m in encoder.model.named_modules()}
         graph, root = trace(encoder)
+        refuse_shared_writes(graph, root)
         end = next(node for node in graph.nodes if node.op == "output").args[0]
         for node in graph.nodes:
             if encoder._tap is not None and node.op == "call_module" and called_module(root, node) is encoder._tap:
@@ -140,9 +134,17 @@ class Network:
         inputs = [a.name for a in (*node.args, *node.kwargs.values()) if isinstance(a, fx.Node)]
         step = Step(node.name, inputs)
         module = as_module(root, node)
-        if module is not None and not isinstance(module, (*_PASSED_ON, SumModule)):
+        if node.op == "call_module":
+            given = (*node.args, *node.kwargs.values())
+            if len(inputs) != len(given) or (len(inputs) != 1 and not isinstance(module, SumModule)):
+                # What is no tensor of the graph (an output_size) would be dropped.
+                refuse(
+                    self._names.get(id(module)) or node.name, called_module(root, node), "it takes more than one input"
+                )
+        if module is not None and not isinstance(module, (*PASSED_ON, SumModule)):
             name = self._names.get(id(module)) or node.name
             if len(inputs) != 1:
+                # A function, with a tensor by keyword.
                 refuse(name, module, "it takes more than one input")
             check_layer(name, module)
             layer = known_layers()[type(module)]

@@ -17,7 +17,7 @@ from backpack.extensions.secondorder.hbp import HBP
 from backpack.extensions.secondorder.sqrt_ggn import SqrtGGN
 
 from contrastive_curvature.backends.backpack.host_modules import host_modules
-from contrastive_curvature.backends.backpack.loss import GIVEN
+from contrastive_curvature.backends.backpack.loss import forget_all, remember
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.loss import ContrastiveLoss
 from contrastive_curvature.sphere import L2Norm
@@ -88,13 +88,13 @@ def _remember_arguments() -> Callable[[], None]:
 
     @functools.wraps(original)
     def forward(self: Any, z: Any, labels: Any = None, *, pairs: Any = None) -> Any:
-        if getattr(self, "_backpack_extend", False):
-            setattr(self, GIVEN, (labels, pairs))
+        remember(self, z, labels, pairs)
         return original(self, z, labels, pairs=pairs)
 
     ContrastiveLoss.forward = forward  # type: ignore[method-assign]
 
     def undo() -> None:
+        forget_all()
         if ContrastiveLoss.forward is forward:
             ContrastiveLoss.forward = original  # type: ignore[method-assign]
 
