@@ -58,11 +58,11 @@ class StraightThrough(torch.autograd.Function):
     """The gradient of the identity, with other values; a trace takes it for what it computes."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(_: Any, x: Tensor) -> Tensor:
         return torch.relu(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(_: Any, grad: Tensor) -> Tensor:
         return grad
 
 
@@ -82,6 +82,12 @@ GRADIENTS = {
 }
 
 
+def pull(model: nn.Module, x: Tensor, product_first: bool) -> Any:
+    encoder = Encoder(model, x)
+    made = BackPackPullback(encoder)
+    return made.vjp(x, x.new_ones(len(x), 1, encoder.dim)) if product_first else made.forward(x)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("product_first", [True, False])
 def test_gradients_that_only_autograd_knows_are_refused(dtype: torch.dtype, product_first: bool, device: str) -> None:
@@ -92,8 +98,7 @@ def test_gradients_that_only_autograd_knows_are_refused(dtype: torch.dtype, prod
     for model in (GRADIENTS["no_grad"], GRADIENTS["straight through"], detached, frozen_end):
         model = model.to(device, dtype).eval()
         with pytest.raises(cc.UnsupportedError, match=r"torch\.no_grad|cannot be traced|'detach'") as caught:
-            made = BackPackPullback(Encoder(model, x))
-            _ = made.vjp(x, x.new_ones(len(x), 1, 2)) if product_first else made.forward(x)
+            pull(model, x, product_first)
         assert "ContrastiveGGN" in str(caught.value)
 
 
@@ -161,10 +166,10 @@ def shared_by(overwrite: Any) -> Any:
 
 IN_PLACE = {
     "module": shared_by(lambda s, h: s.act(h)),
-    "function": shared_by(lambda s, h: nn.functional.relu(h, inplace=True)),
-    "position": shared_by(lambda s, h: nn.functional.relu(h, True)),
-    "method": shared_by(lambda s, h: h.relu_()),
-    "add_": shared_by(lambda s, h: h.add_(torch.relu(h))),
+    "function": shared_by(lambda _, h: nn.functional.relu(h, inplace=True)),
+    "position": shared_by(lambda _, h: nn.functional.relu(h, True)),
+    "method": shared_by(lambda _, h: h.relu_()),
+    "add_": shared_by(lambda _, h: h.add_(torch.relu(h))),
     "behind a flattening": shared_by(lambda s, h: s.act(torch.flatten(s.drop(h), 1))),
     "unused": discarded,
     "+=": summed,
@@ -297,7 +302,8 @@ def test_several_losses_add_up(fixes: tuple[str, str], where: tuple[int, int], d
         wrapped = one(end)
         wrapped.model = model
         truth = truth + scale * dense_ggn(wrapped, x, y, pd_fix=fix, margin=None)
-    extend(model)
+    for module in model.children():
+        extend(module)
     losses = [extend(cc.ContrastiveLoss(None, pd_fix=fix)) for fix in fixes]
     with backpack(DiagCurvature(), CurvatureFactor()):
         ends = model(x)
@@ -361,8 +367,8 @@ def test_scale_of_the_loss(scale: float, device: str) -> None:
 
 
 def test_dropout_in_training_mode_is_refused(device: str) -> None:
-    x, labels = data(device, torch.float32), LABELS.to(device)
-    model = extend(nn.Sequential(nn.Linear(INPUTS, 3), nn.Dropout(0.5), nn.Linear(3, 2)).to(device).train())
+    x, labels = data(device), LABELS.to(device)
+    model = extend(nn.Sequential(nn.Linear(INPUTS, 3), nn.Dropout(0.5), nn.Linear(3, 2)).to(device).double().train())
     loss_fn = extend(cc.ContrastiveLoss())
     with pytest.raises(cc.UnsupportedError, match=r"Dropout.*eval\(\)"), backpack(DiagCurvature()):
         loss_fn(model(x), labels).backward()

@@ -12,8 +12,6 @@ what the batch stands for in a data set of ``N`` points; Jacobians are (batch, o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,17 +19,15 @@ from laplace.curvature.curvature import GGNInterface
 from laplace.utils import Kron
 from torch import Tensor, nn
 
-from contrastive_curvature.backends.checks import check_backend_options, check_loader, check_model, read_batch
+from contrastive_curvature.backends.checks import check_backend_options, check_model, read_batch
+from contrastive_curvature.backends.fits import DatasetFits
 from contrastive_curvature.encoder import Encoder, Inputs, evaluation_mode, slice_inputs
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.ggn.api import check_encoder, make_pullback
-from contrastive_curvature.ggn.batches import batch_curvature, batches_curvature
-from contrastive_curvature.ggn.dataset import DatasetCurvature, collect_pairs, dataset_curvature
-from contrastive_curvature.ggn.lowrank import curvature_product, leading_eigenpairs
+from contrastive_curvature.ggn.batches import batch_curvature
 from contrastive_curvature.ggn.part import SubnetworkPullback
 from contrastive_curvature.ggn.pullback import Pullback
 from contrastive_curvature.ggn.sharing import check_kfac_approx, refuse_dataset_sharing
-from contrastive_curvature.ggn.subset import HessianSubset, subset_hessian
 from contrastive_curvature.loss import ContrastiveLoss
 from contrastive_curvature.options import (
     CurvatureOptions,
@@ -42,13 +38,12 @@ from contrastive_curvature.options import (
     Structure,
     parse_option,
 )
-from contrastive_curvature.output_hessian import OutputHessian
 from contrastive_curvature.pairs import RelationFunction
 
 __all__ = ["ContrastiveBackend"]
 
 
-class ContrastiveBackend(GGNInterface, ABC):
+class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
     """Generalised Gauss-Newton of the contrastive loss, for laplace-torch.
 
     Args:
@@ -157,115 +152,6 @@ class ContrastiveBackend(GGNInterface, ABC):
             return self.all_parameters(encoder)
         return self.subnetwork_parameters(encoder, self.subnetwork_indices.to(next(encoder.parameters()).device))
 
-    def fit(self, loader: Iterable[Any], structure: Structure, progress: bool = False) -> DatasetCurvature:
-        """Unclamped curvature of a data set, times its scale.
-
-        Args:
-            loader: Batches ``(x, labels)`` or mappings.
-            structure: ``diag``, ``full`` or ``kron``.
-            progress: Whether to show progress bars.
-
-        Returns:
-            Curvature, loss and number of points. With ``normalization="type"``, a mean over pairs, both are multiplied
-            by N / 2, so that they grow with the data; on classes of equal size this equals ``"anchor"``.
-        """
-        check_loader(loader)
-        probe = self._probe(loader)
-        with evaluation_mode(self.model), torch.no_grad():
-            encoder, pullback = self.encoder(probe), self.pullback(probe)
-            if self.pairs == "batch":
-                out = batches_curvature(
-                    pullback, loader, self.read, self.options, structure, self.relation, progress, self.kfac_approx
-                )
-            else:
-                found = collect_pairs(encoder, loader, self.read, self.options, self.relation, progress)
-                out = dataset_curvature(pullback, loader, self.read, found, structure, progress)
-        return self._scaled(out)
-
-    def fit_lowrank(self, loader: Iterable[Any], progress: bool = False) -> DatasetCurvature:
-        """Leading eigenvectors (P, R) and eigenvalues (R,) over all pairs of a data set, times its scale.
-
-        Args:
-            loader: Batches, always in the same order.
-            progress: Whether to show progress bars.
-
-        Returns:
-            The pair of them as curvature, loss and number of points.
-
-        Raises:
-            UnsupportedError: ``pairs="batch"``.
-        """
-        if self.pairs == "batch":
-            msg = (
-                "pairs='batch': the low-rank structure has no batch estimate, since eigenpairs of batches do not add "
-                "up. Use pairs='dataset', or the structure 'diag'."
-            )
-            raise UnsupportedError(msg)
-        check_loader(loader)
-        probe = self._probe(loader)
-        with evaluation_mode(self.model), torch.no_grad():
-            encoder, pullback = self.encoder(probe), self.pullback(probe)
-            found = collect_pairs(encoder, loader, self.read, self.options, self.relation, progress)
-            vectors, values = leading_eigenpairs(pullback, found, loader, self.read, self.rank, progress)
-        scale = self._data_scale(found.n)
-        loss, cost = found.weights.loss_and_cost()
-        return DatasetCurvature((vectors, scale * values), scale * loss, scale * cost, found.n)
-
-    def matvec(self, loader: Iterable[Any], v: Tensor) -> Tensor:
-        """``J^T H J v`` over all pairs of a data set, unclamped, times its scale; no matrix is formed.
-
-        Args:
-            loader: Batches, always in the same order.
-            v: Shape (P,).
-
-        Returns:
-            Shape (P,).
-        """
-        check_loader(loader)
-        probe = self._probe(loader)
-        with evaluation_mode(self.model), torch.no_grad():
-            encoder, pullback = self.encoder(probe), self.pullback(probe)
-            found = collect_pairs(encoder, loader, self.read, self.options, self.relation)
-            hessian = OutputHessian(found.z, found.weights, self.options)
-            product = curvature_product(pullback, hessian, loader, self.read, v)
-        return self._data_scale(found.n) * product
-
-    def fit_subset(
-        self, loader: Iterable[Any], size: int, seed: int = 0, progress: bool = False
-    ) -> tuple[HessianSubset, Tensor, Tensor, int]:
-        """Some points of a data set, with a square root of their output Hessian, times the data set's scale.
-
-        Args:
-            loader: Batches.
-            size: Number of points.
-            seed: Of the draw.
-            progress: Whether to show progress bars.
-
-        Returns:
-            The points; loss, cost and number of points of the whole data set.
-
-        Raises:
-            UnsupportedError: ``pairs="batch"``, or the Hessian is not positive semidefinite.
-        """
-        if self.pairs == "batch":
-            msg = "pairs='batch': a subset of the points takes the pairs of the data set. Use pairs='dataset'."
-            raise UnsupportedError(msg)
-        check_loader(loader)
-        probe = self._probe(loader)
-        with evaluation_mode(self.model), torch.no_grad():
-            encoder = self.encoder(probe)
-            found = collect_pairs(encoder, loader, self.read, self.options, self.relation, progress)
-            subset = subset_hessian(encoder, loader, self.read, found, size, seed, progress)
-        scale = self._data_scale(found.n)
-        loss, cost = found.weights.loss_and_cost()
-        return replace(subset, factor=scale**0.5 * subset.factor), scale * loss, scale * cost, found.n
-
-    def eig_lowrank(self, data_loader: Iterable[Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """The host's form of :meth:`fit_lowrank`: eigenvectors, eigenvalues and loss."""
-        out = self.fit_lowrank(data_loader)
-        vectors, values = out.curvature
-        return vectors, values, out.loss
-
     def diag(self, x: Inputs, y: Tensor, N: int | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Loss and unclamped diagonal (P,) that a batch adds to the estimate for N points."""
         return self._batch(x, y, N, Structure.DIAG)
@@ -311,11 +197,6 @@ class ContrastiveBackend(GGNInterface, ABC):
         """Take apart what a loader yields, and bring it to the model's device; see :func:`read_batch`."""
         return read_batch(batch, next(self.model.parameters()).device, self.dict_key_y)
 
-    def _probe(self, loader: Iterable[Any]) -> Inputs:
-        for batch in loader:
-            return self.read(batch)[0]
-        raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
-
     def _batch(self, x: Inputs, y: Tensor, n_data: int | None, structure: Structure) -> tuple[Tensor, Any]:
         with evaluation_mode(self.model), torch.no_grad():
             pullback = self.pullback(x)
@@ -332,15 +213,3 @@ class ContrastiveBackend(GGNInterface, ABC):
             )
         scaled = self._scaled(term)
         return scaled.loss, scaled.curvature
-
-    def _data_scale(self, n: int) -> float:
-        return n / 2 if self.options.normalization is Normalization.TYPE else 1.0
-
-    def _scaled(self, out: DatasetCurvature) -> DatasetCurvature:
-        scale = self._data_scale(out.n)
-        if isinstance(out.curvature, Tensor):
-            scaled: Any = scale * out.curvature
-        else:
-            # The scale goes to the curvature factor alone: the other is a mean of inputs.
-            scaled = [[scale * f[0], *f[1:]] for f in out.curvature]
-        return DatasetCurvature(scaled, scale * out.loss, scale * out.cost, out.n)

@@ -9,8 +9,8 @@ What holds for an extended model, beside what BackPACK's documentation says:
   trace in BackPACK, for every loss, and its factor is missing in the curvature. :class:`BackPackContrastiveGGN` needs
   no extended model, and knows or refuses such functions.
 - Contexts do not add up: inside ``with backpack(A):`` a ``with backpack(B):`` runs B alone. Give one context both.
-- Dropout and batch normalisation must be in evaluation mode. Our extensions refuse them in training mode; do not rely on
-  BackPACK's to do so.
+- Dropout and batch normalisation must be in evaluation mode. Our extensions refuse them in training mode; do not rely
+  on BackPACK's to do so.
 """
 
 from contrastive_curvature.backends.backpack.backend import BackPackContrastiveGGN

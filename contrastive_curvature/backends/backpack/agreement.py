@@ -58,10 +58,9 @@ def autograd_product(encoder: Encoder, params: list[nn.Parameter], x: Tensor, v:
     # Hooks of BackPACK: neither shall this forward overwrite what an extended model keeps, nor this backward delete it.
     with _no_backward_hooks(encoder), disable(), torch.inference_mode(False), torch.enable_grad():
         z = encoder(x.detach().clone())
+        found: tuple[Tensor | None, ...] = (None,) * len(params)
         if z.requires_grad and params:
             found = torch.autograd.grad(z, params, v.clone(), allow_unused=True)
-        else:
-            found = (None,) * len(params)
     parts = [torch.zeros_like(p) if g is None else g for g, p in zip(found, params, strict=True)]
     return torch.cat([v.new_zeros(0), *(part.detach().flatten() for part in parts)])
 

@@ -28,7 +28,7 @@ def refuse_shared_writes(graph: fx.Graph, root: nn.Module) -> None:
     for node in graph.nodes:
         if not _writes(root, node):
             continue
-        waiting, seen = [a for a in _written(node) if isinstance(a, fx.Node)], set()
+        waiting, seen = _written(node), set()
         while waiting:
             source = waiting.pop()
             if source in seen:
@@ -40,12 +40,13 @@ def refuse_shared_writes(graph: fx.Graph, root: nn.Module) -> None:
                 raise UnsupportedError(msg)
             if not _is_new(root, source):
                 # Its memory is that of what it was made from.
-                waiting.extend(source.all_input_nodes)
+                waiting.extend(_written(source) if _writes(root, source) else source.all_input_nodes)
 
 
-def _written(node: fx.Node) -> tuple[Any, ...]:
-    first = node.args[:1] or tuple(node.kwargs.values())[:1]
-    return (*first, node.kwargs.get("out"))
+def _written(node: fx.Node) -> list[fx.Node]:
+    """What an operation in place writes to, and returns."""
+    first: tuple[Any, ...] = node.args[:1] or tuple(node.kwargs.values())[:1]
+    return [a for a in (*first, node.kwargs.get("out")) if isinstance(a, fx.Node)]
 
 
 def _writes(root: nn.Module, node: fx.Node) -> bool:

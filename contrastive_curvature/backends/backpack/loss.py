@@ -44,7 +44,7 @@ def hessian_of(module: Any) -> OutputHessian:
     Raises:
         UnsupportedError: Labels or pairs were not stored with these inputs.
     """
-    # Labels of another call than the inputs would be worse than none. The tensor itself tells: an address may be reused.
+    # Labels of another call than the inputs would be worse than none. The tensor itself tells; addresses are reused.
     at, labels, pairs = _given.get(module, (None, None, None))
     if at is None or at() is not module.input0:
         labels, pairs = getattr(module, "input1", None), None

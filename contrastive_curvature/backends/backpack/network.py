@@ -138,9 +138,8 @@ class Network:
             given = (*node.args, *node.kwargs.values())
             if len(inputs) != len(given) or (len(inputs) != 1 and not isinstance(module, SumModule)):
                 # What is no tensor of the graph (an output_size) would be dropped.
-                refuse(
-                    self._names.get(id(module)) or node.name, called_module(root, node), "it takes more than one input"
-                )
+                called = called_module(root, node)
+                refuse(self._names.get(id(called)) or node.name, called, "it takes more than one input")
         if module is not None and not isinstance(module, (*PASSED_ON, SumModule)):
             name = self._names.get(id(module)) or node.name
             if len(inputs) != 1:
