@@ -139,9 +139,9 @@ def test_mean_length_is_monotone_and_within_amos_bounds(kappas: list[float], dim
     v = dim / 2 - 1
     lower = kappa / (v + 0.5 + torch.hypot(kappa, torch.full_like(kappa, v + 1.5)))
     upper = kappa / (v + torch.hypot(kappa, torch.full_like(kappa, v + 2)))
-    slack = 1e-14
-    assert bool((length >= lower * (1 - slack)).all())
-    assert bool((length <= upper * (1 + slack)).all())
+    slack, smallest = 1e-14, torch.finfo(torch.float64).smallest_normal
+    assert bool((length >= lower * (1 - slack) - smallest).all())
+    assert bool((length <= upper * (1 + slack) + smallest).all())
 
 
 @pytest.mark.parametrize("device", DEVICES)
