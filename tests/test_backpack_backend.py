@@ -262,3 +262,10 @@ def test_present_values_count(device: str) -> None:
     jacobians, z = ours.jacobians(x)
     assert close(jacobians.flatten(0, 1), dense_jacobian(model, x))
     assert torch.equal(z, model(x))
+
+
+def test_nothing_to_train(device: str) -> None:
+    model = build("smooth", 3).to(device).requires_grad_(False)
+    x, labels = torch.randn(5, INPUTS, dtype=torch.float64, device=device), torch.arange(5, device=device) % 2
+    with pytest.raises(cc.InputError, match="at least one parameter that requires a gradient"):
+        BackPackContrastiveGGN(model).diag(x, labels)

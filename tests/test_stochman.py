@@ -186,6 +186,19 @@ def test_parameters_are_read_when_the_curvature_is(device: str) -> None:
     assert close(backend.diag(x, labels)[1], dense_ggn(model, x, labels).diagonal())
 
 
+@pytest.mark.parametrize("pd_fix", ["fixed", "full"])
+def test_one_normalisation_in_two_places(pd_fix: str, device: str) -> None:
+    norm = cc.L2Norm()
+    raw = nn.Sequential(nn.Linear(4, 3), norm, nn.Linear(3, 2)).double().to(device)
+    model = nn.Sequential(*raw, norm)
+    x, labels = torch.randn(5, 4, dtype=torch.float64, device=device), torch.arange(5, device=device) % 2
+    truth = dense_ggn(raw, x, labels, pd_fix=pd_fix)
+    backend = StochManContrastiveGGN(model, pd_fix=pd_fix)
+    assert close(backend.full(x, labels)[1], truth)
+    assert close(backend.diag(x, labels)[1], truth.diagonal(), float(truth.abs().max()))
+    assert close(backend.jacobians(x)[0].flatten(0, 1), dense_jacobian(raw, x))
+
+
 class Halving(Residual):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) / 2

@@ -26,7 +26,7 @@ from contrastive_curvature.backends.stochman import (
     to_nnj,
 )
 from contrastive_curvature.backends.stochman import hessians as formulas
-from contrastive_curvature.errors import InputError, UnsupportedError
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.ggn import pullback as limits
 from contrastive_curvature.testing import dense_jacobian, dense_output_hessian, list_pairs, pair_loss
 
@@ -222,6 +222,42 @@ def test_refuses_networks_it_has_no_answer_for(device: str) -> None:
             ArccosHessianCalculator(**options).compute_hessian(x, tied, tuples)
     with pytest.raises(InputError, match="indices"):
         ArccosHessianCalculator().compute_hessian(x, nn.Linear(4, 2).to(device), (tuples[0], tuples[1], tuples[2] + 9))
+
+
+@pytest.mark.parametrize("distance", CALCULATORS)
+@pytest.mark.parametrize("tail", [nn.Identity(), nn.Dropout(0.5), nn.Flatten(), cc.L2Norm(), nnj.Reshape(3)])
+def test_what_passes_the_normalisation_on_changes_nothing(tail: nn.Module, distance: str, device: str) -> None:
+    torch.manual_seed(0)
+    norm = cc.L2Norm()
+    network = nn.Sequential(nn.Linear(4, 3), norm, nn.Linear(3, 3), norm).to(device)
+    x, tuples = torch.randn(5, 4, device=device), tuple(torch.randint(0, 5, (3, 6), device=device))
+    for wrt in ("weight", "input"):
+        calculator = CALCULATORS[distance](wrt=wrt, shape="full", method="full")
+        plain = calculator.compute_hessian(x, network, tuples)
+        for longer in (nn.Sequential(network, tail), nn.Sequential(network, tail, norm, tail)):
+            assert torch.equal(calculator.compute_hessian(x, longer, tuples), plain)
+            assert torch.equal(calculator.compute_loss(x, longer, tuples), calculator.compute_loss(x, network, tuples))
+
+
+def test_norms_of_parts_of_an_embedding_are_no_normalisation(device: str) -> None:
+    network = nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (2, 2)), cc.L2Norm(), nn.Flatten()).to(device)
+    x, tuples = torch.randn(5, 4, device=device), tuple(torch.randint(0, 5, (3, 6), device=device))
+    with pytest.raises(UnsupportedError, match="does not end in L2Norm"):
+        ContrastiveHessianCalculator().compute_hessian(x, network, tuples)
+
+
+def test_refuses_points_of_another_type(device: str) -> None:
+    network = nn.Linear(4, 2).to(device)
+    tuples = tuple(torch.tensor([[0], [1], [2]], device=device))
+    calculator = ArccosHessianCalculator()
+    for method in (calculator.compute_loss, calculator.compute_gradient, calculator.compute_hessian):
+        for x in (torch.ones(4, 4, device=device).double(), torch.ones(4, 4, device=device).long()):
+            with pytest.raises(InputTypeError, match=r"^x: expected the network's dtype torch.float32, got dtype"):
+                method(x, network, tuples)
+        with pytest.raises(InputTypeError, match=r"^x: expected a torch.Tensor .* got a list"):
+            method([[1.0] * 4] * 4, network, tuples)
+    with pytest.raises(InputTypeError, match="floating-point"):
+        calculator.compute_hessian(torch.ones(4, 4, device=device).long(), nn.Sequential(nn.Tanh()).to(device), tuples)
 
 
 @pytest.mark.parametrize("speed", ["half, by matrices", "slow"])

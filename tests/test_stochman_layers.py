@@ -198,3 +198,25 @@ def test_batch_statistics_and_dropout_play_no_part(device: str) -> None:
     assert torch.equal(made(x), model.eval()(x))
     assert torch.equal(made.train()(x), model(x))
     assert torch.equal(model[0].running_mean, before)
+
+
+def test_jacobians_of_composites_that_hold_torchs_layers(device: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, dtype=torch.float64, device=device)
+    body = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Dropout(0.5), nn.Tanh())).double().to(device)
+    body.requires_grad_(False)
+    m = torch.eye(4, dtype=torch.float64, device=device).expand(3, 4, 4)
+    for network in (Residual(body), Sequential(*body), Sequential(Residual(Sequential(*body)))):
+        network.train()
+        val, jacobian = network(x, jacobian=True)
+        assert torch.equal(val, to_nnj(network)(x))
+        wrt_input, wrt_weight = autograd_jacobians(to_nnj(network).requires_grad_(False), x)
+        assert close(jacobian, wrt_input, 1.0, 1e-12)
+        found = network._jacobian_wrt_weight_sandwich(x, val, m)
+        assert close(found, wrt_weight.mT @ wrt_weight, 1.0, 1e-12)
+    network = Sequential(*body)
+    assert close(network.sandwich(x, m)[0], to_nnj(network).sandwich(x, m)[0])
+    assert close(network.input_sandwich(x, m), to_nnj(network).input_sandwich(x, m))
+    for odd in (Sequential(nn.Softmax(1)), Residual(nn.Softmax(1))):
+        with pytest.raises(cc.UnsupportedError, match="Softmax"):
+            odd(x, jacobian=True)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from contrastive_curvature.backends import ContrastiveBackend, ContrastiveGGN
 from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.ggn import pullback
 from contrastive_curvature.ggn.accumulate import clamp_curvature
 from contrastive_curvature.laplace.features import RawFeatureExtractor
 from contrastive_curvature.options import Structure
@@ -187,6 +188,33 @@ class BackendContract:
         assert float(torch.linalg.eigvalsh((full + full.T) / 2).min()) >= floor
         assert float(made.diag(x, y, N=len(x))[1].min()) >= floor
 
+    def test_estimates_for_more_points_are_the_references(self, device: str) -> None:
+        """Loss and curvature with N beyond the batch, a data set's loss, cost and factors, and bounded chunks."""
+        torch.manual_seed(0)
+        y = torch.tensor([0, 0, 1, 1, 2, 2], device=device)
+        model, x = build_network("tanh", 2).to(device), make_inputs("tanh", 6).to(device)
+        for normalization in ("sum", "type", "anchor"):
+            chosen = {"normalization": normalization, **self.options}
+            made, other = (make_backend(kind, model, x, **chosen) for kind in (self.backend, ContrastiveGGN))
+            for name in ("diag", "full", "kron"):
+                (loss, found), (want_loss, want) = (getattr(b, name)(x, y, N=11) for b in (made, other))
+                assert close(loss, want_loss)
+                found, want = (h.to_matrix() if name == "kron" else h for h in (found, want))
+                assert close(found, want), name
+            loader = [(x[:4], y[:4]), (x[4:], y[4:])]
+            for structure in Structure:
+                fit, want_fit = (b.fit(loader, structure) for b in (made, other))
+                assert fit.n == want_fit.n == 6
+                assert close(fit.loss, want_fit.loss)
+                assert close(fit.cost, want_fit.cost)
+            factors, wanted = (b.fit(loader, Structure.KRON).curvature for b in (made, other))
+            assert all(close(f, g) for a, b in zip(factors, wanted, strict=True) for f, g in zip(a, b, strict=True))
+            whole = made.full(x, y, N=6)[1]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(pullback, "JACOBIAN_ELEMENTS", 60)
+                assert close(made.full(x, y, N=6)[1], whole)
+                assert close(made.diag(x, y, N=6)[1], whole.diagonal())
+
     def test_float32_in_float32_out(self, device: str) -> None:
         """Single precision is kept, and as accurate as it can be."""
         torch.manual_seed(0)
@@ -197,6 +225,12 @@ class BackendContract:
             single = x.float() if x.is_floating_point() else x
             found = make_backend(self.backend, model.float(), single, **self.options).diag(single, y, N=5)[1]
             assert found.dtype == torch.float32
+            made = make_backend(self.backend, model, single, **self.options)
+            others = [made.full(single, y, N=5)[1], *made.jacobians(single)]
+            others.append(made.matvec([(single, y)], torch.ones_like(found)))
+            if kind not in self.refused_kron:
+                others += [factor for group in made.kron(single, y, N=5)[1].kfacs for factor in group]
+            assert all(other.dtype == torch.float32 for other in others), kind
             assert close(found.double(), exact, tolerance=1e-4), kind
 
     def test_leaves_the_encoder_as_it_was(self, device: str) -> None:
@@ -287,7 +321,7 @@ def _snapshot(model: nn.Module) -> dict[str, Any]:
         taken[f"{name}:mode"] = module.training
         taken[f"{name}:hooks"] = [len(vars(module)[key]) for key in sorted(vars(module)) if key.endswith("_hooks")]
     for name, p in model.named_parameters():
-        taken[f"{name}:grad"] = (p.grad is None, p.requires_grad, sorted(vars(p)))
+        taken[f"{name}:grad"] = (id(p), type(p), p.grad is None, p.requires_grad, sorted(vars(p)))
     return taken
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from contrastive_curvature.backends.stochman.composite import Sequential
 from contrastive_curvature.backends.stochman.convert import to_nnj
 from contrastive_curvature.backends.stochman.hessians import InputHessian, WeightHessian
-from contrastive_curvature.backends.stochman.layers import L2Norm
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.backends.stochman.layers import Dropout, Flatten, Identity, L2Norm, Reshape, Unflatten
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.ggn.pullback import Points
 from contrastive_curvature.loss import ContrastiveLoss
 from contrastive_curvature.options import CurvatureOptions, Distance, Normalization, PDFix
@@ -26,6 +26,8 @@ from contrastive_curvature.pairs import PairWeights, make_relation
 from contrastive_curvature.sphere import check_outputs, normalize
 
 __all__ = ["ArccosHessianCalculator", "ContrastiveHessianCalculator", "HessianCalculator"]
+
+_NO_OPS = (Identity, Dropout, Flatten, Unflatten, Reshape)
 
 
 class HessianCalculator:
@@ -100,10 +102,11 @@ class HessianCalculator:
             A scalar, differentiable. The negatives are left out of it with the method ``"pos"``.
 
         Raises:
+            InputTypeError: ``x`` is no tensor, or not of the network's dtype.
             InputError: Indices or outputs are malformed.
             UnsupportedError: A layer has no counterpart.
         """
-        return self._loss(self._raw(nnj_module)(x), tuple_indices)
+        return self._loss(self._raw(nnj_module, x)(x), tuple_indices)
 
     def compute_gradient(self, x: Tensor, nnj_module: nn.Module, tuple_indices: tuple[Tensor, ...]) -> Tensor:
         """Gradient of :meth:`compute_loss`.
@@ -112,7 +115,7 @@ class HessianCalculator:
             Shape (P,) in the order of the trainable parameters, or (N, *input). Arguments and errors are those of
             :meth:`compute_loss`.
         """
-        network = self._raw(nnj_module)
+        network = self._raw(nnj_module, x)
         with torch.enable_grad():
             x = x.detach().requires_grad_(self.wrt == "input")
             loss = self._loss(network(x), tuple_indices)
@@ -136,7 +139,7 @@ class HessianCalculator:
             ``wrt="input"``, for N points of I numbers: ``"diagonal"`` (N, *input), ``"block"`` (N, I, I), ``"full"``
             (N I, N I), whose blocks off the diagonal are zero unless the method couples points.
         """
-        network = self._raw(nnj_module)
+        network = self._raw(nnj_module, x)
         z = check_outputs(network(x), "nnj_module(x)")
         u, n = normalize(z)
         relation = make_relation(len(z), z.device, pairs=tuple_indices)
@@ -146,11 +149,13 @@ class HessianCalculator:
             return InputHessian(network, self.options, self.speed).compute(points, weights, self.shape)
         return WeightHessian(network, self.options, self.speed).compute(points, weights, self.shape)
 
-    def _raw(self, nnj_module: nn.Module) -> Sequential:
+    def _raw(self, nnj_module: nn.Module, x: Tensor) -> Sequential:
         """The network without the normalisation at its end, which the output Hessian accounts for."""
         network = to_nnj(nnj_module)
-        if len(network) and isinstance(network[-1], L2Norm):
-            return Sequential(*list(network)[:-1])
+        _check_points(x, network)
+        end = _normalized_from(network, x)
+        if end is not None:
+            return Sequential(*list(network)[:end])
         if self.distance is Distance.EUCLIDEAN:
             msg = (
                 "ContrastiveHessianCalculator: the network does not end in L2Norm, and this library knows only the "
@@ -190,6 +195,29 @@ class ArccosHessianCalculator(HessianCalculator):
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise InputError(expected(name, f"one of {', '.join(map(repr, allowed))}", value))
+
+
+def _check_points(x: object, network: Sequential) -> None:
+    if not isinstance(x, Tensor):
+        raise InputTypeError(expected("x", "a torch.Tensor of shape (N, *input)", f"a {type(x).__name__}"))
+    dtypes = [p.dtype for p in network.parameters()]
+    if not x.is_floating_point() or (dtypes and x.dtype != dtypes[0]):
+        wanted = f"the network's dtype {dtypes[0]}" if dtypes else "a floating-point tensor"
+        raise InputTypeError(expected("x", wanted, f"dtype {x.dtype}"))
+
+
+def _normalized_from(network: Sequential, x: Tensor) -> int | None:
+    """Where the layers begin that only normalise, or pass on what came in, up to the end; ``None`` without any norm."""
+    with torch.no_grad():
+        shapes = [value.shape for value in network.feature_maps(x[:1])]
+    found = None
+    for k in reversed(range(len(network))):
+        # Reshaping to the shape that it has already is no work either.
+        if shapes[k] != shapes[k + 1] or not isinstance(network[k], (L2Norm, *_NO_OPS)):
+            break
+        if isinstance(network[k], L2Norm):
+            found = k
+    return found
 
 
 def _trainable(network: nn.Module) -> list[nn.Parameter]:

@@ -43,6 +43,8 @@ class Sequential(_Composite, nnj.Sequential):
         Returns:
             The output, or the pair of it and the Jacobian (B, *output, *input) or (B, *output, *rest).
         """
+        if jacobian is not False and (network := _of_own_layers(self)) is not self:
+            return network(x, jacobian)
         val = nn.Module.__call__(self, x)
         if isinstance(jacobian, Tensor):
             return val, self._jacobian_wrt_input_mult_left_vec(x, val, jacobian)
@@ -61,25 +63,28 @@ class Sequential(_Composite, nnj.Sequential):
         return maps
 
     def _push(self, x: Tensor, tangents: Tensor) -> Tensor:
+        network = _of_own_layers(self)
         layer: Any
-        for layer, at in zip(self, self.feature_maps(x), strict=False):
+        for layer, at in zip(network, network.feature_maps(x), strict=False):
             tangents = layer._push(at, tangents)
         return tangents
 
     def _walk(self, x: Tensor, cotangents: Tensor, visit: Visitor, to_input: bool = True) -> Tensor:
-        maps = self.feature_maps(x)
-        for k in reversed(range(len(self))):
-            cotangents = self[k]._walk(maps[k], cotangents, visit, to_input or k > 0)
+        network = _of_own_layers(self)
+        maps = network.feature_maps(x)
+        for k in reversed(range(len(network))):
+            cotangents = network[k]._walk(maps[k], cotangents, visit, to_input or k > 0)
         return cotangents
 
     def _sweep(
         self, x: Tensor, val: Tensor, tmp: Tensor, diag_inp: bool, diag_out: bool, visit: SandwichVisitor
     ) -> None:
-        maps = self.feature_maps(x)
-        for k in reversed(range(len(self))):
-            self[k]._sweep(maps[k], maps[k + 1], tmp, diag_inp, diag_out, visit)
+        network = _of_own_layers(self)
+        maps = network.feature_maps(x)
+        for k in reversed(range(len(network))):
+            network[k]._sweep(maps[k], maps[k + 1], tmp, diag_inp, diag_out, visit)
             if k:
-                tmp = self[k]._jacobian_wrt_input_sandwich(maps[k], maps[k + 1], tmp, diag_inp, diag_out)
+                tmp = network[k]._jacobian_wrt_input_sandwich(maps[k], maps[k + 1], tmp, diag_inp, diag_out)
                 diag_inp = diag_out
 
     def _jacobian_wrt_input_sandwich(
@@ -88,12 +93,13 @@ class Sequential(_Composite, nnj.Sequential):
         return self._input_sandwich(x, tmp, diag_inp, diag_out, approximate=False)
 
     def _input_sandwich(self, x: Tensor, tmp: Tensor, diag_inp: bool, diag_out: bool, approximate: bool) -> Tensor:
-        maps = self.feature_maps(x)
-        for k in reversed(range(len(self))):
+        network = _of_own_layers(self)
+        maps = network.feature_maps(x)
+        for k in reversed(range(len(network))):
             cut = approximate if k else diag_out
-            tmp = self[k]._jacobian_wrt_input_sandwich(maps[k], maps[k + 1], tmp, diag_inp, cut)
+            tmp = network[k]._jacobian_wrt_input_sandwich(maps[k], maps[k + 1], tmp, diag_inp, cut)
             diag_inp = cut
-        if not len(self) and diag_inp != diag_out:
+        if not len(network) and diag_inp != diag_out:
             return torch.diag_embed(tmp) if diag_inp else tmp.diagonal(dim1=1, dim2=2)
         return tmp
 
@@ -158,6 +164,12 @@ class Residual(_Composite):
         super().__init__()
         self.inner: Any = inner
 
+    def __call__(self, x: Tensor, jacobian: bool = False) -> Any:
+        """See :class:`SandwichLayer`; a Jacobian is that of evaluation mode, and so is the value beside it."""
+        if jacobian and (inner := _of_own_layers(self.inner)) is not self.inner:
+            return Residual(inner)(x, jacobian)
+        return super().__call__(x, jacobian)
+
     def forward(self, x: Tensor) -> Tensor:
         """Run ``f`` and add its input.
 
@@ -170,13 +182,28 @@ class Residual(_Composite):
         return x + out
 
     def _push(self, x: Tensor, tangents: Tensor) -> Tensor:
-        return tangents + self.inner._push(x, tangents)
+        return tangents + _of_own_layers(self.inner)._push(x, tangents)
 
     def _walk(self, x: Tensor, cotangents: Tensor, visit: Visitor, to_input: bool = True) -> Tensor:
-        pulled = self.inner._walk(x, cotangents, visit, to_input)
+        pulled = _of_own_layers(self.inner)._walk(x, cotangents, visit, to_input)
         return cotangents + pulled if to_input else pulled
 
     def _sweep(
         self, x: Tensor, val: Tensor, tmp: Tensor, diag_inp: bool, diag_out: bool, visit: SandwichVisitor
     ) -> None:
-        self.inner._sweep(x, val - x, tmp, diag_inp, diag_out, visit)
+        _of_own_layers(self.inner)._sweep(x, val - x, tmp, diag_inp, diag_out, visit)
+
+
+def _of_own_layers(module: Any) -> Any:
+    """The module itself; one of torch's layers, which know no Jacobians, converted.
+
+    Raises:
+        UnsupportedError: A layer has no counterpart.
+    """
+    parts = module if isinstance(module, Sequential) else [module]
+    if all(isinstance(part, SandwichLayer) for part in parts):
+        return module
+    # The converter is made of the classes of this file.
+    from contrastive_curvature.backends.stochman.convert import to_nnj
+
+    return to_nnj(module)

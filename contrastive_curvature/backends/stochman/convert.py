@@ -53,7 +53,7 @@ def convert(module: nn.Module, name: str = "", until: nn.Module | None = None) -
     Args:
         module: See :func:`to_nnj`.
         name: What to call it in a message.
-        until: Where to stop: the layer, and what follows it, is left out.
+        until: Where to stop: the last run of this layer, and what follows it, is left out.
 
     Returns:
         The pairs.
@@ -63,10 +63,11 @@ def convert(module: nn.Module, name: str = "", until: nn.Module | None = None) -
     """
     leaves = list(_flatten(module, name))
     if until is not None:
-        stop = next((k for k, (_, leaf) in enumerate(leaves) if leaf is until), None)
-        if stop is None:
+        # One object may normalise in the middle too: the raw outputs are what its last run takes in.
+        runs = [k for k, (_, leaf) in enumerate(leaves) if leaf is until]
+        if not runs:
             _refuse(name, until, "normalises the outputs in the midst of another layer")
-        leaves = leaves[:stop]
+        leaves = leaves[: runs[-1]]
     return [(leaf, _counterpart(leaf, at)) for at, leaf in leaves]
 
 
