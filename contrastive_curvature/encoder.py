@@ -64,6 +64,8 @@ class Encoder(nn.Module):
         dim: D.
         last_layer: The linear layer whose output is the raw output, or ``None``.
         last_layer_name: Its name in ``model.named_modules()``, or ``None``.
+        tap: The normalisation that takes in the raw outputs, or ``None`` where the model gives them.
+        tap_run: Which of its runs that is, from zero.
         normalized: Whether the raw outputs have unit norm because nothing rawer can be reached.
 
     Raises:
@@ -75,7 +77,8 @@ class Encoder(nn.Module):
     def __init__(self, model: nn.Module, probe: Inputs, last_layer_name: str | None = None) -> None:
         super().__init__()
         self.model = model
-        self._tap: nn.Module | None = None
+        self.tap: nn.Module | None = None
+        self.tap_run = 0
         records, out = _trace(model, probe)
         self.dim = out.shape[1]
         _check_finite(out)
@@ -114,7 +117,8 @@ class Encoder(nn.Module):
             if not records[k].only_rescales():
                 # A common norm other than one may be a layer norm's, which is no normalisation of embeddings.
                 return raw, bool(((raw.float().norm(dim=1) - 1).abs() < _UNIT_TOLERANCE).all())
-            raw, self._tap = records[k].input, records[k].module
+            raw, self.tap = records[k].input, records[k].module
+            self.tap_run = sum(record.module is self.tap for record in records[:k])
         return raw, False
 
     @property
@@ -156,16 +160,16 @@ class Encoder(nn.Module):
 
     def forward(self, x: Inputs) -> Tensor:
         """Raw outputs, shape (N, D)."""
-        if self._tap is None:
+        if self.tap is None:
             return self.model(x)
-        return self._watch(self._tap, x)[1]
+        return self._watch(self.tap, x, self.tap_run)[1]
 
     def features(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """Raw outputs (N, D) and what the last layer makes them from, (N, F)."""
         return self._watch(self.require_last_layer(), x)
 
-    def _watch(self, module: nn.Module, x: Inputs) -> tuple[Tensor, Tensor]:
-        """Output and input of a module; copies, because it or what follows may work in place."""
+    def _watch(self, module: nn.Module, x: Inputs, run: int = 0) -> tuple[Tensor, Tensor]:
+        """Output and input of one run of a module; copies, because it or what follows may work in place."""
         came: list[Tensor] = []
         went: list[Tensor] = []
         handles = [
@@ -179,7 +183,7 @@ class Encoder(nn.Module):
         finally:
             for handle in handles:
                 handle.remove()
-        return went[-1], came[-1]
+        return went[run], came[run]
 
 
 class _Record:

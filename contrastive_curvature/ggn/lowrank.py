@@ -1,8 +1,8 @@
 """The leading eigenpairs of the parameter curvature, matrix-free.
 
-A product with the curvature is one pass over the data for ``J v``, the node-form product with the output Hessian, and one
-reverse pass for ``J^T``; Lanczos (SciPy's ``eigsh``) does the rest. Works for every fix, coupled ones too, because the
-output Hessian couples N x D numbers only.
+A product with the curvature is one pass over the data for ``J v``, the node-form product with the output Hessian, and
+one reverse pass for ``J^T``; Lanczos (SciPy's ``eigsh``) does the rest. Works for every fix, coupled ones too, because
+the output Hessian couples N x D numbers only.
 """
 
 from __future__ import annotations

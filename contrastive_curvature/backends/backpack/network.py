@@ -67,9 +67,10 @@ class Network:
         graph, root = trace(encoder)
         refuse_shared_writes(graph, root)
         end = next(node for node in graph.nodes if node.op == "output").args[0]
-        for node in graph.nodes:
-            if encoder._tap is not None and node.op == "call_module" and called_module(root, node) is encoder._tap:
-                end = (*node.args, *node.kwargs.values())[0]
+        taps = [n for n in graph.nodes if n.op == "call_module" and called_module(root, n) is encoder.tap]
+        if encoder.tap is not None and taps:
+            tap = taps[encoder.tap_run]
+            end = (*tap.args, *tap.kwargs.values())[0]
         self.steps: list[Step] = []
         self.width = 1
         self._needed: dict[str, bool] = {}

@@ -79,7 +79,7 @@ def trace(encoder: Encoder) -> tuple[fx.Graph, nn.Module]:
     memo = _shared(root)
     try:
         twin = copy.deepcopy(root, memo)
-        tap = None if encoder._tap is None else memo[id(encoder._tap)]
+        tap = None if encoder.tap is None else memo[id(encoder.tap)]
     except Exception as error:
         raise UnsupportedError(_cannot(encoder, "copied, which tracing it takes,", error)) from error
     kinds = [[(name, type(m)) for name, m in module.named_modules()] for module in (root, twin)]

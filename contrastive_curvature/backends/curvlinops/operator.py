@@ -1,7 +1,7 @@
 """The contrastive curvature of a data set as a curvlinops operator, coupled over all its pairs and never formed.
 
-A product is one pass over the data for ``J v``, the node-form product with the output Hessian, and one reverse pass; its
-cost does not depend on the number of pairs.
+A product is one pass over the data for ``J v``, the node-form product with the output Hessian, and one reverse pass;
+its cost does not depend on the number of pairs.
 """
 
 from __future__ import annotations

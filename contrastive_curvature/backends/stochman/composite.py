@@ -200,10 +200,15 @@ def _of_own_layers(module: Any) -> Any:
     Raises:
         UnsupportedError: A layer has no counterpart.
     """
-    parts = module if isinstance(module, Sequential) else [module]
-    if all(isinstance(part, SandwichLayer) for part in parts):
+    if _is_own(module):
         return module
     # The converter is made of the classes of this file.
     from contrastive_curvature.backends.stochman.convert import to_nnj
 
     return to_nnj(module)
+
+
+def _is_own(module: Any) -> bool:
+    if isinstance(module, Residual):
+        return _is_own(module.inner)
+    return isinstance(module, SandwichLayer) and (not isinstance(module, Sequential) or all(map(_is_own, module)))

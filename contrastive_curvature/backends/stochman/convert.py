@@ -47,13 +47,16 @@ def to_nnj(module: nn.Module) -> Sequential:
     return Sequential(*(made for _, made in convert(module))).eval()
 
 
-def convert(module: nn.Module, name: str = "", until: nn.Module | None = None) -> list[tuple[nn.Module, SandwichLayer]]:
+def convert(
+    module: nn.Module, name: str = "", until: nn.Module | None = None, run: int = -1
+) -> list[tuple[nn.Module, SandwichLayer]]:
     """The layers that a module runs one after another, each with its counterpart.
 
     Args:
         module: See :func:`to_nnj`.
         name: What to call it in a message.
-        until: Where to stop: the last run of this layer, and what follows it, is left out.
+        until: Where to stop: a run of this layer, and what follows it, is left out.
+        run: Which of its runs; the last by default.
 
     Returns:
         The pairs.
@@ -63,11 +66,10 @@ def convert(module: nn.Module, name: str = "", until: nn.Module | None = None) -
     """
     leaves = list(_flatten(module, name))
     if until is not None:
-        # One object may normalise in the middle too: the raw outputs are what its last run takes in.
         runs = [k for k, (_, leaf) in enumerate(leaves) if leaf is until]
         if not runs:
             _refuse(name, until, "normalises the outputs in the midst of another layer")
-        leaves = leaves[: runs[-1]]
+        leaves = leaves[: runs[run]]
     return [(leaf, _counterpart(leaf, at)) for at, leaf in leaves]
 
 

@@ -160,7 +160,7 @@ class StochManPullback(NetworkPullback):
 
 def _raw_network(encoder: Encoder) -> Sequential:
     """The layers that make the raw outputs, without the normalisation that the encoder looks through."""
-    return Sequential(*(made for _, made in convert(encoder.model, until=encoder._tap))).eval()
+    return Sequential(*(made for _, made in convert(encoder.model, until=encoder.tap, run=encoder.tap_run))).eval()
 
 
 def leaves(network: Sequential) -> list[SandwichLayer]:
