@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import contrastive_curvature as cc
+from contrastive_curvature.ggn.module import ModulePullback
 from contrastive_curvature.testing import support
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,3 +47,16 @@ def test_every_backend_and_structure_has_its_place(tables: dict[str, str]) -> No
     assert len({tuple(row) for row in rows}) == sum(len(kinds) for _, kinds in support.ROWS)
     # torch.func takes everything that anybody takes.
     assert all(line.split("|")[2].strip().startswith("exact") for line in layers.splitlines()[2:])
+
+
+def test_wrong_factors_are_no_approximation() -> None:
+    class Sevens(ModulePullback):
+        def kron_factors(self, *args: Any) -> Any:
+            return [[torch.full_like(f, 7.0) for f in group] for group in super().kron_factors(*args)]
+
+    class Wrong(cc.ContrastiveBackend):
+        def all_parameters(self, encoder: Any) -> Any:
+            return Sevens(encoder)
+
+    with pytest.raises(AssertionError, match=r"Wrong: kron of all .* is neither K-FAC nor refused"):
+        support._survey(Wrong, "all", "kron")
