@@ -34,7 +34,7 @@ from contrastive_curvature.testing.contract import make_backend
 RESULTS = Path(__file__).parent / "results"
 Case = dict[str, Any]
 TARGET = 1.3
-ENOUGH_SECONDS = 8.0
+ENOUGH_SECONDS = 4.0
 OUTPUTS = 10
 FIXES = ("fixed", "psd", "positive", "full")
 HOSTS = {
