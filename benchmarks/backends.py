@@ -35,6 +35,7 @@ RESULTS = Path(__file__).parent / "results"
 Case = dict[str, Any]
 TARGET = 1.3
 ENOUGH_SECONDS = 4.0
+KEYS = ("network", "backend", "weights", "structure")
 OUTPUTS = 10
 FIXES = ("fixed", "psd", "positive", "full")
 HOSTS = {
@@ -227,6 +228,9 @@ def main(arguments: list[str] | None = None) -> Case:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help="small sizes, in this process; the figures mean nothing")
     parser.add_argument("--network", action="append", help="one of mlp, paper, resnet; all by default")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep what the result files hold, measure what is missing"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for backends.json and backends.md")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -237,9 +241,14 @@ def main(arguments: list[str] | None = None) -> Case:
         print(json.dumps(measured))
         return measured
     results: Case = {"machine": describe(), "quick": options.quick, "cases": []}
+    if options.resume:
+        results = json.loads((options.out / "backends.json").read_text(encoding="utf-8"))
+    known = {tuple(case[key] for key in KEYS) for case in results["cases"]}
     wanted = options.network
     cases = [case for case in make_cases(options.quick) if wanted is None or case["network"] in wanted]
     for case in cases:
+        if tuple(case[key] for key in KEYS) in known:
+            continue
         print("...", case["network"], case["backend"], case["weights"], case["structure"], file=sys.stderr)
         results["cases"].append({**case, **(run_case(case) if options.quick else run_apart(case))})
         write(results, options.out)
