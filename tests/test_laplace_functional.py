@@ -115,6 +115,16 @@ def test_a_subset_stands_for_the_data(weights: str, options: dict[str, Any], dev
     assert abs(float(total - truth)) < 4 * float(spread)
 
 
+@for_every_psd
+def test_bounded_chunks_change_nothing(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = pair("all", options, "cpu")
+    monkeypatch.setattr(functional, "JACOBIAN_ELEMENTS", 300)
+    parts, _ = pair("all", options, "cpu")
+    x = torch.randn(7, 4, dtype=torch.float64)
+    assert close(parts(x, joint=True).joint_covariance, whole(x, joint=True).joint_covariance)
+    assert close(parts.log_prob(parts.mean + 0.1), whole.log_prob(whole.mean + 0.1))
+
+
 @for_both
 def test_survives_a_file(weights: str, tmp_path: Any) -> None:
     gp, _ = pair(weights, PSD[0], "cpu")

@@ -208,10 +208,12 @@ class _FunctionSpace(ContrastiveLaplace):
     def _kernel(self, left: Any, right: Any) -> Tensor:
         """``J J^T`` between points in float64, shape (A, D, B, D): the posterior is a difference of such numbers."""
         pullback = self.backend.pullback(left)
-        rows = torch.cat([jacobian for _, jacobian in self._jacobians(pullback, left)]).double()
-        blocks = (jacobian.double() for _, jacobian in self._jacobians(pullback, right))
-        parts = [torch.einsum("adp,bep->adbe", rows, block) for block in blocks]
-        return torch.cat(parts, dim=2)
+        rows = []
+        for _, some in self._jacobians(pullback, left):
+            mine = some.double()
+            others = (jacobian.double() for _, jacobian in self._jacobians(pullback, right))
+            rows.append(torch.cat([torch.einsum("adp,bep->adbe", mine, other) for other in others], dim=2))
+        return torch.cat(rows)
 
     def _jacobians(self, pullback: Any, context: Any) -> Iterator[tuple[slice, Tensor]]:
         """Jacobians (B, D, P) of points, in chunks of bounded size."""
