@@ -74,7 +74,12 @@ def make_network(name: str) -> tuple[nn.Module, tuple[int, ...]]:
         layers = [nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, OUTPUTS)]
         return nn.Sequential(*layers), (784,)
     if name == "paper":
-        return make_encoder("fashionmnist", OUTPUTS), (1, 28, 28)
+        encoder = make_encoder("fashionmnist", OUTPUTS)
+        for module in encoder.modules():
+            if isinstance(module, nn.ReLU):
+                # BackPACK's own hooks do not stand layers that work in place.
+                module.inplace = False
+        return encoder, (1, 28, 28)
     stem = [nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
     tail = [nn.AvgPool2d(4), nn.Flatten(), nn.Linear(16 * 16, OUTPUTS)]
     return nn.Sequential(*stem, Block(16), Block(16), *tail), (3, 16, 16)
