@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -27,7 +25,7 @@ from laplace.utils import FeatureExtractor
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from benchmarks.machine import describe, measure_peak
+from benchmarks.machine import describe, measure_peak, run_apart
 from contrastive_curvature.demo.networks import make_encoder
 from contrastive_curvature.testing.contract import make_backend
 
@@ -175,16 +173,6 @@ def take_turns(sides: dict[str, Callable[[], object]], repetitions: int) -> dict
     return {name: statistics.median(values) for name, values in taken.items()}
 
 
-def run_apart(case: Case) -> Case:
-    """Run a case in a process of its own, so that no memory of another one is counted or reused."""
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.backends", "--case", json.dumps(case)]
-    root = str(Path(__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-    out: Case = json.loads(done.stdout.splitlines()[-1])
-    return out
-
-
 def render(results: Case) -> str:
     """Markdown: one row a case."""
     machine = results["machine"]
@@ -255,7 +243,9 @@ def main(arguments: list[str] | None = None) -> Case:
         if tuple(case[key] for key in KEYS) in known:
             continue
         print("...", case["network"], case["backend"], case["weights"], case["structure"], file=sys.stderr)
-        results["cases"].append({**case, **(run_case(case) if options.quick else run_apart(case))})
+        results["cases"].append(
+            {**case, **(run_case(case) if options.quick else run_apart("benchmarks.backends", case))}
+        )
         write(results, options.out)
     print(render(results))
     return results

@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -27,7 +25,7 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from benchmarks.curvature_report import CHUNKS, TARGETS, render
-from benchmarks.machine import describe, measure_peak, measure_time
+from benchmarks.machine import describe, measure_peak, measure_time, run_apart
 from benchmarks.pairwise import pairwise_curvature
 from contrastive_curvature.encoder import Encoder
 from contrastive_curvature.ggn.accumulate import points_curvature
@@ -269,20 +267,6 @@ def judge(case: Case) -> Case:
     return {"one forward pass": case["ratio"] >= 1, "3 GiB": node["peak_mib"] <= 3072}
 
 
-def run_apart(case: Case) -> Case:
-    """Run a case in a process of its own, so that no memory of another one is counted or reused."""
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.curvature", "--case", json.dumps(case)]
-    root = str(Path(__file__).parents[1])
-    passive = {"OMP_WAIT_POLICY": "PASSIVE"}  # threads that wait must not count as work
-    environment = {
-        **os.environ,
-        **passive,
-        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
-    }
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: rounded(v) for k, v in value.items()}
@@ -306,7 +290,12 @@ def main(arguments: list[str] | None = None) -> Case:
     results: Case = {"machine": describe(), "quick": options.quick, "cases": []}
     for case in make_cases(options.quick, options.data_root):
         print("...", *(v for k, v in case.items() if k in ("case", "distance", "pd_fix")), file=sys.stderr)
-        measured = {**case, **(RUNNERS[case["case"]](case) if options.quick else run_apart(case))}
+        if options.quick:
+            found = RUNNERS[case["case"]](case)
+        else:
+            # Threads that wait must not count as work.
+            found = run_apart("benchmarks.curvature", case, OMP_WAIT_POLICY="PASSIVE")
+        measured = {**case, **found}
         results["cases"].append(rounded({**measured, "met": judge(measured)}))
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "curvature.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

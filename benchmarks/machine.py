@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 import resource
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["describe", "measure_peak", "measure_time"]
+__all__ = ["describe", "measure_peak", "measure_time", "run_apart"]
 
 _T = TypeVar("_T")
 
@@ -36,6 +39,16 @@ def describe() -> dict[str, str | int | float]:
         "load": round(os.getloadavg()[0], 1),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
+
+
+def run_apart(module: str, case: dict[str, Any], **environment: str) -> dict[str, Any]:
+    """Run a case in a process of its own, so that no memory of another one is counted or reused."""
+    command = [sys.executable, "-W", "ignore", "-m", module, "--case", json.dumps(case)]
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    variables = {**os.environ, **environment, "PYTHONPATH": path}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=variables)
+    out: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return out
 
 
 def measure_time(function: Callable[[], object], repetitions: int) -> dict[str, float]:

@@ -8,7 +8,7 @@ from torch.nn.modules.loss import _Loss
 
 from contrastive_curvature.options import CurvatureOptions, Distance, Normalization, PDFix
 from contrastive_curvature.output_hessian import OutputHessian
-from contrastive_curvature.pairs import Pairs, PairWeights, make_relation
+from contrastive_curvature.pairs import Pairs, make_relation
 from contrastive_curvature.pairs.edges import EdgeRelation
 from contrastive_curvature.pairs.relation import Relation
 from contrastive_curvature.pairs.weighting import Shares, count_shares
@@ -98,9 +98,7 @@ class ContrastiveLoss(_Loss):
 
     def output_hessian(self, z: Tensor, labels: Tensor | None = None, *, pairs: Pairs | None = None) -> OutputHessian:
         """The Hessian at raw outputs, with this loss's options; see :func:`contrastive_curvature.output_hessian`."""
-        z = check_outputs(z)
-        relation = make_relation(z.shape[0], z.device, labels, pairs)
-        return OutputHessian(z, PairWeights(relation, normalize(z)[0], self.options), self.options)
+        return OutputHessian.from_pairs(z, self.options, labels, pairs)
 
     def extra_repr(self) -> str:
         """The options, as they were given."""

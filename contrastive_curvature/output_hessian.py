@@ -52,6 +52,15 @@ class OutputHessian:
         blocks = NodeBlocks.from_sums(self.u, self.n, *weights.node_sums(), options.distance)
         self.blocks = blocks.project_psd() if options.pd_fix is PDFix.PSD else blocks
 
+    @classmethod
+    def from_pairs(
+        cls, z: Tensor, options: CurvatureOptions, labels: Tensor | None = None, pairs: Pairs | None = None
+    ) -> OutputHessian:
+        """Build it from what the user has; arguments and errors as in :func:`output_hessian`."""
+        z = check_outputs(z)
+        relation = make_relation(z.shape[0], z.device, labels, pairs)
+        return cls(z, PairWeights(relation, normalize(z)[0], options), options)
+
     @property
     def shape(self) -> tuple[int, int]:
         """``(N D, N D)``."""
@@ -182,6 +191,4 @@ def output_hessian(
         InputError: Outputs, labels, pairs or an option are malformed.
     """
     options = CurvatureOptions(distance, pd_fix, margin, negative_weight, normalization)  # type: ignore[arg-type]
-    z = check_outputs(z)
-    relation = make_relation(z.shape[0], z.device, labels, pairs)
-    return OutputHessian(z, PairWeights(relation, normalize(z)[0], options), options)
+    return OutputHessian.from_pairs(z, options, labels, pairs)

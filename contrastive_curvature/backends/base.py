@@ -6,7 +6,7 @@ An adapter says how its host pulls the output Hessian back to all parameters of 
 The host's contract: ``diag``, ``full`` and ``kron`` take a batch and return ``(loss, curvature)``, both summed over
 what the batch stands for in a data set of ``N`` points; Jacobians are (batch, outputs, parameters). ``diag`` and
 ``full`` are exact. A data set's pairs do not fall apart into batches, so the contrastive Laplace classes call
-:meth:`ContrastiveGGN.fit` instead.
+:meth:`ContrastiveBackend.fit` instead.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from contrastive_curvature.backends.checks import check_backend_options, check_m
 from contrastive_curvature.backends.fits import DatasetFits
 from contrastive_curvature.encoder import Encoder, Inputs, evaluation_mode, slice_inputs
 from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.ggn.api import check_encoder, make_pullback
+from contrastive_curvature.ggn.api import check_encoder, check_trainable, make_pullback
 from contrastive_curvature.ggn.batches import batch_curvature
 from contrastive_curvature.ggn.part import SubnetworkPullback
 from contrastive_curvature.ggn.pullback import Pullback
-from contrastive_curvature.ggn.sharing import check_kfac_approx, refuse_dataset_sharing
+from contrastive_curvature.ggn.sharing import parse_kfac_approx
 from contrastive_curvature.loss import ContrastiveLoss
 from contrastive_curvature.options import (
     CurvatureOptions,
@@ -36,7 +36,6 @@ from contrastive_curvature.options import (
     Normalization,
     PDFix,
     Structure,
-    parse_option,
 )
 from contrastive_curvature.pairs import RelationFunction
 
@@ -93,10 +92,7 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
         check_model(model)
         self.options = CurvatureOptions(distance, pd_fix, margin, negative_weight, normalization)  # type: ignore[arg-type]
         check_backend_options(pairs, relation, rank)
-        self.kfac_approx = parse_option(KFACApprox, "kfac_approx", kfac_approx)
-        check_kfac_approx(self.kfac_approx, self.options.pd_fix)
-        if pairs == "dataset":
-            refuse_dataset_sharing(self.kfac_approx)
+        self.kfac_approx = parse_kfac_approx(kfac_approx, self.options.pd_fix, pairs=pairs)
         # The host knows no contrastive likelihood; what it derives from the name is replaced below.
         super().__init__(model, "regression", last_layer, subnetwork_indices, dict_key_x, dict_key_y)
         self.likelihood = likelihood
@@ -148,6 +144,7 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
         if self.last_layer:
             # One linear layer has closed forms, which leave nothing to a host.
             return make_pullback(encoder, "last_layer")
+        check_trainable(encoder)
         if self.subnetwork_indices is None:
             return self.all_parameters(encoder)
         return self.subnetwork_parameters(encoder, self.subnetwork_indices.to(next(encoder.parameters()).device))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from contrastive_curvature.backends.backpack import BackPackContrastiveGGN
 from contrastive_curvature.backends.base import ContrastiveBackend
 from contrastive_curvature.backends.torch_func import ContrastiveGGN
 from contrastive_curvature.encoder import Inputs, evaluation_mode
@@ -36,8 +37,7 @@ def choose_backend(
     Args:
         model: The encoder, or laplace's feature extractor around it.
         probe: A batch.
-        structure: The Hessian structure; ``None`` for low rank and function space, which need forward-mode derivatives
-            or Jacobians.
+        structure: The Hessian structure; ``None`` for low rank and function space, which need products or Jacobians.
         last_layer: Only the last linear layer.
         keeps_graph: Whether predictions have to be differentiable.
         **kwargs: For the backend.
@@ -46,7 +46,6 @@ def choose_backend(
         The backend: ``ContrastiveGGN`` for a last layer (closed forms), for a differentiable prediction and for what
         BackPACK does not know, else ``BackPackContrastiveGGN``.
     """
-    made: ContrastiveBackend
     if last_layer:
         kind, why = ContrastiveGGN, "the last layer has closed forms"
     elif keeps_graph:
@@ -56,16 +55,11 @@ def choose_backend(
     elif structure is None:
         kind, why = ContrastiveGGN, "this structure needs products, not diagonals"
     else:
-        # Here, so that a user of last layers does not wait for it.
-        from contrastive_curvature.backends.backpack import BackPackContrastiveGGN
-
-        made = BackPackContrastiveGGN(model, last_layer=last_layer, **kwargs)
+        made = BackPackContrastiveGGN(model, **kwargs)
         try:
             with evaluation_mode(model), torch.no_grad():
-                pullback = made.pullback(probe)
-                z, context = pullback.forward(probe)
-                # Some limits of the host show in a product only.
-                pullback.vjp(pullback.slice_context(context, slice(0, 1)), torch.ones_like(z[:1]).unsqueeze(1))
+                # Its first batch is compared with autograd, products too: some limits of the host show there only.
+                made.pullback(probe).forward(probe)
         except UnsupportedError as error:
             kind, why = ContrastiveGGN, str(error).split(". Use ", 1)[0]
         else:
@@ -77,6 +71,4 @@ def choose_backend(
 
 def backend_named(name: str) -> type[ContrastiveBackend]:
     """The class that :func:`choose_backend` chose, by its name."""
-    from contrastive_curvature.backends.backpack import BackPackContrastiveGGN
-
     return BackPackContrastiveGGN if name == BackPackContrastiveGGN.__name__ else ContrastiveGGN

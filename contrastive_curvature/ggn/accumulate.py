@@ -9,8 +9,8 @@ from contrastive_curvature.ggn import pullback as pullback_file
 from contrastive_curvature.ggn.pullback import Points, Pullback
 from contrastive_curvature.node_blocks import NodeBlocks
 from contrastive_curvature.options import CurvatureOptions, PDFix, Structure
+from contrastive_curvature.output_hessian import OutputHessian
 from contrastive_curvature.pairs import PairWeights
-from contrastive_curvature.sphere import project_tangent
 
 __all__ = ["clamp_curvature", "make_blocks", "points_curvature", "tiled_cross_term"]
 
@@ -36,25 +36,22 @@ def points_curvature(
     Returns:
         Shape (P,) or (P, P).
     """
-    blocks = make_blocks(points.u, points.n, *weights.node_sums(), options)
     coupled = options.pd_fix.coupled
     if coupled and structure is Structure.FULL and points.u.numel() * pullback.width <= pullback_file.JACOBIAN_ELEMENTS:
-        return _dense_term(pullback, points, weights, blocks)
+        return _dense_term(pullback, points, weights, options)
+    blocks = make_blocks(points.u, points.n, *weights.node_sums(), options)
     out = pullback.block_term(points, blocks, structure)
     if coupled:
         out -= tiled_cross_term(pullback, points, weights, structure)
     return out
 
 
-def _dense_term(pullback: Pullback, points: Points, weights: PairWeights, blocks: NodeBlocks) -> Tensor:
+def _dense_term(pullback: Pullback, points: Points, weights: PairWeights, options: CurvatureOptions) -> Tensor:
     """``J^T (H J)`` with all Jacobians at once: one product of large matrices instead of two."""
     n, dim = points.u.shape
     axes = torch.eye(dim, dtype=points.u.dtype, device=points.u.device).expand(n, dim, dim)
     jacobian = pullback.vjp(points.context, axes)
-    inverse = (1 / points.n).view(-1, 1, 1)
-    pulled = inverse * project_tangent(points.u, jacobian)
-    pushed = weights.matmul(pulled.flatten(1)).view_as(pulled)
-    curved = blocks.matmul(jacobian) - inverse * project_tangent(points.u, pushed)
+    curved = OutputHessian(points.u * points.n.unsqueeze(1), weights, options).matvec(jacobian)
     return jacobian.flatten(0, 1).T @ curved.flatten(0, 1)
 
 

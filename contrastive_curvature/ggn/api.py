@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from contrastive_curvature.encoder import Encoder, Inputs, evaluation_mode, input_length, slice_inputs
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.ggn.accumulate import clamp_curvature, make_blocks, points_curvature
+from contrastive_curvature.ggn.accumulate import clamp_curvature
 from contrastive_curvature.ggn.kron import clamp_factors
 from contrastive_curvature.ggn.last_layer import LastLayerPullback
 from contrastive_curvature.ggn.module import ModulePullback
 from contrastive_curvature.ggn.pullback import KronFactors, Points, Pullback
-from contrastive_curvature.ggn.sharing import check_kfac_approx, shared_factors
+from contrastive_curvature.ggn.sharing import parse_kfac_approx, structured_curvature
 from contrastive_curvature.options import (
     CurvatureOptions,
     Distance,
@@ -28,7 +28,7 @@ from contrastive_curvature.options import (
 from contrastive_curvature.pairs import Pairs, PairWeights, make_relation
 from contrastive_curvature.sphere import check_outputs, normalize
 
-__all__ = ["check_encoder", "ggn", "make_pullback"]
+__all__ = ["check_encoder", "check_trainable", "ggn", "make_pullback"]
 
 
 def ggn(
@@ -89,8 +89,7 @@ def ggn(
     """
     options = CurvatureOptions(distance, pd_fix, margin, negative_weight, normalization)  # type: ignore[arg-type]
     kind = parse_option(Structure, "structure", structure)
-    approx = parse_option(KFACApprox, "kfac_approx", kfac_approx)
-    check_kfac_approx(approx, options.pd_fix, kind)
+    approx = parse_kfac_approx(kfac_approx, options.pd_fix, kind)
     if not isinstance(model, nn.Module):
         raise InputTypeError(expected("model", "a torch.nn.Module", f"a {type(model).__name__}"))
     if not isinstance(x, (Tensor, Mapping)) or not input_length(x):
@@ -107,15 +106,12 @@ def ggn(
         u, n = normalize(z)
         weights = PairWeights(relation, u, options)
         points = Points(context, u, n)
-        if kind is not Structure.KRON:
-            curvature = points_curvature(pullback, points, weights, options, kind)
-            return clamp_curvature(curvature) if clamp else curvature
-        if approx is KFACApprox.EXPAND:
-            blocks = make_blocks(u, n, *weights.node_sums(), options)
-            factors = pullback.kron_factors(points, blocks, len(points))
-        else:
-            factors = shared_factors(pullback, points, weights, options, len(points))
-    return clamp_factors(factors) if clamp else factors
+        found: Tensor | KronFactors = structured_curvature(
+            pullback, points, weights, options, kind, len(points), approx
+        )
+    if not clamp:
+        return found
+    return clamp_curvature(found) if isinstance(found, Tensor) else clamp_factors(found)
 
 
 def check_encoder(encoder: Encoder, options: CurvatureOptions) -> None:
@@ -131,6 +127,16 @@ def check_encoder(encoder: Encoder, options: CurvatureOptions) -> None:
             "contrastive_curvature.L2Norm(), or use distance='euclidean', which linearises the normalisation."
         )
         raise UnsupportedError(msg)
+
+
+def check_trainable(encoder: Encoder) -> None:
+    """Refuse an encoder all of whose parameters are frozen.
+
+    Raises:
+        InputError: No parameter requires a gradient.
+    """
+    if not any(p.requires_grad for p in encoder.parameters()):
+        raise InputError(expected("model", "at least one parameter that requires a gradient", "none"))
 
 
 def make_pullback(encoder: Encoder, subset_of_weights: str | Tensor) -> Pullback:
@@ -155,8 +161,7 @@ def make_pullback(encoder: Encoder, subset_of_weights: str | Tensor) -> Pullback
     if subset_of_weights == "last_layer":
         return LastLayerPullback(encoder)
     if subset_of_weights == "all":
-        if not any(p.requires_grad for p in encoder.parameters()):
-            raise InputError(expected("model", "at least one parameter that requires a gradient", "none"))
+        check_trainable(encoder)
         return ModulePullback(encoder)
     raise InputError(expected("subset_of_weights", wanted, subset_of_weights))
 

@@ -16,13 +16,12 @@ from tqdm import tqdm
 
 from contrastive_curvature.encoder import Inputs, input_length
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.ggn.accumulate import make_blocks, points_curvature
 from contrastive_curvature.ggn.dataset import BatchReader, DatasetCurvature, check_fittable, check_targets
 from contrastive_curvature.ggn.kron import add_factors
 from contrastive_curvature.ggn.pullback import Points, Pullback
-from contrastive_curvature.ggn.sharing import shared_factors
+from contrastive_curvature.ggn.sharing import structured_curvature
 from contrastive_curvature.options import CurvatureOptions, KFACApprox, Normalization, Structure
-from contrastive_curvature.pairs import PairWeights, Relation, RelationFunction, make_relation
+from contrastive_curvature.pairs import Pairs, PairWeights, Relation, RelationFunction, make_relation
 from contrastive_curvature.sphere import check_outputs, normalize
 
 __all__ = ["batch_curvature", "batch_weights", "batches_curvature"]
@@ -120,14 +119,7 @@ def batch_curvature(
     u, n = normalize(z)
     weights = batch_weights(u, targets, options, n_data, totals, relation)
     points = Points(context, u, n)
-    curvature: Any
-    if structure is not Structure.KRON:
-        curvature = points_curvature(pullback, points, weights, options, structure)
-    elif kfac_approx is KFACApprox.EXPAND:
-        blocks = make_blocks(u, n, *weights.node_sums(), options)
-        curvature = pullback.kron_factors(points, blocks, n_data)
-    else:
-        curvature = shared_factors(pullback, points, weights, options, n_data)
+    curvature = structured_curvature(pullback, points, weights, options, structure, n_data, kfac_approx)
     return DatasetCurvature(curvature, *weights.loss_and_cost(), n_data)
 
 
@@ -138,6 +130,7 @@ def batch_weights(
     n_data: int,
     totals: tuple[float, float] | None = None,
     relation: RelationFunction | None = None,
+    pairs: Pairs | None = None,
 ) -> PairWeights:
     """Pair weights of B points as their share of a data set's; arguments as in :func:`batch_curvature`.
 
@@ -148,11 +141,12 @@ def batch_weights(
         n_data: Number N of points in the data set.
         totals: Number of positive and negative pairs in the data set.
         relation: ``None`` for class labels, or a callable on targets.
+        pairs: Index tuples of a miner, instead of targets and relation.
 
     Returns:
         Weights that sum over batches to an estimate of those of all pairs.
     """
-    made = make_relation(u.shape[0], u.device, targets, relation)
+    made = make_relation(u.shape[0], u.device, *((targets, relation) if pairs is None else (None, pairs)))
     return PairWeights(made, u, options, _scale(made, options.normalization, n_data, totals))
 
 

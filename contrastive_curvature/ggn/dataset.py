@@ -63,6 +63,12 @@ class DatasetPairs:
         """Number of points."""
         return self.weights.n
 
+    @property
+    def function(self) -> RelationFunction | None:
+        """The callable that relates targets; ``None`` for class labels."""
+        made = self.weights.relation
+        return made.function if isinstance(made, CallableRelation) else None
+
 
 @dataclass(frozen=True)
 class DatasetCurvature:
@@ -178,8 +184,6 @@ def dataset_curvature(
     """
     options = pairs.options
     total: Any = None
-    made = pairs.weights.relation
-    relation = made.function if isinstance(made, CallableRelation) else None
     cross = (
         _make_cross(pullback, pairs, structure) if options.pd_fix.coupled and structure is not Structure.KRON else None
     )
@@ -187,7 +191,7 @@ def dataset_curvature(
     seen = torch.zeros_like(pairs.checksum)
     for batch in tqdm(loader, desc="[curvature]", disable=not progress):
         x, y = read(batch)
-        y = check_targets(y, input_length(x), relation)
+        y = check_targets(y, input_length(x), pairs.function)
         z, context = pullback.forward(x)
         z = check_outputs(z, "model(x)")
         seen += checksum(z)

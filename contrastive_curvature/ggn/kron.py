@@ -29,7 +29,19 @@ from contrastive_curvature.ggn.pullback import KronFactors, Points
 from contrastive_curvature.node_blocks import NodeBlocks
 from contrastive_curvature.options import Structure
 
-__all__ = ["LayerRun", "ModuleKron", "add_factors", "by_position", "clamp_factors", "layer_inputs", "sandwich"]
+__all__ = [
+    "LayerRun",
+    "ModuleKron",
+    "add_factors",
+    "by_position",
+    "check_matrix",
+    "clamp_factors",
+    "has_factors",
+    "layer_inputs",
+    "refuse_kron",
+    "sandwich",
+    "zero_factors",
+]
 
 
 @dataclass(frozen=True)
@@ -62,16 +74,12 @@ class ModuleKron:
         for module in encoder.modules():
             for name, p in module.named_parameters(recurse=False):
                 if p.requires_grad and id(p) in owners:
-                    self._refuse(f"the parameter {name!r} of a {type(module).__name__} is shared between modules")
+                    refuse_kron(f"the parameter {name!r} of a {type(module).__name__} is shared between modules")
                 owners[id(p)] = (module, name)
         self.params = [p for p in encoder.parameters() if p.requires_grad]
         self.owners = [owners[id(p)] for p in self.params]
         for (module, name), p in zip(self.owners, self.params, strict=True):
-            matrix_ok = isinstance(module, nn.Linear) or (
-                isinstance(module, (nn.Conv1d, nn.Conv2d)) and module.groups == 1 and module.padding_mode == "zeros"
-            )
-            if p.ndim > 1 and not (matrix_ok and name == "weight"):
-                self._refuse(f"{type(module).__name__}.{name} is not the weight of a linear or ungrouped convolution")
+            check_matrix(module, name, p)
         self.layers = list(
             {id(m): m for (m, _), p in zip(self.owners, self.params, strict=True) if p.ndim > 1}.values()
         )
@@ -89,7 +97,7 @@ class ModuleKron:
 
         def note(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
             if id(module) in seen:
-                self._refuse(f"a {type(module).__name__} runs more than once")
+                refuse_kron(f"a {type(module).__name__} runs more than once")
             seen[id(module)] = (args[0].detach().clone(), out)
             # What follows may work in place; the noted tensors must stay what they were.
             return out.clone()
@@ -159,8 +167,7 @@ class ModuleKron:
             run = runs.get(id(module))
             if run is None and module in self.layers:
                 # A layer that the encoder never runs has no curvature.
-                sizes = (len(p),) if p.ndim == 1 else (len(p), p[0].numel())
-                factors.append([p.new_zeros(size, size) for size in sizes])
+                factors.append(zero_factors(p))
             elif run is None:
                 factors.append([of_vector(p)])
             else:
@@ -177,10 +184,38 @@ class ModuleKron:
         pullback = self.vector_pullback(p)
         return pullback.block_term(Points(x, blocks.u, torch.ones_like(blocks.c)), blocks, Structure.FULL)
 
-    @staticmethod
-    def _refuse(why: str) -> None:
-        msg = f"structure 'kron': {why}. Use the structure 'diag', or subset_of_weights='last_layer'."
-        raise UnsupportedError(msg)
+
+def refuse_kron(why: str) -> None:
+    """Refuse what has no Kronecker factors.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    msg = f"structure 'kron': {why}. Use the structure 'diag', or subset_of_weights='last_layer'."
+    raise UnsupportedError(msg)
+
+
+def has_factors(module: nn.Module) -> bool:
+    """Whether a module multiplies its inputs with its weight, position by position."""
+    if isinstance(module, (nn.Conv1d, nn.Conv2d)):
+        return module.groups == 1 and module.padding_mode == "zeros"
+    return isinstance(module, nn.Linear)
+
+
+def check_matrix(module: nn.Module, name: str, p: Tensor) -> None:
+    """Refuse a matrix parameter that is no weight with factors; vectors pass.
+
+    Raises:
+        UnsupportedError: It is one.
+    """
+    if p.ndim > 1 and not (has_factors(module) and name == "weight"):
+        refuse_kron(f"{type(module).__name__}.{name} is not the weight of a linear or ungrouped convolution")
+
+
+def zero_factors(p: Tensor) -> list[Tensor]:
+    """What a parameter without curvature has: ``[G, A]`` of a matrix, ``[block]`` of a vector."""
+    sizes = (p.numel(),) if p.ndim <= 1 else (len(p), p[0].numel())
+    return [p.new_zeros(size, size) for size in sizes]
 
 
 def add_factors(a: KronFactors | None, b: KronFactors) -> KronFactors:

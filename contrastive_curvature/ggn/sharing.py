@@ -17,36 +17,45 @@ K-FAC-expand. Biases and other vectors get their exact block with ``reduce``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.ggn.accumulate import points_curvature
+from contrastive_curvature.ggn.accumulate import make_blocks, points_curvature
 from contrastive_curvature.ggn.kron import LayerRun, ModuleKron, sandwich
 from contrastive_curvature.ggn.last_layer import LastLayerPullback
 from contrastive_curvature.ggn.module import ModulePullback
 from contrastive_curvature.ggn.pullback import KronFactors, Points, Pullback
-from contrastive_curvature.options import CurvatureOptions, KFACApprox, PDFix, Structure
+from contrastive_curvature.options import CurvatureOptions, KFACApprox, PDFix, Structure, parse_option
 from contrastive_curvature.output_hessian import OutputHessian
 from contrastive_curvature.pairs import PairWeights
 
-__all__ = ["check_kfac_approx", "pair_moment", "refuse_dataset_sharing", "shared_factors"]
+__all__ = ["pair_moment", "parse_kfac_approx", "shared_factors", "structured_curvature"]
 
 
-def check_kfac_approx(approx: KFACApprox, pd_fix: PDFix, structure: Structure | None = Structure.KRON) -> None:
-    """Refuse an approximation of cross terms where there are none.
+def parse_kfac_approx(
+    value: KFACApprox | str, pd_fix: PDFix, structure: Structure | None = Structure.KRON, pairs: str = "batch"
+) -> KFACApprox:
+    """Turn a string into a member, and refuse an approximation of cross terms where it has no meaning.
 
     Args:
-        approx: The approximation.
+        value: The approximation.
         pd_fix: The fix.
         structure: What is asked for; ``None`` for another structure than those of :class:`Structure`.
+        pairs: ``"batch"``, or ``"dataset"``, whose points are never there at once.
+
+    Returns:
+        The member.
 
     Raises:
-        UnsupportedError: The fix drops the cross terms.
-        InputError: The structure has no Kronecker factors.
+        UnsupportedError: The fix drops the cross terms, or the points are not there at once.
+        InputError: It is unknown, or the structure has no Kronecker factors.
     """
+    approx = parse_option(KFACApprox, "kfac_approx", value)
     if approx is KFACApprox.EXPAND:
-        return
+        return approx
     if structure is not Structure.KRON:
         hint = "It approximates Kronecker factors. Use structure='kron', or leave it out."
         raise InputError(expected("kfac_approx", "'expand' with a structure other than 'kron'", str(approx), hint))
@@ -56,20 +65,47 @@ def check_kfac_approx(approx: KFACApprox, pd_fix: PDFix, structure: Structure | 
             "points of a pair, so there is nothing to share. Use kfac_approx='expand', or pd_fix='positive' or 'full'."
         )
         raise UnsupportedError(msg)
-
-
-def refuse_dataset_sharing(approx: KFACApprox) -> None:
-    """Say that factors with cross terms need all points of a pair at once.
-
-    Raises:
-        UnsupportedError: Always but for ``expand``.
-    """
-    if approx is not KFACApprox.EXPAND:
+    if pairs == "dataset":
         msg = (
             f"kfac_approx={str(approx)!r}: over the pairs of a data set its factors need all points at once. Use "
             "pairs='batch', or kfac_approx='expand'."
         )
         raise UnsupportedError(msg)
+    return approx
+
+
+def structured_curvature(
+    pullback: Pullback,
+    points: Points,
+    weights: PairWeights,
+    options: CurvatureOptions,
+    structure: Structure,
+    n_data: int,
+    approx: KFACApprox = KFACApprox.EXPAND,
+) -> Any:
+    """Unclamped curvature of points that are there at once, in any structure.
+
+    Args:
+        pullback: The parameters.
+        points: N points.
+        weights: Their pair weights.
+        options: Distance and fix.
+        structure: ``diag``, ``full`` or ``kron``.
+        n_data: Number of points over which the input factors of ``kron`` are averaged.
+        approx: How ``kron`` treats the two points of a pair.
+
+    Returns:
+        Shape (P,) or (P, P), or Kronecker factors.
+
+    Raises:
+        UnsupportedError: ``kron`` for parameters that have no factors.
+    """
+    if structure is not Structure.KRON:
+        return points_curvature(pullback, points, weights, options, structure)
+    if approx is not KFACApprox.EXPAND:
+        return shared_factors(pullback, points, weights, options, n_data)
+    blocks = make_blocks(points.u, points.n, *weights.node_sums(), options)
+    return pullback.kron_factors(points, blocks, n_data)
 
 
 def shared_factors(

@@ -21,7 +21,6 @@ from contrastive_curvature.ggn.accumulate import make_blocks
 from contrastive_curvature.ggn.batches import batch_weights
 from contrastive_curvature.ggn.dataset import BatchReader, DatasetPairs, check_same_data, check_targets, checksum
 from contrastive_curvature.output_hessian import OutputHessian
-from contrastive_curvature.pairs.relation import CallableRelation
 from contrastive_curvature.sphere import check_outputs, normalize
 
 __all__ = ["HessianSubset", "subset_hessian"]
@@ -92,13 +91,12 @@ def subset_hessian(
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.zeros(pairs.n, dtype=torch.bool)
     chosen[torch.randperm(pairs.n, generator=generator)[:size]] = True
-    options, made = pairs.options, pairs.weights.relation
-    relation = made.function if isinstance(made, CallableRelation) else None
+    options = pairs.options
     parts, outputs, targets, start = [], [], [], 0
     seen = torch.zeros_like(pairs.checksum)
     for batch in tqdm(loader, desc="[inducing points]", disable=not progress):
         x, y = read(batch)
-        y = check_targets(y, input_length(x), relation)
+        y = check_targets(y, input_length(x), pairs.function)
         z = check_outputs(encoder(x), "model(x)")
         seen += checksum(z)
         mine = chosen[start : start + input_length(x)].to(y.device)
@@ -111,7 +109,7 @@ def subset_hessian(
     inputs, z, y = _join(parts), torch.cat(outputs), torch.cat(targets)
     u, n = normalize(z)
     if options.pd_fix.coupled:
-        weights = batch_weights(u, y, options, pairs.n, pairs.weights.totals, relation)
+        weights = batch_weights(u, y, options, pairs.n, pairs.weights.totals, pairs.function)
         factor = OutputHessian(z, weights, options).factor()
     else:
         factor = make_blocks(u, n, *pairs.weights.sums_for(u, y), options).factor()

@@ -140,13 +140,8 @@ class ContrastiveLaplace(SpherePrediction):
         earlier = 0 if override else self.n_data
         # Everything that can fail comes before the first assignment, so that a failed fit leaves the last one whole.
         self._absorb(result, earlier)
-        self.loss = result.loss.detach() + (self.loss if earlier else 0.0)
-        self.cost = float(result.cost) + (self.cost if earlier else 0.0)
-        self.n_data = result.n + earlier
-        self.mean = self._parameter_vector()
-        self.n_outputs = self._encoder_dim()
-        self.model.output_size = self.n_outputs
-        self._posterior_scale = None
+        loss, cost = (self.loss, float(self.cost)) if earlier else (0.0, 0.0)
+        self._remember(result.loss + loss, float(result.cost) + cost, result.n + earlier)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the posterior needs besides the encoder: tensors, numbers and strings only.
@@ -210,6 +205,14 @@ class ContrastiveLaplace(SpherePrediction):
                 )
             return
         raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+
+    def _remember(self, loss: Tensor, cost: float, n_data: int) -> None:
+        """What every fit leaves besides the curvature."""
+        self.loss, self.cost, self.n_data = loss.detach(), cost, n_data
+        self.mean = self._parameter_vector()
+        self.n_outputs = self._encoder_dim()
+        self.model.output_size = self.n_outputs
+        self._posterior_scale = None
 
     def _prepare(self, probe: Inputs) -> None:
         """What must be known before the backend exists; nothing here."""

@@ -130,10 +130,7 @@ class ContrastiveLowRankLaplace(ContrastiveLaplace, _LowRankHost):
             hint = "All negatives may lie inside the margin; use pd_fix='psd' or 'positive'."
             raise InputError(expected("train_loader", "data with a positive eigenvalue of the curvature", "none", hint))
         self.H = (vectors, values)
-        self.loss, self.cost, self.n_data = result.loss.detach(), float(result.cost), result.n
-        self.mean = self._parameter_vector()
-        self.n_outputs = self._encoder_dim()
-        self.model.output_size = self.n_outputs
+        self._remember(result.loss, float(result.cost), result.n)
 
     def _curvature_diagonal(self) -> Tensor:
         vectors, values = self.H

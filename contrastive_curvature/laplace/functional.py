@@ -110,10 +110,7 @@ class _FunctionSpace(ContrastiveLaplace):
             "values": values.clamp(min=0),
             "vectors": vectors,
         }
-        self.loss, self.cost, self.n_data = loss.detach(), float(cost), n
-        self.mean = self._parameter_vector()
-        self.n_outputs = self._encoder_dim()
-        self.model.output_size = self.n_outputs
+        self._remember(loss, float(cost), n)
 
     @property
     def prior_precision(self) -> Tensor:

@@ -10,8 +10,8 @@ from typing import Any
 from contrastive_curvature.backends.base import ContrastiveBackend
 from contrastive_curvature.backends.checks import check_backend_options
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.ggn.sharing import check_kfac_approx, refuse_dataset_sharing
-from contrastive_curvature.options import CurvatureOptions, KFACApprox, Structure, parse_option
+from contrastive_curvature.ggn.sharing import parse_kfac_approx
+from contrastive_curvature.options import CurvatureOptions, KFACApprox, Structure
 
 __all__ = ["check_options", "known_options"]
 
@@ -61,10 +61,7 @@ def check_options(
     names = ("distance", "pd_fix", "margin", "negative_weight", "normalization")
     parsed = CurvatureOptions(**{name: options[name] for name in names})
     options.update({name: getattr(parsed, name) for name in names})
-    options["kfac_approx"] = parse_option(KFACApprox, "kfac_approx", options["kfac_approx"])
-    check_kfac_approx(options["kfac_approx"], parsed.pd_fix, structure)
-    if options["pairs"] == "dataset":
-        refuse_dataset_sharing(options["kfac_approx"])
+    options["kfac_approx"] = parse_kfac_approx(options["kfac_approx"], parsed.pd_fix, structure, options["pairs"])
     if structure is Structure.KRON and parsed.pd_fix.coupled and options["kfac_approx"] is KFACApprox.EXPAND:
         warnings.warn(
             f"hessian_structure='kron' with pd_fix={str(parsed.pd_fix)!r}: K-FAC-expand leaves the cross terms between "

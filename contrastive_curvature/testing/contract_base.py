@@ -44,15 +44,7 @@ def make_backend(
 
 
 class ContractBase:
-    """Inherit, name the backend, and say which networks it refuses.
-
-    Attributes:
-        backend: The backend's class.
-        refused: Kinds of networks (:data:`~contrastive_curvature.testing.NETWORKS`) that it refuses with an
-            ``UnsupportedError`` that names ``ContrastiveGGN``.
-        refused_kron: Further kinds for which it has no Kronecker factors of all parameters.
-        options: Backend options of its own.
-    """
+    """Attributes and helpers; :class:`~contrastive_curvature.testing.contract.BackendContract` says what they mean."""
 
     backend: ClassVar[type[ContrastiveBackend]]
     refused: ClassVar[frozenset[str]] = frozenset()

@@ -7,7 +7,6 @@ from typing import Any
 from contrastive_curvature.backends.backpack.pullback import BackPackPullback
 from contrastive_curvature.backends.base import ContrastiveBackend
 from contrastive_curvature.encoder import Encoder
-from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.pullback import Pullback
 
 __all__ = ["BackPackContrastiveGGN"]
@@ -24,8 +23,6 @@ class BackPackContrastiveGGN(ContrastiveBackend):
 
     def all_parameters(self, encoder: Encoder) -> Pullback:
         """See :meth:`ContrastiveBackend.all_parameters`; traced once, as long as the encoder is made of the same."""
-        if not any(p.requires_grad for p in encoder.parameters()):
-            raise InputError(expected("model", "at least one parameter that requires a gradient", "none"))
         made_of = _parts(encoder)
         if self._traced is None or self._traced[0] != made_of:
             self._traced = made_of, BackPackPullback(encoder)

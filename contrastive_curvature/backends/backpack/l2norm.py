@@ -13,6 +13,7 @@ from backpack.core.derivatives.basederivatives import BaseDerivatives
 from torch import Tensor, nn
 
 from contrastive_curvature.node_blocks import NodeBlocks
+from contrastive_curvature.options import Distance
 
 __all__ = ["L2NormDerivatives"]
 
@@ -39,14 +40,9 @@ class L2NormDerivatives(BaseDerivatives):
             N blocks (D, D).
         """
         u, n = _direction(module)
-        g = g_out[0].detach()
-        radial = (u * g).sum(-1, keepdim=True)
-        tangent = g - u * radial
-        tangent = tangent - u * (u * tangent).sum(-1, keepdim=True)
-        length = tangent.norm(dim=-1, keepdim=True)
-        t = tangent / torch.where(length > 0, length, torch.ones_like(length))
-        zero = torch.zeros_like(n).squeeze(-1)
-        return NodeBlocks(u, t, (-radial / n**2).squeeze(-1), zero, (-length / n**2).squeeze(-1), zero)
+        g, n = g_out[0].detach(), n.squeeze(-1)
+        # An arccos block is the same second derivative, of the pull -g.
+        return NodeBlocks.from_sums(u, n, torch.zeros_like(n), -g, Distance.ARCCOS)
 
     def ea_jac_t_mat_jac_prod(self, module: nn.Module, g_inp: Any, g_out: Any, mat: Tensor) -> Tensor:
         """``1/N sum_i J_i^T mat J_i`` (D, D), for KFRA."""

@@ -24,7 +24,7 @@ from contrastive_curvature.backends.backpack.rules import parameter_diagonal, pa
 from contrastive_curvature.encoder import Encoder, Inputs
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.ggn import pullback
-from contrastive_curvature.ggn.kron import by_position, layer_inputs
+from contrastive_curvature.ggn.kron import by_position, check_matrix, layer_inputs, zero_factors
 from contrastive_curvature.ggn.pullback import KronFactors, Points, Pullback
 from contrastive_curvature.node_blocks import NodeBlocks
 from contrastive_curvature.options import Structure
@@ -140,11 +140,10 @@ class BackPackPullback(Pullback):
         Raises:
             UnsupportedError: A matrix belongs to neither a linear layer nor an ungrouped convolution.
         """
-        self._check_kron()
-        factors: KronFactors = []
-        for p in self.params:
-            sizes = (len(p),) if p.ndim == 1 else (len(p), p[0].numel())
-            factors.append([points.u.new_zeros(size, size) for size in sizes])
+        for step in self.network.steps:
+            for name, k in step.params:
+                check_matrix(step.module, name, self.params[k])
+        factors = [zero_factors(p) for p in self.params]
         for rows in self._row_chunks(points):
             factor = factor_blocks(blocks[rows])
             signs = factor.signs.flatten()
@@ -189,18 +188,6 @@ class BackPackPullback(Pullback):
         ]
         size = max(1, pullback.JACOBIAN_ELEMENTS // max(1, dim * self.network.width, *gradients))
         return [slice(k, min(k + size, n)) for k in range(0, n, size)]
-
-    def _check_kron(self) -> None:
-        for step in self.network.steps:
-            for name, k in step.params:
-                m: Any = step.module
-                matrix_ok = isinstance(m, nn.Linear) or (isinstance(m, (nn.Conv1d, nn.Conv2d)) and m.groups == 1)
-                if self.params[k].ndim > 1 and not matrix_ok:
-                    msg = (
-                        f"structure 'kron': {type(m).__name__}.{name} is not the weight of a linear or ungrouped "
-                        "convolution. Use the structure 'diag', or subset_of_weights='last_layer'."
-                    )
-                    raise UnsupportedError(msg)
 
     def _compare(self, x: Tensor, z: Tensor | None = None) -> None:
         """Once, on the first batch: what a trace does not see would make every Jacobian that of another function.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contrastive_curvature.backends.base import ContrastiveBackend
 from contrastive_curvature.backends.curvlinops.pullback import CurvlinopsPullback
 from contrastive_curvature.encoder import Encoder
-from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.pullback import Pullback
 
 __all__ = ["CurvlinopsContrastiveGGN"]
@@ -22,6 +21,4 @@ class CurvlinopsContrastiveGGN(ContrastiveBackend):
 
     def all_parameters(self, encoder: Encoder) -> Pullback:
         """See :meth:`ContrastiveBackend.all_parameters`."""
-        if not any(p.requires_grad for p in encoder.parameters()):
-            raise InputError(expected("model", "at least one parameter that requires a gradient", "none"))
         return CurvlinopsPullback(encoder)

@@ -16,9 +16,9 @@ from curvlinops import EKFACLinearOperator, FisherType, KFACLinearOperator, KFAC
 from torch import Tensor, nn
 
 from contrastive_curvature.encoder import Encoder, Inputs, evaluation_mode, input_length, slice_inputs
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.ggn.api import check_encoder
-from contrastive_curvature.ggn.kron import ModuleKron
+from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.ggn.api import check_encoder, check_trainable
+from contrastive_curvature.ggn.kron import LayerRun, ModuleKron
 from contrastive_curvature.ggn.pullback import KronFactors
 from contrastive_curvature.node_blocks import NodeBlocks
 from contrastive_curvature.options import CurvatureOptions, PDFix
@@ -85,7 +85,9 @@ def host_refuses(encoder: Encoder) -> str | None:
     return None
 
 
-def host_factors(encoder: Encoder, x: Inputs, blocks: NodeBlocks, n_data: int) -> KronFactors:
+def host_factors(
+    encoder: Encoder, x: Inputs, blocks: NodeBlocks, n_data: int, runs: dict[int, LayerRun]
+) -> KronFactors:
     """The host's K-FAC in the format of :mod:`contrastive_curvature.ggn.kron`, to which it is equal.
 
     Args:
@@ -93,6 +95,7 @@ def host_factors(encoder: Encoder, x: Inputs, blocks: NodeBlocks, n_data: int) -
         x: N points.
         blocks: Their Hessian blocks, positive semidefinite.
         n_data: Number of points over which the ``A`` are averaged.
+        runs: Of the layers on some of the points, which tell how many positions they have.
 
     Returns:
         The factors.
@@ -103,7 +106,6 @@ def host_factors(encoder: Encoder, x: Inputs, blocks: NodeBlocks, n_data: int) -
     with torch.enable_grad():
         weights.compute_kronecker_factors()
     factors: list[list[Tensor]] = [[] for _ in params]
-    runs = ModuleKron(encoder).run(slice_inputs(x, slice(0, 1)))
     for name, places in weights._mapping.items():
         run = runs.get(id(encoder.get_submodule(name.removeprefix("encoder."))))
         if "weight" in places:
@@ -133,8 +135,7 @@ def check_layers(encoder: Encoder, x: Inputs) -> None:
         InputError: No parameter requires a gradient.
         UnsupportedError: A layer has no factors, runs twice, or never.
     """
-    if not any(p.requires_grad for p in encoder.parameters()):
-        raise InputError(expected("model", "at least one parameter that requires a gradient", "none"))
+    check_trainable(encoder)
     kron = ModuleKron(encoder)
     ran = kron.run(slice_inputs(x, slice(0, 1)))
     for layer in kron.layers:

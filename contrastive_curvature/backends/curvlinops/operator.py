@@ -13,7 +13,7 @@ import torch
 from curvlinops._torch_base import PyTorchLinearOperator
 from torch import Tensor, nn
 
-from contrastive_curvature.backends.checks import check_loader
+from contrastive_curvature.backends.checks import check_loader, check_model
 from contrastive_curvature.encoder import Encoder, Inputs, evaluation_mode, input_length, slice_inputs
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.ggn.api import check_encoder
@@ -71,17 +71,13 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         dict_key_y: str = "labels",
         check_deterministic: bool = True,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise InputTypeError(expected("model", "a torch.nn.Module", f"a {type(model).__name__}"))
+        check_model(model)
         if not isinstance(loss, (ContrastiveLoss, CurvatureOptions)):
             raise InputTypeError(expected("loss", "a ContrastiveLoss or CurvatureOptions", f"a {type(loss).__name__}"))
         check_loader(data)
         self._model, self._data, self._label_key = model, data, dict_key_y
         self._device = _only({p.device for p in model.parameters()}, "on one device")
         self._dtype = _only({p.dtype for p in model.parameters()}, "of one dtype")
-        if self._dtype in (torch.float16, torch.bfloat16):
-            hint = "A curvature sums many small numbers: call model.float() first."
-            raise InputError(expected("model", "float32 or float64 parameters", str(self._dtype), hint))
         self.options = loss.options if isinstance(loss, ContrastiveLoss) else loss
         first = next(iter(data), None)
         if first is None:

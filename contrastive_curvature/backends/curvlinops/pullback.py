@@ -24,10 +24,10 @@ class CurvlinopsPullback(ModulePullback):
         """See :meth:`Pullback.kron_factors`; the host's own where its squared loss can stand for the blocks."""
         kron = ModuleKron(self.encoder)
         # Refuses a layer that runs twice, of which the host would count one run.
-        kron.run(self.slice_context(points.context, slice(0, 1)))
+        runs = kron.run(self.slice_context(points.context, slice(0, 1)))
         # An unused layer has no gradient, which the host's backward pass trips over.
         if blocks.is_psd() and host_refuses(self.encoder) is None and self._all_used(points):
-            return host_factors(self.encoder, points.context, blocks, n_data)
+            return host_factors(self.encoder, points.context, blocks, n_data, runs)
         return kron.factors(points.context, blocks, n_data)
 
     def _all_used(self, points: Points) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from contrastive_curvature.backends.stochman import layers
 from contrastive_curvature.backends.stochman.composite import Sequential
 from contrastive_curvature.backends.stochman.layer import SandwichLayer
-from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.ggn.kron import check_matrix, has_factors, sandwich, zero_factors
 from contrastive_curvature.ggn.pullback import KronFactors
 from contrastive_curvature.node_blocks import NodeBlocks
 
@@ -36,12 +36,8 @@ class LayerKron:
         wanted = {id(p) for p in params}
         for module in network.modules():
             for name, p in module.named_parameters(recurse=False):
-                if id(p) in wanted and p.ndim > 1 and not _has_factors(module):
-                    msg = (
-                        f"structure 'kron': {type(module).__name__}.{name} is not the weight of a linear or ungrouped "
-                        "convolution. Use the structure 'diag', or subset_of_weights='last_layer'."
-                    )
-                    raise UnsupportedError(msg)
+                if id(p) in wanted:
+                    check_matrix(module, name, p)
 
     def factors(self, x: Tensor, blocks: NodeBlocks, n_data: int) -> KronFactors:
         """Factors of a batch.
@@ -57,42 +53,26 @@ class LayerKron:
         found: dict[int, list[Tensor]] = {}
 
         def visit(leaf: SandwichLayer, at: Tensor, b: Tensor) -> None:
-            if _has_factors(leaf):
+            if has_factors(leaf):
                 by_position = b.flatten(3).mT if isinstance(leaf, layers._Convolution) else _positions(b, 2)
                 inputs = leaf.patches(at).mT if isinstance(leaf, layers._Convolution) else _positions(at, 1)
                 a = inputs.flatten(0, 1)
-                found[id(leaf.weight)] = [_sandwich(by_position, blocks), a.T @ a / (n_data * inputs.shape[1])]
+                found[id(leaf.weight)] = [sandwich(by_position, blocks.matmul), a.T @ a / (n_data * inputs.shape[1])]
                 if leaf.bias is not None:
-                    found[id(leaf.bias)] = [_sandwich(by_position.sum(2, keepdim=True), blocks)]
+                    found[id(leaf.bias)] = [sandwich(by_position.sum(2, keepdim=True), blocks.matmul)]
                 return
             sizes = [p.numel() for p in leaf.parameters()]
             jacobians = leaf._pull_weight(at, b).split(sizes, dim=2)
             for p, jacobian in zip(leaf.parameters(), jacobians, strict=True):
                 if p.ndim <= 1:
-                    found[id(p)] = [_sandwich(jacobian.unsqueeze(2), blocks)]
+                    found[id(p)] = [sandwich(jacobian.unsqueeze(2), blocks.matmul)]
 
         dim = blocks.u.shape[1]
         eye = torch.eye(dim, dtype=blocks.u.dtype, device=blocks.u.device).expand(len(x), dim, dim)
         self.network._walk(x, eye, visit, to_input=False)
-        return [found.get(id(p)) or [p.new_zeros(size, size) for size in _sizes(p)] for p in self.params]
-
-
-def _has_factors(module: nn.Module) -> bool:
-    if isinstance(module, layers.Linear):
-        return True
-    return isinstance(module, layers._Convolution) and module.groups == 1 and module.padding_mode == "zeros"
+        return [found.get(id(p)) or zero_factors(p) for p in self.params]
 
 
 def _positions(t: Tensor, batch_axes: int) -> Tensor:
     """(B, ..., C) as (B, positions, C)."""
     return t.unsqueeze(batch_axes) if t.ndim == batch_axes + 1 else t.flatten(batch_axes, -2)
-
-
-def _sandwich(b: Tensor, blocks: NodeBlocks) -> Tensor:
-    """``sum_i sum_t b_it^T H_ii b_it`` for ``b`` of shape (N, D, positions, channels)."""
-    curved = blocks.matmul(b.flatten(2)).view_as(b)
-    return torch.einsum("ndtc,ndte->ce", b, curved)
-
-
-def _sizes(p: Tensor) -> tuple[int, ...]:
-    return (p.numel(),) if p.ndim <= 1 else (len(p), p[0].numel())

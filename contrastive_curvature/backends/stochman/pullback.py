@@ -16,6 +16,7 @@ from contrastive_curvature.backends.stochman.layer import SandwichLayer
 from contrastive_curvature.encoder import Encoder, Inputs
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.ggn import pullback as limits
+from contrastive_curvature.ggn.kron import refuse_kron
 from contrastive_curvature.ggn.pullback import KronFactors, Points, Pullback
 from contrastive_curvature.node_blocks import NodeBlocks
 from contrastive_curvature.options import Structure
@@ -126,11 +127,7 @@ class NetworkPullback(Pullback):
     def kron_factors(self, points: Points, blocks: NodeBlocks, n_data: int) -> KronFactors:
         """See :meth:`Pullback.kron_factors` and :mod:`contrastive_curvature.ggn.kron`, whose convention this is."""
         if self.shares:
-            msg = (
-                "structure 'kron': a parameter is shared between layers. Use the structure 'diag', or "
-                "subset_of_weights='last_layer'."
-            )
-            raise UnsupportedError(msg)
+            refuse_kron("a parameter is shared between layers")
         with torch.no_grad():
             return LayerKron(self.network, self.params).factors(_tensor(points.context), blocks, n_data)
 
