@@ -11,9 +11,17 @@ from typing import TYPE_CHECKING, Any
 from contrastive_curvature import metrics, vmf
 from contrastive_curvature.backends import ContrastiveBackend, ContrastiveGGN
 from contrastive_curvature.embedding import EmbeddingDistribution
-from contrastive_curvature.errors import ContrastiveCurvatureError, InputError, InputTypeError, UnsupportedError
+from contrastive_curvature.errors import (
+    ContrastiveCurvatureError,
+    DivergenceError,
+    InputError,
+    InputTypeError,
+    UnsupportedError,
+)
+from contrastive_curvature.gallery import RetrievalUncertainty
 from contrastive_curvature.ggn import ggn
 from contrastive_curvature.loss import ContrastiveLoss
+from contrastive_curvature.online import OnlineLaplace, Trainer
 from contrastive_curvature.options import Distance, Normalization, PDFix
 from contrastive_curvature.output_hessian import OutputHessian, output_hessian
 from contrastive_curvature.registration import register, unregister
@@ -45,13 +53,17 @@ __all__ = [
     # Laplace posterior -> embedding distribution
     "register",
     "unregister",
+    "OnlineLaplace",
+    "Trainer",
     "EmbeddingDistribution",
+    "RetrievalUncertainty",
     "L2Norm",
     # the sphere, and how good it all is
     "vmf",
     "metrics",
     # errors
     "ContrastiveCurvatureError",
+    "DivergenceError",
     "InputError",
     "InputTypeError",
     "UnsupportedError",

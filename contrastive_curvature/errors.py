@@ -5,7 +5,14 @@ Every message names the argument, what came, what was expected and, where there 
 
 from __future__ import annotations
 
-__all__ = ["ContrastiveCurvatureError", "InputError", "InputTypeError", "UnsupportedError", "expected"]
+__all__ = [
+    "ContrastiveCurvatureError",
+    "DivergenceError",
+    "InputError",
+    "InputTypeError",
+    "UnsupportedError",
+    "expected",
+]
 
 
 class ContrastiveCurvatureError(Exception):
@@ -22,6 +29,19 @@ class InputTypeError(InputError, TypeError):
 
 class UnsupportedError(ContrastiveCurvatureError, ValueError, NotImplementedError):
     """A valid request that this combination of options cannot answer correctly, and therefore refuses."""
+
+
+class DivergenceError(ContrastiveCurvatureError, ArithmeticError):
+    """Training has left the finite numbers.
+
+    Args:
+        reason: What is no number any more, and what to do, as a sentence.
+        step: Number of the training step, counted from one.
+    """
+
+    def __init__(self, reason: str, step: int) -> None:
+        super().__init__(f"training step {step}: {reason}")
+        self.reason, self.step = reason, step
 
 
 def expected(argument: str, wanted: str, came: object, instead: str = "") -> str:

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from contrastive_curvature import metrics
 from contrastive_curvature.demo.config import NEIGHBORS
-from contrastive_curvature.sphere import normalize
+from contrastive_curvature.gallery import neighbor_distance
 
 __all__ = ["embedding_distance", "feature_distance"]
 
@@ -16,24 +15,11 @@ _BLOCK = 2000
 
 
 def embedding_distance(queries: Tensor, gallery: Tensor) -> Tensor:
-    """Mean cosine distance to the 10 nearest training embeddings.
-
-    For unit embeddings that is half the mean squared Euclidean distance, so the two rank alike.
-
-    Args:
-        queries: Raw outputs of test images, shape (N, D).
-        gallery: Raw outputs of training images, shape (M, D).
-
-    Returns:
-        Shape (N,), in [0, 2].
-    """
-    u, v = normalize(queries)[0], normalize(gallery)[0]
-    found = metrics.nearest_neighbors(u, v, k=NEIGHBORS)
-    # From differences, not as 1 - cosine: close neighbours would cancel in float32.
-    return (u.unsqueeze(1) - v[found]).square().sum(2).mean(1) / 2
+    """Mean cosine distance to the 10 nearest training embeddings, see :func:`neighbor_distance`."""
+    return neighbor_distance(queries, gallery, NEIGHBORS)
 
 
-def feature_distance(queries: Tensor, gallery: Tensor) -> Tensor:
+def feature_distance(queries: Tensor, gallery: Tensor, progress: bool = True) -> Tensor:
     """Mean cosine distance to the 10 nearest training images in the features before the last layer.
 
     In blocks of queries and of gallery, so that beside the features nothing larger than a block times a block exists.
@@ -41,13 +27,14 @@ def feature_distance(queries: Tensor, gallery: Tensor) -> Tensor:
     Args:
         queries: Features of test images, shape (N, F).
         gallery: Features of training images, shape (M, F), M >= 10.
+        progress: Whether to show a progress bar.
 
     Returns:
         Shape (N,), in [0, 1] for features that are not negative.
     """
     lengths = gallery.norm(dim=1)
     parts = []
-    for rows in tqdm(queries.split(_BLOCK), desc="[feature baseline]", leave=False):
+    for rows in tqdm(queries.split(_BLOCK), desc="[feature baseline]", leave=False, disable=not progress):
         unit = rows / rows.norm(dim=1, keepdim=True)
         best = unit.new_full((len(rows), NEIGHBORS), -1.0)
         for start in range(0, len(gallery), _BLOCK):

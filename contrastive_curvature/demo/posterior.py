@@ -116,7 +116,9 @@ def read_features(la: Any, batches: Batches, keep: int | None = None) -> tuple[T
     return torch.cat(outputs), torch.cat(features)
 
 
-def sampled_embeddings(la: Any, features: Tensor, n_samples: int, seed: int, desc: str) -> Iterator[Tensor]:
+def sampled_embeddings(
+    la: Any, features: Tensor, n_samples: int, seed: int, desc: str, progress: bool = True
+) -> Iterator[Tensor]:
     """Embeddings by one sampled network after the other, each the same network for all images.
 
     Only the last layer is random, so the features are computed once and for all. Equal seeds give equal networks.
@@ -127,6 +129,7 @@ def sampled_embeddings(la: Any, features: Tensor, n_samples: int, seed: int, des
         n_samples: Number of networks.
         seed: Of their weights.
         desc: What the progress bar says.
+        progress: Whether to show one.
 
     Yields:
         Unit embeddings, shape (N, D).
@@ -135,13 +138,16 @@ def sampled_embeddings(la: Any, features: Tensor, n_samples: int, seed: int, des
     layer = la.model.last_layer
     dim, width = layer.weight.shape
     step = max(1, _CHUNK // max(dim * width, dim * len(features)))
-    with tqdm(total=n_samples, desc=desc, leave=False) as bar, torch.no_grad():
+    with tqdm(total=n_samples, desc=desc, leave=False, disable=not progress) as bar:
         for start in range(0, n_samples, step):
-            theta = la.sample(min(step, n_samples - start), generator=generator)
-            weight, bias = theta[:, : dim * width].reshape(-1, width), theta[:, dim * width :].flatten()
-            raw = linear(features, weight, bias).view(len(features), -1, dim)
-            for sample in raw.unbind(1):
-                yield normalize(sample)[0]
+            # Not around the yield: what comes between two samples is the caller's.
+            with torch.no_grad():
+                theta = la.sample(min(step, n_samples - start), generator=generator)
+                weight, bias = theta[:, : dim * width].reshape(-1, width), theta[:, dim * width :].flatten()
+                raw = linear(features, weight, bias).view(len(features), -1, dim)
+                units = [normalize(sample)[0] for sample in raw.unbind(1)]
+            for unit in units:
+                yield unit
                 bar.update()
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.pairs.edges import EdgeRelation
+from contrastive_curvature.pairs.mining import active_pairs
 from contrastive_curvature.pairs.relation import (
     CallableRelation,
     LabelRelation,
@@ -20,7 +21,7 @@ from contrastive_curvature.pairs.relation import (
 )
 from contrastive_curvature.pairs.weights import PairWeights
 
-__all__ = ["PairWeights", "Pairs", "Relation", "RelationFunction", "make_relation"]
+__all__ = ["PairWeights", "Pairs", "Relation", "RelationFunction", "active_pairs", "make_relation"]
 
 Pairs = tuple[Tensor, ...] | RelationFunction
 """What ``pairs=`` accepts: index tuples ``(a, p, n)`` or ``(a1, p, a2, n)``, boolean masks ``(positive, negative)`` of

@@ -1,0 +1,108 @@
+"""What a last-layer posterior says of images: in closed form, and from sampled networks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.data.split import Split
+from benchmarks.methods.base import Prediction, Setting
+from benchmarks.methods.embed import image_batches
+from benchmarks.methods.spread import SphereSpread
+from contrastive_curvature.demo.posterior import sampled_embeddings as draw
+from contrastive_curvature.laplace import ContrastiveDiagLLLaplace, ContrastiveLaplace
+from contrastive_curvature.options import Distance, PDFix
+
+__all__ = ["closed_form", "curvature_options", "load_posterior", "posterior_state", "sampled_embeddings"]
+
+_SEED = 0
+"""Of the networks behind the sampled variants: equal images give equal predictions."""
+
+
+def curvature_options(
+    setting: Setting, distance: Distance | str | None, pd_fix: PDFix | str | None, **more: Any
+) -> dict[str, Any]:
+    """``backend_kwargs``: what is given, and the library's defaults for what is ``None``."""
+    given = {"distance": distance, "pd_fix": pd_fix, "margin": setting.margin, "relation": setting.relation, **more}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def closed_form(la: ContrastiveLaplace, setting: Setting, split: Split) -> Prediction:
+    """The library's prediction, and beside it what sampling gives.
+
+    Args:
+        la: The fitted posterior of a last layer.
+        setting: Batch size, and the number of sampled networks; with fewer than two there are no sampled variants.
+        split: Images.
+
+    Returns:
+        Mean raw outputs and ``EmbeddingDistribution.uncertainty``, without sampling; its ``seconds`` are for these.
+        Variants: ``"inverse_kappa"`` (closed form), and of sampled networks ``"inverse_kappa_sampled"`` (paper, Eq.
+        42-43) and ``"sum_std"``, the sum over dimensions of the standard deviations of unit embeddings (released code).
+    """
+    started = time.perf_counter()
+    means, scores, angular = [], [], []
+    with torch.no_grad():
+        for x in image_batches(split, setting):
+            predicted = la(x)
+            means.append(predicted.mean.cpu())
+            scores.append(predicted.uncertainty.cpu())
+            angular.append((1 / predicted.kappa).cpu())
+    seconds = time.perf_counter() - started
+    variants = {"inverse_kappa": torch.cat(angular)}
+    if setting.n_samples >= 2:
+        spread = SphereSpread()
+        for u in sampled_embeddings(la, setting, split, setting.n_samples, _SEED):
+            spread.add(u.double())
+        sampled = spread.prediction()
+        if sampled.uncertainty is not None:
+            variants |= {"inverse_kappa_sampled": sampled.uncertainty, **sampled.variants}
+    return Prediction(torch.cat(means), torch.cat(scores), variants, seconds)
+
+
+def sampled_embeddings(
+    la: ContrastiveLaplace, setting: Setting, split: Split, n_samples: int, seed: int
+) -> Iterator[Tensor]:
+    """Embeddings by one sampled network after the other; only the last layer is random, so the rest runs once.
+
+    Args:
+        la: The fitted posterior of a last layer.
+        setting: Batch size and device.
+        split: N images.
+        n_samples: Number S of networks.
+        seed: Of their weights.
+
+    Yields:
+        Unit embeddings (N, D), float32, on the CPU.
+    """
+    with torch.no_grad():
+        features = torch.cat([la.model.forward_with_features(x)[1] for x in image_batches(split, setting)])
+    for sample in draw(la, features, n_samples, seed, "[sampled networks]", setting.progress):
+        yield sample.float().cpu()
+
+
+def posterior_state(la: ContrastiveLaplace) -> dict[str, Any]:
+    """Encoder and posterior, to be saved."""
+    return {"encoder": dict(la.model.model.state_dict()), "posterior": la.state_dict()}
+
+
+def load_posterior(setting: Setting, state: dict[str, Any], curvature: dict[str, Any]) -> ContrastiveLaplace:
+    """What :func:`posterior_state` kept.
+
+    Args:
+        setting: Of the encoder.
+        state: From :func:`posterior_state`.
+        curvature: ``backend_kwargs`` of the posterior.
+
+    Returns:
+        The laplace object.
+    """
+    encoder = setting.make_encoder()
+    encoder.load_state_dict(state["encoder"])
+    la = ContrastiveDiagLLLaplace(encoder.eval(), backend_kwargs=curvature)
+    la.load_state_dict(state["posterior"])
+    return la

@@ -1,0 +1,7 @@
+"""``python -m benchmarks.retrieval``."""
+
+import sys
+
+from benchmarks.retrieval.cli import main
+
+sys.exit(main())

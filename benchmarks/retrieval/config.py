@@ -1,0 +1,249 @@
+"""What one run is asked to do, the defaults of each data set, and the checks before anything is computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.data import RetrievalData, load_data
+from benchmarks.methods import Setting
+from benchmarks.networks import NETWORKS
+from benchmarks.retrieval.plan import MEMBERS
+from contrastive_curvature.errors import InputError, expected
+
+__all__ = ["DEFAULTS", "TABLE_DATA", "Config", "DataDefaults", "check_config", "check_data", "read_data", "settings"]
+
+NEIGHBORS = 10
+"""Neighbours that are retrieved, for the figures at 10."""
+
+_LEAST_IMAGES = 20
+
+
+@dataclass(frozen=True)
+class DataDefaults:
+    """What is right for one data set when the user says nothing.
+
+    From the paper's G.1 and G.2 and, where they are silent (batch size, margin), the released configurations.
+
+    Args:
+        network: For :func:`benchmarks.networks.make_network`.
+        dim: Latent dimension.
+        epochs: Passes over the training images.
+        batch_size: Images a step.
+        lr: Learning rate of the first epoch.
+        margin: Of the contrastive loss.
+        per_class: Images of each class in a batch. Ours: of classes with few images, batches drawn at random hold no
+            positive pair, and all pairs of a batch count where the paper mines triplets.
+    """
+
+    network: str
+    dim: int = 2048
+    epochs: int = 20
+    batch_size: int = 64
+    lr: float = 1e-7
+    margin: float = 1.0
+    per_class: int | None = None
+
+
+DEFAULTS = {
+    "digits": DataDefaults("digits", dim=3, epochs=15, lr=1e-3, margin=0.7),
+    "fashionmnist": DataDefaults("fashionmnist", dim=3, lr=1e-3, margin=0.7),
+    "cifar10": DataDefaults("cifar10", dim=16, batch_size=256, lr=1e-5, margin=0.7),
+    "omniglot": DataDefaults("fashionmnist", dim=32, lr=1e-3, margin=0.7, per_class=4),
+    "cub200": DataDefaults("resnet50", per_class=4),
+    "lfw": DataDefaults("resnet50", epochs=200, per_class=4),
+    "folder": DataDefaults("resnet50", per_class=4),
+    "msls": DataDefaults("resnet50", epochs=200, margin=0.1),
+}
+
+TABLE_DATA = {
+    1: ("lfw", "fashionmnist", "cifar10", "digits", "cub200", "omniglot", "folder"),
+    2: ("fashionmnist", "cifar10", "digits"),
+    3: ("cub200", "lfw", "omniglot", "folder"),
+    4: ("msls",),
+}
+"""Data sets that a table can be made on, the default first."""
+
+# Not part of what a run folder must agree on: they change neither figures nor how they are computed.
+_FREE = ("data_root", "download", "out", "seeds", "methods", "workers", "threads", "progress")
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run.
+
+    Args:
+        table: 1 to 4.
+        data: Name of the data set.
+        network: Name of the network.
+        dim: Latent dimension D.
+        epochs: Passes over the training images.
+        batch_size: Images a training step.
+        lr: Learning rate of RMSprop at the first epoch.
+        margin: Of the contrastive loss, on the distance, in (0, 2].
+        per_class: Images of each class in a batch, ``None`` for batches drawn at random.
+        train_size: Training images, ``None`` for all; so ``test_size``, in and out of distribution each.
+        test_size: See ``train_size``.
+        image_size: Side in pixels, ``None`` for the data set's own.
+        n_samples: Sampled networks or embeddings, for scores.
+        ece_samples: The same for votes.
+        device: Where torch computes.
+        data_root: Folder of the data sets.
+        download: Whether missing files may be fetched.
+        out: Run folder.
+        seeds: One column of cells each.
+        methods: Keys of rows, ``None`` for the table's default ones.
+        workers: Processes that read images.
+        threads: Of torch on the CPU, ``None`` leaves them alone.
+        progress: Whether to show progress bars.
+    """
+
+    table: int
+    data: str
+    network: str
+    dim: int
+    epochs: int
+    batch_size: int
+    lr: float
+    margin: float
+    per_class: int | None
+    train_size: int | None
+    test_size: int | None
+    image_size: int | None
+    n_samples: int
+    ece_samples: int
+    device: str
+    data_root: Path
+    download: bool
+    out: Path
+    seeds: tuple[int, ...]
+    methods: tuple[str, ...] | None
+    workers: int
+    threads: int | None
+    progress: bool
+
+    def identity(self) -> dict[str, Any]:
+        """What a run folder must agree on to be resumed, as JSON has it."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if k not in _FREE}
+
+
+def check_config(config: Config) -> None:
+    """Refuse now what would fail later.
+
+    Args:
+        config: What was asked for.
+
+    Raises:
+        InputError: A value is unknown or out of range, or the device is not there.
+    """
+    known = TABLE_DATA[config.table]
+    if config.data not in known:
+        raise InputError(expected("--data", f"for table {config.table} one of {', '.join(known)}", config.data))
+    for name, value, least in (
+        ("--dim", config.dim, 2),
+        ("--epochs", config.epochs, 1),
+        ("--batch-size", config.batch_size, 2),
+        ("--per-class", config.per_class, 2),
+        ("--train-size", config.train_size, _LEAST_IMAGES),
+        ("--test-size", config.test_size, _LEAST_IMAGES),
+        ("--n-samples", config.n_samples, 2),
+        ("--ece-samples", config.ece_samples, 2),
+        ("--workers", config.workers, 0),
+        ("--threads", config.threads, 1),
+    ):
+        if value is not None and value < least:
+            raise InputError(expected(name, f"a whole number, at least {least}", value))
+    # Written so that NaN fails too.
+    if not 0 < config.lr < math.inf:
+        raise InputError(expected("--lr", "a positive number", config.lr))
+    if not 0 < config.margin <= 2:
+        raise InputError(expected("--margin", "a distance of unit vectors, above 0 and up to 2", config.margin))
+    _check_seeds(config.seeds)
+    _check_device(config.device)
+
+
+def read_data(config: Config) -> RetrievalData:
+    """Load the data sets, and hold them against the configuration.
+
+    Args:
+        config: Checked.
+
+    Returns:
+        The data.
+
+    Raises:
+        InputError: Files are missing, a size is larger than what there is, or the network takes other images.
+        UnsupportedError: The data set does not follow an option.
+    """
+    data = load_data(
+        config.data,
+        config.data_root,
+        train_size=config.train_size,
+        test_size=config.test_size,
+        download=config.download,
+        image_size=config.image_size,
+    )
+    check_data(config, data)
+    return data
+
+
+def check_data(config: Config, data: RetrievalData) -> None:
+    """Refuse data that the network or the training cannot take.
+
+    Args:
+        config: Network and batches.
+        data: What was loaded.
+
+    Raises:
+        InputError: The network takes other images, or the batches do not suit the classes.
+        UnsupportedError: ``--per-class`` with positions.
+    """
+    from benchmarks.methods.checks import check_training
+
+    wanted = NETWORKS[config.network]
+    came = tuple(data.test.images([0]).shape[1:])
+    fits = came[0] == wanted[0] and min(came[1:]) >= 32 if config.network.startswith("resnet") else came == wanted
+    if not fits:
+        hint = "Choose another --network or --image-size."
+        raise InputError(expected(f"--network {config.network}", f"images {wanted}", f"{came}", hint))
+    for name, split in (("test images", data.test), ("gallery images", data.gallery)):
+        if split is not None and len(split) <= NEIGHBORS:
+            raise InputError(expected(name, f"more than {NEIGHBORS}", len(split)))
+    check_training(settings(config, data), data.train)
+
+
+def settings(config: Config, data: RetrievalData) -> Setting:
+    """How all methods of the run are trained."""
+    return Setting(
+        network=config.network,
+        dim=config.dim,
+        epochs=config.epochs,
+        batch_size=config.batch_size,
+        lr=config.lr,
+        margin=config.margin,
+        per_class=config.per_class,
+        relation=data.relation,
+        n_samples=config.n_samples,
+        workers=config.workers,
+        device=config.device,
+        progress=config.progress,
+    )
+
+
+def _check_seeds(seeds: tuple[int, ...]) -> None:
+    most = 2**32 - MEMBERS
+    if not seeds or len(set(seeds)) < len(seeds) or not all(0 <= seed < most for seed in seeds):
+        raise InputError(expected("--seeds", f"different whole numbers in [0, {most})", " ".join(map(str, seeds))))
+
+
+def _check_device(name: str) -> None:
+    try:
+        torch.empty(1, device=torch.device(name)).add(1).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = f"torch says: {str(error).splitlines()[0]}"
+        raise InputError(expected("--device", "a device of this machine, as cpu or cuda", name, reason)) from None

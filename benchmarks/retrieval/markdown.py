@@ -1,0 +1,158 @@
+"""The tables of ``results.md``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.retrieval.evaluate import OWN
+from benchmarks.retrieval.paper import PaperTable, paper_table
+from benchmarks.retrieval.plan import COLUMNS, MEMBERS, Row, known_rows
+
+__all__ = ["markdown"]
+
+_EXTRA = {"r_auroc": "R-AUROC", "brier": "Brier"}
+_VARIANTS = {
+    "auroc": "AUROC",
+    "auprc": "AUPRC",
+    "ausc": "AUSC",
+    "r_auroc": "R-AUROC",
+    "auprc_released": "AUPRC, released code",
+    "ausc_released": "AUSC, released code",
+}
+_SECONDS = {"fit": "fit [s]", "predict": "predict [s]", "predict_over_forward": "predict / plain forward pass"}
+_SCORES = {
+    "sum_std": "sum of standard deviations (released code)",
+    "inverse_kappa": "1/κ",
+    "inverse_kappa_sampled": "1/κ of samples",
+    "harmonic": "harmonic mean of variances (PFE's own)",
+}
+_DASH = "–"
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """Write the tables.
+
+    Args:
+        results: From :func:`benchmarks.retrieval.report.collect`.
+
+    Returns:
+        Markdown: the paper's table with the paper's figures below each row, scores and definitions of the released
+        code, seconds, and notes.
+    """
+    config, data = results["config"], results["data"]
+    table = config["table"]
+    rows = [row for row in known_rows(table) if row.key in results["rows"]]
+    paper = paper_table(table, config["data"])
+    outside = "" if data["ood_title"] is None else f"; out of distribution: {data['ood_title']}"
+    parts = [f"# Table {table}: {data['title']}{outside}\n", _sizes(config, data)]
+    parts.append(_main(rows, results["rows"], table, paper))
+    scored = [row for row in rows if results["rows"][row.key]["variants"]]
+    if scored:
+        parts += ["## Scores and definitions\n", _variants(scored, results["rows"])]
+    parts += ["## Seconds\n", _seconds(rows, results["rows"]), "## Notes\n", _notes(rows, results, paper)]
+    return "\n".join(parts)
+
+
+def _main(rows: list[Row], found: dict[str, Any], table: int, paper: PaperTable | None) -> str:
+    shown = COLUMNS[table] | {
+        key: title for key, title in _EXTRA.items() if any(key in found[row.key]["figures"] for row in rows)
+    }
+    lines = [_line(["", *shown.values(), "runs"]), _line(["---", *["---:"] * (len(shown) + 1)])]
+    theirs = {} if paper is None else dict(paper.rows)
+    for row in rows:
+        figures = found[row.key]["figures"]
+        cells = [_cell(figures.get(key)) for key in shown]
+        lines.append(_line([row.title, *cells, str(len(found[row.key]["seeds"]))]))
+        if paper is not None and row.key in theirs:
+            lines.append(_paper_line(f"*paper, {paper.data}*", theirs.pop(row.key), list(shown)))
+    if paper is not None and "hib" in theirs:
+        lines.append(_paper_line(f"*HIB; paper, {paper.data}*", theirs["hib"], list(shown)))
+    return "\n".join(lines) + "\n"
+
+
+def _paper_line(title: str, figures: dict[str, tuple[float, float | None]], keys: list[str]) -> str:
+    cells = []
+    for key in keys:
+        mean, std = figures.get(key, (None, None))
+        cells.append("" if mean is None else f"*{mean:.2f}*" if std is None else f"*{mean:.2f} ± {std:.2f}*")
+    return _line([title, *cells, ""])
+
+
+def _variants(rows: list[Row], found: dict[str, Any]) -> str:
+    shown = {
+        key: title
+        for key, title in _VARIANTS.items()
+        if any(key in figures for row in rows for figures in found[row.key]["variants"].values())
+    }
+    votes = any("ece_released" in found[row.key]["figures"] for row in rows)
+    heads = ["method", "score", *shown.values(), *(["ECE, released code"] if votes else [])]
+    lines = [_line(heads), _line(["---", "---", *["---:"] * (len(heads) - 2)])]
+    for row in rows:
+        for number, (name, figures) in enumerate(found[row.key]["variants"].items()):
+            cells = [_cell(figures.get(key)) for key in shown]
+            if votes:
+                # The votes are the method's, whichever score it is asked for.
+                cells.append(_cell(found[row.key]["figures"].get("ece_released")) if number == 0 else "")
+            score = "the method's own" if name == OWN else _SCORES.get(name, name)
+            lines.append(_line([row.title, score, *cells]))
+    return "\n".join(lines) + "\n"
+
+
+def _seconds(rows: list[Row], found: dict[str, Any]) -> str:
+    lines = [_line(["", *_SECONDS.values()]), _line(["---", *["---:"] * len(_SECONDS)])]
+    for row in rows:
+        lines.append(_line([row.title, *(_cell(found[row.key]["seconds"].get(key), 1) for key in _SECONDS)]))
+    return "\n".join(lines) + "\n"
+
+
+def _sizes(config: dict[str, Any], data: dict[str, Any]) -> str:
+    parts = [f"{data['train']:,} training, {data['test']:,} test images"]
+    if data["gallery"] is not None:
+        parts.append(f"{data['gallery']:,} in the gallery")
+    if data["ood"] is not None:
+        parts.append(f"{data['ood']:,} out of distribution")
+    classes = "" if config["per_class"] is None else f" of {config['per_class']} images a class"
+    return (
+        f"{', '.join(parts)}. Network {config['network']}, {config['dim']} dimensions; {config['epochs']} epochs in "
+        f"batches of {config['batch_size']}{classes}, learning rate {config['lr']:g}, margin {config['margin']:g}; "
+        f"{config['n_samples']} samples, {config['ece_samples']} for votes.\n"
+    )
+
+
+def _notes(rows: list[Row], results: dict[str, Any], paper: PaperTable | None) -> str:
+    notes = [
+        "Mean ± sample standard deviation over seeds; definitions in docs/metrics.md. R-AUROC: how well the "
+        "uncertainty tells a wrong nearest neighbour, in distribution.",
+        "Seconds: of fit, of the method alone, without the deterministic encoder that it builds on (an ensemble: all "
+        "members); of prediction, for mean and uncertainty of all test images, in and out of distribution.",
+        "Released code: AUPRC by the trapezoidal rule; AUSC with the neighbour's uncertainty added, over 99 "
+        "percentiles; ECE over bins [low, high), which leave out full agreement.",
+    ]
+    if any(row.is_ensemble for row in rows):
+        notes.append(
+            f"Deep ensembles: {MEMBERS} seeds of the run at a time form one from their deterministic encoders; fewer are "
+            "filled up with encoders of further seeds. The paper has one ensemble, and so no deviation."
+        )
+    if paper is not None:
+        notes.append(f"*Paper*: Warburg et al. (2023), {paper.data}, mean ± standard deviation of five runs.")
+        if paper.rows.keys() & {"hib"}:
+            notes.append("HIB is the paper's only; it is not reproduced.")
+    notes += [f"**Failed**: {cell['row']}, seed {cell['seed']}: {cell['failed']}" for cell in results["failed"]]
+    machines = {
+        tuple((name, str(value)) for name, value in sorted(cell["machine"].items()) if name not in ("load", "date"))
+        for cell in results["cells"]
+    }
+    for machine in sorted(machines):
+        notes.append("Machine: " + ", ".join(f"{k} {v}" for k, v in machine if v != "None") + ".")
+    return "\n".join(f"- {note}" for note in notes) + "\n"
+
+
+def _cell(summary: dict[str, Any] | None, digits: int = 3) -> str:
+    if summary is None or summary["mean"] is None:
+        return _DASH
+    spread = "" if summary["std"] is None else f" ± {summary['std']:.{digits}f}"
+    return f"{summary['mean']:.{digits}f}{spread}"
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

@@ -1,0 +1,103 @@
+"""The curvature that an online Laplace remembers: a discounted sum over training steps (paper, Eq. 80)."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from contrastive_curvature.ggn.accumulate import clamp_curvature
+from contrastive_curvature.ggn.dataset import DatasetCurvature
+from contrastive_curvature.ggn.kron import clamp_factors
+
+__all__ = ["DiscountedCurvature"]
+
+
+class DiscountedCurvature(nn.Module):
+    """``R_{t+1} = (1 - alpha) R_t + h_t`` of clamped batch curvatures, and the same of their numbers of points.
+
+    Kept as buffers, so that moving and saving a module moves and saves it. ``points`` is the discounted number ``w`` of
+    points, ``remembered`` that of steps, which grows towards ``1 / alpha``.
+
+    Args:
+        empty: The curvature of no pairs, for its shape: (P,), (P, P), or Kronecker factors whose input factors are sums
+            over points.
+        memory_factor: ``alpha``.
+    """
+
+    points: Tensor
+    remembered: Tensor
+    cost: Tensor
+    value: Tensor
+    steps: Tensor
+    positive: Tensor
+
+    def __init__(self, empty: Any, memory_factor: float) -> None:
+        super().__init__()
+        self.memory_factor = memory_factor
+        self._nested = None if isinstance(empty, Tensor) else [len(factors) for factors in empty]
+        flat = [empty] if isinstance(empty, Tensor) else [f for factors in empty for f in factors]
+        self._names = [f"curvature_{number}" for number in range(len(flat))]
+        starts = [0, *accumulate(self._nested or [])][: len(self._nested or [0])]
+        self._leading = [self._names[start] for start in starts]
+        for name, tensor in zip(self._names, flat, strict=True):
+            self.register_buffer(name, torch.zeros_like(tensor))
+        for name in ("points", "remembered", "cost", "value"):
+            self.register_buffer(name, flat[0].new_zeros(()))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=flat[0].device))
+        self.register_buffer("positive", torch.zeros((), dtype=torch.bool, device=flat[0].device))
+
+    def add(self, terms: list[DatasetCurvature]) -> None:
+        """Take in one step.
+
+        Args:
+            terms: Unclamped curvature, loss and cost of the same B points under each sampled network.
+        """
+        keep, share = 1 - self.memory_factor, 1 / len(terms)
+        for name in self._names:
+            getattr(self, name).mul_(keep)
+        self.points.mul_(keep).add_(terms[0].n)
+        self.remembered.mul_(keep).add_(1)
+        self.cost.mul_(keep)
+        self.value.mul_(keep)
+        for term in terms:
+            # The clamp is that of a step here, as each enters a moving average on its own (curvature.md).
+            if isinstance(term.curvature, Tensor):
+                flat = [clamp_curvature(term.curvature)]
+            else:
+                flat = [f for factors in clamp_factors(term.curvature) for f in factors]
+            for name, tensor in zip(self._names, flat, strict=True):
+                getattr(self, name).add_(tensor, alpha=share)
+            self.cost.add_(torch.as_tensor(term.cost), alpha=share)
+            self.value.add_(torch.as_tensor(term.loss), alpha=share)
+        self.steps.add_(1)
+        # Of Kronecker pairs the first factor: the other is one of inputs, which is positive without any pair.
+        for name in self._leading:
+            self.positive.logical_or_((getattr(self, name) > 0).any())
+
+    def at_scale(self, n_data: int) -> DatasetCurvature:
+        """The remembered curvature as that of a data set.
+
+        Args:
+            n_data: Its number N of points.
+
+        Returns:
+            ``(N / w) R``, and loss and cost likewise; input factors of Kronecker pairs are means, ``R / w``.
+        """
+        scale = n_data / self.points
+        tensors = [getattr(self, name) for name in self._names]
+        if self._nested is None:
+            curvature: Any = scale * tensors[0]
+        else:
+            curvature, rest = [], iter(tensors)
+            for length in self._nested:
+                first, *others = (next(rest) for _ in range(length))
+                curvature.append([scale * first, *(other / self.points for other in others)])
+        return DatasetCurvature(curvature, scale * self.value, scale * self.cost, n_data)
+
+    def is_finite(self) -> bool:
+        """Whether all that is remembered is finite."""
+        checks = [getattr(self, name).isfinite().all() for name in self._names]
+        return bool(torch.stack([*checks, self.cost.isfinite(), self.value.isfinite()]).all())

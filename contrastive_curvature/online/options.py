@@ -1,0 +1,89 @@
+"""What is refused before an online Laplace exists, and which laplace object carries its posterior."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from contrastive_curvature.encoder import input_length
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.laplace import (
+    ContrastiveDiagLaplace,
+    ContrastiveDiagLLLaplace,
+    ContrastiveFullLaplace,
+    ContrastiveFullLLLaplace,
+    ContrastiveKronLaplace,
+    ContrastiveKronLLLaplace,
+    ContrastiveLaplace,
+)
+
+__all__ = ["CLASSES", "check_numbers", "check_options", "check_probe"]
+
+CLASSES: dict[tuple[str, str], type[ContrastiveLaplace]] = {
+    ("last_layer", "diag"): ContrastiveDiagLLLaplace,
+    ("last_layer", "full"): ContrastiveFullLLLaplace,
+    ("last_layer", "kron"): ContrastiveKronLLLaplace,
+    ("all", "diag"): ContrastiveDiagLaplace,
+    ("all", "full"): ContrastiveFullLaplace,
+    ("all", "kron"): ContrastiveKronLaplace,
+}
+
+
+def check_options(
+    memory_factor: object, n_samples: object, n_data: object, subset_of_weights: str, hessian_structure: str
+) -> None:
+    """Check what decides over the posterior and its memory.
+
+    Raises:
+        InputError: An option is unknown or out of range.
+        UnsupportedError: A structure that has no discounted sum.
+    """
+    number = isinstance(memory_factor, (int, float)) and not isinstance(memory_factor, bool)
+    if not (number and 0 <= memory_factor < 1):  # type: ignore[operator]
+        hint = "It is what a step forgets; a released hessian_memory_factor of 0.999 is 0.001 here."
+        raise InputError(expected("memory_factor", "a number in [0, 1)", memory_factor, hint))
+    for name, value, least in (("n_samples", n_samples, 1), ("n_data", n_data, 2)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise InputError(expected(name, f"a whole number of at least {least}", value))
+    if (subset_of_weights, hessian_structure) in list(CLASSES):
+        return
+    if subset_of_weights == "subnetwork" or hessian_structure in ("lowrank", "gp"):
+        msg = (
+            f"subset_of_weights={subset_of_weights!r}, hessian_structure={hessian_structure!r}: batches of it do not "
+            "add up to a discounted curvature. Use 'last_layer' or 'all' with 'diag', 'full' or 'kron'; after "
+            "training, Laplace(online.encoder, likelihood='contrastive', ...) fits any structure post hoc."
+        )
+        raise UnsupportedError(msg)
+    wanted = "'last_layer' or 'all', and 'diag', 'full' or 'kron'"
+    came = f"{subset_of_weights!r}, {hessian_structure!r}"
+    raise InputError(expected("subset_of_weights, hessian_structure", wanted, came))
+
+
+def check_numbers(**given: object) -> None:
+    """Check that every argument is ``None`` or a positive, finite number.
+
+    Raises:
+        InputError: One is not.
+    """
+    for name, value in given.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and 0 < value < math.inf):  # type: ignore[operator]
+            came = f"a {type(value).__name__}" if isinstance(value, Tensor) else value
+            hint = "Other priors can be set on the object that laplace() returns."
+            raise InputError(expected(name, "a positive number, or None", came, hint))
+
+
+def check_probe(probe: object) -> None:
+    """Check that the probe is a batch of two inputs or more.
+
+    Raises:
+        InputTypeError: Not a tensor or a mapping.
+        InputError: Too few.
+    """
+    wanted = "a batch of two inputs or more, a tensor or a mapping of tensors"
+    if not isinstance(probe, (Tensor, Mapping)):
+        raise InputTypeError(expected("probe", wanted, f"a {type(probe).__name__}"))
+    if input_length(probe) < 2:
+        raise InputError(expected("probe", wanted, f"{input_length(probe)} of them"))

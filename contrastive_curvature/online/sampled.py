@@ -1,0 +1,168 @@
+"""An encoder with sampled weights: its outputs with their graph, and the curvature at these weights."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn.functional import linear
+
+from contrastive_curvature.backends.base import ContrastiveBackend
+from contrastive_curvature.encoder import Inputs, evaluation_mode
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.ggn.batches import batch_weights
+from contrastive_curvature.ggn.dataset import DatasetCurvature
+from contrastive_curvature.ggn.module import _places
+from contrastive_curvature.ggn.pullback import Points, Pullback
+from contrastive_curvature.ggn.sharing import structured_curvature
+from contrastive_curvature.options import Structure
+from contrastive_curvature.pairs import PairWeights
+from contrastive_curvature.sphere import normalize
+
+__all__ = ["AllParameters", "LastLayer", "SampledEncoder"]
+
+
+class SampledEncoder(ABC):
+    """What a training step needs of the weights that are random.
+
+    Args:
+        backend: The curvature backend.
+        probe: A batch, to analyse the encoder with.
+        n_data: Number N of training points.
+    """
+
+    def __init__(self, backend: ContrastiveBackend, probe: Inputs, n_data: int) -> None:
+        self.backend, self.n_data = backend, n_data
+        self.encoder = backend.encoder(probe)
+
+    @abstractmethod
+    def outputs(self, x: Inputs, noise: list[Tensor | None]) -> Iterator[tuple[Tensor, Any]]:
+        """Run the encoder at shifted weights, in the mode that it is in.
+
+        Args:
+            x: A batch of B inputs.
+            noise: For every network what is added to the random weights, shape (P,), or ``None``.
+
+        Yields:
+            Raw outputs (B, D), whose graph leads to the weights themselves, and what :meth:`curvature` needs.
+        """
+
+    @abstractmethod
+    def curvature(self, x: Inputs, z: Tensor, context: Any, targets: Tensor, pairs: Any) -> DatasetCurvature:
+        """What a batch adds to the curvature of a data set, at shifted weights.
+
+        Args:
+            x: The batch.
+            z: Its raw outputs, without graph.
+            context: What :meth:`outputs` gave with them.
+            targets: Labels, or targets of the relation.
+            pairs: Index tuples of a miner, or ``None``.
+
+        Returns:
+            Unclamped curvature, loss, cost and number B of points; input factors of Kronecker pairs are sums over them.
+        """
+
+    def _weights(self, u: Tensor, targets: Tensor, pairs: Any) -> PairWeights:
+        backend = self.backend
+        return batch_weights(u, targets, backend.options, self.n_data, None, backend.relation, pairs)
+
+    def _term(self, pullback: Pullback, points: Points, weights: PairWeights, structure: Structure) -> DatasetCurvature:
+        backend = self.backend
+        found = structured_curvature(pullback, points, weights, backend.options, structure, 1, backend.kfac_approx)
+        # The scale of a data set of N points, for the share that B of them are.
+        scaled = backend._scaled(DatasetCurvature(found, *weights.loss_and_cost(), self.n_data))
+        return DatasetCurvature(scaled.curvature, scaled.loss, scaled.cost, len(points))
+
+
+class LastLayer(SampledEncoder):
+    """Only the last linear layer is random, so that all networks share one pass up to it."""
+
+    def __init__(self, backend: ContrastiveBackend, probe: Inputs, n_data: int, structure: Structure) -> None:
+        super().__init__(backend, probe, n_data)
+        self.structure = structure
+
+    def outputs(self, x: Inputs, noise: list[Tensor | None]) -> Iterator[tuple[Tensor, Any]]:
+        """See :meth:`SampledEncoder.outputs`."""
+        layer = self.encoder.require_last_layer()
+        mean, features = self.encoder.features(x)
+        size = layer.weight.numel()
+        for shift in noise:
+            if shift is None:
+                yield mean, features.detach()
+                continue
+            weight = layer.weight + shift[:size].view_as(layer.weight)
+            bias = None if layer.bias is None else layer.bias + shift[size:]
+            yield linear(features, weight, bias), features.detach()
+
+    def curvature(self, x: Inputs, z: Tensor, context: Any, targets: Tensor, pairs: Any) -> DatasetCurvature:
+        """See :meth:`SampledEncoder.curvature`."""
+        dtype = self.encoder.require_last_layer().weight.dtype
+        with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
+            u, n = normalize(z.to(dtype))
+            weights = self._weights(u, targets, pairs)
+            points = Points(context.to(dtype), u, n)
+            return self._term(self.backend.pullback(x), points, weights, self.structure)
+
+
+class AllParameters(SampledEncoder):
+    """All trainable parameters are random."""
+
+    def __init__(self, backend: ContrastiveBackend, probe: Inputs, n_data: int, structure: Structure) -> None:
+        super().__init__(backend, probe, n_data)
+        self.structure = structure
+        self._places = _places(self.encoder)
+        self._size = sum(p.numel() for p in self.encoder.parameters() if p.requires_grad)
+
+    def outputs(self, x: Inputs, noise: list[Tensor | None]) -> Iterator[tuple[Tensor, Any]]:
+        """See :meth:`SampledEncoder.outputs`."""
+        named = [(name, p) for name, p in self.encoder.named_parameters() if p.requires_grad]
+        sizes = [p.numel() for _, p in named]
+        if sum(sizes) != self._size:
+            hint = "Freeze and unfreeze before making OnlineLaplace, or make another one."
+            came = f"{sum(sizes)} of them"
+            raise InputError(expected("encoder", f"{self._size} trainable numbers, as at first", came, hint))
+        for shift in noise:
+            if shift is None:
+                yield self.encoder(x), None
+                continue
+            parts = shift.split(sizes)
+            moved = {name: p + part.view_as(p) for (name, p), part in zip(named, parts, strict=True)}
+            everywhere = {place: value for name, value in moved.items() for place in self._places[name]}
+            # Left to torch, ties of a module that has two names would leave its tensors in the user's model.
+            yield functional_call(self.encoder, everywhere, (x,), tie_weights=False), shift
+
+    def curvature(self, x: Inputs, z: Tensor, context: Any, targets: Tensor, pairs: Any) -> DatasetCurvature:
+        """See :meth:`SampledEncoder.curvature`; in evaluation mode, as a point has no Jacobian of its own otherwise."""
+        with (
+            self._shifted(context),
+            evaluation_mode(self.encoder),
+            torch.no_grad(),
+            torch.autocast(z.device.type, enabled=False),
+        ):
+            pullback = self.backend.pullback(x)
+            again, inner = pullback.forward(x)
+            u, n = normalize(again)
+            weights = self._weights(u, targets, pairs)
+            return self._term(pullback, Points(inner, u, n), weights, self.structure)
+
+    @contextmanager
+    def _shifted(self, shift: Tensor | None) -> Iterator[None]:
+        """Shift the weights, and put the very same bits back."""
+        if shift is None:
+            yield
+            return
+        trainable = [p for p in self.encoder.parameters() if p.requires_grad]
+        before = [p.data for p in trainable]
+        try:
+            for p, part in zip(trainable, shift.split([p.numel() for p in trainable]), strict=True):
+                # Another tensor, not other numbers in the same one: the graph of the loss holds the old one.
+                p.data = p.data + part.view_as(p)
+            yield
+        finally:
+            for p, tensor in zip(trainable, before, strict=True):
+                p.data = tensor

@@ -1,0 +1,177 @@
+"""What the online Laplace refuses, before anything is computed, and how it says that training has diverged."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+from contrastive_curvature.errors import DivergenceError, InputTypeError
+from contrastive_curvature.online import OnlineLaplace, Trainer, load_checkpoint
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+def encoder(device: str = "cpu") -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to(device)
+
+
+def data(device: str) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(12, 4, device=device), torch.arange(12, device=device) % 3
+
+
+def relate(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    same = a[:, None] == b[None, :]
+    return same, ~same
+
+
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"encoder": "net"}, InputTypeError, r"encoder: expected a torch.nn.Module, got a str"),
+    ({"encoder": nn.Tanh()}, cc.InputError, "model: expected an encoder with parameters"),
+    ({"encoder": nn.Linear(4, 2).bfloat16()}, cc.InputError, r"model\.float\(\)"),
+    ({"encoder": nn.Sequential(nn.Linear(4, 2), nn.Tanh())}, cc.UnsupportedError, "no linear layer makes the raw"),
+    ({"probe": torch.zeros(1, 4)}, cc.InputError, "probe: expected a batch of two inputs or more"),
+    ({"probe": [1, 2]}, InputTypeError, "probe: expected .* got a list"),
+    ({"n_data": 1}, cc.InputError, "n_data: expected a whole number of at least 2, got 1"),
+    ({"n_data": 10.0}, cc.InputError, "n_data: expected a whole number"),
+    ({"n_samples": 0}, cc.InputError, "n_samples: expected a whole number of at least 1, got 0"),
+    ({"n_samples": True}, cc.InputError, "n_samples: expected"),
+    ({"memory_factor": 1.0}, cc.InputError, r"memory_factor: expected a number in \[0, 1\), got 1.0.* 0.001 here"),
+    ({"memory_factor": -0.1}, cc.InputError, "memory_factor"),
+    ({"memory_factor": math.nan}, cc.InputError, "memory_factor"),
+    ({"memory_factor": "0"}, cc.InputError, "memory_factor"),
+    ({"loss": 3}, InputTypeError, "loss: expected a callable, got a int"),
+    ({"miner": "hard"}, InputTypeError, "miner: expected a callable"),
+    ({"curvature_miner": 1}, InputTypeError, "curvature_miner: expected a callable"),
+    ({"prior_precision": 0}, cc.InputError, "prior_precision: expected a positive number, or None, got 0"),
+    ({"prior_precision": torch.ones(3)}, cc.InputError, r"prior_precision: .* got a Tensor.*laplace\(\)"),
+    ({"temperature": math.inf}, cc.InputError, "temperature: expected a positive number, or None, got inf"),
+    ({"temperature": "warm"}, cc.InputError, "temperature: expected a positive number"),
+    ({"hessian_structure": "lowrank"}, cc.UnsupportedError, "'diag', 'full' or 'kron'.*post hoc"),
+    ({"hessian_structure": "gp"}, cc.UnsupportedError, "discounted curvature"),
+    ({"subset_of_weights": "subnetwork"}, cc.UnsupportedError, "'last_layer' or 'all'"),
+    ({"subset_of_weights": "first_layer"}, cc.InputError, "'last_layer' or 'all'.*got 'first_layer', 'diag'"),
+    ({"subset_of_weights": ["all"]}, cc.InputError, "'last_layer' or 'all'"),
+    ({"backend": "BackPack"}, InputTypeError, "backend: expected a contrastive backend"),
+    ({"backend_kwargs": {"pairs": "dataset"}}, cc.InputError, "pairs: expected 'batch' or nothing, got 'dataset'"),
+    ({"backend_kwargs": {"margins": 1}}, cc.InputError, r"backend_kwargs: expected keys among .*\['margins'\]"),
+    ({"backend_kwargs": {"margin": 3}}, cc.InputError, "margin"),
+    ({"backend_kwargs": {"relation": relate}, "curvature_miner": relate}, cc.InputError, "one of them, got both"),
+    (
+        {"backend_kwargs": {"kfac_approx": "reduce", "pd_fix": "psd"}, "hessian_structure": "kron"},
+        cc.UnsupportedError,
+        "kfac_approx",
+    ),
+]
+
+
+@pytest.mark.parametrize(("wrong", "kind", "message"), REFUSED)
+def test_refused_options_say_what_came_and_what_to_do(
+    wrong: dict[str, Any], kind: type[Exception], message: str, device: str
+) -> None:
+    arguments = {"encoder": encoder(), "probe": data("cpu")[0], "n_data": 12, **wrong}
+    with pytest.raises(kind, match=f"(?s){message}"):
+        OnlineLaplace(arguments.pop("encoder"), **arguments)
+
+
+@pytest.mark.parametrize("labels", [None, torch.zeros(12), torch.zeros(3, dtype=torch.int64)])
+def test_malformed_labels_are_refused_and_leave_the_posterior(labels: Any, device: str) -> None:
+    x, good = data(device)
+    online = OnlineLaplace(encoder(device), probe=x, n_data=12)
+    online(x, good)
+    before = {name: value.clone() for name, value in online.state_dict().items()}
+    with pytest.raises(cc.InputError, match="labels"):
+        online(x, labels)
+    assert all(torch.equal(value, before[name]) for name, value in online.state_dict().items())
+
+
+class NanLoss(nn.Module):
+    """A network with a loss that becomes no number at a given call."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.net, self.at, self.calls = nn.Linear(4, 3), at, 0
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        loss = self.net(x).square().mean()
+        return loss * math.nan if self.calls == self.at else loss
+
+
+@pytest.mark.parametrize("subset", ["last_layer", "all"])
+def test_weights_that_are_no_numbers(subset: str, device: str) -> None:
+    x, labels = data(device)
+    online = OnlineLaplace(encoder(device), probe=x, n_data=12, subset_of_weights=subset)
+    online(x, labels)
+    online(x, labels)
+    with torch.no_grad():
+        online.encoder[0].weight[0, 0] = math.nan
+    with pytest.raises(DivergenceError, match="training step 3: the outputs of the encoder are not finite") as caught:
+        online(x, labels)
+    assert caught.value.step == 3
+    assert isinstance(caught.value, cc.errors.ContrastiveCurvatureError)
+
+
+def test_a_full_precision_that_is_not_positive_definite(device: str) -> None:
+    """One data point's worth of curvature, and a prior far below the rounding error of its largest eigenvalue."""
+    x, labels = data(device)
+    online = OnlineLaplace(
+        encoder(device), probe=x, n_data=12, hessian_structure="full", prior_precision=1e-30, temperature=1e-30
+    )
+    with torch.no_grad():
+        online.discounted.curvature_0.copy_(torch.diag_embed(torch.zeros(len(online.discounted.curvature_0))))
+        online.discounted.curvature_0[0, 0] = 1
+        online.discounted.curvature_0[0, 1] = online.discounted.curvature_0[1, 0] = 3e-7
+        online.discounted.points.fill_(12)
+        online.discounted.cost.fill_(1)
+        online.discounted.positive.fill_(True)
+    with pytest.raises(DivergenceError, match="training step 1: the posterior precision is not positive"):
+        online(x, labels)
+
+
+def test_a_curvature_that_overflows(device: str) -> None:
+    x, labels = data(device)
+    net = encoder(device)
+    online = OnlineLaplace(net, probe=x, n_data=12)
+    with torch.no_grad():
+        net[-1].weight.mul_(1e-20)
+        net[-1].bias.mul_(1e-20)
+    with pytest.raises(DivergenceError, match="training step 1: the curvature is not finite"):
+        online(x, labels)
+
+
+def test_the_trainer_says_where_it_diverged_and_keeps_the_last_good_checkpoint(tmp_path: Path, device: str) -> None:
+    x, labels = data(device)
+    loader, file = [(x, labels)] * 4, tmp_path / "run.pt"
+    step = NanLoss(at=7).to(device)
+    trainer = Trainer(step, torch.optim.SGD(step.parameters(), lr=0.1), checkpoint=file, checkpoint_every=2)
+    with pytest.raises(
+        DivergenceError, match=r"(?s)step 7: \(epoch 2\) the loss is nan\..*step 6, is .*run\.pt"
+    ) as caught:
+        trainer.fit(loader, 3)
+    assert caught.value.step == 7
+    assert load_checkpoint(file)["steps"] == 6
+    step.at = 0
+    trainer.fit(loader, 3)
+    assert trainer.steps == 12
+
+
+def test_an_infinite_learning_rate(tmp_path: Path, device: str) -> None:
+    x, labels = data(device)
+    file = tmp_path / "run.pt"
+    for every, message in ((1, "step 2: .*parameter 'encoder.0.weight' is not finite"), (9, "step 2: .*the outputs")):
+        online = OnlineLaplace(encoder(device), probe=x, n_data=12)
+        optimizer = torch.optim.SGD(online.parameters(), lr=math.inf)
+        trainer = Trainer(online, optimizer, checkpoint=file, checkpoint_every=every)
+        with pytest.raises(DivergenceError, match=message) as caught:
+            trainer.fit([(x, labels)] * 3, 1)
+        assert caught.value.step == 2
+        assert not file.exists()

@@ -1,0 +1,220 @@
+"""What an online Laplace remembers, as a posterior: the same as post hoc where nothing moves, and usable as one."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from hypothesis import given
+from hypothesis import strategies as st
+from laplace import Laplace
+from strategies import DISTANCES, build_network, close, make_inputs
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+from contrastive_curvature.online import OnlineLaplace
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+STRUCTURES = ("diag", "full", "kron")
+SUBSETS = ("last_layer", "all")
+
+
+def toy(device: str, dim: int = 3, n: int = 12, kind: str = "tanh") -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    encoder = build_network(kind, dim).to(device)
+    return encoder, make_inputs(kind, n).to(device), torch.arange(n, device=device) % 3
+
+
+def trained(device: str, steps: int = 3, **options: Any) -> tuple[OnlineLaplace, Tensor, Tensor]:
+    encoder, x, labels = toy(device)
+    online = OnlineLaplace(encoder, probe=x, n_data=12, **options)
+    optimizer = torch.optim.SGD(online.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        online(x, labels).backward()
+        optimizer.step()
+    return online, x, labels
+
+
+def diagonal(la: Any) -> Tensor:
+    precision = la.posterior_precision
+    if isinstance(precision, Tensor):
+        return precision if precision.ndim == 1 else precision.diagonal()
+    return precision.diag()
+
+
+@given(
+    kind=st.sampled_from(("tanh", "conv1d", "no bias")),
+    structure=st.sampled_from(STRUCTURES),
+    subset=st.sampled_from(SUBSETS),
+    normalization=st.sampled_from(("type", "anchor")),
+    distance=st.sampled_from(DISTANCES),
+    sizes=st.lists(st.integers(3, 6), min_size=1, max_size=3),
+    seed=st.integers(0, 999),
+)
+def test_without_motion_and_forgetting_it_is_the_post_hoc_fit(
+    kind: str, structure: str, subset: str, normalization: str, distance: str, sizes: list[int], seed: int, device: str
+) -> None:
+    torch.manual_seed(seed)
+    encoder = build_network(kind, 3).to(device)
+    batches = [(make_inputs(kind, n).to(device), torch.arange(n, device=device) % 2) for n in sizes]
+    # With this fix the clamp takes nothing away, so that it does not matter how often it is applied.
+    options = {"pd_fix": "psd", "normalization": normalization, "distance": distance}
+    how = {"subset_of_weights": subset, "hessian_structure": structure}
+    online = OnlineLaplace(
+        encoder,
+        probe=batches[0][0],
+        n_data=sum(sizes),
+        memory_factor=0.0,
+        prior_precision=1e30,
+        backend_kwargs=options,
+        **how,
+    )
+    for x, labels in batches:
+        online(x, labels)
+    online.prior_precision = None
+    found = online.laplace()
+    la = Laplace(
+        copy.deepcopy(encoder),
+        "contrastive",
+        backend=cc.ContrastiveGGN,
+        backend_kwargs={**options, "pairs": "batch"},
+        **how,
+    )
+    la.fit(batches)
+    la.optimize_prior_precision()
+    assert close(diagonal(found), diagonal(la), tolerance=1e-8)
+    assert torch.allclose(found.prior_precision, la.prior_precision, rtol=1e-8)
+    assert found.temperature == pytest.approx(la.temperature, rel=1e-8)
+    assert float(found.loss) == pytest.approx(float(la.loss), rel=1e-8, abs=1e-12)
+    assert float(found.cost) == pytest.approx(float(la.cost), rel=1e-8)
+    assert found.n_data == la.n_data
+    assert torch.equal(found.mean, la.mean)
+    assert float(found.log_marginal_likelihood()) == pytest.approx(float(la.log_marginal_likelihood()), rel=1e-6)
+    ours, theirs = found(x), la(x)
+    assert close(ours.variance, theirs.variance, tolerance=1e-7)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("subset", SUBSETS)
+def test_predicts_samples_and_saves_as_any_laplace(structure: str, subset: str, tmp_path: Path, device: str) -> None:
+    how = {"subset_of_weights": subset, "hessian_structure": structure}
+    online, x, labels = trained(device, **how)
+    la = online.laplace()
+    mu, kappa = la(x).mu, la(x).kappa
+    assert torch.allclose(mu.norm(dim=1), torch.ones(len(x), dtype=mu.dtype, device=device))
+    assert bool((kappa > 0).all())
+    assert la.sample(5).shape == (5, la.mean.numel())
+    assert la.predictive_samples(x, n_samples=4, joint=True).shape == (4, 12, 3)
+    assert la.predictive_samples(x, pred_type="nn", n_samples=4).shape == (4, 12, 3)
+    evidence = float(la.log_marginal_likelihood())
+    assert evidence == evidence
+    torch.save(la.state_dict(), tmp_path / "la.pt")
+    fresh = Laplace(
+        copy.deepcopy(online.encoder),
+        "contrastive",
+        backend=cc.ContrastiveGGN,
+        backend_kwargs={"pairs": "batch"},
+        **how,
+    )
+    fresh.load_state_dict(torch.load(tmp_path / "la.pt", weights_only=True))
+    assert torch.equal(diagonal(fresh), diagonal(la))
+    assert torch.equal(fresh(x).kappa, kappa)
+    # Further steps train the encoder, and leave the curvature that was taken.
+    before = diagonal(la).clone()
+    online(x, labels)
+    assert torch.equal(diagonal(la), before)
+    assert not torch.equal(diagonal(online.laplace()), before)
+
+
+def test_it_is_the_encoder_of_the_user_and_not_a_copy_of_it(device: str) -> None:
+    for subset in SUBSETS:
+        encoder, x, labels = toy(device)
+        online = OnlineLaplace(encoder, probe=x, n_data=12, subset_of_weights=subset)
+        online(x, labels).backward()
+        assert all(p.grad is not None and bool(p.grad.any()) for p in encoder.parameters())
+        assert {id(p) for p in online.parameters()} == {id(p) for p in encoder.parameters()}
+        la = online.laplace()
+        with torch.no_grad():
+            encoder[-1].weight.mul_(-1)
+            encoder[-1].bias.mul_(-1)
+        assert torch.allclose(la(x).mean, encoder(x))
+
+
+def test_given_prior_and_temperature_are_kept(device: str) -> None:
+    for subset in SUBSETS:
+        online, _, _ = trained(device, subset_of_weights=subset, prior_precision=3.0, temperature=0.2)
+        la = online.laplace()
+        assert float(la.prior_precision) == 3.0
+        assert la.temperature == 0.2
+        h = 12 / online.discounted.points * online.discounted.curvature_0
+        assert close(la.posterior_precision, h / 0.2 + 3)
+        online, _, _ = trained(device, subset_of_weights=subset, prior_precision=3.0)
+        la = online.laplace()
+        assert la.temperature == pytest.approx(float(online.discounted.cost / online.discounted.points))
+
+
+def test_the_first_step_draws_from_the_prior_where_there_is_one(device: str) -> None:
+    encoder, x, labels = toy(device)
+    mean = OnlineLaplace(encoder, probe=x, n_data=12).eval()(x, labels)
+    loss = [OnlineLaplace(encoder, probe=x, n_data=12, prior_precision=4.0)(x, labels).item() for _ in range(2)]
+    assert loss[0] != loss[1]
+    assert mean.item() not in loss
+    strict = OnlineLaplace(encoder, probe=x, n_data=12, prior_precision=1e30)
+    assert strict(x, labels).item() == pytest.approx(mean.item())
+
+
+def test_no_posterior_without_a_step_or_a_positive_pair(device: str) -> None:
+    encoder, x, _ = toy(device)
+    for structure in STRUCTURES:
+        fix = {"pd_fix": "positive", "kfac_approx": "reduce" if structure == "kron" else "expand"}
+        online = OnlineLaplace(encoder, probe=x, n_data=12, hessian_structure=structure, backend_kwargs=fix)
+        with pytest.raises(cc.InputError, match=r"laplace\(\): expected at least one training step"):
+            online.laplace()
+        online(x, torch.arange(12, device=device))
+        with pytest.raises(cc.InputError, match="positive pairs"):
+            online.laplace()
+
+
+def test_memory_forgets_at_the_rate_that_is_asked_for(device: str) -> None:
+    encoder, x, labels = toy(device)
+    online = OnlineLaplace(
+        encoder, probe=x, n_data=100, memory_factor=0.25, prior_precision=1e30, backend_kwargs={"pd_fix": "psd"}
+    )
+    counts = []
+    for _ in range(4):
+        online(x, labels)
+        counts.append(float(online.discounted.points))
+    assert counts == pytest.approx([12 * sum(0.75**k for k in range(t + 1)) for t in range(4)])
+    assert int(online.discounted.steps) == 4
+    # The same batch again and again is the same data set, however much of it is remembered.
+    h = online.laplace().H
+    once = OnlineLaplace(encoder, probe=x, n_data=100, backend_kwargs={"pd_fix": "psd"})
+    once(x, labels)
+    assert close(h, once.laplace().H, tolerance=1e-9)
+
+
+def test_training_separates_classes_and_knows_where_it_has_not_been(device: str) -> None:
+    torch.manual_seed(0)
+    centres = torch.tensor([[2.0, 0.0], [-1.0, 1.7], [-1.0, -1.7]], device=device)
+    labels = torch.arange(150, device=device) % 3
+    x = centres[labels] + 0.3 * torch.randn(150, 2, device=device)
+    encoder = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 3)).to(device)
+    online = OnlineLaplace(encoder, probe=x, n_data=150, backend_kwargs={"pd_fix": "psd"})
+    optimizer = torch.optim.Adam(online.parameters(), lr=1e-2)
+    before = online.eval()(x, labels).item()
+    online.train()
+    for step in range(200):
+        rows = torch.arange(step % 5, 150, 5, device=device)
+        optimizer.zero_grad()
+        online(x[rows], labels[rows]).backward()
+        optimizer.step()
+    assert online.eval()(x, labels).item() < before / 5
+    la = online.laplace()
+    near, between = la(x).kappa.median(), la(torch.zeros(1, 2, device=device)).kappa
+    assert 4 * float(between) < float(near)
