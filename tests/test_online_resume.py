@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -52,7 +52,8 @@ def test_interrupted_anywhere(
         except Interrupted:
             assert cut <= 5 * EPOCHS
     trainer, loader = make_training(chance, file, every, *how)
-    torch.randn(5)  # another program may have drawn before
+    if file.exists():
+        torch.randn(5)  # where the generators stand then is of no effect
     trainer.fit(Interrupting(loader, 10**6), EPOCHS)
     assert trainer.steps == 4 * EPOCHS
     assert states(trainer) == expected
@@ -116,45 +117,53 @@ def test_worker_processes(tmp_path: Path) -> None:
 
 
 SCRIPT = """
-import sys, time, warnings
+import json, os, signal, sys, time
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from online_training import make_training, states
+from contrastive_curvature.online import load_checkpoint
+from online_training import make_training
 
-trainer, loader = make_training("augmented", Path(sys.argv[1]), 2, "all")
-if len(sys.argv) > 2:  # slow enough to be killed in the middle of an epoch
-    trainer.step.register_forward_pre_hook(lambda *_: time.sleep(0.1))
-trainer.fit(loader, 3)
-print(trainer.steps)
+def start(file, slow):
+    child = os.fork()  # a process of its own, without the seconds that imports take
+    if child:
+        return child
+    trainer, loader = make_training("augmented", Path(file), 2, "all")
+    if slow:
+        trainer.step.register_forward_pre_hook(lambda *_: time.sleep(0.1))
+    trainer.fit(loader, 3)
+    os._exit(0)
+
+whole, killed = sys.argv[1:]
+assert os.waitpid(start(whole, False), 0)[1] == 0
+victim = start(killed, True)
+while not Path(killed).exists() or load_checkpoint(killed)["steps"] < 6:
+    assert os.waitpid(victim, os.WNOHANG) == (0, 0)
+    time.sleep(0.02)
+os.kill(victim, signal.SIGKILL)
+signalled = os.WTERMSIG(os.waitpid(victim, 0)[1])
+at = load_checkpoint(killed)["steps"]
+assert os.waitpid(start(killed, False), 0)[1] == 0
+print(json.dumps([signalled, at]))
 """
 
 
 def test_really_killed(tmp_path: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))), "OMP_NUM_THREADS": "1"}
     whole, killed = tmp_path / "whole.pt", tmp_path / "killed.pt"
-
-    def command(file: Path, *slow: str) -> list[str]:
-        return [sys.executable, "-W", "ignore", "-c", SCRIPT, str(file), *slow]
-
-    def steps() -> int:
-        return load_checkpoint(killed)["steps"] if killed.exists() else 0
-
-    running = subprocess.Popen(command(whole), env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    victim = subprocess.Popen(command(killed, "slow"), env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 120
-    while steps() < 6 and victim.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    victim.send_signal(signal.SIGKILL)
-    assert victim.wait() == -signal.SIGKILL, victim.stderr.read().decode()[-2000:]
-    victim.stderr.close()
-    assert 6 <= steps() < 12
-    done = subprocess.run(command(killed), env=env, capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["12"], done.stderr[-2000:]
-    out, error = running.communicate(timeout=120)
-    assert out.split() == ["12"], error[-2000:]
-    a, b = load_checkpoint(whole), load_checkpoint(killed)
-    assert flat(a) == flat(b)
+    path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, str(whole), str(killed)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    signalled, at = json.loads(done.stdout)
+    assert signalled == signal.SIGKILL
+    assert 6 <= at < 12
+    assert load_checkpoint(whole)["steps"] == 12
+    assert flat(load_checkpoint(whole)) == flat(load_checkpoint(killed))
 
 
 def flat(value: object) -> object:

@@ -37,6 +37,8 @@ class Setting:
         per_class: Images of each class in a batch, for data with many classes; ``None`` draws images at random.
         relation: On positions, which images show the same place; ``None`` for class labels.
         n_samples: Sampled networks (or embeddings) for methods that have them.
+        dropout_passes: Of MC dropout at most, whose every sample is a pass of the whole network; ``None``: no limit.
+        memory_factor: ``alpha`` of online LAM (paper, Eq. 5).
         eval_batch: Images a forward pass outside training.
         workers: Processes that read images.
         device: Where torch computes.
@@ -53,6 +55,8 @@ class Setting:
     per_class: int | None = None
     relation: RelationFunction | None = None
     n_samples: int = 100
+    dropout_passes: int | None = None
+    memory_factor: float = 1e-4
     eval_batch: int = 200
     workers: int = 0
     device: str = "cpu"

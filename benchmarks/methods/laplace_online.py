@@ -35,7 +35,6 @@ class LaplaceOnline(Method):
         setting: How encoders are made and trained.
         distance: Of the curvature; ``None`` for the library's default.
         pd_fix: Of the curvature; ``None`` for the library's default.
-        memory_factor: ``alpha`` of Eq. 5.
         train_samples: Sampled networks a training step.
         curvature: ``"discounted"``: the one that training remembers, as in the paper. ``"refitted"``: that of the
             final weights over all pairs of the training set, as post-hoc.
@@ -49,13 +48,12 @@ class LaplaceOnline(Method):
         setting: Setting,
         distance: str | None = None,
         pd_fix: str | None = None,
-        memory_factor: float = 1e-4,
         train_samples: int = 1,
         curvature: str = "discounted",
     ) -> None:
         super().__init__(setting)
         self._source = check_choice("curvature", curvature, ("discounted", "refitted"))
-        self._training: dict[str, Any] = {"memory_factor": memory_factor, "n_samples": train_samples}
+        self._training: dict[str, Any] = {"memory_factor": setting.memory_factor, "n_samples": train_samples}
         self._online = curvature_options(setting, distance, pd_fix, pairs="batch")
         self._options = self._online if curvature == "discounted" else {**self._online, "pairs": "dataset"}
         self._la: ContrastiveLaplace | None = None

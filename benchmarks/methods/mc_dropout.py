@@ -30,7 +30,7 @@ class MCDropout(Method):
     images. All other modules, batch normalisation among them, stay in evaluation mode.
 
     Args:
-        setting: ``n_samples`` is the number of passes.
+        setting: ``n_samples``, or ``dropout_passes`` if that is less, is the number of passes.
         rate: Of the dropout between all trainable layers, in (0, 1); the paper's by default.
 
     Raises:
@@ -47,6 +47,8 @@ class MCDropout(Method):
             hint = "Without dropout all passes are the same: take 'deterministic'."
             raise InputError(expected("rate", "a number above 0 and below 1", rate, hint))
         check_count("setting.n_samples", setting.n_samples, 2)
+        if setting.dropout_passes is not None:
+            check_count("setting.dropout_passes", setting.dropout_passes, 2)
         self.rate = rate
         self._seed = 0
         self._encoder: nn.Module | None = None
@@ -68,21 +70,25 @@ class MCDropout(Method):
         self._seed = seed
 
     def predict(self, split: Split) -> Prediction:
-        """Mean direction, ``1 / kappa`` and ``"sum_std"`` of ``setting.n_samples`` passes, seeded by the fit's seed.
+        """Mean direction, ``1 / kappa`` and ``"sum_std"`` of the passes, seeded by the fit's seed.
 
         Equal calls give equal predictions; an image's masks depend on where in the split it stands.
         """
         spread = SphereSpread()
         passes = self.samples(split, self.setting.n_samples, self._seed)
-        total, hidden = self.setting.n_samples, not self.setting.progress
+        total, hidden = self._limited(self.setting.n_samples), not self.setting.progress
         for u in tqdm(passes, desc="[dropout passes]", total=total, leave=False, disable=hidden):
             spread.add(u)
         return spread.prediction()
 
     def samples(self, split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
-        """One pass after the other."""
+        """One pass after the other, ``setting.dropout_passes`` at most."""
         check_count("n_samples", n_samples)
-        return self._passes(self.encoder, split, n_samples, seed)
+        return self._passes(self.encoder, split, self._limited(n_samples), seed)
+
+    def _limited(self, n_samples: int) -> int:
+        most = self.setting.dropout_passes
+        return n_samples if most is None else min(n_samples, most)
 
     def _passes(self, encoder: nn.Module, split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
         stem, rest = _split_at_dropout(encoder)

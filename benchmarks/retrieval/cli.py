@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -62,7 +63,7 @@ def parse(argv: Sequence[str] | None = None) -> Config:
     name = TABLE_DATA[given.table][0] if given.data is None else given.data
     defaults = DEFAULTS[name]
 
-    def chosen(option: str) -> int | float | str | None:
+    def chosen(option: str) -> Any:
         value = getattr(given, option)
         return getattr(defaults, option) if value is None else value
 
@@ -70,12 +71,14 @@ def parse(argv: Sequence[str] | None = None) -> Config:
     return Config(
         table=given.table,
         data=name,
-        **{option: chosen(option) for option in taken},  # type: ignore[arg-type]
+        **{option: chosen(option) for option in taken},
         train_size=given.train_size,
         test_size=given.test_size,
         image_size=given.image_size,
         n_samples=given.n_samples,
         ece_samples=given.n_samples if given.ece_samples is None else given.ece_samples,
+        dropout_passes=given.dropout_passes,
+        memory_factor=given.memory_factor,
         device=given.device,
         data_root=given.data_root,
         download=given.download,
@@ -126,6 +129,8 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     add("--test-size", type=int, metavar="N", help="test images, in and out of distribution each (default: all)")
     add("--image-size", type=int, metavar="PIXELS", help="side of the images (default: the data set's)")
     add("--n-samples", type=int, default=100, metavar="N", help="samples for scores (default: %(default)s)")
+    passes = "passes of MC dropout at most, for which a sample is a pass of the whole network (default: no limit)"
+    add("--dropout-passes", type=int, metavar="N", help=passes)
     add("--ece-samples", type=int, metavar="N", help="samples that vote, for the ECE (default: as --n-samples)")
 
 
@@ -139,6 +144,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add(
         "--margin", type=float, help=f"distance in (0, 2] inside which negatives count (default: {_defaults('margin')})"
     )
+    memory = "what online LAM forgets in a step, alpha of Eq. 5 (default: the paper's %(default)s)"
+    add("--memory-factor", type=float, default=1e-4, metavar="ALPHA", help=memory)
     per_class = f"images of each class in a batch (default: {_defaults('per_class')}; none: at random)"
     add("--per-class", type=int, metavar="N", help=per_class)
 

@@ -92,6 +92,8 @@ class Config:
         image_size: Side in pixels, ``None`` for the data set's own.
         n_samples: Sampled networks or embeddings, for scores.
         ece_samples: The same for votes.
+        dropout_passes: Of MC dropout, at most; ``None``: no limit.
+        memory_factor: Of online LAM.
         device: Where torch computes.
         data_root: Folder of the data sets.
         download: Whether missing files may be fetched.
@@ -117,6 +119,8 @@ class Config:
     image_size: int | None
     n_samples: int
     ece_samples: int
+    dropout_passes: int | None
+    memory_factor: float
     device: str
     data_root: Path
     download: bool
@@ -153,6 +157,7 @@ def check_config(config: Config) -> None:
         ("--test-size", config.test_size, _LEAST_IMAGES),
         ("--n-samples", config.n_samples, 2),
         ("--ece-samples", config.ece_samples, 2),
+        ("--dropout-passes", config.dropout_passes, 2),
         ("--workers", config.workers, 0),
         ("--threads", config.threads, 1),
     ):
@@ -161,6 +166,8 @@ def check_config(config: Config) -> None:
     # Written so that NaN fails too.
     if not 0 < config.lr < math.inf:
         raise InputError(expected("--lr", "a positive number", config.lr))
+    if not 0 <= config.memory_factor < 1:
+        raise InputError(expected("--memory-factor", "a number in [0, 1)", config.memory_factor))
     if not 0 < config.margin <= 2:
         raise InputError(expected("--margin", "a distance of unit vectors, above 0 and up to 2", config.margin))
     _check_seeds(config.seeds)
@@ -229,6 +236,8 @@ def settings(config: Config, data: RetrievalData) -> Setting:
         per_class=config.per_class,
         relation=data.relation,
         n_samples=config.n_samples,
+        dropout_passes=config.dropout_passes,
+        memory_factor=config.memory_factor,
         workers=config.workers,
         device=config.device,
         progress=config.progress,

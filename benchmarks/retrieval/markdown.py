@@ -10,7 +10,7 @@ from benchmarks.retrieval.plan import COLUMNS, MEMBERS, Row, known_rows
 
 __all__ = ["markdown"]
 
-_EXTRA = {"r_auroc": "R-AUROC", "brier": "Brier"}
+_EXTRA = {"ece": "ECE", "r_auroc": "R-AUROC", "brier": "Brier"}
 _VARIANTS = {
     "auroc": "AUROC",
     "auprc": "AUPRC",
@@ -115,7 +115,9 @@ def _sizes(config: dict[str, Any], data: dict[str, Any]) -> str:
     return (
         f"{', '.join(parts)}. Network {config['network']}, {config['dim']} dimensions; {config['epochs']} epochs in "
         f"batches of {config['batch_size']}{classes}, learning rate {config['lr']:g}, margin {config['margin']:g}; "
-        f"{config['n_samples']} samples, {config['ece_samples']} for votes.\n"
+        f"{config['n_samples']} samples, {config['ece_samples']} for votes"
+        + ("" if config["dropout_passes"] is None else f", {config['dropout_passes']} at most for MC dropout")
+        + f"; memory factor of online LAM {config['memory_factor']:g}.\n"
     )
 
 
@@ -130,11 +132,12 @@ def _notes(rows: list[Row], results: dict[str, Any], paper: PaperTable | None) -
     ]
     if any(row.is_ensemble for row in rows):
         notes.append(
-            f"Deep ensembles: {MEMBERS} seeds of the run at a time form one from their deterministic encoders; fewer are "
-            "filled up with encoders of further seeds. The paper has one ensemble, and so no deviation."
+            f"Deep ensembles: {MEMBERS} seeds of the run at a time form one from their deterministic encoders; fewer "
+            "are filled up with encoders of further seeds. Aligned: the members are rotated onto the first. The paper "
+            "has one ensemble, not aligned, and so no deviation."
         )
     if paper is not None:
-        notes.append(f"*Paper*: Warburg et al. (2023), {paper.data}, mean ± standard deviation of five runs.")
+        notes.append(f"*Paper*: Warburg et al. (2023), on {paper.data}, mean ± standard deviation of five runs.")
         if paper.rows.keys() & {"hib"}:
             notes.append("HIB is the paper's only; it is not reproduced.")
     notes += [f"**Failed**: {cell['row']}, seed {cell['seed']}: {cell['failed']}" for cell in results["failed"]]

@@ -107,7 +107,7 @@ _METHODS = (
     Row("deep_ensemble", "Deep ensemble", "deep_ensemble", {"members": MEMBERS}),
     Row(
         "deep_ensemble_aligned",
-        "Deep ensemble, members rotated onto each other",
+        "Deep ensemble, aligned",
         "deep_ensemble",
         {"members": MEMBERS, "alignment": "procrustes"},
     ),
@@ -126,6 +126,8 @@ _METHODS = (
     Row("vmf_density", "Density of von Mises-Fisher classes", "vmf_density"),
     Row("knn_embedding", "10-NN distance, embedding", "knn_embedding"),
     Row("knn_features", "10-NN distance, features", "knn_features"),
+    Row("laplace_gated", "LAM (post-hoc) gates 10-NN distance, embedding", "laplace_gated"),
+    Row("knn_gated", "10-NN distance, features, gates that in embedding", "knn_gated"),
 )
 
 # Not among the paper's rows; positions have no classes to fit a density to.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 
@@ -155,7 +156,7 @@ def _histograms(data: RetrievalData, found: Found, seed: int) -> Figure:
     return figure
 
 
-def _styles() -> Iterator[dict[str, str]]:
+def _styles() -> Iterator[dict[str, Any]]:
     for style in _STYLES:
         for number in range(10):
             yield {"color": f"C{number}", "linestyle": style}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -96,12 +96,12 @@ def _row(cells: list[dict[str, Any]]) -> dict[str, Any]:
     names = list(dict.fromkeys(name for cell in cells for name in cell["variants"]))
     return {
         "seeds": [cell["seed"] for cell in cells],
-        "figures": _over(cells, lambda cell: cell["figures"]),
-        "variants": {name: _over(cells, lambda cell, name=name: cell["variants"].get(name, {})) for name in names},
-        "seconds": _over(cells, lambda cell: cell["seconds"]),
+        "figures": _over([cell["figures"] for cell in cells]),
+        "variants": {name: _over([cell["variants"].get(name, {}) for cell in cells]) for name in names},
+        "seconds": _over([cell["seconds"] for cell in cells]),
     }
 
 
-def _over(cells: list[dict[str, Any]], part: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Summary]:
-    keys = dict.fromkeys(key for cell in cells for key in part(cell))
-    return {key: summarize([part(cell).get(key) for cell in cells]) for key in keys}
+def _over(parts: list[dict[str, Any]]) -> dict[str, Summary]:
+    keys = dict.fromkeys(key for part in parts for key in part)
+    return {key: summarize([part.get(key) for part in parts]) for key in keys}

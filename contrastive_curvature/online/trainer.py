@@ -15,7 +15,14 @@ from tqdm import tqdm
 from contrastive_curvature.backends.checks import check_loader, read_batch
 from contrastive_curvature.errors import DivergenceError, InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.online.checkpoint import load_checkpoint, save_checkpoint
-from contrastive_curvature.online.randomness import loader_generators, random_state, restore_random_state
+from contrastive_curvature.online.randomness import (
+    changed_state,
+    loader_generators,
+    random_state,
+    restore_random_state,
+    restore_sampler_state,
+    sampler_state,
+)
 
 __all__ = ["Trainer"]
 
@@ -96,11 +103,12 @@ class Trainer:
                 "persistent_workers=False, or checkpoint=None."
             )
             raise UnsupportedError(msg)
-        generators = loader_generators(loader)
+        generators, unused = loader_generators(loader), sampler_state(loader)
         batches = _length(loader)
         epoch, done, state = self._resume(batches, len(generators))
         if state is not None:
             restore_random_state(state["epoch_start"], generators)
+            restore_sampler_state(loader, state["epoch_start"]["samplers"])
         self.step.train()
         with tqdm(
             total=None if batches is None else epochs * batches,
@@ -111,7 +119,7 @@ class Trainer:
             disable=not self.progress,
         ) as bar:
             while epoch < epochs:
-                start = random_state(generators)
+                start = {**random_state(generators), "samplers": changed_state(unused, sampler_state(loader))}
                 count = 0
                 for batch in loader:
                     count += 1
@@ -135,7 +143,8 @@ class Trainer:
                 if self.scheduler is not None:
                     self.scheduler.step()
                 epoch, done = epoch + 1, 0
-                self._save(epoch, 0, batches, random_state(generators), generators)
+                start = {**random_state(generators), "samplers": changed_state(unused, sampler_state(loader))}
+                self._save(epoch, 0, batches, start, generators)
 
     def _one(self, batch: Any, epoch: int) -> float:
         device = next(self.step.parameters()).device

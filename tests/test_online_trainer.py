@@ -1,0 +1,213 @@
+"""The training loop: any module with a loss, any loader; and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from online_training import make_training
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import contrastive_curvature as cc
+from contrastive_curvature.errors import InputTypeError
+from contrastive_curvature.online import OnlineLaplace, Trainer, load_checkpoint, save_checkpoint
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+class Plain(nn.Module):
+    """Deterministic training of an encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 3)
+        self.loss = cc.ContrastiveLoss(0.7, normalization="type")
+
+    def forward(self, x: Any, targets: Tensor) -> Tensor:
+        return self.loss(self.net(x["x"] if isinstance(x, dict) else x), targets)
+
+
+def batches(count: int = 4) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    return [(torch.randn(6, 4), torch.arange(6) % 2) for _ in range(count)]
+
+
+def plain(device: str, **options: Any) -> tuple[Plain, Trainer]:
+    torch.manual_seed(1)
+    step = Plain().to(device)
+    return step, Trainer(step, torch.optim.SGD(step.parameters(), lr=0.1), **options)
+
+
+def by_hand(device: str, epochs: int) -> Tensor:
+    torch.manual_seed(1)
+    step = Plain().to(device)
+    optimizer = torch.optim.SGD(step.parameters(), lr=0.1)
+    for _ in range(epochs):
+        for x, labels in batches():
+            optimizer.zero_grad()
+            step(x.to(device), labels.to(device)).backward()
+            optimizer.step()
+    return step.net.weight
+
+
+def test_it_is_the_usual_loop(tmp_path: Path, device: str) -> None:
+    for checkpoint in (None, tmp_path / "run.pt"):
+        step, trainer = plain(device, checkpoint=checkpoint)
+        trainer.fit(batches(), 3)
+        assert trainer.steps == 12
+        assert torch.equal(step.net.weight, by_hand(device, 3))
+    assert load_checkpoint(tmp_path / "run.pt")["steps"] == 12
+
+
+def test_mappings(device: str) -> None:
+    step, trainer = plain(device, dict_key_y="target")
+    trainer.fit([{"x": x, "target": labels} for x, labels in batches()], 1)
+    assert torch.equal(step.net.weight, by_hand(device, 1))
+    _, trainer = plain(device)
+    with pytest.raises(InputTypeError, match=r"'labels', got the keys \['target', 'x'\].*dict_key_y"):
+        trainer.fit([{"x": x, "target": labels} for x, labels in batches()], 1)
+
+
+class Stream(IterableDataset[Any]):
+    """Points without a length."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for x, labels in batches():
+            yield from zip(x, labels, strict=True)
+
+
+def test_data_without_a_length(tmp_path: Path, device: str) -> None:
+    step, trainer = plain(device, checkpoint=tmp_path / "run.pt", checkpoint_every=3)
+    trainer.fit(DataLoader(Stream(), 6), 2)
+    assert trainer.steps == 8
+    assert torch.equal(step.net.weight, by_hand(device, 2))
+    longer, trainer = plain(device, checkpoint=tmp_path / "run.pt")
+    trainer.fit(DataLoader(Stream(), 6), 3)
+    assert torch.equal(longer.net.weight, by_hand(device, 3))
+
+
+def test_scheduler_and_progress(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    step = Plain().to(device)
+    optimizer = torch.optim.SGD(step.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    Trainer(step, optimizer, scheduler, progress=True).fit(batches(), 2)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
+    assert "[training]" in capsys.readouterr().err
+    Trainer(step, optimizer).fit(batches(), 1)
+    assert not capsys.readouterr().err
+
+
+def test_online_laplace_of_metric_learning_losses(device: str) -> None:
+    """A loss with weights of its own is trained and saved with the encoder."""
+    losses = pytest.importorskip("pytorch_metric_learning.losses")
+    online = OnlineLaplace(
+        nn.Sequential(nn.Linear(4, 3)), probe=batches()[0][0], n_data=24, loss=losses.ArcFaceLoss(2, 3)
+    ).to(device)
+    before = online.state_dict()["_loss.W"].clone()
+    Trainer(online, torch.optim.SGD(online.parameters(), lr=0.1)).fit(batches(), 1)
+    assert not torch.equal(online.state_dict()["_loss.W"], before)
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"step": len}, InputTypeError, r"step: expected a torch.nn.Module that returns a loss, got a builtin"),
+    ({"step": nn.Tanh()}, cc.InputError, "step: expected a module with parameters"),
+    ({"checkpoint_every": 0}, cc.InputError, "checkpoint_every: expected a positive whole number, got 0"),
+    ({"checkpoint_every": 2.0}, cc.InputError, r"checkpoint_every: .*2\.0"),
+    ({"checkpoint": "/no/such/folder/run.pt"}, cc.InputError, "checkpoint: expected a file in a folder that exists"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "kind", "message"), WRONG)
+def test_refused_options(wrong: dict[str, Any], kind: type[Exception], message: str, device: str) -> None:
+    step = Plain().to(device)
+    arguments = {"step": step, "optimizer": torch.optim.SGD(step.parameters(), lr=0.1), **wrong}
+    with pytest.raises(kind, match=message):
+        Trainer(**arguments)
+
+
+def test_a_scheduler_that_waits_for_a_validation_loss_is_refused(device: str) -> None:
+    step = Plain().to(device)
+    optimizer = torch.optim.SGD(step.parameters(), lr=0.1)
+    with pytest.raises(cc.UnsupportedError, match="ReduceLROnPlateau needs a validation loss"):
+        Trainer(step, optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+
+
+def test_refused_loaders_and_losses(tmp_path: Path, device: str) -> None:
+    _, trainer = plain(device)
+    for epochs in (0, 1.0, True):
+        with pytest.raises(cc.InputError, match="epochs: expected a positive whole number"):
+            trainer.fit(batches(), epochs)
+    with pytest.raises(cc.InputError, match="loader: expected at least one batch, got an empty loader"):
+        trainer.fit([], 1)
+    with pytest.raises(InputTypeError, match="iterated several times, got the iterator"):
+        trainer.fit(iter(batches()), 1)
+    with pytest.raises(InputTypeError, match=r"batches \(x, labels\)"):
+        trainer.fit([batches()[0][0]], 1)
+    _, trainer = plain(device, checkpoint=tmp_path / "run.pt")
+    x, labels = batches()[0]
+    workers = DataLoader(TensorDataset(x, labels), num_workers=1, persistent_workers=True)
+    with pytest.raises(cc.UnsupportedError, match="persistent_workers=False"):
+        trainer.fit(workers, 1)
+
+    class NoLoss(Plain):
+        def forward(self, x: Tensor, targets: Tensor) -> Any:
+            return self.net(x) if self.net.bias is not None else 3.0
+
+    step = NoLoss().to(device)
+    trainer = Trainer(step, torch.optim.SGD(step.parameters(), lr=0.1))
+    with pytest.raises(InputTypeError, match=r"one number in a tensor, got shape \(6, 3\)"):
+        trainer.fit(batches(), 1)
+    step.net.bias = None
+    with pytest.raises(InputTypeError, match="one number in a tensor, got a float"):
+        trainer.fit(batches(), 1)
+
+
+def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path, device: str) -> None:
+    file = tmp_path / "run.pt"
+    _, trainer = plain(device, checkpoint=file)
+    trainer.fit(batches(), 1)
+    kept = file.read_bytes()
+    with pytest.raises(cc.InputError, match=r"loader: expected 4 batches, as before, got 3.*remove .*run\.pt"):
+        plain(device, checkpoint=file)[1].fit(batches(3), 2)
+    other = make_training("none", file)[0]
+    with pytest.raises(cc.InputError, match="optimizer: expected SGD, as before, got Adam"):
+        other.fit(batches(), 2)
+    x, labels = batches()[0]
+    shuffled = DataLoader(TensorDataset(x, labels), 2, generator=torch.Generator())
+    with pytest.raises(cc.InputError, match="0 random generators, as before, got 1"):
+        plain(device, checkpoint=file)[1].fit(_Four(shuffled), 2)
+    step = Plain().to(device)
+    step.net = nn.Linear(4, 5).to(device)
+    optimizer = torch.optim.SGD(step.parameters(), lr=0.1)
+    with pytest.raises(cc.InputError, match=r"a checkpoint of this training, got one that does not fit"):
+        Trainer(step, optimizer, checkpoint=file).fit(batches(), 2)
+    step, _ = plain(device)
+    optimizer = torch.optim.SGD(step.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(cc.InputError, match="scheduler: expected NoneType, as before, got StepLR"):
+        Trainer(step, optimizer, scheduler, checkpoint=file).fit(batches(), 2)
+    assert file.read_bytes() == kept
+    save_checkpoint(file, {"weights": 1})
+    with pytest.raises(cc.InputError, match="a checkpoint of a Trainer, got other content"):
+        plain(device, checkpoint=file)[1].fit(batches(), 2)
+    file.write_bytes(kept[: len(kept) // 2])
+    with pytest.raises(cc.InputError, match="cannot be read"):
+        plain(device, checkpoint=file)[1].fit(batches(), 2)
+
+
+class _Four:
+    """A loader of four batches that draws from a generator of its own."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.generator = loader.generator
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(batches())
