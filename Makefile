@@ -28,7 +28,7 @@ lint: $(STAMP) ## ruff: rules and formatting
 typecheck: $(STAMP) ## mypy on the package
 	$(PY) -m mypy
 
-bench: $(STAMP) ## a benchmark: BENCH=curvature (default), backends, kron_error, default_prior or released_calculators, options in ARGS="..."
+bench: $(STAMP) ## a benchmark: BENCH=curvature (default), retrieval, lam_cost, backends, kron_error, default_prior or released_calculators, options in ARGS="..."
 	$(PY) -m benchmarks.$(BENCH) $(ARGS)
 
 tables: $(STAMP) ## measure what every backend can do, and write it into README.md and docs/backends.md
@@ -45,5 +45,5 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo "Python 3.11 or newer is needed; name one: make PYTHON=python3.12 ..." >&2; exit 2; }
 	@echo "setting up $(VENV): 5.7 GB and about four minutes the first time"
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[demo,faiss,miners,test]"
+	$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[benchmarks,demo,faiss,miners,test]"
 	@touch $@

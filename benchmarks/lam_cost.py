@@ -194,7 +194,7 @@ def render(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Measure and write ``lam_cost.json`` and ``lam_cost.md``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-root", type=Path, default=Path("data"))
@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--n-samples", type=int, default=1_000)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    given = parser.parse_args()
+    given = parser.parse_args(argv)
     machine = describe()
     data = load_data("fashionmnist", given.data_root, train_size=given.train_size, test_size=given.test_size)
     x, y = next(iter(loader(data.train, BATCH)))

@@ -7,7 +7,7 @@ silently be that of another function.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 
-__all__ = ["Encoder", "Inputs", "evaluation_mode", "input_length", "slice_inputs"]
+__all__ = ["Encoder", "Inputs", "evaluation_mode", "flatten_parameters", "input_length", "slice_inputs"]
 
 Inputs = Tensor | Mapping[str, Any]
 """A batch: a tensor whose first axis is the batch, or a mapping whose tensors all have that first axis."""
@@ -49,6 +49,14 @@ def slice_inputs(x: Inputs, rows: slice) -> Inputs:
         return x[rows]
     n = input_length(x)
     return {k: v[rows] if isinstance(v, Tensor) and v.ndim and v.shape[0] == n else v for k, v in x.items()}
+
+
+def flatten_parameters(parameters: Iterable[Tensor]) -> Tensor:
+    """All entries as one vector, shape (P,), in the order of their indices.
+
+    torch's ``parameters_to_vector`` refuses weights in another memory format, as channels_last.
+    """
+    return torch.cat([p.reshape(-1) for p in parameters])
 
 
 class Encoder(nn.Module):

@@ -198,7 +198,7 @@ def test_positions_need_a_relation_and_have_no_classes(tmp_path):
         assert bool(method.predict(data.test).uncertainty.isfinite().all())
     with pytest.raises(UnsupportedError, match="positions"):
         make_method("vmf_density", setting).fit(placed, 0, tmp_path, base)
-    with pytest.raises(UnsupportedError, match="positions"):
+    with pytest.raises(UnsupportedError, match="WithinMetres"):
         make_method("deterministic", make_setting(relation=near, per_class=2)).fit(placed, 0, tmp_path)
 
 

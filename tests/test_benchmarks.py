@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
+from benchmark_data_files import write_mnist
 from torch import nn
 
 import contrastive_curvature as cc
-from benchmarks import backends, kron_error
+from benchmarks import backends, kron_error, lam_cost
 from benchmarks.curvature import main
 from benchmarks.pairwise import pairwise_curvature
 
@@ -69,3 +70,16 @@ def test_kron_error_is_nothing_where_factors_are_exact(tmp_path, monkeypatch, ca
             exact = row["pd_fix"] in ("fixed", "psd") or row["kfac_approx"] == "reduce"
             assert (max(biases) < 1e-10) == exact
             assert row["total"] > 1e-3
+
+
+def test_lam_cost(tmp_path, capsys):
+    for name in ("FashionMNIST", "MNIST"):
+        write_mnist(tmp_path, name, {"train": 60, "t10k": 20})
+    sizes = ["--train-size", "60", "--test-size", "20", "--epochs", "1", "--rounds", "1", "--n-samples", "30"]
+    lam_cost.main(["--data-root", str(tmp_path), "--dims", "3", *sizes, "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "lam_cost.json").read_text())["dims"]["3"]
+    assert found["steps"]["deterministic"]["ratio"] == 1
+    assert len(found["steps"]) == 11
+    assert found["prediction"]["ratio"] > 0
+    assert all(-1 <= rho <= 1 for part in ("inside", "outside") for rho in found["prediction"][part].values())
+    assert (tmp_path / "lam_cost.md").read_text() in capsys.readouterr().out

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 @given(
-    n=st.integers(1, 9),
+    n=st.integers(1, 12),
     dim=st.integers(1, 4),
     classes=st.integers(1, 4),
     margin=st.sampled_from((None, 0.2, 0.7, 1.5, 2.0)),
@@ -27,7 +27,9 @@ def test_all_positives_and_the_negatives_inside_the_margin(
     n: int, dim: int, classes: int, margin: float | None, related: bool, seed: int, device: str
 ) -> None:
     torch.manual_seed(seed)
-    z = torch.randn(n, dim, dtype=torch.float64) * 10 ** torch.randn(n, 1, dtype=torch.float64)
+    # Close enough to each other for every margin to matter, with lengths that must not.
+    z = torch.ones(dim, dtype=torch.float64) + torch.rand(n, 1) * torch.randn(n, dim, dtype=torch.float64)
+    z = z * 10 ** torch.randn(n, 1, dtype=torch.float64)
     labels = torch.randint(0, classes, (n,))
     positive, negative = relate_by_remainder(labels, labels) if related else (labels[:, None] == labels, None)
     attract, repel = set(), set()

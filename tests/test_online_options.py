@@ -175,3 +175,20 @@ def test_an_infinite_learning_rate(tmp_path: Path, device: str) -> None:
             trainer.fit([(x, labels)] * 3, 1)
         assert caught.value.step == 2
         assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"memory_factor": 0.01}, {"n_data": 99}, {"backend_kwargs": {"pd_fix": "psd"}}, {"prior_precision": 3.0}],
+    ids=str,
+)
+def test_a_state_of_other_options_is_refused(device, change):
+    x = torch.randn(6, 4, device=device)
+
+    def make(**options):
+        return OnlineLaplace(nn.Linear(4, 3).to(device), probe=x, **{"n_data": 6} | options)
+
+    state = make().state_dict()
+    make(backend_kwargs={"distance": "arccos"}).load_state_dict(state)  # the default, spelled out
+    with pytest.raises(cc.InputError, match=f"(?s){next(iter(change)).replace('backend_kwargs', 'pd_fix')}.*"):
+        make(**change).load_state_dict(state)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from devices import DEVICES
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from laplace import Laplace
 from strategies import DISTANCES, build_network, close, make_inputs
@@ -78,6 +78,7 @@ def test_without_motion_and_forgetting_it_is_the_post_hoc_fit(
     for x, labels in batches:
         online(x, labels)
     online.prior_precision = None
+    assume(bool(online.discounted.positive))  # four points may all be pulled the concave way
     found = online.laplace()
     la = Laplace(
         copy.deepcopy(encoder),
@@ -177,7 +178,7 @@ def test_no_posterior_without_a_step_or_a_positive_pair(device: str) -> None:
         with pytest.raises(cc.InputError, match=r"laplace\(\): expected at least one training step"):
             online.laplace()
         online(x, torch.arange(12, device=device))
-        with pytest.raises(cc.InputError, match="positive pairs"):
+        with pytest.raises(cc.InputError, match="positive pairs, got 1 steps, and no positive curvature"):
             online.laplace()
 
 

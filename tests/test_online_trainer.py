@@ -179,7 +179,7 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path, device: str
         other.fit(batches(), 2)
     x, labels = batches()[0]
     shuffled = DataLoader(TensorDataset(x, labels), 2, generator=torch.Generator())
-    with pytest.raises(cc.InputError, match="0 random generators, as before, got 1"):
+    with pytest.raises(cc.InputError, match="0 random generators and 0 samplers, as before, got 1 random"):
         plain(device, checkpoint=file)[1].fit(_Four(shuffled), 2)
     step = Plain().to(device)
     step.net = nn.Linear(4, 5).to(device)

@@ -6,12 +6,17 @@ import math
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
+from benchmarks.data.places import WithinMetres
+from benchmarks.data.samplers import PlaceSampler
 from benchmarks.data.split import Split
 from benchmarks.methods.base import Setting
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.pairs import RelationFunction
 from contrastive_curvature.pairs.relation import check_labels
 
-__all__ = ["check_choice", "check_count", "check_fit", "check_positive", "check_training", "fitted"]
+__all__ = ["check_choice", "check_count", "check_fit", "check_positive", "check_training", "fitted", "positive_radius"]
 
 T = TypeVar("T")
 
@@ -99,19 +104,31 @@ def fitted(value: T | None, method: str) -> T:
     return value
 
 
-def _check_per_class(setting: Setting, train: Split) -> None:
-    if setting.relation is not None:
+def positive_radius(relation: RelationFunction) -> float:
+    """Radius in metres within which two images show the same place.
+
+    Raises:
+        UnsupportedError: The relation is not one of distances.
+    """
+    if not isinstance(relation, WithinMetres):
         msg = (
-            f"setting.per_class={setting.per_class}: images are related by positions and have no classes. "
-            "Use per_class=None."
+            "setting.per_class with a relation: images of one place can only be found where the relation is a "
+            "distance. Use benchmarks.data.places.WithinMetres, or per_class=None."
         )
         raise UnsupportedError(msg)
+    return relation.positive
+
+
+def _check_per_class(setting: Setting, train: Split) -> None:
     per_class: Any = setting.per_class
     check_count("setting.per_class", per_class)
-    classes = len(train.targets.unique())
     size = setting.batch_size
     if size % per_class:
         raise InputError(expected("setting.batch_size", f"a multiple of per_class={per_class}", size))
+    if setting.relation is not None:
+        PlaceSampler(train.targets, positive_radius(setting.relation), per_class, torch.Generator())
+        return
+    classes = len(train.targets.unique())
     most = min(per_class * classes, len(train))
     if size > most:
         came = f"{size} for {len(train)} images of {classes} classes"

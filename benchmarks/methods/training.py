@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
+from benchmarks.data.samplers import PlaceSampler
 from benchmarks.data.split import RetrievalData, loader
 from benchmarks.methods.base import Setting
-from benchmarks.methods.checks import check_training
+from benchmarks.methods.checks import check_training, positive_radius
 from contrastive_curvature.demo.train import seed_everything
 from contrastive_curvature.loss import ContrastiveLoss
 from contrastive_curvature.online import Trainer
@@ -121,7 +122,7 @@ def training_loader(setting: Setting, images: Any, seed: int) -> DataLoader[tupl
 
     With ``setting.per_class``, each batch holds that many images of each of ``batch_size / per_class`` classes drawn at
     random, and an epoch has as many images as the training set, less an incomplete batch. A class with fewer images
-    gives some of them twice.
+    gives some of them twice. With a relation of positions, classes are places, see :class:`PlaceSampler`.
 
     Args:
         setting: Size and kind of the batches.
@@ -132,7 +133,11 @@ def training_loader(setting: Setting, images: Any, seed: int) -> DataLoader[tupl
         The loader.
     """
     generator = torch.Generator().manual_seed(seed)
-    sampler = None if setting.per_class is None else _class_sampler(setting, images)
+    sampler: Sampler[int] | None = None
+    if setting.per_class is not None and setting.relation is not None:
+        sampler = PlaceSampler(images.targets, positive_radius(setting.relation), setting.per_class, generator)
+    elif setting.per_class is not None:
+        sampler = _class_sampler(setting, images)
     return loader(
         images,
         setting.batch_size,

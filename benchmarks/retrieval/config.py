@@ -58,7 +58,7 @@ DEFAULTS = {
     "cub200": DataDefaults("resnet50", per_class=4),
     "lfw": DataDefaults("resnet50", epochs=200, per_class=4),
     "folder": DataDefaults("resnet50", per_class=4),
-    "msls": DataDefaults("resnet50", epochs=200, margin=0.1),
+    "msls": DataDefaults("resnet50", epochs=200, margin=0.1, per_class=4),
 }
 
 TABLE_DATA = {

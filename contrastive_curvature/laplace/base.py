@@ -14,13 +14,12 @@ from typing import Any, ClassVar
 import torch
 from laplace.utils.enums import Likelihood
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector
 
 from contrastive_curvature.backends.base import ContrastiveBackend
 from contrastive_curvature.backends.checks import check_loader, check_model, read_batch
 from contrastive_curvature.backends.choice import backend_named, choose_backend
 from contrastive_curvature.backends.torch_func import ContrastiveGGN
-from contrastive_curvature.encoder import Inputs, evaluation_mode, slice_inputs
+from contrastive_curvature.encoder import Inputs, evaluation_mode, flatten_parameters, slice_inputs
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.accumulate import clamp_curvature
 from contrastive_curvature.ggn.dataset import DatasetCurvature
@@ -231,7 +230,7 @@ class ContrastiveLaplace(SpherePrediction):
         """What must be known before the backend exists; nothing here."""
 
     def _parameter_vector(self) -> Tensor:
-        vector = parameters_to_vector(self.params)
+        vector = flatten_parameters(self.params)
         return vector if self.enable_backprop else vector.detach()
 
     def _encoder_dim(self) -> int:

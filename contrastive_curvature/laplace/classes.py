@@ -15,10 +15,9 @@ from laplace.lllaplace import DiagLLLaplace, FullLLLaplace, KronLLLaplace
 from laplace.subnetlaplace import DiagSubnetLaplace, FullSubnetLaplace
 from laplace.utils import Kron
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector
 
 from contrastive_curvature.embedding import EmbeddingDistribution
-from contrastive_curvature.encoder import Inputs, evaluation_mode, slice_inputs
+from contrastive_curvature.encoder import Inputs, evaluation_mode, flatten_parameters, slice_inputs
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.ggn.dataset import DatasetCurvature
 from contrastive_curvature.ggn.kron import clamp_factors
@@ -204,7 +203,7 @@ class LastLayerLaplace(ContrastiveLaplace):
         self._know_last_layer(self._moved(data))
 
     def _parameter_vector(self) -> Tensor:
-        vector = parameters_to_vector(self.model.last_layer.parameters())
+        vector = flatten_parameters(self.model.last_layer.parameters())
         return vector if self.enable_backprop else vector.detach()
 
     def _parameter_sizes(self) -> list[int]:

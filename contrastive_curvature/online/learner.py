@@ -18,7 +18,7 @@ from contrastive_curvature.laplace.classes import LastLayerLaplace
 from contrastive_curvature.laplace.features import RawFeatureExtractor
 from contrastive_curvature.loss import ContrastiveLoss
 from contrastive_curvature.online.discount import DiscountedCurvature
-from contrastive_curvature.online.options import CLASSES, check_numbers, check_options, check_probe
+from contrastive_curvature.online.options import CLASSES, check_numbers, check_options, check_probe, describe_options
 from contrastive_curvature.online.sampled import AllParameters, LastLayer, SampledEncoder
 from contrastive_curvature.options import Normalization
 from contrastive_curvature.pairs import active_pairs
@@ -87,6 +87,7 @@ class OnlineLaplace(nn.Module):
     """
 
     discounted: DiscountedCurvature
+    options: Tensor
 
     def __init__(
         self,
@@ -143,6 +144,14 @@ class OnlineLaplace(nn.Module):
         kind = LastLayer if subset_of_weights == "last_layer" else AllParameters
         self._sampled: SampledEncoder = kind(curved, self._probe, n_data, self._posterior.structure)
         self.discounted = DiscountedCurvature(self._curvature_of_nothing(), memory_factor)
+        own = {"memory_factor": memory_factor, "n_samples": n_samples, "n_data": n_data}
+        rest = {name: value for name, value in self._how.items() if name not in ("backend", "backend_kwargs")}
+        said = describe_options({**self._posterior._plain_options(), **rest, **own})
+        # As text in a buffer: a saved state says which options it belongs to, in every format that can hold tensors.
+        self.register_buffer("options", torch.tensor(list(said.encode()), dtype=torch.uint8))
+        self.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+            _refuse_other_options
+        )
 
     def forward(self, x: Inputs, labels: Tensor) -> Tensor:
         """One step: the expected loss of a batch, with its graph; in training mode the posterior takes in the batch.
@@ -186,14 +195,18 @@ class OnlineLaplace(nn.Module):
         """The posterior as a fitted laplace object around the encoder, as it is now.
 
         Predictions, samples, the marginal likelihood and saving are those of a post-hoc one. It holds the encoder, not
-        a copy of it; further steps do not change its curvature. ``la.fit(loader)`` replaces the discounted curvature by
-        that of the final weights.
+        a copy of it: take it when training is over. ``la.fit(loader)`` replaces the discounted curvature by that of the
+        final weights.
 
         Raises:
             InputError: No step has been taken, or no curvature came.
         """
         if not bool(self.discounted.positive):
-            raise InputError(expected("laplace()", "at least one training step on a batch with positive pairs", "none"))
+            came = f"{int(self.discounted.steps)} steps, and no positive curvature"
+            hint = "With pairs in every batch, use pd_fix='positive' or a smaller negative_weight or margin."
+            raise InputError(
+                expected("laplace()", "at least one training step on a batch with positive pairs", came, hint)
+            )
         fitted = self._new_laplace()
         self._update(fitted)
         return fitted
@@ -211,7 +224,7 @@ class OnlineLaplace(nn.Module):
                         posterior.prior_precision = posterior.prior_precision * remembered
                 posterior.mean = torch.zeros_like(posterior.mean)
                 drawn = posterior.sample(self.n_samples)
-            except RuntimeError as error:  # torch.linalg's among them
+            except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
                 msg = f"the posterior precision is not positive definite ({error})."
                 raise self._diverged(msg) from error
         elif self.prior_precision is not None:
@@ -243,6 +256,9 @@ class OnlineLaplace(nn.Module):
         else:
             pairs = self._miner(normalize(raw)[0], labels)
         return self._contrastive(z, pairs=pairs) if self._loss is None else self._loss(z, labels, pairs)
+
+    def _said_options(self) -> str:
+        return bytes(self.options.tolist()).decode()
 
     @property
     def _probe(self) -> Inputs:
@@ -285,3 +301,12 @@ def _map_tensors(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
     if isinstance(x, Tensor):
         return function(x)
     return {key: function(value) if isinstance(value, Tensor) else value for key, value in x.items()}
+
+
+def _refuse_other_options(module: OnlineLaplace, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    saved = state.get(f"{prefix}options")
+    if saved is None:
+        return
+    was, now = bytes(saved.tolist()).decode(), module._said_options()
+    if was != now:
+        raise InputError(expected("state_dict", f"one of an OnlineLaplace with {now}", was))

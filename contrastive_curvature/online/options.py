@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from contrastive_curvature.laplace import (
     ContrastiveLaplace,
 )
 
-__all__ = ["CLASSES", "check_numbers", "check_options", "check_probe"]
+__all__ = ["CLASSES", "check_numbers", "check_options", "check_probe", "describe_options"]
 
 CLASSES: dict[tuple[str, str], type[ContrastiveLaplace]] = {
     ("last_layer", "diag"): ContrastiveDiagLLLaplace,
@@ -87,3 +88,15 @@ def check_probe(probe: object) -> None:
         raise InputTypeError(expected("probe", wanted, f"a {type(probe).__name__}"))
     if input_length(probe) < 2:
         raise InputError(expected("probe", wanted, f"{input_length(probe)} of them"))
+
+
+def describe_options(options: Mapping[str, Any]) -> str:
+    """All options that a discounted curvature depends on, as one line of text.
+
+    Args:
+        options: Strings and numbers by name.
+
+    Returns:
+        The text.
+    """
+    return ", ".join(f"{name}={value!s}" for name, value in sorted(options.items()))

@@ -91,7 +91,8 @@ class Trainer:
             epochs: Passes over the loader, those of an earlier, interrupted training counted in.
 
         Raises:
-            InputError: The loader is empty or can run only once, or the checkpoint belongs to another training.
+            InputError: The loader is empty or can run only once, or the checkpoint belongs to another or a longer
+                training.
             UnsupportedError: Persistent workers, with a checkpoint.
             DivergenceError: The loss is not a finite number. The last good checkpoint stays.
         """
@@ -105,7 +106,10 @@ class Trainer:
             raise UnsupportedError(msg)
         generators, unused = loader_generators(loader), sampler_state(loader)
         batches = _length(loader)
-        epoch, done, state = self._resume(batches, len(generators))
+        epoch, done, state = self._resume(batches, [len(generators), len(unused)])
+        if epoch > epochs:
+            hint = f"Remove {self.checkpoint} to start anew."
+            raise InputError(expected("epochs", f"at least the {epoch} that the checkpoint has", epochs, hint))
         if state is not None:
             restore_random_state(state["epoch_start"], generators)
             restore_sampler_state(loader, state["epoch_start"]["samplers"])
@@ -202,7 +206,7 @@ class Trainer:
     def _kinds(self) -> list[str]:
         return [type(part).__name__ for part in (self.optimizer, self.scheduler)]
 
-    def _resume(self, batches: int | None, n_generators: int) -> tuple[int, int, dict[str, Any] | None]:
+    def _resume(self, batches: int | None, parts: list[int]) -> tuple[int, int, dict[str, Any] | None]:
         """Epoch, finished batches of it, and states of the random numbers; from the checkpoint if there is one."""
         if self.checkpoint is None or not self.checkpoint.exists():
             return 0, 0, None
@@ -213,9 +217,10 @@ class Trainer:
         if content["batches"] != batches:
             hint = f"Train with the same data and batch size, or remove {self.checkpoint} to start anew."
             raise InputError(expected("loader", f"{content['batches']} batches, as before", f"{batches}", hint))
-        if len(content["random"]["epoch_start"]["loader"]) != n_generators:
-            wanted = f"{len(content['random']['epoch_start']['loader'])} random generators, as before"
-            raise InputError(expected("loader", wanted, f"{n_generators}"))
+        held = [len(content["random"]["epoch_start"][name]) for name in ("loader", "samplers")]
+        if held != parts:
+            wanted, came = (f"{pair[0]} random generators and {pair[1]} samplers" for pair in (held, parts))
+            raise InputError(expected("loader", f"{wanted}, as before", came))
         for name, was, now in zip(("optimizer", "scheduler"), content["kinds"], self._kinds(), strict=True):
             if was != now:
                 raise InputError(expected(name, f"{was}, as before", now, f"Or remove {self.checkpoint}."))
