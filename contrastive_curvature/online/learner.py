@@ -54,8 +54,8 @@ class OnlineLaplace(nn.Module):
     loss of a point, and the prior the mean of the diagonal of ``H / T``. While training, ``q_t`` has the precision of
     the sum and not of the mean, as in Eq. 80: ``T`` is divided by the discounted number of steps, which grows towards
     ``1 / alpha``, so the noise becomes small. (At the temperature of the final posterior the noise is as large as the
-    weights. What the last layer passes back is then noise too: on Fashion-MNIST in three dimensions an encoder trained
-    so reached mAP@1 0.24.) The first step, which has no curvature to make a prior of, is deterministic.
+    weights, and the encoder retrieves worse: ``docs/online.md``.) The first step, which has no curvature to make a
+    prior of, is deterministic.
 
     It is a ``torch.nn.Module`` with the encoder as ``encoder`` and the posterior as buffers, so an optimiser, Lightning
     or Accelerate treats it as any model. In evaluation mode a call returns the loss of the mean weights and leaves the
