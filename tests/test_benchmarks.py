@@ -8,7 +8,7 @@ from benchmark_data_files import write_mnist
 from torch import nn
 
 import contrastive_curvature as cc
-from benchmarks import backends, kron_error, lam_cost
+from benchmarks import backends, kron_error, lam_cost, online_temperature
 from benchmarks.curvature import main
 from benchmarks.pairwise import pairwise_curvature
 
@@ -83,3 +83,16 @@ def test_lam_cost(tmp_path, capsys):
     assert found["prediction"]["ratio"] > 0
     assert all(-1 <= rho <= 1 for part in ("inside", "outside") for rho in found["prediction"][part].values())
     assert (tmp_path / "lam_cost.md").read_text() in capsys.readouterr().out
+
+
+def test_online_temperature(tmp_path, capsys, monkeypatch):
+    for name in ("FashionMNIST", "MNIST"):
+        write_mnist(tmp_path, name, {"train": 100, "t10k": 20})
+    monkeypatch.setattr(online_temperature, "HELD_OUT", 30)
+    sizes = ["--train-size", "64", "--epochs", "1"]
+    online_temperature.main(["--data-root", str(tmp_path), *sizes, "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "online_temperature.json").read_text())
+    assert found["train"] == 64
+    assert len(found["rows"]) == 4
+    assert all(0 <= value <= 1 for row in found["rows"].values() for value in row.values())
+    assert (tmp_path / "online_temperature.md").read_text() in capsys.readouterr().out

@@ -13,7 +13,7 @@ from benchmarks.data.split import RetrievalData, TensorSplit
 from contrastive_curvature.demo.idx import find_idx, read_idx
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["CLOTHES", "load_fashionmnist", "mnist_test"]
+__all__ = ["CLOTHES", "load_fashionmnist", "mnist_images"]
 
 CLOTHES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot")
 """Names of the ten classes."""
@@ -50,18 +50,19 @@ def load_fashionmnist(root: Path, options: LoadOptions) -> RetrievalData:
     )
 
 
-def mnist_test(root: Path, download: bool) -> tuple[Tensor, Tensor]:
-    """MNIST's test images, uint8 (N, 1, 28, 28), bright ink on black, and their digits, int64 (N,).
+def mnist_images(root: Path, part: str, download: bool) -> tuple[Tensor, Tensor]:
+    """MNIST's images, uint8 (N, 1, 28, 28), bright ink on black, and their digits, int64 (N,).
 
     Args:
         root: The data root.
+        part: ``"train"`` or ``"test"``.
         download: Whether they may be fetched.
 
     Raises:
         InputError: Files are missing or damaged.
     """
-    _ensure(root, "MNIST", ("test",), download)
-    return _read(root, "MNIST", "test")
+    _ensure(root, "MNIST", (part,), download)
+    return _read(root, "MNIST", part)
 
 
 def _folder(root: Path, name: str) -> Path:

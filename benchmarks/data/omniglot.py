@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from benchmarks.data.checks import fetch, require
-from benchmarks.data.fashionmnist import mnist_test
+from benchmarks.data.fashionmnist import mnist_images
 from benchmarks.data.options import LoadOptions
 from benchmarks.data.split import RetrievalData, TensorSplit
 from contrastive_curvature.errors import InputError, expected
@@ -60,7 +60,7 @@ def load_omniglot(root: Path, options: LoadOptions) -> RetrievalData:
     folder = root / "omniglot"
     first, second = (folder / name for name in _ARCHIVES)
     _ensure(folder, options.download)
-    ood, digits = mnist_test(root, options.download)
+    ood, digits = mnist_images(root, "test", options.download)
     train, other = _read(first), _read(second)
     seen = {alphabet for alphabet, _ in train}
     test = {key: drawings for key, drawings in other.items() if key[0] not in seen}

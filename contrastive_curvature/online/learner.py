@@ -76,6 +76,9 @@ class OnlineLaplace(nn.Module):
         hessian_structure: ``"diag"``; ``"full"`` and ``"kron"`` invert or decompose matrices at every step.
         prior_precision: A positive number, of ``q_t`` and of the final posterior; ``None`` for the rule above.
         temperature: A positive number, the constant ``T`` of both; ``None`` for the rule above.
+        sampling_temperature: How many times the temperature of the final posterior that of ``q_t`` is; 1 samples from
+            the final posterior's width, 0 trains deterministically and only keeps track of the curvature. ``None`` for
+            the rule above (with ``temperature``: 1).
         backend: As in ``laplace.Laplace``; :class:`~contrastive_curvature.ContrastiveGGN` by default.
         backend_kwargs: ``distance``, ``pd_fix``, ``margin``, ``negative_weight``, ``normalization``, ``relation``,
             ``kfac_approx``: see the backend. The margin and the relation also hold for the default loss.
@@ -104,6 +107,7 @@ class OnlineLaplace(nn.Module):
         hessian_structure: str = "diag",
         prior_precision: float | None = None,
         temperature: float | None = None,
+        sampling_temperature: float | None = None,
         backend: type[ContrastiveBackend] | None = None,
         backend_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
@@ -112,12 +116,15 @@ class OnlineLaplace(nn.Module):
             raise InputTypeError(expected("encoder", "a torch.nn.Module", f"a {type(encoder).__name__}"))
         check_options(memory_factor, n_samples, n_data, subset_of_weights, hessian_structure)
         check_numbers(prior_precision=prior_precision, temperature=temperature)
+        if sampling_temperature != 0:
+            check_numbers(sampling_temperature=sampling_temperature)
         check_probe(probe)
         for name, function in (("loss", loss), ("miner", miner), ("curvature_miner", curvature_miner)):
             if function is not None and not callable(function):
                 raise InputTypeError(expected(name, "a callable", f"a {type(function).__name__}"))
         self.n_data, self.n_samples = n_data, n_samples
         self.prior_precision, self.temperature = prior_precision, temperature
+        self.sampling_temperature = sampling_temperature
         self._how: dict[str, Any] = {
             "subset_of_weights": subset_of_weights,
             "hessian_structure": hessian_structure,
@@ -144,7 +151,8 @@ class OnlineLaplace(nn.Module):
         kind = LastLayer if subset_of_weights == "last_layer" else AllParameters
         self._sampled: SampledEncoder = kind(curved, self._probe, n_data, self._posterior.structure)
         self.discounted = DiscountedCurvature(self._curvature_of_nothing(), memory_factor)
-        own = {"memory_factor": memory_factor, "n_samples": n_samples, "n_data": n_data}
+        own: dict[str, Any] = {"memory_factor": memory_factor, "n_samples": n_samples, "n_data": n_data}
+        own["sampling_temperature"] = sampling_temperature
         rest = {name: value for name, value in self._how.items() if name not in ("backend", "backend_kwargs")}
         said = describe_options({**self._posterior._plain_options(), **rest, **own})
         # As text in a buffer: a saved state says which options it belongs to, in every format that can hold tensors.
@@ -214,14 +222,15 @@ class OnlineLaplace(nn.Module):
     def _noise(self) -> list[Tensor | None]:
         """Deviations from the mean weights, drawn from the present posterior; none while it has no width."""
         posterior = self._posterior
+        if self.sampling_temperature == 0:
+            return [None]
         if bool(self.discounted.positive):
             try:
                 self._update(posterior)
-                if self.temperature is None:
-                    remembered = float(self.discounted.remembered)
-                    posterior.temperature /= remembered
-                    if self.prior_precision is None:
-                        posterior.prior_precision = posterior.prior_precision * remembered
+                colder = self._colder()
+                posterior.temperature /= colder
+                if self.prior_precision is None:
+                    posterior.prior_precision = posterior.prior_precision * colder
                 posterior.mean = torch.zeros_like(posterior.mean)
                 drawn = posterior.sample(self.n_samples)
             except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
@@ -238,6 +247,12 @@ class OnlineLaplace(nn.Module):
             msg = "the posterior precision is not positive, or not finite."
             raise self._diverged(msg)
         return list(drawn.unbind())
+
+    def _colder(self) -> float:
+        """How many times the temperature of ``q_t`` is below that of the final posterior."""
+        if self.sampling_temperature is not None:
+            return 1 / self.sampling_temperature
+        return 1.0 if self.temperature is not None else float(self.discounted.remembered)
 
     def _update(self, posterior: ContrastiveLaplace) -> None:
         posterior.adopt(self.discounted.at_scale(self.n_data), self._probe)
