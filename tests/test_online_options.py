@@ -179,7 +179,13 @@ def test_an_infinite_learning_rate(tmp_path: Path, device: str) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"memory_factor": 0.01}, {"n_data": 99}, {"backend_kwargs": {"pd_fix": "psd"}}, {"prior_precision": 3.0}],
+    [
+        {"memory_factor": 0.01},
+        {"n_data": 99},
+        {"sampling_temperature": 0.1},
+        {"backend_kwargs": {"pd_fix": "psd"}},
+        {"prior_precision": 3.0},
+    ],
     ids=str,
 )
 def test_a_state_of_other_options_is_refused(device, change):

@@ -71,13 +71,12 @@ def test_without_motion_and_forgetting_it_is_the_post_hoc_fit(
         probe=batches[0][0],
         n_data=sum(sizes),
         memory_factor=0.0,
-        prior_precision=1e30,
+        sampling_temperature=0,
         backend_kwargs=options,
         **how,
     )
     for x, labels in batches:
         online(x, labels)
-    online.prior_precision = None
     assume(bool(online.discounted.positive))  # four points may all be pulled the concave way
     found = online.laplace()
     la = Laplace(
@@ -219,3 +218,30 @@ def test_training_separates_classes_and_knows_where_it_has_not_been(device: str)
     la = online.laplace()
     near, between = la(x).kappa.median(), la(torch.zeros(1, 2, device=device)).kappa
     assert 4 * float(between) < float(near)
+
+
+@pytest.mark.parametrize("prior", [None, 2.0])
+@pytest.mark.parametrize(
+    ("options", "factor"),
+    [
+        ({}, None),
+        ({"sampling_temperature": 1}, 1.0),
+        ({"sampling_temperature": 0.01}, 0.01),
+        ({"temperature": 0.5}, 1.0),
+        ({"temperature": 0.5, "sampling_temperature": 0.25}, 0.25),
+    ],
+    ids=str,
+)
+def test_width_of_the_sampled_weights(options, factor, prior, device):
+    """The standard deviation of many deviations is that of the final posterior at its own, colder temperature."""
+    online, _, _ = trained(device, prior_precision=prior, memory_factor=0.1, **options)
+    la = online.laplace()
+    curvature = la.posterior_precision - la.prior_precision_diag
+    steps = int(online.discounted.steps)
+    if factor is None:
+        factor = 1 / sum(0.9**k for k in range(steps))
+    wanted = curvature / factor + (la.prior_precision_diag / factor if prior is None else prior)
+    torch.manual_seed(0)
+    drawn = torch.stack(online._posterior.draw(online.discounted, 4000))
+    assert torch.allclose(drawn.std(0) * wanted.sqrt(), torch.ones_like(wanted), atol=0.08)
+    assert float((drawn.mean(0) * wanted.sqrt()).abs().max()) < 0.08

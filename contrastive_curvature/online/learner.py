@@ -10,15 +10,14 @@ from torch import Tensor, nn
 
 from contrastive_curvature.backends.base import ContrastiveBackend
 from contrastive_curvature.backends.torch_func import ContrastiveGGN
-from contrastive_curvature.encoder import Inputs, evaluation_mode, input_length, slice_inputs
+from contrastive_curvature.encoder import Inputs, evaluation_mode, input_length
 from contrastive_curvature.errors import DivergenceError, InputError, InputTypeError, expected
 from contrastive_curvature.ggn.dataset import DatasetCurvature
 from contrastive_curvature.laplace import ContrastiveLaplace
-from contrastive_curvature.laplace.classes import LastLayerLaplace
-from contrastive_curvature.laplace.features import RawFeatureExtractor
 from contrastive_curvature.loss import ContrastiveLoss
 from contrastive_curvature.online.discount import DiscountedCurvature
 from contrastive_curvature.online.options import CLASSES, check_numbers, check_options, check_probe, describe_options
+from contrastive_curvature.online.posterior import OnlinePosterior
 from contrastive_curvature.online.sampled import AllParameters, LastLayer, SampledEncoder
 from contrastive_curvature.options import Normalization
 from contrastive_curvature.pairs import active_pairs
@@ -123,38 +122,34 @@ class OnlineLaplace(nn.Module):
             if function is not None and not callable(function):
                 raise InputTypeError(expected(name, "a callable", f"a {type(function).__name__}"))
         self.n_data, self.n_samples = n_data, n_samples
-        self.prior_precision, self.temperature = prior_precision, temperature
-        self.sampling_temperature = sampling_temperature
-        self._how: dict[str, Any] = {
-            "subset_of_weights": subset_of_weights,
-            "hessian_structure": hessian_structure,
-            "backend": backend or ContrastiveGGN,
-            # A step has the pairs of its batch and no others.
-            "backend_kwargs": {"pairs": "batch", **(backend_kwargs or {})},
-            **({} if prior_precision is None else {"prior_precision": prior_precision}),
-            **({} if temperature is None else {"temperature": temperature}),
-        }
-        if self._how["backend_kwargs"]["pairs"] != "batch":
+        # A step has the pairs of its batch and no others.
+        options = {"pairs": "batch", **(backend_kwargs or {})}
+        if options["pairs"] != "batch":
             hint = "A step knows no other pairs; la.fit(loader) after training takes all pairs of the data set."
-            came = repr(self._how["backend_kwargs"]["pairs"])
-            raise InputError(expected("backend_kwargs: pairs", "'batch' or nothing", came, hint))
+            raise InputError(expected("backend_kwargs: pairs", "'batch' or nothing", repr(options["pairs"]), hint))
         self.encoder = encoder
-        # Copies: a view would keep all of the data set that it was cut from, in memory and in saved files.
-        self._given_probe = _map_tensors(slice_inputs(probe, slice(0, 8)), lambda t: t.detach().clone())
-        self._posterior = self._new_laplace()
-        curved: ContrastiveBackend = self._posterior.backend
+        self._posterior = OnlinePosterior(
+            encoder,
+            probe,
+            n_data,
+            CLASSES[subset_of_weights, hessian_structure],
+            {"backend": backend or ContrastiveGGN, "backend_kwargs": options},
+            prior_precision,
+            temperature,
+            sampling_temperature,
+        )
+        curved = self._posterior.backend
         if curved.relation is not None and curvature_miner is not None:
             came = "both"
             raise InputError(expected("curvature_miner, backend_kwargs: relation", "one of them", came))
         self._loss, self._miner, self._curvature_miner = loss, miner, curvature_miner
         self._contrastive = ContrastiveLoss(curved.options.margin, normalization=Normalization.TYPE)
         kind = LastLayer if subset_of_weights == "last_layer" else AllParameters
-        self._sampled: SampledEncoder = kind(curved, self._probe, n_data, self._posterior.structure)
+        self._sampled: SampledEncoder = kind(curved, self._posterior.probe, n_data, self._posterior.structure)
         self.discounted = DiscountedCurvature(self._curvature_of_nothing(), memory_factor)
         own: dict[str, Any] = {"memory_factor": memory_factor, "n_samples": n_samples, "n_data": n_data}
-        own["sampling_temperature"] = sampling_temperature
-        rest = {name: value for name, value in self._how.items() if name not in ("backend", "backend_kwargs")}
-        said = describe_options({**self._posterior._plain_options(), **rest, **own})
+        own |= {"subset_of_weights": subset_of_weights, "hessian_structure": hessian_structure}
+        said = describe_options({**self._posterior.options(), **own})
         # As text in a buffer: a saved state says which options it belongs to, in every format that can hold tensors.
         self.register_buffer("options", torch.tensor(list(said.encode()), dtype=torch.uint8))
         self.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
@@ -176,8 +171,10 @@ class OnlineLaplace(nn.Module):
             DivergenceError: An output, a curvature or a posterior is not finite, or a precision is not positive.
         """
         exactly = torch.autocast(next(self.encoder.parameters()).device.type, enabled=False)
-        with exactly:
-            noise: list[Tensor | None] = self._noise() if self.training else [None]
+        noise: list[Tensor | None] = [None]
+        if self.training:
+            with exactly:
+                noise = self._posterior.draw(self.discounted, self.n_samples)
         losses: list[Tensor] = []
         terms: list[DatasetCurvature] = []
         for z, context in self._sampled.outputs(x, noise):
@@ -215,51 +212,7 @@ class OnlineLaplace(nn.Module):
             raise InputError(
                 expected("laplace()", "at least one training step on a batch with positive pairs", came, hint)
             )
-        fitted = self._new_laplace()
-        self._update(fitted)
-        return fitted
-
-    def _noise(self) -> list[Tensor | None]:
-        """Deviations from the mean weights, drawn from the present posterior; none while it has no width."""
-        posterior = self._posterior
-        if self.sampling_temperature == 0:
-            return [None]
-        if bool(self.discounted.positive):
-            try:
-                self._update(posterior)
-                colder = self._colder()
-                posterior.temperature /= colder
-                if self.prior_precision is None:
-                    posterior.prior_precision = posterior.prior_precision * colder
-                posterior.mean = torch.zeros_like(posterior.mean)
-                drawn = posterior.sample(self.n_samples)
-            except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
-                msg = f"the posterior precision is not positive definite ({error})."
-                raise self._diverged(msg) from error
-        elif self.prior_precision is not None:
-            # q_0 is the prior's width around the initial weights.
-            size = posterior.n_params
-            like = next(self.encoder.parameters())
-            drawn = like.new_empty(self.n_samples, size).normal_() / self.prior_precision**0.5
-        else:
-            return [None]
-        if not bool(drawn.isfinite().all()):
-            msg = "the posterior precision is not positive, or not finite."
-            raise self._diverged(msg)
-        return list(drawn.unbind())
-
-    def _colder(self) -> float:
-        """How many times the temperature of ``q_t`` is below that of the final posterior."""
-        if self.sampling_temperature is not None:
-            return 1 / self.sampling_temperature
-        return 1.0 if self.temperature is not None else float(self.discounted.remembered)
-
-    def _update(self, posterior: ContrastiveLaplace) -> None:
-        posterior.adopt(self.discounted.at_scale(self.n_data), self._probe)
-        if self.prior_precision is None:
-            posterior.optimize_prior_precision()
-        elif self.temperature is None and posterior.cost > 0:
-            posterior.temperature = float(posterior.cost) / self.n_data
+        return self._posterior.fitted(self.discounted)
 
     def _loss_of(self, z: Tensor, labels: Tensor) -> Tensor:
         if self._loss is not None and self._miner is None:
@@ -275,47 +228,16 @@ class OnlineLaplace(nn.Module):
     def _said_options(self) -> str:
         return bytes(self.options.tolist()).decode()
 
-    @property
-    def _probe(self) -> Inputs:
-        """The probe, on the device and in the precision that the encoder has now."""
-        like = next(self.encoder.parameters())
-        return _map_tensors(self._given_probe, lambda t: t.to(like if t.is_floating_point() else like.device))
-
-    def _new_laplace(self) -> ContrastiveLaplace:
-        key = (self._how["subset_of_weights"], self._how["hessian_structure"])
-        kwargs = {name: value for name, value in self._how.items() if name not in _CHOICE}
-        training = [(module, module.training) for module in self.encoder.modules()]
-        made = CLASSES[key](self.encoder, **kwargs)
-        if isinstance(made, LastLayerLaplace):
-            # The host copies the encoder, and a copy would be trained instead of it.
-            made.model = RawFeatureExtractor(self.encoder, None, made.enable_backprop)
-        with evaluation_mode(made.model):
-            made._prepare(self._probe)
-        # laplace-torch puts the encoder in evaluation mode, which a training must not notice.
-        for module, mode in training:
-            module.training = mode
-        return made
-
     def _curvature_of_nothing(self) -> Any:
         """The curvature of no pairs, which has its shape."""
-        n = input_length(self._probe)
-        none = torch.zeros(0, dtype=torch.int64)
+        probe, none = self._posterior.probe, torch.zeros(0, dtype=torch.int64)
         with torch.no_grad(), evaluation_mode(self.encoder):
-            (z, context), *_ = self._sampled.outputs(self._probe, [None])
-            labels = torch.zeros(n, dtype=torch.int64, device=z.device)
-            return self._sampled.curvature(self._probe, z, context, labels, (none,) * 4).curvature
+            (z, context), *_ = self._sampled.outputs(probe, [None])
+            labels = torch.zeros(input_length(probe), dtype=torch.int64, device=z.device)
+            return self._sampled.curvature(probe, z, context, labels, (none,) * 4).curvature
 
     def _diverged(self, why: str) -> DivergenceError:
         return DivergenceError(why, int(self.discounted.steps) + 1)
-
-
-_CHOICE = ("subset_of_weights", "hessian_structure")
-
-
-def _map_tensors(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
-    if isinstance(x, Tensor):
-        return function(x)
-    return {key: function(value) if isinstance(value, Tensor) else value for key, value in x.items()}
 
 
 def _refuse_other_options(module: OnlineLaplace, state: dict[str, Any], prefix: str, *_: Any) -> None:
