@@ -77,16 +77,16 @@ def posterior_noise(online: OnlineLaplace, how: dict[str, Any]) -> list[Tensor |
     """The draw of the next step, as the generator stands."""
     terms, n = remembered(online), online.n_samples
     if not any(bool((t > 0).any()) for t in terms[:1]):
-        if online.prior_precision is None:
+        if online._posterior.prior_precision is None:
             return [None]
         size = sum(p.numel() for p in random_parameters(online.encoder, how["subset_of_weights"]))
-        return list(terms[0].new_empty(n, size).normal_() / online.prior_precision**0.5)
+        return list(terms[0].new_empty(n, size).normal_() / online._posterior.prior_precision**0.5)
     if how["structure"] != "diag":
         la = online.laplace()
         return list(la.sample(n) - la.mean)
     h = N_DATA / online.discounted.points * terms[0]
-    t = online.temperature or N_DATA / online.discounted.points * online.discounted.cost / N_DATA
-    prior = online.prior_precision or (h / t).mean()
+    t = online._posterior.temperature or N_DATA / online.discounted.points * online.discounted.cost / N_DATA
+    prior = online._posterior.prior_precision or (h / t).mean()
     return list(torch.randn(n, len(h), dtype=h.dtype, device=h.device) / (h / t + prior).sqrt())
 
 
