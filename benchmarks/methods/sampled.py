@@ -1,4 +1,4 @@
-"""What a last-layer posterior says of images: in closed form, and from sampled networks."""
+"""Methods with a posterior over the last layer: what it says of images, in closed form and from sampled networks."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from benchmarks.data.split import Split
-from benchmarks.methods.base import Prediction, Setting
+from benchmarks.data.split import RetrievalData, Split, loader
+from benchmarks.methods.base import Method, Prediction, Setting
+from benchmarks.methods.checks import fitted
 from benchmarks.methods.embed import image_batches
 from benchmarks.methods.spread import SphereSpread
 from contrastive_curvature.demo.posterior import sampled_embeddings as draw
 from contrastive_curvature.laplace import ContrastiveDiagLLLaplace, ContrastiveLaplace
 from contrastive_curvature.options import Distance, PDFix
 
-__all__ = ["closed_form", "curvature_options", "load_posterior", "posterior_state", "sampled_embeddings"]
+__all__ = ["PosteriorMethod", "closed_form", "curvature_options", "sampled_embeddings"]
 
 _SEED = 0
 """Of the networks behind the sampled variants: equal images give equal predictions."""
@@ -85,24 +86,53 @@ def sampled_embeddings(
         yield sample.float().cpu()
 
 
-def posterior_state(la: ContrastiveLaplace) -> dict[str, Any]:
-    """Encoder and posterior, to be saved."""
-    return {"encoder": dict(la.model.model.state_dict()), "posterior": la.state_dict()}
-
-
-def load_posterior(setting: Setting, state: dict[str, Any], curvature: dict[str, Any]) -> ContrastiveLaplace:
-    """What :func:`posterior_state` kept.
+class PosteriorMethod(Method):
+    """What :class:`LaplacePosthoc` and :class:`LaplaceOnline` have in common once they are fitted.
 
     Args:
-        setting: Of the encoder.
-        state: From :func:`posterior_state`.
-        curvature: ``backend_kwargs`` of the posterior.
-
-    Returns:
-        The laplace object.
+        setting: How encoders are made and trained.
+        options: ``backend_kwargs`` of the posterior.
     """
-    encoder = setting.make_encoder()
-    encoder.load_state_dict(state["encoder"])
-    la = ContrastiveDiagLLLaplace(encoder.eval(), backend_kwargs=curvature)
-    la.load_state_dict(state["posterior"])
-    return la
+
+    def __init__(self, setting: Setting, options: dict[str, Any]) -> None:
+        super().__init__(setting)
+        self._options = options
+        self._la: ContrastiveLaplace | None = None
+
+    @property
+    def posterior(self) -> ContrastiveLaplace:
+        """The fitted laplace object.
+
+        Raises:
+            InputError: There was no fit.
+        """
+        return fitted(self._la, self.name)
+
+    def fit_post_hoc(self, encoder: nn.Module, data: RetrievalData) -> None:
+        """Fit the curvature of trained weights over all pairs of the training set, and the library's prior."""
+        la = ContrastiveDiagLLLaplace(encoder, backend_kwargs=self._options)
+        plain = data.train if data.train_plain is None else data.train_plain
+        batches = loader(plain, self.setting.eval_batch, generator=torch.Generator(), workers=self.setting.workers)
+        la.fit(batches, progress_bar=self.setting.progress)
+        la.optimize_prior_precision()
+        self._la = la
+
+    def predict(self, split: Split) -> Prediction:
+        """See :func:`closed_form`."""
+        return closed_form(self.posterior, self.setting, split)
+
+    def samples(self, split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
+        """See :meth:`Method.samples`; each from one network for all images."""
+        return sampled_embeddings(self.posterior, self.setting, split, n_samples, seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Encoder and posterior."""
+        return {"encoder": dict(self.posterior.model.model.state_dict()), "posterior": self.posterior.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any], data: RetrievalData) -> None:
+        """See :meth:`Method.load_state_dict`."""
+        encoder = self.setting.make_encoder()
+        encoder.load_state_dict(state["encoder"])
+        la = ContrastiveDiagLLLaplace(encoder.eval(), backend_kwargs=self._options)
+        la.load_state_dict(state["posterior"])
+        self._la = la
