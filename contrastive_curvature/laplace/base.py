@@ -203,20 +203,25 @@ class ContrastiveLaplace(SpherePrediction):
             x, _ = read_batch(batch, self._device, self.dict_key_y)
             probe = slice_inputs(x, slice(0, 8))
             self._prepare(probe)
-            if self._chooses_backend:
-                self._backend = choose_backend(
-                    self.model,
-                    probe,
-                    self.structure,
-                    keeps_graph=self.enable_backprop,
-                    likelihood=CONTRASTIVE,
-                    dict_key_x=self.dict_key_x,
-                    dict_key_y=self.dict_key_y,
-                    # The host's subnetwork classes tell the backend their indices, nobody else.
-                    **{"subnetwork_indices": self.backend.subnetwork_indices, **self._backend_kwargs},
-                )
+            self._choose(probe)
             return
         raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+
+    def _choose(self, probe: Inputs) -> None:
+        """Make the fastest backend, unless the user named one."""
+        if not self._chooses_backend:
+            return
+        self._backend = choose_backend(
+            self.model,
+            probe,
+            self.structure,
+            keeps_graph=self.enable_backprop,
+            likelihood=CONTRASTIVE,
+            dict_key_x=self.dict_key_x,
+            dict_key_y=self.dict_key_y,
+            # The host's subnetwork classes tell the backend their indices, nobody else.
+            **{"subnetwork_indices": self.backend.subnetwork_indices, **self._backend_kwargs},
+        )
 
     def _remember(self, loss: Tensor, cost: float, n_data: int) -> None:
         """What every fit leaves besides the curvature."""

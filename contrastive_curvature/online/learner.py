@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.backends.base import ContrastiveBackend
-from contrastive_curvature.backends.torch_func import ContrastiveGGN
 from contrastive_curvature.encoder import Inputs, evaluation_mode, input_length
 from contrastive_curvature.errors import DivergenceError, InputError, InputTypeError, expected
 from contrastive_curvature.ggn.dataset import DatasetCurvature
@@ -78,7 +77,7 @@ class OnlineLaplace(nn.Module):
         sampling_temperature: How many times the temperature of the final posterior that of ``q_t`` is; 1 samples from
             the final posterior's width, 0 trains deterministically and only keeps track of the curvature. ``None`` for
             the rule above (with ``temperature``: 1).
-        backend: As in ``laplace.Laplace``; :class:`~contrastive_curvature.ContrastiveGGN` by default.
+        backend: As in ``laplace.Laplace``; by default the fastest one that is exact for the encoder.
         backend_kwargs: ``distance``, ``pd_fix``, ``margin``, ``negative_weight``, ``normalization``, ``relation``,
             ``kfac_approx``: see the backend. The margin and the relation also hold for the default loss.
 
@@ -133,7 +132,7 @@ class OnlineLaplace(nn.Module):
             probe,
             n_data,
             CLASSES[subset_of_weights, hessian_structure],
-            {"backend": backend or ContrastiveGGN, "backend_kwargs": options},
+            {"backend": backend, "backend_kwargs": options},
             prior_precision,
             temperature,
             sampling_temperature,

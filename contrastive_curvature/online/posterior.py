@@ -53,6 +53,8 @@ class OnlinePosterior:
         # Copies: a view would keep all of the data set that it was cut from, in memory and in saved files.
         self._given_probe = _map_tensors(slice_inputs(probe, slice(0, 8)), lambda t: t.detach().clone())
         self._carrier = self._new()
+        # The choice tries the encoder out, which once is enough.
+        self._how["backend"] = type(self._carrier.backend)
 
     @property
     def probe(self) -> Inputs:
@@ -152,6 +154,7 @@ class OnlinePosterior:
             made.model = RawFeatureExtractor(self.encoder, None, made.enable_backprop)
         with evaluation_mode(made.model):
             made._prepare(self.probe)
+            made._choose(self.probe)
         # laplace-torch puts the encoder in evaluation mode, which a training must not notice.
         for module, mode in training:
             module.training = mode
