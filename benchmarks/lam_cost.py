@@ -96,7 +96,6 @@ def measure_steps(x: Tensor, y: Tensor, dim: int, n_data: int, rounds: int) -> d
             cases[f"{distance}, {fix}"] = online(distance=distance, pd_fix=fix)
     cases["arccos, fixed, 10 samples"] = online(n_samples=10)
     cases["arccos, fixed, all parameters"] = online(subset_of_weights="all")
-    cases["the same, ContrastiveGGN"] = online(subset_of_weights="all", backend=cc.ContrastiveGGN)
     seconds = take_turns(cases, rounds)
     own = seconds["deterministic"]
     return {

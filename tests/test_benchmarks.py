@@ -79,7 +79,7 @@ def test_lam_cost(tmp_path, capsys):
     lam_cost.main(["--data-root", str(tmp_path), "--dims", "3", *sizes, "--out", str(tmp_path)])
     found = json.loads((tmp_path / "lam_cost.json").read_text())["dims"]["3"]
     assert found["steps"]["deterministic"]["ratio"] == 1
-    assert len(found["steps"]) == 12
+    assert len(found["steps"]) == 11
     assert found["prediction"]["ratio"] > 0
     assert all(-1 <= rho <= 1 for part in ("inside", "outside") for rho in found["prediction"][part].values())
     assert (tmp_path / "lam_cost.md").read_text() in capsys.readouterr().out
