@@ -179,3 +179,16 @@ def test_training_images_are_near_themselves(name, tmp_path):
     few = dataclasses.replace(data, train=TensorSplit(pixels, labels))
     with pytest.raises(InputError, match="at least 10"):
         make_method(name, method.setting).fit(few, 0, tmp_path, method.base)
+
+
+def test_an_image_twice_in_a_batch_is_no_genuine_pair():
+    """With itself an image agrees at any variance, which would teach the head that it is certain."""
+    torch.manual_seed(0)
+    head = VarianceHead(5, 3)
+    phi, mu = torch.randn(6, 5), torch.nn.functional.normalize(torch.randn(6, 3), dim=1)
+    phi[3], mu[3] = phi[0], mu[0]
+    labels = torch.tensor([0, 1, 1, 0, 2, 2])
+    loss = MutualLikelihoodStep(head, lambda _: (mu, phi))(phi, labels)
+    variance = head(phi)
+    wanted = -mutual_likelihood_score(mu[[1, 4]], variance[[1, 4]], mu[[2, 5]], variance[[2, 5]]).mean()
+    assert torch.allclose(loss, wanted)

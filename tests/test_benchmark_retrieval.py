@@ -166,6 +166,54 @@ def test_other_options_are_refused_by_the_folder(tmp_path, undrawn, capsys):
     assert cli.main([*options, "--workers", "0"]) == 0
 
 
+def test_other_images_are_refused_by_the_folder(tmp_path, undrawn, capsys, monkeypatch):
+    options = ["--table", "2", *TINY, "--epochs", "1", "--methods", "deterministic", "--out", str(tmp_path)]
+    assert cli.main(options) == 0
+    read = cli.read_data
+
+    def changed(given):
+        data = read(given)
+        data.test.pixels[3, 0, 2, 2] += 1
+        return data
+
+    monkeypatch.setattr(cli, "read_data", changed)
+    assert cli.main(options) == 2
+    assert "images = " in capsys.readouterr().err
+
+
+def test_ensembles_know_their_members(tmp_path, undrawn):
+    options = ["--table", "2", *TINY, "--epochs", "1", "--methods", "deterministic", "deep_ensemble"]
+    options += ["--out", str(tmp_path), "--seeds"]
+    assert cli.main([*options, "0"]) == 0
+    # other members, under the same first seed: not the old ensemble under a new name
+    assert cli.main([*options, "0", "2", "3", "4", "5"]) == 0
+    cell = json.loads((tmp_path / "seed0" / "deep_ensemble.json").read_text())
+    assert cell["members"] == [0, 2, 3, 4, 5]
+    assert {path.name for path in (tmp_path / "seed0").glob("deep_ensemble-*")} == {
+        "deep_ensemble-0-1-2-3-4",
+        "deep_ensemble-0-2-3-4-5",
+    }
+    # another process's ensemble shares encoders with it, so it is no second run
+    assert cli.main([*options, "1"]) == 0
+    assert results_of(tmp_path)["rows"]["deep_ensemble"]["figures"]["map_at_1"]["n"] == 1
+
+
+def test_a_network_that_cannot_be_made_is_refused_before_the_folder(tmp_path, monkeypatch, capsys):
+    def refuse(_):
+        raise InputError("no weights")
+
+    monkeypatch.setattr("benchmarks.retrieval.run.Runner.warm_up", refuse)
+    assert cli.main([*CLOSED, "--out", str(tmp_path / "run")]) == 2
+    assert "no weights" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_images_of_a_class_or_none():
+    chosen = [cli.parse(["--table", "3", "--data", "omniglot", *more]).per_class for more in ([], ["--per-class", "2"])]
+    assert chosen == [4, 2]
+    assert cli.parse(["--table", "3", "--data", "omniglot", "--per-class", "none"]).per_class is None
+
+
 def test_a_folder_of_something_else_is_left_alone(tmp_path, capsys):
     (tmp_path / "precious").write_text("mine")
     assert cli.main([*CLOSED, "--out", str(tmp_path)]) == 2
@@ -232,5 +280,7 @@ def test_help_names_every_row(capsys):
 def test_a_damaged_configuration_is_refused(tmp_path):
     damaged = tmp_path / "config.json"
     damaged.write_text("{")
+    given = cli.parse([*CLOSED, "--out", str(tmp_path)])
+    data = config.read_data(given)
     with pytest.raises(InputError, match=r"config\.json: expected JSON"):
-        store.open_run(cli.parse([*CLOSED, "--out", str(tmp_path)]))
+        store.open_run(given, data)

@@ -133,7 +133,10 @@ def test_the_table_of_places_shows_recall():
         "seconds": {},
         "seeds": [0],
     }
-    options = dict.fromkeys(("dim", "epochs", "batch_size", "n_samples", "ece_samples", "lr", "margin"), 1)
+    options = dict.fromkeys(
+        ("dim", "epochs", "batch_size", "n_samples", "ece_samples", "lr", "margin", "memory_factor", "dropout_passes"),
+        1,
+    )
     options |= {"table": 4, "data": "msls", "network": "resnet50", "per_class": None}
     sizes = {"title": "MSLS", "ood_title": None, "train": 40, "test": 40, "ood": None, "gallery": 50}
     text = markdown.markdown({"config": options, "data": sizes, "rows": {"pfe": row}, "cells": [], "failed": []})

@@ -56,6 +56,18 @@ def test_released_ece_leaves_out_full_agreement():
     assert metrics.calibration_bins(votes, torch.tensor([1, 1])).expected_calibration_error == pytest.approx(2 / 3)
 
 
+@given(st.integers(0, 999), st.integers(12, 20))
+def test_released_map_counts_queries_without_a_positive(seed, n):
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(n // 2, (n,), generator=generator)
+    z = torch.randn(n, 3, generator=generator)
+    ranking = metrics.rank_by_labels(metrics.nearest_neighbors(z, k=10), labels)
+    alone = (labels.bincount()[labels] == 1).double().mean().item()
+    for k, counted in ((1, 0.0), (5, 1.0), (10, 1.0)):
+        own = metrics.map_at_k(ranking, k) if alone < 1 else 0.0
+        assert figures.map_released(ranking, k) == pytest.approx((1 - alone) * own + alone * counted, abs=1e-6)
+
+
 def test_released_ausc_adds_the_neighbour():
     correct = torch.tensor([False, True] * 50)
     own, neighbor = torch.zeros(100), correct.logical_not().double()
@@ -153,7 +165,7 @@ def test_ensembles_share_no_encoder_and_are_planned_when_their_seeds_are_done(se
     assert len(set(members)) == len(members) == 5 * max(1, len(seeds) // 5)
     assert members[: len(seeds)] == sorted(seeds)[: len(members)]
     cells = plan.plan_cells(plan.table_rows(2), seeds)
-    assert len({(cell.row.key, cell.seed) for cell in cells}) == len(cells) == 9 * len(seeds) + 2 * len(groups)
+    assert len({(cell.row.key, cell.seed) for cell in cells}) == len(cells) == 11 * len(seeds) + 2 * len(groups)
     place = {cell.seed: number for number, cell in enumerate(cells) if cell.row.key == plan.BASE}
     for number, cell in enumerate(cells):
         assert cell.row.is_ensemble == bool(cell.members)
@@ -202,8 +214,9 @@ def test_summaries_leave_out_what_is_undefined():
 def test_the_paper_stands_below_each_row():
     figures_of = {key: {"mean": 0.9, "std": 0.01, "n": 2} for key in plan.COLUMNS[2]}
     found = {"figures": figures_of, "variants": {}, "seconds": {}, "seeds": [0, 1]}
-    config = dict.fromkeys(("dim", "epochs", "batch_size", "n_samples", "ece_samples"), 3)
+    config = dict.fromkeys(("dim", "epochs", "batch_size", "n_samples", "ece_samples", "dropout_passes"), 3)
     config |= {"table": 2, "data": "fashionmnist", "network": "fashionmnist", "per_class": None, "lr": 0.1, "margin": 1}
+    config["memory_factor"] = 1e-4
     data = {"title": "F", "ood_title": "M", "train": 1, "test": 2, "ood": 3, "gallery": None}
     text = markdown.markdown(
         {"config": config, "data": data, "rows": {"laplace_online": found}, "cells": [], "failed": []}

@@ -19,7 +19,7 @@ from contrastive_curvature.errors import InputError, expected
 __all__ = ["load_lfw"]
 
 _FOLDER = "lfw-py"
-_ALIGNMENTS = ("lfw-deepfunneled", "lfw_funneled", "lfw")
+_ALIGNMENTS = ("lfw_funneled", "lfw-deepfunneled", "lfw")
 _LISTS = {"train": "peopleDevTrain.txt", "test": "peopleDevTest.txt"}
 _HOW = (
     "Get peopleDevTrain.txt, peopleDevTest.txt and lfw-deepfunneled.tgz, lfw-funneled.tgz or lfw.tgz "
@@ -32,7 +32,8 @@ def load_lfw(root: Path, options: LoadOptions) -> RetrievalData:
     """Read ``ROOT/lfw-py`` in the layout of ``torchvision.datasets.LFWPeople``, and the test classes of CUB200.
 
     The people of ``peopleDevTrain.txt`` train, those of ``peopleDevTest.txt`` test; nobody is in both. Of the folders
-    ``lfw-deepfunneled``, ``lfw_funneled`` (aligned) and ``lfw`` (as collected), the first that is there is read.
+    ``lfw_funneled`` (torchvision's default), ``lfw-deepfunneled`` (both aligned) and ``lfw`` (as collected), the first
+    that is there is read.
 
     Args:
         root: The data root.

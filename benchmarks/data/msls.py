@@ -28,7 +28,7 @@ TRAINING_CITIES = (
 # fmt: on
 """As in the official code, where the two test cities bring them to 24."""
 TEST_CITIES = ("cph", "sf")
-"""The official validation set. Positions of the official test cities are not public."""
+"""Those of the official validation set. Positions of the official test cities are not public."""
 
 POSITIVE_RADIUS, NEGATIVE_RADIUS = 10.0, 25.0
 """Of training pairs, in metres, as in the official code."""
@@ -45,10 +45,11 @@ _HOW = (
 
 
 def load_msls(root: Path, options: LoadOptions) -> RetrievalData:
-    """Read ``ROOT/msls/train_val`` as published: 22 cities train, the official validation set tests.
+    """Read ``ROOT/msls/train_val`` as published: 22 cities train, the two of the official validation set test.
 
-    That is Copenhagen and San Francisco. Panoramas are left out, and so are queries without a right answer, as in the
-    official code. All other images of the training cities train, queries and database alike.
+    These are Copenhagen and San Francisco, with all their queries and database images as in the paper's code; the
+    official code takes those listed in ``subtask_index.csv``. Panoramas are left out, and so are queries without a
+    right answer. All other images of the training cities train, queries and database alike.
 
     Args:
         root: The data root.

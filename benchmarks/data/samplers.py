@@ -19,8 +19,9 @@ class PlaceSampler(Sampler[int]):
     """Groups of images within a radius of a common one, in a new order each time.
 
     An epoch has ``N // per_place`` groups. Their first images are drawn without replacement from those that have
-    another one near (again from all of them where that is not enough), the others of a group from the first one's
-    surroundings; where these hold too few, some come twice.
+    ``per_place`` images around them, themselves among these (again from all of them where that is not enough), the
+    others of a group from the first one's surroundings. Where no image has that many, those with another one near it
+    take part, and some images come twice.
 
     Args:
         positions: In metres, shape (N, 2).
@@ -39,7 +40,9 @@ class PlaceSampler(Sampler[int]):
         self._points = positions.numpy()
         self._tree = cKDTree(self._points)
         near = self._tree.query_ball_point(self._points, radius, return_length=True)
-        self._anchors = torch.from_numpy(np.flatnonzero(near > 1))
+        # Where there are places with enough images, only these: twice the same image is no positive pair.
+        enough = near >= per_place
+        self._anchors = torch.from_numpy(np.flatnonzero(enough if enough.any() else near > 1))
         self._groups = len(positions) // per_place
         if not len(self._anchors):
             hint = "A loss of pairs has nothing to attract there; use a larger positive radius."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,10 @@ class Split(Dataset[tuple[Tensor, Tensor]]):
         """Some images, float32, shape (B, C, H, W)."""
 
     @abstractmethod
+    def fingerprint(self) -> str:
+        """A hash of targets and images (of files, their names and sizes), hexadecimal."""
+
+    @abstractmethod
     def take(self, rows: Tensor) -> Split:
         """The split that has only these images, in this order."""
 
@@ -63,6 +68,10 @@ class TensorSplit(Split):
         """In [0, 1] (paper, G.1)."""
         return self.pixels[torch.as_tensor(rows)].float() / self.white
 
+    def fingerprint(self) -> str:
+        """See :meth:`Split.fingerprint`."""
+        return _hash(self.targets.numpy().tobytes(), self.pixels.numpy().tobytes())
+
     def take(self, rows: Tensor) -> TensorSplit:
         """See :meth:`Split.take`."""
         return TensorSplit(self.pixels[rows], self.targets[rows], self.white)
@@ -87,6 +96,11 @@ class FileSplit(Split):
             InputError: A file is missing or damaged.
         """
         return torch.stack([self.transform(_open(self.paths[row])) for row in rows])
+
+    def fingerprint(self) -> str:
+        """See :meth:`Split.fingerprint`; three folders of each path, so that a data root may be moved."""
+        listed = [f"{'/'.join(path.parts[-3:])} {path.stat().st_size}" for path in self.paths]
+        return _hash(self.targets.numpy().tobytes(), "\n".join(listed).encode())
 
     def take(self, rows: Tensor) -> FileSplit:
         """See :meth:`Split.take`."""
@@ -125,6 +139,11 @@ class RetrievalData:
     classes: tuple[str, ...] = ()
     train_plain: Split | None = None
     relevance: RelationFunction | None = None
+
+    def fingerprint(self) -> str:
+        """A hash of all its parts, hexadecimal."""
+        parts = (self.train, self.test, self.ood, self.gallery)
+        return _hash(*(b"none" if part is None else part.fingerprint().encode() for part in parts))
 
 
 def loader(
@@ -171,6 +190,13 @@ def _open(path: Path) -> Any:
     except OSError as error:
         came = f"one that cannot be read ({error})"
         raise InputError(expected(str(path), "an image file", came, "Fetch the file again.")) from None
+
+
+def _hash(*parts: bytes) -> str:
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()
 
 
 def _same(batch: Any) -> Any:

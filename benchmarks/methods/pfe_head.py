@@ -97,6 +97,9 @@ class MutualLikelihoodStep(nn.Module):
         """The loss, a scalar; zero, with a zero gradient, for a batch without positive pairs."""
         mu, phi = self.encode(x)
         i, j, _, _ = active_pairs(mu, targets, None, self.relation)
+        # Small classes have an image twice in a batch, and with itself it agrees at any variance.
+        other = (mu[i] != mu[j]).any(1)
+        i, j = i[other], j[other]
         if not len(i):
             # Nor may the batch move running statistics: a single image, an epoch's last, has no variance to norm by.
             return torch.stack([p.sum() * 0 for p in self.head.parameters()]).sum()

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.networks import NETWORKS
 from benchmarks.retrieval.config import DEFAULTS, TABLE_DATA, Config, check_config, read_data
-from benchmarks.retrieval.plan import plan_cells, table_rows
+from benchmarks.retrieval.plan import known_rows, plan_cells, table_rows
 from contrastive_curvature.errors import ContrastiveCurvatureError
 
 __all__ = ["main", "parse"]
@@ -39,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         data = read_data(config)
         runner = Runner(config, data)
         runner.check(rows)
-        open_run(config)
+        runner.warm_up()
+        open_run(config, data)
     except ContrastiveCurvatureError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -65,7 +66,8 @@ def parse(argv: Sequence[str] | None = None) -> Config:
 
     def chosen(option: str) -> Any:
         value = getattr(given, option)
-        return getattr(defaults, option) if value is None else value
+        missing = value is (_UNSET if option == "per_class" else None)
+        return getattr(defaults, option) if missing else value
 
     taken = ("network", "dim", "epochs", "batch_size", "lr", "margin", "per_class")
     return Config(
@@ -91,6 +93,13 @@ def parse(argv: Sequence[str] | None = None) -> Config:
     )
 
 
+_UNSET = object()
+
+
+def _per_class(text: str) -> int | None:
+    return None if text == "none" else int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.retrieval",
@@ -114,8 +123,7 @@ def _parser() -> argparse.ArgumentParser:
 def table_keys(table: int) -> list[str]:
     """Keys of all rows of a table, those that run only when asked for in brackets."""
     default = [row.key for row in table_rows(table)]
-    extra = "laplace_online_refitted"
-    return [*default, f"[{extra}]"]
+    return [row.key if row.key in default else f"[{row.key}]" for row in known_rows(table)]
 
 
 def _add_what(parser: argparse.ArgumentParser) -> None:
@@ -146,8 +154,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     )
     memory = "what online LAM forgets in a step, alpha of Eq. 5 (default: the paper's %(default)s)"
     add("--memory-factor", type=float, default=1e-4, metavar="ALPHA", help=memory)
-    per_class = f"images of each class in a batch (default: {_defaults('per_class')}; none: at random)"
-    add("--per-class", type=int, metavar="N", help=per_class)
+    per_class = f"images of each class in a batch, or none: at random (default: {_defaults('per_class')})"
+    add("--per-class", type=_per_class, default=_UNSET, metavar="N", help=per_class)
 
 
 def _add_running(parser: argparse.ArgumentParser) -> None:

@@ -208,7 +208,6 @@ def check_data(config: Config, data: RetrievalData) -> None:
 
     Raises:
         InputError: The network takes other images, or the batches do not suit the classes.
-        UnsupportedError: ``--per-class`` with positions.
     """
     from benchmarks.methods.checks import check_training
 

@@ -81,6 +81,8 @@ def evaluate(method: Method, data: RetrievalData, *, n_votes: int, seed: int) ->
     held = _scores(inside if gallery is None else gallery, None)
     found = {f"map_at_{k}": metrics.map_at_k(retrieval.ranking, k) for k in (1, 5, 10)}
     found |= {f"recall_at_{k}": metrics.recall_at_k(retrieval.ranking, k) for k in (1, 5, 10)}
+    if bool(precision.isnan().any()):
+        found |= {f"map_at_{k}_released": figures.map_released(retrieval.ranking, k) for k in (1, 5, 10)}
     variants = {
         name: _score_figures(scores, retrieval, precision, held[name].inside) for name, scores in all_scores.items()
     }

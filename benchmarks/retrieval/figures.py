@@ -1,7 +1,7 @@
 """Figures beside those of :mod:`contrastive_curvature.metrics`: failures, and the released code's definitions.
 
 The released code (https://github.com/FrederikWarburg/bayesian-metric-learning, ``src/evaluate``) departs from the
-paper's text in three of its figures; each is here under its name with ``_released``, so that both can be reported.
+paper's text in several of its figures; each is here under its name with ``_released``, so that both can be reported.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from contrastive_curvature import metrics
 from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.metrics import Ranking
 
-__all__ = ["auprc_released", "ausc_released", "ece_released", "r_auroc"]
+__all__ = ["auprc_released", "ausc_released", "ece_released", "map_released", "r_auroc"]
 
 
 def r_auroc(uncertainty: Tensor, precision_at_1: Tensor) -> float | None:
@@ -32,6 +33,24 @@ def r_auroc(uncertainty: Tensor, precision_at_1: Tensor) -> float | None:
     _check_lengths(uncertainty, precision_at_1)
     right, wrong = uncertainty[precision_at_1 == 1], uncertainty[precision_at_1 == 0]
     return metrics.auroc(right, wrong) if len(right) and len(wrong) else None
+
+
+def map_released(ranking: Ranking, k: int) -> float:
+    """Mean average precision over all queries, those without a positive too, as the released code counts them.
+
+    At k = 1 it reports the recall, so that they count as wrong (``recall.py``); above, as right (``map.py``).
+
+    Args:
+        ranking: Right and wrong neighbours.
+        k: How many neighbours count.
+
+    Returns:
+        A number in [0, 1].
+
+    Source: ``src/evaluate/map.py`` and ``recall.py`` of the released code.
+    """
+    precision = metrics.average_precision_at_k(ranking, k)
+    return float(precision.nan_to_num(0.0 if k == 1 else 1.0).mean())
 
 
 def auprc_released(uncertainty_id: Tensor, uncertainty_ood: Tensor) -> float:

@@ -19,8 +19,8 @@ from matplotlib.ticker import NullFormatter
 from benchmarks.data import RetrievalData
 from benchmarks.retrieval.evaluate import OWN, Scores
 from benchmarks.retrieval.pictures import draw_images
-from benchmarks.retrieval.plan import Cell, Row, known_rows
-from benchmarks.retrieval.store import Curves, is_finished, load_curves
+from benchmarks.retrieval.plan import Row, known_rows
+from benchmarks.retrieval.store import Curves, load_curves
 from contrastive_curvature import metrics
 
 __all__ = ["draw_all"]
@@ -44,9 +44,7 @@ def draw_all(out: Path, data: RetrievalData, table: int, seed: int) -> None:
     folder = out / "plots"
     folder.mkdir(exist_ok=True)
     found: Found = {
-        row.key: (row, load_curves(out, seed, row.key))
-        for row in known_rows(table)
-        if is_finished(out, Cell(row, seed))
+        row.key: (row, curves) for row in known_rows(table) if (curves := load_curves(out, seed, row.key)) is not None
     }
     with plt.rc_context({"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "figure.dpi": 130}):
         for name, figure in _figures(data, found, seed):

@@ -49,7 +49,7 @@ def collect(config: Config, data: RetrievalData) -> dict[str, Any]:
         Options, data, all cells in the run folder, those of earlier starts too, and their summaries.
     """
     everything = load_results(config.out)
-    cells = [cell for cell in everything if "failed" not in cell]
+    cells = _disjoint([cell for cell in everything if "failed" not in cell])
     # A prediction is held against the plain forward passes of the same seed.
     plain = {cell["seed"]: cell["seconds"]["predict"] for cell in cells if cell["row"] == BASE}
     for cell in cells:
@@ -90,6 +90,16 @@ def write_report(config: Config, data: RetrievalData) -> str:
     write_atomically(config.out / "results.json", json.dumps(results, indent=1, allow_nan=False) + "\n")
     write_atomically(config.out / "results.md", text)
     return text
+
+
+def _disjoint(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without ensembles that share an encoder with one before: they would be counted as independent runs."""
+    kept: list[dict[str, Any]] = []
+    for cell in cells:
+        before = {seed for other in kept if other["row"] == cell["row"] for seed in other["members"]}
+        if not before & set(cell["members"]):
+            kept.append(cell)
+    return kept
 
 
 def _row(cells: list[dict[str, Any]]) -> dict[str, Any]:

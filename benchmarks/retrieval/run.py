@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from tqdm import tqdm
 
 from benchmarks import machine
@@ -65,7 +66,6 @@ class Runner:
         Returns:
             The tables, in Markdown.
         """
-        self._warm_up()
         text = ""
         with tqdm(total=len(cells), desc="[cells]", unit="cell", disable=not self.config.progress) as bar:
             for number, cell in enumerate(cells):
@@ -106,7 +106,7 @@ class Runner:
             return members[seed - cell.seed][0]
 
         method = make_method(cell.row.method, self.setting, trained=trained, **cell.row.options)
-        parts = [self._fit(method, cell.row.key, cell.seed, None), *(seconds for _, seconds in members)]
+        parts = [self._fit(method, cell.row.key, cell.seed, None, cell.members), *(seconds for _, seconds in members)]
         return method, None if None in parts else sum(part for part in parts if part is not None)
 
     def _encoder(self, seed: int) -> tuple[Deterministic, float | None]:
@@ -118,25 +118,34 @@ class Runner:
         self._base = (seed, base)
         return base, seconds
 
-    def _fit(self, method: Method, key: str, seed: int, base: Method | None) -> float | None:
-        folder = self._folder(key, seed)
+    def _fit(
+        self, method: Method, key: str, seed: int, base: Method | None, members: tuple[int, ...] = ()
+    ) -> float | None:
+        folder = cell_folder(self.config.out, seed, key, members)
         model, training, clock = folder / "model.pt", folder / "training", Clock(folder)
-        if model.is_file():
-            method.load(model, self.data)
-            return clock.seconds
-        training.mkdir(parents=True, exist_ok=True)
-        with clock:
-            method.fit(self.data, seed, training, base)
-        method.save(model)
-        # The checkpoints hold the optimiser too: twice the size of what was just saved.
-        shutil.rmtree(training)
+        training.parent.mkdir(parents=True, exist_ok=True)
+        # Ensembles of several processes may want the same encoder: one trains it, the others wait and load it.
+        with FileLock(folder / "lock"):
+            if model.is_file():
+                method.load(model, self.data)
+                return clock.seconds
+            training.mkdir(exist_ok=True)
+            with clock:
+                method.fit(self.data, seed, training, base)
+            method.save(model)
+            # The checkpoints hold the optimiser too: twice the size of what was just saved.
+            shutil.rmtree(training)
         return clock.seconds
 
     def _folder(self, key: str, seed: int) -> Path:
         return cell_folder(self.config.out, seed, key)
 
-    def _warm_up(self) -> None:
-        """A forward pass, so that the first prediction that is timed does not pay for the start of the device."""
+    def warm_up(self) -> None:
+        """A forward pass, so that the first prediction that is timed does not pay for the start of the device.
+
+        Raises:
+            InputError: The network cannot be made.
+        """
         encoder = self.setting.make_encoder().eval()
         rows = range(min(self.setting.eval_batch, len(self.data.test)))
         with torch.no_grad():

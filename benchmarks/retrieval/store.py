@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.data import RetrievalData
 from benchmarks.retrieval.config import Config
 from benchmarks.retrieval.evaluate import Evaluation, Scores
 from benchmarks.retrieval.plan import Cell
@@ -33,16 +34,17 @@ __all__ = [
 _CONFIG = "config.json"
 
 
-def open_run(config: Config) -> None:
+def open_run(config: Config, data: RetrievalData) -> None:
     """Make the run folder, or check that the one that is there was made with the same options.
 
     Args:
         config: ``out`` names the folder. Seeds, rows and how to compute may differ from those it was made with.
+        data: What was loaded, which must be the same images.
 
     Raises:
         InputError: Another option differs, the folder holds something else, or it cannot be written.
     """
-    out, wanted = config.out, config.identity()
+    out, wanted = config.out, config.identity() | {"images": data.fingerprint()}
     path = out / _CONFIG
     if path.is_file():
         try:
@@ -66,9 +68,9 @@ def open_run(config: Config) -> None:
     write_atomically(path, json.dumps(wanted, indent=1) + "\n")
 
 
-def cell_folder(out: Path, seed: int, key: str) -> Path:
-    """Where a cell keeps its training, its fitted method and its curves."""
-    return out / f"seed{seed}" / key
+def cell_folder(out: Path, seed: int, key: str, members: tuple[int, ...] = ()) -> Path:
+    """Where a cell keeps its training, its fitted method and its curves; an ensemble of other members has another."""
+    return out / f"seed{seed}" / "-".join([key, *map(str, members)])
 
 
 def result_file(out: Path, cell: Cell) -> Path:
@@ -95,7 +97,7 @@ def save_cell(out: Path, cell: Cell, found: Evaluation, fit_seconds: float | Non
         if bins is None
         else {name: getattr(bins, name) for name in ("edges", "count", "confidence", "accuracy")},
     }
-    save_checkpoint(cell_folder(out, cell.seed, cell.row.key) / "curves.pt", curves)
+    save_checkpoint(cell_folder(out, cell.seed, cell.row.key, cell.members) / "curves.pt", curves)
     content = {
         "row": cell.row.key,
         "method": cell.row.method,
@@ -118,9 +120,12 @@ def save_failure(out: Path, cell: Cell, why: str) -> None:
 
 
 def is_finished(out: Path, cell: Cell) -> bool:
-    """Whether a cell has its figures."""
+    """Whether a cell has its figures, an ensemble those of its members."""
     path = result_file(out, cell)
-    return path.is_file() and "failed" not in json.loads(path.read_text(encoding="utf-8"))
+    if not path.is_file():
+        return False
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return "failed" not in content and content["members"] == list(cell.members)
 
 
 def load_results(out: Path) -> list[dict[str, Any]]:
@@ -150,6 +155,11 @@ class Curves:
         self.calibration = None if bins is None else CalibrationBins(**bins)
 
 
-def load_curves(out: Path, seed: int, key: str) -> Curves:
-    """Read a finished cell's curves."""
-    return Curves(load_checkpoint(cell_folder(out, seed, key) / "curves.pt", torch.device("cpu")))
+def load_curves(out: Path, seed: int, key: str) -> Curves | None:
+    """Read a cell's curves; ``None`` where it is not finished."""
+    path = out / f"seed{seed}" / f"{key}.json"
+    content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"failed": "not yet"}
+    if "failed" in content:
+        return None
+    folder = cell_folder(out, seed, key, tuple(content["members"]))
+    return Curves(load_checkpoint(folder / "curves.pt", torch.device("cpu")))
