@@ -120,8 +120,7 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(stop_at, tmp_path, undr
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_one", stops)
-        with pytest.raises(KeyboardInterrupt):
-            cli.main([*options, "--out", str(tmp_path / "parts")])
+        assert cli.main([*options, "--out", str(tmp_path / "parts")]) == 130
         # two trainings of eight steps; at most the epoch that was interrupted runs again
         steps.clear()
         stop_at = 100

@@ -184,9 +184,13 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path, device: str
     step = Plain().to(device)
     step.net = nn.Linear(4, 5).to(device)
     optimizer = torch.optim.SGD(step.parameters(), lr=0.1)
-    with pytest.raises(cc.InputError, match=r"a checkpoint of this training, got one that does not fit"):
+    with pytest.raises(cc.InputError, match=r"step: expected the modules as before: .*out_features=3.*out_features=5"):
         Trainer(step, optimizer, checkpoint=file).fit(batches(), 2)
     step, _ = plain(device)
+    with pytest.raises(
+        cc.InputError, match=r"optimizer: expected group 0: lr = 0\.1, as before, got group 0: lr = 0\.2"
+    ):
+        Trainer(step, torch.optim.SGD(step.parameters(), lr=0.2), checkpoint=file).fit(batches(), 2)
     optimizer = torch.optim.SGD(step.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with pytest.raises(cc.InputError, match="scheduler: expected NoneType, as before, got StepLR"):

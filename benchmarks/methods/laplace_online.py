@@ -43,7 +43,7 @@ class LaplaceOnline(PosteriorMethod):
     ) -> None:
         self._refit = check_choice("curvature", curvature, ("discounted", "refitted")) == "refitted"
         self._online = curvature_options(setting, distance, pd_fix, pairs="batch")
-        super().__init__(setting, {**self._online, "pairs": "dataset"} if self._refit else self._online)
+        super().__init__(setting, {**self._online, "pairs": "dataset"})
         self._samples = check_count("train_samples", train_samples)
 
     def fit(self, data: RetrievalData, seed: int, folder: Path, base: Method | None = None) -> None:

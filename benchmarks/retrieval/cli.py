@@ -46,7 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     cells = plan_cells(rows, config.seeds)
     print(f"table {config.table}, {data.title}: {len(cells)} cells. Run folder: {config.out}")
-    text = runner.run(cells)
+    try:
+        text = runner.run(cells)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; start again with the same options to go on ({config.out})", file=sys.stderr)
+        return 130
     print(f"\n{text}\nFigures and plots are in {config.out}")
     return 1 if runner.failed else 0
 

@@ -124,13 +124,13 @@ def is_finished(out: Path, cell: Cell) -> bool:
     path = result_file(out, cell)
     if not path.is_file():
         return False
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = _read(path)
     return "failed" not in content and content["members"] == list(cell.members)
 
 
 def load_results(out: Path) -> list[dict[str, Any]]:
     """What all cells in a run folder gave, figures or a failure, in the order of their seeds."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in out.glob("seed*/*.json")]
+    found = [_read(path) for path in out.glob("seed*/*.json")]
     return sorted(found, key=lambda cell: (cell["seed"], cell["row"]))
 
 
@@ -158,8 +158,16 @@ class Curves:
 def load_curves(out: Path, seed: int, key: str) -> Curves | None:
     """Read a cell's curves; ``None`` where it is not finished."""
     path = out / f"seed{seed}" / f"{key}.json"
-    content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"failed": "not yet"}
+    content = _read(path) if path.is_file() else {"failed": "not yet"}
     if "failed" in content:
         return None
     folder = cell_folder(out, seed, key, tuple(content["members"]))
     return Curves(load_checkpoint(folder / "curves.pt", torch.device("cpu")))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        hint = "Remove it, and the cell is evaluated again."
+        raise InputError(expected(str(path), "a cell's result in JSON", f"a damaged file ({error})", hint)) from None

@@ -175,9 +175,12 @@ class ContrastiveLaplace(SpherePrediction):
         """
         if "contrastive" not in state_dict:
             raise InputError(expected("state_dict", "one of a contrastive Laplace", "one of another likelihood"))
-        if self._plain_options() != state_dict["contrastive"]:
-            wanted = f"the options {self._plain_options()} of this object"
-            raise InputError(expected("state_dict", wanted, str(state_dict["contrastive"])))
+        now, was = self._plain_options(), state_dict["contrastive"]
+        differ = [name for name in now | was if now.get(name) != was.get(name)]
+        if differ:
+            wanted, came = (", ".join(f"{name}={given.get(name)!r}" for name in differ) for given in (now, was))
+            hint = "Give this object the same backend_kwargs."
+            raise InputError(expected("state_dict", f"this object's options {wanted}", came, hint))
         if self._chooses_backend:
             # All give the same numbers, but not to the last bit.
             indices = self.backend.subnetwork_indices

@@ -96,8 +96,3 @@ class DiscountedCurvature(nn.Module):
                 first, *others = (next(rest) for _ in range(length))
                 curvature.append([scale * first, *(other / self.points for other in others)])
         return DatasetCurvature(curvature, scale * self.value, scale * self.cost, n_data)
-
-    def is_finite(self) -> bool:
-        """Whether all that is remembered is finite."""
-        checks = [getattr(self, name).isfinite().all() for name in self._names]
-        return bool(torch.stack([*checks, self.cost.isfinite(), self.value.isfinite()]).all())

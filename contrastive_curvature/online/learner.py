@@ -63,8 +63,9 @@ class OnlineLaplace(nn.Module):
         encoder: Any module that maps a batch to (N, D); an l2-normalisation module at its end is looked through.
         probe: A batch of inputs to analyse the encoder with; two points or more.
         n_data: Number N of training points.
-        loss: ``loss(z, labels)`` of raw outputs, or, with a ``miner``, ``loss(z, labels, indices)``, as the losses of
-            pytorch-metric-learning. By default the contrastive loss (Eq. 1), positives and negatives averaged each.
+        loss: ``loss(z, labels)`` of what the encoder puts out, or, with a ``miner``, ``loss(z, labels, indices)``, as
+            the losses of pytorch-metric-learning. By default the contrastive loss (Eq. 1), positives and negatives
+            averaged each.
         miner: Pairs of the loss. By default all positives and the negatives inside the margin.
         curvature_miner: Pairs of the curvature. By default all pairs of the batch, by the options of the curvature.
         memory_factor: ``alpha`` in [0, 1): what of the past is forgotten at each step. The paper's 0.0001; a released
@@ -148,6 +149,7 @@ class OnlineLaplace(nn.Module):
         self.discounted = DiscountedCurvature(self._curvature_of_nothing(), memory_factor)
         own: dict[str, Any] = {"memory_factor": memory_factor, "n_samples": n_samples, "n_data": n_data}
         own |= {"subset_of_weights": subset_of_weights, "hessian_structure": hessian_structure}
+        own |= {name: _name(f) for name, f in (("loss", loss), ("miner", miner), ("curvature_miner", curvature_miner))}
         said = describe_options({**self._posterior.options(), **own})
         # As text in a buffer: a saved state says which options it belongs to, in every format that can hold tensors.
         self.register_buffer("options", torch.tensor(list(said.encode()), dtype=torch.uint8))
@@ -187,12 +189,11 @@ class OnlineLaplace(nn.Module):
                 pairs = None if self._curvature_miner is None else self._curvature_miner(normalize(raw)[0], labels)
                 terms.append(self._sampled.curvature(x, raw, context, labels, pairs))
         if self.training:
+            if not all(_is_finite(term) for term in terms):
+                msg = "the curvature is not finite."
+                raise self._diverged(msg)
             with exactly:
                 self.discounted.add(terms)
-            if not self.discounted.is_finite():
-                msg = "the curvature is not finite."
-                # It was counted already.
-                raise DivergenceError(msg, int(self.discounted.steps))
         return torch.stack(losses).mean()
 
     def laplace(self) -> ContrastiveLaplace:
@@ -214,18 +215,18 @@ class OnlineLaplace(nn.Module):
         return self._posterior.fitted(self.discounted)
 
     def _loss_of(self, z: Tensor, labels: Tensor) -> Tensor:
+        tap = self._sampled.encoder.tap
+        # A loss of the user's is given what the encoder gives, normalised if it ends in a normalisation.
+        own = z if tap is None or self._loss is None else tap(z)
         if self._loss is not None and self._miner is None:
-            return self._loss(z, labels)
+            return self._loss(own, labels)
         raw = check_outputs(z.detach(), "encoder(x)")
         if self._miner is None:
             backend = self._posterior.backend
             pairs: tuple[Tensor, ...] = active_pairs(raw, labels, backend.options.margin, backend.relation)
         else:
             pairs = self._miner(normalize(raw)[0], labels)
-        return self._contrastive(z, pairs=pairs) if self._loss is None else self._loss(z, labels, pairs)
-
-    def _said_options(self) -> str:
-        return bytes(self.options.tolist()).decode()
+        return self._contrastive(z, pairs=pairs) if self._loss is None else self._loss(own, labels, pairs)
 
     def _curvature_of_nothing(self) -> Any:
         """The curvature of no pairs, which has its shape."""
@@ -239,10 +240,25 @@ class OnlineLaplace(nn.Module):
         return DivergenceError(why, int(self.discounted.steps) + 1)
 
 
+def _name(function: object) -> str:
+    return "the default" if function is None else getattr(function, "__name__", type(function).__name__)
+
+
+def _is_finite(term: DatasetCurvature) -> bool:
+    flat = [term.curvature] if isinstance(term.curvature, Tensor) else [f for pair in term.curvature for f in pair]
+    return bool(torch.stack([t.isfinite().all() for t in (*flat, term.cost, term.loss)]).all())
+
+
 def _refuse_other_options(module: OnlineLaplace, state: dict[str, Any], prefix: str, *_: Any) -> None:
     saved = state.get(f"{prefix}options")
     if saved is None:
         return
-    was, now = bytes(saved.tolist()).decode(), module._said_options()
-    if was != now:
-        raise InputError(expected("state_dict", f"one of an OnlineLaplace with {now}", was))
+    was, now = (dict(line.split("=", 1) for line in text.split("\n")) for text in (_text(saved), _text(module.options)))
+    differ = sorted(name for name in was | now if was.get(name) != now.get(name))
+    if differ:
+        wanted, came = (", ".join(f"{name}={given.get(name)}" for name in differ) for given in (now, was))
+        raise InputError(expected("state_dict", f"one of an OnlineLaplace with {wanted}", came))
+
+
+def _text(tensor: Tensor) -> str:
+    return bytes(tensor.tolist()).decode()

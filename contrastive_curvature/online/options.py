@@ -91,7 +91,7 @@ def check_probe(probe: object) -> None:
 
 
 def describe_options(options: Mapping[str, Any]) -> str:
-    """All options that a discounted curvature depends on, as one line of text.
+    """All options that a discounted curvature depends on, as text, a line each.
 
     Args:
         options: Strings and numbers by name.
@@ -99,4 +99,4 @@ def describe_options(options: Mapping[str, Any]) -> str:
     Returns:
         The text.
     """
-    return ", ".join(f"{name}={value!s}" for name, value in sorted(options.items()))
+    return "\n".join(f"{name}={value!s}" for name, value in sorted(options.items()))

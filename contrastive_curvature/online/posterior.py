@@ -15,7 +15,7 @@ from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.laplace.classes import LastLayerLaplace
 from contrastive_curvature.laplace.features import RawFeatureExtractor
 from contrastive_curvature.online.discount import DiscountedCurvature
-from contrastive_curvature.options import Structure
+from contrastive_curvature.options import KFACApprox, Structure
 
 __all__ = ["OnlinePosterior"]
 
@@ -83,7 +83,10 @@ class OnlinePosterior:
 
     def fitted(self, discounted: DiscountedCurvature) -> ContrastiveLaplace:
         """A laplace object of the remembered curvature, at the size of the data set, with its prior and temperature."""
-        made = self._new()
+        options = self._how["backend_kwargs"]
+        # What it is asked to fit later is a data set; only these factors can be made of batches alone.
+        pairs = "batch" if options.get("kfac_approx", KFACApprox.EXPAND) != KFACApprox.EXPAND else "dataset"
+        made = self._new(backend_kwargs={**options, "pairs": pairs})
         self._update(made, discounted)
         return made
 
@@ -146,9 +149,9 @@ class OnlinePosterior:
         elif self.temperature is None and posterior.cost > 0:
             posterior.temperature = float(posterior.cost) / self.n_data
 
-    def _new(self) -> ContrastiveLaplace:
+    def _new(self, **changes: Any) -> ContrastiveLaplace:
         training = [(module, module.training) for module in self.encoder.modules()]
-        made = self.kind(self.encoder, **self._how)
+        made = self.kind(self.encoder, **{**self._how, **changes})
         if isinstance(made, LastLayerLaplace):
             # The host copies the encoder, and a copy would be trained instead of it.
             made.model = RawFeatureExtractor(self.encoder, None, made.enable_backprop)

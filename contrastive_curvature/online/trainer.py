@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ class Trainer:
 
     A training that was killed and is started again by the same program goes on from its last checkpoint. On a CPU the
     result is the same to the last bit, the order of the data and the sampled weights included; data that augmentations
-    change must draw their randomness from torch, NumPy or Python.
+    change must draw their randomness from torch, NumPy or Python, and what the step remembers outside its
+    ``state_dict`` is not saved. One file is one training: the seed is the checkpoint's, whatever the program's is.
+    Optimiser, scheduler and modules that are made with other settings are refused.
 
     Args:
         step: ``step(x, targets)`` returns the loss of a batch, with its graph.
@@ -80,7 +83,14 @@ class Trainer:
         self.step, self.optimizer, self.scheduler = step, optimizer, scheduler
         self.checkpoint_every, self.dict_key_y, self.progress = checkpoint_every, dict_key_y, progress
         self.steps = 0
+        self._epoch = 0
         self._saved: int | None = None
+        # As they are before the first step: what a resumed program must have made them with again.
+        self._made_with: dict[str, Any] = {
+            "optimizer": _plain_groups(optimizer),
+            "scheduler": _plain_state(scheduler),
+            "step": repr(step),
+        }
 
     def fit(self, loader: Iterable[Any], epochs: int) -> None:
         """Train.
@@ -146,7 +156,8 @@ class Trainer:
                     raise InputError(expected("loader", f"at least {done} batches, as before", came))
                 if self.scheduler is not None:
                     self.scheduler.step()
-                epoch, done = epoch + 1, 0
+                self._epoch = epoch = epoch + 1
+                done = 0
                 start = {**random_state(generators), "samplers": changed_state(unused, sampler_state(loader))}
                 self._save(epoch, 0, batches, start, generators)
 
@@ -172,7 +183,7 @@ class Trainer:
 
     def _diverged(self, why: str, epoch: int) -> DivergenceError:
         kept = "" if self._saved is None else f" The last good checkpoint, of step {self._saved}, is {self.checkpoint}."
-        advice = " A smaller learning rate, or a larger batch, usually helps."
+        advice = " In a training started anew, a smaller learning rate or a larger batch usually helps."
         return DivergenceError(f"(epoch {epoch + 1}) {why}{kept}{advice}", self.steps + 1)
 
     def _save(
@@ -194,6 +205,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "kinds": self._kinds(),
+            "made_with": self._made_with,
             "steps": self.steps,
             "epoch": epoch,
             "batch": batch,
@@ -203,13 +215,26 @@ class Trainer:
         save_checkpoint(self.checkpoint, content)
         self._saved = self.steps
 
+    def _refuse_changes(self, before: dict[str, Any]) -> None:
+        hint = f"A training goes on as it began; remove {self.checkpoint}, or name another file, to start anew."
+        for part in ("optimizer", "scheduler"):
+            was, now = before[part], self._made_with[part]
+            differ = sorted(name for name in was | now if was.get(name) != now.get(name))
+            if differ:
+                wanted, came = (", ".join(f"{name} = {given.get(name)}" for name in differ) for given in (was, now))
+                raise InputError(expected(part, f"{wanted}, as before", came, hint))
+        was, now = (given["step"].splitlines() for given in (before, self._made_with))
+        if was != now:
+            wanted, came = next((a, b) for a, b in zip_longest(was, now, fillvalue="nothing") if a != b)
+            raise InputError(expected("step", f"the modules as before: {wanted.strip()}", came.strip(), hint))
+
     def _kinds(self) -> list[str]:
         return [type(part).__name__ for part in (self.optimizer, self.scheduler)]
 
     def _resume(self, batches: int | None, parts: list[int]) -> tuple[int, int, dict[str, Any] | None]:
         """Epoch, finished batches of it, and states of the random numbers; from the checkpoint if there is one."""
         if self.checkpoint is None or not self.checkpoint.exists():
-            return 0, 0, None
+            return self._epoch, 0, None
         content = load_checkpoint(self.checkpoint)
         if "kinds" not in content:
             hint = "Remove it, or name another file."
@@ -224,17 +249,43 @@ class Trainer:
         for name, was, now in zip(("optimizer", "scheduler"), content["kinds"], self._kinds(), strict=True):
             if was != now:
                 raise InputError(expected(name, f"{was}, as before", now, f"Or remove {self.checkpoint}."))
+        self._refuse_changes(content["made_with"])
         try:
             self.step.load_state_dict(content["step"])
             self.optimizer.load_state_dict(content["optimizer"])
         except (RuntimeError, ValueError, KeyError) as error:
-            came = f"one that does not fit ({str(error).splitlines()[0]})"
+            came = f"one that does not fit ({' '.join(str(error).split())[:300]})"
             hint = "Remove it to start anew."
             raise InputError(expected(str(self.checkpoint), "a checkpoint of this training", came, hint)) from None
         if self.scheduler is not None:
             self.scheduler.load_state_dict(content["scheduler"])
         self.steps = self._saved = content["steps"]
+        self._epoch = content["epoch"]
+        if self.progress:
+            tqdm.write(f"going on from {self.checkpoint}, step {self.steps}")
         return content["epoch"], content["batch"], content["random"]
+
+
+def _plain_groups(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Learning rates and the like of every group of parameters."""
+    return {
+        f"group {number}: {name}": _plain(value)
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def _plain_state(scheduler: Any) -> dict[str, Any]:
+    return {} if scheduler is None else {name: _plain(value) for name, value in scheduler.state_dict().items()}
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, (str, bool, int, float, type(None))) else repr(type(value).__name__)
 
 
 def _length(loader: Iterable[Any]) -> int | None:
