@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,6 +27,7 @@ class LaplaceOnline(PosteriorMethod):
         distance: Of the curvature; ``None`` for the library's default.
         pd_fix: Of the curvature; ``None`` for the library's default.
         train_samples: Sampled networks a training step.
+        sampling_temperature: Of the sampled weights, in units of the final posterior's; ``None`` for the default.
         curvature: ``"discounted"``: the one that training remembers, as in the paper. ``"refitted"``: that of the
             final weights over all pairs of the training set, as post-hoc.
     """
@@ -39,12 +41,16 @@ class LaplaceOnline(PosteriorMethod):
         distance: str | None = None,
         pd_fix: str | None = None,
         train_samples: int = 1,
+        sampling_temperature: float | None = None,
         curvature: str = "discounted",
     ) -> None:
         self._refit = check_choice("curvature", curvature, ("discounted", "refitted")) == "refitted"
         self._online = curvature_options(setting, distance, pd_fix, pairs="batch")
         super().__init__(setting, {**self._online, "pairs": "dataset"})
-        self._samples = check_count("train_samples", train_samples)
+        self._training: dict[str, Any] = {
+            "n_samples": check_count("train_samples", train_samples),
+            "sampling_temperature": sampling_temperature,
+        }
 
     def fit(self, data: RetrievalData, seed: int, folder: Path, base: Method | None = None) -> None:
         """See :meth:`Method.fit`; without ``base``."""
@@ -56,7 +62,7 @@ class LaplaceOnline(PosteriorMethod):
                 probe=probe,
                 n_data=len(data.train),
                 memory_factor=self.setting.memory_factor,
-                n_samples=self._samples,
+                **self._training,
                 backend_kwargs=self._online,
             )
 

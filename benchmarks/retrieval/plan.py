@@ -122,6 +122,13 @@ _METHODS = (
         {"curvature": "refitted"},
         default=False,
     ),
+    Row(
+        "laplace_online_warm",
+        "LAM (online), sampled at a tenth of the posterior's temperature",
+        "laplace_online",
+        {"sampling_temperature": 0.1},
+        default=False,
+    ),
     Row("norm", "Minus norm of raw output", "norm"),
     Row("vmf_density", "Density of von Mises-Fisher classes", "vmf_density"),
     Row("knn_embedding", "10-NN distance, embedding", "knn_embedding"),
