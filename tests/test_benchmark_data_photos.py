@@ -118,7 +118,7 @@ def test_incomplete_cars_are_refused(spoil, says, tmp_path):
     ("spoil", "says"),
     [
         (lambda f: (f / "peopleDevTest.txt").unlink(), r"no \S*peopleDevTest\.txt.*no library fetches the lists"),
-        (lambda f: shutil.rmtree(f / "lfw-deepfunneled"), "one of the folders lfw-deepfunneled, lfw_funneled, lfw,"),
+        (lambda f: shutil.rmtree(f / "lfw-deepfunneled"), "one of the folders lfw_funneled, lfw-deepfunneled, lfw,"),
         (lambda f: shutil.rmtree(f / "lfw-deepfunneled/Cy_D"), r"1 missing, the first \S*Cy_D_0001\.jpg"),
         (lambda f: first_line(f, "peopleDevTrain.txt", "3\n"), "as many people as its first line states, got 2"),
         (lambda f: first_line(f, "peopleDevTrain.txt", "2\nx\n"), "a name and a number of images, got x"),
