@@ -236,7 +236,7 @@ class Trainer:
         if self.checkpoint is None or not self.checkpoint.exists():
             return self._epoch, 0, None
         content = load_checkpoint(self.checkpoint)
-        if "kinds" not in content:
+        if "made_with" not in content:
             hint = "Remove it, or name another file."
             raise InputError(expected(str(self.checkpoint), "a checkpoint of a Trainer", "other content", hint))
         if content["batches"] != batches:
