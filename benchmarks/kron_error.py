@@ -9,7 +9,6 @@ Run: ``python -m benchmarks.kron_error [--out FOLDER]``.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from benchmarks.machine import describe
+from benchmarks.machine import describe, write_results
 
 RESULTS = Path(__file__).parent / "results"
 POINTS = 200
@@ -117,10 +116,7 @@ def main() -> None:
         loss = train(model, x[POINTS:], y[POINTS:])
         networks[name] = {"loss": loss, "rows": measure(model, x[:POINTS], y[:POINTS])}
     result = {"script": "python -m benchmarks.kron_error", "machine": describe(), "networks": networks}
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "kron_error.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    (out / "kron_error.md").write_text(render(result), encoding="utf-8")
-    print(render(result))
+    write_results(out, "kron_error", result, render(result))
 
 
 if __name__ == "__main__":

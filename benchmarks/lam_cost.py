@@ -13,7 +13,6 @@ Run: ``python -m benchmarks.lam_cost --data-root ../shared/data [--out FOLDER]``
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -24,35 +23,20 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
-import contrastive_curvature as cc
 from benchmarks.data import load_data
 from benchmarks.data.split import loader
-from benchmarks.machine import describe
+from benchmarks.machine import describe, write_results
 from benchmarks.methods.base import Setting
 from benchmarks.methods.sampled import closed_form
+from benchmarks.methods.training import ContrastiveStep
 from benchmarks.networks import make_network
 from contrastive_curvature.laplace import ContrastiveDiagLLLaplace
 from contrastive_curvature.online import OnlineLaplace, Trainer
-from contrastive_curvature.pairs import active_pairs
 
 RESULTS = Path(__file__).parent / "results"
 BATCH = 64
 MARGIN = 0.7
 FIXES = ("fixed", "positive", "full", "psd")
-
-
-class DeterministicStep(nn.Module):
-    """The loss of a batch, on the pairs that the online step takes too."""
-
-    def __init__(self, encoder: nn.Module) -> None:
-        super().__init__()
-        self.encoder = encoder
-        self.loss = cc.ContrastiveLoss(MARGIN, normalization="type")
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """The loss."""
-        z = self.encoder(x)
-        return self.loss(z, pairs=active_pairs(z, y, MARGIN))
 
 
 def take_turns(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
@@ -90,7 +74,7 @@ def measure_steps(x: Tensor, y: Tensor, dim: int, n_data: int, rounds: int) -> d
         torch.manual_seed(0)
         return make_network("fashionmnist", dim).to(memory_format=torch.channels_last)
 
-    cases = {"deterministic": step_of(DeterministicStep(encoder()))}
+    cases = {"deterministic": step_of(ContrastiveStep(encoder(), MARGIN))}
     for distance in ("arccos", "euclidean"):
         for fix in FIXES:
             cases[f"{distance}, {fix}"] = online(distance=distance, pd_fix=fix)
@@ -111,7 +95,7 @@ def measure_prediction(data: Any, dim: int, epochs: int, rounds: int, n_samples:
     """Ratio of a prediction to a forward pass, and rank correlations with sampled networks."""
     torch.manual_seed(0)
     encoder = make_network("fashionmnist", dim).to(memory_format=torch.channels_last)
-    step = DeterministicStep(encoder)
+    step = ContrastiveStep(encoder, MARGIN)
     batches = loader(data.train, BATCH, shuffle=True, generator=torch.Generator().manual_seed(0))
     Trainer(step, torch.optim.RMSprop(step.parameters(), lr=1e-3), progress=True).fit(batches, epochs)
     la = ContrastiveDiagLLLaplace(encoder.eval(), backend_kwargs={"margin": MARGIN})
@@ -225,10 +209,7 @@ def main(argv: list[str] | None = None) -> None:
         "n_samples": given.n_samples,
         "dims": dims,
     }
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "lam_cost.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    (given.out / "lam_cost.md").write_text(render(result), encoding="utf-8")
-    print(render(result))
+    write_results(given.out, "lam_cost", result, render(result))
 
 
 if __name__ == "__main__":

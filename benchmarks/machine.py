@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["describe", "measure_peak", "measure_time", "run_apart"]
+__all__ = ["describe", "measure_peak", "measure_time", "run_apart", "write_results"]
 
 _T = TypeVar("_T")
 
@@ -39,6 +39,14 @@ def describe() -> dict[str, str | int | float]:
         "load": round(os.getloadavg()[0], 1),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
+
+
+def write_results(folder: Path, name: str, result: dict[str, Any], text: str) -> None:
+    """Write a measurement as ``NAME.json`` and ``NAME.md`` into a folder, which is made if need be, and print it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (folder / f"{name}.md").write_text(text, encoding="utf-8")
+    print(text)
 
 
 def run_apart(module: str, case: dict[str, Any], **environment: str) -> dict[str, Any]:

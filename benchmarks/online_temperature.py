@@ -10,7 +10,6 @@ Run: ``python -m benchmarks.online_temperature --data-root ../shared/data [--dim
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from benchmarks.data import load_data
 from benchmarks.data.fashionmnist import mnist_images
 from benchmarks.data.split import RetrievalData, TensorSplit, loader
-from benchmarks.machine import describe
+from benchmarks.machine import describe, write_results
 from benchmarks.methods import Setting
 from benchmarks.methods.sampled import closed_form, sampled_embeddings
 from contrastive_curvature import metrics
@@ -126,10 +125,7 @@ def main(argv: list[str] | None = None) -> None:
         "memory_factor": given.memory_factor,
         "rows": rows,
     }
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "online_temperature.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    (given.out / "online_temperature.md").write_text(render(result), encoding="utf-8")
-    print(render(result))
+    write_results(given.out, "online_temperature", result, render(result))
 
 
 if __name__ == "__main__":

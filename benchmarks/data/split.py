@@ -122,7 +122,7 @@ class RetrievalData:
         relation: On positions, which images show the same place; ``None`` for class labels.
         open_set: Whether no class of the queries occurs in training.
         classes: Names of the queries' classes, where there are few.
-        train_plain: The training images without augmentation; ``None`` where there is none.
+        train_plain: The training images without augmentation; ``None`` where there is none. :attr:`plain` has either.
         relevance: On positions, which images (its positives) are right answers to a query, where that differs from
             ``relation``, which trains; else ``None``.
     """
@@ -139,6 +139,11 @@ class RetrievalData:
     classes: tuple[str, ...] = ()
     train_plain: Split | None = None
     relevance: RelationFunction | None = None
+
+    @property
+    def plain(self) -> Split:
+        """The training images without augmentation."""
+        return self.train if self.train_plain is None else self.train_plain
 
     def fingerprint(self) -> str:
         """A hash of all its parts, hexadecimal."""

@@ -66,7 +66,7 @@ class DeepEnsemble(Method):
         self._members = found
         self._rotations = []
         if self.alignment == "procrustes":
-            plain = data.train if data.train_plain is None else data.train_plain
+            plain = data.plain
             reference = found[0].predict(plain).mean
             self._rotations = [torch.eye(self.setting.dim)]
             self._rotations += [rotation_onto(member.predict(plain).mean, reference) for member in found[1:]]

@@ -54,7 +54,7 @@ class LaplaceGated(OnBase):
 
     def fit_on_base(self, data: RetrievalData, seed: int, folder: Path) -> None:
         """Fit the detector, embed the gallery, calibrate."""
-        detector = self.make_detector(_plain(data))
+        detector = self.make_detector(data.plain)
         detector.fit(data, seed, folder, self.base)
         self._calibrate(detector, data)
 
@@ -76,12 +76,12 @@ class LaplaceGated(OnBase):
         """
         if state["share"] != self.share:
             raise InputError(expected("share", f"{state['share']}, as in the fit", self.share))
-        detector = self.make_detector(_plain(data))
+        detector = self.make_detector(data.plain)
         detector.load_state_dict(state["detector"], data)
         self._calibrate(detector, data)
 
     def _calibrate(self, detector: OnBase, data: RetrievalData) -> None:
-        plain = _plain(data)
+        plain = data.plain
         known = self._uncertainty(detector.predict(self.calibration(plain)))
         self._detector = detector
         self._score = RetrievalUncertainty(self.base.outputs(plain), known, share=self.share)
@@ -128,7 +128,3 @@ class KNNGated(LaplaceGated):
 
     def _searched(self, plain: Split) -> int:
         return min(self.gallery_size, 3 * len(plain) // 4)
-
-
-def _plain(data: RetrievalData) -> Split:
-    return data.train if data.train_plain is None else data.train_plain

@@ -49,7 +49,7 @@ class KNNEmbedding(OnBase):
 
     def fit_on_base(self, data: RetrievalData, seed: int, folder: Path) -> None:
         """Embed the training images."""
-        self._gallery = self._read_gallery(data.train if data.train_plain is None else data.train_plain)
+        self._gallery = self._read_gallery(data.plain)
 
     def load_own_state(self, state: dict[str, Any], data: RetrievalData) -> None:
         """Embed the training images again: the encoder and ``data`` determine the embeddings, so no file has them."""

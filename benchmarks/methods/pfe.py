@@ -53,7 +53,7 @@ class PFE(OnBase):
         seed_everything(seed)
         self._head = self._make_head()
         augmented = self.augment and data.train_plain is not None
-        train = data.train if augmented or data.train_plain is None else data.train_plain
+        train = data.train if augmented else data.plain
         width = self._head.features + self.setting.dim
         rows: Split | _Rows = train
         encode: Callable[[Tensor], tuple[Tensor, Tensor]] = self._encode

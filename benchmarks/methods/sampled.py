@@ -111,8 +111,7 @@ class PosteriorMethod(Method):
     def fit_post_hoc(self, encoder: nn.Module, data: RetrievalData) -> None:
         """Fit the curvature of trained weights over all pairs of the training set, and the library's prior."""
         la = ContrastiveDiagLLLaplace(encoder, backend_kwargs=self._options)
-        plain = data.train if data.train_plain is None else data.train_plain
-        batches = loader(plain, self.setting.eval_batch, generator=torch.Generator(), workers=self.setting.workers)
+        batches = loader(data.plain, self.setting.eval_batch, generator=torch.Generator(), workers=self.setting.workers)
         la.fit(batches, progress_bar=self.setting.progress)
         la.optimize_prior_precision()
         self._la = la

@@ -107,7 +107,7 @@ class VMFDensity(OnBase):
 
     def fit_on_base(self, data: RetrievalData, seed: int, folder: Path) -> None:
         """Estimate the classes."""
-        plain = data.train if data.train_plain is None else data.train_plain
+        plain = data.plain
         self._mixture = VMFMixture.fit(unit(self.base.outputs(plain)), plain.targets)
 
     def own_state(self) -> dict[str, Any]:

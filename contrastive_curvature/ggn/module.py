@@ -14,7 +14,7 @@ from contrastive_curvature.encoder import Encoder, Inputs, input_length, slice_i
 from contrastive_curvature.ggn.pullback import KronFactors, Points, Pullback
 from contrastive_curvature.node_blocks import NodeBlocks
 
-__all__ = ["ModulePullback"]
+__all__ = ["ModulePullback", "parameter_places"]
 
 
 class ModulePullback(Pullback):
@@ -35,7 +35,7 @@ class ModulePullback(Pullback):
         rest = {name: p.detach() for name, p in encoder.named_parameters() if name not in self.params}
         self.constants = rest
         self._buffers = dict(encoder.named_buffers())
-        self._places = _places(encoder)
+        self._places = parameter_places(encoder)
         self.indices = indices
         self._vectorizes = True
         self._width = sum(p.numel() for p in self.params.values())
@@ -184,7 +184,7 @@ class ModulePullback(Pullback):
         return torch.cat([g.flatten() for g in found])
 
 
-def _places(module: nn.Module) -> dict[str, list[str]]:
+def parameter_places(module: nn.Module) -> dict[str, list[str]]:
     """Every place of a parameter by its first name, each module counted once however many names it has."""
     first = {id(p): name for name, p in module.named_parameters()}
     out: dict[str, list[str]] = {name: [] for name in first.values()}

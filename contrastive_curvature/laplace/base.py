@@ -19,7 +19,7 @@ from contrastive_curvature.backends.base import ContrastiveBackend
 from contrastive_curvature.backends.checks import check_loader, check_model, read_batch
 from contrastive_curvature.backends.choice import backend_named, choose_backend
 from contrastive_curvature.backends.torch_func import ContrastiveGGN
-from contrastive_curvature.encoder import Inputs, evaluation_mode, flatten_parameters, slice_inputs
+from contrastive_curvature.encoder import Inputs, flatten_parameters, slice_inputs
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.accumulate import clamp_curvature
 from contrastive_curvature.ggn.dataset import DatasetCurvature
@@ -142,16 +142,13 @@ class ContrastiveLaplace(SpherePrediction):
         loss, cost = (self.loss, float(self.cost)) if earlier else (0.0, 0.0)
         self._remember(result.loss + loss, float(result.cost) + cost, result.n + earlier)
 
-    def adopt(self, result: DatasetCurvature, probe: Inputs) -> None:
+    def adopt(self, result: DatasetCurvature) -> None:
         """Take over a curvature that was made elsewhere, at the encoder's present weights, as ``fit`` does its own.
 
         Args:
-            result: Unclamped curvature, loss, cost and number of points, in the form that the structure has.
-            probe: A batch on the model's device, to analyse the encoder with.
+            result: Unclamped curvature, loss, cost and number of points, in the form that the structure has. The
+                backend has analysed the encoder before.
         """
-        with evaluation_mode(self.model):
-            self._prepare(slice_inputs(probe, slice(0, 8)))
-            self.backend.encoder(probe)
         self._absorb(result, 0)
         self._remember(result.loss, float(result.cost), result.n)
 

@@ -140,7 +140,7 @@ class OnlinePosterior:
         return 1.0 if self.temperature is not None else float(discounted.remembered)
 
     def _update(self, posterior: ContrastiveLaplace, discounted: DiscountedCurvature) -> None:
-        posterior.adopt(discounted.at_scale(self.n_data), self.probe)
+        posterior.adopt(discounted.at_scale(self.n_data))
         if self.temperature is not None:
             # The carrier's was divided when it was drawn from before.
             posterior.temperature = self.temperature
@@ -158,6 +158,7 @@ class OnlinePosterior:
         with evaluation_mode(made.model):
             made._prepare(self.probe)
             made._choose(self.probe)
+            made.backend.encoder(self.probe)
         # laplace-torch puts the encoder in evaluation mode, which a training must not notice.
         for module, mode in training:
             module.training = mode

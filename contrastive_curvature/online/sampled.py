@@ -17,7 +17,7 @@ from contrastive_curvature.encoder import Inputs, evaluation_mode
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.batches import batch_weights
 from contrastive_curvature.ggn.dataset import DatasetCurvature
-from contrastive_curvature.ggn.module import _places
+from contrastive_curvature.ggn.module import parameter_places
 from contrastive_curvature.ggn.pullback import Points, Pullback
 from contrastive_curvature.ggn.sharing import structured_curvature
 from contrastive_curvature.options import Structure
@@ -115,7 +115,7 @@ class AllParameters(SampledEncoder):
     def __init__(self, backend: ContrastiveBackend, probe: Inputs, n_data: int, structure: Structure) -> None:
         super().__init__(backend, probe, n_data)
         self.structure = structure
-        self._places = _places(self.encoder)
+        self._places = parameter_places(self.encoder)
         self._size = sum(p.numel() for p in self.encoder.parameters() if p.requires_grad)
 
     def outputs(self, x: Inputs, noise: list[Tensor | None]) -> Iterator[tuple[Tensor, Any]]:
