@@ -1,17 +1,21 @@
-"""How much noise online training bears: the temperature of the sampled weights against that of the final posterior.
+"""How much noise online training bears, and whether the remembered curvature or that of the final weights is better.
 
-Encoders of the paper's Fashion-MNIST network are trained with online LAM from the same seed, at several temperatures of
-the sampled weights; 5,000 training images are held out, and MNIST's training images are out of distribution, so that no
-test image has a say.
+Encoders of the paper's Fashion-MNIST network are trained with online LAM from the same seeds, at several temperatures
+of the sampled weights, in units of the final posterior's; 5,000 training images are held out, and MNIST's training
+images are out of distribution, so that no test image has a say. Each encoder is scored twice: with the discounted
+curvature that its training remembers, and with that of its final weights over all pairs of the training set.
 
-Run: ``python -m benchmarks.online_temperature --data-root ../shared/data [--dim D] [--out FOLDER]``.
+Run: ``python -m benchmarks.online_temperature --data-root ../shared/data [--dim D] [--seeds S ...] [--out FOLDER]``.
+It goes on where it was interrupted: trainings and finished scores are kept in ``--work``.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-from dataclasses import replace
+import json
+import shutil
+import statistics
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +23,34 @@ import torch
 
 from benchmarks.data import load_data
 from benchmarks.data.fashionmnist import mnist_images
-from benchmarks.data.split import RetrievalData, TensorSplit, loader
+from benchmarks.data.split import RetrievalData, TensorSplit
 from benchmarks.machine import describe, write_results
 from benchmarks.methods import Setting
-from benchmarks.methods.sampled import closed_form, sampled_embeddings
-from contrastive_curvature import metrics
-from contrastive_curvature.demo.train import seed_everything
-from contrastive_curvature.online import OnlineLaplace, Trainer
+from benchmarks.methods.laplace_online import LaplaceOnline
+from benchmarks.retrieval.evaluate import evaluate
+from contrastive_curvature.errors import InputError, expected
 
 RESULTS = Path(__file__).parent / "results"
 HELD_OUT = 5_000
-TEMPERATURES: dict[str, float | None] = {
-    "of the final posterior": 1.0,
-    "a tenth of it": 0.1,
-    "divided by the discounted number of steps (default)": None,
-    "none: deterministic training": 0.0,
+VOTES = 50
+FIGURES = {
+    "map_at_1": "mAP@1",
+    "map_at_5": "mAP@5",
+    "map_at_10": "mAP@10",
+    "auroc": "AUROC",
+    "auprc": "AUPRC",
+    "ausc": "AUSC",
+    "ece": "ECE",
 }
+CURVATURES = {"discounted": "that training remembers", "refitted": "of the final weights"}
+STEPS = "steps"
+"""The default: the final posterior's temperature, divided by the discounted number of steps."""
+TEMPERATURES = ("1", "0.3", "0.1", "0.03", STEPS, "0")
+Rows = dict[str, dict[str, dict[str, list[Any]]]]
+_TITLES = {"1": "of the final posterior", STEPS: "divided by the number of steps", "0": "0: deterministic training"}
 
 
-def held_out(root: Path, train_size: int) -> RetrievalData:
+def held_out(root: Path, train_size: int | None) -> RetrievalData:
     """Training images only: some to train on, some to test on, MNIST's as out of distribution."""
     data = load_data("fashionmnist", root)
     order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(1))
@@ -47,57 +60,82 @@ def held_out(root: Path, train_size: int) -> RetrievalData:
     return replace(data, train=train, test=test, ood=outside)
 
 
-def measure(data: RetrievalData, setting: Setting, temperature: float | None, seed: int) -> dict[str, float]:
-    """Train once, and score the held-out images."""
-    seed_everything(seed)
-    encoder = setting.make_encoder()
-    batches = loader(data.train, setting.batch_size, shuffle=True, generator=torch.Generator().manual_seed(seed))
-    online = OnlineLaplace(
-        encoder,
-        probe=next(iter(batches))[0][:8],
-        n_data=len(data.train),
-        memory_factor=setting.memory_factor,
-        sampling_temperature=temperature,
-        backend_kwargs={"margin": setting.margin},
-    )
-    optimizer = torch.optim.RMSprop(online.parameters(), lr=setting.lr)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, math.exp(-0.1))
-    Trainer(online, optimizer, schedule, progress=setting.progress).fit(batches, setting.epochs)
-    encoder.eval()
-    la = online.laplace()
-    inside, outside = (closed_form(la, replace(setting, n_samples=0), split) for split in (data.test, data.ood))
-    ranking = metrics.rank_by_labels(metrics.nearest_neighbors(inside.mean, k=10), data.test.targets)
-    votes = metrics.retrieval_votes(
-        sampled_embeddings(la, setting, data.test, setting.n_samples, seed), data.test.targets
-    )
-    bins = metrics.calibration_bins(votes, data.test.targets)
-    return {
-        "map_at_1": metrics.map_at_k(ranking, 1),
-        "auroc": metrics.auroc(inside.uncertainty, outside.uncertainty),
-        "auprc": metrics.auprc(inside.uncertainty, outside.uncertainty),
-        "ausc": metrics.ausc(inside.uncertainty, metrics.average_precision_at_k(ranking, 1)),
-        "ece": bins.expected_calibration_error,
+def measure(
+    data: RetrievalData, setting: Setting, temperature: str, seed: int, folder: Path
+) -> dict[str, dict[str, float | None]]:
+    """Train once, or go on with it, and score the held-out images with both curvatures.
+
+    Args:
+        data: From :func:`held_out`.
+        setting: Network and training.
+        temperature: One of :data:`TEMPERATURES`.
+        seed: Of training and votes.
+        folder: For the checkpoint; removed at the end.
+
+    Returns:
+        Curvature -> figure -> value.
+    """
+    value = None if temperature == STEPS else float(temperature)
+    method = LaplaceOnline(setting, sampling_temperature=value)
+    folder.mkdir(parents=True, exist_ok=True)
+    method.fit(data, seed, folder)
+    found = {}
+    for curvature in CURVATURES:
+        if curvature == "refitted":
+            method.fit_post_hoc(method.posterior.model.model, data)
+        scored = evaluate(method, data, n_votes=VOTES, seed=seed)
+        found[curvature] = {name: scored.figures[name] for name in FIGURES}
+    shutil.rmtree(folder)
+    return found
+
+
+def measured(data: RetrievalData, setting: Setting, temperatures: list[str], seeds: list[int], work: Path) -> Rows:
+    """All cells, those that are missing computed: temperature -> curvature -> figure -> values of the seeds."""
+    identity = {**asdict(setting), "train": len(data.train), "held_out": HELD_OUT}
+    rows: Rows = {
+        temperature: {curvature: {name: [] for name in FIGURES} for curvature in CURVATURES}
+        for temperature in temperatures
     }
+    for seed in seeds:
+        for temperature in temperatures:
+            kept = work / f"seed{seed}" / f"{temperature}.json"
+            if not kept.is_file():
+                found = measure(data, setting, temperature, seed, kept.with_suffix(""))
+                kept.write_text(json.dumps({"setting": identity, "figures": found}), encoding="utf-8")
+            content = json.loads(kept.read_text(encoding="utf-8"))
+            if content["setting"] != identity:
+                raise InputError(expected("--work", "a folder of the same setting", str(kept), "Choose another one."))
+            for curvature, figures in content["figures"].items():
+                for name, number in figures.items():
+                    rows[temperature][curvature][name].append(number)
+    return rows
 
 
 def render(result: dict[str, Any]) -> str:
     """The measurement as Markdown."""
     machine = result["machine"]
-    names = {"map_at_1": "mAP@1", "auroc": "AUROC", "auprc": "AUPRC", "ausc": "AUSC", "ece": "ECE"}
+    seeds = ", ".join(str(seed) for seed in result["seeds"])
     lines = [
         "# Temperature of the sampled weights in online training",
         "",
         f"`python -m benchmarks.online_temperature` on {machine['cpu']}, torch {machine['torch']}, {machine['date']}: "
-        f"one encoder of {result['dim']} dimensions each, seed {result['seed']}, {result['train']:,} training images, "
+        f"encoders of {result['dim']} dimensions, seeds {seeds}, {result['train']:,} training images, "
         f"{result['epochs']} epochs, memory factor {result['memory_factor']:g}; {HELD_OUT:,} held-out training images, "
-        "MNIST's training images out of distribution.",
+        "MNIST's training images out of distribution. Mean ± standard deviation over the seeds.",
         "",
-        "| temperature while training | " + " | ".join(names.values()) + " |",
-        "|---|" + "---:|" * len(names),
+        "| temperature while training | curvature | " + " | ".join(FIGURES.values()) + " |",
+        "|---|---|" + "---:|" * len(FIGURES),
     ]
-    for title, row in result["rows"].items():
-        lines.append(f"| {title} | " + " | ".join(f"{row[key]:.3f}" for key in names) + " |")
+    for temperature, row in result["rows"].items():
+        for curvature, figures in row.items():
+            shown = " | ".join(_mean_and_deviation(figures[name]) for name in FIGURES)
+            lines.append(f"| {_TITLES.get(temperature, temperature)} | {CURVATURES[curvature]} | {shown} |")
     return "\n".join(lines) + "\n"
+
+
+def _mean_and_deviation(values: list[float]) -> str:
+    mean = f"{statistics.fmean(values):.3f}"
+    return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.3f}"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -105,25 +143,29 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-root", type=Path, default=Path("data"))
     parser.add_argument("--dim", type=int, default=3)
-    parser.add_argument("--train-size", type=int, default=20_000)
+    parser.add_argument("--train-size", type=int, default=None, help="all that are not held out, if not given")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=100)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[100])
+    parser.add_argument("--temperatures", nargs="+", choices=TEMPERATURES, default=list(TEMPERATURES))
     parser.add_argument("--memory-factor", type=float, default=1e-3)
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--work", type=Path, default=Path("runs/online_temperature"))
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args(argv)
+    if given.threads is not None:
+        torch.set_num_threads(given.threads)
     machine = describe()
     data = held_out(given.data_root, given.train_size)
-    setting = Setting(dim=given.dim, epochs=given.epochs, n_samples=50, memory_factor=given.memory_factor)
-    rows = {title: measure(data, setting, value, given.seed) for title, value in TEMPERATURES.items()}
+    setting = Setting(dim=given.dim, epochs=given.epochs, n_samples=0, memory_factor=given.memory_factor)
     result = {
         "script": "python -m benchmarks.online_temperature",
         "machine": machine,
         "dim": given.dim,
         "train": len(data.train),
         "epochs": given.epochs,
-        "seed": given.seed,
+        "seeds": given.seeds,
         "memory_factor": given.memory_factor,
-        "rows": rows,
+        "rows": measured(data, setting, given.temperatures, given.seeds, given.work),
     }
     write_results(given.out, "online_temperature", result, render(result))
 

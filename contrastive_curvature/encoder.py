@@ -16,7 +16,15 @@ from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 
-__all__ = ["Encoder", "Inputs", "evaluation_mode", "flatten_parameters", "input_length", "slice_inputs"]
+__all__ = [
+    "Encoder",
+    "Inputs",
+    "evaluation_mode",
+    "flatten_parameters",
+    "input_length",
+    "slice_inputs",
+    "weight_norms",
+]
 
 Inputs = Tensor | Mapping[str, Any]
 """A batch: a tensor whose first axis is the batch, or a mapping whose tensors all have that first axis."""
@@ -57,6 +65,14 @@ def flatten_parameters(parameters: Iterable[Tensor]) -> Tensor:
     torch's ``parameters_to_vector`` refuses weights in another memory format, as channels_last.
     """
     return torch.cat([p.reshape(-1) for p in parameters])
+
+
+def weight_norms(model: nn.Module) -> Tensor:
+    """Norms of all parameters, sorted, float64 on the CPU: enough to tell one trained encoder from another.
+
+    Sorted, because wrappers around an encoder list its modules in another order.
+    """
+    return torch.stack([p.detach().norm().cpu().double() for p in model.parameters()]).sort().values
 
 
 class Encoder(nn.Module):

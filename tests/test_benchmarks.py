@@ -89,10 +89,32 @@ def test_online_temperature(tmp_path, capsys, monkeypatch):
     for name in ("FashionMNIST", "MNIST"):
         write_mnist(tmp_path, name, {"train": 100, "t10k": 20})
     monkeypatch.setattr(online_temperature, "HELD_OUT", 30)
-    sizes = ["--train-size", "64", "--epochs", "1"]
-    online_temperature.main(["--data-root", str(tmp_path), *sizes, "--out", str(tmp_path)])
-    found = json.loads((tmp_path / "online_temperature.json").read_text())
+    given = [
+        "--data-root",
+        str(tmp_path),
+        "--train-size",
+        "64",
+        "--work",
+        str(tmp_path / "work"),
+        "--out",
+        str(tmp_path),
+    ]
+    online_temperature.main([*given, "--epochs", "1", "--seeds", "3", "4", "--temperatures", "0.1", "steps", "0"])
+    text = (tmp_path / "online_temperature.json").read_text()
+    found = json.loads(text)
     assert found["train"] == 64
-    assert len(found["rows"]) == 4
-    assert all(0 <= value <= 1 for row in found["rows"].values() for value in row.values())
-    assert (tmp_path / "online_temperature.md").read_text() in capsys.readouterr().out
+    assert list(found["rows"]) == ["0.1", "steps", "0"]
+    for row in found["rows"].values():
+        # Both curvatures belong to the same encoder, so they retrieve alike.
+        assert row["discounted"]["map_at_1"] == row["refitted"]["map_at_1"]
+        assert all(len(values) == 2 and 0 <= min(values) <= max(values) <= 1 for values in row["refitted"].values())
+    assert found["rows"]["0.1"]["discounted"]["auroc"] != found["rows"]["0.1"]["refitted"]["auroc"]
+    printed = capsys.readouterr().out
+    assert (tmp_path / "online_temperature.md").read_text() in printed
+
+    monkeypatch.setattr(online_temperature, "measure", None)  # nothing is trained twice
+    online_temperature.main([*given, "--epochs", "1", "--seeds", "4", "3", "--temperatures", "steps"])
+    again = json.loads((tmp_path / "online_temperature.json").read_text())["rows"]["steps"]["discounted"]["auroc"]
+    assert again == found["rows"]["steps"]["discounted"]["auroc"][::-1]
+    with pytest.raises(cc.InputError, match=r"--work.*same setting"):
+        online_temperature.main([*given, "--epochs", "2", "--seeds", "3", "--temperatures", "steps"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -386,6 +387,22 @@ def test_the_usual_way_to_a_file_and_back_warns_of_nothing() -> None:
     other.load_state_dict(roundtrip(la))
     assert other.temperature == la.temperature
     assert torch.equal(other(x).kappa, la(x).kappa)
+
+
+@for_every_combination
+def test_an_encoder_with_other_weights_is_noticed(weights: str, structure: str) -> None:
+    la, _, x = posterior(weights, structure)
+    state = roundtrip(la)
+    other = body(cc.L2Norm())
+    with torch.no_grad():
+        # Far from the last layer, whose weights the posterior could compare by itself.
+        next(other.parameters()).mul_(1.01)
+    with pytest.warns(UserWarning, match="other weights than the one"):
+        make(other, weights, structure, host={"temperature": TEMPERATURE}).load_state_dict(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        la(x)
+        la.load_state_dict(state)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,38 +14,13 @@ from benchmarks.data.samplers import PlaceSampler
 from benchmarks.data.split import RetrievalData, loader
 from benchmarks.methods.base import Setting
 from benchmarks.methods.checks import check_training, positive_radius
-from contrastive_curvature.demo.train import seed_everything
-from contrastive_curvature.loss import ContrastiveLoss
+from contrastive_curvature.demo.train import DECAY, ContrastiveStep, seed_everything
 from contrastive_curvature.online import Trainer
-from contrastive_curvature.pairs import RelationFunction, active_pairs
 
 __all__ = ["ContrastiveStep", "run_training", "seed_everything", "train", "training_loader"]
 
-_DECAY = math.exp(-0.1)
-"""Factor on the learning rate after every epoch (paper, G.1)."""
-
 _PROBE = 8
 """Images that show a step what its encoder does."""
-
-
-class ContrastiveStep(nn.Module):
-    """The contrastive loss of a batch, over all positive pairs and the negative ones inside the margin.
-
-    Args:
-        encoder: Images -> raw outputs (N, D).
-        margin: On the distance of unit embeddings, in (0, 2].
-        relation: On positions, which images show the same place; ``None`` for class labels.
-    """
-
-    def __init__(self, encoder: nn.Module, margin: float, relation: RelationFunction | None = None) -> None:
-        super().__init__()
-        self.encoder, self.margin, self.relation = encoder, margin, relation
-        self.loss = ContrastiveLoss(margin, normalization="type")
-
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The loss, a scalar; zero, with a zero gradient, for a batch without pairs."""
-        z = self.encoder(x)
-        return self.loss(z, pairs=active_pairs(z, targets, self.margin, self.relation))
 
 
 def train(
@@ -110,7 +84,7 @@ def run_training(
     Trainer(
         step,
         optimizer,
-        torch.optim.lr_scheduler.ExponentialLR(optimizer, _DECAY),
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, DECAY),
         checkpoint=checkpoint,
         checkpoint_every=setting.checkpoint_every,
         progress=setting.progress,

@@ -4,21 +4,42 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from contrastive_curvature.demo.config import DemoConfig
 from contrastive_curvature.demo.networks import make_encoder
 from contrastive_curvature.loss import ContrastiveLoss
-from contrastive_curvature.pairs import active_pairs
+from contrastive_curvature.online import Trainer
+from contrastive_curvature.pairs import RelationFunction, active_pairs
 
-__all__ = ["seed_everything", "train_encoder"]
+__all__ = ["DECAY", "ContrastiveStep", "seed_everything", "train_encoder"]
 
-_DECAY = math.exp(-0.1)
+DECAY = math.exp(-0.1)
 """Factor on the learning rate after every epoch."""
+
+
+class ContrastiveStep(nn.Module):
+    """The contrastive loss of a batch, over all positive pairs and the negative ones inside the margin.
+
+    Args:
+        encoder: Images -> raw outputs (N, D).
+        margin: On the distance of unit embeddings, in (0, 2]; ``None``: all negative pairs count.
+        relation: On positions, which images show the same place; ``None`` for class labels.
+    """
+
+    def __init__(self, encoder: nn.Module, margin: float | None, relation: RelationFunction | None = None) -> None:
+        super().__init__()
+        self.encoder, self.margin, self.relation = encoder, margin, relation
+        self.loss = ContrastiveLoss(margin, normalization="type")
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The loss, a scalar; zero, with a zero gradient, for a batch without pairs."""
+        z = self.encoder(x)
+        return self.loss(z, pairs=active_pairs(z, targets, self.margin, self.relation))
 
 
 def seed_everything(seed: int) -> None:
@@ -47,25 +68,26 @@ def train_encoder(config: DemoConfig, x: Tensor, y: Tensor, seed: int) -> tuple[
     device = torch.device(config.device)
     # channels_last: convolutions on the CPU run in less than half the time, and no slower on a GPU.
     encoder = make_encoder(config.dataset, config.dim).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    optimizer = torch.optim.RMSprop(encoder.parameters(), lr=config.lr)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, _DECAY)
-    loss_of = ContrastiveLoss(config.margin, normalization="type")
-    order = torch.Generator().manual_seed(seed)
+    step = ContrastiveStep(encoder, config.margin)
+    optimizer = torch.optim.RMSprop(step.parameters(), lr=config.lr)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, DECAY)
     started = time.perf_counter()
-    steps = -(-len(x) // config.batch_size)
-    with tqdm(total=config.epochs * steps, desc="[training]", unit="step", mininterval=0.5) as bar:
-        for epoch in range(config.epochs):
-            for number, rows in enumerate(torch.randperm(len(x), generator=order).split(config.batch_size)):
-                labels = y[rows].to(device)
-                z = encoder(x[rows].to(device).contiguous(memory_format=torch.channels_last))
-                loss = loss_of(z, pairs=active_pairs(z, labels, config.margin))
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                if number % 20 == 0:  # reading the loss waits for the device
-                    bar.set_postfix(epoch=f"{epoch + 1}/{config.epochs}", loss=f"{loss.item():.4f}", refresh=False)
-                bar.update()
-            schedule.step()
+    Trainer(step, optimizer, schedule, progress=True).fit(_Batches(x, y, config.batch_size, seed), config.epochs)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return encoder.eval(), time.perf_counter() - started
+
+
+class _Batches:
+    """All images once, in an order that is new every time."""
+
+    def __init__(self, x: Tensor, y: Tensor, size: int, seed: int) -> None:
+        self.x, self.y, self.size = x, y, size
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __len__(self) -> int:
+        return -(-len(self.x) // self.size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for rows in torch.randperm(len(self.x), generator=self.generator).split(self.size):
+            yield self.x[rows].contiguous(memory_format=torch.channels_last), self.y[rows]

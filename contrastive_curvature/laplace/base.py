@@ -19,7 +19,7 @@ from contrastive_curvature.backends.base import ContrastiveBackend
 from contrastive_curvature.backends.checks import check_loader, check_model, read_batch
 from contrastive_curvature.backends.choice import backend_named, choose_backend
 from contrastive_curvature.backends.torch_func import ContrastiveGGN
-from contrastive_curvature.encoder import Inputs, flatten_parameters, slice_inputs
+from contrastive_curvature.encoder import Inputs, flatten_parameters, slice_inputs, weight_norms
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.accumulate import clamp_curvature
 from contrastive_curvature.ggn.dataset import DatasetCurvature
@@ -162,10 +162,13 @@ class ContrastiveLaplace(SpherePrediction):
         state.update(contrastive=self._plain_options(), H_raw=self.H_raw, cost=self.cost)
         state["temperature_given"] = self._temperature_given
         state["backend"] = type(self.backend).__name__
+        state["encoder_norms"] = weight_norms(self.model)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, into an object made with the same options.
+
+        Warns where the encoder has other weights than the one it was saved from.
 
         Raises:
             InputError: It belongs to other options, or to another likelihood.
@@ -189,6 +192,18 @@ class ContrastiveLaplace(SpherePrediction):
         super().load_state_dict(state_dict)  # type: ignore[misc]
         self.H_raw, self.cost = state_dict["H_raw"], state_dict["cost"]
         self._posterior_scale = None
+        if "encoder_norms" in state_dict:  # files written before this check was have none
+            self._warn_of_other_weights(state_dict["encoder_norms"])
+
+    def _warn_of_other_weights(self, saved: Tensor) -> None:
+        now = weight_norms(self.model)
+        # Not an error: the encoder's own weights may be loaded after this. The tolerance is for other precisions.
+        if saved.shape != now.shape or not torch.allclose(now, saved, rtol=1e-3, atol=1e-12):
+            msg = (
+                "The encoder has other weights than the one whose posterior is loaded, so predictions will be wrong. "
+                "Load the encoder's state_dict first: laplace-torch keeps it apart from the posterior's."
+            )
+            warnings.warn(msg, UserWarning, stacklevel=3)
 
     def _plain_options(self) -> dict[str, Any]:
         """The options as strings and numbers; of a relation only that there is one."""

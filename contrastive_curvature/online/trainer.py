@@ -92,11 +92,11 @@ class Trainer:
             "step": repr(step),
         }
 
-    def fit(self, loader: Iterable[Any], epochs: int) -> None:
+    def fit(self, train_loader: Iterable[Any], epochs: int) -> None:
         """Train.
 
         Args:
-            loader: Batches ``(x, targets)`` or mappings; iterated once an epoch, and after an interruption in the
+            train_loader: Batches ``(x, targets)`` or mappings; iterated once an epoch, and after an interruption in the
                 middle of one, that epoch's first batches once more.
             epochs: Passes over the loader, those of an earlier, interrupted training counted in.
 
@@ -107,22 +107,22 @@ class Trainer:
             DivergenceError: The loss is not a finite number. The last good checkpoint stays.
         """
         _check_count("epochs", epochs)
-        check_loader(loader)
-        if self.checkpoint is not None and getattr(loader, "persistent_workers", False):
+        check_loader(train_loader)
+        if self.checkpoint is not None and getattr(train_loader, "persistent_workers", False):
             msg = (
-                "loader: persistent workers keep random numbers from epoch to epoch that no checkpoint can hold. Use "
-                "persistent_workers=False, or checkpoint=None."
+                "train_loader: persistent workers keep random numbers from epoch to epoch that no checkpoint can hold. "
+                "Use persistent_workers=False, or checkpoint=None."
             )
             raise UnsupportedError(msg)
-        generators, unused = loader_generators(loader), sampler_state(loader)
-        batches = _length(loader)
+        generators, unused = loader_generators(train_loader), sampler_state(train_loader)
+        batches = _length(train_loader)
         epoch, done, state = self._resume(batches, [len(generators), len(unused)])
         if epoch > epochs:
             hint = f"Remove {self.checkpoint} to start anew."
             raise InputError(expected("epochs", f"at least the {epoch} that the checkpoint has", epochs, hint))
         if state is not None:
             restore_random_state(state["epoch_start"], generators)
-            restore_sampler_state(loader, state["epoch_start"]["samplers"])
+            restore_sampler_state(train_loader, state["epoch_start"]["samplers"])
         self.step.train()
         with tqdm(
             total=None if batches is None else epochs * batches,
@@ -133,9 +133,9 @@ class Trainer:
             disable=not self.progress,
         ) as bar:
             while epoch < epochs:
-                start = {**random_state(generators), "samplers": changed_state(unused, sampler_state(loader))}
+                start = {**random_state(generators), "samplers": changed_state(unused, sampler_state(train_loader))}
                 count = 0
-                for batch in loader:
+                for batch in train_loader:
                     count += 1
                     if count <= done:
                         if count == done and state is not None:
@@ -150,15 +150,15 @@ class Trainer:
                     if self.steps % self.checkpoint_every == 0 and count != batches:
                         self._save(epoch, count, batches, start, generators)
                 if not count:
-                    raise InputError(expected("loader", "at least one batch", "an empty loader"))
+                    raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
                 if count < done:
                     came = f"{count} batches"
-                    raise InputError(expected("loader", f"at least {done} batches, as before", came))
+                    raise InputError(expected("train_loader", f"at least {done} batches, as before", came))
                 if self.scheduler is not None:
                     self.scheduler.step()
                 self._epoch = epoch = epoch + 1
                 done = 0
-                start = {**random_state(generators), "samplers": changed_state(unused, sampler_state(loader))}
+                start = {**random_state(generators), "samplers": changed_state(unused, sampler_state(train_loader))}
                 self._save(epoch, 0, batches, start, generators)
 
     def _one(self, batch: Any, epoch: int) -> float:
@@ -241,11 +241,11 @@ class Trainer:
             raise InputError(expected(str(self.checkpoint), "a checkpoint of a Trainer", "other content", hint))
         if content["batches"] != batches:
             hint = f"Train with the same data and batch size, or remove {self.checkpoint} to start anew."
-            raise InputError(expected("loader", f"{content['batches']} batches, as before", f"{batches}", hint))
+            raise InputError(expected("train_loader", f"{content['batches']} batches, as before", f"{batches}", hint))
         held = [len(content["random"]["epoch_start"][name]) for name in ("loader", "samplers")]
         if held != parts:
             wanted, came = (f"{pair[0]} random generators and {pair[1]} samplers" for pair in (held, parts))
-            raise InputError(expected("loader", f"{wanted}, as before", came))
+            raise InputError(expected("train_loader", f"{wanted}, as before", came))
         for name, was, now in zip(("optimizer", "scheduler"), content["kinds"], self._kinds(), strict=True):
             if was != now:
                 raise InputError(expected(name, f"{was}, as before", now, f"Or remove {self.checkpoint}."))
