@@ -28,20 +28,13 @@ from benchmarks.machine import describe, write_results
 from benchmarks.methods import Setting
 from benchmarks.methods.laplace_online import LaplaceOnline
 from benchmarks.retrieval.evaluate import evaluate
+from benchmarks.retrieval.plan import COLUMNS
 from contrastive_curvature.errors import InputError, expected
 
 RESULTS = Path(__file__).parent / "results"
 HELD_OUT = 5_000
 VOTES = 50
-FIGURES = {
-    "map_at_1": "mAP@1",
-    "map_at_5": "mAP@5",
-    "map_at_10": "mAP@10",
-    "auroc": "AUROC",
-    "auprc": "AUPRC",
-    "ausc": "AUSC",
-    "ece": "ECE",
-}
+FIGURES = COLUMNS[2]
 CURVATURES = {"discounted": "that training remembers", "refitted": "of the final weights"}
 STEPS = "steps"
 """The default: the final posterior's temperature, divided by the discounted number of steps."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from contrastive_curvature.demo.methods import QUALITY
 from contrastive_curvature.errors import InputError, expected
 
 __all__ = ["BASE", "COLUMNS", "MEMBERS", "Cell", "Row", "ensembles", "known_rows", "plan_cells", "table_rows"]
@@ -18,23 +19,8 @@ MEMBERS = 5
 
 COLUMNS: dict[int, dict[str, str]] = {
     1: {"map_at_5": "mAP@5", "auroc": "AUROC", "ausc": "AUSC"},
-    2: {
-        "map_at_1": "mAP@1",
-        "map_at_5": "mAP@5",
-        "map_at_10": "mAP@10",
-        "auroc": "AUROC",
-        "auprc": "AUPRC",
-        "ausc": "AUSC",
-        "ece": "ECE",
-    },
-    3: {
-        "map_at_1": "mAP@1",
-        "map_at_5": "mAP@5",
-        "map_at_10": "mAP@10",
-        "auroc": "AUROC",
-        "auprc": "AUPRC",
-        "ausc": "AUSC",
-    },
+    2: QUALITY,
+    3: {name: title for name, title in QUALITY.items() if name != "ece"},
     4: {
         "recall_at_1": "R@1",
         "recall_at_5": "R@5",
