@@ -12,6 +12,9 @@ from contrastive_curvature.sphere import normalize
 
 __all__ = ["RetrievalUncertainty", "neighbor_distance"]
 
+_ENTRIES = 2**24
+"""Of differences to neighbours that are held at once: 64 MiB in float32."""
+
 
 class RetrievalUncertainty:
     """One score that knows both unknown inputs and ambiguous ones.
@@ -51,7 +54,7 @@ class RetrievalUncertainty:
         """Score queries.
 
         Args:
-            embeddings: Of any length, shape (N, D).
+            embeddings: Of any length, shape (N, D); not of the gallery, where an input would find itself.
             uncertainty: Of the same inputs, from the same source as the calibration's, shape (N,).
 
         Returns:
@@ -85,6 +88,11 @@ def neighbor_distance(queries: Tensor, gallery: Tensor, k: int = 10) -> Tensor:
         InputError: The arguments are malformed.
     """
     found = metrics.nearest_neighbors(queries, gallery, k=k)
-    u, v = normalize(queries)[0], normalize(gallery)[0]
+    v = normalize(gallery)[0]
+    rows = max(1, _ENTRIES // (k * v.shape[1]))
     # From differences, not as 1 - cosine: close neighbours would cancel in float32.
-    return (u.unsqueeze(1) - v[found]).square().sum(2).mean(1) / 2
+    near = [
+        (normalize(block)[0].unsqueeze(1) - v[nearest]).square().sum(2).mean(1) / 2
+        for block, nearest in zip(queries.split(rows), found.split(rows), strict=True)
+    ]
+    return torch.cat(near)

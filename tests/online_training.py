@@ -42,6 +42,7 @@ class Interrupting:
 
     def __init__(self, loader: Any, at: int) -> None:
         self.loader, self.at, self.count = loader, at, 0
+        self.num_workers = loader.num_workers
         self.generator, self.sampler, self.batch_sampler = loader.generator, loader.sampler, loader.batch_sampler
 
     def __len__(self) -> int:

@@ -12,6 +12,7 @@ from benchmarks.data.split import RetrievalData, TensorSplit
 from benchmarks.methods import embed, make_method
 from benchmarks.methods.training import ContrastiveStep, train, training_loader
 from contrastive_curvature.loss import ContrastiveLoss
+from contrastive_curvature.online import Trainer
 
 
 class Fragile(TensorSplit):
@@ -40,18 +41,30 @@ def fragile_data():
         ("deterministic", {"per_class": 4}),
         ("pfe", {}),
         ("deep_ensemble", {}),
+        ("laplace_online", {}),
     ],
-    ids=["deterministic", "mc_dropout", "per_class", "pfe", "deep_ensemble"],
+    ids=["deterministic", "mc_dropout", "per_class", "pfe", "deep_ensemble", "laplace_online"],
 )
 def test_an_interrupted_training_ends_as_an_uninterrupted_one(name, changes, reads, tmp_path, monkeypatch):
     # PFE's head then reads images in training, instead of their features before
     monkeypatch.setattr(embed, "CACHE_BYTES", 0)
-    setting, data = make_setting(epochs=3, **changes), fragile_data()
+    setting, data = make_setting(epochs=3, checkpoint_every=1, **changes), fragile_data()
     options = {"members": 2} if name == "deep_ensemble" else {}
-    whole = fit(name, setting, tmp_path / "whole", data, **options)
-    folder = tmp_path / "parts"
-    folder.mkdir()
     base = fit("deterministic", setting, tmp_path / "base", data) if name == "pfe" else None
+    step, steps = Trainer._one, []
+
+    def counted(*given):
+        loss = step(*given)
+        steps.append(loss)
+        return loss
+
+    monkeypatch.setattr(Trainer, "_one", counted)
+    whole, folder = make_method(name, setting, **options), tmp_path / "parts"
+    for made in (tmp_path / "whole", folder):
+        made.mkdir()
+    whole.fit(data, 0, tmp_path / "whole", base)
+    losses = steps.copy()
+    steps.clear()
     data.train.reads = reads
     with pytest.raises(InterruptedError):
         make_method(name, setting, **options).fit(data, 0, folder, base)
@@ -61,6 +74,8 @@ def test_an_interrupted_training_ends_as_an_uninterrupted_one(name, changes, rea
     np.random.seed(123)  # noqa: NPY002  samplers draw from it
     resumed = make_method(name, setting, **options)
     resumed.fit(data, 0, folder, base)
+    # Every step once, none of them again.
+    assert steps == losses
     first, second = whole.predict(data.test), resumed.predict(data.test)
     assert torch.equal(first.mean, second.mean)
     assert name == "deterministic" or torch.equal(first.uncertainty, second.uncertainty)

@@ -134,7 +134,18 @@ def test_the_table_of_places_shows_recall():
         "seeds": [0],
     }
     options = dict.fromkeys(
-        ("dim", "epochs", "batch_size", "n_samples", "ece_samples", "lr", "margin", "memory_factor", "dropout_passes"),
+        (
+            "dim",
+            "epochs",
+            "batch_size",
+            "n_samples",
+            "ece_samples",
+            "lr",
+            "margin",
+            "memory_factor",
+            "dropout_passes",
+            "train_size",
+        ),
         1,
     )
     options |= {"table": 4, "data": "msls", "network": "resnet50", "per_class": None}

@@ -216,7 +216,7 @@ def test_the_paper_stands_below_each_row():
     found = {"figures": figures_of, "variants": {}, "seconds": {}, "seeds": [0, 1]}
     config = dict.fromkeys(("dim", "epochs", "batch_size", "n_samples", "ece_samples", "dropout_passes"), 3)
     config |= {"table": 2, "data": "fashionmnist", "network": "fashionmnist", "per_class": None, "lr": 0.1, "margin": 1}
-    config["memory_factor"] = 1e-4
+    config |= {"memory_factor": 1e-4, "train_size": 30_000}
     data = {"title": "F", "ood_title": "M", "train": 1, "test": 2, "ood": 3, "gallery": None}
     text = markdown.markdown(
         {"config": config, "data": data, "rows": {"laplace_online": found}, "cells": [], "failed": []}
@@ -227,6 +227,7 @@ def test_the_paper_stands_below_each_row():
     assert lines[ours + 1].startswith("| *paper, FashionMNIST* | *0.81 ± 0.00* | *0.77 ± 0.01* |")
     assert lines[ours + 2].startswith("| *HIB; paper, FashionMNIST* | *0.69 ± 0.08* |")
     assert "*paper" not in "".join(lines[:ours])
+    assert "Not the paper's setting, so compare with care: epochs 3 (there 20), 30,000 of the training images" in text
 
 
 def test_clock_adds_up_interruptions_and_admits_what_it_does_not_know(tmp_path):

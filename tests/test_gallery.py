@@ -25,6 +25,14 @@ def test_distance_is_the_mean_of_the_smallest_cosine_distances(n, m, dim, seed, 
     assert torch.allclose(neighbor_distance(queries, gallery, k), wanted, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("entries", [1, 50, 100])
+def test_blocks_of_queries_are_put_together_in_their_order(entries, monkeypatch):
+    queries, gallery = draw(23, 4, 0), draw(15, 4, 1)
+    whole = neighbor_distance(queries, gallery, 3)
+    monkeypatch.setattr("contrastive_curvature.gallery._ENTRIES", entries)
+    assert torch.equal(neighbor_distance(queries, gallery, 3), whole)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @given(n=st.integers(2, 30), share=st.floats(0.05, 0.95), seed=st.integers(0, 99))
 def test_known_by_distance_unknown_last_by_uncertainty(device, n, share, seed):

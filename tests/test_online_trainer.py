@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,39 @@ def test_data_without_a_length(tmp_path: Path, device: str) -> None:
     longer, trainer = plain(device, checkpoint=tmp_path / "run.pt")
     trainer.fit(DataLoader(Stream(), 6), 3)
     assert torch.equal(longer.net.weight, by_hand(device, 3))
+
+
+class Vertical(Plain):
+    """A finite loss with an infinite gradient."""
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return (self.net.weight - self.net.weight.detach()).abs().sum().sqrt()
+
+
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_weights_that_are_not_finite_do_not_pass_for_a_result(device: str, checkpoint: bool, tmp_path: Path) -> None:
+    step = Vertical().to(device)
+    file = tmp_path / "run.pt" if checkpoint else None
+    trainer = Trainer(step, torch.optim.SGD(step.parameters(), lr=0.1), checkpoint=file)
+    with pytest.raises(cc.DivergenceError, match=r"parameter 'net\.weight' is not finite"):
+        trainer.fit(batches(1), 1)
+    assert not (tmp_path / "run.pt").exists()
+
+
+def test_other_numbers_of_workers_are_noticed(device: str, tmp_path: Path) -> None:
+    x, labels = batches()[0]
+
+    def run(epochs: int, workers: int) -> None:
+        step = Plain().to(device)
+        trainer = Trainer(step, torch.optim.SGD(step.parameters(), lr=0.1), checkpoint=tmp_path / "run.pt")
+        trainer.fit(DataLoader(TensorDataset(x.cpu(), labels.cpu()), 3, num_workers=workers), epochs)
+
+    run(1, 0)
+    with pytest.warns(UserWarning, match="num_workers was 0 and is 1"):
+        run(2, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(3, 1)
 
 
 def test_scheduler_and_progress(device: str, capsys: pytest.CaptureFixture[str]) -> None:

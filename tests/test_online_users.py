@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ from laplace import Laplace
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
+from benchmarks.data.places import WithinMetres
 from contrastive_curvature.errors import DivergenceError
+from contrastive_curvature.online.options import describe_callable
 
 
 def data(device: str) -> tuple[Tensor, Tensor]:
@@ -106,3 +110,89 @@ def test_epochs_count_from_the_first_fit(checkpoint: bool, tmp_path: Path) -> No
     for epochs in (2, 3, 3):
         trainer.fit([(x, labels)] * 4, epochs)
     assert trainer.steps == 12
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_loss_that_is_not_a_number_is_reported_at_its_step(device: str) -> None:
+    x, labels = data(device)
+    factor = torch.ones((), dtype=x.dtype, device=device)
+    online = cc.OnlineLaplace(encoder(device), probe=x[:4], n_data=24, loss=lambda z, _: (factor * z).mean())
+    online(x, labels)
+    before = {name: value.clone() for name, value in online.discounted.state_dict().items()}
+    factor.fill_(math.nan)
+    with pytest.raises(cc.DivergenceError, match=r"step 2.*the loss is not finite") as caught:
+        online(x, labels)
+    assert caught.value.step == 2
+    assert all(torch.equal(before[name], value) for name, value in online.discounted.state_dict().items())
+
+
+class Away:
+    """A relation, or a loss, of the kind that keeps what it was given."""
+
+    def __init__(self, metres: float, spread: tuple[int, ...] = (1, 2)) -> None:
+        self.metres, self.spread, self.calls = metres, spread, 0
+
+    def __call__(self, *given: Tensor) -> Tensor:
+        self.calls += 1
+        return given[0].square().mean() * self.metres
+
+
+def test_functions_are_known_again_by_what_they_were_given() -> None:
+    from pytorch_metric_learning.losses import TripletMarginLoss
+    from pytorch_metric_learning.miners import MultiSimilarityMiner
+
+    def told(function: object) -> str:
+        text = describe_callable(function)
+        assert "\n" not in text
+        return text
+
+    assert told(None) == "the default"
+    assert told(squares) == "squares"
+    assert told(functools.partial(squares, labels=3)) == "squares with labels=3"
+    assert told(functools.partial(squares, labels=4)) != told(functools.partial(squares, labels=3))
+    assert told(TripletMarginLoss(margin=0.1)) != told(TripletMarginLoss(margin=0.9))
+    assert told(TripletMarginLoss(margin=0.1)) == told(TripletMarginLoss(margin=0.1))
+    assert told(MultiSimilarityMiner(epsilon=0.1)) != told(MultiSimilarityMiner(epsilon=0.2))
+    away = Away(3.0)
+    before = told(away)
+    away(torch.ones(2))
+    assert told(away) == before == "Away(metres=3.0)"
+    assert told(WithinMetres(10, 25)) != told(WithinMetres(40, 41))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_loss_of_another_margin_is_refused_with_what_to_do(device: str, tmp_path: Path) -> None:
+    x, labels = data(device)
+
+    def run(margin: float, epochs: int) -> None:
+        loss = functools.partial(within, margin=margin)
+        online = cc.OnlineLaplace(encoder(device), probe=x[:4], n_data=24, loss=loss)
+        optimizer = torch.optim.SGD(online.parameters(), lr=0.1)
+        cc.Trainer(online, optimizer, checkpoint=tmp_path / "run.pt").fit([(x, labels)] * 2, epochs)
+
+    run(0.5, 1)
+    with pytest.raises(cc.InputError, match=r"margin=0\.7.*margin=0\.5.*goes on as it began; remove .*run\.pt"):
+        run(0.7, 2)
+    run(0.5, 2)
+
+
+def within(z: Tensor, labels: Tensor, margin: float) -> Tensor:
+    return (z.square().sum(1) - margin).relu().mean() + 0 * labels.sum()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("n_samples", [1, 3])
+def test_all_but_the_last_layer_runs_once(device: str, n_samples: int) -> None:
+    x, labels = data(device)
+    made = encoder(device)
+    online = cc.OnlineLaplace(made, probe=x[:4], n_data=24, n_samples=n_samples)
+    passes: list[int] = []
+    made[0].register_forward_hook(lambda *_: passes.append(1))
+    for _ in range(2):
+        passes.clear()
+        online(x, labels).backward()
+        assert len(passes) == 1
+    la = online.laplace()
+    passes.clear()
+    assert bool((la(x).uncertainty > 0).all())
+    assert len(passes) == 1

@@ -69,8 +69,9 @@ TABLE_DATA = {
 }
 """Data sets that a table can be made on, the default first."""
 
-# Not part of what a run folder must agree on: they change neither figures nor how they are computed.
-_FREE = ("data_root", "download", "out", "seeds", "methods", "workers", "threads", "progress")
+# Not part of what a run folder must agree on: they change no figure, threads no more than its last digits. Workers are
+# part of it, since random augmentations draw other numbers in them.
+_FREE = ("data_root", "download", "out", "seeds", "methods", "threads", "progress")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.retrieval.config import DEFAULTS
 from benchmarks.retrieval.evaluate import OWN
 from benchmarks.retrieval.paper import PaperTable, paper_table
 from benchmarks.retrieval.plan import COLUMNS, MEMBERS, Row, known_rows
@@ -149,7 +150,13 @@ def _notes(rows: list[Row], results: dict[str, Any], paper: PaperTable | None) -
             "are filled up with encoders of further seeds. Aligned: the members are rotated onto the first. The paper "
             "has one ensemble, not aligned, and so no deviation."
         )
+    if any(row.method == "mc_dropout" for row in rows) and results["config"]["dropout_passes"] is not None:
+        passes = min(results["config"]["dropout_passes"], results["config"]["ece_samples"])
+        notes.append(f"MC dropout has {passes} votes for the ECE, each of one pass with masks drawn for every image.")
     if paper is not None:
+        own = _own_setting(results)
+        if own:
+            notes.append(f"Not the paper's setting, so compare with care: {own}.")
         deviation = "" if results["config"]["table"] == 4 else ", mean ± standard deviation of five runs"
         notes.append(f"*Paper*: Warburg et al. (2023), on {paper.data}{deviation}.")
         if paper.rows.keys() & {"hib"}:
@@ -162,6 +169,19 @@ def _notes(rows: list[Row], results: dict[str, Any], paper: PaperTable | None) -
     for machine in sorted(machines):
         notes.append("Machine: " + ", ".join(f"{k} {v}" for k, v in machine if v != "None") + ".")
     return "\n".join(f"- {note}" for note in notes) + "\n"
+
+
+def _own_setting(results: dict[str, Any]) -> str:
+    """In what a run differs from the data set's defaults, which are the paper's."""
+    config, usual = results["config"], DEFAULTS[results["config"]["data"]]
+    differ = [
+        f"{title} {config[name]:,} (there {getattr(usual, name):,})"
+        for name, title in (("dim", "dimension"), ("epochs", "epochs"))
+        if config[name] != getattr(usual, name)
+    ]
+    if config["train_size"] is not None:
+        differ.append(f"{config['train_size']:,} of the training images (there all)")
+    return ", ".join(differ)
 
 
 def _cell(summary: dict[str, Any] | None, digits: int = 3) -> str:

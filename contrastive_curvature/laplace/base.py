@@ -54,6 +54,7 @@ class ContrastiveLaplace(SpherePrediction):
     """
 
     structure: ClassVar[Structure]
+    takes_rank: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class ContrastiveLaplace(SpherePrediction):
         kwargs = {**_by_name(type(self), args), **kwargs}
         self._temperature_given = "temperature" in kwargs
         self.cost = 0.0
-        self._curvature_options = check_options(self.structure, backend, backend_kwargs, kwargs)
+        self._curvature_options = check_options(self.structure, backend, backend_kwargs, kwargs, self.takes_rank)
         self.H_raw: Any = None
         self._chooses_backend = backend is None
         # The host knows no contrastive likelihood: of those it knows, regression adds the least of its own.

@@ -111,6 +111,7 @@ class ContrastiveLowRankLaplace(ContrastiveLaplace, _LowRankHost):
 
     _key = ("all", "lowrank", CONTRASTIVE)
     structure = None  # type: ignore[assignment]
+    takes_rank = True
 
     def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool = False) -> None:
         """Fit; the loader must not shuffle, because Lanczos multiplies with the curvature many times.

@@ -28,14 +28,16 @@ def check_options(
     backend: object,
     backend_kwargs: Mapping[str, Any] | None,
     host_kwargs: MutableMapping[str, Any],
+    takes_rank: bool = False,
 ) -> dict[str, Any]:
     """Check the options of a contrastive Laplace object.
 
     Args:
-        structure: The Hessian structure; ``None`` for low rank.
+        structure: The Hessian structure; ``None`` for those without a curvature in parameter space.
         backend: What the user passed as ``backend``.
         backend_kwargs: What the user passed as ``backend_kwargs``.
         host_kwargs: Further arguments for the host's class.
+        takes_rank: Whether the structure is one of low rank.
 
     Returns:
         All backend options, defaults filled in.
@@ -56,6 +58,9 @@ def check_options(
     unknown = sorted(set(given) - set(known))
     if unknown:
         raise InputError(expected("backend_kwargs", f"keys among {sorted(known)}", str(unknown)))
+    if "rank" in given and not takes_rank:
+        hint = "It is for hessian_structure='lowrank'; leave it out."
+        raise InputError(expected("backend_kwargs: rank", "nothing for this structure", given["rank"], hint))
     options = {**known, **given}
     check_backend_options(options["pairs"], options["relation"], options["rank"])
     names = ("distance", "pd_fix", "margin", "negative_weight", "normalization")

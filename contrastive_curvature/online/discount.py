@@ -50,28 +50,24 @@ class DiscountedCurvature(nn.Module):
         self.register_buffer("positive", torch.zeros((), dtype=torch.bool, device=flat[0].device))
 
     def add(self, terms: list[DatasetCurvature]) -> None:
-        """Take in one step.
+        """Take in one step; with several processes (``torch.distributed``) that of all of them together.
 
         Args:
             terms: Unclamped curvature, loss and cost of the same B points under each sampled network.
         """
-        keep, share = 1 - self.memory_factor, 1 / len(terms)
-        for name in self._names:
-            getattr(self, name).mul_(keep)
-        self.points.mul_(keep).add_(terms[0].n)
+        batch = [torch.stack(parts).mean(0) for parts in zip(*map(_clamped, terms), strict=True)]
+        scalars = torch.stack([self.points.new_tensor(float(terms[0].n)), *batch[-2:]])
+        new = [*batch[:-2], scalars]
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            # Each process has other data, and all of them one posterior: as for the gradient, but not averaged.
+            for tensor in new:
+                torch.distributed.all_reduce(tensor)
+        keep = 1 - self.memory_factor
+        for name, tensor in zip(self._names, new, strict=False):
+            getattr(self, name).mul_(keep).add_(tensor)
+        for mine, tensor in zip((self.points, self.cost, self.value), scalars, strict=True):
+            mine.mul_(keep).add_(tensor)
         self.remembered.mul_(keep).add_(1)
-        self.cost.mul_(keep)
-        self.value.mul_(keep)
-        for term in terms:
-            # The clamp is that of a step here, as each enters a moving average on its own (curvature.md).
-            if isinstance(term.curvature, Tensor):
-                flat = [clamp_curvature(term.curvature)]
-            else:
-                flat = [f for factors in clamp_factors(term.curvature) for f in factors]
-            for name, tensor in zip(self._names, flat, strict=True):
-                getattr(self, name).add_(tensor, alpha=share)
-            self.cost.add_(torch.as_tensor(term.cost), alpha=share)
-            self.value.add_(torch.as_tensor(term.loss), alpha=share)
         self.steps.add_(1)
         # Of Kronecker pairs the first factor: the other is one of inputs, which is positive without any pair.
         for name in self._leading:
@@ -96,3 +92,15 @@ class DiscountedCurvature(nn.Module):
                 first, *others = (next(rest) for _ in range(length))
                 curvature.append([scale * first, *(other / self.points for other in others)])
         return DatasetCurvature(curvature, scale * self.value, scale * self.cost, n_data)
+
+
+def _clamped(term: DatasetCurvature) -> list[Tensor]:
+    """Curvature tensors, cost and loss of one sampled network.
+
+    The clamp is that of a step here, as each enters a moving average on its own (curvature.md).
+    """
+    if isinstance(term.curvature, Tensor):
+        flat = [clamp_curvature(term.curvature)]
+    else:
+        flat = [f for factors in clamp_factors(term.curvature) for f in factors]
+    return [*flat, *(torch.as_tensor(number).to(flat[0]) for number in (term.cost, term.loss))]

@@ -15,7 +15,14 @@ from contrastive_curvature.ggn.dataset import DatasetCurvature
 from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.loss import ContrastiveLoss
 from contrastive_curvature.online.discount import DiscountedCurvature
-from contrastive_curvature.online.options import CLASSES, check_numbers, check_options, check_probe, describe_options
+from contrastive_curvature.online.options import (
+    CLASSES,
+    check_numbers,
+    check_options,
+    check_probe,
+    describe_callable,
+    describe_options,
+)
 from contrastive_curvature.online.posterior import OnlinePosterior
 from contrastive_curvature.online.sampled import AllParameters, LastLayer, SampledEncoder
 from contrastive_curvature.options import Normalization
@@ -56,8 +63,9 @@ class OnlineLaplace(nn.Module):
     prior of, is deterministic.
 
     It is a ``torch.nn.Module`` with the encoder as ``encoder`` and the posterior as buffers, so an optimiser, Lightning
-    or Accelerate treats it as any model. In evaluation mode a call returns the loss of the mean weights and leaves the
-    posterior as it is.
+    or Accelerate treats it as any model. Where ``torch.distributed`` runs, the curvatures of all processes are added,
+    so that they share one posterior; pairs are formed within the batch of each. In evaluation mode a call returns the
+    loss of the mean weights and leaves the posterior as it is.
 
     Args:
         encoder: Any module that maps a batch to (N, D); an l2-normalisation module at its end is looked through.
@@ -149,7 +157,8 @@ class OnlineLaplace(nn.Module):
         self.discounted = DiscountedCurvature(self._curvature_of_nothing(), memory_factor)
         own: dict[str, Any] = {"memory_factor": memory_factor, "n_samples": n_samples, "n_data": n_data}
         own |= {"subset_of_weights": subset_of_weights, "hessian_structure": hessian_structure}
-        own |= {name: _name(f) for name, f in (("loss", loss), ("miner", miner), ("curvature_miner", curvature_miner))}
+        functions = {"loss": loss, "miner": miner, "curvature_miner": curvature_miner, "relation": curved.relation}
+        own |= {name: describe_callable(function) for name, function in functions.items()}
         said = describe_options({**self._posterior.options(), **own})
         # As text in a buffer: a saved state says which options it belongs to, in every format that can hold tensors.
         self.register_buffer("options", torch.tensor(list(said.encode()), dtype=torch.uint8))
@@ -189,9 +198,7 @@ class OnlineLaplace(nn.Module):
                 pairs = None if self._curvature_miner is None else self._curvature_miner(normalize(raw)[0], labels)
                 terms.append(self._sampled.curvature(x, raw, context, labels, pairs))
         if self.training:
-            if not all(_is_finite(term) for term in terms):
-                msg = "the curvature is not finite."
-                raise self._diverged(msg)
+            self._check_finite(losses, terms)
             with exactly:
                 self.discounted.add(terms)
         return torch.stack(losses).mean()
@@ -236,17 +243,24 @@ class OnlineLaplace(nn.Module):
             labels = torch.zeros(input_length(probe), dtype=torch.int64, device=z.device)
             return self._sampled.curvature(probe, z, context, labels, (none,) * 4).curvature
 
+    def _check_finite(self, losses: list[Tensor], terms: list[DatasetCurvature]) -> None:
+        fine = {
+            "loss": torch.stack([loss.detach().isfinite().all() for loss in losses]).all(),
+            "curvature": torch.stack([_is_finite(term) for term in terms]).all(),
+        }
+        # Read together: each reading waits for the device.
+        for name, finite in zip(fine, torch.stack(list(fine.values())).tolist(), strict=True):
+            if not finite:
+                msg = f"the {name} is not finite."
+                raise self._diverged(msg)
+
     def _diverged(self, why: str) -> DivergenceError:
         return DivergenceError(why, int(self.discounted.steps) + 1)
 
 
-def _name(function: object) -> str:
-    return "the default" if function is None else getattr(function, "__name__", type(function).__name__)
-
-
-def _is_finite(term: DatasetCurvature) -> bool:
+def _is_finite(term: DatasetCurvature) -> Tensor:
     flat = [term.curvature] if isinstance(term.curvature, Tensor) else [f for pair in term.curvature for f in pair]
-    return bool(torch.stack([t.isfinite().all() for t in (*flat, term.cost, term.loss)]).all())
+    return torch.stack([t.isfinite().all() for t in (*flat, term.cost, term.loss)]).all()
 
 
 def _refuse_other_options(module: OnlineLaplace, state: dict[str, Any], prefix: str, *_: Any) -> None:

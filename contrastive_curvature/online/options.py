@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +23,14 @@ from contrastive_curvature.laplace import (
     ContrastiveLaplace,
 )
 
-__all__ = ["CLASSES", "check_numbers", "check_options", "check_probe", "describe_options"]
+__all__ = [
+    "CLASSES",
+    "check_numbers",
+    "check_options",
+    "check_probe",
+    "describe_callable",
+    "describe_options",
+]
 
 CLASSES: dict[tuple[str, str], type[ContrastiveLaplace]] = {
     ("last_layer", "diag"): ContrastiveDiagLLLaplace,
@@ -88,6 +98,37 @@ def check_probe(probe: object) -> None:
         raise InputTypeError(expected("probe", wanted, f"a {type(probe).__name__}"))
     if input_length(probe) < 2:
         raise InputError(expected("probe", wanted, f"{input_length(probe)} of them"))
+
+
+def describe_callable(function: object) -> str:
+    """What can be told of a loss, a miner or a relation in one line, to know it again.
+
+    The name of a function; of other objects the type and what their constructor was given, where they keep it under
+    the same name. What a function refers to besides its arguments is not seen.
+
+    Args:
+        function: The callable, or ``None``.
+
+    Returns:
+        The line.
+    """
+    if function is None:
+        return "the default"
+    if isinstance(function, functools.partial):
+        given = [*map(repr, function.args), *(f"{name}={value!r}" for name, value in function.keywords.items())]
+        text = f"{describe_callable(function.func)} with {', '.join(given)}"
+    elif is_dataclass(function):
+        text = repr(function)
+    elif hasattr(function, "__name__"):
+        text = str(function.__name__)
+    else:
+        given = []
+        for name in inspect.signature(type(function).__init__).parameters:
+            value = getattr(function, name, None)
+            if isinstance(value, (str, bool, int, float)):
+                given.append(f"{name}={value!r}")
+        text = f"{type(function).__name__}({', '.join(given)})"
+    return " ".join(text.split())
 
 
 def describe_options(options: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from itertools import zip_longest
 from pathlib import Path
@@ -85,6 +86,7 @@ class Trainer:
         self.steps = 0
         self._epoch = 0
         self._saved: int | None = None
+        self._workers = 0
         # As they are before the first step: what a resumed program must have made them with again.
         self._made_with: dict[str, Any] = {
             "optimizer": _plain_groups(optimizer),
@@ -116,6 +118,7 @@ class Trainer:
             raise UnsupportedError(msg)
         generators, unused = loader_generators(train_loader), sampler_state(train_loader)
         batches = _length(train_loader)
+        self._workers = getattr(train_loader, "num_workers", 0)
         epoch, done, state = self._resume(batches, [len(generators), len(unused)])
         if epoch > epochs:
             hint = f"Remove {self.checkpoint} to start anew."
@@ -194,12 +197,12 @@ class Trainer:
         start: dict[str, Any],
         generators: list[torch.Generator],
     ) -> None:
-        if self.checkpoint is None:
-            return
         bad = [name for name, p in self.step.named_parameters() if not bool(p.isfinite().all())]
         if bad:
             msg = f"parameter {bad[0]!r} is not finite after the step before."
             raise self._diverged(msg, epoch)
+        if self.checkpoint is None:
+            return
         content = {
             "step": self.step.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -210,13 +213,14 @@ class Trainer:
             "epoch": epoch,
             "batch": batch,
             "batches": batches,
+            "workers": self._workers,
             "random": {"epoch_start": start, "now": random_state(generators)},
         }
         save_checkpoint(self.checkpoint, content)
         self._saved = self.steps
 
     def _refuse_changes(self, before: dict[str, Any]) -> None:
-        hint = f"A training goes on as it began; remove {self.checkpoint}, or name another file, to start anew."
+        hint = self._as_it_began()
         for part in ("optimizer", "scheduler"):
             was, now = before[part], self._made_with[part]
             differ = sorted(name for name in was | now if was.get(name) != now.get(name))
@@ -227,6 +231,9 @@ class Trainer:
         if was != now:
             wanted, came = next((a, b) for a, b in zip_longest(was, now, fillvalue="nothing") if a != b)
             raise InputError(expected("step", f"the modules as before: {wanted.strip()}", came.strip(), hint))
+
+    def _as_it_began(self) -> str:
+        return f"A training goes on as it began; remove {self.checkpoint}, or name another file, to start anew."
 
     def _kinds(self) -> list[str]:
         return [type(part).__name__ for part in (self.optimizer, self.scheduler)]
@@ -250,9 +257,18 @@ class Trainer:
             if was != now:
                 raise InputError(expected(name, f"{was}, as before", now, f"Or remove {self.checkpoint}."))
         self._refuse_changes(content["made_with"])
+        if content["workers"] != self._workers:
+            msg = (
+                f"train_loader: num_workers was {content['workers']} and is {self._workers}. Data that draw random "
+                "numbers, as augmentations do, come out otherwise than in a training that was not interrupted."
+            )
+            warnings.warn(msg, UserWarning, stacklevel=3)
         try:
             self.step.load_state_dict(content["step"])
             self.optimizer.load_state_dict(content["optimizer"])
+        except InputError as error:
+            msg = f"step: {error} {self._as_it_began()}"
+            raise InputError(msg) from None
         except (RuntimeError, ValueError, KeyError) as error:
             came = f"one that does not fit ({' '.join(str(error).split())[:300]})"
             hint = "Remove it to start anew."
