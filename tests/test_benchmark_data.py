@@ -24,6 +24,15 @@ def test_fashionmnist_is_read_as_it_is(tmp_path):
         assert torch.equal(split.targets, torch.arange(len(split)) % 10)
 
 
+def test_the_other_way_round_nothing_of_fashionmnist_is_trained_on(tmp_path):
+    digits = write_mnist(tmp_path, "MNIST", {"train": 12, "t10k": 7}, seed=9)
+    clothes = write_mnist(tmp_path, "FashionMNIST", {"t10k": 5})
+    data = load_data("mnist", tmp_path)
+    assert (data.title, data.ood_title, data.open_set, data.classes[3]) == ("MNIST", "FashionMNIST", False, "3")
+    for split, pixels in ((data.train, digits["train"]), (data.test, digits["t10k"]), (data.ood, clothes["t10k"])):
+        assert torch.equal(split.images(range(len(split))).squeeze(1), pixels.float() / 255)
+
+
 def test_missing_idx_files_are_named_with_the_command(tmp_path):
     write_mnist(tmp_path, "FashionMNIST", {"train": 3, "t10k": 3})
     with pytest.raises(InputError, match=r"MNIST.raw: .*no t10k-images-idx3-ubyte, t10k-labels.*import MNIST; MNIST\("):
@@ -152,7 +161,7 @@ def test_parts_are_fixed_and_images_keep_their_labels(train, test):
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
-        ("mnist", {}, "name: expected one of 'digits', 'fashionmnist'"),
+        ("imagenet", {}, "name: expected one of 'digits', 'fashionmnist'"),
         ("digits", {"train_size": 1198}, "train_size: expected at most the 1197 images"),
         ("digits", {"test_size": 601}, "test_size: expected at most the 600 images"),
         ("cifar10", {"train_size": 1}, "train_size: expected a whole number, at least 2"),

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.data.cifar10 import load_cifar10
 from benchmarks.data.cub200 import load_cub200
 from benchmarks.data.digits import load_digits_data
-from benchmarks.data.fashionmnist import load_fashionmnist
+from benchmarks.data.fashionmnist import load_fashionmnist, load_mnist
 from benchmarks.data.folder import load_folder
 from benchmarks.data.lfw import load_lfw
 from benchmarks.data.msls import load_msls
@@ -44,6 +44,7 @@ class DatasetEntry:
 DATASETS: dict[str, DatasetEntry] = {
     "digits": DatasetEntry(load_digits_data, "digits"),
     "fashionmnist": DatasetEntry(load_fashionmnist, "fashionmnist"),
+    "mnist": DatasetEntry(load_mnist, "fashionmnist"),
     "cifar10": DatasetEntry(load_cifar10, "cifar10"),
     "omniglot": DatasetEntry(load_omniglot, "fashionmnist", resizable=True),
     "cub200": DatasetEntry(load_cub200, "resnet50", resizable=True),

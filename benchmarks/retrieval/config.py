@@ -53,6 +53,7 @@ class DataDefaults:
 DEFAULTS = {
     "digits": DataDefaults("digits", dim=3, epochs=15, lr=1e-3, margin=0.7),
     "fashionmnist": DataDefaults("fashionmnist", dim=3, lr=1e-3, margin=0.7),
+    "mnist": DataDefaults("fashionmnist", dim=3, lr=1e-3, margin=0.7),
     "cifar10": DataDefaults("cifar10", dim=16, batch_size=256, lr=1e-5, margin=0.7),
     "omniglot": DataDefaults("fashionmnist", dim=32, lr=1e-3, margin=0.7, per_class=4),
     "cub200": DataDefaults("resnet50", per_class=4),
@@ -62,8 +63,8 @@ DEFAULTS = {
 }
 
 TABLE_DATA = {
-    1: ("lfw", "fashionmnist", "cifar10", "digits", "cub200", "omniglot", "folder"),
-    2: ("fashionmnist", "cifar10", "digits"),
+    1: ("lfw", "fashionmnist", "mnist", "cifar10", "digits", "cub200", "omniglot", "folder"),
+    2: ("fashionmnist", "mnist", "cifar10", "digits"),
     3: ("cub200", "lfw", "omniglot", "folder"),
     4: ("msls",),
 }
