@@ -28,7 +28,7 @@ lint: $(STAMP) ## ruff: rules and formatting
 typecheck: $(STAMP) ## mypy on the package
 	$(PY) -m mypy
 
-bench: $(STAMP) ## a benchmark: BENCH=curvature (default), retrieval, lam_cost, backends, kron_error, default_prior or released_calculators, options in ARGS="..."
+bench: $(STAMP) ## a benchmark: BENCH=curvature (default), retrieval, lam_cost, backends, kron_error, default_prior, prior_scale or released_calculators, options in ARGS="..."
 	$(PY) -m benchmarks.$(BENCH) $(ARGS)
 
 tables: $(STAMP) ## measure what every backend can do, and write it into README.md and docs/backends.md

@@ -121,12 +121,13 @@ def render(result: dict[str, Any]) -> str:
     ]
     for temperature, row in result["rows"].items():
         for curvature, figures in row.items():
-            shown = " | ".join(_mean_and_deviation(figures[name]) for name in FIGURES)
+            shown = " | ".join(mean_and_deviation(figures[name]) for name in FIGURES)
             lines.append(f"| {_TITLES.get(temperature, temperature)} | {CURVATURES[curvature]} | {shown} |")
     return "\n".join(lines) + "\n"
 
 
-def _mean_and_deviation(values: list[float]) -> str:
+def mean_and_deviation(values: list[float]) -> str:
+    """Of several seeds; of one seed only its value."""
     mean = f"{statistics.fmean(values):.3f}"
     return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.3f}"
 

@@ -1,0 +1,135 @@
+"""What the strength of the prior moves, on the encoders of a finished run of ``benchmarks.retrieval``.
+
+The default prior is multiplied by several factors, and the figures of table 2 are computed again for every seed: no
+encoder is trained, and nothing is chosen by the result.
+
+Run: ``python -m benchmarks.prior_scale RUN [RUN ...] --data-root ../shared/data --out FOLDER``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks.data import RetrievalData, Split, load_data
+from benchmarks.machine import describe, write_results
+from benchmarks.methods import Setting, make_method
+from benchmarks.methods.embed import image_batches
+from benchmarks.methods.sampled import PosteriorMethod
+from benchmarks.online_temperature import mean_and_deviation
+from benchmarks.retrieval.plan import COLUMNS, known_rows
+from benchmarks.retrieval.store import cell_folder
+from contrastive_curvature import EmbeddingDistribution, metrics
+from contrastive_curvature.demo.posterior import sampled_embeddings
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.laplace.covariance import diag_last_layer_variance
+
+RESULTS = Path(__file__).parent / "results"
+FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0)
+ROWS = ("laplace_posthoc", "laplace_online")
+FIGURES = COLUMNS[2]
+
+
+def measure(method: PosteriorMethod, data: RetrievalData, n_votes: int, seed: int) -> dict[str, dict[str, float]]:
+    """Factor on the prior -> figure -> value, for one fitted posterior, which is left as it is."""
+    la, found = method.posterior, {}
+    (z, phi), (z_out, phi_out) = (features(method, split) for split in (data.test, data.ood) if split is not None)
+    ranking = metrics.rank_by_labels(metrics.nearest_neighbors(z, k=10), data.test.targets)
+    precision = metrics.average_precision_at_k(ranking, 1)
+    default = la.prior_precision.clone()
+    for factor in FACTORS:
+        la.prior_precision = factor * default
+        inside, outside = (
+            EmbeddingDistribution(mean, variance=diag_last_layer_variance(by, la.posterior_variance, mean.shape[1]))
+            for mean, by in ((z, phi), (z_out, phi_out))
+        )
+        votes = sampled_embeddings(la, phi, n_votes, seed, "[votes]", method.setting.progress)
+        found[f"{factor:g}"] = {f"map_at_{k}": metrics.map_at_k(ranking, k) for k in (1, 5, 10)} | {
+            "auroc": metrics.auroc(inside.uncertainty, outside.uncertainty),
+            "auprc": metrics.auprc(inside.uncertainty, outside.uncertainty),
+            "ausc": metrics.ausc(inside.uncertainty, precision),
+            "ece": metrics.retrieval_ece((u.cpu() for u in votes), data.test.targets),
+        }
+    la.prior_precision = default
+    return found
+
+
+def features(method: PosteriorMethod, split: Split) -> tuple[Tensor, Tensor]:
+    """Raw outputs (N, D), and what the last layer makes them from, (N, F)."""
+    with torch.no_grad():
+        parts = [method.posterior.model.forward_with_features(x) for x in image_batches(split, method.setting)]
+    return torch.cat([z for z, _ in parts]), torch.cat([phi for _, phi in parts])
+
+
+def measure_run(run: Path, data_root: Path, n_votes: int) -> dict[str, Any]:
+    """All seeds of one run folder: row -> factor -> figure -> values."""
+    file = run / "results.json"
+    if not file.is_file():
+        hint = "Run python -m benchmarks.retrieval --table 2 first."
+        raise InputError(expected(str(run), "a run folder of benchmarks.retrieval", "no results.json in it", hint))
+    config = json.loads(file.read_text(encoding="utf-8"))["config"]
+    if config["table"] != 2:
+        raise InputError(expected(str(run), "a run of table 2", f"one of table {config['table']}"))
+    sizes = {name: config[name] for name in ("train_size", "test_size")}
+    data = load_data(config["data"], data_root, **sizes)
+    names = ("network", "dim", "epochs", "batch_size", "lr", "margin", "memory_factor", "device")
+    setting = Setting(**{name: config[name] for name in names}, n_samples=0)
+    found: dict[str, Any] = {}
+    for row in (row for row in known_rows(2) if row.key in ROWS):
+        models = [(path, int(path.parts[-3][4:])) for path in run.glob(f"seed*/{row.key}/model.pt")]
+        for path, seed in tqdm(sorted(models), desc=row.key):
+            method = make_method(row.method, setting, **row.options)
+            assert isinstance(method, PosteriorMethod)
+            method.load(cell_folder(run, seed, row.key) / path.name, data)
+            for factor, figures in measure(method, data, n_votes, seed).items():
+                for name, value in figures.items():
+                    found.setdefault(row.key, {}).setdefault(factor, {}).setdefault(name, []).append(value)
+    return {"config": config, "rows": found}
+
+
+def render(result: dict[str, Any]) -> str:
+    """The measurement as Markdown."""
+    machine = result["machine"]
+    lines = [
+        "# The strength of the prior",
+        "",
+        f"`python -m benchmarks.prior_scale` on {machine['cpu']}, torch {machine['torch']}, {machine['date']}: "
+        f"encoders of `benchmarks.retrieval --table 2`, {result['votes']} votes for the ECE. The default prior "
+        "precision times a factor; smaller is weaker. Mean ± standard deviation over seeds, test images.",
+    ]
+    titles = {row.key: row.title for row in known_rows(2)}
+    for run in result["runs"]:
+        config = run["config"]
+        images = "all" if config["train_size"] is None else f"{config['train_size']:,}"
+        head = f"{config['data']}, dimension {config['dim']}, {images} training images, {config['epochs']} epochs"
+        lines += ["", f"## {head}", "", "| | prior | " + " | ".join(FIGURES.values()) + " | seeds |"]
+        lines.append("|---|---:|" + "---:|" * (len(FIGURES) + 1))
+        for key, factors in run["rows"].items():
+            for factor, figures in factors.items():
+                cells = " | ".join(mean_and_deviation(figures[name]) for name in FIGURES)
+                lines.append(f"| {titles[key]} | {factor} | {cells} | {len(figures['auroc'])} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure and write ``prior_scale.json`` and ``prior_scale.md``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders of table 2")
+    parser.add_argument("--data-root", type=Path, default=Path("data"))
+    parser.add_argument("--votes", type=int, default=50)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args(argv)
+    machine = describe()
+    runs = [measure_run(run, given.data_root, given.votes) for run in given.runs]
+    result = {"script": "python -m benchmarks.prior_scale", "machine": machine, "votes": given.votes, "runs": runs}
+    write_results(given.out, "prior_scale", result, render(result))
+
+
+if __name__ == "__main__":
+    main()
