@@ -32,10 +32,9 @@ COLUMNS = ("auroc", "auprc", "ausc")
 _BATCH = 200
 
 
-def weaker(la: Any, factor: float) -> None:
-    """The default with another strength of the prior."""
-    la.optimize_prior_precision()
-    la.prior_precision = factor * la.prior_precision
+def of_strength(strength: float) -> Callable[[Any], None]:
+    """The default rule with another strength of the prior."""
+    return lambda la: la.optimize_prior_precision(strength=strength)
 
 
 def at_temperature_one(method: str) -> Callable[[Any], None]:
@@ -51,9 +50,9 @@ def at_temperature_one(method: str) -> Callable[[Any], None]:
 
 
 RULES: dict[str, Callable[[Any], None]] = {
-    "average information, T from the loss (default)": lambda la: la.optimize_prior_precision(),
-    "the same, prior x 0.1": lambda la: weaker(la, 0.1),
-    "the same, prior x 10": lambda la: weaker(la, 10.0),
+    "a tenth of the average information, T from the loss (default)": lambda la: la.optimize_prior_precision(),
+    "the average information": of_strength(1.0),
+    "ten times the average information": of_strength(10.0),
     "unit information, T = 1": at_temperature_one("unit_information"),
     "prior precision 1, T = 1": at_temperature_one("one"),
     "marginal likelihood (scalar), T = 1": at_temperature_one("marglik"),

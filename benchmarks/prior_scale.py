@@ -1,7 +1,7 @@
 """What the strength of the prior moves, on the encoders of a finished run of ``benchmarks.retrieval``.
 
-The default prior is multiplied by several factors, and the figures of table 2 are computed again for every seed: no
-encoder is trained, and nothing is chosen by the result.
+The average information is multiplied by several strengths (the default is a tenth), and the figures of table 2 are
+computed again for every seed: no encoder is trained.
 
 Run: ``python -m benchmarks.prior_scale RUN [RUN ...] --data-root ../shared/data --out FOLDER``.
 """
@@ -31,32 +31,30 @@ from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.laplace.covariance import diag_last_layer_variance
 
 RESULTS = Path(__file__).parent / "results"
-FACTORS = (0.1, 0.3, 1.0, 3.0, 10.0)
+STRENGTHS = (0.03, 0.1, 0.3, 1.0, 3.0)
 ROWS = ("laplace_posthoc", "laplace_online")
 FIGURES = COLUMNS[2]
 
 
 def measure(method: PosteriorMethod, data: RetrievalData, n_votes: int, seed: int) -> dict[str, dict[str, float]]:
-    """Factor on the prior -> figure -> value, for one fitted posterior, which is left as it is."""
+    """Strength of the prior -> figure -> value, for one fitted posterior."""
     la, found = method.posterior, {}
     (z, phi), (z_out, phi_out) = (features(method, split) for split in (data.test, data.ood) if split is not None)
     ranking = metrics.rank_by_labels(metrics.nearest_neighbors(z, k=10), data.test.targets)
     precision = metrics.average_precision_at_k(ranking, 1)
-    default = la.prior_precision.clone()
-    for factor in FACTORS:
-        la.prior_precision = factor * default
+    for strength in STRENGTHS:
+        la.optimize_prior_precision(strength=strength)
         inside, outside = (
             EmbeddingDistribution(mean, variance=diag_last_layer_variance(by, la.posterior_variance, mean.shape[1]))
             for mean, by in ((z, phi), (z_out, phi_out))
         )
         votes = sampled_embeddings(la, phi, n_votes, seed, "[votes]", method.setting.progress)
-        found[f"{factor:g}"] = {f"map_at_{k}": metrics.map_at_k(ranking, k) for k in (1, 5, 10)} | {
+        found[f"{strength:g}"] = {f"map_at_{k}": metrics.map_at_k(ranking, k) for k in (1, 5, 10)} | {
             "auroc": metrics.auroc(inside.uncertainty, outside.uncertainty),
             "auprc": metrics.auprc(inside.uncertainty, outside.uncertainty),
             "ausc": metrics.ausc(inside.uncertainty, precision),
             "ece": metrics.retrieval_ece((u.cpu() for u in votes), data.test.targets),
         }
-    la.prior_precision = default
     return found
 
 
@@ -68,7 +66,7 @@ def features(method: PosteriorMethod, split: Split) -> tuple[Tensor, Tensor]:
 
 
 def measure_run(run: Path, data_root: Path, n_votes: int) -> dict[str, Any]:
-    """All seeds of one run folder: row -> factor -> figure -> values."""
+    """All seeds of one run folder: row -> strength -> figure -> values."""
     file = run / "results.json"
     if not file.is_file():
         hint = "Run python -m benchmarks.retrieval --table 2 first."
@@ -87,9 +85,9 @@ def measure_run(run: Path, data_root: Path, n_votes: int) -> dict[str, Any]:
             method = make_method(row.method, setting, **row.options)
             assert isinstance(method, PosteriorMethod)
             method.load(cell_folder(run, seed, row.key) / path.name, data)
-            for factor, figures in measure(method, data, n_votes, seed).items():
+            for strength, figures in measure(method, data, n_votes, seed).items():
                 for name, value in figures.items():
-                    found.setdefault(row.key, {}).setdefault(factor, {}).setdefault(name, []).append(value)
+                    found.setdefault(row.key, {}).setdefault(strength, {}).setdefault(name, []).append(value)
     return {"config": config, "rows": found}
 
 
@@ -100,20 +98,20 @@ def render(result: dict[str, Any]) -> str:
         "# The strength of the prior",
         "",
         f"`python -m benchmarks.prior_scale` on {machine['cpu']}, torch {machine['torch']}, {machine['date']}: "
-        f"encoders of `benchmarks.retrieval --table 2`, {result['votes']} votes for the ECE. The default prior "
-        "precision times a factor; smaller is weaker. Mean ± standard deviation over seeds, test images.",
+        f"encoders of `benchmarks.retrieval --table 2`, {result['votes']} votes for the ECE. Strength: times the "
+        "average information; the default is 0.1. Mean ± standard deviation over seeds, test images.",
     ]
     titles = {row.key: row.title for row in known_rows(2)}
     for run in result["runs"]:
         config = run["config"]
         images = "all" if config["train_size"] is None else f"{config['train_size']:,}"
         head = f"{config['data']}, dimension {config['dim']}, {images} training images, {config['epochs']} epochs"
-        lines += ["", f"## {head}", "", "| | prior | " + " | ".join(FIGURES.values()) + " | seeds |"]
+        lines += ["", f"## {head}", "", "| | strength | " + " | ".join(FIGURES.values()) + " | seeds |"]
         lines.append("|---|---:|" + "---:|" * (len(FIGURES) + 1))
-        for key, factors in run["rows"].items():
-            for factor, figures in factors.items():
+        for key, strengths in run["rows"].items():
+            for strength, figures in strengths.items():
                 cells = " | ".join(mean_and_deviation(figures[name]) for name in FIGURES)
-                lines.append(f"| {titles[key]} | {factor} | {cells} | {len(figures['auroc'])} |")
+                lines.append(f"| {titles[key]} | {strength} | {cells} | {len(figures['auroc'])} |")
     return "\n".join(lines) + "\n"
 
 

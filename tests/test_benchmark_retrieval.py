@@ -95,18 +95,18 @@ def test_saved_curves_give_the_figures(whole):
             assert curves.calibration.expected_calibration_error == cell["figures"]["ece"]
 
 
-def test_the_prior_times_one_gives_the_figures_of_the_run(whole, tmp_path, capsys):
+def test_the_default_strength_gives_the_figures_of_the_run(whole, tmp_path, capsys):
     prior_scale.main([str(whole), "--votes", "3", "--out", str(tmp_path)])
     assert (tmp_path / "prior_scale.md").read_text() in capsys.readouterr().out
     (run,) = json.loads((tmp_path / "prior_scale.json").read_text())["runs"]
     assert set(run["rows"]) == {"laplace_posthoc", "laplace_online"}
-    for row, factors in run["rows"].items():
+    for row, strengths in run["rows"].items():
         cells = [cell["figures"] for cell in results_of(whole)["cells"] if cell["row"] == row]
-        for name, values in factors["1"].items():
+        for name, values in strengths["0.1"].items():
             # From features and in other batches: the last bits differ, which a rank may feel.
             assert values == pytest.approx([figures[name] for figures in cells], abs=1e-3)
-        assert factors["0.1"]["map_at_5"] == factors["10"]["map_at_5"]
-        assert factors["0.1"]["auroc"] != factors["10"]["auroc"]
+        assert strengths["0.1"]["map_at_5"] == strengths["3"]["map_at_5"]
+        assert strengths["0.1"]["auroc"] != strengths["3"]["auroc"]
     with pytest.raises(InputError, match="run folder of benchmarks"):
         prior_scale.main([str(tmp_path), "--out", str(tmp_path)])
 

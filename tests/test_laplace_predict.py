@@ -212,17 +212,31 @@ def diagonal_of(weights: str, structure: str) -> Tensor:
 
 
 @for_every_combination
-def test_default_prior_is_the_average_information(weights: str, structure: str) -> None:
+def test_default_prior_is_a_tenth_of_the_average_information(weights: str, structure: str) -> None:
     x, y = data()
     la = fitted(body(), weights, structure, x, y)
     la.optimize_prior_precision()
     cost = cc.ContrastiveLoss(**OPTIONS)(body()(x), y).item()  # with a margin, cost and loss are one
     assert la.temperature == pytest.approx(cost / POINTS, rel=1e-10)
     mean = diagonal_of(weights, structure).mean()
-    assert close(la.prior_precision, (mean / la.temperature).reshape(1))
+    assert close(la.prior_precision, (0.1 * mean / la.temperature).reshape(1))
     before = (la.temperature, la.prior_precision.clone())
     la.optimize_prior_precision()
     assert before == (la.temperature, la.prior_precision)
+    la.optimize_prior_precision(strength=3)
+    assert before[0] == la.temperature
+    assert close(la.prior_precision, (3 * mean / la.temperature).reshape(1))
+
+
+@pytest.mark.parametrize("strength", [0, -1.0, math.nan, math.inf, True, "weak"])
+def test_a_strength_out_of_range_is_refused(strength: Any) -> None:
+    la, _, _ = posterior("last_layer", "diag")
+    before = la.prior_precision.clone()
+    with pytest.raises(cc.InputError, match="strength: expected a positive number"):
+        la.optimize_prior_precision(strength=strength)
+    with pytest.raises(cc.InputError, match="strength for 'unit_information': expected None"):
+        la.optimize_prior_precision(method="unit_information", strength=1.0)
+    assert torch.equal(before, la.prior_precision)
 
 
 @for_every_combination
@@ -230,8 +244,8 @@ def test_a_given_temperature_stays_and_unit_information_is_a_share(weights: str,
     la, _, _ = posterior(weights, structure)
     la.optimize_prior_precision()
     assert la.temperature == TEMPERATURE
-    average = la.prior_precision
-    assert close(average, (diagonal_of(weights, structure).mean() / TEMPERATURE).reshape(1))
+    average = (diagonal_of(weights, structure).mean() / TEMPERATURE).reshape(1)
+    assert close(la.prior_precision, 0.1 * average)
     la.optimize_prior_precision(method="unit_information")
     assert close(la.prior_precision, average / POINTS)
 
@@ -273,7 +287,7 @@ def test_structured_priors(weights: str, structure: str, prior: str, method: str
         "layerwise": torch.stack([part.mean() for part in diagonal.split(sizes)]),
         "diag": (diagonal + diagonal.mean()) / 2,
     }
-    assert close(la.prior_precision, truth[prior])
+    assert close(la.prior_precision, 0.1 * truth[prior])
 
 
 REFUSED = [("last_layer", "kron", "diag"), ("all", "kron", "diag")]

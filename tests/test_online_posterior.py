@@ -230,6 +230,8 @@ def test_width_of_the_sampled_weights(options, factor, prior, device):
     """The standard deviation of many deviations is that of the final posterior at its own, colder temperature."""
     online, _, _ = trained(device, prior_precision=prior, memory_factor=0.1, **options)
     la = online.laplace()
+    if prior is None:
+        la.optimize_prior_precision(strength=1.0)  # weights are drawn with a prior as strong as the data
     curvature = la.posterior_precision - la.prior_precision_diag
     steps = int(online.discounted.steps)
     if factor is None:

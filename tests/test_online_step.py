@@ -83,6 +83,8 @@ def posterior_noise(online: OnlineLaplace, how: dict[str, Any]) -> list[Tensor |
         return list(terms[0].new_empty(n, size).normal_() / online._posterior.prior_precision**0.5)
     if how["structure"] != "diag":
         la = online.laplace()
+        if online._posterior.prior_precision is None:
+            la.optimize_prior_precision(strength=1.0)
         return list(la.sample(n) - la.mean)
     h = N_DATA / online.discounted.points * terms[0]
     t = online._posterior.temperature or N_DATA / online.discounted.points * online.discounted.cost / N_DATA

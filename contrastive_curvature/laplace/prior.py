@@ -9,15 +9,18 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["PriorMethod", "average_information"]
+__all__ = ["STRENGTH", "PriorMethod", "average_information"]
+
+STRENGTH = 0.1
+"""How many times the average information the default prior is. Found on data: ``docs/defaults.md``."""
 
 
 class PriorMethod(StrEnum):
     """Ways to choose the prior precision."""
 
     AVERAGE_INFORMATION = "average_information"
-    """As strong as the data on the average weight, at the temperature that the loss itself suggests. The default:
-    closed form, no validation data."""
+    """A tenth as strong as the data on the average weight, at the temperature that the loss itself suggests. The
+    default: closed form, no validation data."""
 
     UNIT_INFORMATION = "unit_information"
     """As strong as one average observation (Kass and Wasserman, 1995), at the present temperature."""

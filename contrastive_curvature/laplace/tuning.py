@@ -16,7 +16,7 @@ from contrastive_curvature import metrics
 from contrastive_curvature.encoder import Inputs
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.laplace.host import Host
-from contrastive_curvature.laplace.prior import PriorMethod, average_information
+from contrastive_curvature.laplace.prior import STRENGTH, PriorMethod, average_information
 from contrastive_curvature.sphere import normalize
 
 __all__ = ["PRIOR_STRUCTURES", "PriorTuning", "RetrievalCriterion", "parse_pred_type"]
@@ -72,16 +72,18 @@ class PriorTuning(Host):
         verbose: bool = False,
         progress_bar: bool = False,
         log_prior_prec_base: float = 10.0,
+        strength: float | None = None,
     ) -> None:
         """Choose the prior precision.
 
         Args:
             pred_type: For ``"gridsearch"``: ``"glm"`` or ``"nn"`` samples.
-            method: ``"average_information"`` (default): the mean diagonal of the curvature, see
+            method: ``"average_information"`` (default): ``strength`` times the mean diagonal of the curvature, see
                 :func:`~contrastive_curvature.laplace.prior.average_information`; unless the object was made with a
                 temperature, that is set too, to the mean loss of a point (the maximum-likelihood scale when the losses
-                of points are read as exponential). ``"unit_information"``: the same divided by the number of points,
-                the temperature left alone. ``"marglik"``: laplace-torch's maximisation of the marginal likelihood.
+                of points are read as exponential). ``"unit_information"``: the mean divided by the number of
+                points, the temperature left alone. ``"marglik"``: laplace-torch's maximisation of the marginal
+                likelihood.
                 ``"gridsearch"``: minimise ``loss`` on ``val_loader``.
             n_steps: Steps of ``"marglik"``.
             lr: Learning rate of ``"marglik"``.
@@ -98,9 +100,13 @@ class PriorTuning(Host):
             verbose: Whether to print the result.
             progress_bar: Whether to show a progress bar.
             log_prior_prec_base: Base of the grid.
+            strength: Of ``"average_information"``, a positive number; ``None`` for
+                :data:`~contrastive_curvature.laplace.prior.STRENGTH`. A weaker prior detects unknown inputs better, a
+                stronger one ranks known ones better (``docs/defaults.md``).
 
         Raises:
-            InputError: An option is unknown, or ``"gridsearch"`` has no validation data.
+            InputError: An option is unknown, out of range or of no use to the method, or ``"gridsearch"`` has no
+                validation data.
             AttributeError: Not fitted.
         """
         self._check_fitted()
@@ -110,6 +116,13 @@ class PriorTuning(Host):
         except ValueError:
             known = ", ".join(repr(m.value) for m in PriorMethod)
             raise InputError(expected("method", f"one of {known}", method)) from None
+        if strength is not None and method is not PriorMethod.AVERAGE_INFORMATION:
+            hint = "It is for method='average_information'."
+            raise InputError(expected(f"strength for {method.value!r}", "None", strength, hint))
+        if strength is not None and not (
+            isinstance(strength, (int, float)) and not isinstance(strength, bool) and 0 < strength < math.inf
+        ):
+            raise InputError(expected("strength", "a positive number", strength))
         if prior_structure not in PRIOR_STRUCTURES:
             raise InputError(expected("prior_structure", f"one of {PRIOR_STRUCTURES}", prior_structure))
         if prior_structure not in self.prior_structures:
@@ -144,10 +157,12 @@ class PriorTuning(Host):
         else:
             # Before the temperature changes: this is what may be refused.
             prior = average_information(self._curvature_diagonal(), self._parameter_sizes(), prior_structure)
-            if method is PriorMethod.AVERAGE_INFORMATION and not self._temperature_given and float(self.cost) > 0:
-                self.temperature = float(self.cost) / self.n_data
-            prior = self._H_factor * prior
-            self.prior_precision = prior / self.n_data if method is PriorMethod.UNIT_INFORMATION else prior
+            factor = 1 / self.n_data
+            if method is PriorMethod.AVERAGE_INFORMATION:
+                factor = STRENGTH if strength is None else float(strength)
+                if not self._temperature_given and float(self.cost) > 0:
+                    self.temperature = float(self.cost) / self.n_data
+            self.prior_precision = factor * self._H_factor * prior
         if verbose:
             tqdm.write(f"Prior precision: {self.prior_precision}")
 

@@ -56,11 +56,11 @@ class OnlineLaplace(nn.Module):
     start, where the memory is empty.
 
     :meth:`laplace` gives ``P = H / T + prior`` with the rule of ``la.optimize_prior_precision()``: ``T`` is the mean
-    loss of a point, and the prior the mean of the diagonal of ``H / T``. While training, ``q_t`` has the precision of
-    the sum and not of the mean, as in Eq. 80: ``T`` is divided by the discounted number of steps, which grows towards
-    ``1 / alpha``, so the noise becomes small. (At the temperature of the final posterior the noise is as large as the
-    weights, and the encoder retrieves worse: ``docs/online.md``.) The first step, which has no curvature to make a
-    prior of, is deterministic.
+    loss of a point, and the prior a tenth of the mean diagonal of ``H / T``. While training, the prior is that mean,
+    and ``q_t`` has the precision of the sum and not of the mean, as in Eq. 80: ``T`` is divided by the discounted
+    number of steps, which grows towards ``1 / alpha``, so the noise becomes small. (At the temperature of the final
+    posterior the noise is as large as the weights, and the encoder retrieves worse: ``docs/online.md``.) The first
+    step, which has no curvature to make a prior of, is deterministic.
 
     It is a ``torch.nn.Module`` with the encoder as ``encoder`` and the posterior as buffers, so an optimiser, Lightning
     or Accelerate treats it as any model. Where ``torch.distributed`` runs, the curvatures of all processes are added,

@@ -19,6 +19,10 @@ from contrastive_curvature.options import KFACApprox, Structure
 
 __all__ = ["OnlinePosterior"]
 
+_STRENGTH = 1.0
+"""Of the prior that weights are sampled with in training: as strong as the data, so that a weight of which the steps so
+far say nothing is not drawn from afar. The figures of online LAM were all taken with it."""
+
 
 class OnlinePosterior:
     """Makes laplace objects around an encoder that is being trained, and leaves the encoder as it is.
@@ -87,7 +91,7 @@ class OnlinePosterior:
         # What it is asked to fit later is a data set; only these factors can be made of batches alone.
         pairs = "batch" if options.get("kfac_approx", KFACApprox.EXPAND) != KFACApprox.EXPAND else "dataset"
         made = self._new(backend_kwargs={**options, "pairs": pairs})
-        self._update(made, discounted)
+        self._update(made, discounted, None)
         return made
 
     def draw(self, discounted: DiscountedCurvature, n_samples: int) -> list[Tensor | None]:
@@ -125,7 +129,7 @@ class OnlinePosterior:
 
     def _draw_remembered(self, discounted: DiscountedCurvature, n_samples: int) -> Tensor:
         carrier = self._carrier
-        self._update(carrier, discounted)
+        self._update(carrier, discounted, _STRENGTH)
         colder = self._colder(discounted)
         carrier.temperature /= colder
         if self.prior_precision is None:
@@ -139,13 +143,13 @@ class OnlinePosterior:
             return 1 / self.sampling_temperature
         return 1.0 if self.temperature is not None else float(discounted.remembered)
 
-    def _update(self, posterior: ContrastiveLaplace, discounted: DiscountedCurvature) -> None:
+    def _update(self, posterior: ContrastiveLaplace, discounted: DiscountedCurvature, strength: float | None) -> None:
         posterior.adopt(discounted.at_scale(self.n_data))
         if self.temperature is not None:
             # The carrier's was divided when it was drawn from before.
             posterior.temperature = self.temperature
         if self.prior_precision is None:
-            posterior.optimize_prior_precision()
+            posterior.optimize_prior_precision(strength=strength)
         elif self.temperature is None and posterior.cost > 0:
             posterior.temperature = float(posterior.cost) / self.n_data
 
