@@ -33,20 +33,32 @@ from contrastive_curvature.laplace.covariance import diag_last_layer_variance
 RESULTS = Path(__file__).parent / "results"
 STRENGTHS = (0.03, 0.1, 0.3, 1.0, 3.0)
 ROWS = ("laplace_posthoc", "laplace_online")
-FIGURES = COLUMNS[2]
+ANGLE = "auroc of 1/κ"
+FIGURES = COLUMNS[2] | {ANGLE: "AUROC of 1/κ"}
 
 
-def measure(method: PosteriorMethod, data: RetrievalData, n_votes: int, seed: int) -> dict[str, dict[str, float]]:
-    """Strength of the prior -> figure -> value, for one fitted posterior."""
+def measure(
+    method: PosteriorMethod, data: RetrievalData, others: dict[str, Split], n_votes: int, seed: int
+) -> dict[str, dict[str, float]]:
+    """Strength of the prior -> figure -> value, for one fitted posterior.
+
+    Args:
+        method: Fitted.
+        data: Its data, with images out of distribution.
+        others: Further images out of distribution, by title.
+        n_votes: Sampled networks for the ECE.
+        seed: Of them.
+    """
     la, found = method.posterior, {}
-    (z, phi), (z_out, phi_out) = (features(method, split) for split in (data.test, data.ood) if split is not None)
+    splits = [data.test, *([] if data.ood is None else [data.ood]), *others.values()]
+    (z, phi), *parts = (features(method, split) for split in splits)
     ranking = metrics.rank_by_labels(metrics.nearest_neighbors(z, k=10), data.test.targets)
     precision = metrics.average_precision_at_k(ranking, 1)
     for strength in STRENGTHS:
         la.optimize_prior_precision(strength=strength)
-        inside, outside = (
+        inside, outside, *further = (
             EmbeddingDistribution(mean, variance=diag_last_layer_variance(by, la.posterior_variance, mean.shape[1]))
-            for mean, by in ((z, phi), (z_out, phi_out))
+            for mean, by in ((z, phi), *parts)
         )
         votes = sampled_embeddings(la, phi, n_votes, seed, "[votes]", method.setting.progress)
         found[f"{strength:g}"] = {f"map_at_{k}": metrics.map_at_k(ranking, k) for k in (1, 5, 10)} | {
@@ -54,7 +66,10 @@ def measure(method: PosteriorMethod, data: RetrievalData, n_votes: int, seed: in
             "auprc": metrics.auprc(inside.uncertainty, outside.uncertainty),
             "ausc": metrics.ausc(inside.uncertainty, precision),
             "ece": metrics.retrieval_ece((u.cpu() for u in votes), data.test.targets),
+            ANGLE: metrics.auroc(inside.tangential_variance, outside.tangential_variance),
         }
+        for title, another in zip(others, further, strict=True):
+            found[f"{strength:g}"][f"AUROC, {title}"] = metrics.auroc(inside.uncertainty, another.uncertainty)
     return found
 
 
@@ -65,7 +80,7 @@ def features(method: PosteriorMethod, split: Split) -> tuple[Tensor, Tensor]:
     return torch.cat([z for z, _ in parts]), torch.cat([phi for _, phi in parts])
 
 
-def measure_run(run: Path, data_root: Path, n_votes: int) -> dict[str, Any]:
+def measure_run(run: Path, data_root: Path, outside: list[str], n_votes: int) -> dict[str, Any]:
     """All seeds of one run folder: row -> strength -> figure -> values."""
     file = run / "results.json"
     if not file.is_file():
@@ -76,6 +91,7 @@ def measure_run(run: Path, data_root: Path, n_votes: int) -> dict[str, Any]:
         raise InputError(expected(str(run), "a run of table 2", f"one of table {config['table']}"))
     sizes = {name: config[name] for name in ("train_size", "test_size")}
     data = load_data(config["data"], data_root, **sizes)
+    others = {made.title: made.test for made in (load_data(name, data_root) for name in outside)}
     names = ("network", "dim", "epochs", "batch_size", "lr", "margin", "memory_factor", "device")
     setting = Setting(**{name: config[name] for name in names}, n_samples=0)
     found: dict[str, Any] = {}
@@ -85,7 +101,7 @@ def measure_run(run: Path, data_root: Path, n_votes: int) -> dict[str, Any]:
             method = make_method(row.method, setting, **row.options)
             assert isinstance(method, PosteriorMethod)
             method.load(cell_folder(run, seed, row.key) / path.name, data)
-            for strength, figures in measure(method, data, n_votes, seed).items():
+            for strength, figures in measure(method, data, others, n_votes, seed).items():
                 for name, value in figures.items():
                     found.setdefault(row.key, {}).setdefault(strength, {}).setdefault(name, []).append(value)
     return {"config": config, "rows": found}
@@ -106,11 +122,13 @@ def render(result: dict[str, Any]) -> str:
         config = run["config"]
         images = "all" if config["train_size"] is None else f"{config['train_size']:,}"
         head = f"{config['data']}, dimension {config['dim']}, {images} training images, {config['epochs']} epochs"
-        lines += ["", f"## {head}", "", "| | strength | " + " | ".join(FIGURES.values()) + " | seeds |"]
-        lines.append("|---|---:|" + "---:|" * (len(FIGURES) + 1))
+        names = list(next(iter(next(iter(run["rows"].values())).values())))
+        columns = [FIGURES.get(name, name) for name in names]
+        lines += ["", f"## {head}", "", "| | strength | " + " | ".join(columns) + " | seeds |"]
+        lines.append("|---|---:|" + "---:|" * (len(columns) + 1))
         for key, strengths in run["rows"].items():
             for strength, figures in strengths.items():
-                cells = " | ".join(mean_and_deviation(figures[name]) for name in FIGURES)
+                cells = " | ".join(mean_and_deviation(figures[name]) for name in names)
                 lines.append(f"| {titles[key]} | {strength} | {cells} | {len(figures['auroc'])} |")
     return "\n".join(lines) + "\n"
 
@@ -120,11 +138,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="run folders of table 2")
     parser.add_argument("--data-root", type=Path, default=Path("data"))
+    parser.add_argument("--outside", nargs="+", default=[], metavar="DATA", help="test images that are unknown too")
     parser.add_argument("--votes", type=int, default=50)
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args(argv)
     machine = describe()
-    runs = [measure_run(run, given.data_root, given.votes) for run in given.runs]
+    runs = [measure_run(run, given.data_root, given.outside, given.votes) for run in given.runs]
     result = {"script": "python -m benchmarks.prior_scale", "machine": machine, "votes": given.votes, "runs": runs}
     write_results(given.out, "prior_scale", result, render(result))
 

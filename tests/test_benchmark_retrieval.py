@@ -96,12 +96,18 @@ def test_saved_curves_give_the_figures(whole):
 
 
 def test_the_default_strength_gives_the_figures_of_the_run(whole, tmp_path, capsys):
-    prior_scale.main([str(whole), "--votes", "3", "--out", str(tmp_path)])
+    prior_scale.main([str(whole), "--votes", "3", "--outside", "digits", "--out", str(tmp_path)])
     assert (tmp_path / "prior_scale.md").read_text() in capsys.readouterr().out
     (run,) = json.loads((tmp_path / "prior_scale.json").read_text())["runs"]
     assert set(run["rows"]) == {"laplace_posthoc", "laplace_online"}
     for row, strengths in run["rows"].items():
         cells = [cell["figures"] for cell in results_of(whole)["cells"] if cell["row"] == row]
+        assert strengths["0.1"].pop("auroc of 1/κ")[0] == pytest.approx(
+            next(c for c in results_of(whole)["cells"] if c["row"] == row)["variants"]["inverse_kappa"]["auroc"],
+            abs=1e-3,
+        )
+        # The whole test set, where the run has a part of it.
+        assert all(abs(value - 0.5) < 0.1 for value in strengths["0.1"].pop("AUROC, digits"))
         for name, values in strengths["0.1"].items():
             # From features and in other batches: the last bits differ, which a rank may feel.
             assert values == pytest.approx([figures[name] for figures in cells], abs=1e-3)
