@@ -30,6 +30,7 @@ from benchmarks.methods.laplace_online import LaplaceOnline
 from benchmarks.retrieval.evaluate import evaluate
 from benchmarks.retrieval.plan import COLUMNS
 from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.laplace.prior import STRENGTH
 
 RESULTS = Path(__file__).parent / "results"
 HELD_OUT = 5_000
@@ -54,7 +55,7 @@ def held_out(root: Path, train_size: int | None) -> RetrievalData:
 
 
 def measure(
-    data: RetrievalData, setting: Setting, temperature: str, seed: int, folder: Path
+    data: RetrievalData, setting: Setting, temperature: str, strength: float, seed: int, folder: Path
 ) -> dict[str, dict[str, float | None]]:
     """Train once, or go on with it, and score the held-out images with both curvatures.
 
@@ -62,6 +63,7 @@ def measure(
         data: From :func:`held_out`.
         setting: Network and training.
         temperature: One of :data:`TEMPERATURES`.
+        strength: Of the final prior.
         seed: Of training and votes.
         folder: For the checkpoint; removed at the end.
 
@@ -76,15 +78,18 @@ def measure(
     for curvature in CURVATURES:
         if curvature == "refitted":
             method.fit_post_hoc(method.posterior.model.model, data)
+        method.posterior.optimize_prior_precision(strength=strength)
         scored = evaluate(method, data, n_votes=VOTES, seed=seed)
         found[curvature] = {name: scored.figures[name] for name in FIGURES}
     shutil.rmtree(folder)
     return found
 
 
-def measured(data: RetrievalData, setting: Setting, temperatures: list[str], seeds: list[int], work: Path) -> Rows:
+def measured(
+    data: RetrievalData, setting: Setting, temperatures: list[str], strength: float, seeds: list[int], work: Path
+) -> Rows:
     """All cells, those that are missing computed: temperature -> curvature -> figure -> values of the seeds."""
-    identity = {**asdict(setting), "train": len(data.train), "held_out": HELD_OUT}
+    identity = {**asdict(setting), "train": len(data.train), "held_out": HELD_OUT, "strength": strength}
     rows: Rows = {
         temperature: {curvature: {name: [] for name in FIGURES} for curvature in CURVATURES}
         for temperature in temperatures
@@ -93,7 +98,7 @@ def measured(data: RetrievalData, setting: Setting, temperatures: list[str], see
         for temperature in temperatures:
             kept = work / f"seed{seed}" / f"{temperature}.json"
             if not kept.is_file():
-                found = measure(data, setting, temperature, seed, kept.with_suffix(""))
+                found = measure(data, setting, temperature, strength, seed, kept.with_suffix(""))
                 kept.write_text(json.dumps({"setting": identity, "figures": found}), encoding="utf-8")
             content = json.loads(kept.read_text(encoding="utf-8"))
             if content["setting"] != identity:
@@ -113,7 +118,8 @@ def render(result: dict[str, Any]) -> str:
         "",
         f"`python -m benchmarks.online_temperature` on {machine['cpu']}, torch {machine['torch']}, {machine['date']}: "
         f"encoders of {result['dim']} dimensions, seeds {seeds}, {result['train']:,} training images, "
-        f"{result['epochs']} epochs, memory factor {result['memory_factor']:g}; {HELD_OUT:,} held-out training images, "
+        f"{result['epochs']} epochs, memory factor {result['memory_factor']:g}, final prior "
+        f"{result['strength']:g} times the average information; {HELD_OUT:,} held-out training images, "
         "MNIST's training images out of distribution. Mean ± standard deviation over the seeds.",
         "",
         "| temperature while training | curvature | " + " | ".join(FIGURES.values()) + " |",
@@ -141,6 +147,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--seeds", type=int, nargs="+", default=[100])
     parser.add_argument("--temperatures", nargs="+", choices=TEMPERATURES, default=list(TEMPERATURES))
+    parser.add_argument("--strength", type=float, default=STRENGTH, help="of the final prior")
     parser.add_argument("--memory-factor", type=float, default=1e-3)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--work", type=Path, default=Path("runs/online_temperature"))
@@ -159,7 +166,8 @@ def main(argv: list[str] | None = None) -> None:
         "epochs": given.epochs,
         "seeds": given.seeds,
         "memory_factor": given.memory_factor,
-        "rows": measured(data, setting, given.temperatures, given.seeds, given.work),
+        "strength": given.strength,
+        "rows": measured(data, setting, given.temperatures, given.strength, given.seeds, given.work),
     }
     write_results(given.out, "online_temperature", result, render(result))
 
