@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["describe", "measure_peak", "measure_time", "run_apart", "write_results"]
+__all__ = ["describe", "mean_and_deviation", "measure_peak", "measure_time", "run_apart", "write_results"]
 
 _T = TypeVar("_T")
 
@@ -39,6 +39,12 @@ def describe() -> dict[str, str | int | float]:
         "load": round(os.getloadavg()[0], 1),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
+
+
+def mean_and_deviation(values: list[float]) -> str:
+    """Of several seeds; of one seed only its value."""
+    mean = f"{statistics.fmean(values):.3f}"
+    return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.3f}"
 
 
 def write_results(folder: Path, name: str, result: dict[str, Any], text: str) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import statistics
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ import torch
 from benchmarks.data import load_data
 from benchmarks.data.fashionmnist import mnist_images
 from benchmarks.data.split import RetrievalData, TensorSplit
-from benchmarks.machine import describe, write_results
+from benchmarks.machine import describe, mean_and_deviation, write_results
 from benchmarks.methods import Setting
 from benchmarks.methods.laplace_online import LaplaceOnline
 from benchmarks.retrieval.evaluate import evaluate
@@ -130,12 +129,6 @@ def render(result: dict[str, Any]) -> str:
             shown = " | ".join(mean_and_deviation(figures[name]) for name in FIGURES)
             lines.append(f"| {_TITLES.get(temperature, temperature)} | {CURVATURES[curvature]} | {shown} |")
     return "\n".join(lines) + "\n"
-
-
-def mean_and_deviation(values: list[float]) -> str:
-    """Of several seeds; of one seed only its value."""
-    mean = f"{statistics.fmean(values):.3f}"
-    return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.3f}"
 
 
 def main(argv: list[str] | None = None) -> None:

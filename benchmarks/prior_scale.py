@@ -13,22 +13,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.data import RetrievalData, Split, load_data
-from benchmarks.machine import describe, write_results
+from benchmarks.default_prior import predict
+from benchmarks.machine import describe, mean_and_deviation, write_results
 from benchmarks.methods import Setting, make_method
-from benchmarks.methods.embed import image_batches
-from benchmarks.methods.sampled import PosteriorMethod
-from benchmarks.online_temperature import mean_and_deviation
+from benchmarks.methods.sampled import PosteriorMethod, read_features
 from benchmarks.retrieval.plan import COLUMNS, known_rows
 from benchmarks.retrieval.store import cell_folder
-from contrastive_curvature import EmbeddingDistribution, metrics
+from contrastive_curvature import metrics
 from contrastive_curvature.demo.posterior import sampled_embeddings
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.laplace.covariance import diag_last_layer_variance
 
 RESULTS = Path(__file__).parent / "results"
 STRENGTHS = (0.03, 0.1, 0.3, 1.0, 3.0)
@@ -51,15 +47,12 @@ def measure(
     """
     la, found = method.posterior, {}
     splits = [data.test, *([] if data.ood is None else [data.ood]), *others.values()]
-    (z, phi), *parts = (features(method, split) for split in splits)
+    (z, phi), *parts = (read_features(la, method.setting, split) for split in splits)
     ranking = metrics.rank_by_labels(metrics.nearest_neighbors(z, k=10), data.test.targets)
     precision = metrics.average_precision_at_k(ranking, 1)
     for strength in STRENGTHS:
         la.optimize_prior_precision(strength=strength)
-        inside, outside, *further = (
-            EmbeddingDistribution(mean, variance=diag_last_layer_variance(by, la.posterior_variance, mean.shape[1]))
-            for mean, by in ((z, phi), *parts)
-        )
+        inside, outside, *further = (predict(la, mean, by) for mean, by in ((z, phi), *parts))
         votes = sampled_embeddings(la, phi, n_votes, seed, "[votes]", method.setting.progress)
         found[f"{strength:g}"] = {f"map_at_{k}": metrics.map_at_k(ranking, k) for k in (1, 5, 10)} | {
             "auroc": metrics.auroc(inside.uncertainty, outside.uncertainty),
@@ -71,13 +64,6 @@ def measure(
         for title, another in zip(others, further, strict=True):
             found[f"{strength:g}"][f"AUROC, {title}"] = metrics.auroc(inside.uncertainty, another.uncertainty)
     return found
-
-
-def features(method: PosteriorMethod, split: Split) -> tuple[Tensor, Tensor]:
-    """Raw outputs (N, D), and what the last layer makes them from, (N, F)."""
-    with torch.no_grad():
-        parts = [method.posterior.model.forward_with_features(x) for x in image_batches(split, method.setting)]
-    return torch.cat([z for z, _ in parts]), torch.cat([phi for _, phi in parts])
 
 
 def measure_run(run: Path, data_root: Path, outside: list[str], n_votes: int) -> dict[str, Any]:

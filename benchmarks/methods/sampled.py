@@ -18,7 +18,7 @@ from contrastive_curvature.demo.posterior import sampled_embeddings as draw
 from contrastive_curvature.laplace import ContrastiveDiagLLLaplace, ContrastiveLaplace
 from contrastive_curvature.options import Distance, PDFix
 
-__all__ = ["PosteriorMethod", "closed_form", "curvature_options", "sampled_embeddings"]
+__all__ = ["PosteriorMethod", "closed_form", "curvature_options", "read_features", "sampled_embeddings"]
 
 _SEED = 0
 """Of the networks behind the sampled variants: equal images give equal predictions."""
@@ -65,6 +65,13 @@ def closed_form(la: ContrastiveLaplace, setting: Setting, split: Split) -> Predi
     return Prediction(torch.cat(means), torch.cat(scores), variants, seconds)
 
 
+def read_features(la: ContrastiveLaplace, setting: Setting, split: Split) -> tuple[Tensor, Tensor]:
+    """Raw outputs (N, D) of images, and what the last layer makes them from, (N, F), on the device."""
+    with torch.no_grad():
+        parts = [la.model.forward_with_features(x) for x in image_batches(split, setting)]
+    return torch.cat([z for z, _ in parts]), torch.cat([phi for _, phi in parts])
+
+
 def sampled_embeddings(
     la: ContrastiveLaplace, setting: Setting, split: Split, n_samples: int, seed: int
 ) -> Iterator[Tensor]:
@@ -80,8 +87,7 @@ def sampled_embeddings(
     Yields:
         Unit embeddings (N, D), float32, on the CPU.
     """
-    with torch.no_grad():
-        features = torch.cat([la.model.forward_with_features(x)[1] for x in image_batches(split, setting)])
+    _, features = read_features(la, setting, split)
     for sample in draw(la, features, n_samples, seed, "[sampled networks]", setting.progress):
         yield sample.float().cpu()
 

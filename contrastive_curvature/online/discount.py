@@ -55,7 +55,11 @@ class DiscountedCurvature(nn.Module):
         Args:
             terms: Unclamped curvature, loss and cost of the same B points under each sampled network.
         """
-        batch = [torch.stack(parts).mean(0) for parts in zip(*map(_clamped, terms), strict=True)]
+        # The usual single network needs no mean, whose copies would be made at every step.
+        batch = [
+            parts[0] if len(parts) == 1 else torch.stack(parts).mean(0)
+            for parts in zip(*map(_clamped, terms), strict=True)
+        ]
         scalars = torch.stack([self.points.new_tensor(float(terms[0].n)), *batch[-2:]])
         new = [*batch[:-2], scalars]
         if torch.distributed.is_available() and torch.distributed.is_initialized():
