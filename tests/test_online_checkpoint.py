@@ -118,7 +118,7 @@ def test_a_damaged_file_is_refused_or_unharmed(data: st.DataObject, tmp_path_fac
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a"
-    with pytest.raises(cc.InputError, match="a checkpoint of version 1, got no such file"):
+    with pytest.raises(cc.InputError, match="a checkpoint of version 2, got no such file"):
         load_checkpoint(path)
     path.write_bytes(b"")
     with pytest.raises(cc.InputError, match=r"cannot be read.*Remove it to start anew"):
@@ -127,9 +127,9 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
         torch.save(other, path)
         with pytest.raises(cc.InputError, match="another program's file"):
             load_checkpoint(path)
-    for version in ({"version": 2}, {}):
+    for version in ({"version": 1}, {"version": True}, {"version": 2.0}, {"version": 3}, {}):
         torch.save({"format": checkpoint.FORMAT, "content": {}, **version}, path)
-        with pytest.raises(cc.InputError, match=r"got version (2|None).*release of contrastive_curvature"):
+        with pytest.raises(cc.InputError, match=r"got version (1|True|2\.0|3|None).*release of contrastive_curvature"):
             load_checkpoint(path)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.accumulate import clamp_curvature
 from contrastive_curvature.ggn.dataset import DatasetCurvature
 from contrastive_curvature.ggn.kron import clamp_factors
@@ -96,6 +98,56 @@ class DiscountedCurvature(nn.Module):
                 first, *others = (next(rest) for _ in range(length))
                 curvature.append([scale * first, *(other / self.points for other in others)])
         return DatasetCurvature(curvature, scale * self.value, scale * self.cost, n_data)
+
+    def check_state(self, state: Mapping[str, Any], prefix: str) -> None:
+        """Check that a saved state is one that steps can have left.
+
+        Args:
+            state: A ``state_dict``, of this module or one around it. What is not in it is torch's to miss.
+            prefix: What stands before the names of the buffers.
+
+        Raises:
+            InputError: A buffer is of another shape or kind, a number is not finite or out of range, or they contradict
+                each other.
+        """
+        given = {name: state[f"{prefix}{name}"] for name, _ in self.named_buffers() if f"{prefix}{name}" in state}
+        for name, value in given.items():
+            self._check_buffer(f"state_dict[{f'{prefix}{name}'!r}]", name, value)
+        if len(given) < len(list(self.named_buffers())):
+            return
+        steps, remembered = int(given["steps"]), float(given["remembered"])
+        # A sum of that many numbers, the last of which is one and no other larger.
+        if not min(steps, 1) <= remembered <= 1.01 * steps:
+            came = f"{remembered:g} steps remembered of {steps}"
+            raise InputError(expected(f"state_dict[{f'{prefix}remembered'!r}]", f"1 to {steps} of {steps}", came))
+        some = any(bool((given[name] > 0).any()) for name in self._leading)
+        if some and not (bool(given["positive"]) and steps and float(given["points"]) > 0):
+            came = f"{steps} steps, {float(given['points']):g} points and positive = {bool(given['positive'])}"
+            name = f"state_dict[{f'{prefix}positive'!r}]"
+            raise InputError(expected(name, "steps and points of the curvature that is there", came))
+
+    def _check_buffer(self, where: str, name: str, value: Any) -> None:
+        mine = getattr(self, name)
+        kind = "floating-point numbers" if mine.is_floating_point() else f"{mine.dtype}"
+        fits = isinstance(value, Tensor) and value.shape == mine.shape and value.layout is torch.strided
+        if not fits or (not value.is_floating_point() if mine.is_floating_point() else value.dtype != mine.dtype):
+            came = f"a tensor {tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else value
+            raise InputError(expected(where, f"a tensor {tuple(mine.shape)} of {kind}", came))
+        if not bool(value.isfinite().all()):
+            raise InputError(expected(where, "finite numbers", f"{int((~value.isfinite()).sum())} that are not"))
+        if name in ("cost", "value", "positive"):
+            return
+        if value.dim() != 2:
+            if bool((value < 0).any()):
+                raise InputError(expected(where, "numbers of at least 0", f"{float(value.min()):g}"))
+            return
+        # Rounding leaves a little of either.
+        small = 1e-4 * value.abs().max() if value.numel() else 0.0
+        if bool((value.diagonal() < -small).any()):
+            came = f"{float(value.diagonal().min()):g}"
+            raise InputError(expected(where, "numbers of at least 0 on the diagonal", came))
+        if bool(((value - value.T).abs() > small).any()):
+            raise InputError(expected(where, "a symmetric matrix", "one that is not"))
 
 
 def _clamped(term: DatasetCurvature) -> list[Tensor]:

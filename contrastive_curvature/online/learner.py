@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.backends.base import ContrastiveBackend
-from contrastive_curvature.encoder import Inputs, evaluation_mode, input_length
+from contrastive_curvature.encoder import evaluation_mode
 from contrastive_curvature.errors import DivergenceError, InputError, InputTypeError, expected
 from contrastive_curvature.ggn.dataset import DatasetCurvature
+from contrastive_curvature.inputs import Inputs, input_length
 from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.loss import ContrastiveLoss
+from contrastive_curvature.node_blocks import UnrepresentableError
 from contrastive_curvature.online.discount import DiscountedCurvature
 from contrastive_curvature.online.options import (
     CLASSES,
@@ -163,7 +165,7 @@ class OnlineLaplace(nn.Module):
         # As text in a buffer: a saved state says which options it belongs to, in every format that can hold tensors.
         self.register_buffer("options", torch.tensor(list(said.encode()), dtype=torch.uint8))
         self.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-            _refuse_other_options
+            lambda module, state, prefix, *_: module.check_state(state, prefix)
         )
 
     def forward(self, x: Inputs, labels: Tensor) -> Tensor:
@@ -196,7 +198,11 @@ class OnlineLaplace(nn.Module):
             losses.append(self._loss_of(z, labels))
             if self.training:
                 pairs = None if self._curvature_miner is None else self._curvature_miner(normalize(raw)[0], labels)
-                terms.append(self._sampled.curvature(x, raw, context, labels, pairs))
+                try:
+                    terms.append(self._sampled.curvature(x, raw, context, labels, pairs))
+                except UnrepresentableError as error:
+                    msg = f"the curvature is not finite ({error})"
+                    raise self._diverged(msg) from error
         if self.training:
             self._check_finite(losses, terms)
             with exactly:
@@ -220,6 +226,20 @@ class OnlineLaplace(nn.Module):
                 expected("laplace()", "at least one training step on a batch with positive pairs", came, hint)
             )
         return self._posterior.fitted(self.discounted)
+
+    def check_state(self, state: Mapping[str, Any], prefix: str = "") -> None:
+        """Check a saved state before any of it is loaded, as ``load_state_dict`` does.
+
+        Args:
+            state: A ``state_dict``, of this module or one around it.
+            prefix: What stands before the names of this module.
+
+        Raises:
+            InputError: It is of other options, or its curvature is none that steps can have left.
+        """
+        if f"{prefix}options" in state:
+            _refuse_other_options(self, state[f"{prefix}options"], f"state_dict[{f'{prefix}options'!r}]")
+        self.discounted.check_state(state, f"{prefix}discounted.")
 
     def _loss_of(self, z: Tensor, labels: Tensor) -> Tensor:
         tap = self._sampled.encoder.tap
@@ -263,11 +283,13 @@ def _is_finite(term: DatasetCurvature) -> Tensor:
     return torch.stack([t.isfinite().all() for t in (*flat, term.cost, term.loss)]).all()
 
 
-def _refuse_other_options(module: OnlineLaplace, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    saved = state.get(f"{prefix}options")
-    if saved is None:
-        return
-    was, now = (dict(line.split("=", 1) for line in text.split("\n")) for text in (_text(saved), _text(module.options)))
+def _refuse_other_options(module: OnlineLaplace, saved: Any, name: str) -> None:
+    try:
+        was = dict(line.split("=", 1) for line in _text(saved).split("\n"))
+    except (AttributeError, TypeError, ValueError):
+        came = f"a tensor of {saved.dtype}" if isinstance(saved, Tensor) else f"a {type(saved).__name__}"
+        raise InputError(expected(name, "the options of an OnlineLaplace as text in bytes", came)) from None
+    now = dict(line.split("=", 1) for line in _text(module.options).split("\n"))
     differ = sorted(name for name in was | now if was.get(name) != now.get(name))
     if differ:
         wanted, came = (", ".join(f"{name}={given.get(name)}" for name in differ) for given in (now, was))

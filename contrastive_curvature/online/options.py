@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from contrastive_curvature.encoder import input_length
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.inputs import input_length
 from contrastive_curvature.laplace import (
     ContrastiveDiagLaplace,
     ContrastiveDiagLLLaplace,

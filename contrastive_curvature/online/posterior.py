@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.backends.base import ContrastiveBackend
-from contrastive_curvature.encoder import Inputs, evaluation_mode, slice_inputs
+from contrastive_curvature.encoder import evaluation_mode
 from contrastive_curvature.errors import DivergenceError
+from contrastive_curvature.inputs import Inputs, slice_inputs
 from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.laplace.classes import LastLayerLaplace
 from contrastive_curvature.laplace.features import RawFeatureExtractor

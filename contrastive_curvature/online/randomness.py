@@ -10,8 +10,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from contrastive_curvature.online.schema import (
+    Check,
+    anything,
+    each,
+    fail,
+    like,
+    mapping,
+    nothing_or,
+    number,
+    refuse,
+    tensor_like,
+    whole,
+)
+
 __all__ = [
+    "RANDOM_FRAME",
+    "begin_epoch",
     "changed_state",
+    "check_random_state",
+    "check_sampler_state",
     "loader_generators",
     "random_state",
     "restore_random_state",
@@ -57,6 +75,100 @@ def restore_random_state(state: dict[str, Any], generators: list[torch.Generator
         generator.set_state(one)
 
 
+RANDOM_FRAME: dict[str, Check] = {
+    "torch": anything,
+    "cuda": each(anything),
+    "numpy": each(anything, 5),
+    "python": each(anything, 3, tuple),
+    "loader": each(anything),
+}
+"""Where the parts of a :func:`random_state` are; :func:`check_random_state` looks at what they hold."""
+
+_WORD = 2**32 - 1
+
+
+def check_random_state(state: dict[str, Any], generators: list[torch.Generator], where: str) -> None:
+    """Check that all generators take their states, by generators that nobody uses.
+
+    Args:
+        state: From a file, with the parts of :data:`RANDOM_FRAME`.
+        generators: Those of the data loader.
+        where: How flaws name it.
+
+    Raises:
+        Flaw: A state has another type, shape or range than those of its generator.
+    """
+    mapping(RANDOM_FRAME)(state, where)
+    _check_generator(state["torch"], torch.default_generator, f"{where}['torch']")
+    for place, one in enumerate(state["cuda"]):
+        # Sixteen bytes, whatever machine this is: a seed and an offset.
+        tensor_like(torch.empty(16, dtype=torch.uint8), False)(one, f"{where}['cuda'][{place}]")
+    name, keys, position, has_gauss, cached = state["numpy"]
+    here = f"{where}['numpy']"
+    if name != "MT19937":
+        fail(f"{here}[0]", "'MT19937'", name)
+    tensor_like(torch.empty(624, dtype=torch.int64), False, 0)(keys, f"{here}[1]")
+    if int(keys.max()) > _WORD:
+        refuse(f"{here}[1]", "words of 32 bits", f"{int(keys.max())}")
+    whole(0, 624)(position, f"{here}[2]")
+    whole(0, 1)(has_gauss, f"{here}[3]")
+    number(cached, f"{here}[4]")
+    version, internal, gauss = state["python"]
+    here = f"{where}['python']"
+    whole(3, 3)(version, f"{here}[0]")
+    each(whole(0, _WORD), 625, tuple)(internal, f"{here}[1]")
+    whole(0, 624)(internal[-1], f"{here}[1][624]")
+    nothing_or(number)(gauss, f"{here}[2]")
+    each(anything, len(generators))(state["loader"], f"{where}['loader']")
+    for place, (one, generator) in enumerate(zip(state["loader"], generators, strict=True)):
+        _check_generator(one, generator, f"{where}['loader'][{place}]")
+
+
+def _check_generator(state: Any, like_this: torch.Generator, where: str) -> None:
+    tensor_like(like_this.get_state(), False)(state, where)
+    try:
+        torch.Generator(like_this.device).set_state(state)
+    except RuntimeError as error:
+        refuse(where, "a state of the generator", str(error).splitlines()[0])
+
+
+def check_sampler_state(loader: Iterable[Any], states: Any, where: str) -> None:
+    """Check that the samplers of a data loader hold, under the same names, what :func:`changed_state` gave.
+
+    Args:
+        loader: See :func:`loader_generators`.
+        states: From a file.
+        where: How flaws name it.
+
+    Raises:
+        Flaw: A name, a type, or a shape of an array is another one.
+    """
+    present = sampler_state(loader)
+    each(anything, len(present))(states, where)
+    for place, (state, held) in enumerate(zip(states, present, strict=True)):
+        here = f"{where}[{place}]"
+        if type(state) is not dict:
+            fail(here, "a dictionary", state)
+        for name, value in state.items():
+            if name not in held:
+                refuse(f"{here}[{name!r}]", "no entry of that name", "one")
+            like(held[name], False)(value, f"{here}[{name!r}]")
+            if isinstance(value, list):
+                _check_items(value, held[name], f"{here}[{name!r}]")
+
+
+def _check_items(values: list[Any], held: list[Any], where: str) -> None:
+    kinds = {type(item) for item in held} or {bool, int, float, str}
+    negative = any(isinstance(item, (int, float)) and item < 0 for item in held)
+    for place, item in enumerate(values):
+        if type(item) not in kinds:
+            fail(f"{where}[{place}]", " or ".join(sorted(kind.__name__ for kind in kinds)), item)
+        if isinstance(item, (int, float)):
+            number(int(item) if isinstance(item, bool) else item, f"{where}[{place}]")
+            if held and not negative and item < 0:
+                fail(f"{where}[{place}]", "a number of at least 0", item)
+
+
 def loader_generators(loader: Iterable[Any]) -> list[torch.Generator]:
     """The generators that a data loader and its samplers draw from, each once.
 
@@ -72,6 +184,17 @@ def loader_generators(loader: Iterable[Any]) -> list[torch.Generator]:
         if isinstance(generator, torch.Generator) and all(generator is not other for other in found):
             found.append(generator)
     return found
+
+
+def begin_epoch(loader: Iterable[Any], epoch: int) -> None:
+    """Tell the samplers of a data loader which epoch comes, if they ask for it, as ``DistributedSampler`` does.
+
+    One that is not told has the same order in every epoch.
+    """
+    for part in _parts(loader):
+        tell = getattr(part, "set_epoch", None)
+        if callable(tell):
+            tell(epoch)
 
 
 def sampler_state(loader: Iterable[Any]) -> list[dict[str, Any]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Iterable
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,21 @@ from tqdm import tqdm
 from contrastive_curvature.backends.checks import check_loader, read_batch
 from contrastive_curvature.errors import DivergenceError, InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.online.checkpoint import load_checkpoint, save_checkpoint
+from contrastive_curvature.online.content import check_frame, check_states, merged, refused, restore
+from contrastive_curvature.online.lock import in_use
+from contrastive_curvature.online.plain import checksum
+from contrastive_curvature.online.processes import Processes
 from contrastive_curvature.online.randomness import (
+    begin_epoch,
     changed_state,
     loader_generators,
     random_state,
     restore_random_state,
-    restore_sampler_state,
     sampler_state,
 )
+from contrastive_curvature.online.schema import Flaw
+from contrastive_curvature.online.settings import check_count, refuse_changes, settings_of
+from contrastive_curvature.online.states import check_module, check_optimizer
 
 __all__ = ["Trainer"]
 
@@ -36,7 +43,12 @@ class Trainer:
     result is the same to the last bit, the order of the data and the sampled weights included; data that augmentations
     change must draw their randomness from torch, NumPy or Python, and what the step remembers outside its
     ``state_dict`` is not saved. One file is one training: the seed is the checkpoint's, whatever the program's is.
-    Optimiser, scheduler and modules that are made with other settings are refused.
+    Optimiser, scheduler and modules that are made with other settings are refused, and so is a file whose content no
+    training can have left; a refused file changes nothing.
+
+    Processes that share a training (``torch.distributed`` with a ``DistributedDataParallel`` or an ``OnlineLaplace`` in
+    the step) share the file: rank 0 writes what all need, and each goes on with its own random numbers. They must be as
+    many as before, and see the same file. Any other training that uses a file at the same time is refused.
 
     Args:
         step: ``step(x, targets)`` returns the loss of a batch, with its graph.
@@ -70,7 +82,7 @@ class Trainer:
     ) -> None:
         if not isinstance(step, nn.Module):
             raise InputTypeError(expected("step", "a torch.nn.Module that returns a loss", f"a {type(step).__name__}"))
-        _check_count("checkpoint_every", checkpoint_every)
+        check_count("checkpoint_every", checkpoint_every)
         self.checkpoint = None if checkpoint is None else Path(checkpoint)
         if self.checkpoint is not None and not self.checkpoint.parent.is_dir():
             raise InputError(expected("checkpoint", "a file in a folder that exists", str(checkpoint)))
@@ -88,11 +100,7 @@ class Trainer:
         self._saved: int | None = None
         self._workers = 0
         # As they are before the first step: what a resumed program must have made them with again.
-        self._made_with: dict[str, Any] = {
-            "optimizer": _plain_groups(optimizer),
-            "scheduler": _plain_state(scheduler),
-            "step": repr(step),
-        }
+        self._made_with = settings_of(step, optimizer, scheduler)
 
     def fit(self, train_loader: Iterable[Any], epochs: int) -> None:
         """Train.
@@ -103,29 +111,47 @@ class Trainer:
             epochs: Passes over the loader, those of an earlier, interrupted training counted in.
 
         Raises:
-            InputError: The loader is empty or can run only once, or the checkpoint belongs to another or a longer
-                training.
+            InputError: The loader is empty or can run only once; or the checkpoint is damaged, belongs to another or a
+                longer training, is in use, or is not the same in all processes that share it.
             UnsupportedError: Persistent workers, with a checkpoint.
-            DivergenceError: The loss is not a finite number. The last good checkpoint stays.
+            DivergenceError: The loss, or what a checkpoint would hold, is not finite. The last good checkpoint stays.
+            OSError: The checkpoint cannot be written. The last one stays.
         """
-        _check_count("epochs", epochs)
+        processes = Processes(self.step)
+        with contextlib.ExitStack() as stack:
+            processes.together(lambda: self._begin(train_loader, epochs, processes, stack))
+            batches = _length(train_loader)
+            self._refuse_disagreement(processes, epochs, batches)
+            self._run(train_loader, epochs, batches, processes)
+
+    def _begin(
+        self, train_loader: Iterable[Any], epochs: int, processes: Processes, stack: contextlib.ExitStack
+    ) -> None:
+        check_count("epochs", epochs)
         check_loader(train_loader)
-        if self.checkpoint is not None and getattr(train_loader, "persistent_workers", False):
+        if self.checkpoint is None:
+            return
+        if getattr(train_loader, "persistent_workers", False):
             msg = (
                 "train_loader: persistent workers keep random numbers from epoch to epoch that no checkpoint can hold. "
                 "Use persistent_workers=False, or checkpoint=None."
             )
             raise UnsupportedError(msg)
+        if processes.rank == 0:
+            stack.enter_context(in_use(self.checkpoint))
+
+    def _refuse_disagreement(self, processes: Processes, epochs: int, batches: int | None) -> None:
+        hint = "Pass the same in all of them; the one of rank 0 writes for all."
+        processes.same("checkpoint", "none" if self.checkpoint is None else "a file", hint)
+        hint = "Make the trainers alike, and their loaders equally long, as DistributedSampler does."
+        processes.same("checkpoint_every", self.checkpoint_every, hint)
+        processes.same("epochs", epochs, hint)
+        processes.same("train_loader: number of batches", batches, hint)
+
+    def _run(self, train_loader: Iterable[Any], epochs: int, batches: int | None, processes: Processes) -> None:
         generators, unused = loader_generators(train_loader), sampler_state(train_loader)
-        batches = _length(train_loader)
         self._workers = getattr(train_loader, "num_workers", 0)
-        epoch, done, state = self._resume(batches, [len(generators), len(unused)])
-        if epoch > epochs:
-            hint = f"Remove {self.checkpoint} to start anew."
-            raise InputError(expected("epochs", f"at least the {epoch} that the checkpoint has", epochs, hint))
-        if state is not None:
-            restore_random_state(state["epoch_start"], generators)
-            restore_sampler_state(train_loader, state["epoch_start"]["samplers"])
+        epoch, done, state = self._resume(train_loader, epochs, batches, processes)
         self.step.train()
         with tqdm(
             total=None if batches is None else epochs * batches,
@@ -136,6 +162,7 @@ class Trainer:
             disable=not self.progress,
         ) as bar:
             while epoch < epochs:
+                begin_epoch(train_loader, epoch)
                 start = {**random_state(generators), "samplers": changed_state(unused, sampler_state(train_loader))}
                 count = 0
                 for batch in train_loader:
@@ -150,8 +177,8 @@ class Trainer:
                         bar.set_postfix(epoch=f"{epoch + 1}/{epochs}", loss=f"{loss:.4f}", refresh=False)
                     bar.update()
                     # After the last batch follows the checkpoint of the epoch.
-                    if self.steps % self.checkpoint_every == 0 and count != batches:
-                        self._save(epoch, count, batches, start, generators)
+                    if self.steps % self.checkpoint_every == 0 and (batches is None or count < batches):
+                        self._save(epoch, count, batches, start, generators, processes)
                 if not count:
                     raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
                 if count < done:
@@ -162,7 +189,7 @@ class Trainer:
                 self._epoch = epoch = epoch + 1
                 done = 0
                 start = {**random_state(generators), "samplers": changed_state(unused, sampler_state(train_loader))}
-                self._save(epoch, 0, batches, start, generators)
+                self._save(epoch, 0, batches, start, generators, processes)
 
     def _one(self, batch: Any, epoch: int) -> float:
         device = next(self.step.parameters()).device
@@ -196,112 +223,122 @@ class Trainer:
         batches: int | None,
         start: dict[str, Any],
         generators: list[torch.Generator],
+        processes: Processes,
     ) -> None:
-        bad = [name for name, p in self.step.named_parameters() if not bool(p.isfinite().all())]
-        if bad:
-            msg = f"parameter {bad[0]!r} is not finite after the step before."
-            raise self._diverged(msg, epoch)
+        processes.together(lambda: self._refuse_divergence(epoch))
         if self.checkpoint is None:
             return
+        step, optimizer = self.step.state_dict(), self.optimizer.state_dict()
+        mine = {
+            "epoch_start": start,
+            "now": random_state(generators),
+            "stateful": list(optimizer["state"]),
+            "step": processes.own(step),
+            "optimizer": processes.own({"optimizer": optimizer}).get("optimizer"),
+        }
         content = {
-            "step": self.step.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "step": step,
+            "optimizer": optimizer,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "kinds": self._kinds(),
             "made_with": self._made_with,
             "steps": self.steps,
             "epoch": epoch,
             "batch": batch,
             "batches": batches,
             "workers": self._workers,
-            "random": {"epoch_start": start, "now": random_state(generators)},
+            "processes": processes.gather_plain(mine),
         }
-        save_checkpoint(self.checkpoint, content)
+        file = self.checkpoint
+        processes.together(lambda: save_checkpoint(file, content) if processes.rank == 0 else None)
         self._saved = self.steps
 
-    def _refuse_changes(self, before: dict[str, Any]) -> None:
-        hint = self._as_it_began()
-        for part in ("optimizer", "scheduler"):
-            was, now = before[part], self._made_with[part]
-            differ = sorted(name for name in was | now if was.get(name) != now.get(name))
-            if differ:
-                wanted, came = (", ".join(f"{name} = {given.get(name)}" for name in differ) for given in (was, now))
-                raise InputError(expected(part, f"{wanted}, as before", came, hint))
-        was, now = (given["step"].splitlines() for given in (before, self._made_with))
-        if was != now:
-            wanted, came = next((a, b) for a, b in zip_longest(was, now, fillvalue="nothing") if a != b)
-            raise InputError(expected("step", f"the modules as before: {wanted.strip()}", came.strip(), hint))
+    def _refuse_divergence(self, epoch: int) -> None:
+        bad = [name for name, p in self.step.named_parameters() if not bool(p.isfinite().all())]
+        if bad:
+            msg = f"parameter {bad[0]!r} is not finite after the step before."
+            raise self._diverged(msg, epoch)
+        if self.checkpoint is None:
+            return
+        try:
+            # What would be refused when it is read again is not written.
+            check_module(self.step, self.step.state_dict(), "step")
+            optimizer = self.optimizer.state_dict()
+            check_optimizer(self.optimizer, optimizer, "optimizer", self.scheduler, rehearse=False)
+        except (Flaw, InputError) as flaw:
+            msg = f"{str(flaw).rstrip('.')}, after the step before."
+            raise self._diverged(msg, epoch) from None
 
-    def _as_it_began(self) -> str:
-        return f"A training goes on as it began; remove {self.checkpoint}, or name another file, to start anew."
-
-    def _kinds(self) -> list[str]:
-        return [type(part).__name__ for part in (self.optimizer, self.scheduler)]
-
-    def _resume(self, batches: int | None, parts: list[int]) -> tuple[int, int, dict[str, Any] | None]:
+    def _resume(
+        self, loader: Iterable[Any], epochs: int, batches: int | None, processes: Processes
+    ) -> tuple[int, int, dict[str, Any] | None]:
         """Epoch, finished batches of it, and states of the random numbers; from the checkpoint if there is one."""
-        if self.checkpoint is None or not self.checkpoint.exists():
+        found = processes.together(lambda: self._found(loader, epochs, batches, processes))
+        if processes.count > 1 and self.checkpoint is not None:
+            seen = "no file" if found is None else f"that of step {found[0]['steps']} ({checksum(found[0])[:6]})"
+            hint = "It must be on a file system that all processes share, under the same name."
+            processes.same(str(self.checkpoint), seen, hint)
+        if found is None:
             return self._epoch, 0, None
-        content = load_checkpoint(self.checkpoint)
-        if "made_with" not in content:
-            hint = "Remove it, or name another file."
-            raise InputError(expected(str(self.checkpoint), "a checkpoint of a Trainer", "other content", hint))
+        content, states = found
+        processes.together(lambda: self._restore(states, loader))
+        self.steps = self._saved = content["steps"]
+        self._epoch = content["epoch"]
+        if self.progress and processes.rank == 0:
+            tqdm.write(f"going on from {self.checkpoint}, step {self.steps}")
+        return content["epoch"], content["batch"], states["random"]
+
+    def _found(
+        self, loader: Iterable[Any], epochs: int, batches: int | None, processes: Processes
+    ) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """The checkpoint, and the states of this process in it, after all that could be wrong with them."""
+        file = self.checkpoint
+        if file is None or not file.exists():
+            return None
+        content = load_checkpoint(file)
+        check_frame(content, file)
+        anew = f"remove {file} to start anew."
+        was = len(content["processes"])
+        if was != processes.count:
+            hint = f"Start as many as before, or {anew}"
+            raise InputError(expected("processes", f"{was} that share the training", f"{processes.count}", hint))
         if content["batches"] != batches:
-            hint = f"Train with the same data and batch size, or remove {self.checkpoint} to start anew."
+            hint = f"Train with the same data and batch size, or {anew}"
             raise InputError(expected("train_loader", f"{content['batches']} batches, as before", f"{batches}", hint))
-        held = [len(content["random"]["epoch_start"][name]) for name in ("loader", "samplers")]
+        states = merged(content, processes.rank)
+        held = [len(states["random"]["epoch_start"][name]) for name in ("loader", "samplers")]
+        parts = [len(loader_generators(loader)), len(sampler_state(loader))]
         if held != parts:
             wanted, came = (f"{pair[0]} random generators and {pair[1]} samplers" for pair in (held, parts))
-            raise InputError(expected("train_loader", f"{wanted}, as before", came))
-        for name, was, now in zip(("optimizer", "scheduler"), content["kinds"], self._kinds(), strict=True):
-            if was != now:
-                raise InputError(expected(name, f"{was}, as before", now, f"Or remove {self.checkpoint}."))
-        self._refuse_changes(content["made_with"])
+            hint = f"Train with the same kind of loader, or {anew}"
+            raise InputError(expected("train_loader", f"{wanted}, as before", came, hint))
+        began = f"A training goes on as it began; remove {file}, or name another file, to start anew."
+        refuse_changes(content["made_with"], self._made_with, began)
+        begun = content["epoch"] + (content["batch"] > 0)
+        if begun > epochs:
+            hint = f"R{anew[1:]}"
+            raise InputError(expected("epochs", f"at least the {begun} that the checkpoint has", epochs, hint))
+        try:
+            check_states(states, self.step, self.optimizer, self.scheduler, loader)
+        except Flaw as flaw:
+            raise refused(file, flaw) from None
+        except InputError as error:
+            msg = f"step: {error} {began}"
+            raise InputError(msg) from None
         if content["workers"] != self._workers:
             msg = (
                 f"train_loader: num_workers was {content['workers']} and is {self._workers}. Data that draw random "
                 "numbers, as augmentations do, come out otherwise than in a training that was not interrupted."
             )
-            warnings.warn(msg, UserWarning, stacklevel=3)
+            warnings.warn(msg, UserWarning, stacklevel=7)
+        return content, states
+
+    def _restore(self, states: dict[str, Any], loader: Iterable[Any]) -> None:
         try:
-            self.step.load_state_dict(content["step"])
-            self.optimizer.load_state_dict(content["optimizer"])
-        except InputError as error:
-            msg = f"step: {error} {self._as_it_began()}"
-            raise InputError(msg) from None
-        except (RuntimeError, ValueError, KeyError) as error:
+            restore(states, self.step, self.optimizer, self.scheduler, loader)
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             came = f"one that does not fit ({' '.join(str(error).split())[:300]})"
-            hint = "Remove it to start anew."
-            raise InputError(expected(str(self.checkpoint), "a checkpoint of this training", came, hint)) from None
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(content["scheduler"])
-        self.steps = self._saved = content["steps"]
-        self._epoch = content["epoch"]
-        if self.progress:
-            tqdm.write(f"going on from {self.checkpoint}, step {self.steps}")
-        return content["epoch"], content["batch"], content["random"]
-
-
-def _plain_groups(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Learning rates and the like of every group of parameters."""
-    return {
-        f"group {number}: {name}": _plain(value)
-        for number, group in enumerate(optimizer.param_groups)
-        for name, value in group.items()
-        if name != "params"
-    }
-
-
-def _plain_state(scheduler: Any) -> dict[str, Any]:
-    return {} if scheduler is None else {name: _plain(value) for name, value in scheduler.state_dict().items()}
-
-
-def _plain(value: object) -> Any:
-    if isinstance(value, Tensor):
-        return value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, (str, bool, int, float, type(None))) else repr(type(value).__name__)
+            wanted, hint = "a checkpoint of this training", "Remove it to start anew."
+            raise InputError(expected(str(self.checkpoint), wanted, came, hint)) from None
 
 
 def _length(loader: Iterable[Any]) -> int | None:
@@ -309,8 +346,3 @@ def _length(loader: Iterable[Any]) -> int | None:
         return len(loader)  # type: ignore[arg-type]
     except TypeError:  # torch's DataLoader has a length in name only where its data set has none
         return None
-
-
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(expected(name, "a positive whole number", value))
