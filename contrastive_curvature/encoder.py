@@ -7,56 +7,27 @@ silently be that of another function.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.inputs import Inputs, slice_inputs
+from contrastive_curvature.refusal import describe_points, naming_the_input
+from contrastive_curvature.sphere import normalize
+from contrastive_curvature.threads import evaluation_mode, watched
 
 __all__ = [
     "Encoder",
-    "Inputs",
     "evaluation_mode",
     "flatten_parameters",
-    "input_length",
-    "slice_inputs",
     "weight_norms",
 ]
 
-Inputs = Tensor | Mapping[str, Any]
-"""A batch: a tensor whose first axis is the batch, or a mapping whose tensors all have that first axis."""
-
 _UNIT_TOLERANCE = 1e-4
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put every module in evaluation mode, and each one back afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def input_length(x: Inputs) -> int:
-    """Number of points in a batch."""
-    if isinstance(x, Mapping):
-        return next((value.shape[0] for value in x.values() if isinstance(value, Tensor) and value.ndim), 0)
-    return x.shape[0]
-
-
-def slice_inputs(x: Inputs, rows: slice) -> Inputs:
-    """Some points of a batch."""
-    if not isinstance(x, Mapping):
-        return x[rows]
-    n = input_length(x)
-    return {k: v[rows] if isinstance(v, Tensor) and v.ndim and v.shape[0] == n else v for k, v in x.items()}
 
 
 def flatten_parameters(parameters: Iterable[Tensor]) -> Tensor:
@@ -94,7 +65,7 @@ class Encoder(nn.Module):
 
     Raises:
         InputTypeError: The model does not return a tensor.
-        InputError: It does not return (N, D), or there is no layer of that name.
+        InputError: It cannot take the probe, does not return (N, D), or there is no layer of that name.
         UnsupportedError: It normalises inside ``forward``.
     """
 
@@ -103,7 +74,9 @@ class Encoder(nn.Module):
         self.model = model
         self.tap: nn.Module | None = None
         self.tap_run = 0
+        self._known: str | None = None
         records, out = _trace(model, probe)
+        self._known = describe_points(probe)
         self.dim = out.shape[1]
         _check_finite(out)
         raw, self.normalized = self._look_through(records, out)
@@ -183,9 +156,14 @@ class Encoder(nn.Module):
         return layer
 
     def forward(self, x: Inputs) -> Tensor:
-        """Raw outputs, shape (N, D)."""
+        """Raw outputs, shape (N, D).
+
+        Raises:
+            InputError: The model raises an error for inputs of another shape or dtype than the probe.
+            UnsupportedError: A layer to look at runs in another thread.
+        """
         if self.tap is None:
-            return self.model(x)
+            return self._run(x)
         return self._watch(self.tap, x, self.tap_run)[1]
 
     def features(self, x: Inputs) -> tuple[Tensor, Tensor]:
@@ -196,18 +174,29 @@ class Encoder(nn.Module):
         """Output and input of one run of a module; copies, because it or what follows may work in place."""
         came: list[Tensor] = []
         went: list[Tensor] = []
-        handles = [
-            module.register_forward_pre_hook(
-                lambda _, args, kwargs: came.append((args[0] if args else kwargs["input"]).clone()), with_kwargs=True
-            ),
-            module.register_forward_hook(lambda _, __, out: went.append(out.clone())),
-        ]
-        try:
-            self.model(x)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with watched(
+            [module],
+            before=lambda _, args, kwargs: came.append((args[0] if args else kwargs["input"]).clone()),
+            after=lambda _, __, out: went.append(out.clone()),
+        ):
+            self._run(x)
+        if len(went) <= run:
+            msg = (
+                f"model: its {type(module).__name__} did not run as when the encoder was analysed, or ran in another "
+                "thread (nn.DataParallel over several devices?). Pass the module inside of it."
+            )
+            raise UnsupportedError(msg)
         return went[run], came[run]
+
+    def naming(self, x: Inputs) -> AbstractContextManager[None]:
+        """A context in which an error that ``x`` causes in the model's layers becomes one that names ``x``."""
+        return naming_the_input(x, self._known)
+
+    def _run(self, x: Inputs) -> Tensor:
+        """What the model returns."""
+        with self.naming(x):
+            out: Tensor = self.model(x)
+        return out
 
 
 class _Record:
@@ -228,10 +217,9 @@ class _Record:
             or next(self.module.parameters(), None) is not None
         ):
             return False
-        lengths = z.norm(dim=1)
-        if not bool((lengths > 0).all()):
+        if not bool((z != 0).any(dim=1).all()):
             return True
-        aligned = (z / lengths.unsqueeze(1) * out / out.norm(dim=1, keepdim=True)).sum(1)
+        aligned = (normalize(z)[0] * normalize(out)[0]).sum(1)
         return bool((aligned > 1 - _UNIT_TOLERANCE).all())
 
 
@@ -249,14 +237,13 @@ def _trace(model: nn.Module, probe: Inputs) -> tuple[list[_Record], Any]:
 
     _refuse_batch_statistics(model)
     leaves = [module for module in model.modules() if next(module.children(), None) is None]
-    handles = [leaf.register_forward_pre_hook(start, with_kwargs=True) for leaf in leaves]
-    handles += [leaf.register_forward_hook(finish) for leaf in leaves]
-    try:
-        with torch.no_grad(), evaluation_mode(model):
-            out = model(probe)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with (
+        torch.no_grad(),
+        evaluation_mode(model),
+        watched(leaves, before=start, after=finish),
+        naming_the_input(probe),
+    ):
+        out = model(probe)
     _check_output(out)
     with torch.no_grad(), evaluation_mode(model):
         _check_batch_independence(model, probe, out)

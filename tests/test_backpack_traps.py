@@ -243,5 +243,9 @@ def test_a_trace_leaves_nothing_in_the_users_model(device: str) -> None:
         BackPackPullback(Encoder(model, x))
     outer = Parts(lambda s, x: s.b(torch.tanh(inner(x))))
     outer.inner = inner = Parts(lambda s, x: s.a(x))
+    outer = outer.to(device).double()
+    assert close(BackPackContrastiveGGN(outer).diag(x, labels)[1], dense_ggn(outer, x, labels).diagonal())
+    held = [inner]
+    outer.function = lambda s, x: s.b(torch.tanh(held[0](x)))
     with pytest.raises(cc.UnsupportedError, match="reference"):
-        BackPackPullback(Encoder(outer.to(device).double(), x))
+        BackPackPullback(Encoder(outer, x))

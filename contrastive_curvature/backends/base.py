@@ -21,13 +21,15 @@ from torch import Tensor, nn
 
 from contrastive_curvature.backends.checks import check_backend_options, check_model, read_batch
 from contrastive_curvature.backends.fits import DatasetFits
-from contrastive_curvature.encoder import Encoder, Inputs, evaluation_mode, slice_inputs
+from contrastive_curvature.encoder import Encoder, evaluation_mode
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.ggn.api import check_encoder, check_trainable, make_pullback
 from contrastive_curvature.ggn.batches import batch_curvature
+from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.part import SubnetworkPullback
 from contrastive_curvature.ggn.pullback import Pullback
 from contrastive_curvature.ggn.sharing import parse_kfac_approx
+from contrastive_curvature.inputs import Inputs, slice_inputs
 from contrastive_curvature.loss import ContrastiveLoss
 from contrastive_curvature.options import (
     CurvatureOptions,
@@ -208,5 +210,6 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
                 relation=self.relation,
                 kfac_approx=self.kfac_approx,
             )
+            check_finite(term.curvature, pullback, "this batch")
         scaled = self._scaled(term)
         return scaled.loss, scaled.curvature

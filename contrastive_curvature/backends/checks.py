@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.encoder import Inputs, input_length
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.inputs import Inputs, check_inputs
 
-__all__ = ["check_backend_options", "check_loader", "check_model", "read_batch"]
+__all__ = ["check_backend_options", "check_loader", "check_model", "check_whole", "read_batch"]
 
 
 def read_batch(batch: Any, device: torch.device, label_key: str = "labels") -> tuple[Inputs, Tensor]:
@@ -45,10 +45,7 @@ def read_batch(batch: Any, device: torch.device, label_key: str = "labels") -> t
         raise InputTypeError(expected("train_loader", "batches (x, labels) or mappings", came))
     if not isinstance(y, Tensor):
         raise InputTypeError(expected("train_loader", "labels as a tensor", f"a {type(y).__name__}"))
-    if not isinstance(x, (Tensor, Mapping)):
-        raise InputTypeError(expected("train_loader", "inputs as a tensor or a mapping", f"a {type(x).__name__}"))
-    if not input_length(x):
-        raise InputError(expected("train_loader", "batches of at least one point", "an empty batch"))
+    check_inputs(x, "train_loader: inputs of a batch")
     return moved(x) if isinstance(x, Mapping) else x.to(device), y.to(device)
 
 
@@ -64,6 +61,33 @@ def check_loader(loader: Any) -> None:
         raise InputTypeError(expected("train_loader", wanted, f"a {type(loader).__name__}", hint))
     if isinstance(loader, Iterator):
         raise InputTypeError(expected("train_loader", wanted, f"the iterator {type(loader).__name__}", hint))
+
+
+def check_whole(loader: Any, argument: str = "train_loader") -> None:
+    """Refuse a loader that gives each of several processes its own part of the data.
+
+    A fit takes the pairs of all points, so every process would get another posterior, and none the right one.
+
+    Args:
+        loader: The loader.
+        argument: Name for the error message.
+
+    Raises:
+        UnsupportedError: A sampler or the loader itself divides the data.
+    """
+    parts: list[Any] = [loader]
+    for part in parts:
+        inner = [getattr(part, name, None) for name in ("sampler", "batch_sampler", "dataset", "base_dataloader")]
+        parts += [other for other in inner if other is not None and all(other is not known for known in parts)]
+        # torch's and Lightning's samplers, and Accelerate's shards, under their own names.
+        shares = [getattr(part, name, None) for name in ("num_replicas", "num_processes")]
+        if any(isinstance(share, int) and share > 1 for share in shares):
+            msg = (
+                f"{argument}: {type(part).__name__} gives each of {max(s for s in shares if isinstance(s, int))} "
+                "processes a part of the data, and a posterior needs the pairs of all parts. Fit in one process, with "
+                "a loader over the whole data set, and give the others its state_dict(); or do so in every process."
+            )
+            raise UnsupportedError(msg)
 
 
 def check_backend_options(pairs: object, relation: object, rank: object) -> None:

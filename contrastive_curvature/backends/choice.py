@@ -15,8 +15,9 @@ from torch import nn
 from contrastive_curvature.backends.backpack import BackPackContrastiveGGN
 from contrastive_curvature.backends.base import ContrastiveBackend
 from contrastive_curvature.backends.torch_func import ContrastiveGGN
-from contrastive_curvature.encoder import Inputs, evaluation_mode
+from contrastive_curvature.encoder import evaluation_mode
 from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.inputs import Inputs
 from contrastive_curvature.options import KFACApprox, Structure
 
 __all__ = ["backend_named", "choose_backend"]

@@ -10,19 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.backends.checks import check_loader
-from contrastive_curvature.encoder import Encoder, Inputs, evaluation_mode
+from contrastive_curvature.backends.checks import check_loader, check_whole
+from contrastive_curvature.encoder import Encoder, evaluation_mode
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.ggn.batches import batches_curvature
 from contrastive_curvature.ggn.dataset import DatasetCurvature, collect_pairs, dataset_curvature
 from contrastive_curvature.ggn.lowrank import curvature_product, leading_eigenpairs
 from contrastive_curvature.ggn.pullback import Pullback
 from contrastive_curvature.ggn.subset import HessianSubset, subset_hessian
+from contrastive_curvature.inputs import Inputs
 from contrastive_curvature.options import CurvatureOptions, KFACApprox, Normalization, Structure
 from contrastive_curvature.output_hessian import OutputHessian
 from contrastive_curvature.pairs import RelationFunction
+from contrastive_curvature.progress import Progress
 
 __all__ = ["DatasetFits"]
+
+_FASTER = (
+    "Faster: a random part of the data; margin=None, which needs sums over classes only (with class labels); "
+    "pairs='batch', which takes the pairs inside a batch; subset_of_weights='last_layer'; or a GPU."
+)
 
 
 class DatasetFits:
@@ -47,37 +54,39 @@ class DatasetFits:
     def read(self, batch: Any) -> tuple[Inputs, Tensor]:
         """Take apart what a loader yields."""
 
-    def fit(self, loader: Iterable[Any], structure: Structure, progress: bool = False) -> DatasetCurvature:
+    def fit(self, loader: Iterable[Any], structure: Structure, progress: bool | None = None) -> DatasetCurvature:
         """Unclamped curvature of a data set, times its scale.
 
         Args:
             loader: Batches ``(x, labels)`` or mappings.
             structure: ``diag``, ``full`` or ``kron``.
-            progress: Whether to show progress bars.
+            progress: Whether to show progress bars; ``None`` shows them from the tenth second on.
 
         Returns:
             Curvature, loss and number of points. With ``normalization="type"``, a mean over pairs, both are multiplied
             by N / 2, so that they grow with the data; on classes of equal size this equals ``"anchor"``.
         """
         check_loader(loader)
+        check_whole(loader)
         probe = self._probe(loader)
         with evaluation_mode(self.model), torch.no_grad():
             encoder, pullback = self.encoder(probe), self.pullback(probe)
+            shown = Progress(progress, _FASTER)
             if self.pairs == "batch":
                 out = batches_curvature(
-                    pullback, loader, self.read, self.options, structure, self.relation, progress, self.kfac_approx
+                    pullback, loader, self.read, self.options, structure, self.relation, shown, self.kfac_approx
                 )
             else:
-                found = collect_pairs(encoder, loader, self.read, self.options, self.relation, progress)
-                out = dataset_curvature(pullback, loader, self.read, found, structure, progress)
+                found = collect_pairs(encoder, loader, self.read, self.options, self.relation, shown)
+                out = dataset_curvature(pullback, loader, self.read, found, structure, shown)
         return self._scaled(out)
 
-    def fit_lowrank(self, loader: Iterable[Any], progress: bool = False) -> DatasetCurvature:
+    def fit_lowrank(self, loader: Iterable[Any], progress: bool | None = None) -> DatasetCurvature:
         """Leading eigenvectors (P, R) and eigenvalues (R,) over all pairs of a data set, times its scale.
 
         Args:
             loader: Batches, always in the same order.
-            progress: Whether to show progress bars.
+            progress: Whether to show progress bars; ``None`` shows them from the tenth second on.
 
         Returns:
             The pair of them as curvature, loss and number of points.
@@ -92,11 +101,13 @@ class DatasetFits:
             )
             raise UnsupportedError(msg)
         check_loader(loader)
+        check_whole(loader)
         probe = self._probe(loader)
         with evaluation_mode(self.model), torch.no_grad():
             encoder, pullback = self.encoder(probe), self.pullback(probe)
-            found = collect_pairs(encoder, loader, self.read, self.options, self.relation, progress)
-            vectors, values = leading_eigenpairs(pullback, found, loader, self.read, self.rank, progress)
+            shown = Progress(progress, _FASTER)
+            found = collect_pairs(encoder, loader, self.read, self.options, self.relation, shown)
+            vectors, values = leading_eigenpairs(pullback, found, loader, self.read, self.rank, shown)
         scale = self._data_scale(found.n)
         loss, cost = found.weights.loss_and_cost()
         return DatasetCurvature((vectors, scale * values), scale * loss, scale * cost, found.n)
@@ -112,16 +123,17 @@ class DatasetFits:
             Shape (P,).
         """
         check_loader(loader)
+        check_whole(loader)
         probe = self._probe(loader)
         with evaluation_mode(self.model), torch.no_grad():
             encoder, pullback = self.encoder(probe), self.pullback(probe)
-            found = collect_pairs(encoder, loader, self.read, self.options, self.relation)
+            found = collect_pairs(encoder, loader, self.read, self.options, self.relation, Progress(None, _FASTER))
             hessian = OutputHessian(found.z, found.weights, self.options)
             product = curvature_product(pullback, hessian, loader, self.read, v)
         return self._data_scale(found.n) * product
 
     def fit_subset(
-        self, loader: Iterable[Any], size: int, seed: int = 0, progress: bool = False
+        self, loader: Iterable[Any], size: int, seed: int = 0, progress: bool | None = None
     ) -> tuple[HessianSubset, Tensor, Tensor, int]:
         """Some points of a data set, with a square root of their output Hessian, times the data set's scale.
 
@@ -129,7 +141,7 @@ class DatasetFits:
             loader: Batches.
             size: Number of points.
             seed: Of the draw.
-            progress: Whether to show progress bars.
+            progress: Whether to show progress bars; ``None`` shows them from the tenth second on.
 
         Returns:
             The points; loss, cost and number of points of the whole data set.
@@ -141,11 +153,13 @@ class DatasetFits:
             msg = "pairs='batch': a subset of the points takes the pairs of the data set. Use pairs='dataset'."
             raise UnsupportedError(msg)
         check_loader(loader)
+        check_whole(loader)
         probe = self._probe(loader)
         with evaluation_mode(self.model), torch.no_grad():
             encoder = self.encoder(probe)
-            found = collect_pairs(encoder, loader, self.read, self.options, self.relation, progress)
-            subset = subset_hessian(encoder, loader, self.read, found, size, seed, progress)
+            shown = Progress(progress, _FASTER)
+            found = collect_pairs(encoder, loader, self.read, self.options, self.relation, shown)
+            subset = subset_hessian(encoder, loader, self.read, found, size, seed, shown)
         scale = self._data_scale(found.n)
         loss, cost = found.weights.loss_and_cost()
         return replace(subset, factor=scale**0.5 * subset.factor), scale * loss, scale * cost, found.n

@@ -21,13 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from contrastive_curvature.encoder import Encoder, Inputs
+from contrastive_curvature.encoder import Encoder
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.ggn.accumulate import clamp_curvature
 from contrastive_curvature.ggn.module import ModulePullback
 from contrastive_curvature.ggn.pullback import KronFactors, Points
+from contrastive_curvature.inputs import Inputs
 from contrastive_curvature.node_blocks import NodeBlocks
 from contrastive_curvature.options import Structure
+from contrastive_curvature.threads import watched
 
 __all__ = [
     "LayerRun",
@@ -102,13 +104,8 @@ class ModuleKron:
             # What follows may work in place; the noted tensors must stay what they were.
             return out.clone()
 
-        handles = [layer.register_forward_hook(note) for layer in self.layers]
-        try:
-            with torch.enable_grad():
-                z = self.encoder(x)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with watched(self.layers, after=note), torch.enable_grad():
+            z = self.encoder(x)
         ran = [layer for layer in self.layers if id(layer) in seen]
         outs = [seen[id(layer)][1] for layer in ran]
         rows = [_gradients(z, k, outs) for k in range(z.shape[1])]

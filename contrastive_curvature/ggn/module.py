@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from contrastive_curvature.encoder import Encoder, Inputs, input_length, slice_inputs
-from contrastive_curvature.ggn.pullback import KronFactors, Points, Pullback
+from contrastive_curvature.encoder import Encoder
+from contrastive_curvature.errors import InputError
+from contrastive_curvature.ggn.functional import FunctionalEncoder
+from contrastive_curvature.ggn.pullback import KronFactors, Points, Pullback, own_name
+from contrastive_curvature.inputs import Inputs, input_length, slice_inputs
 from contrastive_curvature.node_blocks import NodeBlocks
 
 __all__ = ["ModulePullback", "parameter_places"]
@@ -27,7 +29,7 @@ class ModulePullback(Pullback):
     """
 
     def __init__(self, encoder: Encoder, indices: Tensor | None = None, only: set[str] | None = None) -> None:
-        self.encoder = encoder
+        self.encoder: Encoder = encoder
         trainable = {name: p for name, p in encoder.named_parameters() if p.requires_grad}
         if indices is not None:
             only, indices = _touched(trainable, indices)
@@ -36,6 +38,7 @@ class ModulePullback(Pullback):
         self.constants = rest
         self._buffers = dict(encoder.named_buffers())
         self._places = parameter_places(encoder)
+        self._outputs = FunctionalEncoder(encoder)
         self.indices = indices
         self._vectorizes = True
         self._width = sum(p.numel() for p in self.params.values())
@@ -51,6 +54,14 @@ class ModulePullback(Pullback):
     def width(self) -> int:
         """See :class:`Pullback`."""
         return self._width
+
+    def named_sizes(self) -> list[tuple[str, int]]:
+        """See :meth:`Pullback.named_sizes`; of all parameters that the entries lie in."""
+        return [(own_name(name), p.numel()) for name, p in self.params.items()]
+
+    def parameter_at(self, position: int) -> str:
+        """See :meth:`Pullback.parameter_at`."""
+        return super().parameter_at(position if self.indices is None else int(self.indices[position]))
 
     def forward(self, x: Inputs) -> tuple[Tensor, Any]:
         """See :meth:`Pullback.forward`; the context is the batch itself."""
@@ -70,7 +81,7 @@ class ModulePullback(Pullback):
                 flat = self._vjp_vectorized(context, cotangents)
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError as error:
+            except (RuntimeError, InputError) as error:
                 # torch.func.vmap fails in many words; the loop below either works or raises the encoder's own error.
                 flat = self._vjp_one_by_one(context, cotangents)
                 self._vectorizes = False
@@ -165,12 +176,7 @@ class ModulePullback(Pullback):
         def outputs(params: dict[str, Tensor]) -> Tensor:
             values = {**params, **self.constants}
             everywhere = {place: value for name, value in values.items() for place in self._places[name]}
-            # Fused attention has neither a batching rule nor forward-mode derivatives.
-            with sdpa_kernel(SDPBackend.MATH):
-                # Left to torch, ties of a module that has two names would leave its tensors in the user's model.
-                return torch.func.functional_call(
-                    self.encoder, {**everywhere, **self._buffers}, (x,), tie_weights=False
-                )
+            return self._outputs({**everywhere, **self._buffers}, x)
 
         return outputs
 

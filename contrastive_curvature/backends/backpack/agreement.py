@@ -6,17 +6,15 @@ A trace sees neither hooks nor what only autograd knows (``torch.no_grad`` in a 
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
-from backpack import disable
 from torch import Tensor, nn
 
 from contrastive_curvature.backends.backpack.layers import ADVICE
 from contrastive_curvature.encoder import Encoder
 from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.threads import private_copy
 
 __all__ = ["POINTS", "attempt", "autograd_product", "check_outputs", "check_product", "random_cotangents"]
 
@@ -55,9 +53,11 @@ def random_cotangents(z: Tensor) -> Tensor:
 
 def autograd_product(encoder: Encoder, params: list[nn.Parameter], x: Tensor, v: Tensor) -> Tensor:
     """``sum_i J_i^T v_i`` by autograd through the encoder, shape (P,); zero for parameters without a path."""
-    # Hooks of BackPACK: neither shall this forward overwrite what an extended model keeps, nor this backward delete it.
-    with _no_backward_hooks(encoder), disable(), torch.inference_mode(False), torch.enable_grad():
-        z = encoder(x.detach().clone())
+    # A copy, for the hooks of BackPACK: neither shall this forward overwrite what an extended model keeps, nor this
+    # backward delete it.
+    own = private_copy(encoder, backward_hooks=False)
+    with torch.inference_mode(False), torch.enable_grad():
+        z = own(x.detach().clone())
         found: tuple[Tensor | None, ...] = (None,) * len(params)
         if z.requires_grad and params:
             found = torch.autograd.grad(z, params, v.clone(), allow_unused=True)
@@ -101,17 +101,3 @@ def _close(found: Tensor, wanted: Tensor, factor: float) -> bool:
     # On a GPU, convolutions and products may be rounded to the ten bits of TF32.
     tolerance = 1e-8 if wanted.dtype == torch.float64 else factor * (1e-2 if wanted.is_cuda else 1e-3)
     return float((found - wanted).abs().max()) <= tolerance * float(wanted.abs().max())
-
-
-@contextmanager
-def _no_backward_hooks(model: nn.Module) -> Iterator[None]:
-    """Without the modules' backward hooks, which are put back afterwards."""
-    names = ("_backward_hooks", "_backward_pre_hooks")
-    kept = [(module, name, vars(module)[name]) for module in model.modules() for name in names]
-    for module, name, _ in kept:
-        vars(module)[name] = OrderedDict()
-    try:
-        yield
-    finally:
-        for module, name, hooks in kept:
-            vars(module)[name] = hooks

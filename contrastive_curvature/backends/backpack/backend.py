@@ -8,6 +8,7 @@ from contrastive_curvature.backends.backpack.pullback import BackPackPullback
 from contrastive_curvature.backends.base import ContrastiveBackend
 from contrastive_curvature.encoder import Encoder
 from contrastive_curvature.ggn.pullback import Pullback
+from contrastive_curvature.threads import users_hooks
 
 __all__ = ["BackPackContrastiveGGN"]
 
@@ -23,15 +24,16 @@ class BackPackContrastiveGGN(ContrastiveBackend):
 
     def all_parameters(self, encoder: Encoder) -> Pullback:
         """See :meth:`ContrastiveBackend.all_parameters`; traced once, as long as the encoder is made of the same."""
-        made_of = _parts(encoder)
-        if self._traced is None or self._traced[0] != made_of:
-            self._traced = made_of, BackPackPullback(encoder)
-        return self._traced[1]
+        made_of, traced = _parts(encoder), self._traced
+        if traced is None or traced[0] != made_of:
+            # Two threads may do this at once: each goes on with its own.
+            self._traced = traced = made_of, BackPackPullback(encoder)
+        return traced[1]
 
 
 def _parts(encoder: Encoder) -> tuple[Any, ...]:
     """What a trace depends on besides the values of parameters."""
-    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in encoder.modules())
+    hooks = sum(len(users_hooks(m)) for m in encoder.modules())
     parameters = [(id(p), p.requires_grad) for p in encoder.parameters()]
     modules = [id(m) for m in encoder.modules()]
     return hooks, modules, parameters, [id(b) for b in encoder.buffers()], repr(encoder.model)

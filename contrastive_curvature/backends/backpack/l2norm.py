@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from contrastive_curvature.node_blocks import NodeBlocks
 from contrastive_curvature.options import Distance
+from contrastive_curvature.sphere import norms
 
 __all__ = ["L2NormDerivatives"]
 
@@ -69,12 +70,11 @@ class L2NormDerivatives(BaseDerivatives):
         tangent = g - u * radial
         along = (u * mat).sum(-1, keepdim=True)
         moved = radial * (mat - u * along) + tangent * along + u * (tangent * mat).sum(-1, keepdim=True)
-        return -moved / n**2
+        return -moved / n / n
 
 
 def _direction(module: Any) -> tuple[Tensor, Tensor]:
     """Outputs and norms (..., 1); a row of zeros, which the module passes on, counts as norm one."""
     z = module.input0.detach()
-    n = z.norm(dim=-1, keepdim=True)
-    n = torch.where(n > 0, n, torch.ones_like(n))
-    return z / n, n
+    n = norms(z).unsqueeze(-1)
+    return module.forward(z), torch.where(n > 0, n, torch.ones_like(n))

@@ -1,13 +1,15 @@
 """A network as a list of BackPACK layers: traced once, run and pulled back without autograd and without hooks.
 
 The user's modules are never written to: every call of a module in the graph gets a shallow copy of it, which shares the
-parameters and alone carries BackPACK's ``input0`` and ``output``.
+parameters and alone carries BackPACK's ``input0`` and ``output``. Every run has such copies of its own, so that threads
+may share a network.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -53,7 +55,7 @@ class Network:
 
     Attributes:
         params: Its trainable parameters.
-        width: Numbers per point in the widest layer of the last run.
+        width: Numbers per point in the widest layer of a run.
 
     Raises:
         UnsupportedError: It cannot be traced, a layer has no derivatives in BackPACK, or is called with more than its
@@ -82,8 +84,14 @@ class Network:
                 self._add(node, root, owned)
         self._output = end.name
 
+    def own(self) -> Network:
+        """The same network, for one run and what follows from it: what its layers keep, nobody else sees."""
+        made = copy.copy(self)
+        made.steps = [replace(step, module=copy.copy(step.module)) for step in self.steps]
+        return made
+
     def run(self, x: Tensor) -> Tensor:
-        """Raw outputs (N, D); every layer keeps its input and output until :meth:`forget`."""
+        """Raw outputs (N, D); every layer keeps its input and output. Of :meth:`own` networks only."""
         values, self.width = {self._source: x}, 1
         for step in self.steps:
             came = [values[name] for name in step.inputs]
@@ -98,13 +106,6 @@ class Network:
                 step.module.output = values[step.name] = step.module.forward(came[0])
             self.width = max(self.width, values[step.name][:1].numel(), *(value[:1].numel() for value in came))
         return values[self._output]
-
-    def forget(self) -> None:
-        """Drop what the layers keep."""
-        for step in self.steps:
-            if step.module is not None:
-                step.module.__dict__.pop("input0", None)
-                step.module.__dict__.pop("output", None)
 
     def layers(self, columns: Tensor) -> Iterator[tuple[Step, Tensor]]:
         """Pull columns back after :meth:`run`, layer by layer, last first.

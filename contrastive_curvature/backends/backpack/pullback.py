@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,11 +22,13 @@ from contrastive_curvature.backends.backpack.factors import SignedFactor, factor
 from contrastive_curvature.backends.backpack.layers import ADVICE
 from contrastive_curvature.backends.backpack.network import Network
 from contrastive_curvature.backends.backpack.rules import parameter_diagonal, parameter_products
-from contrastive_curvature.encoder import Encoder, Inputs
+from contrastive_curvature.encoder import Encoder
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.ggn import pullback
+from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.kron import by_position, check_matrix, layer_inputs, zero_factors
 from contrastive_curvature.ggn.pullback import KronFactors, Points, Pullback
+from contrastive_curvature.inputs import Inputs
 from contrastive_curvature.node_blocks import NodeBlocks
 from contrastive_curvature.options import Structure
 
@@ -44,7 +47,7 @@ class BackPackPullback(Pullback):
     """
 
     def __init__(self, encoder: Encoder) -> None:
-        self.encoder = encoder
+        self.encoder: Encoder = encoder
         self.network = Network(encoder)
         self.params = self.network.params
         low = {p.dtype for p in encoder.parameters()} & {torch.float16, torch.bfloat16}
@@ -166,11 +169,8 @@ class BackPackPullback(Pullback):
         """Run a batch and pull columns (C, N, D) back; yields the layers with trainable parameters."""
         with torch.no_grad():
             self._compare(x)
-            try:
-                self.network.run(x)
-                yield from self.network.layers(columns)
-            finally:
-                self.network.forget()
+            network, _ = self._run(x)
+            yield from network.layers(columns)
 
     def _pieces(self, flat: Tensor) -> list[Tensor]:
         """Views of the last axis, one a parameter."""
@@ -194,6 +194,7 @@ class BackPackPullback(Pullback):
 
         Raises:
             UnsupportedError: Outputs or a product are not the encoder's, or the host fails.
+            InputError: Autograd's own product is not finite.
         """
         if self._checked:
             return
@@ -201,23 +202,24 @@ class BackPackPullback(Pullback):
         # Nothing to compare; who takes the outputs refuses what is not finite.
         if not z.numel() or not bool(z.isfinite().all()):
             return
-        self._checked = True  # the products below come back here
-        try:
-            check_outputs(attempt("the traced network", lambda: self._outputs(x)), z)
-            few, v = x[:POINTS], random_cotangents(z[:POINTS])
-            wanted = attempt("autograd", lambda: autograd_product(self.encoder, self.params, few, v))
-            check_product(attempt("a product with the Jacobian", lambda: self.vjp_sum(few, v)), wanted)
-            # Point by point the host takes other rules; compared with itself, for two points, as this may be large.
-            few, v = few[:2], v[:2]
-            wanted = self.vjp_sum(few, v)
-            each = attempt("a product with the Jacobians", lambda: self.vjp(few, v.unsqueeze(1)).sum((0, 1)))
-            check_product(each, wanted)
-        except BaseException:
-            self._checked = False
-            raise
+        few, v = x[:POINTS], random_cotangents(z[:POINTS])
+        # The products of this one do not come back here; nor does another thread take ours before they are compared.
+        unchecked = copy.copy(self)
+        unchecked._checked = True
+        check_outputs(attempt("the traced network", lambda: self._run(x)[1]), z)
+        wanted = attempt("autograd", lambda: autograd_product(self.encoder, self.params, few, v))
+        check_finite(wanted, self, "a batch that autograd was run on")
+        check_product(attempt("a product with the Jacobian", lambda: unchecked.vjp_sum(few, v)), wanted)
+        # Point by point the host takes other rules; compared with itself, for two points, as this may be large.
+        few, v = few[:2], v[:2]
+        wanted = unchecked.vjp_sum(few, v)
+        each = attempt("a product with the Jacobians", lambda: unchecked.vjp(few, v.unsqueeze(1)).sum((0, 1)))
+        check_product(each, wanted)
+        self._checked = True
 
-    def _outputs(self, x: Tensor) -> Tensor:
-        try:
-            return self.network.run(x)
-        finally:
-            self.network.forget()
+    def _run(self, x: Tensor) -> tuple[Network, Tensor]:
+        """A network that has run a batch, and its raw outputs."""
+        network = self.network.own()
+        z = network.run(x)
+        self.network.width = network.width
+        return network, z

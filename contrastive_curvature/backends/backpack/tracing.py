@@ -1,18 +1,23 @@
-"""Tracing a copy of an encoder with torch.fx, so that nothing of a trace stays in the user's modules."""
+"""Tracing a copy of an encoder with torch.fx, so that nothing of a trace stays in the user's modules.
+
+``torch.fx.Tracer.trace`` itself patches ``nn.Module``, functions of the user's Python modules and a flag of torch for
+the whole process, and another thread that runs any module meanwhile fails. Here the modules of the copy get a class of
+their own, and no other module notices.
+"""
 
 from __future__ import annotations
 
-import copy
 import operator
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import defaultdict
 from typing import Any
 
-from torch import Tensor, fx, nn
+import torch
+from torch import fx, nn
 
 from contrastive_curvature.backends.backpack.layers import ADVICE, known_layers
 from contrastive_curvature.encoder import Encoder
 from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.threads import private_copy
 
 __all__ = ["IN_PLACE_OPERATORS", "trace"]
 
@@ -41,31 +46,101 @@ class _Tracer(fx.Tracer):
     """Stops at the layers that have derivatives, and at the end of the raw network.
 
     Args:
-        tap: The copy of the module that takes the raw outputs, if there is one.
-        originals: Names of the modules that were copied, by id.
+        root: The copy; its modules get another class, and are of no use for anything else.
+        tap: The module of it that takes the raw outputs, if there is one.
     """
 
-    def __init__(self, tap: nn.Module | None, originals: dict[int, str]) -> None:
+    def __init__(self, root: nn.Module, tap: nn.Module | None) -> None:
         super().__init__()
-        self.tap = tap
-        self.originals = originals
+        self.root = root
+        self.graph = fx.Graph(tracer_cls=type(self))
+        self.tensor_attrs = {}
+        # torch's own is one for all tracers of the process.
+        self._qualname_counter = defaultdict(int)
+        self._tap = tap
+        self._names = {id(m): name for name, m in root.named_modules()}
+        self._proxies: dict[str, fx.Proxy] = {}
+        kinds = {type(m) for m in root.modules()}
+        recording = {kind: _recording(kind, self) for kind in kinds if not issubclass(kind, torch.jit.ScriptModule)}
+        self._kinds = {id(m): type(m) for m in root.modules()}
+        for module in root.modules():
+            if type(module) in recording:
+                module.__class__ = recording[type(module)]
+
+    def record(self) -> fx.Graph:
+        """Run the copy on a placeholder."""
+        x = self.create_proxy("placeholder", "x", (), {})
+        self.create_node("output", "output", (self.create_arg(self.root(x)),), {})
+        return self.graph
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a module of the copy does when it is called."""
+        name = self._names.get(id(module))
+        if name is None:
+            msg = f"a {type(module).__name__} that is no part of the model is called"
+            raise NameError(msg)
+        kind = self._kinds[id(module)]
+        if module is self._tap or kind in known_layers() or self.is_leaf_module(module, name):
+            return self.create_proxy("call_module", name, args, kwargs)
+        if type(module).__name__ == "OptimizedModule":
+            # torch.compile's own forward would compile for placeholders.
+            return module.get_submodule("_orig_mod")(*args, **kwargs)
+        # Without hooks: those of a model that its user extended for BackPACK take tensors only.
+        return module.forward(*args, **kwargs)
+
+    def attribute(self, name: str, value: Any) -> Any:
+        """What a module of the copy has as an attribute: a parameter is recorded too."""
+        return self.getattr(name, value, self._proxies)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
 
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return m is self.tap or type(m) in known_layers() or super().is_leaf_module(m, module_qualified_name)
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, nn.Parameter):
+            _refuse_reference()
+        return super().create_arg(a)
 
-    def path_of_module(self, mod: nn.Module) -> str:
-        # A closure may hold a module of the network itself, which is as good as its copy as long as it is not run.
-        return self.originals.get(id(mod)) or super().path_of_module(mod)
 
-    def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if id(m) in self.originals and not self.is_leaf_module(m, self.originals[id(m)]):
-            msg = f"{self.originals[id(m)]!r} is called through a reference that a copy does not share"
-            raise NameError(msg)
-        # Without hooks: those of a model that its user extended for BackPACK take tensors only.
-        return super().call_module(m, m.forward, args, kwargs)
+def _refuse_reference() -> None:
+    # A module of the copy hands out recorded parameters, so this one came another way.
+    msg = "a parameter is used through a reference that a copy does not share"
+    raise NameError(msg)
+
+
+class _Quiet(nn.Module):
+    """Before a user's class: does not tell it of the subclass, of which it may keep a list."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls) -> None:
+        """Nothing."""
+
+
+class _Recorder(nn.Module):
+    """Behind a user's class: takes the place of ``nn.Module``, to which its own methods may lead."""
+
+    __slots__ = ()
+    _tracer: _Tracer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self)._tracer.call(self, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return type(self)._tracer.attribute(name, super().__getattr__(name))
+
+
+def _recording(kind: type[nn.Module], tracer: _Tracer) -> type[nn.Module]:
+    """A class of modules that record what they do, and are as before for everything else."""
+    names = {
+        "__slots__": (),
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "__class__": property(lambda _: kind),
+        "_tracer": tracer,
+    }
+    # Not by a call: a metaclass of the user's may keep a list too.
+    return type.__new__(type(kind), kind.__name__, (_Quiet, kind, _Recorder), names)
 
 
 def trace(encoder: Encoder) -> tuple[fx.Graph, nn.Module]:
@@ -76,18 +151,19 @@ def trace(encoder: Encoder) -> tuple[fx.Graph, nn.Module]:
     """
     # A root of its own: a network that is one layer shall be seen as a layer, not as its insides.
     root = nn.Sequential(encoder.model)
-    memo = _shared(root)
     try:
-        twin = copy.deepcopy(root, memo)
-        tap = None if encoder.tap is None else memo[id(encoder.tap)]
+        twin = private_copy(root, forward_hooks=False, backward_hooks=False)
     except Exception as error:
         raise UnsupportedError(_cannot(encoder, "copied, which tracing it takes,", error)) from error
     kinds = [[(name, type(m)) for name, m in module.named_modules()] for module in (root, twin)]
     if kinds[0] != kinds[1]:
         msg = f"backend BackPACK: a copy of {type(encoder.model).__name__} has other modules than itself. {ADVICE}"
         raise UnsupportedError(msg)
+    tap = next((name for name, m in root.named_modules() if m is encoder.tap), None)
     try:
-        return _Tracer(tap, {id(m): name for name, m in root.named_modules()}).trace(twin.eval()), root
+        # Without gradients: a module outside of the copy that is called might keep what it is given.
+        with torch.no_grad():
+            return _Tracer(twin, None if tap is None else twin.get_submodule(tap)).record(), root
     except Exception as error:
         raise UnsupportedError(_cannot(encoder, "traced by torch.fx", error)) from error
 
@@ -95,26 +171,3 @@ def trace(encoder: Encoder) -> tuple[fx.Graph, nn.Module]:
 def _cannot(encoder: Encoder, done: str, error: Exception) -> str:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     return f"backend BackPACK: the forward of {type(encoder.model).__name__} cannot be {done} ({reason}). {ADVICE}"
-
-
-def _shared(root: nn.Module) -> dict[int, Any]:
-    """The memo of a deep copy that shares every tensor and drops every hook."""
-    memo: dict[int, Any] = {}
-    for tensor in (*root.parameters(), *root.buffers()):
-        memo[id(tensor)] = tensor
-    for module in root.modules():
-        for name, value in vars(module).items():
-            if isinstance(value, OrderedDict) and name.endswith("_hooks"):
-                # A hook may hold anything; a trace does not run it.
-                memo[id(value)] = OrderedDict()
-            # Activations that a forward stored cannot be copied, and need not be.
-            memo.update((id(tensor), tensor) for tensor in _tensors(value))
-    return memo
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, set, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)

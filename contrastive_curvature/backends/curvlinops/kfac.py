@@ -15,17 +15,19 @@ import torch
 from curvlinops import EKFACLinearOperator, FisherType, KFACLinearOperator, KFACType
 from torch import Tensor, nn
 
-from contrastive_curvature.encoder import Encoder, Inputs, evaluation_mode, input_length, slice_inputs
+from contrastive_curvature.encoder import Encoder, evaluation_mode
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.ggn.api import check_encoder, check_trainable
 from contrastive_curvature.ggn.kron import LayerRun, ModuleKron
 from contrastive_curvature.ggn.pullback import KronFactors
+from contrastive_curvature.inputs import Inputs, input_length, slice_inputs
 from contrastive_curvature.node_blocks import NodeBlocks
 from contrastive_curvature.options import CurvatureOptions, PDFix
 from contrastive_curvature.output_hessian import output_hessian
 from contrastive_curvature.pairs import Pairs
+from contrastive_curvature.threads import private_copy, users_hooks, watched
 
-__all__ = ["contrastive_ekfac", "contrastive_kfac", "host_factors", "host_refuses"]
+__all__ = ["contrastive_ekfac", "contrastive_kfac", "host_factors", "host_refuses", "own_copy"]
 
 
 def contrastive_kfac(
@@ -80,7 +82,7 @@ def host_refuses(encoder: Encoder) -> str | None:
         plain = type(module) is nn.Linear or (
             type(module) is nn.Conv2d and module.groups == 1 and module.padding_mode == "zeros"
         )
-        if own and (not plain or module._forward_pre_hooks):
+        if own and (not plain or users_hooks(module, before_only=True)):
             return f"layer {name.removeprefix('model.')!r} ({type(module).__name__}) is unknown to curvlinops' K-FAC"
     return None
 
@@ -91,7 +93,7 @@ def host_factors(
     """The host's K-FAC in the format of :mod:`contrastive_curvature.ggn.kron`, to which it is equal.
 
     Args:
-        encoder: The analysed encoder, in evaluation mode, whose layers the host knows.
+        encoder: The analysed encoder, in evaluation mode, whose layers the host knows; it gets the host's hooks.
         x: N points.
         blocks: Their Hessian blocks, positive semidefinite.
         n_data: Number of points over which the ``A`` are averaged.
@@ -122,6 +124,27 @@ def host_factors(
         for name, places in biases._mapping.items():
             factors[vectors[places["bias"]]] = [biases._gradient_covariances[name]]
     return [[f.detach() for f in group] for group in factors]
+
+
+def own_copy(encoder: Encoder, x: Inputs) -> Encoder | None:
+    """A copy for the host's hooks, which take what every thread's forward passes show them.
+
+    Args:
+        encoder: The analysed encoder.
+        x: A batch to try it with.
+
+    Returns:
+        The copy; ``None`` where it cannot be made, or does not run the layers that the encoder runs.
+    """
+    try:
+        made = private_copy(encoder)
+    except Exception:
+        return None
+    own = {module for module in made.modules() if any(p.requires_grad for p in module.parameters(recurse=False))}
+    ran: set[nn.Module] = set()
+    with torch.no_grad(), watched(own, before=lambda module, *_: ran.add(module)):
+        made(x)
+    return made if ran == own else None
 
 
 def check_layers(encoder: Encoder, x: Inputs) -> None:

@@ -13,12 +13,13 @@ import torch
 from curvlinops._torch_base import PyTorchLinearOperator
 from torch import Tensor, nn
 
-from contrastive_curvature.backends.checks import check_loader, check_model
-from contrastive_curvature.encoder import Encoder, Inputs, evaluation_mode, input_length, slice_inputs
+from contrastive_curvature.backends.checks import check_loader, check_model, check_whole
+from contrastive_curvature.encoder import Encoder, evaluation_mode
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.ggn.api import check_encoder
 from contrastive_curvature.ggn.lowrank import curvature_product
 from contrastive_curvature.ggn.module import ModulePullback
+from contrastive_curvature.inputs import Inputs, input_length, slice_inputs
 from contrastive_curvature.loss import ContrastiveLoss
 from contrastive_curvature.options import CurvatureOptions
 from contrastive_curvature.output_hessian import OutputHessian
@@ -75,6 +76,7 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         if not isinstance(loss, (ContrastiveLoss, CurvatureOptions)):
             raise InputTypeError(expected("loss", "a ContrastiveLoss or CurvatureOptions", f"a {type(loss).__name__}"))
         check_loader(data)
+        check_whole(data)
         self._model, self._data, self._label_key = model, data, dict_key_y
         self._device = _only({p.device for p in model.parameters()}, "on one device")
         self._dtype = _only({p.dtype for p in model.parameters()}, "of one dtype")

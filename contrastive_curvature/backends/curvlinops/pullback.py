@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from contrastive_curvature.backends.curvlinops.kfac import host_factors, host_refuses
+from contrastive_curvature.backends.curvlinops.kfac import host_factors, host_refuses, own_copy
 from contrastive_curvature.ggn.kron import ModuleKron
 from contrastive_curvature.ggn.module import ModulePullback
 from contrastive_curvature.ggn.pullback import KronFactors, Points
@@ -27,7 +27,11 @@ class CurvlinopsPullback(ModulePullback):
         runs = kron.run(self.slice_context(points.context, slice(0, 1)))
         # An unused layer has no gradient, which the host's backward pass trips over.
         if blocks.is_psd() and host_refuses(self.encoder) is None and self._all_used(points):
-            return host_factors(self.encoder, points.context, blocks, n_data, runs)
+            own = own_copy(self.encoder, self.slice_context(points.context, slice(0, 1)))
+            if own is not None:
+                named = dict(self.encoder.named_modules())
+                positions = {id(m): runs[id(named[name])] for name, m in own.named_modules() if id(named[name]) in runs}
+                return host_factors(own, points.context, blocks, n_data, positions)
         return kron.factors(points.context, blocks, n_data)
 
     def _all_used(self, points: Points) -> bool:

@@ -13,6 +13,7 @@ from contrastive_curvature.backends.stochman import layers
 from contrastive_curvature.backends.stochman.composite import Residual, Sequential
 from contrastive_curvature.backends.stochman.layer import SandwichLayer
 from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.threads import users_hooks
 
 __all__ = ["to_nnj"]
 
@@ -118,7 +119,7 @@ def _share(module: nn.Module, kind: Any) -> SandwichLayer:
 
 
 def _check_hooks(module: nn.Module, name: str) -> None:
-    if module._forward_hooks or module._forward_pre_hooks:
+    if users_hooks(module):
         _refuse(name, module, "has a forward hook, which may change what it computes; remove the hook")
     if "forward" in vars(module):
         _refuse(name, module, "has a forward of its own")

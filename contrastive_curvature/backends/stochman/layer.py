@@ -14,6 +14,8 @@ import torch
 from stochman.nnj import identity
 from torch import Tensor, nn
 
+from contrastive_curvature.threads import private_copy
+
 __all__ = ["SandwichLayer", "SandwichVisitor", "Visitor"]
 
 Visitor = Callable[["SandwichLayer", Tensor, Tensor], None]
@@ -69,10 +71,12 @@ class SandwichLayer(nn.Module):
     def _pull_weight(self, x: Tensor, cotangents: Tensor) -> Tensor:
         """``J_w^T v`` for cotangents (B, M, *output) and the parameters in their order; shape (B, M, P)."""
         params = {name: p.detach() for name, p in self.named_parameters()}
+        # The values below are not for other threads that use this layer.
+        layer = private_copy(self)
 
         def one(point: Tensor, v: Tensor) -> Tensor:
             def outputs(values: dict[str, Tensor]) -> Tensor:
-                return torch.func.functional_call(self, values, (point.unsqueeze(0),))
+                return torch.func.functional_call(layer, values, (point.unsqueeze(0),))
 
             pull = torch.func.vjp(outputs, params)[1]
             (found,) = torch.func.vmap(lambda w: pull(w.unsqueeze(0)))(v)

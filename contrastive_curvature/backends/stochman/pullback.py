@@ -13,11 +13,12 @@ from contrastive_curvature.backends.stochman.composite import Sequential
 from contrastive_curvature.backends.stochman.convert import convert
 from contrastive_curvature.backends.stochman.kron import LayerKron
 from contrastive_curvature.backends.stochman.layer import SandwichLayer
-from contrastive_curvature.encoder import Encoder, Inputs
+from contrastive_curvature.encoder import Encoder
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.ggn import pullback as limits
 from contrastive_curvature.ggn.kron import refuse_kron
 from contrastive_curvature.ggn.pullback import KronFactors, Points, Pullback
+from contrastive_curvature.inputs import Inputs
 from contrastive_curvature.node_blocks import NodeBlocks
 from contrastive_curvature.options import Structure
 
@@ -153,6 +154,16 @@ class StochManPullback(NetworkPullback):
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__(_raw_network(encoder), [p for p in encoder.parameters() if p.requires_grad])
+        self.encoder: Encoder = encoder
+
+    def forward(self, x: Inputs) -> tuple[Tensor, Any]:
+        """See :class:`NetworkPullback`.
+
+        Raises:
+            InputError: The layers cannot take inputs of this shape or dtype.
+        """
+        with self.encoder.naming(x):
+            return super().forward(x)
 
 
 def _raw_network(encoder: Encoder) -> Sequential:
