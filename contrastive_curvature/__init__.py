@@ -16,6 +16,7 @@ from contrastive_curvature.errors import (
     DivergenceError,
     InputError,
     InputTypeError,
+    NotFittedError,
     UnsupportedError,
 )
 from contrastive_curvature.gallery import RetrievalUncertainty
@@ -66,6 +67,7 @@ __all__ = [
     "DivergenceError",
     "InputError",
     "InputTypeError",
+    "NotFittedError",
     "UnsupportedError",
 ]
 

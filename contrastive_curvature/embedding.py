@@ -8,8 +8,17 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import vmf
+from contrastive_curvature.embedding_checks import (
+    check_all_finite,
+    check_draw,
+    check_floats,
+    check_mean,
+    check_semidefinite,
+    check_spread,
+)
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.sphere import normalize
+from contrastive_curvature.vmf._checks import unit
 
 __all__ = ["EmbeddingDistribution", "gaussian_samples"]
 
@@ -29,7 +38,10 @@ class EmbeddingDistribution:
         mean: Mean of the raw outputs, shape (B, D).
 
     Raises:
-        InputError: None or several of the spreads are given, or a spread is malformed.
+        InputTypeError: Something is no tensor of floats.
+        InputError: None or several of the spreads are given; a shape, dtype or device disagrees; something is not
+            finite, a row of the mean is zero, a variance negative, or a covariance not symmetric positive semidefinite
+            beyond rounding.
     """
 
     def __init__(
@@ -51,8 +63,22 @@ class EmbeddingDistribution:
         ]
         if len(given) != 1:
             raise InputError(expected("variance, covariance, joint_covariance", "exactly one", str(given or "none")))
-        if mean.ndim != 2:
-            raise InputError(expected("mean", "shape (B, D)", f"shape {tuple(mean.shape)}"))
+        check_mean(mean)
+        if variance is not None:
+            check_spread("variance", variance, mean, mean.shape)
+            if bool((variance < 0).any()):
+                raise InputError(expected("variance", "variances >= 0", f"a smallest one of {float(variance.min())}"))
+        elif covariance is not None:
+            check_spread("covariance", covariance, mean, (*mean.shape, mean.shape[1]))
+            check_semidefinite("covariance", covariance)
+        elif joint_covariance is not None:
+            check_spread("joint_covariance", joint_covariance, mean, (mean.numel(), mean.numel()))
+            check_semidefinite("joint_covariance", joint_covariance)
+        self._keep(mean, variance, covariance, joint_covariance)
+
+    def _keep(
+        self, mean: Tensor, variance: Tensor | None, covariance: Tensor | None, joint_covariance: Tensor | None
+    ) -> None:
         self.mean = mean
         self._variance = variance
         self._joint = joint_covariance
@@ -62,6 +88,41 @@ class EmbeddingDistribution:
             points = torch.arange(n, device=mean.device)
             covariance = joint_covariance.view(n, dim, n, dim)[points, :, points, :]
         self._covariance = covariance
+
+    @classmethod
+    def trusted(
+        cls,
+        mean: Tensor,
+        *,
+        variance: Tensor | None = None,
+        covariance: Tensor | None = None,
+        joint_covariance: Tensor | None = None,
+    ) -> EmbeddingDistribution:
+        """The same without the checks of symmetry and sign: for posteriors, whose spreads fail them by rounding alone.
+
+        A covariance that is a difference of large matrices has the rounding of those, which no tolerance relative to
+        its own size allows for. And a prediction should not cost a decomposition.
+
+        Args:
+            mean: Shape (B, D), finite.
+            variance: As in the constructor.
+            covariance: As in the constructor.
+            joint_covariance: As in the constructor.
+
+        Raises:
+            InputError: The spread is not finite.
+        """
+        for name, spread in (
+            ("variance", variance),
+            ("covariance", covariance),
+            ("joint_covariance", joint_covariance),
+        ):
+            if spread is not None and not bool(spread.detach().isfinite().all()):
+                hint = "The prior precision or the temperature may be too small, or an input's Jacobian too large."
+                raise InputError(expected(f"la(x): {name}", "finite numbers", "NaN or infinity", hint))
+        out = cls.__new__(cls)
+        out._keep(mean, variance, covariance, joint_covariance)
+        return out
 
     @classmethod
     def from_samples(cls, samples: Tensor) -> EmbeddingDistribution:
@@ -75,13 +136,18 @@ class EmbeddingDistribution:
             and whose samples are these.
 
         Raises:
-            InputError: Fewer than two samples.
+            InputTypeError: No tensor of floats.
+            InputError: Another shape, fewer than two samples, or not finite.
         """
-        if samples.ndim != 3 or samples.shape[0] < 2:
-            raise InputError(expected("samples", "shape (S, B, D) with S >= 2", f"shape {tuple(samples.shape)}"))
-        mean = samples.mean(0)
-        centred = (samples - mean).permute(1, 2, 0)
-        out = cls(mean, covariance=centred @ centred.mT / (samples.shape[0] - 1))
+        hint = "Sample s comes from one network for all B inputs, as la.functional_samples(x, joint=True) gives them."
+        wanted = "shape (S, B, D) with S >= 2 and D >= 2"
+        check_floats("samples", samples, wanted)
+        if samples.ndim != 3 or samples.shape[0] < 2 or samples.shape[2] < 2:
+            raise InputError(expected("samples", wanted, f"shape {tuple(samples.shape)}", hint))
+        check_all_finite("samples", samples)
+        out = cls.__new__(cls)
+        # The covariance waits until somebody asks: of very large outputs it is no number any more.
+        out._keep(samples.mean(0), None, None, None)
         out._samples = samples
         return out
 
@@ -105,22 +171,32 @@ class EmbeddingDistribution:
         which the angle alone forgets; ``1 / kappa`` is the purely angular score. Comparable within one encoder.
         """
         if self._samples is not None:
-            return self._samples.norm(dim=2).mean(0) - self.mean.norm(dim=1)
-        return self.mean.norm(dim=1) * self.tangential_variance / 2
+            samples, mean, scale = self._scaled_samples()
+            return (samples.norm(dim=2).mean(0) - mean.norm(dim=1)).clamp(min=0) * scale
+        u, n = unit("mean", self.mean)
+        # n times the variance is that of a unit mean with V / n: without the square of n, which may leave the numbers.
+        if self._variance is not None:
+            return vmf.tangential_variance(u, variance=self._variance / n.unsqueeze(1)) / 2
+        return vmf.tangential_variance(u, covariance=self.covariance / n[:, None, None]) / 2
 
     @property
     def tangential_variance(self) -> Tensor:
         """Variance across the mean direction over the squared norm, shape (B,), in squared radians."""
         if self._variance is not None:
             return vmf.tangential_variance(self.mean, variance=self._variance)
+        if self._samples is not None:
+            samples, mean, _ = self._scaled_samples()
+            return vmf.tangential_variance(mean, covariance=sample_covariance(samples))
         return vmf.tangential_variance(self.mean, covariance=self._covariance)
 
     @property
     def covariance(self) -> Tensor:
         """Covariance of the raw outputs, shape (B, D, D)."""
-        if self._covariance is None:
-            return torch.diag_embed(self.variance)
-        return self._covariance
+        if self._covariance is not None:
+            return self._covariance
+        if self._samples is not None:
+            return sample_covariance(self._samples)
+        return torch.diag_embed(self.variance)
 
     @property
     def variance(self) -> Tensor:
@@ -153,8 +229,11 @@ class EmbeddingDistribution:
             inputs; else every input is drawn from its own marginal.
 
         Raises:
-            InputError: More samples than there are, when made from samples.
+            InputTypeError: ``generator`` is no ``torch.Generator``.
+            InputError: ``n_samples`` is no positive whole number, or more than there are, when made from samples; or
+                ``generator`` is another device's.
         """
+        check_draw(n_samples, generator, self.mean.device)
         if self._samples is not None:
             if n_samples > self._samples.shape[0]:
                 hint = "This distribution was made from them; ask for more when predicting."
@@ -184,6 +263,16 @@ class EmbeddingDistribution:
         kind = "samples" if self._samples is not None else "joint Gaussian" if self._joint is not None else "Gaussian"
         return f"EmbeddingDistribution({n} embeddings in {dim} dimensions, from {kind})"
 
+    def _scaled_samples(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Samples (S, B, D) and their mean (B, D) over the largest entry of each input, and that entry (B,)."""
+        if self._samples is None:
+            msg = "this distribution was not made from samples"
+            raise TypeError(msg)
+        scale = self._samples.detach().abs().amax((0, 2))
+        scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+        samples = self._samples / scale.unsqueeze(1)
+        return samples, samples.mean(0), scale
+
     @property
     def _summary(self) -> tuple[Tensor, Tensor]:
         if self._samples is not None:
@@ -192,6 +281,12 @@ class EmbeddingDistribution:
         if self._variance is not None:
             return mu, vmf.concentration_from_gaussian(self.mean, variance=self._variance)
         return mu, vmf.concentration_from_gaussian(self.mean, covariance=self._covariance)
+
+
+def sample_covariance(samples: Tensor) -> Tensor:
+    """Covariance (B, D, D) of samples (S, B, D)."""
+    centred = (samples - samples.mean(0)).permute(1, 2, 0)
+    return centred @ centred.mT / (samples.shape[0] - 1)
 
 
 def gaussian_samples(

@@ -10,6 +10,7 @@ __all__ = [
     "DivergenceError",
     "InputError",
     "InputTypeError",
+    "NotFittedError",
     "UnsupportedError",
     "expected",
 ]
@@ -29,6 +30,10 @@ class InputTypeError(InputError, TypeError):
 
 class UnsupportedError(ContrastiveCurvatureError, ValueError, NotImplementedError):
     """A valid request that this combination of options cannot answer correctly, and therefore refuses."""
+
+
+class NotFittedError(ContrastiveCurvatureError, AttributeError, ValueError):
+    """Something was asked of a posterior that only ``fit`` gives; ``AttributeError`` is what laplace-torch raises."""
 
 
 class DivergenceError(ContrastiveCurvatureError, ArithmeticError):

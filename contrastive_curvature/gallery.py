@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import metrics
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.metrics._checks import check_count, check_embeddings, check_scores
 from contrastive_curvature.sphere import normalize
 
@@ -42,7 +42,9 @@ class RetrievalUncertainty:
     def __init__(self, gallery: Tensor, calibration: Tensor, *, k: int = 10, share: float = 0.1) -> None:
         self.gallery = check_embeddings("gallery", gallery)
         self.k = check_count("k", k, 1, len(self.gallery), f"There are {len(self.gallery)} gallery points.")
-        if isinstance(share, bool) or not 0 < share < 1:
+        if isinstance(share, bool) or not isinstance(share, (int, float)):
+            raise InputTypeError(expected("share", "a number in (0, 1)", repr(share)))
+        if not 0 < share < 1:
             raise InputError(expected("share", "a number in (0, 1)", share))
         known = check_scores("calibration", calibration)
         self.threshold = float(known.double().quantile(1 - share))
@@ -64,10 +66,15 @@ class RetrievalUncertainty:
         Raises:
             InputError: The arguments are malformed.
         """
-        near = neighbor_distance(embeddings, self.gallery, self.k)
-        score = check_scores("uncertainty", uncertainty).to(near)
-        if score.shape != near.shape:
-            raise InputError(expected("uncertainty", f"shape {tuple(near.shape)}", f"shape {tuple(score.shape)}"))
+        queries = check_embeddings("embeddings", embeddings)
+        if queries.shape[1] != self.gallery.shape[1]:
+            wanted = f"D = {self.gallery.shape[1]}, that of the gallery"
+            raise InputError(expected("embeddings", wanted, f"D = {queries.shape[1]}"))
+        score = check_scores("uncertainty", uncertainty)
+        if len(score) != len(queries):
+            raise InputError(expected("uncertainty", f"shape ({len(queries)},)", f"shape {tuple(score.shape)}"))
+        near = neighbor_distance(embeddings, self.gallery.to(queries), self.k)
+        score = score.to(near)
         return torch.where(score > self.threshold, 2 + score / self.threshold, near)
 
 

@@ -334,7 +334,7 @@ def loaders() -> list[tuple[str, Callable[[], Any], type[Exception], tuple[str, 
         ("empty batch", lambda: [*good, (x[:0], y[:0])], cc.InputError, ("train_loader", "batch")),
         ("NaN", lambda: [(broken, y)], cc.InputError, ("model(x)", "NaN", "6")),
         ("a generator", lambda: (b for b in good), cc.InputError, ("train_loader",)),
-        ("other data", lambda: Once([good, good, good, unlike]), cc.InputError, ("train_loader", "both passes")),
+        ("other data", lambda: Once([good, good, good, unlike]), cc.InputError, ("train_loader", "every pass")),
     ]
 
 
@@ -416,7 +416,7 @@ def test_options_of_the_laplace_object() -> None:
     refused(lambda: la("last_layer", feature_reduction="average"), cc.UnsupportedError, "feature_reduction")
     refused(lambda: Laplace("model", "contrastive", "all", "diag"), cc.InputTypeError, "model", "str")
     refused(lambda: Laplace(nn.ReLU(), "contrastive", "all", "diag"), cc.InputError, "model", "parameters")
-    with pytest.raises(ValueError, match="full or diagonal"):  # the host itself
+    with pytest.raises(ValueError, match=r"[Ss]ubnetwork"):  # ours, or the host's for a name imported before us
         la("subnetwork", "kron")
 
 
@@ -452,7 +452,7 @@ def test_options_of_prediction_and_tuning() -> None:
 def test_a_prior_of_a_wrong_length_is_refused_at_every_try() -> None:
     la = Laplace(encoder(), "contrastive", "last_layer", "diag", prior_precision=torch.ones(5))
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"[Pp]rior precision"):
+        with pytest.raises(cc.InputError, match="prior_precision: expected 1 or 2 or 18 entries, got 5"):
             la.fit(DataLoader(TensorDataset(*inputs()), batch_size=5))
 
 

@@ -153,7 +153,7 @@ def test_other_data_in_the_second_pass_are_refused() -> None:
     moved = [(x + 0.1, y) for x, y in batches]
     for then in (batches[:1], [], moved, batches + batches):
         gp = Laplace(body(), "contrastive", "all", "gp", n_subset=8, backend_kwargs=PSD[0])
-        with pytest.raises(cc.InputError, match="the same data in both passes"):
+        with pytest.raises(cc.InputError, match="the same data in every pass"):
             gp.fit(Passes(batches, then))
         assert gp.H is None
 

@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments; those of the process by default.
 
     Returns:
-        Exit status: 0; 1 when a cell failed; 2 when something was refused, which happens before any training.
+        Exit status: 0; 1 when a cell failed; 2 when something was refused, which happens before any training, except
+        for saved curves, which are read when plots are drawn.
     """
     config = parse(argv)
     try:
@@ -34,13 +35,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             torch.set_num_threads(config.threads)
         rows = table_rows(config.table, config.methods)
         from benchmarks.retrieval.run import Runner
-        from benchmarks.retrieval.store import open_run
+        from benchmarks.retrieval.store import load_results, open_run
 
         data = read_data(config)
         runner = Runner(config, data)
         runner.check(rows)
         runner.warm_up()
         open_run(config, data)
+        # Before a training of hours, not after it: what was saved earlier goes into the report.
+        load_results(config.out)
     except ContrastiveCurvatureError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -48,6 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"table {config.table}, {data.title}: {len(cells)} cells. Run folder: {config.out}")
     try:
         text = runner.run(cells)
+    except ContrastiveCurvatureError as error:
+        # A cell that fails is reported, and the run goes on; this is a file of the run folder.
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(f"\ninterrupted; start again with the same options to go on ({config.out})", file=sys.stderr)
         return 130

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
 
+from benchmarks.retrieval.saved import check_number, read_json
 from contrastive_curvature.demo.report import write_atomically
+from contrastive_curvature.errors import InputError
 
 __all__ = ["Clock"]
 
@@ -28,12 +29,10 @@ class Clock:
     @property
     def seconds(self) -> float | None:
         """The sum; ``None`` where a part of it is not known, or nothing was timed."""
-        seconds: float | None = self._read().get("seconds")
-        return seconds
+        return self._read() if self._path.is_file() else None
 
     def __enter__(self) -> Clock:
-        before = self._read()
-        self._before: float | None = 0.0 if not before else before["seconds"]
+        self._before: float | None = self._read() if self._path.is_file() else 0.0
         # What stands there until the end: unknown.
         self._write(None)
         self._started = time.perf_counter()
@@ -43,9 +42,13 @@ class Clock:
         taken = time.perf_counter() - self._started
         self._write(None if self._before is None else self._before + taken)
 
-    def _read(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self._path.read_text(encoding="utf-8")) if self._path.is_file() else {}
-        return found
+    def _read(self) -> float | None:
+        """What stands there; of a damaged file nothing is known."""
+        try:
+            seconds = read_json(self._path, "seconds", "").get("seconds")
+        except InputError:
+            return None
+        return float(seconds) if check_number(seconds) and seconds >= 0 else None
 
     def _write(self, seconds: float | None) -> None:
         write_atomically(self._path, json.dumps({"seconds": seconds}) + "\n")

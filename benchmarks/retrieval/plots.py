@@ -40,11 +40,16 @@ def draw_all(out: Path, data: RetrievalData, table: int, seed: int) -> None:
         data: The images.
         table: 1 to 4.
         seed: The seed.
+
+    Raises:
+        InputError: A cell's curves are damaged.
     """
     folder = out / "plots"
     folder.mkdir(exist_ok=True)
     found: Found = {
-        row.key: (row, curves) for row in known_rows(table) if (curves := load_curves(out, seed, row.key)) is not None
+        row.key: (row, curves)
+        for row in known_rows(table)
+        if (curves := load_curves(out, seed, row.key, len(data.test))) is not None
     }
     with plt.rc_context({"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "figure.dpi": 130}):
         for name, figure in _figures(data, found, seed):

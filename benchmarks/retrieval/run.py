@@ -21,7 +21,7 @@ from benchmarks.retrieval.config import Config, settings
 from benchmarks.retrieval.evaluate import evaluate
 from benchmarks.retrieval.plan import BASE, Cell, Row
 from benchmarks.retrieval.store import cell_folder, is_finished, save_cell, save_failure
-from contrastive_curvature.errors import ContrastiveCurvatureError
+from contrastive_curvature.errors import ContrastiveCurvatureError, InputError, expected
 
 __all__ = ["Runner"]
 
@@ -127,7 +127,7 @@ class Runner:
         # Ensembles of several processes may want the same encoder: one trains it, the others wait and load it.
         with FileLock(folder / "lock"):
             if model.is_file():
-                method.load(model, self.data)
+                _load(method, model, self.data)
                 return clock.seconds
             training.mkdir(exist_ok=True)
             with clock:
@@ -164,3 +164,22 @@ class Runner:
         device = torch.device(self.config.device)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         return machine.describe() | {"device": self.config.device, "accelerator": name}
+
+
+def _load(method: Method, path: Path, data: RetrievalData) -> None:
+    """Load what an earlier start has fitted.
+
+    Raises:
+        InputError: The file is damaged, or another method's.
+    """
+    try:
+        method.load(path, data)
+    except ContrastiveCurvatureError as error:
+        # What refused a part of the content knows neither the file nor what to do with it.
+        named = "" if str(path) in str(error) else f"{path}: "
+        msg = f"{named}{error} Remove {path}, and the method is fitted again."
+        raise InputError(msg) from None
+    except Exception as error:  # what a network raises at another one's weights has no common base
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        hint = "Remove it, and the method is fitted again."
+        raise InputError(expected(str(path), f"a fitted {method.name}", f"something else ({reason})", hint)) from None

@@ -14,6 +14,7 @@ from benchmarks.data import RetrievalData
 from benchmarks.retrieval.config import Config
 from benchmarks.retrieval.evaluate import Evaluation, Scores
 from benchmarks.retrieval.plan import Cell
+from benchmarks.retrieval.saved import check_cell, check_curves, read_json
 from contrastive_curvature.demo.report import write_atomically
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.metrics import CalibrationBins
@@ -42,15 +43,13 @@ def open_run(config: Config, data: RetrievalData) -> None:
         data: What was loaded, which must be the same images.
 
     Raises:
-        InputError: Another option differs, the folder holds something else, or it cannot be written.
+        InputError: Another option differs, the folder or its configuration holds something else, or it cannot be
+            written.
     """
     out, wanted = config.out, config.identity() | {"images": data.fingerprint()}
     path = out / _CONFIG
     if path.is_file():
-        try:
-            there = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise InputError(expected(str(path), "JSON", str(error), "Name another --out.")) from None
+        there = read_json(path, "JSON, the options of a run", "Name another --out.")
         differ = [name for name in wanted | there if wanted.get(name) != there.get(name)]
         if differ:
             was, came = (", ".join(f"{name} = {given.get(name)!r}" for name in differ) for given in (there, wanted))
@@ -129,8 +128,12 @@ def is_finished(out: Path, cell: Cell) -> bool:
 
 
 def load_results(out: Path) -> list[dict[str, Any]]:
-    """What all cells in a run folder gave, figures or a failure, in the order of their seeds."""
-    found = [_read(path) for path in out.glob("seed*/*.json")]
+    """What all cells in a run folder gave, figures or a failure, in the order of their seeds.
+
+    Raises:
+        InputError: A file among them is damaged or something else.
+    """
+    found = [_read(path) for path in out.glob("seed*/*.json") if path.parent.name[4:].isdecimal()]
     return sorted(found, key=lambda cell: (cell["seed"], cell["row"]))
 
 
@@ -155,19 +158,37 @@ class Curves:
         self.calibration = None if bins is None else CalibrationBins(**bins)
 
 
-def load_curves(out: Path, seed: int, key: str) -> Curves | None:
-    """Read a cell's curves; ``None`` where it is not finished."""
-    path = out / f"seed{seed}" / f"{key}.json"
-    content = _read(path) if path.is_file() else {"failed": "not yet"}
+def load_curves(out: Path, seed: int, key: str, points: int | None = None) -> Curves | None:
+    """Read a cell's curves.
+
+    Args:
+        out: Run folder.
+        seed: Of the cell.
+        key: Of its row.
+        points: Number of test images, which the curves are held against where it is given.
+
+    Returns:
+        The curves; ``None`` where the cell is not finished.
+
+    Raises:
+        InputError: The figures or the curves are missing, damaged or something else.
+    """
+    cell = out / f"seed{seed}" / f"{key}.json"
+    content = _read(cell) if cell.is_file() else {"failed": "not yet"}
     if "failed" in content:
         return None
-    folder = cell_folder(out, seed, key, tuple(content["members"]))
-    return Curves(load_checkpoint(folder / "curves.pt", torch.device("cpu")))
+    path = cell_folder(out, seed, key, tuple(content["members"])) / "curves.pt"
+    try:
+        found = load_checkpoint(path, torch.device("cpu"))
+    except InputError as error:
+        # Removing the curves alone would leave the cell finished.
+        msg = f"{error} Remove {cell} too, and the cell is evaluated again."
+        raise InputError(msg) from None
+    check_curves(path, found, cell, points)
+    return Curves(found)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        hint = "Remove it, and the cell is evaluated again."
-        raise InputError(expected(str(path), "a cell's result in JSON", f"a damaged file ({error})", hint)) from None
+    content = read_json(path, "a cell's result in JSON", "Remove it, and the cell is evaluated again.")
+    check_cell(path, content)
+    return content

@@ -6,8 +6,8 @@ stands in front of them and replaces what assumes a sum over points or a softmax
 
 from __future__ import annotations
 
-import inspect
 import warnings
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -16,16 +16,26 @@ from laplace.utils.enums import Likelihood
 from torch import Tensor, nn
 
 from contrastive_curvature.backends.base import ContrastiveBackend
-from contrastive_curvature.backends.checks import check_loader, check_model, read_batch
-from contrastive_curvature.backends.choice import backend_named, choose_backend
+from contrastive_curvature.backends.checks import check_loader, check_model, check_whole, read_batch
+from contrastive_curvature.backends.choice import choose_backend
 from contrastive_curvature.backends.torch_func import ContrastiveGGN
-from contrastive_curvature.encoder import Inputs, flatten_parameters, slice_inputs, weight_norms
+from contrastive_curvature.encoder import flatten_parameters, weight_norms
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.accumulate import clamp_curvature
 from contrastive_curvature.ggn.dataset import DatasetCurvature
-from contrastive_curvature.laplace.options import check_options
+from contrastive_curvature.inputs import Inputs, slice_inputs
+from contrastive_curvature.laplace.hyperparameters import Hyperparameters
+from contrastive_curvature.laplace.options import arguments_by_name, check_arguments, check_options
 from contrastive_curvature.laplace.prediction import SpherePrediction
-from contrastive_curvature.options import Structure
+from contrastive_curvature.laplace.state import (
+    check_class,
+    check_options_agree,
+    check_settings,
+    find_backend,
+    unchanged_on_error,
+)
+from contrastive_curvature.laplace.state_values import refuse
+from contrastive_curvature.options import Structure, check_flag
 
 __all__ = ["CONTRASTIVE", "ContrastiveLaplace"]
 
@@ -33,7 +43,7 @@ CONTRASTIVE = "contrastive"
 """The likelihood's name in ``laplace.Laplace(model, likelihood="contrastive")``."""
 
 
-class ContrastiveLaplace(SpherePrediction):
+class ContrastiveLaplace(Hyperparameters, SpherePrediction):
     """Mixin that makes a laplace-torch class approximate the posterior of a contrastive encoder.
 
     Args:
@@ -68,7 +78,9 @@ class ContrastiveLaplace(SpherePrediction):
         if likelihood != CONTRASTIVE:
             raise InputError(expected("likelihood", repr(CONTRASTIVE), likelihood))
         check_model(model)
-        kwargs = {**_by_name(type(self), args), **kwargs}
+        kwargs = arguments_by_name(type(self), args, kwargs)
+        backend, backend_kwargs = kwargs.pop("backend", backend), kwargs.pop("backend_kwargs", backend_kwargs)
+        check_arguments(kwargs, next(model.parameters()).dtype)
         self._temperature_given = "temperature" in kwargs
         self.cost = 0.0
         self._curvature_options = check_options(self.structure, backend, backend_kwargs, kwargs, self.takes_rank)
@@ -85,32 +97,6 @@ class ContrastiveLaplace(SpherePrediction):
         self.likelihood = CONTRASTIVE
 
     @property
-    def temperature(self) -> float:
-        """Temperature of the likelihood: the curvature is divided by it."""
-        return self._temperature
-
-    @temperature.setter
-    def temperature(self, value: float) -> None:
-        if not value > 0:
-            raise InputError(expected("temperature", "a positive number", value))
-        self._temperature = float(value)
-        # The host caches a root of the covariance, and forgets to drop it here.
-        self._posterior_scale = None
-
-    @property
-    def prior_precision(self) -> Tensor:
-        """Precision of the prior: one number, one a parameter tensor, or one a parameter."""
-        return super().prior_precision
-
-    @prior_precision.setter
-    def prior_precision(self, value: float | Tensor) -> None:
-        given = torch.as_tensor(value)
-        if not bool(((given > 0) & given.isfinite()).all()):
-            came = str(value) if given.numel() == 1 else f"a smallest value of {float(given.min())}"
-            raise InputError(expected("prior_precision", "positive numbers", came))
-        super(ContrastiveLaplace, type(self)).prior_precision.fset(self, value)
-
-    @property
     def backend(self) -> ContrastiveBackend:
         """The curvature backend, made at first use."""
         if self._backend is None:
@@ -123,18 +109,24 @@ class ContrastiveLaplace(SpherePrediction):
             )
         return self._backend
 
-    def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool = False) -> None:
+    def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool | None = None) -> None:
         """Fit the posterior, exactly over all pairs of the data set (or its batches, with ``pairs="batch"``).
 
         Args:
             train_loader: Batches ``(x, labels)`` or mappings; iterated several times, and may shuffle in between.
             override: ``False`` adds to an earlier fit, as a further data set: pairs between the two are not formed.
-            progress_bar: Whether to show progress bars.
+            progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on. A fit that will
+                take more than a minute says so before it starts, whatever this is.
 
         Raises:
-            InputError: No data, one point, no positive pair, malformed batches, or other data in the second pass.
-            UnsupportedError: The encoder cannot be looked through, or the structure has no answer for the fix.
+            InputError: No data, one point, no positive pair, malformed batches, other data in the second pass, or a
+                curvature that is not finite.
+            UnsupportedError: The encoder cannot be looked through, the structure has no answer for the fix, or the
+                loader gives every process its own part of the data.
         """
+        check_flag("override", override)
+        if progress_bar is not None:
+            check_flag("progress_bar", progress_bar)
         self._begin(train_loader)
         result = self.backend.fit(train_loader, self.structure, progress_bar)
         earlier = 0 if override else self.n_data
@@ -169,42 +161,73 @@ class ContrastiveLaplace(SpherePrediction):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, into an object made with the same options.
 
-        Warns where the encoder has other weights than the one it was saved from.
+        Everything in it is checked first, so that a state that is refused leaves this object as it was. Warns where the
+        encoder has other weights than the one it was saved from.
 
         Raises:
-            InputError: It belongs to other options, or to another likelihood.
+            InputError: It belongs to another class, likelihood or options, a key is missing, or something in it has
+                another type or shape or cannot be right, as a negative curvature.
         """
-        if "contrastive" not in state_dict:
-            raise InputError(expected("state_dict", "one of a contrastive Laplace", "one of another likelihood"))
-        now, was = self._plain_options(), state_dict["contrastive"]
-        differ = [name for name in now | was if now.get(name) != was.get(name)]
-        if differ:
-            wanted, came = (", ".join(f"{name}={given.get(name)!r}" for name in differ) for given in (now, was))
-            hint = "Give this object the same backend_kwargs."
-            raise InputError(expected("state_dict", f"this object's options {wanted}", came, hint))
+        check_class(state_dict, type(self).__name__, CONTRASTIVE)
+        check_options_agree(state_dict, self._plain_options())
+        with unchanged_on_error(self):
+            self._prepare_to_load(state_dict)
+            like = next(self.model.parameters()).detach()
+            sizes = self._prior_mean_sizes() or set(), self._prior_sizes() or set()
+            check_settings(state_dict, like, self.n_params, *sizes)
+            kind = find_backend(state_dict["backend"], self._backend_cls, self._chooses_backend)
+            if state_dict["enable_backprop"] and not kind.keeps_graph:
+                refuse("enable_backprop", f"False, since {kind.__name__} keeps no graph", True)
+            self._check_curvature(state_dict, like)
+            self._take(state_dict, kind)
+
+    def _prepare_to_load(self, state: Mapping[str, Any]) -> None:
+        """What must be known before a state can be checked; nothing here."""
+
+    @abstractmethod
+    def _check_curvature(self, state: Mapping[str, Any], like: Tensor) -> None:
+        """Check ``H`` and ``H_raw`` of a state."""
+
+    def _take(self, state: Mapping[str, Any], kind: type[ContrastiveBackend]) -> None:
+        """Assign what has been checked. The host's own method is not used: it assigns while it checks."""
         if self._chooses_backend:
             # All give the same numbers, but not to the last bit.
             indices = self.backend.subnetwork_indices
-            self._backend_cls, self._backend = backend_named(state_dict["backend"]), None
+            self._backend_cls, self._backend = kind, None
             self.backend.subnetwork_indices = indices
-        # The host warns where the temperatures differ; here they do whenever the default method has set one.
-        self.temperature = state_dict["temperature"]
-        self._temperature_given = state_dict["temperature_given"]
-        super().load_state_dict(state_dict)  # type: ignore[misc]
-        self.H_raw, self.cost = state_dict["H_raw"], state_dict["cost"]
+        if self.enable_backprop != state["enable_backprop"]:
+            msg = "enable_backprop: the state was saved with another value, which now holds."
+            warnings.warn(msg, UserWarning, stacklevel=4)
+        for name in ("mean", "loss", "cost", "prior_mean", "prior_precision", "sigma_noise", "n_data", "n_outputs"):
+            setattr(self, name, state[name])
+        self.temperature, self._temperature_given = state["temperature"], state["temperature_given"]
+        self.enable_backprop = state["enable_backprop"]
+        self.model.output_size = self.n_outputs
+        self.H_raw = state["H_raw"]
+        self._take_curvature(state)
         self._posterior_scale = None
-        if "encoder_norms" in state_dict:  # files written before this check was have none
-            self._warn_of_other_weights(state_dict["encoder_norms"])
+        if "encoder_norms" in state:  # files written before this check was have none
+            self._warn_of_other_weights(state["encoder_norms"])
+
+    def _take_curvature(self, state: Mapping[str, Any]) -> None:
+        self.H = state["H"]
+
+    def _has_weights(self, saved: Tensor | None) -> bool:
+        """Whether the encoder is the one that a state was saved from, as far as norms tell."""
+        now = weight_norms(self.model)
+        # The tolerance is for other precisions.
+        return (
+            saved is not None and saved.shape == now.shape and torch.allclose(now, saved.to(now), rtol=1e-3, atol=1e-12)
+        )
 
     def _warn_of_other_weights(self, saved: Tensor) -> None:
-        now = weight_norms(self.model)
-        # Not an error: the encoder's own weights may be loaded after this. The tolerance is for other precisions.
-        if saved.shape != now.shape or not torch.allclose(now, saved, rtol=1e-3, atol=1e-12):
+        # Not an error: the encoder's own weights may be loaded after this.
+        if not self._has_weights(saved):
             msg = (
                 "The encoder has other weights than the one whose posterior is loaded, so predictions will be wrong. "
                 "Load the encoder's state_dict first: laplace-torch keeps it apart from the posterior's."
             )
-            warnings.warn(msg, UserWarning, stacklevel=3)
+            warnings.warn(msg, UserWarning, stacklevel=4)
 
     def _plain_options(self) -> dict[str, Any]:
         """The options as strings and numbers; of a relation only that there is one."""
@@ -214,6 +237,7 @@ class ContrastiveLaplace(SpherePrediction):
     def _begin(self, loader: Iterable[Any]) -> None:
         """Look at the first batch: what has to be known before the backend exists, and which backend it is."""
         check_loader(loader)
+        check_whole(loader)
         self.model.eval()
         for batch in loader:
             x, _ = read_batch(batch, self._device, self.dict_key_y)
@@ -270,10 +294,3 @@ class ContrastiveLaplace(SpherePrediction):
                 stacklevel=3,
             )
         self.H_raw, self.H = raw, clamped
-
-
-def _by_name(cls: type, args: tuple[Any, ...]) -> dict[str, Any]:
-    """Names of the positional arguments that follow model and likelihood, from the host's own constructor."""
-    host: Any = next(c for c in cls.__mro__ if c.__module__.startswith("laplace."))
-    bound = inspect.signature(host.__init__).bind_partial(None, None, None, *args).arguments
-    return dict(list(bound.items())[3:])

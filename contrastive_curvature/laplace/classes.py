@@ -6,7 +6,7 @@ subclasses; an inherited key would replace the host's class for every user of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,19 +16,29 @@ from laplace.subnetlaplace import DiagSubnetLaplace, FullSubnetLaplace
 from laplace.utils import Kron
 from torch import Tensor, nn
 
+from contrastive_curvature.backends.checks import check_model
 from contrastive_curvature.embedding import EmbeddingDistribution
-from contrastive_curvature.encoder import Inputs, evaluation_mode, flatten_parameters, slice_inputs
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.ggn.dataset import DatasetCurvature
 from contrastive_curvature.ggn.kron import clamp_factors
+from contrastive_curvature.inputs import Inputs
 from contrastive_curvature.laplace.base import CONTRASTIVE, ContrastiveLaplace
+from contrastive_curvature.laplace.checks import check_indices
 from contrastive_curvature.laplace.covariance import (
     dense_last_layer_covariance,
     diag_last_layer_variance,
     kron_last_layer_covariance,
 )
-from contrastive_curvature.laplace.features import RawFeatureExtractor
-from contrastive_curvature.options import Structure
+from contrastive_curvature.laplace.decompose import decompose_factors
+from contrastive_curvature.laplace.last_layer import LastLayerLaplace
+from contrastive_curvature.laplace.options import arguments_by_name
+from contrastive_curvature.laplace.state_curvature import (
+    check_dense,
+    check_diagonal,
+    check_eigenpairs,
+    check_factors,
+)
+from contrastive_curvature.options import Structure, check_flag
 
 __all__ = [
     "ContrastiveDiagLLLaplace",
@@ -53,6 +63,9 @@ class ContrastiveDiagLaplace(ContrastiveLaplace, DiagLaplace):
     def _curvature_diagonal(self) -> Tensor:
         return self.H
 
+    def _check_curvature(self, state: Mapping[str, Any], like: Tensor) -> None:
+        check_diagonal(state, like, self.n_params)
+
 
 class ContrastiveFullLaplace(ContrastiveLaplace, FullLaplace):
     """All parameters, dense precision; exact generalised Gauss-Newton."""
@@ -62,6 +75,9 @@ class ContrastiveFullLaplace(ContrastiveLaplace, FullLaplace):
 
     def _curvature_diagonal(self) -> Tensor:
         return self.H.diagonal()
+
+    def _check_curvature(self, state: Mapping[str, Any], like: Tensor) -> None:
+        check_dense(state, like, self.n_params)
 
 
 class _KroneckerFactored(ContrastiveLaplace):
@@ -79,13 +95,22 @@ class _KroneckerFactored(ContrastiveLaplace):
                 [a[0] + b[0], *(torch.lerp(old, new, share) for old, new in zip(a[1:], b[1:], strict=True))]
                 for a, b in zip(self.H_raw, factors, strict=True)
             ]
-        kron = Kron(factors)
-        # The decomposition sets negative eigenvalues to zero.
-        decomposed = kron.decompose(damping=self.damping)
-        self.H_raw, self.H_facs, self.H = factors, kron, decomposed
+        decomposed = decompose_factors(factors, self.damping)
+        self.H_raw, self.H_facs, self.H = factors, Kron(factors), decomposed
 
     def _curvature_diagonal(self) -> Tensor:
         return Kron(clamp_factors(self.H_raw)).diag()
+
+    def _factored(self) -> list[Tensor]:
+        """The parameters that have factors, in their order."""
+        return self.params
+
+    def _check_curvature(self, state: Mapping[str, Any], like: Tensor) -> None:
+        check_factors(state, like, self._factored())
+
+    def _take_curvature(self, state: Mapping[str, Any]) -> None:
+        factors = [list(group) for group in state["H"]]
+        self.H_facs, self.H = Kron(factors), decompose_factors(factors, self.damping)
 
 
 class ContrastiveKronLaplace(_KroneckerFactored, KronLaplace):
@@ -113,13 +138,14 @@ class ContrastiveLowRankLaplace(ContrastiveLaplace, _LowRankHost):
     structure = None  # type: ignore[assignment]
     takes_rank = True
 
-    def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool = False) -> None:
+    def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool | None = None) -> None:
         """Fit; the loader must not shuffle, because Lanczos multiplies with the curvature many times.
 
         Raises:
             InputError: No data, one point, no positive pair, a shuffling loader, or no positive eigenvalue.
             UnsupportedError: ``override=False``: eigenpairs of two data sets do not add up.
         """
+        check_flag("override", override)
         if not override:
             msg = "override=False: eigenpairs of two data sets do not add up. Use hessian_structure='diag' or 'kron'."
             raise UnsupportedError(msg)
@@ -132,18 +158,54 @@ class ContrastiveLowRankLaplace(ContrastiveLaplace, _LowRankHost):
         self.H = (vectors, values)
         self._remember(result.loss, float(result.cost), result.n)
 
+    def square_norm(self, value: Tensor) -> Tensor:
+        """``(value - mean)^T P (value - mean)`` for weights (P,)."""
+        self._check_value(value)
+        (vectors, values), prior = self.posterior_precision
+        delta = value - self.mean
+        return (values * (vectors.T @ delta).square()).sum() + (prior * delta.square()).sum()
+
     def _curvature_diagonal(self) -> Tensor:
         vectors, values = self.H
         return vectors.square() @ values
 
+    def _check_curvature(self, state: Mapping[str, Any], like: Tensor) -> None:
+        check_eigenpairs(state, like, self.n_params)
+
+    def _take_curvature(self, state: Mapping[str, Any]) -> None:
+        self.H = tuple(state["H"])
+
 
 class _Subnetwork(ContrastiveLaplace):
-    """Chosen parameters; the host knows one prior precision for all of them."""
+    """Chosen parameters; the host knows one prior precision for all of them, and one mean.
+
+    Raises:
+        InputError: ``subnetwork_indices`` are missing, no whole numbers, out of range or not different.
+    """
 
     prior_structures = ("scalar",)
 
+    def __init__(self, model: nn.Module, likelihood: str = CONTRASTIVE, *args: Any, **kwargs: Any) -> None:
+        check_model(model)
+        named = arguments_by_name(type(self), args, kwargs)
+        n_params = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        named["subnetwork_indices"] = check_indices(named.get("subnetwork_indices"), n_params)
+        super().__init__(model, likelihood, **named)
+
+    def square_norm(self, value: Tensor) -> Tensor:
+        """``(value - mean)^T P (value - mean)`` for the chosen weights, shape (K,)."""
+        self._check_value(value)
+        delta, precision = value - self.mean_subnet, self.posterior_precision
+        return delta @ (precision @ delta if precision.ndim == 2 else precision * delta)
+
     def _parameter_sizes(self) -> list[int]:
         return [self.n_params_subnet]
+
+    def _n_weights(self) -> int:
+        return self.n_params_subnet
+
+    def _prior_mean_sizes(self) -> set[int]:
+        return {1}
 
 
 class ContrastiveDiagSubnetLaplace(_Subnetwork, DiagSubnetLaplace):
@@ -155,6 +217,9 @@ class ContrastiveDiagSubnetLaplace(_Subnetwork, DiagSubnetLaplace):
     def _curvature_diagonal(self) -> Tensor:
         return self.H
 
+    def _check_curvature(self, state: Mapping[str, Any], like: Tensor) -> None:
+        check_diagonal(state, like, self.n_params_subnet)
+
 
 class ContrastiveFullSubnetLaplace(_Subnetwork, FullSubnetLaplace):
     """Chosen parameters, dense precision; exact."""
@@ -165,81 +230,8 @@ class ContrastiveFullSubnetLaplace(_Subnetwork, FullSubnetLaplace):
     def _curvature_diagonal(self) -> Tensor:
         return self.H.diagonal()
 
-
-class LastLayerLaplace(ContrastiveLaplace):
-    """The last linear layer: closed forms for curvature, prediction and samples."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        likelihood: str = CONTRASTIVE,
-        *args: Any,
-        last_layer_name: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(model, likelihood, *args, **kwargs)
-        self._last_layer_name = last_layer_name
-        self.model = RawFeatureExtractor(self.model.model, last_layer_name, self.enable_backprop)
-
-    def _prepare(self, probe: Inputs) -> None:
-        self._know_last_layer(probe)
-
-    def _know_last_layer(self, probe: Inputs) -> None:
-        if self.model.last_layer is not None:
-            return
-        self.model.analyse(probe)
-        self.data = slice_inputs(probe, slice(0, 2))
-        self.n_params = sum(self._parameter_sizes())
-        self.n_layers = len(self._parameter_sizes())
-        try:
-            # The host defers these checks until the layer is known.
-            self.prior_precision = self._prior_precision
-            self.prior_mean = self._prior_mean
-        except ValueError:
-            self.model.forget()
-            self.n_params = self.n_layers = None
-            raise
-
-    def _find_last_layer(self, data: Any) -> None:
-        self._know_last_layer(self._moved(data))
-
-    def _parameter_vector(self) -> Tensor:
-        vector = flatten_parameters(self.model.last_layer.parameters())
-        return vector if self.enable_backprop else vector.detach()
-
-    def _parameter_sizes(self) -> list[int]:
-        return [p.numel() for p in self.model.last_layer.parameters()]
-
-    def _encoder_dim(self) -> int:
-        return self.model.encoder.dim
-
-    @property
-    def prior_precision_diag(self) -> Tensor:
-        """The prior precision of every parameter of the layer, shape (P,); also from one value a parameter tensor."""
-        prior = self.prior_precision
-        if len(prior) in (1, self.n_params):
-            return prior.expand(self.n_params)
-        return torch.cat([p.expand(size) for p, size in zip(prior, self._parameter_sizes(), strict=True)])
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See :meth:`ContrastiveLaplace.load_state_dict`."""
-        if state_dict.get("data") is not None:
-            self._find_last_layer(state_dict["data"])
-        super().load_state_dict(state_dict)
-
-    def _features(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        with evaluation_mode(self.model), torch.set_grad_enabled(self.enable_backprop):
-            return self.model.forward_with_features(self._moved(x))
-
-    def _sampling_context(self, x: Inputs) -> Any:
-        return self._features(x)[1]
-
-    def _outputs_at(self, context: Any, theta: Tensor, linearized: bool) -> Tensor:
-        """A linear layer is its own linearisation."""
-        layer = self.model.last_layer
-        weight = theta[:, : layer.weight.numel()].view(-1, *layer.weight.shape)
-        out = torch.einsum("bf,sdf->sbd", context, weight)
-        return out if layer.bias is None else out + theta[:, None, layer.weight.numel() :]
+    def _check_curvature(self, state: Mapping[str, Any], like: Tensor) -> None:
+        check_dense(state, like, self.n_params_subnet)
 
 
 class ContrastiveDiagLLLaplace(LastLayerLaplace, DiagLLLaplace):
@@ -252,10 +244,15 @@ class ContrastiveDiagLLLaplace(LastLayerLaplace, DiagLLLaplace):
         if joint:
             return super()._gaussian(x, joint, diagonal)
         z, phi = self._features(x)
-        return EmbeddingDistribution(z, variance=diag_last_layer_variance(phi, self.posterior_variance, z.shape[1]))
+        return EmbeddingDistribution.trusted(
+            z, variance=diag_last_layer_variance(phi, self.posterior_variance, z.shape[1])
+        )
 
     def _curvature_diagonal(self) -> Tensor:
         return self.H
+
+    def _check_curvature(self, state: Mapping[str, Any], like: Tensor) -> None:
+        check_diagonal(state, like, self.n_params)
 
 
 class ContrastiveKronLLLaplace(_KroneckerFactored, LastLayerLaplace, KronLLLaplace):
@@ -263,14 +260,17 @@ class ContrastiveKronLLLaplace(_KroneckerFactored, LastLayerLaplace, KronLLLapla
 
     _key = ("last_layer", "kron", CONTRASTIVE)
 
+    def _factored(self) -> list[Tensor]:
+        return list(self.model.last_layer.parameters())
+
     def _gaussian(self, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistribution:
         if joint:
             return super()._gaussian(x, joint, diagonal)
         z, phi = self._features(x)
         covariance = kron_last_layer_covariance(phi, self.posterior_precision)
         if diagonal:
-            return EmbeddingDistribution(z, variance=covariance.diagonal(dim1=1, dim2=2))
-        return EmbeddingDistribution(z, covariance=covariance)
+            return EmbeddingDistribution.trusted(z, variance=covariance.diagonal(dim1=1, dim2=2))
+        return EmbeddingDistribution.trusted(z, covariance=covariance)
 
 
 class ContrastiveFullLLLaplace(LastLayerLaplace, FullLLLaplace):
@@ -285,8 +285,11 @@ class ContrastiveFullLLLaplace(LastLayerLaplace, FullLLLaplace):
         z, phi = self._features(x)
         covariance = dense_last_layer_covariance(phi, self.posterior_covariance, z.shape[1])
         if diagonal:
-            return EmbeddingDistribution(z, variance=covariance.diagonal(dim1=1, dim2=2))
-        return EmbeddingDistribution(z, covariance=covariance)
+            return EmbeddingDistribution.trusted(z, variance=covariance.diagonal(dim1=1, dim2=2))
+        return EmbeddingDistribution.trusted(z, covariance=covariance)
 
     def _curvature_diagonal(self) -> Tensor:
         return self.H.diagonal()
+
+    def _check_curvature(self, state: Mapping[str, Any], like: Tensor) -> None:
+        check_dense(state, like, self.n_params)

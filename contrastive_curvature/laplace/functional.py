@@ -7,7 +7,7 @@ points: no matrix of the size of the parameters is formed. With all points chose
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +17,19 @@ from laplace.lllaplace import LLLaplace
 from torch import Tensor, nn
 
 from contrastive_curvature.embedding import EmbeddingDistribution
-from contrastive_curvature.encoder import Inputs, evaluation_mode, input_length
+from contrastive_curvature.encoder import evaluation_mode
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.ggn.dominance import FEWEST_POINTS, MOST, warn_of_point
 from contrastive_curvature.ggn.pullback import JACOBIAN_ELEMENTS
+from contrastive_curvature.ggn.spectrum import eigenpairs
 from contrastive_curvature.ggn.subset import HessianSubset
+from contrastive_curvature.inputs import Inputs, input_length
 from contrastive_curvature.laplace.base import CONTRASTIVE, ContrastiveLaplace
-from contrastive_curvature.laplace.classes import LastLayerLaplace
+from contrastive_curvature.laplace.checks import check_finite_outputs
+from contrastive_curvature.laplace.last_layer import LastLayerLaplace
+from contrastive_curvature.laplace.state_curvature import check_eigenbasis, check_kernel
+from contrastive_curvature.laplace.state_values import check_takes
+from contrastive_curvature.options import check_flag
 
 __all__ = ["ContrastiveFunctionalLLLaplace", "ContrastiveFunctionalLaplace"]
 
@@ -42,7 +49,7 @@ class _FunctionSpace(ContrastiveLaplace):
         **kwargs: As in laplace-torch's other classes.
 
     Raises:
-        InputError: ``n_subset`` is missing or no positive whole number.
+        InputError: ``n_subset`` is missing or no positive whole number, or ``seed`` no whole number.
     """
 
     structure = None  # type: ignore[assignment]
@@ -61,6 +68,9 @@ class _FunctionSpace(ContrastiveLaplace):
         if isinstance(n_subset, bool) or not isinstance(n_subset, int) or n_subset < 1:
             hint = "It is how many points of the training data the Gaussian process keeps."
             raise InputError(expected("n_subset", "a positive whole number", n_subset, hint))
+        if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+            raise InputError(expected("seed", "a whole number of 64 bits", seed))
+        check_flag("independent_outputs", independent_outputs)
         if independent_outputs:
             msg = "independent_outputs=True: the kernel between outputs is computed exactly. Leave it out."
             raise UnsupportedError(msg)
@@ -73,19 +83,20 @@ class _FunctionSpace(ContrastiveLaplace):
     def _init_H(self) -> None:
         self.H = None
 
-    def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool = False) -> None:
+    def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool | None = None) -> None:
         """Fit the posterior on some of the points, their Hessian taken from the pairs of the whole data set.
 
         Args:
             train_loader: Batches ``(x, labels)`` or mappings; iterated several times, and may shuffle in between.
             override: Must be ``True``.
-            progress_bar: Whether to show progress bars.
+            progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on.
 
         Raises:
             InputError: No data, one point, no positive pair, more points asked for than there are, or a kernel matrix
                 that is too large.
             UnsupportedError: The output Hessian is not positive semidefinite, or ``override=False``.
         """
+        check_flag("override", override)
         if not override:
             msg = "override=False: two subsets do not add up. Use hessian_structure='diag', 'kron' or 'full'."
             raise UnsupportedError(msg)
@@ -99,9 +110,10 @@ class _FunctionSpace(ContrastiveLaplace):
         with evaluation_mode(self.model), torch.no_grad():
             context = self._embed(subset.inputs)[1]
             subset = replace(subset, factor=subset.factor.double())
-            half = subset.project(self._kernel(context, context))
-            gram = subset.project(half.movedim(2, 0))
-            values, vectors = torch.linalg.eigh((gram + gram.T) / 2)
+            kernel = self._kernel(context, context)
+            gram = subset.project(subset.project(kernel).movedim(2, 0))
+            values, vectors = eigenpairs((gram + gram.T) / 2)
+            _warn_of_point(subset, kernel)
         # Everything that can fail comes before the first assignment, so that a failed fit leaves the last one whole.
         self.H = {
             "inputs": subset.inputs,
@@ -139,6 +151,7 @@ class _FunctionSpace(ContrastiveLaplace):
     @property
     def log_det_ratio(self) -> Tensor:
         """``log det(I + (h / p) A A^T)``, the posterior precision over the prior's."""
+        self._check_fitted()
         return (self._H_factor * self.H["values"] / self.prior_precision.squeeze()).log1p().sum()
 
     @property
@@ -148,6 +161,7 @@ class _FunctionSpace(ContrastiveLaplace):
 
     def square_norm(self, value: Tensor) -> Tensor:
         """``(value - mean)^T (p I + h A^T A) (value - mean)`` for weights (P,)."""
+        self._check_value(value)
         delta = value - self.mean
         moved = self._project_weights(delta.unsqueeze(0))
         return self.prior_precision.squeeze() * delta.square().sum() + self._H_factor * moved.square().sum()
@@ -157,7 +171,7 @@ class _FunctionSpace(ContrastiveLaplace):
 
         A draw from the prior is corrected by what the data say of it (Matheron's rule).
         """
-        self._check_fitted()
+        self._check_sampling(n_samples, generator)
         prior, h = self.prior_precision.squeeze(), self._H_factor
         values, vectors = self.H["values"], self.H["vectors"]
         like: dict[str, Any] = {"dtype": values.dtype, "device": self.mean.device, "generator": generator}
@@ -174,6 +188,7 @@ class _FunctionSpace(ContrastiveLaplace):
         subset, prior = self._subset(), self.prior_precision.squeeze()
         with evaluation_mode(self.model), torch.set_grad_enabled(self.enable_backprop):
             z, context = self._embed(self._moved(x))
+            check_finite_outputs(x, z)
             (b, d), own = z.shape, self._kernel(context, context)
             held = self._embed(subset.inputs)[1]
             k = subset.project(self._kernel(context, held)) @ self.H["vectors"]
@@ -181,15 +196,49 @@ class _FunctionSpace(ContrastiveLaplace):
             if joint:
                 flat = k.reshape(b * d, -1)
                 whole = own.reshape(b * d, b * d) - explained.reshape(b * d, -1) @ flat.T
-                return EmbeddingDistribution(z, joint_covariance=(whole / prior).to(z.dtype))
+                return EmbeddingDistribution.trusted(z, joint_covariance=(whole / prior).to(z.dtype))
             points = torch.arange(b, device=z.device)
             covariance = (own[points, :, points, :] - explained @ k.mT) / prior
             # What the prior leaves may be less than the rounding of what it started from.
             variances = covariance.diagonal(dim1=1, dim2=2)
             covariance = (covariance + torch.diag_embed(variances.clamp(min=0) - variances)).to(z.dtype)
         if diagonal:
-            return EmbeddingDistribution(z, variance=covariance.diagonal(dim1=1, dim2=2))
-        return EmbeddingDistribution(z, covariance=covariance)
+            return EmbeddingDistribution.trusted(z, variance=covariance.diagonal(dim1=1, dim2=2))
+        return EmbeddingDistribution.trusted(z, covariance=covariance)
+
+    def functional_variance(self, Js: Tensor) -> Tensor:
+        """Never computed from Jacobians.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        msg = "functional_variance: a posterior in function space works with kernels. Use la(x).covariance."
+        raise UnsupportedError(msg)
+
+    def functional_covariance(self, Js: Tensor) -> Tensor:
+        """Never computed from Jacobians.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        msg = "functional_covariance: a posterior in function space works with kernels. Use la(x, joint=True)."
+        raise UnsupportedError(msg)
+
+    def _check_curvature(self, state: Mapping[str, Any], like: Tensor) -> None:
+        check_kernel(state, like, self.n_subset)
+        parts = state["H"]
+        with evaluation_mode(self.model), torch.no_grad():
+            check_takes("H", parts["inputs"], state["n_outputs"], self.model, self._moved)
+            if self._has_weights(state.get("encoder_norms")):
+                # The object has no curvature of its own yet that could be asked; a refusal puts back what it had.
+                self.H = parts
+                check_eigenbasis(parts, self._kernel_product)
+
+    def _kernel_product(self, vector: Tensor) -> Tensor:
+        """Kernel matrix times a vector (R,), from one pullback and one product: no matrix is formed."""
+        lifted = self._subset().lift(vector)
+        rows = (torch.einsum("md,mdp->p", lifted[some], part.double()) for some, part in self._held_jacobians())
+        return self._project_weights(torch.stack(list(rows)).sum(0, keepdim=True))[0]
 
     def _curvature_diagonal(self) -> Tensor:
         """The mean of the diagonal, shape (1,): the one prior precision needs no more."""
@@ -233,6 +282,16 @@ class _FunctionSpace(ContrastiveLaplace):
             jacobians = (jacobian.double() for _, jacobian in self._held_jacobians())
             parts = [torch.einsum("mdp,sp->smd", jacobian, weights.double()) for jacobian in jacobians]
         return self._subset().project(torch.cat(parts, dim=1))
+
+
+def _warn_of_point(subset: HessianSubset, kernel: Tensor) -> None:
+    """Warn where one of the chosen points carries most of ``tr(S^T K S)``; the kernel has shape (M, D, M, D)."""
+    points = torch.arange(kernel.shape[0], device=kernel.device)
+    own = kernel[points, :, points, :]
+    parts = torch.einsum("mdr,mde,mer->m", subset.factor, own, subset.factor)
+    share = float(parts.max() / parts.sum()) if bool(parts.sum() > 0) else 0.0
+    if len(parts) >= FEWEST_POINTS and share > MOST:
+        warn_of_point(share, f"point {int(parts.argmax())} of the chosen ones", "of the points that stand for the data")
 
 
 class ContrastiveFunctionalLaplace(_FunctionSpace, ParametricLaplace):

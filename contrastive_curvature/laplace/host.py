@@ -22,8 +22,6 @@ class Host:
     H: Any
     H_facs: Any
     damping: bool
-    prior_precision: Any
-    prior_mean: Any
     enable_backprop: bool
     dict_key_x: str
     dict_key_y: str

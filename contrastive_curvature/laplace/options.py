@@ -4,16 +4,93 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from contrastive_curvature.backends.base import ContrastiveBackend
 from contrastive_curvature.backends.checks import check_backend_options
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.ggn.sharing import parse_kfac_approx
-from contrastive_curvature.options import CurvatureOptions, KFACApprox, Structure
+from contrastive_curvature.laplace.checks import (
+    check_prior_mean,
+    check_prior_precision,
+    check_temperature,
+    check_text,
+)
+from contrastive_curvature.options import CurvatureOptions, KFACApprox, Structure, check_flag
 
-__all__ = ["check_options", "known_options"]
+__all__ = ["arguments_by_name", "check_arguments", "check_options", "check_sigma_noise", "known_options"]
+
+
+def arguments_by_name(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of a constructor that follow model and likelihood, under the names that the host's class has.
+
+    Args:
+        cls: The contrastive class.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+
+    Returns:
+        Names and values.
+
+    Raises:
+        InputTypeError: There are too many, one is given twice, or one is unknown.
+    """
+    host: Any = next(c for c in cls.__mro__ if c.__module__.startswith("laplace."))
+    names = list(inspect.signature(host.__init__).parameters)[3:]
+    if len(args) > len(names):
+        raise InputTypeError(expected(cls.__name__, f"at most {len(names)} further arguments", len(args)))
+    given = dict(zip(names, args, strict=False))
+    twice = sorted(set(given) & set(kwargs))
+    if twice:
+        raise InputTypeError(expected(cls.__name__, "every argument once", f"{twice[0]} twice"))
+    unknown = sorted(set(kwargs) - set(names))
+    if unknown:
+        raise InputTypeError(expected(cls.__name__, f"arguments among {sorted(names)}", f"{unknown}"))
+    return given | dict(kwargs)
+
+
+def check_arguments(given: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """Check what goes to the host's class, which stores most of it as it comes.
+
+    Args:
+        given: Names and values.
+        dtype: Of the encoder.
+
+    Raises:
+        InputTypeError: A value has the wrong type.
+        InputError: A value is out of range.
+    """
+    checks: dict[str, Callable[[Any], object]] = {
+        "prior_precision": lambda value: check_prior_precision(value, dtype),
+        "prior_mean": lambda value: check_prior_mean(value, dtype),
+        "temperature": lambda value: check_temperature(value, dtype),
+        "enable_backprop": lambda value: check_flag("enable_backprop", value),
+        "damping": lambda value: check_flag("damping", value),
+        "dict_key_x": lambda value: check_text("dict_key_x", value),
+        "dict_key_y": lambda value: check_text("dict_key_y", value),
+    }
+    for name, check in checks.items():
+        if name in given:
+            check(given[name])
+
+
+def check_sigma_noise(value: object) -> None:
+    """Refuse an observation noise.
+
+    Raises:
+        UnsupportedError: Anything but one.
+    """
+    number = value.detach() if isinstance(value, Tensor) else value
+    one = isinstance(number, (int, float, Tensor)) and not isinstance(number, bool)
+    if isinstance(number, Tensor):
+        one = number.numel() == 1
+    if not one or float(number) != 1:  # type: ignore[arg-type]
+        msg = "sigma_noise: embeddings have no observation noise. Use temperature=... to weaken the likelihood."
+        raise UnsupportedError(msg)
 
 
 def known_options(backend: type[ContrastiveBackend] = ContrastiveBackend) -> dict[str, Any]:
@@ -53,9 +130,12 @@ def check_options(
     if backend is not None and host_kwargs.get("enable_backprop") and not backend.keeps_graph:
         msg = f"enable_backprop=True: {backend.__name__} keeps no graph. Use backend=ContrastiveGGN, or leave it out."
         raise UnsupportedError(msg)
+    if backend_kwargs is not None and not isinstance(backend_kwargs, Mapping):
+        wanted = "a dictionary, as dict(margin=0.5)"
+        raise InputTypeError(expected("backend_kwargs", wanted, f"a {type(backend_kwargs).__name__}"))
     given = dict(backend_kwargs or {})
     known = known_options(backend or ContrastiveBackend)
-    unknown = sorted(set(given) - set(known))
+    unknown = sorted(set(given) - set(known), key=str)
     if unknown:
         raise InputError(expected("backend_kwargs", f"keys among {sorted(known)}", str(unknown)))
     if "rank" in given and not takes_rank:
@@ -74,9 +154,7 @@ def check_options(
             "pairs='batch') approximates them; hessian_structure='diag' or 'full' is exact.",
             stacklevel=4,
         )
-    if float(host_kwargs.pop("sigma_noise", 1.0)) != 1.0:
-        msg = "sigma_noise: embeddings have no observation noise. Use temperature=... to weaken the likelihood."
-        raise UnsupportedError(msg)
+    check_sigma_noise(host_kwargs.pop("sigma_noise", 1.0))
     if host_kwargs.pop("asdl_fisher_kwargs", None) is not None:
         msg = "asdl_fisher_kwargs: the contrastive backend is not ASDL's. Its options go into backend_kwargs."
         raise UnsupportedError(msg)

@@ -10,16 +10,20 @@ from laplace.utils.enums import LinkApprox, PredType
 from torch import Tensor
 
 from contrastive_curvature.embedding import EmbeddingDistribution
-from contrastive_curvature.encoder import Encoder, Inputs, evaluation_mode
+from contrastive_curvature.encoder import Encoder, evaluation_mode
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.ggn.module import ModulePullback
+from contrastive_curvature.inputs import Inputs
+from contrastive_curvature.laplace.checks import check_finite_outputs
+from contrastive_curvature.laplace.fitted import FittedOnly
 from contrastive_curvature.laplace.tuning import PriorTuning, parse_pred_type
+from contrastive_curvature.options import check_flag
 from contrastive_curvature.sphere import normalize
 
 __all__ = ["SpherePrediction"]
 
 
-class SpherePrediction(PriorTuning):
+class SpherePrediction(FittedOnly, PriorTuning):
     """Part of the contrastive mixin that predicts: embeddings in place of the host's softmax."""
 
     def __call__(
@@ -52,16 +56,21 @@ class SpherePrediction(PriorTuning):
             The distribution.
 
         Raises:
-            InputError: An option is unknown or malformed.
-            AttributeError: Not fitted.
+            InputError: An option is unknown or malformed, or an input has no finite output.
+            NotFittedError: Before ``fit``.
         """
-        self._check_fitted()
+        self._check_sampling(n_samples, generator)
         _refuse_link(link_approx)
         if model_kwargs:
             raise InputTypeError(expected("la(x)", "no further arguments", str(sorted(model_kwargs))))
+        for name, value in (("joint", joint), ("diagonal_output", diagonal_output), ("fitting", fitting)):
+            check_flag(name, value)
         if joint and diagonal_output:
             raise InputError(expected("joint, diagonal_output", "at most one of them", "both"))
         if parse_pred_type(pred_type) is PredType.NN:
+            if n_samples < 2:
+                hint = "A concentration is estimated from them."
+                raise InputError(expected("n_samples for pred_type='nn'", "at least 2 samples", n_samples, hint))
             return EmbeddingDistribution.from_samples(self._joint_samples(x, n_samples, generator, linearized=False))
         return self._gaussian(x, joint, diagonal_output)
 
@@ -88,10 +97,15 @@ class SpherePrediction(PriorTuning):
 
         Returns:
             Shape (S, B, D).
+
+        Raises:
+            InputError: An option is unknown or malformed, or an input has no finite output.
+            NotFittedError: Before ``fit``.
         """
-        self._check_fitted()
+        self._check_sampling(n_samples, generator)
         linearized = parse_pred_type(pred_type) is PredType.GLM
-        _check_count(n_samples)
+        check_flag("joint", joint)
+        check_flag("diagonal_output", diagonal_output)
         if joint or not linearized:
             return self._joint_samples(x, n_samples, generator, linearized)
         return self._gaussian(x, False, diagonal_output).raw_samples(n_samples, generator)
@@ -109,20 +123,16 @@ class SpherePrediction(PriorTuning):
         raw = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, joint)
         return normalize(raw.flatten(0, 1))[0].view_as(raw)
 
-    def _check_fitted(self) -> None:
-        if not self.n_data:
-            msg = "Laplace not fitted. Run la.fit(train_loader) first."
-            raise AttributeError(msg)
-
     def _gaussian(self, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistribution:
         x = self._moved(x)
         jacobians, z = self.backend.jacobians(x, enable_backprop=self.enable_backprop)
+        check_finite_outputs(x, z)
         if joint:
-            return EmbeddingDistribution(z, joint_covariance=self.functional_covariance(jacobians))
+            return EmbeddingDistribution.trusted(z, joint_covariance=self.functional_covariance(jacobians))
         covariance = self.functional_variance(jacobians)
         if diagonal:
-            return EmbeddingDistribution(z, variance=covariance.diagonal(dim1=1, dim2=2))
-        return EmbeddingDistribution(z, covariance=covariance)
+            return EmbeddingDistribution.trusted(z, variance=covariance.diagonal(dim1=1, dim2=2))
+        return EmbeddingDistribution.trusted(z, covariance=covariance)
 
     def _glm_predictive_distribution(
         self, X: Inputs, joint: bool = False, diagonal_output: bool = False
@@ -135,13 +145,15 @@ class SpherePrediction(PriorTuning):
 
     def _joint_samples(self, x: Inputs, n_samples: int, generator: torch.Generator | None, linearized: bool) -> Tensor:
         """Raw outputs (S, B, D) of S networks."""
-        context = self._sampling_context(self._moved(x))
+        moved = self._moved(x)
+        context = self._sampling_context(moved)
         parts = [self._outputs_at(context, theta, linearized) for theta in self._weights(n_samples, generator)]
-        return torch.cat(parts)
+        samples = torch.cat(parts)
+        check_finite_outputs(moved, samples)
+        return samples
 
     def _weights(self, n_samples: int, generator: torch.Generator | None) -> Iterator[Tensor]:
         """Sampled weights in chunks of bounded size, each (S, P)."""
-        _check_count(n_samples)
         step = max(1, 2**26 // self.mean.numel())
         for start in range(0, n_samples, step):
             yield self.sample(min(step, n_samples - start), generator)
@@ -165,11 +177,6 @@ class SpherePrediction(PriorTuning):
         if isinstance(x, Tensor):
             return x.to(self._device)
         return {k: v.to(self._device) if isinstance(v, Tensor) else v for k, v in x.items()}
-
-
-def _check_count(n_samples: object) -> None:
-    if isinstance(n_samples, bool) or not isinstance(n_samples, int) or n_samples < 1:
-        raise InputError(expected("n_samples", "a positive whole number", n_samples))
 
 
 def _refuse_link(link_approx: object) -> None:

@@ -4,11 +4,16 @@
 ``__init__`` that hands an object over to its contrastive counterpart when asked for that likelihood, and is the
 original otherwise. So ``Laplace(...)`` works however it was imported, a class called directly works too, and nothing
 else changes.
+
+``laplace.Laplace`` itself is replaced by a function that looks at the combination first when the likelihood is
+contrastive, because the host refuses an unknown one before it asks any class. Who imported the name earlier keeps the
+host's own message.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +35,7 @@ from laplace.subnetlaplace import DiagSubnetLaplace, FullSubnetLaplace
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.laplace import classes, functional
 from contrastive_curvature.laplace.base import CONTRASTIVE, ContrastiveLaplace
+from contrastive_curvature.laplace.combination import check_combination
 
 __all__ = ["register", "unregister"]
 
@@ -60,6 +66,7 @@ def register() -> None:
     for host, counterpart in _COUNTERPARTS.items():
         _undo.append(_redirect(host, counterpart))
     _undo.append(_guard_marglik_training())
+    _undo.append(_guard_lookup())
 
 
 def unregister() -> None:
@@ -98,6 +105,27 @@ def _redirect(host: type[BaseLaplace], counterpart: type[ContrastiveLaplace] | N
             host.__init__ = own
         else:
             del host.__init__
+
+    return undo
+
+
+def _guard_lookup() -> Callable[[], None]:
+    """Put a function that checks the combination in the place of ``laplace.Laplace``."""
+    places: tuple[Any, ...] = (laplace, sys.modules["laplace.laplace"])
+    real: Any = laplace.Laplace
+
+    @functools.wraps(real)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("likelihood", args[1] if len(args) > 1 else None) == CONTRASTIVE:
+            check_combination(args, kwargs)
+        return real(*args, **kwargs)
+
+    for place in places:
+        place.Laplace = guarded
+
+    def undo() -> None:
+        for place in places:
+            place.Laplace = real
 
     return undo
 

@@ -13,10 +13,18 @@ from torch import Tensor
 from tqdm import tqdm
 
 from contrastive_curvature import metrics
-from contrastive_curvature.encoder import Inputs
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.backends.checks import check_whole
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.inputs import Inputs
+from contrastive_curvature.laplace.checks import (
+    check_count,
+    check_iterable,
+    check_number,
+    check_prior_precision,
+)
 from contrastive_curvature.laplace.host import Host
 from contrastive_curvature.laplace.prior import STRENGTH, PriorMethod, average_information
+from contrastive_curvature.options import check_flag
 from contrastive_curvature.sphere import normalize
 
 __all__ = ["PRIOR_STRUCTURES", "PriorTuning", "RetrievalCriterion", "parse_pred_type"]
@@ -40,6 +48,19 @@ def parse_pred_type(value: PredType | str) -> PredType:
         raise InputError(expected("pred_type", "'glm' or 'nn'", value)) from None
 
 
+def _grid(low: float, high: float, size: int, base: float, dtype: torch.dtype) -> Tensor:
+    """Values that a grid search tries, shape (size,)."""
+    check_count("grid_size", size)
+    check_number("log_prior_prec_min", low)
+    check_number("log_prior_prec_max", high)
+    check_number("log_prior_prec_base", base, positive=True)
+    grid = torch.logspace(low, high, size, base=base)
+    if not bool(((grid.to(dtype) > 0) & grid.isfinite()).all()):
+        wanted = f"exponents whose powers of {base:g} are positive and finite"
+        raise InputError(expected("log_prior_prec_min, log_prior_prec_max", wanted, f"{low} and {high}"))
+    return grid
+
+
 class PriorTuning(Host):
     """Part of the contrastive mixin that chooses the prior.
 
@@ -52,6 +73,7 @@ class PriorTuning(Host):
     prior_structures: ClassVar[tuple[str, ...]] = PRIOR_STRUCTURES
     cost: Tensor | float
     temperature: float
+    prior_precision: Any
     _temperature_given: bool
 
     def optimize_prior_precision(
@@ -107,10 +129,12 @@ class PriorTuning(Host):
         Raises:
             InputError: An option is unknown, out of range or of no use to the method, or ``"gridsearch"`` has no
                 validation data.
-            AttributeError: Not fitted.
+            NotFittedError: Before ``fit``.
         """
-        self._check_fitted()
+        self._check_sampling(n_samples, None)
         linearized = parse_pred_type(pred_type) is PredType.GLM
+        check_flag("verbose", verbose)
+        check_flag("progress_bar", progress_bar)
         try:
             method = PriorMethod(method)
         except ValueError:
@@ -119,10 +143,8 @@ class PriorTuning(Host):
         if strength is not None and method is not PriorMethod.AVERAGE_INFORMATION:
             hint = "It is for method='average_information'."
             raise InputError(expected(f"strength for {method.value!r}", "None", strength, hint))
-        if strength is not None and not (
-            isinstance(strength, (int, float)) and not isinstance(strength, bool) and 0 < strength < math.inf
-        ):
-            raise InputError(expected("strength", "a positive number", strength))
+        if strength is not None:
+            check_number("strength", strength, positive=True)
         if prior_structure not in PRIOR_STRUCTURES:
             raise InputError(expected("prior_structure", f"one of {PRIOR_STRUCTURES}", prior_structure))
         if prior_structure not in self.prior_structures:
@@ -132,39 +154,59 @@ class PriorTuning(Host):
             )
             raise UnsupportedError(msg)
         if method is PriorMethod.MARGLIK:
-            super().optimize_prior_precision(  # type: ignore[misc]
-                parse_pred_type(pred_type),
-                "marglik",
-                n_steps,
-                lr,
-                init_prior_prec,
-                prior_structure,
-                verbose=verbose,
-                progress_bar=progress_bar,
-            )
-            return
-        if method is PriorMethod.GRIDSEARCH:
-            if isinstance(grid_size, bool) or not isinstance(grid_size, int) or grid_size < 1:
-                raise InputError(expected("grid_size", "a positive whole number", grid_size))
+            self._maximise(n_steps, lr, init_prior_prec, prior_structure, progress_bar)
+        elif method is PriorMethod.GRIDSEARCH:
+            grid = _grid(log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base, self._dtype)
             if val_loader is None:
                 raise InputError(expected("val_loader", "validation data for method='gridsearch'", None))
             if prior_structure != "scalar":
                 hint = "Use method='unit_information' or 'marglik' for others."
                 raise InputError(expected("prior_structure", "'scalar' for method='gridsearch'", prior_structure, hint))
-            grid = torch.logspace(log_prior_prec_min, log_prior_prec_max, grid_size, base=log_prior_prec_base)
+            if loss is not None and not callable(loss):
+                wanted = "a callable (samples, labels) -> float"
+                raise InputTypeError(expected("loss", wanted, f"a {type(loss).__name__}"))
+            check_iterable("val_loader", val_loader)
+            check_whole(val_loader, "val_loader")
             criterion = loss or metrics.retrieval_brier
             self.prior_precision = self._search(grid, val_loader, criterion, linearized, n_samples, progress_bar)
         else:
-            # Before the temperature changes: this is what may be refused.
-            prior = average_information(self._curvature_diagonal(), self._parameter_sizes(), prior_structure)
-            factor = 1 / self.n_data
-            if method is PriorMethod.AVERAGE_INFORMATION:
-                factor = STRENGTH if strength is None else float(strength)
-                if not self._temperature_given and float(self.cost) > 0:
-                    self.temperature = float(self.cost) / self.n_data
-            self.prior_precision = factor * self._H_factor * prior
+            self._weigh(method, prior_structure, strength)
         if verbose:
             tqdm.write(f"Prior precision: {self.prior_precision}")
+
+    def _maximise(self, n_steps: int, lr: float, start: float | Tensor, prior_structure: str, progress: bool) -> None:
+        """laplace-torch's maximisation of the marginal likelihood."""
+        check_count("n_steps", n_steps)
+        check_number("lr", lr, positive=True)
+        check_prior_precision(start, self._dtype, self._prior_sizes(), "init_prior_prec")
+        host: Any = super()
+        before = self.prior_precision
+        try:
+            host.optimize_prior_precision(
+                PredType.GLM, "marglik", n_steps, float(lr), start, prior_structure, progress_bar=progress
+            )
+        except InputError as error:
+            self.prior_precision = before
+            wanted = "a maximisation that stays among positive finite numbers"
+            hint = "Use a smaller lr, or method='average_information'."
+            raise InputError(expected("lr, n_steps, init_prior_prec", wanted, f"({error})", hint)) from None
+        except BaseException:
+            self.prior_precision = before
+            raise
+
+    def _weigh(self, method: PriorMethod, prior_structure: str, strength: float | None) -> None:
+        """The closed forms: as strong as the data on the average weight, times a number."""
+        prior = average_information(self._curvature_diagonal(), self._parameter_sizes(), prior_structure)
+        factor, before = 1 / self.n_data, self.temperature
+        if method is PriorMethod.AVERAGE_INFORMATION:
+            factor = STRENGTH if strength is None else float(strength)
+            if not self._temperature_given and float(self.cost) > 0:
+                self.temperature = float(self.cost) / self.n_data
+        try:
+            self.prior_precision = factor * self._H_factor * prior
+        except InputError:
+            self.temperature = before
+            raise
 
     def _search(
         self,
@@ -213,7 +255,11 @@ class PriorTuning(Host):
             for theta in self._weights(n_samples, generator):
                 raw = torch.cat([self._outputs_at(context, theta, linearized) for context in contexts], dim=1)
                 samples.append(normalize(raw.flatten(0, 1))[0].view_as(raw))
-            score = float(criterion(torch.cat(samples), targets))
+            found = criterion(torch.cat(samples), targets)
+            try:
+                score = float(found)
+            except (TypeError, ValueError, RuntimeError):
+                raise InputTypeError(expected("loss", "a number from it", f"a {type(found).__name__}")) from None
             if not math.isnan(score) and (best is None or score < best[0]):
                 best = (score, value)
         return best
@@ -223,8 +269,12 @@ class PriorTuning(Host):
         """Diagonal of the clamped curvature, without the likelihood factor, shape (P,)."""
 
     @abstractmethod
-    def _check_fitted(self) -> None:
-        """Raise ``AttributeError`` before ``fit``."""
+    def _check_sampling(self, n_samples: object, generator: object) -> None:
+        """Raise ``NotFittedError`` before ``fit``, and refuse malformed arguments."""
+
+    @abstractmethod
+    def _prior_sizes(self) -> set[int] | None:
+        """Numbers of prior precisions that there is room for."""
 
     @abstractmethod
     def _sampling_context(self, x: Inputs) -> Any:

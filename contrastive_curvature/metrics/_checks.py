@@ -18,6 +18,8 @@ def check_tensor(name: str, value: object) -> Tensor:
     """
     if not isinstance(value, Tensor):
         raise InputTypeError(expected(name, "a torch.Tensor", type(value).__name__))
+    if value.layout != torch.strided:
+        raise InputTypeError(expected(name, "a dense tensor", str(value.layout), "Call .to_dense() on it."))
     return value.detach()
 
 

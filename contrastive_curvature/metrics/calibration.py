@@ -38,12 +38,21 @@ class CalibrationBins:
         return float((self.count * gap).sum() / self.count.sum())
 
 
+_HOW = (
+    "Votes are labels: retrieval_votes(samples, labels) makes them of sampled embeddings (S, N, D), as "
+    "la.predictive_samples(x, n_samples=..., joint=True) gives them; retrieval_ece and retrieval_brier do both."
+)
+
+
 def _check_votes(votes: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    if not isinstance(votes, Tensor):
+        raise InputTypeError(expected("votes", "an integer tensor of labels (S, N)", f"a {type(votes).__name__}", _HOW))
     checked = check_tensor("votes", votes)
     if checked.is_floating_point() or checked.is_complex() or checked.dtype == torch.bool:
-        raise InputTypeError(expected("votes", "an integer tensor of labels", str(checked.dtype)))
+        came = f"{checked.dtype}, shape {tuple(checked.shape)}"
+        raise InputTypeError(expected("votes", "an integer tensor of labels (S, N)", came, _HOW))
     if checked.ndim != 2 or checked.numel() == 0:
-        raise InputError(expected("votes", "shape (S, N), not empty", tuple(checked.shape)))
+        raise InputError(expected("votes", "shape (S, N), not empty", f"shape {tuple(checked.shape)}", _HOW))
     return checked.long(), check_labels("labels", labels, checked.shape[1]).to(checked.device)
 
 

@@ -18,7 +18,7 @@ Backend = Literal["auto", "faiss", "sklearn"]
 
 
 def _choose(backend: str, double: bool) -> str:
-    if backend not in ("auto", "faiss", "sklearn"):
+    if not isinstance(backend, str) or backend not in ("auto", "faiss", "sklearn"):
         raise InputError(expected("backend", "'auto', 'faiss' or 'sklearn'", backend))
     installed = importlib.util.find_spec("faiss") is not None
     if backend == "faiss" and not installed:

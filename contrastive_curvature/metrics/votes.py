@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -16,14 +16,31 @@ __all__ = ["Samples", "retrieval_votes"]
 Samples = Tensor | Iterable[Tensor]
 
 
+_HOW = (
+    "Sample s comes from one network for all points: pass la.predictive_samples(x, n_samples=..., joint=True), of "
+    "shape (S, N, D)."
+)
+
+
 def _iterate(name: str, samples: object) -> Iterator[Tensor]:
+    wanted = "shape (S, N, D), or an iterable of (N, D): sampled embeddings"
     if isinstance(samples, Tensor):
         if samples.ndim != 3:
-            raise InputError(expected(name, "shape (S, N, D), or an iterable of (N, D)", tuple(samples.shape)))
+            raise InputError(expected(name, wanted, f"shape {tuple(samples.shape)}", _HOW))
         return iter(samples)
-    if isinstance(samples, Iterable):
+    # A distribution unpacks into its mean and concentration, which are no samples.
+    if isinstance(samples, Iterable) and not isinstance(samples, (str, bytes, Mapping)) and not hasattr(samples, "mu"):
         return iter(samples)
-    raise InputTypeError(expected(name, "a tensor (S, N, D) or an iterable of (N, D)", type(samples).__name__))
+    wanted = "a tensor (S, N, D) or an iterable of (N, D): sampled embeddings"
+    raise InputTypeError(expected(name, wanted, f"a {type(samples).__name__}", _HOW))
+
+
+def _check_sample(name: str, sample: object) -> Tensor:
+    """One of an iterable's samples; the message of a wrong shape says what to pass."""
+    if isinstance(sample, Tensor) and sample.ndim != 2:
+        wanted = "an iterable of tensors (N, D), one a sampled network"
+        raise InputError(expected(name, wanted, f"one of shape {tuple(sample.shape)}", _HOW))
+    return check_embeddings(name, sample)
 
 
 def _pair(samples: Samples, gallery: Samples | None) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -79,9 +96,10 @@ def retrieval_votes(
     held_labels = points if gallery_labels is None else check_labels("gallery_labels", gallery_labels).to(points.device)
     votes = []
     for sample, held in _pair(samples, gallery):
-        if len(check_embeddings("samples", sample)) != len(points):
-            raise InputError(expected("samples", f"N = {len(points)} points, as labels", f"N = {len(sample)}"))
-        if held is not None and len(check_embeddings("gallery", held)) != len(held_labels):
+        if len(_check_sample("samples", sample)) != len(points):
+            hint = "" if isinstance(samples, Tensor) else _HOW
+            raise InputError(expected("samples", f"N = {len(points)} points, as labels", f"N = {len(sample)}", hint))
+        if held is not None and len(_check_sample("gallery", held)) != len(held_labels):
             raise InputError(expected("gallery_labels", f"shape ({len(held)},)", tuple(held_labels.shape)))
         found = nearest_neighbors(sample, held, k=1, backend=backend).squeeze(1)
         votes.append(held_labels[found.to(points.device)])

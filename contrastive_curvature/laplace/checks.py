@@ -1,0 +1,264 @@
+"""Checks of what a user hands to a contrastive Laplace object, before anything is computed or changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.embedding_checks import check_generator
+from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.inputs import Inputs
+
+__all__ = [
+    "check_count",
+    "check_finite_outputs",
+    "check_generator",
+    "check_indices",
+    "check_iterable",
+    "check_jacobians",
+    "check_number",
+    "check_prior_mean",
+    "check_prior_precision",
+    "check_temperature",
+    "check_text",
+    "check_value",
+    "plain_number",
+]
+
+
+def check_count(argument: str, value: object) -> int:
+    """Return a positive whole number.
+
+    Raises:
+        InputError: Something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(expected(argument, "a positive whole number", value))
+    return value
+
+
+def check_number(argument: str, value: object, *, positive: bool = False) -> float:
+    """Return a finite number.
+
+    Args:
+        argument: Its name.
+        value: What came.
+        positive: Whether it has to be above zero.
+
+    Raises:
+        InputTypeError: Not a number.
+        InputError: NaN, infinite, or not positive.
+    """
+    wanted = "a positive number" if positive else "a finite number"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise InputTypeError(expected(argument, wanted, _shown(value)))
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or (positive and number <= 0):
+        raise InputError(expected(argument, wanted, value))
+    return number
+
+
+def check_text(argument: str, value: object, *, optional: bool = False) -> None:
+    """Refuse what is no name.
+
+    Raises:
+        InputTypeError: Not a string.
+    """
+    if not isinstance(value, str) and not (optional and value is None):
+        raise InputTypeError(expected(argument, "a name" + (" or None" if optional else ""), _shown(value)))
+
+
+def check_iterable(argument: str, value: object) -> Iterable[Any]:
+    """Return what can be run over.
+
+    Raises:
+        InputTypeError: It cannot.
+    """
+    if isinstance(value, (str, bytes, Tensor)) or not (hasattr(value, "__iter__") or hasattr(value, "__getitem__")):
+        hint = "Pass a DataLoader or a list of batches (x, labels)."
+        raise InputTypeError(expected(argument, "batches", f"a {type(value).__name__}", hint))
+    return value  # type: ignore[return-value]
+
+
+def check_temperature(value: object, dtype: torch.dtype) -> float:
+    """Return a temperature that the curvature can be divided by.
+
+    Args:
+        value: A number, or a tensor of one.
+        dtype: Of the encoder.
+
+    Raises:
+        InputTypeError: Not a number.
+        InputError: Not positive and finite, or so extreme that its inverse is not.
+    """
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool:
+        value = value.item()
+    number = check_number("temperature", value, positive=True)
+    inverse = torch.ones((), dtype=dtype) / number
+    if not bool(inverse.isfinite()) or not bool(inverse > 0):
+        raise InputError(expected("temperature", f"a number whose inverse is positive and finite in {dtype}", number))
+    return number
+
+
+def check_prior_precision(
+    value: object, dtype: torch.dtype, sizes: Collection[int] | None = None, argument: str = "prior_precision"
+) -> None:
+    """Refuse what is no precision.
+
+    Args:
+        value: A number, or a tensor of at most one dimension.
+        dtype: Of the encoder: what underflows to zero there is refused.
+        sizes: Numbers of entries that there is room for; ``None`` where that is not known yet.
+        argument: Its name.
+
+    Raises:
+        InputTypeError: Neither a number nor a tensor of numbers.
+        InputError: Not positive and finite, or of another size.
+    """
+    given = _vector(argument, "a positive number or a tensor of them", value, dtype, sizes)
+    if not bool(((given > 0) & given.isfinite()).all()):
+        came = str(value) if given.numel() == 1 else f"a smallest value of {float(given.min())}"
+        raise InputError(expected(argument, f"positive numbers, finite in {dtype}", came))
+
+
+def check_prior_mean(value: object, dtype: torch.dtype, sizes: Collection[int] | None = None) -> None:
+    """Refuse what is no mean; see :func:`check_prior_precision`.
+
+    Raises:
+        InputTypeError: Neither a number nor a tensor of numbers.
+        InputError: Not finite, or of another size.
+    """
+    given = _vector("prior_mean", "a finite number or a tensor of them", value, dtype, sizes)
+    if not bool(given.isfinite().all()):
+        came = str(value) if given.numel() == 1 else "NaN or infinity"
+        raise InputError(expected("prior_mean", f"finite numbers in {dtype}", came))
+
+
+def plain_number(value: float | Tensor) -> float | Tensor:
+    """A number as Python's own: of NumPy's, laplace-torch takes some and not others."""
+    return value if isinstance(value, Tensor) else float(value)
+
+
+def _vector(argument: str, wanted: str, value: object, dtype: torch.dtype, sizes: Collection[int] | None) -> Tensor:
+    if not isinstance(value, Tensor):
+        if isinstance(value, bool) or not isinstance(value, Real):
+            hint = "Wrap it with torch.tensor(...)." if isinstance(value, (list, tuple)) else ""
+            raise InputTypeError(expected(argument, wanted, _shown(value), hint))
+        try:
+            return torch.tensor(float(value), dtype=dtype)
+        except OverflowError:
+            return torch.tensor(math.inf, dtype=dtype)
+    given = value.detach()
+    if given.is_complex() or given.dtype == torch.bool:
+        raise InputTypeError(expected(argument, wanted, f"a tensor of {given.dtype}"))
+    if given.ndim > 1 or not given.numel():
+        raise InputError(expected(argument, "a number or shape (K,), not empty", f"shape {tuple(given.shape)}"))
+    if sizes is not None and given.numel() not in {1, *sizes}:
+        room = " or ".join(str(size) for size in sorted({1, *sizes}))
+        raise InputError(expected(argument, f"{room} entries", f"{given.numel()}"))
+    return given.to(dtype)
+
+
+def check_indices(value: object, n_params: int) -> Tensor:
+    """Return the indices of a subnetwork, on the CPU, where laplace-torch takes them.
+
+    Args:
+        value: What the user passed.
+        n_params: Number P of the encoder's trainable parameters.
+
+    Returns:
+        Shape (K,), int64.
+
+    Raises:
+        InputTypeError: No tensor of whole numbers.
+        InputError: Missing, empty, not one-dimensional, out of range or with duplicates.
+    """
+    hint = "They are positions in the flattened trainable parameters, as torch.tensor([0, 5, 7])."
+    wanted = "a tensor of whole numbers, shape (K,)"
+    if value is None:
+        raise InputError(expected("subnetwork_indices", wanted, None, hint))
+    if not isinstance(value, Tensor):
+        raise InputTypeError(expected("subnetwork_indices", wanted, f"a {type(value).__name__}", hint))
+    if value.dtype != torch.int64:
+        raise InputTypeError(expected("subnetwork_indices", "dtype torch.int64", f"{value.dtype}", hint))
+    if value.ndim != 1 or not value.numel():
+        raise InputError(expected("subnetwork_indices", "shape (K,), K >= 1", f"shape {tuple(value.shape)}", hint))
+    low, high = int(value.min()), int(value.max())
+    if low < 0 or high >= n_params:
+        raise InputError(expected("subnetwork_indices", f"indices in [0, {n_params})", f"{low} to {high}"))
+    if value.unique().numel() < value.numel():
+        raise InputError(expected("subnetwork_indices", "different indices", "some of them twice"))
+    return value.cpu()
+
+
+def check_value(value: object, like: Tensor, size: int) -> None:
+    """Refuse what is no point in the space of the weights that the posterior is over.
+
+    Args:
+        value: What the user passed.
+        like: The posterior's mean, for dtype and device.
+        size: Number P of weights.
+
+    Raises:
+        InputTypeError: No tensor of the encoder's dtype.
+        InputError: Not of shape (P,), on another device, or not finite.
+    """
+    if not isinstance(value, Tensor) or value.dtype != like.dtype:
+        came = f"{value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise InputTypeError(expected("value", f"a tensor of {like.dtype}", came))
+    if tuple(value.shape) != (size,):
+        raise InputError(expected("value", f"weights of shape ({size},)", f"shape {tuple(value.shape)}"))
+    if value.device != like.device:
+        raise InputError(expected("value", f"weights on device {like.device}", f"on {value.device}"))
+    if not bool(value.isfinite().all()):
+        raise InputError(expected("value", "finite weights", "NaN or infinity"))
+
+
+def check_jacobians(value: object, like: Tensor, size: int) -> None:
+    """Refuse what are no Jacobians of the posterior's weights.
+
+    Raises:
+        InputTypeError: No tensor of the encoder's dtype.
+        InputError: Not of shape (B, D, P), or on another device.
+    """
+    if not isinstance(value, Tensor) or value.dtype != like.dtype:
+        came = f"{value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise InputTypeError(expected("Js", f"Jacobians as a tensor of {like.dtype}", came))
+    if value.ndim != 3 or value.shape[2] != size:
+        raise InputError(expected("Js", f"Jacobians of shape (B, D, {size})", f"shape {tuple(value.shape)}"))
+    if value.device != like.device:
+        raise InputError(expected("Js", f"Jacobians on device {like.device}", f"on {value.device}"))
+
+
+def check_finite_outputs(x: Inputs, z: Tensor) -> None:
+    """Refuse inputs that the encoder has no finite outputs for.
+
+    Args:
+        x: The inputs.
+        z: Their raw outputs, shape (..., B, D).
+
+    Raises:
+        InputError: Some are NaN or infinite; the message says in which rows, and whether the inputs are to blame.
+    """
+    good = z.detach().isfinite()
+    if bool(good.all()):
+        return
+    rows = (~good.all(dim=-1)).reshape(-1, z.shape[-2]).any(0).nonzero().flatten()[:5].tolist()
+    tensors = [x] if isinstance(x, Tensor) else [value for value in x.values() if isinstance(value, Tensor)]
+    finite = all(bool(t.isfinite().all()) for t in tensors)
+    hint = "The inputs themselves are finite." if finite else "The inputs hold NaN or infinity themselves."
+    raise InputError(expected("x", "inputs with finite outputs", f"NaN or infinity in rows {rows}", hint))
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, (str, bool, int, float, complex)) or value is None:
+        return repr(value)
+    return f"a {type(value).__name__}"

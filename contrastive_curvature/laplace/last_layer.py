@@ -1,0 +1,128 @@
+"""What the contrastive classes of the last linear layer share: it is found with the first batch, or a saved one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from contrastive_curvature.encoder import evaluation_mode, flatten_parameters
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.inputs import Inputs, slice_inputs
+from contrastive_curvature.laplace.base import CONTRASTIVE, ContrastiveLaplace
+from contrastive_curvature.laplace.checks import check_finite_outputs, check_text
+from contrastive_curvature.laplace.features import RawFeatureExtractor
+from contrastive_curvature.laplace.options import arguments_by_name
+from contrastive_curvature.laplace.state_values import check_inputs, check_number_of, check_takes, kind_of, refuse
+
+__all__ = ["LastLayerLaplace"]
+
+
+class LastLayerLaplace(ContrastiveLaplace):
+    """The last linear layer: closed forms for curvature, prediction and samples."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str = CONTRASTIVE,
+        *args: Any,
+        last_layer_name: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        named = arguments_by_name(type(self), args, kwargs)
+        last_layer_name = named.pop("last_layer_name", last_layer_name)
+        check_text("last_layer_name", last_layer_name, optional=True)
+        super().__init__(model, likelihood, **named)
+        self._last_layer_name = last_layer_name
+        self.model = RawFeatureExtractor(self.model.model, last_layer_name, self.enable_backprop)
+
+    def _prepare(self, probe: Inputs) -> None:
+        self._know_last_layer(probe)
+
+    def _know_last_layer(self, probe: Inputs) -> None:
+        if self.model.last_layer is not None:
+            return
+        self.model.analyse(probe)
+        self.data = slice_inputs(probe, slice(0, 2))
+        self.n_params = sum(self._parameter_sizes())
+        self.n_layers = len(self._parameter_sizes())
+        try:
+            # The host defers these checks until the layer is known.
+            self.prior_precision = self._prior_precision
+            self.prior_mean = self._prior_mean
+        except ValueError:
+            self.model.forget()
+            self.n_params = self.n_layers = None
+            raise
+
+    def _find_last_layer(self, data: Any) -> None:
+        self._know_last_layer(self._moved(data))
+
+    def _parameter_vector(self) -> Tensor:
+        vector = flatten_parameters(self.model.last_layer.parameters())
+        return vector if self.enable_backprop else vector.detach()
+
+    def _parameter_sizes(self) -> list[int]:
+        return [p.numel() for p in self.model.last_layer.parameters()]
+
+    def _encoder_dim(self) -> int:
+        return self.model.encoder.dim
+
+    @property
+    def prior_precision_diag(self) -> Tensor:
+        """The prior precision of every parameter of the layer, shape (P,); also from one value a parameter tensor."""
+        if self.n_params is None:
+            # Not a matter of the fit: how many parameters there are shows with the first batch.
+            self._check_fitted()
+        prior = self.prior_precision
+        if len(prior) in (1, self.n_params):
+            return prior.expand(self.n_params)
+        return torch.cat([p.expand(size) for p, size in zip(prior, self._parameter_sizes(), strict=True)])
+
+    def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
+        """Means and variances of the raw outputs, shape (B, D) each."""
+        self._check_fitted()
+        found = self._gaussian(X, False, True)
+        return found.mean, found.variance
+
+    def _prepare_to_load(self, state: Mapping[str, Any]) -> None:
+        missing = [key for key in ("data", "_last_layer_name") if key not in state]
+        if missing:
+            raise InputError(expected("state_dict", "the keys data and _last_layer_name", f"none of {missing}"))
+        name = state["_last_layer_name"]
+        if name != self._last_layer_name:
+            refuse("_last_layer_name", f"{self._last_layer_name!r}, that of this object", kind_of(name))
+        if state["data"] is None and self.model.last_layer is not None:
+            return
+        probe = check_inputs("data", state["data"])
+        try:
+            self._know_last_layer(self._moved(probe))
+        except UnsupportedError:
+            raise
+        except Exception as error:  # what an encoder raises at inputs of another kind has no common base
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            refuse("data", "inputs that the encoder takes", f"{kind_of(probe)} ({reason})")
+        with evaluation_mode(self.model):
+            check_takes("data", probe, self._encoder_dim(), self.model, self._moved)
+        check_number_of(state, "n_outputs")
+        if state["n_outputs"] != self._encoder_dim():
+            refuse("n_outputs", f"{self._encoder_dim()}, that of the encoder", kind_of(state["n_outputs"]))
+        self.data = state["data"]
+
+    def _features(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        with evaluation_mode(self.model), torch.set_grad_enabled(self.enable_backprop):
+            z, phi = self.model.forward_with_features(self._moved(x))
+        check_finite_outputs(x, z)
+        return z, phi
+
+    def _sampling_context(self, x: Inputs) -> Any:
+        return self._features(x)[1]
+
+    def _outputs_at(self, context: Any, theta: Tensor, linearized: bool) -> Tensor:
+        """A linear layer is its own linearisation."""
+        layer = self.model.last_layer
+        weight = theta[:, : layer.weight.numel()].view(-1, *layer.weight.shape)
+        out = torch.einsum("bf,sdf->sbd", context, weight)
+        return out if layer.bias is None else out + theta[:, None, layer.weight.numel() :]

@@ -1,0 +1,257 @@
+"""Distributions of embeddings and what reads them: what cannot be right is refused, extreme norms are right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from torch import Tensor
+
+import contrastive_curvature as cc
+from contrastive_curvature import metrics
+from contrastive_curvature.gallery import neighbor_distance
+
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+NAN, INF = math.nan, math.inf
+B, D = 4, 3
+
+
+def mean(device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(B, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(device, dtype)
+
+
+def matrices(device: str = "cpu", dtype: torch.dtype = torch.float32, n: int = B, dim: int = D) -> Tensor:
+    root = torch.randn(n, dim, dim, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return (root @ root.mT).to(device, dtype)
+
+
+def refused(call: Callable[[], Any], *words: str, kind: type[Exception] = cc.InputError) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    return message
+
+
+def spoilt(value: Tensor, place: Any, number: float) -> Tensor:
+    out = value.clone()
+    out[place] = number
+    return out
+
+
+MEANS: list[Any] = [
+    None,
+    3,
+    [[1.0, 2.0]],
+    torch.ones(3),
+    torch.ones(2, 2, 2),
+    torch.ones(4, 1),
+    torch.ones(4, 3).long(),
+]
+MEANS += [spoilt(mean(), (1, 2), NAN), spoilt(mean(), (1, 2), INF), spoilt(mean(), 2, 0.0), mean().to(torch.complex64)]
+
+
+@pytest.mark.parametrize("bad", MEANS, ids=lambda m: str(getattr(m, "shape", m)))
+def test_means(bad: Any) -> None:
+    refused(lambda: cc.EmbeddingDistribution(bad, covariance=matrices()), "mean")
+
+
+V = matrices()
+NO_SPREADS: list[tuple[str, Any, str]] = [
+    ("variance", torch.ones(B, D + 1), "shape"),
+    ("variance", torch.ones(D), "shape"),
+    ("variance", 1.0, "Tensor"),
+    ("variance", torch.ones(B, D).long(), "floating"),
+    ("variance", torch.ones(B, D).double(), "float32"),
+    ("variance", -torch.ones(B, D), ">= 0"),
+    ("variance", spoilt(torch.ones(B, D), (1, 1), NAN), "finite"),
+    ("variance", spoilt(torch.ones(B, D), (1, 1), INF), "finite"),
+    ("covariance", torch.ones(B, D), "shape"),
+    ("covariance", V[0], "shape"),
+    ("covariance", V.double(), "float32"),
+    ("covariance", spoilt(V, (1, 1, 1), NAN), "finite"),
+    ("covariance", V.triu(), "symmetric"),
+    ("covariance", spoilt(V, (0, 0, 1), 1.1 * float(V[0, 0, 1])), "symmetric"),
+    ("covariance", -V, "negative eigenvalue"),
+    ("covariance", spoilt(spoilt(V, (2, 0, 1), 50.0), (2, 1, 0), 50.0), "rows [2]"),
+    ("covariance", V - 0.01 * torch.linalg.eigvalsh(V).amax() * 2 * torch.eye(D), "negative eigenvalue"),
+    ("joint_covariance", torch.eye(B * D)[:-1], "shape"),
+    ("joint_covariance", V, "shape"),
+    ("joint_covariance", torch.eye(B * D).triu() + torch.ones(B * D, B * D).triu(1), "symmetric"),
+    ("joint_covariance", -torch.eye(B * D), "negative eigenvalue"),
+    ("joint_covariance", torch.eye(B * D) * NAN, "finite"),
+]
+
+
+@pytest.mark.parametrize(("name", "bad", "words"), NO_SPREADS)
+def test_spreads(name: str, bad: Any, words: str) -> None:
+    refused(lambda: cc.EmbeddingDistribution(mean(), **{name: bad}), name, words)
+
+
+@on_every_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_what_is_right_up_to_rounding_is_taken(size: float, dtype: torch.dtype, device: str) -> None:
+    """Singular covariances, and those that are symmetric but for the order of their sums."""
+    z = mean(device, dtype)
+    root = torch.randn(B, D, 1, device=device, dtype=dtype)
+    singular = root @ root.mT * size
+    turned = torch.linalg.qr(torch.randn(B, 3, 3, device=device, dtype=dtype))[0]
+    rounded = turned @ (torch.diag_embed(torch.tensor([1.0, 1e-3, 0.0], device=device, dtype=dtype)) @ turned.mT) * size
+    noisy = rounded * (1 + 20 * torch.finfo(dtype).eps * torch.randn(B, 3, 3, device=device, dtype=dtype))
+    for covariance in (singular, rounded, noisy, torch.zeros_like(rounded)):
+        found = cc.EmbeddingDistribution(z, covariance=covariance)
+        assert torch.equal(found.covariance, covariance)
+        whole = torch.block_diag(*covariance)
+        assert torch.equal(cc.EmbeddingDistribution(z, joint_covariance=whole).covariance, covariance)
+    assert cc.EmbeddingDistribution(z[:0], variance=z[:0]).mean.shape == (0, D)
+
+
+@pytest.mark.parametrize("bad", [-3, 0, True, 2.5, "3", None, NAN])
+def test_numbers_of_samples(bad: Any) -> None:
+    for found in (
+        cc.EmbeddingDistribution(mean(), covariance=V),
+        cc.EmbeddingDistribution(mean(), joint_covariance=torch.eye(B * D)),
+        cc.EmbeddingDistribution.from_samples(torch.randn(5, B, D)),
+    ):
+        refused(lambda found=found: found.sample(bad), "n_samples")
+        refused(lambda found=found: found.raw_samples(bad), "n_samples")
+        refused(lambda found=found: found.sample(2, generator=3), "generator", kind=cc.InputTypeError)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [None, [1.0], torch.ones(3, 2), torch.ones(1, 3, 2), torch.ones(4, 3, 1), torch.ones(4, 3, 2).long()],
+    ids=lambda s: str(getattr(s, "shape", s)),
+)
+def test_samples(bad: Any) -> None:
+    refused(lambda: cc.EmbeddingDistribution.from_samples(bad), "samples")
+
+
+@pytest.mark.parametrize("number", [NAN, INF])
+def test_samples_are_finite(number: float) -> None:
+    bad = spoilt(torch.randn(5, B, D), (1, 2, 0), number)
+    refused(lambda: cc.EmbeddingDistribution.from_samples(bad), "samples", "finite", "1 of")
+
+
+@on_every_device
+@pytest.mark.parametrize("size", [1e-30, 1e-20, 1e-10, 1.0, 1e10, 1e20, 1e30])
+@pytest.mark.parametrize("kind", ["variance", "covariance", "joint_covariance", "samples"])
+def test_the_uncertainty_has_the_units_of_the_outputs(kind: str, size: float, device: str) -> None:
+    """In float32, at norms whose square is no number: as in float64, where it is one.
+
+    The spread is kept where float32 has numbers for it; the outputs' own unit decides nothing.
+    """
+    spread = min(max(0.1 * size, 1e-16), 1e16)  # standard deviations
+    z = mean(device, torch.float64) * size
+    covariance = matrices(device, torch.float64) * spread**2
+    samples = z + spread * torch.randn(50, B, D, generator=torch.Generator().manual_seed(2)).double().to(device)
+    if kind == "samples":
+        low = cc.EmbeddingDistribution.from_samples(samples.float())
+        high = cc.EmbeddingDistribution.from_samples(samples)
+        # A difference of lengths: its rounding is that of the lengths.
+        tolerance = {"rtol": 1e-3, "atol": 1e-6 * float(samples.abs().max())}
+    else:
+        given = {
+            "variance": covariance.diagonal(dim1=1, dim2=2),
+            "covariance": covariance,
+            "joint_covariance": torch.block_diag(*covariance),
+        }[kind]
+        low = cc.EmbeddingDistribution(z.float(), **{kind: given.float()})
+        high = cc.EmbeddingDistribution(z, **{kind: given})
+        tolerance = {"rtol": 1e-4, "atol": 0.0}
+        assert bool((low.uncertainty > 0).all())
+    torch.testing.assert_close(low.uncertainty.double(), high.uncertainty, **tolerance)
+    torch.testing.assert_close(low.mu.double(), high.mu, rtol=1e-4, atol=1e-5)
+
+
+def test_the_uncertainty_is_what_it_says() -> None:
+    """``tr(P V P) / (2 n)``, by hand."""
+    z, covariance = mean(dtype=torch.float64), matrices(dtype=torch.float64)
+    n = z.norm(dim=1)
+    u = z / n[:, None]
+    across = torch.eye(D) - u[:, :, None] * u[:, None, :]
+    truth = (across @ covariance @ across).diagonal(dim1=1, dim2=2).sum(1) / (2 * n)
+    torch.testing.assert_close(cc.EmbeddingDistribution(z, covariance=covariance).uncertainty, truth)
+    samples = torch.randn(50, B, D, dtype=torch.float64) + z
+    found = cc.EmbeddingDistribution.from_samples(samples)
+    torch.testing.assert_close(found.uncertainty, samples.norm(dim=2).mean(0) - samples.mean(0).norm(dim=1))
+    torch.testing.assert_close(found.covariance[1], torch.cov(samples[:, 1].T))
+    expected = cc.EmbeddingDistribution(samples.mean(0), covariance=found.covariance).tangential_variance
+    torch.testing.assert_close(found.tangential_variance, expected)
+
+
+def test_retrieval_uncertainty() -> None:
+    gallery, calibration = torch.randn(20, D), torch.rand(30) + 0.1
+    make = cc.RetrievalUncertainty
+    for bad in (None, 3, gallery.tolist(), gallery.long(), gallery[0], gallery * NAN, gallery * 0):
+        refused(lambda bad=bad: make(bad, calibration), "gallery")
+    for bad in (None, 0.5, calibration.tolist(), calibration * NAN, calibration[:0], calibration.unsqueeze(1)):
+        refused(lambda bad=bad: make(gallery, bad), "calibration")
+    for bad in (0, 21, -1, 2.5, "3", True, None):
+        refused(lambda bad=bad: make(gallery, calibration, k=bad), "k:")
+    for bad in (0, 1, -0.1, NAN, "0.1", None, True, torch.tensor(0.1)):
+        refused(lambda bad=bad: make(gallery, calibration, share=bad), "share", "(0, 1)")
+    refused(lambda: make(gallery, calibration * 0), "calibration", "positive quantile")
+    score = make(gallery, calibration)
+    queries, uncertainty = torch.randn(5, D), torch.rand(5)
+    assert score(queries, uncertainty).shape == (5,)
+    refused(lambda: score(torch.randn(5, D + 1), uncertainty), "embeddings", str(D), str(D + 1))
+    refused(lambda: score(queries, uncertainty[:3]), "uncertainty", "(5,)", "(3,)")
+    for bad in (None, queries.tolist(), queries * NAN, queries[0]):
+        refused(lambda bad=bad: score(bad, uncertainty), "embeddings")
+    for bad in (None, 3.0, uncertainty * NAN, uncertainty.bool().tolist()):
+        refused(lambda bad=bad: score(queries, bad), "uncertainty")
+    refused(lambda: neighbor_distance(queries, gallery, k=21), "k", "20")
+    refused(lambda: neighbor_distance(queries, gallery[:, :2]), "gallery")
+
+
+LABELS = torch.arange(6) % 2
+SAMPLES = torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(3))
+HOW = "la.predictive_samples(x, n_samples=..., joint=True)"
+
+
+@pytest.mark.parametrize("function", [metrics.retrieval_ece, metrics.retrieval_brier, metrics.retrieval_votes])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        SAMPLES[0],
+        SAMPLES[0, 0],
+        SAMPLES.unsqueeze(0),
+        list(SAMPLES[0]),
+        [SAMPLES],
+        None,
+        3,
+        "samples",
+        {"samples": SAMPLES},
+        cc.EmbeddingDistribution(SAMPLES[0], variance=torch.ones(6, 3)),
+    ],
+    ids=["(N, D)", "(D,)", "(1, S, N, D)", "rows", "a list of all", "None", "a number", "a word", "a mapping", "la(x)"],
+)
+def test_sampled_embeddings_of_another_shape(function: Callable[..., Any], bad: Any) -> None:
+    """The message says what to pass."""
+    refused(lambda: function(bad, LABELS), "samples", "(N, D)", HOW, "(S, N, D)")
+    assert function(SAMPLES, LABELS) is not None
+
+
+@pytest.mark.parametrize("bad", [SAMPLES[0, :3], [SAMPLES], 3, "gallery"])
+def test_sampled_galleries_of_another_shape(bad: Any) -> None:
+    labels = torch.arange(6) % 2
+    if isinstance(bad, Tensor):
+        refused(lambda: metrics.retrieval_ece(SAMPLES, LABELS, bad, labels), "gallery_labels", "(3,)")
+        return
+    refused(lambda: metrics.retrieval_ece(SAMPLES, LABELS, bad, labels), "gallery", HOW)
+
+
+@pytest.mark.parametrize("function", [metrics.calibration_bins, metrics.brier_score])
+@pytest.mark.parametrize(
+    "bad",
+    [SAMPLES, SAMPLES[0], LABELS, None, [LABELS], cc.EmbeddingDistribution(SAMPLES[0], variance=torch.ones(6, 3))],
+    ids=["(S, N, D)", "(N, D)", "(N,)", "None", "a list", "la(x)"],
+)
+def test_votes_of_another_kind(function: Callable[..., Any], bad: Any) -> None:
+    refused(lambda: function(bad, LABELS), "votes", "(S, N)", "retrieval_votes(samples, labels)", HOW)

@@ -1,0 +1,332 @@
+"""``la.load_state_dict``: a state that cannot be right is refused, and leaves the object as it was."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from laplace import Laplace
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+
+COMBINATIONS = [
+    ("last_layer", "diag"),
+    ("last_layer", "kron"),
+    ("last_layer", "full"),
+    ("last_layer", "gp"),
+    ("all", "diag"),
+    ("all", "kron"),
+    ("all", "full"),
+    ("all", "lowrank"),
+    ("all", "gp"),
+    ("subnetwork", "diag"),
+    ("subnetwork", "full"),
+]
+for_every_combination = pytest.mark.parametrize(("weights", "structure"), COMBINATIONS)
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def encoder(device: str = "cpu") -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().to(device)
+
+
+def data(device: str = "cpu") -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(12, 4, generator=generator, dtype=torch.float64)
+    return x.to(device), (torch.arange(12) % 3).to(device)
+
+
+def make(weights: str, structure: str, model: nn.Module | None = None, device: str = "cpu", **host: Any) -> Any:
+    if weights == "subnetwork":
+        host["subnetwork_indices"] = torch.tensor([0, 3, 26, 30, 41])
+    if structure == "gp":
+        host["n_subset"] = 4
+    options: dict[str, Any] = {"margin": 1.2, "pd_fix": "psd"}
+    return Laplace(model or encoder(device), "contrastive", weights, structure, backend_kwargs=options, **host)
+
+
+def fitted(weights: str, structure: str, device: str = "cpu", **host: Any) -> Any:
+    la = make(weights, structure, device=device, **host)
+    x, y = data(device)
+    la.fit([(x[:6], y[:6]), (x[6:], y[6:])])
+    la.optimize_prior_precision()
+    return la
+
+
+def picture(la: Any, x: Tensor) -> list[Any]:
+    """All that an object says and is made of."""
+    found = la(x)
+    parts: list[Any] = [found.mu.detach(), found.kappa.detach(), la.mean.detach(), la.H]
+    parts += [la.prior_precision, la.prior_mean.reshape(-1)]
+    parts += [la.temperature, la.n_data, float(la.loss), float(la.cost), la.H_raw, la.enable_backprop, la.n_outputs]
+    parts += [type(la.backend).__name__, la._temperature_given, la.likelihood, la.model.output_size]
+    return copy.deepcopy(parts)
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return isinstance(b, (list, tuple)) and len(a) == len(b) and all(same(p, q) for p, q in zip(a, b, strict=True))
+    if hasattr(a, "eigenvalues"):
+        return same([a.eigenvalues, a.eigenvectors], [b.eigenvalues, b.eigenvectors])
+    return type(a) is type(b) and a == b
+
+
+_STATES: dict[tuple[str, str], tuple[Any, dict[str, Any]]] = {}
+
+
+def kept(weights: str, structure: str) -> tuple[Any, dict[str, Any]]:
+    """A fitted object, made once, and its state."""
+    if (weights, structure) not in _STATES:
+        la = fitted(weights, structure)
+        _STATES[weights, structure] = la, copy.deepcopy(la.state_dict())
+    la, state = _STATES[weights, structure]
+    return la, copy.deepcopy(state)
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Paths to everything in a state that can be replaced."""
+    found = [path] if path else []
+    if isinstance(value, dict):
+        for key, part in value.items():
+            found += leaves(part, (*path, key))
+    elif isinstance(value, (list, tuple)):
+        for number, part in enumerate(value):
+            found += leaves(part, (*path, number))
+    return found
+
+
+def at(value: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        value = value[key]
+    return value
+
+
+def put(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    """A copy of a nest with one place changed, tuples too."""
+    if not path:
+        return new
+    if isinstance(value, tuple):
+        return tuple(put(part, path[1:], new) if n == path[0] else part for n, part in enumerate(value))
+    out = dict(value) if isinstance(value, dict) else list(value)
+    out[path[0]] = put(value[path[0]], path[1:], new)
+    return out
+
+
+def spoilt(value: Any) -> list[Callable[[], Any]]:
+    """Ways to make of a value what it cannot be."""
+    ways: list[Callable[[], Any]] = [lambda: "text", lambda: None, lambda: [], lambda: {}, lambda: b"bytes", object]
+    ways += [lambda: float("nan"), lambda: -3, lambda: 10**400, lambda: True, lambda: torch.ones(2, 2, 2)]
+    if not isinstance(value, Tensor):
+        return ways
+    for number in (float("nan"), float("inf"), -1e30):
+        ways.append(lambda number=number: torch.full_like(value, number))
+        if value.numel():
+            ways.append(
+                lambda number=number: torch.cat([value.flatten()[:-1], value.new_tensor([number])]).view_as(value)
+            )
+    ways += [lambda: value.unsqueeze(0).unsqueeze(0), lambda: value[..., :0] if value.ndim else value.reshape(0, 1)[:0]]
+    ways += [lambda: value.float(), lambda: value.to(torch.complex128), lambda: value.bool(), value.tolist]
+    return ways
+
+
+def loads_or_refuses(la: Any, state: Any, x: Tensor) -> bool:
+    """Whether a state was refused with our error and without a trace; else nothing may have changed by it."""
+    before = picture(la, x)
+    refused: cc.InputError | None = None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            la.load_state_dict(state)
+    except cc.InputError as error:
+        refused = error
+    if refused is not None:
+        assert "state_dict" in str(refused), refused
+        assert same(before, picture(la, x)), "a refused state left something behind"
+        return True
+    found, known = picture(la, x), before
+    # Prior mean, loss and cost are any numbers; the prediction of this object is what a state must not spoil.
+    assert same(found[:2], known[:2])
+    return False
+
+
+@for_every_combination
+@settings(max_examples=60, deadline=None)
+@given(draw=st.data())
+def test_a_spoilt_state_is_refused_without_a_trace(weights: str, structure: str, draw: st.DataObject) -> None:
+    la, state = kept(weights, structure)
+    path = draw.draw(st.sampled_from(leaves(state)), label="place")
+    value = at(state, path)
+    if draw.draw(st.booleans(), label="drop") and isinstance(at(state, path[:-1]), dict):
+        changed = put(state, path[:-1], {k: v for k, v in at(state, path[:-1]).items() if k != path[-1]})
+        if len(path) == 1 and path[0] == "encoder_norms":
+            return  # files of earlier versions have none
+    else:
+        try:
+            new = draw.draw(st.sampled_from(spoilt(value)), label="way")()
+        except RuntimeError:
+            return  # a way that this tensor has not
+        if same(new, value):
+            return
+        changed = put(state, path, new)
+    if not loads_or_refuses(la, changed, data()[0]):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            la.load_state_dict(state)
+
+
+@for_every_combination
+@pytest.mark.parametrize("key", ["mean", "H", "H_raw", "n_data", "temperature", "prior_precision", "backend", "cost"])
+def test_a_missing_key_is_named(weights: str, structure: str, key: str) -> None:
+    la, state = kept(weights, structure)
+    del state[key]
+    with pytest.raises(cc.InputError, match=rf"state_dict.*\b{key}\b"):
+        la.load_state_dict(state)
+
+
+def _first(value: Any) -> Any:
+    while not isinstance(value, Tensor):
+        value = next(iter(value.values())) if isinstance(value, dict) else value[0]
+    return value
+
+
+ATTACKS: list[tuple[str, str, str, Callable[[Any], Any], str]] = [
+    ("last_layer", "diag", "H", lambda h: -h, "not negative"),
+    ("last_layer", "diag", "H", lambda h: h.sum(), "shape"),
+    ("last_layer", "diag", "H", lambda h: h[:1], "shape"),
+    ("last_layer", "diag", "H", lambda h: h * 10, "H_raw"),
+    ("all", "diag", "H_raw", lambda h: h.fill_(float("nan")), "NaN"),
+    ("all", "full", "H", lambda h: h - 1e3 * torch.eye(len(h)), "negative eigenvalue"),
+    ("all", "full", "H", lambda h: h + torch.ones_like(h).triu(1) * h.abs().max(), "symmetric"),
+    ("all", "full", "H", lambda h: h.diagonal(), "shape"),
+    ("last_layer", "kron", "H", lambda h: [[h[0][0], -h[0][1]], *h[1:]], "negative eigenvalue"),
+    ("last_layer", "kron", "H", lambda h: [[h[0][0]], *h[1:]], "2 factors"),
+    ("all", "kron", "H", lambda h: h[:-1], "4 parameters"),
+    ("all", "kron", "H", lambda h: [[f * float("inf") for f in g] for g in h], "NaN"),
+    ("all", "kron", "H", lambda h: [[f * 2 for f in g] for g in h], "H_raw"),
+    ("all", "lowrank", "H", lambda h: (h[0], -h[1]), "positive eigenvalues"),
+    ("all", "lowrank", "H", lambda h: (h[0] * 3, h[1]), "orthonormal"),
+    ("all", "lowrank", "H", lambda h: h[0], "eigenvectors and eigenvalues"),
+    ("all", "gp", "H", lambda h: {**h, "values": -h["values"] - 1}, "not negative"),
+    ("all", "gp", "H", lambda h: {**h, "inputs": h["inputs"][:2]}, "n_subset"),
+    ("all", "gp", "H", lambda h: {**h, "inputs": h["inputs"][:, :2]}, "inputs that the encoder takes"),
+    ("last_layer", "gp", "H", lambda h: {**h, "vectors": h["vectors"] * 2}, "orthonormal"),
+    ("subnetwork", "diag", "H", lambda h: h.repeat(2), "shape"),
+    ("last_layer", "diag", "mean", lambda m: m * float("nan"), "NaN"),
+    ("last_layer", "diag", "mean", lambda m: m[:-1], "shape"),
+    ("last_layer", "diag", "mean", lambda m: m.float(), "float64"),
+    ("last_layer", "diag", "data", lambda d: d[:, :2], "inputs that the encoder takes"),
+    ("last_layer", "diag", "data", lambda _: None, "data"),
+    ("last_layer", "diag", "n_data", lambda _: True, "whole number"),
+    ("last_layer", "diag", "n_data", lambda _: "12", "whole number"),
+    ("last_layer", "diag", "n_data", lambda _: -12, "whole number"),
+    ("last_layer", "diag", "temperature", lambda _: "1", "positive number"),
+    ("last_layer", "diag", "temperature", lambda _: 0.0, "positive number"),
+    ("last_layer", "diag", "cost", lambda _: -1.0, "not negative"),
+    ("last_layer", "diag", "loss", lambda _: float("inf"), "finite"),
+    ("last_layer", "diag", "prior_precision", lambda p: -p, "positive numbers"),
+    ("last_layer", "diag", "prior_precision", lambda p: p.repeat(3), "entries"),
+    ("last_layer", "kron", "prior_precision", lambda p: p.repeat(18), "entries"),
+    ("last_layer", "diag", "prior_mean", lambda p: p * float("nan"), "finite"),
+    ("last_layer", "diag", "backend", lambda _: "Mine", "backend=..."),
+    ("last_layer", "diag", "cls_name", lambda _: "ContrastiveFullLLLaplace", "hessian_structure"),
+    ("last_layer", "diag", "likelihood", lambda _: "regression", "contrastive"),
+    ("last_layer", "diag", "sigma_noise", lambda s: s * 2, "observation noise"),
+    ("last_layer", "diag", "enable_backprop", lambda _: 0, "True or False"),
+    ("last_layer", "diag", "encoder_norms", lambda n: -n, "norms"),
+]
+
+
+@pytest.mark.parametrize(("weights", "structure", "key", "change", "words"), ATTACKS)
+def test_numbers_that_cannot_be_right(
+    weights: str, structure: str, key: str, change: Callable[[Any], Any], words: str
+) -> None:
+    """Also into an object that has seen no data, where lengths are not known before."""
+    la, state = kept(weights, structure)
+    state[key] = change(state[key])
+    before = picture(la, data()[0])
+    fresh = make(weights, structure)
+    attributes = dict(fresh.__dict__)
+    if key != "data":
+        with pytest.raises(cc.InputError, match=words):
+            la.load_state_dict(state)
+        assert same(before, picture(la, data()[0]))
+    with pytest.raises(cc.InputError, match=words):
+        fresh.load_state_dict(state)
+    assert fresh.__dict__.keys() == attributes.keys()
+    assert all(fresh.__dict__[name] is value for name, value in attributes.items())
+    with pytest.raises(cc.NotFittedError):
+        fresh(data()[0])
+    # And it takes the true one.
+    fresh.load_state_dict(kept(weights, structure)[1])
+    assert torch.equal(fresh(data()[0]).kappa, la(data()[0]).kappa)
+
+
+@for_every_combination
+@on_every_device
+def test_a_true_state_is_taken(weights: str, structure: str, device: str) -> None:
+    la = fitted(weights, structure, device)
+    other = make(weights, structure, device=device)
+    other.load_state_dict(la.state_dict())
+    assert same(picture(other, data(device)[0]), picture(la, data(device)[0]))
+
+
+def test_float32_states_of_many_points_are_taken() -> None:
+    """The rounding of sums over data is no asymmetry, and no negative curvature."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 8))
+    x, y = 10 * torch.randn(600, 20), torch.arange(600) % 5
+    for structure in ("full", "kron", "lowrank"):
+        for fix in ("fixed", "full") if structure != "kron" else ("fixed",):
+            options = {"pd_fix": fix, "margin": None}
+            la = Laplace(model, "contrastive", "all", structure, backend_kwargs=options)
+            la.fit([(x[k : k + 100], y[k : k + 100]) for k in range(0, 600, 100)])
+            other = Laplace(model, "contrastive", "all", structure, backend_kwargs=options)
+            other.load_state_dict(la.state_dict())
+            assert torch.equal(other(x[:3]).covariance, la(x[:3]).covariance)
+
+
+class Mine(cc.ContrastiveGGN):
+    """A backend of a user's own."""
+
+
+def test_a_backend_of_ones_own_is_kept_and_asked_for() -> None:
+    la = fitted("last_layer", "diag", backend=Mine)
+    state = la.state_dict()
+    assert state["backend"] == "Mine"
+    again = make("last_layer", "diag", backend=Mine)
+    again.load_state_dict(state)
+    assert type(again.backend) is Mine
+    with pytest.raises(cc.InputError, match=r"backend'\].*'Mine'.*backend=\.\.\."):
+        make("last_layer", "diag").load_state_dict(state)
+
+
+def test_factors_that_cannot_be_decomposed_do_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    la, state = kept("all", "kron")
+
+    def exits(*_: object) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr("laplace.utils.matrix.symeig", exits)
+    la.load_state_dict(state)
+    state["H"] = state["H_raw"] = [[f * float("nan") for f in group] for group in state["H"]]
+    with pytest.raises(cc.InputError, match="finite"):
+        la.load_state_dict(state)
+
+
+@pytest.mark.parametrize("state", [None, [], "state", 3, {}, {"contrastive": {}}])
+def test_what_is_no_state(state: Any) -> None:
+    with pytest.raises(cc.InputError, match="state_dict"):
+        make("last_layer", "diag").load_state_dict(state)
