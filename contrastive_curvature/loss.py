@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.loss import _Loss
 
-from contrastive_curvature.options import CurvatureOptions, Distance, Normalization, PDFix
+from contrastive_curvature.options import LARGEST_DISTANCE, CurvatureOptions, Distance, Normalization, PDFix
 from contrastive_curvature.output_hessian import OutputHessian
 from contrastive_curvature.pairs import Pairs, make_relation
 from contrastive_curvature.pairs.edges import EdgeRelation
@@ -117,15 +117,21 @@ class ContrastiveLoss(_Loss):
     def _all_pairs(self, u: Tensor, relation: Relation, shares: Shares) -> Tensor:
         if relation.n == 0:
             return u.sum()
-        total = u.new_zeros(())
+        # In float64, since a data set has many pairs.
+        total = u.new_zeros((), dtype=torch.float64)
         for rows, positive, negative in relation.row_blocks():
             squared = 2 - 2 * u[rows] @ u.T
             attract = positive * (shares.positive[rows].unsqueeze(1) + shares.positive) / 2
             repel = negative * (shares.negative[rows].unsqueeze(1) + shares.negative) / 2
             # Every unordered pair stands in the matrix twice.
-            total = total + self._total(squared, attract, repel) / 2
-        return total
+            total = total + self._total(squared, attract, repel).double() / 2
+        return total.to(u.dtype)
 
     def _total(self, squared: Tensor, attract: Tensor, repel: Tensor) -> Tensor:
-        cost = -squared if self.margin is None else torch.relu(self.margin**2 - squared)
+        if self.margin is None:
+            cost = -squared
+        elif self.margin < LARGEST_DISTANCE:
+            cost = torch.relu(self.margin**2 - squared)
+        else:
+            cost = self.margin**2 - squared
         return ((1 - self.negative_weight) * attract * squared + self.negative_weight * repel * cost).sum() / 2

@@ -15,11 +15,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.options import Distance
 from contrastive_curvature.sphere import project_tangent
 
-__all__ = ["NodeBlocks"]
+__all__ = ["NodeBlocks", "UnrepresentableError"]
+
+
+class UnrepresentableError(InputError):
+    """The dtype cannot hold a Hessian of outputs of these norms."""
 
 
 @dataclass(frozen=True)
@@ -49,23 +53,42 @@ class NodeBlocks:
         Args:
             u: Unit embeddings, shape (N, D).
             n: Norms of the raw outputs, shape (N,).
-            d: ``sum_j y_ij``, shape (N,).
-            s: ``sum_j y_ij u_j``, shape (N, D).
+            d: ``sum_j y_ij``, shape (N,), of the type of ``u`` or wider.
+            s: ``sum_j y_ij u_j``, shape (N, D), the same.
             distance: ``euclidean``: ``d P / n^2``. ``arccos``: ``(a P + u t^T + t u^T) / n^2`` with ``a = u . s`` and
                 ``t = s - a u`` (paper, appendices F.1 and F.2, summed over the pairs of a point).
 
         Returns:
             The blocks.
+
+        Raises:
+            UnrepresentableError: The norms are so large or small that the dtype cannot hold blocks that go with
+                ``1 / n^2``.
         """
-        zero = torch.zeros_like(d)
+        zero = torch.zeros_like(n)
         if distance is Distance.EUCLIDEAN:
-            return cls(u, torch.zeros_like(u), d / n**2, zero, zero, zero)
-        a = (u * s).sum(1)
+            return cls(u, torch.zeros_like(u), d.to(n.dtype) / n / n, zero, zero, zero)._representable(n)
+        wide = u.to(s.dtype)
+        a = (wide * s).sum(1).to(n.dtype)
         # Projected twice: the first projection leaves a radial residue of the size of the rounding error of s.
-        t = project_tangent(u, project_tangent(u, s))
+        t = project_tangent(u, project_tangent(wide, s).to(u.dtype))
         length = t.norm(dim=1)
         direction = t / torch.where(length > 0, length, torch.ones_like(length)).unsqueeze(1)
-        return cls(u, direction, a / n**2, zero, length / n**2, zero)
+        return cls(u, direction, a / n / n, zero, length / n / n, zero)._representable(n)
+
+    def _representable(self, n: Tensor) -> NodeBlocks:
+        """These blocks, if they are finite and have all their digits."""
+        info = torch.finfo(n.dtype)
+        low, high = info.tiny**0.5, info.tiny**-0.5
+        size = torch.maximum(self.c.abs(), self.q.abs())
+        held = (n >= low) & (n <= high) & ((size == 0) | (size >= info.tiny)) & size.isfinite()
+        if not bool(held.all()):
+            rows = (~held).nonzero().flatten()[:5].tolist()
+            wanted = f"embeddings whose Hessian, which goes with 1 / norm^2, {n.dtype} can hold"
+            came = f"norms {[float(f'{float(n[row]):.3g}') for row in rows]} in rows {rows}"
+            hint = "Use float64, or rescale the outputs: their directions, the embeddings, stay the same."
+            raise UnrepresentableError(expected("raw outputs", wanted, came, hint))
+        return self
 
     def __getitem__(self, rows: slice | Tensor) -> NodeBlocks:
         """Blocks of some of the points."""
@@ -163,15 +186,16 @@ class NodeBlocks:
 
         The smaller one is never positive for ``arccos``: before the projection the determinant is ``-q^2``, after it 0.
         """
-        inside = self.c + self.p
-        gap = inside - self.r
-        root = torch.hypot(gap, 2 * self.q)
+        # Blocks go with 1 / n^2, so that their squares would overflow or vanish.
+        size = torch.stack([self.c + self.p, self.r, self.q]).abs().amax(0)
+        size = torch.where(size > 0, size, torch.ones_like(size))
+        inside, r, q = (self.c + self.p) / size, self.r / size, self.q / size
+        gap = inside - r
+        root = torch.hypot(gap, 2 * q)
         # (inside - r + root) / 2 without cancellation where inside < r.
-        rise = torch.where(
-            gap >= 0, (gap + root) / 2, 2 * self.q**2 / (root - gap).clamp(min=torch.finfo(gap.dtype).tiny)
-        )
-        length = torch.hypot(rise, self.q)
+        rise = torch.where(gap >= 0, (gap + root) / 2, 2 * q**2 / torch.where(gap < 0, root - gap, 1.0))
+        length = torch.hypot(rise, q)
         safe = torch.where(length > 0, length, torch.ones_like(length))
         along_t = torch.where(length > 0, rise / safe, 0.0)
-        along_u = torch.where(length > 0, self.q / safe, 1.0)
-        return (self.r + rise).clamp(min=0), along_u, along_t
+        along_u = torch.where(length > 0, q / safe, 1.0)
+        return (r + rise).clamp(min=0) * size, along_u, along_t

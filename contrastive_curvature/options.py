@@ -12,7 +12,20 @@ from typing import TypeVar
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
-__all__ = ["CurvatureOptions", "Distance", "KFACApprox", "Normalization", "PDFix", "Structure", "parse_option"]
+__all__ = [
+    "LARGEST_DISTANCE",
+    "CurvatureOptions",
+    "Distance",
+    "KFACApprox",
+    "Normalization",
+    "PDFix",
+    "Structure",
+    "check_flag",
+    "parse_option",
+]
+
+LARGEST_DISTANCE = 2.0
+"""Between two points of the unit sphere. A margin of this size masks nothing, so no rounding may decide about it."""
 
 _E = TypeVar("_E", bound="_Option")
 
@@ -138,6 +151,16 @@ class CurvatureOptions:
         object.__setattr__(self, "normalization", parse_option(Normalization, "normalization", self.normalization))
         check_margin(self.margin)
         check_negative_weight(self.negative_weight)
+
+
+def check_flag(argument: str, value: object) -> None:
+    """Refuse what is not ``True`` or ``False``: a string such as ``"no"`` would count as true.
+
+    Raises:
+        InputTypeError: It is something else.
+    """
+    if not isinstance(value, bool):
+        raise InputTypeError(expected(argument, "True or False", value))
 
 
 def check_margin(margin: object) -> None:

@@ -13,10 +13,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.node_blocks import NodeBlocks
 from contrastive_curvature.options import CurvatureOptions, Distance, Normalization, PDFix
 from contrastive_curvature.pairs import Pairs, PairWeights, make_relation
+from contrastive_curvature.pairs.effort import FASTER, announce_pairs
+from contrastive_curvature.progress import Progress
 from contrastive_curvature.sphere import check_outputs, normalize, project_tangent
 
 __all__ = ["DENSE_LIMIT", "OutputHessian", "output_hessian"]
@@ -59,7 +61,9 @@ class OutputHessian:
         """Build it from what the user has; arguments and errors as in :func:`output_hessian`."""
         z = check_outputs(z)
         relation = make_relation(z.shape[0], z.device, labels, pairs)
-        return cls(z, PairWeights(relation, normalize(z)[0], options), options)
+        u = normalize(z)[0]
+        announce_pairs(relation, u, options, Progress(None, FASTER))
+        return cls(z, PairWeights(relation, u, options), options)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -76,11 +80,17 @@ class OutputHessian:
             The product, of the shape of ``v``.
 
         Raises:
-            InputError: ``v`` has another N or D.
+            InputTypeError: ``v`` is no tensor of the outputs' type.
+            InputError: ``v`` has another N or D, or is not finite.
         """
+        if not isinstance(v, Tensor) or v.dtype != self.z.dtype or v.layout != torch.strided:
+            came = f"{v.dtype}, {v.layout}" if isinstance(v, Tensor) else f"a {type(v).__name__}"
+            raise InputTypeError(expected("v", f"a dense tensor of dtype {self.z.dtype}", came))
         if v.ndim not in (2, 3) or v.shape[:2] != self.z.shape:
             wanted = f"shape {tuple(self.z.shape)} or {(*self.z.shape, 'K')}"
             raise InputError(expected("v", wanted, f"shape {tuple(v.shape)}"))
+        if not bool(v.isfinite().all()):
+            raise InputError(expected("v", "finite numbers", "NaN or infinity"))
         out = self.blocks.matmul(v)
         if self.coupled:
             inverse = (1 / self.n).view(-1, *[1] * (v.ndim - 1))
@@ -188,7 +198,8 @@ def output_hessian(
         :class:`~contrastive_curvature.loss.ContrastiveLoss`.
 
     Raises:
-        InputError: Outputs, labels, pairs or an option are malformed.
+        InputError: Outputs, labels, pairs or an option are malformed, or the norms of the outputs are so large or small
+            that the dtype cannot hold the Hessian.
     """
     options = CurvatureOptions(distance, pd_fix, margin, negative_weight, normalization)  # type: ignore[arg-type]
     return OutputHessian.from_pairs(z, options, labels, pairs)

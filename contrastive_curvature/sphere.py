@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
-__all__ = ["L2Norm", "check_outputs", "normalize", "project_tangent"]
+__all__ = ["L2Norm", "check_outputs", "norms", "normalize", "project_tangent"]
 
 
 class L2Norm(nn.Module):
@@ -19,8 +19,9 @@ class L2Norm(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         """Normalise ``z`` of shape (..., D)."""
-        norm = z.norm(dim=-1, keepdim=True)
-        return z / torch.where(norm > 0, norm, torch.ones_like(norm))
+        scaled = z / _power_of_two(z)
+        norm = scaled.norm(dim=-1, keepdim=True)
+        return scaled / torch.where(norm > 0, norm, torch.ones_like(norm))
 
 
 def check_outputs(z: Tensor, argument: str = "z") -> Tensor:
@@ -39,6 +40,8 @@ def check_outputs(z: Tensor, argument: str = "z") -> Tensor:
     """
     if not isinstance(z, Tensor):
         raise InputTypeError(expected(argument, "a torch.Tensor of shape (N, D)", f"a {type(z).__name__}"))
+    if z.layout != torch.strided:
+        raise InputTypeError(expected(argument, "a dense tensor", f"layout {z.layout}", "Call .to_dense() on it."))
     if not z.is_floating_point():
         raise InputTypeError(expected(argument, "a floating-point tensor", f"dtype {z.dtype}", "Call .float() on it."))
     if z.ndim != 2 or z.shape[1] == 0:
@@ -52,7 +55,7 @@ def check_outputs(z: Tensor, argument: str = "z") -> Tensor:
         if not bool(finite.all()):
             rows = (~finite).nonzero().flatten()[:5].tolist()
             raise InputError(expected(argument, "finite embeddings", f"NaN or infinity in rows {rows}"))
-        zero = z.norm(dim=1) == 0
+        zero = (z == 0).all(dim=1)
         if bool(zero.any()):
             rows = zero.nonzero().flatten()[:5].tolist()
             hint = "A zero output has no direction on the sphere; look for a dead unit or an all-zero input."
@@ -64,13 +67,32 @@ def normalize(z: Tensor) -> tuple[Tensor, Tensor]:
     """Split checked outputs into direction and length.
 
     Args:
-        z: Raw outputs without zero rows, shape (N, D).
+        z: Raw outputs without zero rows, shape (..., D).
 
     Returns:
-        ``u`` of shape (N, D) on the unit sphere, and ``n = |z|`` of shape (N,).
+        ``u`` of shape (..., D) on the unit sphere, for every finite ``z``; and ``n = |z|`` of shape (...), infinite
+        where the dtype cannot hold it.
     """
-    n = z.norm(dim=1)
-    return z / n.unsqueeze(1), n
+    scale = _power_of_two(z)
+    scaled = z / scale
+    length = scaled.norm(dim=-1, keepdim=True)
+    return scaled / length, (length * scale).squeeze(-1)
+
+
+def norms(z: Tensor) -> Tensor:
+    """``|z|`` of shape (...) for ``z`` of shape (..., D), zero rows included, whose squares may not overflow."""
+    scale = _power_of_two(z)
+    return ((z / scale).norm(dim=-1, keepdim=True) * scale).squeeze(-1)
+
+
+def _power_of_two(z: Tensor) -> Tensor:
+    """A power of two of the size of every row, shape (..., 1), without a graph.
+
+    The squares of numbers beyond 1e19 overflow in float32, those below 1e-23 vanish. Dividing by a power of two rounds
+    nothing, so results in the usual range are the same to the last bit.
+    """
+    largest = z.detach().abs().amax(dim=-1, keepdim=True)
+    return largest.log2().floor().exp2().clamp(min=torch.finfo(z.dtype).tiny)
 
 
 def project_tangent(u: Tensor, v: Tensor) -> Tensor:

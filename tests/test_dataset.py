@@ -171,7 +171,7 @@ def test_other_data_in_the_second_pass_are_refused(device: str) -> None:
 
     model = nn.Linear(INPUTS, 2).to(device)
     loader = DataLoader(Augmented(torch.randn(8, INPUTS), torch.arange(8) % 2), batch_size=3)
-    with pytest.raises(cc.InputError, match="both passes"):
+    with pytest.raises(cc.InputError, match="every pass"):
         fit(model, loader, {}, Structure.DIAG, False)
 
 
@@ -201,7 +201,7 @@ def test_memory_of_a_last_layer_fit_does_not_grow_with_pairs(device: str) -> Non
 
     with Watch():
         fit(model, loader, {}, Structure.DIAG, True)
-    assert largest <= label_sums._TILE_ROWS * label_sums._TILE_COLUMNS
+    assert largest <= label_sums.TILE_ROWS * label_sums.TILE_COLUMNS
 
 
 def _size(model: nn.Module, x: Tensor, y: Tensor, pairs: dict[str, Any]) -> float:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from contrastive_curvature.ggn import pullback as pullback_file
 from contrastive_curvature.ggn.pullback import Points, Pullback
+from contrastive_curvature.ggn.spectrum import eigenpairs
 from contrastive_curvature.node_blocks import NodeBlocks
 from contrastive_curvature.options import CurvatureOptions, PDFix, Structure
 from contrastive_curvature.output_hessian import OutputHessian
@@ -81,11 +82,14 @@ def clamp_curvature(curvature: Tensor) -> Tensor:
     Returns:
         The diagonal with negative entries set to zero (paper, Eq. 108 and Proposition F.1), or the matrix with negative
         eigenvalues set to zero: an element-wise ReLU would not make a matrix positive semidefinite.
+
+    Raises:
+        InputError: A matrix is not finite, or its eigenvalues cannot be computed.
     """
     if curvature.ndim == 1:
         return curvature.clamp(min=0)
     symmetric = (curvature + curvature.T) / 2
-    values, vectors = torch.linalg.eigh(symmetric)
+    values, vectors = eigenpairs(symmetric)
     if not values.numel() or values[0] >= 0:
         return symmetric
     return (vectors * values.clamp(min=0)) @ vectors.T

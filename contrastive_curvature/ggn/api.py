@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.encoder import Encoder, Inputs, evaluation_mode, input_length, slice_inputs
+from contrastive_curvature.encoder import Encoder, evaluation_mode
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.ggn.accumulate import clamp_curvature
+from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.kron import clamp_factors
 from contrastive_curvature.ggn.last_layer import LastLayerPullback
 from contrastive_curvature.ggn.module import ModulePullback
 from contrastive_curvature.ggn.pullback import KronFactors, Points, Pullback
 from contrastive_curvature.ggn.sharing import parse_kfac_approx, structured_curvature
+from contrastive_curvature.inputs import Inputs, check_inputs, input_length, slice_inputs
 from contrastive_curvature.options import (
     CurvatureOptions,
     Distance,
@@ -23,9 +24,12 @@ from contrastive_curvature.options import (
     Normalization,
     PDFix,
     Structure,
+    check_flag,
     parse_option,
 )
 from contrastive_curvature.pairs import Pairs, PairWeights, make_relation
+from contrastive_curvature.pairs.effort import FASTER, announce_pairs
+from contrastive_curvature.progress import Progress
 from contrastive_curvature.sphere import check_outputs, normalize
 
 __all__ = ["check_encoder", "check_trainable", "ggn", "make_pullback"]
@@ -83,17 +87,17 @@ def ggn(
         with ``"last_layer"``, which takes the whole layer.
 
     Raises:
-        InputError: An argument is malformed; the message names it.
+        InputError: An argument is malformed, or the curvature is not finite; the message names argument or layer.
         UnsupportedError: The encoder normalises inside ``forward``, has no last linear layer, or the structure has no
             factors for the fix.
     """
     options = CurvatureOptions(distance, pd_fix, margin, negative_weight, normalization)  # type: ignore[arg-type]
+    check_flag("clamp", clamp)
     kind = parse_option(Structure, "structure", structure)
     approx = parse_kfac_approx(kfac_approx, options.pd_fix, kind)
     if not isinstance(model, nn.Module):
         raise InputTypeError(expected("model", "a torch.nn.Module", f"a {type(model).__name__}"))
-    if not isinstance(x, (Tensor, Mapping)) or not input_length(x):
-        raise InputError(expected("x", "a batch of at least one point", _describe(x)))
+    check_inputs(x)
     model, x = _lift_half(model, x)
     with evaluation_mode(model), torch.no_grad():
         encoder = Encoder(model, slice_inputs(x, slice(0, 8)))
@@ -104,11 +108,13 @@ def ggn(
         z, context = pullback.forward(x)
         z = check_outputs(z, "model(x)")
         u, n = normalize(z)
+        announce_pairs(relation, u, options, Progress(None, FASTER))
         weights = PairWeights(relation, u, options)
         points = Points(context, u, n)
         found: Tensor | KronFactors = structured_curvature(
             pullback, points, weights, options, kind, len(points), approx
         )
+        check_finite(found, pullback, "this batch")
     if not clamp:
         return found
     return clamp_curvature(found) if isinstance(found, Tensor) else clamp_factors(found)
@@ -149,7 +155,8 @@ def make_pullback(encoder: Encoder, subset_of_weights: str | Tensor) -> Pullback
     if isinstance(subset_of_weights, Tensor):
         total = sum(p.numel() for p in encoder.parameters() if p.requires_grad)
         indices = subset_of_weights
-        if indices.is_floating_point() or indices.dtype == torch.bool or indices.ndim != 1 or not indices.numel():
+        whole = indices.dtype != torch.bool and not (indices.is_floating_point() or indices.is_complex())
+        if not whole or indices.layout != torch.strided or indices.ndim != 1 or not indices.numel():
             came = f"dtype {indices.dtype}, shape {tuple(indices.shape)}"
             raise InputError(expected("subset_of_weights", wanted, came))
         if int(indices.min()) < 0 or int(indices.max()) >= total or indices.unique().numel() != indices.numel():
@@ -158,6 +165,8 @@ def make_pullback(encoder: Encoder, subset_of_weights: str | Tensor) -> Pullback
             )
             raise InputError(expected("subset_of_weights", f"distinct indices in 0..{total - 1}", came))
         return ModulePullback(encoder, indices)
+    if not isinstance(subset_of_weights, str):
+        raise InputTypeError(expected("subset_of_weights", wanted, f"a {type(subset_of_weights).__name__}"))
     if subset_of_weights == "last_layer":
         return LastLayerPullback(encoder)
     if subset_of_weights == "all":
@@ -173,7 +182,3 @@ def _lift_half(model: nn.Module, x: Inputs) -> tuple[nn.Module, Inputs]:
     if isinstance(x, Tensor):
         return model, x.float() if x.dtype in halves else x
     return model, {k: v.float() if isinstance(v, Tensor) and v.dtype in halves else v for k, v in x.items()}
-
-
-def _describe(x: object) -> str:
-    return f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"

@@ -12,16 +12,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from contrastive_curvature.encoder import Inputs, input_length
 from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.ggn.accumulate import make_blocks
 from contrastive_curvature.ggn.dataset import BatchReader, DatasetCurvature, check_fittable, check_targets
+from contrastive_curvature.ggn.dominance import Dominance
+from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.kron import add_factors
+from contrastive_curvature.ggn.passes import PassRecord
 from contrastive_curvature.ggn.pullback import Points, Pullback
 from contrastive_curvature.ggn.sharing import structured_curvature
+from contrastive_curvature.inputs import Inputs, input_length
 from contrastive_curvature.options import CurvatureOptions, KFACApprox, Normalization, Structure
 from contrastive_curvature.pairs import Pairs, PairWeights, Relation, RelationFunction, make_relation
+from contrastive_curvature.progress import Progress
 from contrastive_curvature.sphere import check_outputs, normalize
 
 __all__ = ["batch_curvature", "batch_weights", "batches_curvature"]
@@ -34,7 +38,7 @@ def batches_curvature(
     options: CurvatureOptions,
     structure: Structure,
     relation: RelationFunction | None = None,
-    progress: bool = False,
+    progress: Progress | bool | None = None,
     kfac_approx: KFACApprox = KFACApprox.EXPAND,
 ) -> DatasetCurvature:
     """Sum of the rescaled batch curvatures, unclamped.
@@ -46,24 +50,27 @@ def batches_curvature(
         options: The curvature options.
         structure: ``diag``, ``full`` or ``kron``.
         relation: ``None`` for class labels, or a callable on targets.
-        progress: Whether to show a progress bar.
+        progress: Of the fit that this is part of.
         kfac_approx: How ``kron`` treats the two points of a pair.
 
     Returns:
-        The estimate.
+        The estimate. Warns where a single point carries most of it.
 
     Raises:
-        InputError: No data, fewer than two points, no positive pair inside any batch, or malformed targets.
+        InputError: No data, fewer than two points, no positive pair inside any batch, malformed targets, other targets
+            in the second pass, or a curvature that is not finite.
         UnsupportedError: ``kron`` for a layer that has no factors.
     """
+    progress = Progress.of(progress)
     n, inside = 0, 0.0
-    targets = []
-    for batch in loader:
+    targets, record = [], PassRecord()
+    for batch in progress.over(loader, "[targets]"):
         x, y = read(batch)
         y = check_targets(y, input_length(x), relation)
         n += input_length(x)
         inside += float(make_relation(y.shape[0], y.device, y, relation).counts()[0].sum())
         targets.append(y)
+        record.add_targets(y)
     if not targets:
         raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
     check_fittable(n, inside)
@@ -75,14 +82,21 @@ def batches_curvature(
     curvature: Any = None
     loss: Any = 0
     cost: Any = 0
-    for batch in tqdm(loader, desc="[curvature]", disable=not progress):
+    again, dominance = PassRecord(), Dominance(pullback, structure, n)
+    for number, batch in enumerate(progress.over(loader, "[curvature]")):
         x, y = read(batch)
-        part = batch_curvature(pullback, x, y, options, structure, n, totals, relation, kfac_approx)
+        y = check_targets(y, input_length(x), relation)
+        again.add_targets(y)
+        part = batch_curvature(pullback, x, y, options, structure, n, totals, relation, kfac_approx, dominance)
+        check_finite(part.curvature, pullback, f"batch {number} (counted from 0)")
         loss, cost = loss + part.loss, cost + part.cost
         if structure is Structure.KRON:
             curvature = add_factors(curvature, part.curvature)
         else:
             curvature = part.curvature if curvature is None else curvature + part.curvature
+    record.check_same_targets(again)
+    check_finite(curvature, pullback, "the sum over all batches")
+    dominance.warn()
     return DatasetCurvature(curvature, loss, cost, n)
 
 
@@ -96,6 +110,7 @@ def batch_curvature(
     totals: tuple[float, float] | None = None,
     relation: RelationFunction | None = None,
     kfac_approx: KFACApprox = KFACApprox.EXPAND,
+    dominance: Dominance | None = None,
 ) -> DatasetCurvature:
     """What one batch adds to the estimate for a data set.
 
@@ -110,6 +125,7 @@ def batch_curvature(
             both, ``N (N - 1) / (B (B - 1))`` times its own.
         relation: ``None`` for class labels, or a callable on targets.
         kfac_approx: How ``kron`` treats the two points of a pair.
+        dominance: Told of the batch, if given.
 
     Returns:
         Unclamped curvature, loss and cost.
@@ -120,6 +136,12 @@ def batch_curvature(
     weights = batch_weights(u, targets, options, n_data, totals, relation)
     points = Points(context, u, n)
     curvature = structured_curvature(pullback, points, weights, options, structure, n_data, kfac_approx)
+    if dominance is not None and kfac_approx is KFACApprox.EXPAND:
+        blocks = make_blocks(u, n, *weights.node_sums(), options)
+        with_cross_terms = options.pd_fix.coupled and structure is not Structure.KRON
+        # Cross terms nearly cancel what the points add, so these are compared without them.
+        alone = pullback.block_term(points, blocks, Structure.DIAG) if with_cross_terms else curvature
+        dominance.add(points, blocks, alone)
     return DatasetCurvature(curvature, *weights.loss_and_cost(), n_data)
 
 

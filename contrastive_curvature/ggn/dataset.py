@@ -7,33 +7,41 @@ weight depends on the classes only, else from blocks of points streamed against 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from contrastive_curvature.encoder import Encoder, Inputs, input_length
+from contrastive_curvature.encoder import Encoder
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.accumulate import make_blocks
+from contrastive_curvature.ggn.dominance import Dominance
+from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.kron import add_factors
+from contrastive_curvature.ggn.passes import PassRecord
 from contrastive_curvature.ggn.pullback import Points, Pullback
+from contrastive_curvature.inputs import Inputs, input_length
 from contrastive_curvature.options import CurvatureOptions, PDFix, Structure
 from contrastive_curvature.pairs import PairWeights, RelationFunction, make_relation
+from contrastive_curvature.pairs.effort import announce_pairs
 from contrastive_curvature.pairs.relation import CallableRelation, LabelRelation, check_labels
+from contrastive_curvature.pairs.weights import total_sums
+from contrastive_curvature.progress import Progress
 from contrastive_curvature.sphere import check_outputs, normalize
 
 __all__ = [
     "BatchReader",
     "DatasetCurvature",
     "DatasetPairs",
-    "check_same_data",
-    "checksum",
     "collect_pairs",
     "dataset_curvature",
 ]
+
+_TRIAL_SECONDS = 2.0
+"""After so long, the speed of a loop says how long the rest of it will take."""
 
 _CLASS_SUM_ELEMENTS = 2**28
 _FEATURE_ELEMENTS = 2**27
@@ -50,13 +58,13 @@ class DatasetPairs:
         z: Raw outputs of all N points, in the order of the first pass, shape (N, D).
         weights: Over the same points.
         options: The curvature options.
-        checksum: Sum and sum of squares of the raw outputs, to recognise the data in the second pass.
+        record: To recognise the data in later passes.
     """
 
     z: Tensor
     weights: PairWeights
     options: CurvatureOptions
-    checksum: Tensor
+    record: PassRecord
 
     @property
     def n(self) -> int:
@@ -93,7 +101,7 @@ def collect_pairs(
     read: BatchReader,
     options: CurvatureOptions,
     relation: RelationFunction | None = None,
-    progress: bool = False,
+    progress: Progress | bool | None = None,
 ) -> DatasetPairs:
     """First pass: raw outputs and targets of every point.
 
@@ -103,7 +111,7 @@ def collect_pairs(
         read: Takes a batch apart.
         options: The curvature options.
         relation: ``None`` for class labels, or a callable on targets.
-        progress: Whether to show a progress bar.
+        progress: Of the fit that this is part of.
 
     Returns:
         The pair weights, O(N D) numbers.
@@ -111,20 +119,23 @@ def collect_pairs(
     Raises:
         InputError: No data, fewer than two points, no positive pair, or malformed outputs or targets.
     """
-    outputs, targets = [], []
-    for batch in tqdm(loader, desc="[embedding]", disable=not progress):
+    progress = Progress.of(progress)
+    outputs, targets, record = [], [], PassRecord()
+    for batch in progress.over(loader, "[embedding]"):
         x, y = read(batch)
         with torch.no_grad():
             outputs.append(check_outputs(encoder(x), "model(x)"))
         targets.append(check_targets(y, input_length(x), relation))
+        record.add(outputs[-1], targets[-1])
     if not outputs:
         raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
     z = torch.cat(outputs)
     u, _ = normalize(z)
     made = make_relation(z.shape[0], z.device, torch.cat(targets), relation)
+    announce_pairs(made, u, options, progress)
     weights = PairWeights(made, u, options)
     check_fittable(z.shape[0], weights.totals[0])
-    return DatasetPairs(z, weights, options, checksum(z))
+    return DatasetPairs(z, weights, options, record)
 
 
 def check_targets(y: object, n: int, relation: RelationFunction | None) -> Tensor:
@@ -163,7 +174,7 @@ def dataset_curvature(
     read: BatchReader,
     pairs: DatasetPairs,
     structure: Structure,
-    progress: bool = False,
+    progress: Progress | bool | None = None,
 ) -> DatasetCurvature:
     """Second pass: the curvature of all pairs of the data set, unclamped.
 
@@ -173,45 +184,53 @@ def dataset_curvature(
         read: Takes a batch apart.
         pairs: What the first pass left.
         structure: ``diag``, ``full`` or ``kron``.
-        progress: Whether to show a progress bar.
+        progress: Of the fit that this is part of.
 
     Returns:
-        The curvature.
+        The curvature. Warns where a single point carries most of it.
 
     Raises:
-        InputError: The loader gave other data than in the first pass.
+        InputError: The loader gave other data than in the first pass, or the curvature of a batch is not finite.
         UnsupportedError: ``kron`` for a layer that has no factors.
     """
-    options = pairs.options
+    options, progress = pairs.options, Progress.of(progress)
     total: Any = None
     cross = (
         _make_cross(pullback, pairs, structure) if options.pd_fix.coupled and structure is not Structure.KRON else None
     )
-    degree, pull = pairs.z.new_zeros(2)
-    seen = torch.zeros_like(pairs.checksum)
-    for batch in tqdm(loader, desc="[curvature]", disable=not progress):
+    degree, pull = pairs.z.new_zeros(2, dtype=torch.float64)
+    record, dominance = PassRecord(), Dominance(pullback, structure, pairs.n)
+    for number, batch in enumerate(progress.over(loader, "[curvature]")):
         x, y = read(batch)
         y = check_targets(y, input_length(x), pairs.function)
         z, context = pullback.forward(x)
         z = check_outputs(z, "model(x)")
-        seen += checksum(z)
+        record.add(z, y)
         u, n = normalize(z)
         points = Points(context, u, n)
         d, s = pairs.weights.sums_for(u, y)
-        degree, pull = degree + d.sum(), pull + (u * s).sum()
+        sums = total_sums(u, d, s)
+        degree, pull = degree + sums[0], pull + sums[1]
         blocks = make_blocks(u, n, d, s, options)
         if structure is Structure.KRON:
-            total = add_factors(total, pullback.kron_factors(points, blocks, pairs.n))
+            factors = pullback.kron_factors(points, blocks, pairs.n)
+            check_finite(factors, pullback, f"batch {number} (counted from 0)")
+            dominance.add(points, blocks, factors)
+            total = add_factors(total, factors)
             continue
         if cross is not None:
             # The cross terms below run over all pairs, a point with itself among them; this takes those out again.
-            blocks = blocks.add_projector(pairs.weights.self_weights(y) / n**2)
+            blocks = blocks.add_projector(pairs.weights.self_weights(y) / n / n)
             cross.add(points, y)
         term = pullback.block_term(points, blocks, structure)
+        check_finite(term, pullback, f"batch {number} (counted from 0)")
+        dominance.add(points, blocks, term)
         total = term if total is None else total + term
-    check_same_data(pairs.checksum, seen)
+    pairs.record.check_same(record)
     if cross is not None:
         total = total - cross.finish(loader, read, progress)
+    check_finite(total, pullback, "the sum over all batches")
+    dominance.warn()
     if options.pd_fix is PDFix.POSITIVE:
         value = pairs.weights.loss_and_cost()
     else:
@@ -227,7 +246,7 @@ def _make_cross(pullback: Pullback, pairs: DatasetPairs, structure: Structure) -
         classes = relation.targets.unique()
         if classes.numel() * pairs.weights.u.shape[1] * pullback.n_params <= _CLASS_SUM_ELEMENTS:
             return _ClassCross(pullback, pairs.weights, classes, structure)
-    return _StreamedCross(pullback, pairs.weights, structure)
+    return _StreamedCross(pullback, pairs, structure)
 
 
 class _ClassCross:
@@ -242,7 +261,7 @@ class _ClassCross:
         sums = self.pullback.class_sums(points, index, self.classes.numel())
         self.sums = sums if self.sums is None else self.sums + sums
 
-    def finish(self, loader: Iterable[Any], read: BatchReader, progress: bool) -> Tensor:
+    def finish(self, loader: Iterable[Any], read: BatchReader, progress: Progress) -> Tensor:
         del loader, read, progress
         if self.sums is None:
             msg = "no points were added"
@@ -260,33 +279,44 @@ class _ClassCross:
 class _StreamedCross:
     """``sum_ij y_ij A_i^T A_j`` from blocks of points, each held while the whole loader runs past it."""
 
-    def __init__(self, pullback: Pullback, weights: PairWeights, structure: Structure) -> None:
-        self.pullback, self.weights, self.structure = pullback, weights, structure
+    def __init__(self, pullback: Pullback, pairs: DatasetPairs, structure: Structure) -> None:
+        self.pullback, self.pairs, self.structure = pullback, pairs, structure
 
     def add(self, points: Points, targets: Tensor) -> None:
         """Nothing: the blocks are formed in :meth:`finish`."""
 
-    def finish(self, loader: Iterable[Any], read: BatchReader, progress: bool) -> Tensor:
+    def finish(self, loader: Iterable[Any], read: BatchReader, progress: Progress) -> Tensor:
         total: Any = 0
-        blocks = _grouped(_points(self.pullback, loader, read))
-        for held in tqdm(blocks, desc="[cross terms]", disable=not progress):
-            for points, targets in _points(self.pullback, loader, read):
-                for rows, row_targets in held:
-                    y = self.weights.between(rows.u, row_targets, points.u, targets)
-                    total = total + self.pullback.cross_term(rows, points, y, self.structure)
+        entries = self.pairs.n**2
+        started, done = time.monotonic(), 0
+        with progress.bar("[cross terms]", total=entries) as bar:
+            for held in _grouped(self._points(loader, read)):
+                for points, targets in self._points(loader, read):
+                    for rows, row_targets in held:
+                        y = self.pairs.weights.between(rows.u, row_targets, points.u, targets)
+                        total = total + self.pullback.cross_term(rows, points, y, self.structure)
+                        bar.update(y.numel())
+                        done += y.numel()
+                        seconds = time.monotonic() - started
+                        if seconds > _TRIAL_SECONDS:
+                            progress.expect(seconds / done * entries, "The cross terms between all points")
         return torch.as_tensor(total)
 
-
-def _points(pullback: Pullback, loader: Iterable[Any], read: BatchReader) -> Iterator[tuple[Points, Tensor]]:
-    for batch in loader:
-        x, y = read(batch)
-        z, context = pullback.forward(x)
-        u, n = normalize(check_outputs(z, "model(x)"))
-        points = Points(context, u, n)
-        step = pullback.tile_size(Structure.DIAG)
-        for start in range(0, len(points), step):
-            rows = slice(start, start + step)
-            yield pullback.part(points, rows), y[rows]
+    def _points(self, loader: Iterable[Any], read: BatchReader) -> Iterator[tuple[Points, Tensor]]:
+        """One pass over the data, which must be that of the first one: its outputs are joined with others' targets."""
+        record = PassRecord()
+        for batch in loader:
+            x, y = read(batch)
+            y = check_targets(y, input_length(x), self.pairs.function)
+            z, context = self.pullback.forward(x)
+            z = check_outputs(z, "model(x)")
+            record.add(z, y)
+            points = Points(context, *normalize(z))
+            step = self.pullback.tile_size(Structure.DIAG)
+            for start in range(0, len(points), step):
+                rows = slice(start, start + step)
+                yield self.pullback.part(points, rows), y[rows]
+        self.pairs.record.check_same(record)
 
 
 def _grouped(points: Iterator[tuple[Points, Tensor]]) -> Iterator[list[tuple[Points, Tensor]]]:
@@ -303,23 +333,3 @@ def _grouped(points: Iterator[tuple[Points, Tensor]]) -> Iterator[list[tuple[Poi
             held, numbers = [], 0
     if held:
         yield held
-
-
-def checksum(z: Tensor) -> Tensor:
-    """Sum, sum of squares and number of raw outputs: the same in every order, up to rounding."""
-    return torch.stack([z.sum(), z.square().sum(), torch.full_like(z[0, 0], z.shape[0])]).double()
-
-
-def check_same_data(first: Tensor, second: Tensor) -> None:
-    """Refuse a second pass over other data.
-
-    Raises:
-        InputError: The checksums differ by more than rounding.
-    """
-    # Batches of another composition may round differently; augmented or dropped data differ by far more.
-    scale = torch.stack([first[1].sqrt() * first[2].sqrt(), first[1], first[2]]).clamp(min=1e-30)
-    if not bool(((first - second).abs() <= 1e-4 * scale).all()):
-        hint = (
-            "Turn random augmentation and drop_last off (shuffling is fine), or use pairs='batch': it needs one pass."
-        )
-        raise InputError(expected("train_loader", "the same data in both passes", "different outputs", hint))

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.encoder import Encoder, Inputs
+from contrastive_curvature.encoder import Encoder
 from contrastive_curvature.ggn.pullback import JACOBIAN_ELEMENTS, KronFactors, Points, Pullback
+from contrastive_curvature.inputs import Inputs
 from contrastive_curvature.node_blocks import NodeBlocks
 from contrastive_curvature.options import Structure
 
@@ -35,10 +36,16 @@ class LastLayerPullback(Pullback):
     """
 
     def __init__(self, encoder: Encoder) -> None:
-        self.encoder = encoder
+        self.encoder: Encoder = encoder
         layer = encoder.require_last_layer()
         self.bias = layer.bias is not None
         self.n_params = layer.weight.numel() + (layer.out_features if self.bias else 0)
+
+    def named_sizes(self) -> list[tuple[str, int]]:
+        """See :meth:`Pullback.named_sizes`."""
+        layer = self.encoder.require_last_layer()
+        prefix = f"{self.encoder.last_layer_name}." if self.encoder.last_layer_name else ""
+        return [(prefix + name, p.numel()) for name, p in layer.named_parameters()]
 
     def forward(self, x: Inputs) -> tuple[Tensor, Any]:
         """See :meth:`Pullback.forward`."""

@@ -7,6 +7,7 @@ the output Hessian couples N x D numbers only.
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -15,12 +16,14 @@ import numpy as np
 import torch
 from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 from torch import Tensor
-from tqdm import tqdm
 
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.dataset import BatchReader, DatasetPairs
+from contrastive_curvature.ggn.dominance import FEWEST_POINTS, MOST, warn_of_point
+from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.pullback import Pullback
 from contrastive_curvature.output_hessian import OutputHessian
+from contrastive_curvature.progress import Progress
 
 DENSE_PARAMETERS = 256
 """Up to so many parameters the matrix is formed, which cannot fail to converge."""
@@ -44,7 +47,7 @@ def curvature_product(
         The product, of the shape of ``v``.
 
     Raises:
-        InputError: The loader gives other points than before, or in another order.
+        InputError: The loader gives other points than before, or in another order, or a product is not finite.
     """
     single = v.ndim == 1
     columns = v.unsqueeze(1) if single else v
@@ -63,19 +66,28 @@ def curvature_product(
                 expected("train_loader", "the same points in the same order in every pass", "others", hint)
             )
         moved.append(torch.stack([tangent for _, tangent in products], dim=2))
+        if bool(v.isfinite().all()) and not bool(moved[-1].isfinite().all()):
+            # The Jacobian overflows; its rows say in which layer.
+            axes = torch.ones_like(z).unsqueeze(1)
+            check_finite(pullback.vjp(pullback.forward(x)[1], axes).abs().sum((0, 1)), pullback, _batch(len(moved)))
         start = stop
     if start != len(hessian.z):
         hint = "Some of the data are missing in this pass: turn drop_last off, and pass no iterator."
         raise InputError(expected("train_loader", f"{len(hessian.z)} points in every pass", str(start), hint))
     curved = hessian.matvec(torch.cat(moved))
     out, start = torch.zeros_like(columns), 0
-    for batch in loader:
+    for number, batch in enumerate(loader):
         x, _ = read(batch)
         stop = start + moved.pop(0).shape[0]
         for k in range(columns.shape[1]):
             out[:, k] += pullback.vjp_sum(x, curved[start:stop, :, k])
+        check_finite(out, pullback, _batch(number + 1))
         start = stop
     return out[:, 0] if single else out
+
+
+def _batch(count: int) -> str:
+    return f"batch {count - 1} (counted from 0)"
 
 
 def leading_eigenpairs(
@@ -84,7 +96,7 @@ def leading_eigenpairs(
     loader: Iterable[Any],
     read: BatchReader,
     rank: int,
-    progress: bool = False,
+    progress: Progress | bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Largest positive eigenvalues of the curvature and their eigenvectors.
 
@@ -94,10 +106,11 @@ def leading_eigenpairs(
         loader: The same data in the same order.
         read: Takes a batch apart.
         rank: How many to look for; fewer are returned when fewer are positive.
-        progress: Whether to show a progress bar, one step a product.
+        progress: Of the fit that this is part of; one step a product.
 
     Returns:
-        Eigenvectors (P, R) and eigenvalues (R,), all positive: the clamp of negative eigenvalues is built in.
+        Eigenvectors (P, R) and eigenvalues (R,), all positive: the clamp of negative eigenvalues is built in. Warns
+        where a single point carries most of them.
 
     Raises:
         InputError: The loader shuffles, or the rank is out of range.
@@ -107,7 +120,8 @@ def leading_eigenpairs(
     total = pullback.n_params
     z = pairs.z
     hessian = OutputHessian(z, pairs.weights, pairs.options)
-    with tqdm(desc="[eigenpairs]", disable=not progress) as bar:
+    progress = Progress.of(progress)
+    with progress.bar("[eigenpairs]") as bar:
 
         def product(v: np.ndarray) -> np.ndarray:
             bar.update()
@@ -120,7 +134,11 @@ def leading_eigenpairs(
             values, vectors = np.linalg.eigh((matrix + matrix.T) / 2)
         else:
             start = np.random.default_rng(0).standard_normal(total)
-            if not product(start).any():
+            began = time.monotonic()
+            first = product(start)
+            # Lanczos holds 2 R + 1 vectors, and seldom does with fewer products.
+            progress.expect((time.monotonic() - began) * (2 * rank + 1), f"Finding {rank} eigenpairs")
+            if not first.any():
                 # Lanczos refuses a zero matrix.
                 values, vectors = np.zeros(0), np.zeros((total, 0))
             else:
@@ -136,5 +154,29 @@ def leading_eigenpairs(
                     )
     threshold = max(float(values.max(initial=0.0)), 0.0) * total * float(torch.finfo(z.dtype).eps)
     keep = np.flatnonzero(values > threshold)[::-1][:rank].copy()
-    found = (torch.as_tensor(array, dtype=z.dtype, device=z.device) for array in (vectors[:, keep], values[keep]))
-    return next(found), next(found)
+    vectors, values = vectors[:, keep], values[keep]
+    if not (np.isfinite(vectors).all() and np.isfinite(values).all()):
+        raise InputError(expected("curvature", "finite eigenpairs", "NaN or infinity"))
+    pair = (torch.as_tensor(array, dtype=z.dtype, device=z.device) for array in (vectors, values))
+    eigenvectors, eigenvalues = next(pair), next(pair)
+    if eigenvalues.numel() and len(z) >= FEWEST_POINTS:
+        _warn_of_point(pullback, hessian, loader, read, eigenvectors[:, 0], eigenvalues)
+    return eigenvectors, eigenvalues
+
+
+def _warn_of_point(
+    pullback: Pullback,
+    hessian: OutputHessian,
+    loader: Iterable[Any],
+    read: BatchReader,
+    vector: Tensor,
+    values: Tensor,
+) -> None:
+    """Warn where the leading eigenvalue is most of the curvature that was found, and comes from one point."""
+    if float(values[0]) <= MOST * float(values.sum()):
+        return
+    moved = torch.cat([pullback.jvp(read(batch)[0], vector)[1] for batch in loader])
+    parts = (moved * hessian.blocks.matmul(moved)).sum(1).abs()
+    share = float(parts.max() / parts.sum())
+    if share > MOST:
+        warn_of_point(share, f"point {int(parts.argmax())} of the data", "leading eigenvalue")

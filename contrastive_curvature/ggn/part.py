@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from contrastive_curvature.encoder import Inputs
 from contrastive_curvature.ggn.pullback import Points, Pullback
+from contrastive_curvature.inputs import Inputs
 from contrastive_curvature.node_blocks import NodeBlocks
 from contrastive_curvature.options import Structure
 
@@ -27,6 +27,7 @@ class SubnetworkPullback(Pullback):
 
     def __init__(self, inner: Pullback, indices: Tensor) -> None:
         self.inner = inner
+        self.encoder = inner.encoder
         self.indices = indices
         self.n_params = indices.numel()
 
@@ -34,6 +35,10 @@ class SubnetworkPullback(Pullback):
     def width(self) -> int:
         """See :class:`Pullback`."""
         return self.inner.width
+
+    def parameter_at(self, position: int) -> str:
+        """See :meth:`Pullback.parameter_at`."""
+        return self.inner.parameter_at(int(self.indices[position]))
 
     def forward(self, x: Inputs) -> tuple[Tensor, Any]:
         """See :meth:`Pullback.forward`."""

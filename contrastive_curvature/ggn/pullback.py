@@ -13,16 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.encoder import Inputs
+from contrastive_curvature.encoder import Encoder
 from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.inputs import Inputs
 from contrastive_curvature.node_blocks import NodeBlocks
 from contrastive_curvature.options import Structure
 from contrastive_curvature.sphere import project_tangent
 
-__all__ = ["JACOBIAN_ELEMENTS", "KronFactors", "Points", "Pullback"]
+__all__ = ["JACOBIAN_ELEMENTS", "KronFactors", "Points", "Pullback", "own_name"]
 
 JACOBIAN_ELEMENTS = 2**25
 """Numbers that a chunk of Jacobians may hold: 128 MiB in float32."""
+
+
+def own_name(name: str) -> str:
+    """The name that a parameter of an analysed encoder has in the user's model."""
+    return name.removeprefix("model.")
+
 
 KronFactors = list[list[Tensor]]
 """One entry a parameter, in the order of ``model.parameters()``: ``[G, A]`` for a matrix, ``[block]`` for a vector; the
@@ -59,14 +66,31 @@ class Pullback(ABC):
     Attributes:
         n_params: Number P of parameters.
         width: How many numbers one product needs while it is made; at least P.
+        encoder: The analysed encoder, whose names messages use; ``None`` where there is none.
     """
 
     n_params: int
+    encoder: Encoder | None = None
 
     @property
     def width(self) -> int:
         """See the class."""
         return self.n_params
+
+    def named_sizes(self) -> list[tuple[str, int]]:
+        """Name and number of entries of every parameter, in order; those of the user's model."""
+        if self.encoder is None:
+            return [("parameters", self.n_params)]
+        return [(own_name(name), p.numel()) for name, p in self.encoder.named_parameters() if p.requires_grad]
+
+    def parameter_at(self, position: int) -> str:
+        """Name of the parameter that an entry of the flat vector (P,) belongs to."""
+        for name, size in self.named_sizes():
+            if position < size:
+                return name
+            position -= size
+        msg = f"there is no entry {position}"
+        raise IndexError(msg)
 
     @abstractmethod
     def forward(self, x: Inputs) -> tuple[Tensor, Any]:

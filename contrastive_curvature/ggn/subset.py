@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from contrastive_curvature.encoder import Encoder, Inputs, input_length
+from contrastive_curvature.encoder import Encoder
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.accumulate import make_blocks
 from contrastive_curvature.ggn.batches import batch_weights
-from contrastive_curvature.ggn.dataset import BatchReader, DatasetPairs, check_same_data, check_targets, checksum
+from contrastive_curvature.ggn.dataset import BatchReader, DatasetPairs, check_targets
+from contrastive_curvature.ggn.passes import PassRecord
+from contrastive_curvature.inputs import Inputs, input_length
 from contrastive_curvature.output_hessian import OutputHessian
+from contrastive_curvature.progress import Progress
 from contrastive_curvature.sphere import check_outputs, normalize
 
 __all__ = ["HessianSubset", "subset_hessian"]
@@ -66,7 +68,7 @@ def subset_hessian(
     pairs: DatasetPairs,
     size: int,
     seed: int = 0,
-    progress: bool = False,
+    progress: Progress | bool | None = None,
 ) -> HessianSubset:
     """Draw points without replacement, and take the square root of their Hessian.
 
@@ -77,7 +79,7 @@ def subset_hessian(
         pairs: What the first pass left.
         size: Number M of points.
         seed: Of the draw.
-        progress: Whether to show a progress bar.
+        progress: Of the fit that this is part of.
 
     Returns:
         The points and the factor, times the square root of N / M.
@@ -93,19 +95,19 @@ def subset_hessian(
     chosen[torch.randperm(pairs.n, generator=generator)[:size]] = True
     options = pairs.options
     parts, outputs, targets, start = [], [], [], 0
-    seen = torch.zeros_like(pairs.checksum)
-    for batch in tqdm(loader, desc="[inducing points]", disable=not progress):
+    record = PassRecord()
+    for batch in Progress.of(progress).over(loader, "[inducing points]"):
         x, y = read(batch)
         y = check_targets(y, input_length(x), pairs.function)
         z = check_outputs(encoder(x), "model(x)")
-        seen += checksum(z)
+        record.add(z, y)
         mine = chosen[start : start + input_length(x)].to(y.device)
         start += input_length(x)
         if len(mine) == len(z) and bool(mine.any()):
             parts.append(_select(x, mine))
             outputs.append(z[mine])
             targets.append(y[mine])
-    check_same_data(pairs.checksum, seen)
+    pairs.record.check_same(record)
     inputs, z, y = _join(parts), torch.cat(outputs), torch.cat(targets)
     u, n = normalize(z)
     if options.pd_fix.coupled:

@@ -11,14 +11,7 @@ from torch import Tensor
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.pairs.edges import EdgeRelation
 from contrastive_curvature.pairs.mining import active_pairs
-from contrastive_curvature.pairs.relation import (
-    CallableRelation,
-    LabelRelation,
-    MaskRelation,
-    Relation,
-    RelationFunction,
-    check_labels,
-)
+from contrastive_curvature.pairs.relation import MaskRelation, Relation, RelationFunction, make_target_relation
 from contrastive_curvature.pairs.weights import PairWeights
 
 __all__ = ["PairWeights", "Pairs", "Relation", "RelationFunction", "active_pairs", "make_relation"]
@@ -50,13 +43,9 @@ def make_relation(n: int, device: torch.device, labels: Tensor | None = None, pa
     if pairs is None:
         if labels is None:
             raise InputError(expected("labels", "class labels, or pairs=...", "neither"))
-        return LabelRelation(check_labels(labels, n).to(device))
+        return make_target_relation(labels, n, device)
     if callable(pairs):
-        targets = torch.arange(n) if labels is None else labels
-        if not isinstance(targets, Tensor) or targets.ndim == 0 or targets.shape[0] != n:
-            came = f"shape {tuple(targets.shape)}" if isinstance(targets, Tensor) else f"a {type(targets).__name__}"
-            raise InputError(expected("labels", f"one target for each of the {n} embeddings", came))
-        return CallableRelation(targets.to(device), pairs)
+        return make_target_relation(torch.arange(n) if labels is None else labels, n, device, pairs)
     if labels is not None:
         raise InputError(expected("labels, pairs", "one of them", "both", "Listed pairs need no labels."))
     if not isinstance(pairs, (tuple, list)):

@@ -81,8 +81,9 @@ def _pair_keys(a: Tensor, b: Tensor, n: int) -> Tensor:
 
 
 def _check_indices(tensor: object, n: int) -> None:
-    if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.dtype == torch.bool:
-        came = f"dtype {tensor.dtype}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+    kinds = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    if not isinstance(tensor, Tensor) or tensor.dtype not in kinds or tensor.layout != torch.strided:
+        came = f"dtype {tensor.dtype}, {tensor.layout}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
         raise InputTypeError(expected("pairs", "integer index tensors", came))
     if tensor.ndim != 1:
         raise InputError(expected("pairs", "index tensors of shape (K,)", f"shape {tuple(tensor.shape)}"))

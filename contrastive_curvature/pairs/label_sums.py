@@ -2,6 +2,9 @@
 
 Positives, and negatives without a margin, come from sums per class in O(N D). With a margin there is one blocked
 N x N x D product: all points inside the margin, minus those of the same class.
+
+Sums over points are kept in float64: attraction and repulsion nearly cancel in them, and float32 would lose digits with
+every point that is added.
 """
 
 from __future__ import annotations
@@ -11,11 +14,18 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.pairs.weighting import PairFactors, Shares
+from contrastive_curvature.progress import late_bar
 
-__all__ = ["LabelColumns"]
+__all__ = ["TILE_COLUMNS", "TILE_ROWS", "LabelColumns", "add_inside"]
 
-_TILE_ROWS, _TILE_COLUMNS = 512, 2048
+TILE_ROWS, TILE_COLUMNS = 512, 2048
 """A tile of this size stays in the cache of one core; the product is bound by memory, not by arithmetic."""
+
+_MANY_TILES = 64
+"""Rows of tiles from which on a progress bar costs nothing in comparison."""
+
+_CHUNK_ROWS = 2**16
+"""Points that are held in float64 at once."""
 
 
 class LabelColumns:
@@ -39,8 +49,9 @@ class LabelColumns:
         self.u = u[order]
         # One column of ones beside u gives the count and the sum of the points inside the margin in one product.
         self.extended = torch.cat([torch.ones_like(self.u[:, :1]), self.u], dim=1)
-        shape = (self.classes.numel(), self.extended.shape[1])
-        self.class_sums = self.extended.new_zeros(shape).index_add_(0, inverse[order], self.extended)
+        self.class_sums = u.new_zeros(self.classes.numel(), self.extended.shape[1], dtype=torch.float64)
+        for rows, index in zip(self.extended.split(_CHUNK_ROWS), inverse[order].split(_CHUNK_ROWS), strict=True):
+            self.class_sums.index_add_(0, index, rows.double())
         self.uniform = bool((self.shares.negative == self.shares.negative[:1]).all())
         if not self.uniform:
             share = self.shares.negative[inverse[order]].unsqueeze(1)
@@ -56,7 +67,7 @@ class LabelColumns:
         unknown = self.classes[index] != labels
         if bool(unknown.any()):
             came = f"the new labels {labels[unknown].unique()[:5].tolist()} in the second"
-            raise InputError(expected("train_loader", "the same data in both passes", came))
+            raise InputError(expected("train_loader", "the same data in every pass", came))
         return index
 
     def shares_for(self, labels: Tensor) -> Shares:
@@ -71,13 +82,13 @@ class LabelColumns:
             labels: Their labels, shape (B,).
 
         Returns:
-            ``d`` and ``s``.
+            ``d`` and ``s``, in float64.
         """
         if not u.shape[0]:
-            return u.new_zeros(0), torch.zeros_like(u)
+            return u.new_zeros(0).double(), torch.zeros_like(u).double()
         index = self.find(labels)
-        itself = torch.cat([torch.ones_like(u[:, :1]), u], dim=1)
-        attract = self.factors.positive * self.shares.positive[index].unsqueeze(1)
+        itself = torch.cat([torch.ones_like(u[:, :1]), u], dim=1).double()
+        attract = self.factors.positive * self.shares.positive[index].unsqueeze(1).double()
         sums = attract * (self.class_sums[index] - itself)
         if self.factors.negative:
             sums = sums - self.factors.negative * self._negatives(u, index)
@@ -86,7 +97,7 @@ class LabelColumns:
     def _negatives(self, u: Tensor, index: Tensor) -> Tensor:
         """``sum_j (r-_i + r-_j) / 2 [1, u_j]`` over the negatives that count, shape (B, 1 + D)."""
         width = self.class_sums.shape[1]
-        own = self.shares.negative[index].unsqueeze(1)
+        own = self.shares.negative[index].unsqueeze(1).double()
         if self.factors.cosine is None:
             everything = self.class_sums.sum(0) - self.class_sums[index]
             weighted = self.shares.negative.unsqueeze(1) * self.class_sums
@@ -100,13 +111,19 @@ class LabelColumns:
         return own * sums if self.uniform else (own * sums[:, :width] + sums[:, width:]) / 2
 
     def _inside(self, u: Tensor, cosine: float, start: int, stop: int) -> Tensor:
-        """Sum the extended columns ``start..stop`` that lie inside the margin of each row."""
-        out = u.new_zeros(u.shape[0], self.extended.shape[1])
-        for row in range(0, u.shape[0], _TILE_ROWS):
-            rows = slice(row, row + _TILE_ROWS)
-            for column in range(start, stop, _TILE_COLUMNS):
-                columns = slice(column, min(column + _TILE_COLUMNS, stop))
-                inside = u[rows] @ self.u[columns].T
-                inside.gt_(cosine)  # in place, as 0 and 1 of the same type: no second tile
-                out[rows].addmm_(inside, self.extended[columns])
+        """Sum the extended columns ``start..stop`` that lie inside the margin of each row, shape (B, ...)."""
+        out = u.new_zeros(u.shape[0], self.extended.shape[1], dtype=torch.float64)
+        starts = range(0, u.shape[0], TILE_ROWS)
+        for row in late_bar(starts, "[pairs inside the margin]") if len(starts) > _MANY_TILES else starts:
+            rows = slice(row, row + TILE_ROWS)
+            for column in range(start, stop, TILE_COLUMNS):
+                columns = slice(column, min(column + TILE_COLUMNS, stop))
+                add_inside(out[rows], u[rows], self.u[columns], cosine, self.extended[columns])
         return out
+
+
+def add_inside(out: Tensor, rows: Tensor, columns: Tensor, cosine: float, values: Tensor) -> None:
+    """Add to ``out`` (R, W) the values (C, W) of those columns (C, D) whose cosine with a row (R, D) is larger."""
+    inside = rows @ columns.T
+    inside.gt_(cosine)  # in place, as 0 and 1 of the same type: no second tile
+    out += inside @ values

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contrastive_curvature.pairs.relation import CallableRelation, LabelRelation, RelationFunction, check_labels
-from contrastive_curvature.sphere import normalize
+from contrastive_curvature.options import LARGEST_DISTANCE, check_margin
+from contrastive_curvature.pairs.relation import RelationFunction, make_target_relation
+from contrastive_curvature.sphere import check_outputs, normalize
 
 __all__ = ["active_pairs"]
 
@@ -30,19 +31,17 @@ def active_pairs(
         Index tuples ``(a1, p, a2, n)`` as metric-learning miners return them, each int64 of shape (K,).
 
     Raises:
-        InputError: The targets are no class labels, and there is no relation.
+        InputError: Outputs, targets or the margin are malformed; the message says which.
     """
+    check_margin(margin)
     with torch.no_grad():
+        z = check_outputs(z)
         u, _ = normalize(z)
-        made = (
-            LabelRelation(check_labels(targets, len(z)).to(z.device))
-            if relation is None
-            else CallableRelation(targets.to(z.device), relation)
-        )
+        made = make_target_relation(targets, len(z), z.device, relation)
         positive, negative = made.rows(0, len(z))
         a1, p = positive.triu(1).nonzero().unbind(1)
         a2, n = negative.triu(1).nonzero().unbind(1)
-        if margin is not None:
+        if margin is not None and margin < LARGEST_DISTANCE:
             near = (u[a2] - u[n]).square().sum(1) < margin**2
             a2, n = a2[near], n[near]
     return a1, p, a2, n

@@ -24,6 +24,7 @@ __all__ = [
     "RelationFunction",
     "TargetRelation",
     "check_labels",
+    "make_target_relation",
 ]
 
 RelationFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -167,7 +168,11 @@ class CallableRelation(TargetRelation):
     def relate(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`TargetRelation.relate`."""
         shape = (a.shape[0], b.shape[0])
-        answer = self.function(a, b)
+        try:
+            answer = self.function(a, b)
+        except TypeError as error:
+            came = f"one that raised TypeError ({error})"
+            raise InputTypeError(expected("pairs", "a callable (targets_a, targets_b)", came)) from error
         if not (isinstance(answer, tuple) and len(answer) == 2):
             raise InputTypeError(
                 expected("pairs", "a callable that returns (positives, negatives)", f"a {type(answer).__name__}")
@@ -214,6 +219,35 @@ class MaskRelation(Relation):
         return self._positive[start:stop], self._negative[start:stop]
 
 
+def make_target_relation(
+    targets: object, n: int, device: torch.device, function: RelationFunction | None = None
+) -> TargetRelation:
+    """Relate points by their targets.
+
+    Args:
+        targets: Class labels, shape (n,), or what ``function`` takes, shape (n, ...).
+        n: Number of points.
+        device: Where the relation lives.
+        function: ``None`` for class labels, or a callable on targets that returns two boolean masks.
+
+    Returns:
+        The relation.
+
+    Raises:
+        InputTypeError: The targets are no tensor of the kind that is wanted, or the function is not callable.
+        InputError: There is not one target a point, or the function's answer is malformed.
+    """
+    if function is None:
+        return LabelRelation(check_labels(targets, n).to(device))
+    if not callable(function):
+        wanted = "a callable (targets_a, targets_b) -> (positives, negatives)"
+        raise InputTypeError(expected("relation", wanted, f"a {type(function).__name__}"))
+    if not isinstance(targets, Tensor) or targets.ndim == 0 or targets.shape[0] != n:
+        came = f"shape {tuple(targets.shape)}" if isinstance(targets, Tensor) else f"a {type(targets).__name__}"
+        raise InputError(expected("labels", f"one target for each of the {n} embeddings", came))
+    return CallableRelation(targets.to(device), function)
+
+
 def check_labels(labels: object, n: int | None = None) -> Tensor:
     """Check class labels.
 
@@ -236,6 +270,8 @@ def check_labels(labels: object, n: int | None = None) -> Tensor:
                 "labels", "integer class labels", f"dtype {labels.dtype}", "Call .long() if they are whole numbers."
             )
         )
+    if labels.layout != torch.strided:
+        raise InputTypeError(expected("labels", "a dense tensor", f"layout {labels.layout}", "Call .to_dense() on it."))
     if labels.ndim != 1:
         raise InputError(expected("labels", "shape (N,)", f"shape {tuple(labels.shape)}"))
     if n is not None and labels.shape[0] != n:
@@ -244,8 +280,8 @@ def check_labels(labels: object, n: int | None = None) -> Tensor:
 
 
 def _check_mask(mask: object, shape: tuple[int, int], argument: str) -> None:
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        came = f"dtype {mask.dtype}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.layout != torch.strided:
+        came = f"dtype {mask.dtype}, {mask.layout}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
         raise InputTypeError(expected(argument, f"a boolean tensor of shape {shape}", came))
     if tuple(mask.shape) != shape:
         raise InputError(expected(argument, f"shape {shape}", f"shape {tuple(mask.shape)}"))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from contrastive_curvature.options import CurvatureOptions, Normalization, PDFix
+from contrastive_curvature.options import LARGEST_DISTANCE, CurvatureOptions, Normalization, PDFix
 
 __all__ = ["PairFactors", "Shares", "count_shares"]
 
@@ -91,7 +91,8 @@ class PairFactors:
         """
         weight = options.negative_weight
         negative = 0.0 if options.pd_fix is PDFix.POSITIVE else weight * scale[1]
-        cosine = None if options.margin is None else 1 - options.margin**2 / 2
+        masks = options.margin is not None and options.margin < LARGEST_DISTANCE
+        cosine = 1 - options.margin**2 / 2 if masks else None  # type: ignore[operator]
         return cls((1 - weight) * scale[0], negative, cosine, options.margin)
 
     def weigh(self, positive: Tensor, negative: Tensor, cosine: Tensor, rows: Shares, columns: Shares) -> Tensor:

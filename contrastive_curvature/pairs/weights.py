@@ -23,7 +23,7 @@ from contrastive_curvature.pairs.relation import (
 )
 from contrastive_curvature.pairs.weighting import PairFactors, Shares, count_shares
 
-__all__ = ["PairWeights"]
+__all__ = ["PairWeights", "total_sums"]
 
 
 class PairWeights:
@@ -87,7 +87,7 @@ class PairWeights:
         return out
 
     def node_sums(self) -> tuple[Tensor, Tensor]:
-        """Degrees ``d_i = sum_j y_ij`` (N,) and pulls ``s_i = sum_j y_ij u_j`` (N, D)."""
+        """Degrees ``d_i = sum_j y_ij`` (N,) and pulls ``s_i = sum_j y_ij u_j`` (N, D); float64 for class labels."""
         if isinstance(self.relation, LabelRelation):
             return self._columns(self.relation).node_sums(self.u, self.relation.targets)
         sums = self.matmul(torch.cat([torch.ones_like(self.u[:, :1]), self.u], dim=1))
@@ -101,7 +101,7 @@ class PairWeights:
             targets: Their targets, shape (B, ...).
 
         Returns:
-            ``d`` (B,) and ``s`` (B, D), the point itself left out.
+            ``d`` (B,) and ``s`` (B, D), the point itself left out; float64 for class labels.
         """
         relation = self._target_relation()
         if isinstance(relation, LabelRelation):
@@ -156,19 +156,19 @@ class PairWeights:
         if self.options.pd_fix is PDFix.POSITIVE:
             complete = replace(self.options, pd_fix=PDFix.FIXED)
             return PairWeights(self.relation, self.u, complete, self.scale).loss_and_cost()
-        d, s = self.node_sums()
-        return self.loss_and_cost_of(d.sum(), (self.u * s).sum())
+        return self.loss_and_cost_of(*total_sums(self.u, *self.node_sums()))
 
     def loss_and_cost_of(self, degree: Tensor, pull: Tensor) -> tuple[Tensor, Tensor]:
-        """The same from ``sum_i d_i`` and ``sum_i u_i . s_i``, where those are there already."""
+        """The same from what :func:`total_sums` gives, where that is there already."""
+        dtype = self.u.dtype
         value = (degree - pull) / 2
         if not self.factors.negative:
-            return value, value
-        attract = self.factors.positive * (self.shares.positive * self.relation.counts()[0]).sum()
+            return value.to(dtype), value.to(dtype)
+        attract = self.factors.positive * (self.shares.positive.double() * self.relation.counts()[0]).sum()
         repelling = (attract - degree) / 2
         margin = self.factors.margin
         cost = value + (2 if margin is None else margin**2 / 2) * repelling
-        return (value if margin is None else cost), cost
+        return (value if margin is None else cost).to(dtype), cost.to(dtype)
 
     def _listed_edges(self, relation: EdgeRelation, step: int | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         step = step or max(1, BLOCK_ELEMENTS // max(1, self.u.shape[1]))
@@ -192,3 +192,8 @@ class PairWeights:
             msg = "Points of a listed or masked relation have no target to be found again by."
             raise TypeError(msg)
         return self.relation
+
+
+def total_sums(u: Tensor, d: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """``sum_i d_i`` and ``sum_i u_i . s_i`` over N points in float64: the loss is half their small difference."""
+    return d.double().sum(), (u.double() * s.double()).sum()

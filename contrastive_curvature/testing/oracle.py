@@ -96,6 +96,9 @@ def pair_loss(
         distance = (first[i] - second[j]).square().sum()
         if sign > 0 or margin is None:
             total = total + weight * distance / 2
+        elif margin == 2:
+            # The largest distance there is: every pair counts, also where rounding puts it beyond.
+            total = total - weight * (margin**2 - distance) / 2
         else:
             total = total - weight * torch.clamp(margin**2 - distance, min=0) / 2
     return total

@@ -18,6 +18,8 @@ def check_real(name: str, value: object) -> Tensor:
     """
     if not isinstance(value, Tensor):
         raise InputTypeError(expected(name, "a torch.Tensor", type(value).__name__, "Wrap it with torch.tensor(...)."))
+    if value.layout != torch.strided:
+        raise InputTypeError(expected(name, "a dense tensor", str(value.layout), "Call .to_dense() on it."))
     if not value.is_floating_point():
         raise InputTypeError(expected(name, "a floating-point tensor", str(value.dtype), "Convert it with .double()."))
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value

@@ -1,0 +1,49 @@
+"""Every curvature is checked before it is kept: what is not finite is named by its layer and its batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.ggn.pullback import KronFactors, Pullback
+
+__all__ = ["check_finite", "is_finite"]
+
+
+def is_finite(curvature: Tensor | KronFactors) -> Tensor:
+    """Whether all entries are finite, a boolean tensor of one entry."""
+    flat = [curvature] if isinstance(curvature, Tensor) else [factor for group in curvature for factor in group]
+    return torch.stack([tensor.isfinite().all() for tensor in flat]).all()
+
+
+def check_finite(curvature: Tensor | KronFactors, pullback: Pullback, where: str) -> None:
+    """Refuse a curvature with NaN or infinity.
+
+    Args:
+        curvature: (P,), (P, P) or (P, K), or Kronecker factors.
+        pullback: The parameters that it belongs to.
+        where: What it is the curvature of, for the message.
+
+    Raises:
+        InputError: An entry is not finite; the message names the layer of the first one.
+    """
+    if bool(is_finite(curvature)):
+        return
+    if isinstance(curvature, Tensor):
+        bad = ~curvature.isfinite()
+        entries = bad if bad.ndim == 1 else bad.any(dim=1)
+        if bad.ndim == 2 and bad.shape[0] == bad.shape[1] and bool(bad.diagonal().any()):
+            # A row of the matrix also holds products with other layers; its own entry says whose fault it is.
+            entries = bad.diagonal()
+        name = pullback.parameter_at(int(entries.nonzero()[0]))
+    else:
+        groups = [not all(bool(factor.isfinite().all()) for factor in group) for group in curvature]
+        name = pullback.named_sizes()[groups.index(True)][0]
+    layer = name.rpartition(".")[0] or name
+    hint = (
+        "Look for inputs that are not finite, or whose squares overflow (beyond 1e19 in float32). Leave them out or "
+        "scale them; float64 reaches 1e154."
+    )
+    came = f"NaN or infinity in layer {layer!r} (parameter {name!r}), first in {where}"
+    raise InputError(expected("curvature", "finite numbers", came, hint))

@@ -1,0 +1,254 @@
+"""Public functions with arguments that are right, for the fuzz tests to replace."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import laplace
+import torch
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+from contrastive_curvature import metrics, vmf
+from contrastive_curvature.online import load_checkpoint
+from contrastive_curvature.pairs import active_pairs
+
+__all__ = ["CALLS", "POSTERIORS", "Call", "data", "encoder", "posterior"]
+
+Call = tuple[Callable[..., Any], dict[str, Any]]
+"""A function, and arguments under which it works."""
+
+N, WIDTH, D = 12, 4, 3
+
+POSTERIORS: list[tuple[str, str, dict[str, Any]]] = [
+    ("last_layer", "diag", {}),
+    ("last_layer", "kron", {}),
+    ("last_layer", "full", {}),
+    ("last_layer", "gp", {"n_subset": 6, "backend_kwargs": {"pd_fix": "psd"}}),
+    ("all", "diag", {}),
+    ("all", "kron", {}),
+    ("all", "full", {}),
+    ("all", "lowrank", {"backend_kwargs": {"rank": 3}}),
+    ("subnetwork", "diag", {"subnetwork_indices": torch.tensor([0, 3, 30])}),
+]
+
+
+def encoder() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, D))
+
+
+def data() -> tuple[Tensor, Tensor]:
+    labels = torch.arange(N) % 3
+    return torch.eye(WIDTH)[labels] + 0.2 * torch.randn(N, WIDTH, generator=torch.Generator().manual_seed(0)), labels
+
+
+def posterior(weights: str = "last_layer", structure: str = "diag", more: dict[str, Any] | None = None) -> Any:
+    la = laplace.Laplace(encoder(), "contrastive", weights, structure, **(more or {}))
+    x, labels = data()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        la.fit([(x[:7], labels[:7]), (x[7:], labels[7:])])
+    return la
+
+
+def _options() -> dict[str, Any]:
+    return {
+        "distance": "arccos",
+        "pd_fix": "fixed",
+        "margin": 0.7,
+        "negative_weight": 0.5,
+        "normalization": "anchor",
+    }
+
+
+def _hessian(v: Any = None, **given: Any) -> Any:
+    hessian = cc.output_hessian(**given)
+    product = hessian.matvec(torch.ones_like(hessian.z) if v is None else v)
+    return product, hessian.diagonal(), hessian.point_blocks(), hessian.dense(), hessian.is_psd()
+
+
+def _loss(z: Any, labels: Any, pairs: Any, **options: Any) -> Any:
+    return cc.ContrastiveLoss(**options)(z, labels, pairs=pairs)
+
+
+def _distribution(**given: Any) -> Any:
+    return _described(cc.EmbeddingDistribution(**given))
+
+
+def _described(found: cc.EmbeddingDistribution) -> Any:
+    spread = (found.variance, found.covariance, found.tangential_variance)
+    return found.mu, found.kappa, found.uncertainty, spread, found.sample(3)
+
+
+def _laplace(loader: Any, weights: Any, structure: Any, override: Any, progress_bar: Any, **given: Any) -> Any:
+    la = laplace.Laplace(encoder(), "contrastive", weights, structure, **given)
+    la.fit(loader, override, progress_bar)
+    return _described(la(data()[0]))
+
+
+def _tuned(**given: Any) -> Any:
+    la = posterior()
+    la.optimize_prior_precision(**given)
+    return la.prior_precision, la.temperature, _described(la(data()[0]))
+
+
+def _online(x: Any, labels: Any, **given: Any) -> Any:
+    online = cc.OnlineLaplace(encoder(), **given)
+    losses = [online(x, labels) for _ in range(2)]
+    return losses, _described(online.laplace()(data()[0]))
+
+
+def _trained(epochs: Any, loader: Any, **given: Any) -> Any:
+    online = cc.OnlineLaplace(encoder(), probe=data()[0], n_data=N)
+    cc.Trainer(online, torch.optim.SGD(online.parameters(), 1e-3), **given).fit(loader, epochs)
+    return list(online.parameters())
+
+
+def _gallery(embeddings: Any, uncertainty: Any, **given: Any) -> Any:
+    return cc.RetrievalUncertainty(**given)(embeddings, uncertainty)
+
+
+def _operator(**given: Any) -> Any:
+    model = encoder()
+    operator = cc.ContrastiveGGNLinearOperator(model, params=list(model.parameters()), **given)
+    return operator @ torch.ones(operator.shape[1])
+
+
+def _votes(**given: Any) -> Any:
+    return metrics.calibration_bins(**given).expected_calibration_error
+
+
+def _ranked(k: Any, **given: Any) -> Any:
+    ranking = metrics.rank_by_labels(**given)
+    return metrics.recall_at_k(ranking, k), metrics.map_at_k(ranking, k)
+
+
+def _sampled(method: str, **given: Any) -> Any:
+    return getattr(posterior(), method)(**given)
+
+
+def _evidence(**given: Any) -> Any:
+    return posterior().log_marginal_likelihood(**given)
+
+
+def _calls() -> dict[str, Call]:
+    x, labels = data()
+    z = encoder()(x).detach()
+    loader = [(x[:7], labels[:7]), (x[7:], labels[7:])]
+    samples = z + 0.1 * torch.randn(5, N, D, generator=torch.Generator().manual_seed(1))
+    scores = torch.rand(N, generator=torch.Generator().manual_seed(2)) + 0.1
+    votes = torch.arange(N).repeat(4, 1) % 3
+    mean = torch.nn.functional.normalize(z, dim=1)
+    kappa = scores * 10
+    drawn = {"x": x, "pred_type": "glm", "n_samples": 3, "diagonal_output": False, "generator": None, "joint": False}
+    asked = {"x": x, "pred_type": "glm", "joint": False, "n_samples": 3, "diagonal_output": False, "generator": None}
+    weights = {"structure": "diag", "subset_of_weights": "all", "clamp": True, "kfac_approx": "expand"}
+    retrieval = {"samples": samples, "labels": labels, "gallery": None, "gallery_labels": None}
+    return {
+        "output_hessian": (_hessian, {"z": z, "labels": labels, "pairs": None, "v": None, **_options()}),
+        "ContrastiveLoss": (_loss, {"z": z, "labels": labels, "pairs": None, **_options()}),
+        "active_pairs": (active_pairs, {"z": z, "targets": labels, "margin": 0.7, "relation": None}),
+        "ggn": (cc.ggn, {"model": encoder(), "x": x, "labels": labels, "pairs": None, **_options(), **weights}),
+        "ggn of the last layer": (
+            cc.ggn,
+            {"model": encoder(), "x": x, "labels": labels, "pairs": None, **_options(), **weights}
+            | {"subset_of_weights": "last_layer", "structure": "full", "pd_fix": "full"},
+        ),
+        "Laplace": (
+            _laplace,
+            {"loader": loader, "weights": "last_layer", "structure": "diag", "override": True, "progress_bar": None}
+            | {"prior_precision": 1.0, "prior_mean": 0.0, "temperature": 1.0, "backend": None, "backend_kwargs": None}
+            | {"enable_backprop": False, "last_layer_name": None},
+        ),
+        "Laplace, options of the backend": (
+            lambda **given: _laplace(loader, "last_layer", "diag", True, None, backend_kwargs=given),
+            {**_options(), "pairs": "dataset", "relation": None, "kfac_approx": "expand"},
+        ),
+        "la(x)": (lambda **given: _described(posterior()(**given)), asked),
+        "predictive_samples": (lambda **given: _sampled("predictive_samples", **given), drawn),
+        "functional_samples": (lambda **given: _sampled("functional_samples", **given), drawn),
+        "sample": (lambda **given: _sampled("sample", **given), {"n_samples": 3, "generator": None}),
+        "log_marginal_likelihood": (_evidence, {"prior_precision": None}),
+        "optimize_prior_precision": (
+            _tuned,
+            {"pred_type": "glm", "method": "average_information", "prior_structure": "scalar", "strength": 0.1}
+            | {"verbose": False, "progress_bar": False},
+        ),
+        "optimize_prior_precision, gridsearch": (
+            _tuned,
+            {"method": "gridsearch", "val_loader": loader, "loss": None, "log_prior_prec_min": -1}
+            | {"log_prior_prec_max": 1, "grid_size": 2, "n_samples": 2, "log_prior_prec_base": 10.0},
+        ),
+        "optimize_prior_precision, marglik": (
+            _tuned,
+            {"method": "marglik", "n_steps": 2, "lr": 0.1} | {"init_prior_prec": 1.0},
+        ),
+        "OnlineLaplace": (
+            _online,
+            {"x": x, "labels": labels, "probe": x, "n_data": N, "loss": None, "miner": None, "curvature_miner": None}
+            | {"memory_factor": 1e-4, "n_samples": 1, "subset_of_weights": "last_layer", "hessian_structure": "diag"}
+            | {"prior_precision": None, "temperature": None, "sampling_temperature": None, "backend_kwargs": None},
+        ),
+        "Trainer": (
+            _trained,
+            {"epochs": 1, "loader": loader, "checkpoint_every": 200, "dict_key_y": "labels", "progress": False},
+        ),
+        "load_checkpoint": (load_checkpoint, {"path": "no such file", "device": "cpu"}),
+        "EmbeddingDistribution": (
+            _distribution,
+            {"mean": z, "variance": None, "covariance": torch.eye(D).expand(N, D, D), "joint_covariance": None},
+        ),
+        "EmbeddingDistribution, variance": (_distribution, {"mean": z, "variance": z.square()}),
+        "EmbeddingDistribution.from_samples": (
+            lambda **given: _described(cc.EmbeddingDistribution.from_samples(**given)),
+            {"samples": samples},
+        ),
+        "EmbeddingDistribution.sample": (
+            cc.EmbeddingDistribution(z, variance=z.square()).sample,
+            {"n_samples": 3, "generator": None},
+        ),
+        "RetrievalUncertainty": (
+            _gallery,
+            {"gallery": z, "calibration": scores, "k": 3, "share": 0.1, "embeddings": z, "uncertainty": scores},
+        ),
+        "ContrastiveGGNLinearOperator": (
+            _operator,
+            {"loss": cc.ContrastiveLoss(), "data": loader, "pairs": None, "dict_key_y": "labels"},
+        ),
+        "nearest_neighbors": (metrics.nearest_neighbors, {"queries": z, "gallery": z, "k": 3, "backend": "auto"}),
+        "rank_by_labels": (
+            _ranked,
+            {"neighbors": metrics.nearest_neighbors(z, k=4), "labels": labels, "gallery_labels": None, "k": 2},
+        ),
+        "auroc": (metrics.auroc, {"uncertainty_id": scores, "uncertainty_ood": scores + 1}),
+        "auprc": (metrics.auprc, {"uncertainty_id": scores, "uncertainty_ood": scores + 1}),
+        "ausc": (metrics.ausc, {"uncertainty": scores, "performance": scores}),
+        "retrieval_votes": (metrics.retrieval_votes, {**retrieval, "backend": "auto"}),
+        "retrieval_ece": (metrics.retrieval_ece, {**retrieval, "n_bins": 10}),
+        "retrieval_brier": (metrics.retrieval_brier, retrieval),
+        "calibration_bins": (_votes, {"votes": votes, "labels": labels, "n_bins": 5}),
+        "brier_score": (metrics.brier_score, {"votes": votes, "labels": labels}),
+        "vmf.fit": (vmf.fit, {"samples": samples}),
+        "vmf.mean_direction": (vmf.mean_direction, {"samples": samples}),
+        "vmf.concentration": (vmf.concentration, {"rbar": torch.rand(N), "dim": D}),
+        "vmf.tangential_variance": (vmf.tangential_variance, {"mean": z, "variance": z.square(), "covariance": None}),
+        "vmf.concentration_from_gaussian": (
+            vmf.concentration_from_gaussian,
+            {"mean": z, "variance": None, "covariance": torch.eye(D).expand(N, D, D)},
+        ),
+        "vmf.log_normalizer": (vmf.log_normalizer, {"kappa": kappa, "dim": D}),
+        "vmf.log_density_at_mode": (vmf.log_density_at_mode, {"kappa": kappa, "dim": D}),
+        "vmf.mean_resultant_length": (vmf.mean_resultant_length, {"kappa": kappa, "dim": D}),
+        "vmf.log_prob": (vmf.log_prob, {"z": mean, "mu": mean, "kappa": kappa}),
+        "vmf.kl_divergence": (
+            vmf.kl_divergence,
+            {"mu": mean, "kappa": kappa, "other_mu": mean.flip(0), "other_kappa": kappa},
+        ),
+        "vmf.sample": (vmf.sample, {"mu": mean, "kappa": kappa, "n_samples": 3, "generator": None}),
+    }
+
+
+CALLS = _calls()

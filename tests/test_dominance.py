@@ -1,0 +1,153 @@
+"""A fit that hangs on one point says so, and says which."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from hypothesis import given
+from hypothesis import strategies as st
+from laplace import Laplace
+from torch import Tensor, nn
+
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+N, WIDTH, D = 40, 6, 3
+STRUCTURES = [
+    ("last_layer", "diag", {}),
+    ("last_layer", "kron", {}),
+    ("last_layer", "full", {}),
+    ("last_layer", "gp", {"n_subset": N, "backend_kwargs": {"pd_fix": "psd"}}),
+    ("all", "diag", {}),
+    ("all", "kron", {}),
+    ("all", "full", {}),
+    ("all", "lowrank", {}),
+    ("all", "gp", {"n_subset": N, "backend_kwargs": {"pd_fix": "psd"}}),
+    ("subnetwork", "diag", {"subnetwork_indices": torch.arange(0, 100, 3)}),
+]
+IDS = [f"{a}-{b}" for a, b, _ in STRUCTURES]
+
+
+def encoder(device: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, D)).to(device)
+
+
+def data(device: str) -> tuple[Tensor, Tensor]:
+    # Far from zero, where outputs are not short by chance.
+    x = 3 * torch.eye(WIDTH)[torch.arange(N) % 4] + 0.3 * torch.randn(N, WIDTH)
+    return x.to(device), (torch.arange(N) % 4).to(device)
+
+
+def batches(x: Tensor, labels: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(x.split(size), labels.split(size), strict=True))
+
+
+def short_output(model: nn.Sequential, x: Tensor, row: int) -> Tensor:
+    """Inputs of which one has an output next to zero, whose Hessian goes with the inverse of its square."""
+    moved = x.clone().double()
+    twin = encoder(x.device.type).double()
+    twin.load_state_dict(model.state_dict())
+    point = moved[row : row + 1].clone().requires_grad_()
+    for _ in range(20):
+        z = twin(point).detach()
+        if float(z.norm()) < 1e-4:
+            break
+        jacobian = torch.autograd.functional.jacobian(twin, point).view(D, WIDTH)
+        point = (point - (torch.linalg.pinv(jacobian) @ z[0] * 0.98)[None]).detach().requires_grad_()
+    moved[row] = point.detach()[0]
+    return moved.to(x.dtype)
+
+
+@on_every_device
+@pytest.mark.parametrize("size", [7, N])
+@pytest.mark.parametrize(("weights", "structure", "more"), STRUCTURES, ids=IDS)
+def test_a_point_next_to_zero(weights: str, structure: str, more: dict[str, Any], size: int, device: str) -> None:
+    model = encoder(device)
+    x, labels = data(device)
+    x = short_output(model, x, 23)
+    la = Laplace(model, "contrastive", weights, structure, **more)
+    with pytest.warns(UserWarning, match=r"One point carries \d+ % of the curvature.*point \d+ of") as caught:
+        la.fit(batches(x, labels, size))
+    if structure != "gp":
+        assert "point 23 of" in str(caught[0].message)
+    assert la.n_data == N, "a warning, not an error"
+
+
+@on_every_device
+@pytest.mark.parametrize("size", [7, N])
+@pytest.mark.parametrize("weights", ["last_layer", "all"])
+@pytest.mark.parametrize("kind", ["dataset", "batch"])
+def test_a_huge_input_in_kronecker_factors(kind: str, weights: str, size: int, device: str) -> None:
+    """The output Hessian shrinks as the input grows, but the factors of inputs know nothing of it."""
+    x, labels = data(device)
+    x[17, 2] = 1e15
+    la = Laplace(encoder(device), "contrastive", weights, "kron", backend_kwargs={"pairs": kind})
+    layer = "2" if weights == "last_layer" else r"[02]"
+    where = rf"point 17 of the pass over the data \(row {17 % size} of batch {17 // size}\)"
+    with pytest.warns(UserWarning, match=rf"100 % of the curvature \(input factor of layer '{layer}'\): {where}"):
+        la.fit(batches(x, labels, size))
+
+
+@on_every_device
+@pytest.mark.parametrize("kind", ["dataset", "batch"])
+@pytest.mark.parametrize("pd_fix", ["fixed", "positive", "full", "psd"])
+@pytest.mark.parametrize("structure", ["diag", "full"])
+def test_every_fix_and_both_kinds_of_fit(structure: str, pd_fix: str, kind: str, device: str) -> None:
+    model = encoder(device)
+    x, labels = data(device)
+    options = {"pd_fix": pd_fix, "pairs": kind}
+    make = lambda: Laplace(model, "contrastive", "last_layer", structure, backend_kwargs=options)  # noqa: E731
+    with pytest.warns(UserWarning, match="point 5 of"):
+        make().fit(batches(short_output(model, x, 5), labels, 20))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make().fit(batches(x, labels, 20))
+
+
+@on_every_device
+@pytest.mark.parametrize("size", [7, N])
+@pytest.mark.parametrize(("weights", "structure", "more"), STRUCTURES, ids=IDS)
+def test_ordinary_data_cause_no_warning(
+    weights: str, structure: str, more: dict[str, Any], size: int, device: str
+) -> None:
+    x, labels = data(device)
+    # `make test` turns warnings into errors.
+    Laplace(encoder(device), "contrastive", weights, structure, **more).fit(batches(x, labels, size))
+
+
+@on_every_device
+@given(row=st.integers(0, N - 1), size=st.integers(1, N), shuffle=st.booleans())
+def test_the_point_is_found_wherever_it_is(row: int, size: int, shuffle: bool, device: str) -> None:
+    torch.manual_seed(0)
+    x, labels = data(device)
+    x[row] *= 1e8
+    if shuffle:
+        order = torch.randperm(N)
+        x, labels, row = x[order], labels[order], int((order == row).nonzero())
+    la = Laplace(nn.Linear(WIDTH, D).to(device), "contrastive", "last_layer", "kron")
+    with pytest.warns(UserWarning, match=rf"point {row} of the pass over the data \(row {row % size} of batch"):
+        la.fit(batches(x, labels, size))
+
+
+def test_few_points_are_not_spoken_of() -> None:
+    model = encoder("cpu")
+    x, labels = data("cpu")
+    Laplace(model, "contrastive", "last_layer", "diag").fit([(short_output(model, x, 3)[:12], labels[:12])])
+
+
+def test_what_it_warns_of_is_true() -> None:
+    """With one pixel of 1e15, the default prior follows that point, and every embedding is certain."""
+    x, labels = data("cpu")
+    certain = []
+    for value in (1.0, 1e15):
+        x[17, 2] = value
+        la = Laplace(encoder("cpu"), "contrastive", "all", "kron")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            la.fit([(x, labels)])
+        la.optimize_prior_precision()
+        certain.append(float(la(x[:10]).kappa.median()))
+    assert certain[1] > 1e10 * certain[0]
