@@ -10,7 +10,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint typecheck bench tables clean
+.PHONY: help demo test fuzz lint typecheck bench tables clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -20,6 +20,9 @@ demo: $(STAMP) ## the demonstration; options go into ARGS="..." (ARGS=--help lis
 
 test: $(STAMP) lint typecheck ## lint, types and all tests that are not marked slow; pytest options go into ARGS="..."
 	$(ONE_THREAD) $(PY) -m pytest -n 2 -m "not slow" --hypothesis-profile=ci $(ARGS)
+
+fuzz: $(STAMP) ## the tests of any input with new examples, 500 each; pytest options go into ARGS="..."
+	$(ONE_THREAD) $(PY) -m pytest -n 2 tests/test_fuzz.py --hypothesis-profile=fuzz $(ARGS)
 
 lint: $(STAMP) ## ruff: rules and formatting
 	$(PY) -m ruff check

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from contrastive_curvature.arguments import check_dense
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
 __all__ = [
@@ -26,6 +27,7 @@ def check_floats(name: str, value: object, wanted: str) -> None:
     """
     if not isinstance(value, Tensor):
         raise InputTypeError(expected(name, f"a torch.Tensor, {wanted}", f"a {type(value).__name__}"))
+    check_dense(name, value)
     if not value.is_floating_point():
         raise InputTypeError(expected(name, "a floating-point tensor", f"{value.dtype}", "Call .float() on it."))
 

@@ -20,7 +20,6 @@ __all__ = [
     "Normalization",
     "PDFix",
     "Structure",
-    "check_flag",
     "parse_option",
 ]
 
@@ -151,16 +150,6 @@ class CurvatureOptions:
         object.__setattr__(self, "normalization", parse_option(Normalization, "normalization", self.normalization))
         check_margin(self.margin)
         check_negative_weight(self.negative_weight)
-
-
-def check_flag(argument: str, value: object) -> None:
-    """Refuse what is not ``True`` or ``False``: a string such as ``"no"`` would count as true.
-
-    Raises:
-        InputTypeError: It is something else.
-    """
-    if not isinstance(value, bool):
-        raise InputTypeError(expected(argument, "True or False", value))
 
 
 def check_margin(margin: object) -> None:

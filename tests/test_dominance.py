@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from laplace import Laplace
 from torch import Tensor, nn
 
+import contrastive_curvature  # noqa: F401  registers the likelihood
+
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 N, WIDTH, D = 40, 6, 3
 STRUCTURES = [

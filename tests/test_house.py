@@ -82,6 +82,18 @@ def test_documented_code_runs(page, section, tmp_path, monkeypatch):
         exec(compile("\n" * lines_above + code, str(page), "exec"), namespace)
 
 
+def test_claims_of_robustness_name_tests_that_exist():
+    page = (ROOT / "docs" / "robustness.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("|") and not line.startswith(("| tried", "|---"))]
+    assert len(rows) > 20
+    for row in rows:
+        named = re.findall(r"`(test_\w+\.py)(?:::(\w+))?`", row.rsplit("|", 2)[1])
+        assert named, f"no test: {row}"
+        for file, name in named:
+            code = (ROOT / "tests" / file).read_text(encoding="utf-8")
+            assert not name or f"def {name}(" in code, f"{file} has no {name}"
+
+
 def test_changelog_has_a_section_to_release():
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert re.search(rf"^## \[(Unreleased|{re.escape(VERSION)})\]", changelog, re.MULTILINE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from numbers import Number
 from typing import Any
 
 import torch
@@ -11,7 +12,14 @@ from torch import Tensor, nn
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.inputs import Inputs, check_inputs
 
-__all__ = ["check_backend_options", "check_loader", "check_model", "check_whole", "read_batch"]
+__all__ = [
+    "check_backend_options",
+    "check_batches",
+    "check_loader",
+    "check_model",
+    "check_whole",
+    "read_batch",
+]
 
 
 def read_batch(batch: Any, device: torch.device, label_key: str = "labels") -> tuple[Inputs, Tensor]:
@@ -55,12 +63,25 @@ def check_loader(loader: Any) -> None:
     Raises:
         InputTypeError: Not iterable, or an iterator that is used up by its first pass.
     """
-    hint = "Pass a DataLoader or a list of batches."
     wanted = "something that can be iterated several times"
-    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-        raise InputTypeError(expected("train_loader", wanted, f"a {type(loader).__name__}", hint))
+    check_batches(loader, "train_loader", wanted)
     if isinstance(loader, Iterator):
-        raise InputTypeError(expected("train_loader", wanted, f"the iterator {type(loader).__name__}", hint))
+        raise InputTypeError(expected("train_loader", wanted, f"the iterator {type(loader).__name__}", _BATCHES))
+
+
+_BATCHES = "Pass a DataLoader or a list of batches."
+
+
+def check_batches(loader: Any, argument: str, wanted: str = "batches (x, labels)") -> None:
+    """Refuse what cannot be run over, and what would give parts of itself.
+
+    Raises:
+        InputTypeError: Not iterable, a single tensor, or text.
+    """
+    runs = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    # NumPy's numbers have an index operator.
+    if not runs or isinstance(loader, (str, bytes, Tensor, Mapping, type, Number)):
+        raise InputTypeError(expected(argument, wanted, f"a {type(loader).__name__}", _BATCHES))
 
 
 def check_whole(loader: Any, argument: str = "train_loader") -> None:
@@ -97,7 +118,7 @@ def check_backend_options(pairs: object, relation: object, rank: object) -> None
         InputError: A value is out of range.
         InputTypeError: A value has the wrong type.
     """
-    if pairs not in ("dataset", "batch"):
+    if not isinstance(pairs, str) or pairs not in ("dataset", "batch"):
         hint = "Class labels come from the loader; for another relation pass relation=callable."
         raise InputError(expected("pairs", "'dataset' or 'batch'", pairs, hint))
     if relation is not None and not callable(relation):

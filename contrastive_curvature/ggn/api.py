@@ -7,6 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from contrastive_curvature.arguments import check_flag
 from contrastive_curvature.encoder import Encoder, evaluation_mode
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.ggn.accumulate import clamp_curvature
@@ -24,7 +25,6 @@ from contrastive_curvature.options import (
     Normalization,
     PDFix,
     Structure,
-    check_flag,
     parse_option,
 )
 from contrastive_curvature.pairs import Pairs, PairWeights, make_relation

@@ -15,6 +15,7 @@ import torch
 from laplace.utils.enums import Likelihood
 from torch import Tensor, nn
 
+from contrastive_curvature.arguments import check_flag
 from contrastive_curvature.backends.base import ContrastiveBackend
 from contrastive_curvature.backends.checks import check_loader, check_model, check_whole, read_batch
 from contrastive_curvature.backends.choice import choose_backend
@@ -35,7 +36,7 @@ from contrastive_curvature.laplace.state import (
     unchanged_on_error,
 )
 from contrastive_curvature.laplace.state_values import refuse
-from contrastive_curvature.options import Structure, check_flag
+from contrastive_curvature.options import Structure
 
 __all__ = ["CONTRASTIVE", "ContrastiveLaplace"]
 

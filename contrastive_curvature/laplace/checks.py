@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from numbers import Real
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from contrastive_curvature.arguments import check_dense
 from contrastive_curvature.embedding_checks import check_generator
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.inputs import Inputs
@@ -19,7 +19,6 @@ __all__ = [
     "check_finite_outputs",
     "check_generator",
     "check_indices",
-    "check_iterable",
     "check_jacobians",
     "check_number",
     "check_prior_mean",
@@ -74,18 +73,6 @@ def check_text(argument: str, value: object, *, optional: bool = False) -> None:
     """
     if not isinstance(value, str) and not (optional and value is None):
         raise InputTypeError(expected(argument, "a name" + (" or None" if optional else ""), _shown(value)))
-
-
-def check_iterable(argument: str, value: object) -> Iterable[Any]:
-    """Return what can be run over.
-
-    Raises:
-        InputTypeError: It cannot.
-    """
-    if isinstance(value, (str, bytes, Tensor)) or not (hasattr(value, "__iter__") or hasattr(value, "__getitem__")):
-        hint = "Pass a DataLoader or a list of batches (x, labels)."
-        raise InputTypeError(expected(argument, "batches", f"a {type(value).__name__}", hint))
-    return value  # type: ignore[return-value]
 
 
 def check_temperature(value: object, dtype: torch.dtype) -> float:
@@ -156,6 +143,7 @@ def _vector(argument: str, wanted: str, value: object, dtype: torch.dtype, sizes
             return torch.tensor(float(value), dtype=dtype)
         except OverflowError:
             return torch.tensor(math.inf, dtype=dtype)
+    check_dense(argument, value)
     given = value.detach()
     if given.is_complex() or given.dtype == torch.bool:
         raise InputTypeError(expected(argument, wanted, f"a tensor of {given.dtype}"))
@@ -189,6 +177,7 @@ def check_indices(value: object, n_params: int) -> Tensor:
         raise InputTypeError(expected("subnetwork_indices", wanted, f"a {type(value).__name__}", hint))
     if value.dtype != torch.int64:
         raise InputTypeError(expected("subnetwork_indices", "dtype torch.int64", f"{value.dtype}", hint))
+    check_dense("subnetwork_indices", value)
     if value.ndim != 1 or not value.numel():
         raise InputError(expected("subnetwork_indices", "shape (K,), K >= 1", f"shape {tuple(value.shape)}", hint))
     low, high = int(value.min()), int(value.max())

@@ -16,6 +16,7 @@ from laplace.subnetlaplace import DiagSubnetLaplace, FullSubnetLaplace
 from laplace.utils import Kron
 from torch import Tensor, nn
 
+from contrastive_curvature.arguments import check_flag
 from contrastive_curvature.backends.checks import check_model
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
@@ -38,7 +39,7 @@ from contrastive_curvature.laplace.state_curvature import (
     check_eigenpairs,
     check_factors,
 )
-from contrastive_curvature.options import Structure, check_flag
+from contrastive_curvature.options import Structure
 
 __all__ = [
     "ContrastiveDiagLLLaplace",

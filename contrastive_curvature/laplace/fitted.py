@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from contrastive_curvature.arguments import check_flag
 from contrastive_curvature.errors import NotFittedError, UnsupportedError
 from contrastive_curvature.laplace.checks import (
     check_count,
@@ -16,7 +17,6 @@ from contrastive_curvature.laplace.checks import (
     check_value,
 )
 from contrastive_curvature.laplace.host import Host
-from contrastive_curvature.options import check_flag
 
 __all__ = ["FittedOnly"]
 

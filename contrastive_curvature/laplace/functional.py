@@ -16,6 +16,7 @@ from laplace.baselaplace import ParametricLaplace
 from laplace.lllaplace import LLLaplace
 from torch import Tensor, nn
 
+from contrastive_curvature.arguments import check_flag
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.encoder import evaluation_mode
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
@@ -29,7 +30,6 @@ from contrastive_curvature.laplace.checks import check_finite_outputs
 from contrastive_curvature.laplace.last_layer import LastLayerLaplace
 from contrastive_curvature.laplace.state_curvature import check_eigenbasis, check_kernel
 from contrastive_curvature.laplace.state_values import check_takes
-from contrastive_curvature.options import check_flag
 
 __all__ = ["ContrastiveFunctionalLLLaplace", "ContrastiveFunctionalLaplace"]
 

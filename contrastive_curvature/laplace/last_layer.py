@@ -92,7 +92,7 @@ class LastLayerLaplace(ContrastiveLaplace):
         if missing:
             raise InputError(expected("state_dict", "the keys data and _last_layer_name", f"none of {missing}"))
         name = state["_last_layer_name"]
-        if name != self._last_layer_name:
+        if not isinstance(name, (str, type(None))) or name != self._last_layer_name:
             refuse("_last_layer_name", f"{self._last_layer_name!r}, that of this object", kind_of(name))
         if state["data"] is None and self.model.last_layer is not None:
             return

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from contrastive_curvature.arguments import check_flag
 from contrastive_curvature.backends.base import ContrastiveBackend
 from contrastive_curvature.backends.checks import check_backend_options
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
@@ -20,7 +21,7 @@ from contrastive_curvature.laplace.checks import (
     check_temperature,
     check_text,
 )
-from contrastive_curvature.options import CurvatureOptions, KFACApprox, Structure, check_flag
+from contrastive_curvature.options import CurvatureOptions, KFACApprox, Structure
 
 __all__ = ["arguments_by_name", "check_arguments", "check_options", "check_sigma_noise", "known_options"]
 

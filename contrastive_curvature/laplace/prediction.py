@@ -9,6 +9,7 @@ import torch
 from laplace.utils.enums import LinkApprox, PredType
 from torch import Tensor
 
+from contrastive_curvature.arguments import check_flag
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.encoder import Encoder, evaluation_mode
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
@@ -17,7 +18,6 @@ from contrastive_curvature.inputs import Inputs
 from contrastive_curvature.laplace.checks import check_finite_outputs
 from contrastive_curvature.laplace.fitted import FittedOnly
 from contrastive_curvature.laplace.tuning import PriorTuning, parse_pred_type
-from contrastive_curvature.options import check_flag
 from contrastive_curvature.sphere import normalize
 
 __all__ = ["SpherePrediction"]

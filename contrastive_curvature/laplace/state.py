@@ -187,8 +187,9 @@ def unchanged_on_error(posterior: Any) -> Iterator[None]:
 
 
 def _check_floats(key: str, value: object, like: Tensor) -> None:
-    if not isinstance(value, Tensor) or value.dtype != like.dtype or value.device != like.device:
-        refuse(key, f"a tensor of {like.dtype} on {like.device}", kind_of(value))
+    found = isinstance(value, Tensor) and value.layout == torch.strided
+    if not found or (value.dtype, value.device) != (like.dtype, like.device):  # type: ignore[attr-defined]
+        refuse(key, f"a dense tensor of {like.dtype} on {like.device}", kind_of(value))
 
 
 def _check_scalar(key: str, value: object) -> None:

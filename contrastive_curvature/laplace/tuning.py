@@ -13,18 +13,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 from contrastive_curvature import metrics
-from contrastive_curvature.backends.checks import check_whole
+from contrastive_curvature.arguments import check_flag
+from contrastive_curvature.backends.checks import check_batches, check_whole
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.inputs import Inputs
 from contrastive_curvature.laplace.checks import (
     check_count,
-    check_iterable,
     check_number,
     check_prior_precision,
 )
 from contrastive_curvature.laplace.host import Host
 from contrastive_curvature.laplace.prior import STRENGTH, PriorMethod, average_information
-from contrastive_curvature.options import check_flag
 from contrastive_curvature.sphere import normalize
 
 __all__ = ["PRIOR_STRUCTURES", "PriorTuning", "RetrievalCriterion", "parse_pred_type"]
@@ -165,7 +164,7 @@ class PriorTuning(Host):
             if loss is not None and not callable(loss):
                 wanted = "a callable (samples, labels) -> float"
                 raise InputTypeError(expected("loss", wanted, f"a {type(loss).__name__}"))
-            check_iterable("val_loader", val_loader)
+            check_batches(val_loader, "val_loader")
             check_whole(val_loader, "val_loader")
             criterion = loss or metrics.retrieval_brier
             self.prior_precision = self._search(grid, val_loader, criterion, linearized, n_samples, progress_bar)

@@ -125,13 +125,17 @@ class OnlineLaplace(nn.Module):
             raise InputTypeError(expected("encoder", "a torch.nn.Module", f"a {type(encoder).__name__}"))
         check_options(memory_factor, n_samples, n_data, subset_of_weights, hessian_structure)
         check_numbers(prior_precision=prior_precision, temperature=temperature)
-        if sampling_temperature != 0:
+        zero = isinstance(sampling_temperature, (int, float)) and sampling_temperature == 0
+        if isinstance(sampling_temperature, bool) or not zero:
             check_numbers(sampling_temperature=sampling_temperature)
         check_probe(probe)
         for name, function in (("loss", loss), ("miner", miner), ("curvature_miner", curvature_miner)):
             if function is not None and not callable(function):
                 raise InputTypeError(expected(name, "a callable", f"a {type(function).__name__}"))
         self.n_data, self.n_samples = n_data, n_samples
+        if backend_kwargs is not None and not isinstance(backend_kwargs, Mapping):
+            wanted = "a dictionary, as dict(margin=0.5)"
+            raise InputTypeError(expected("backend_kwargs", wanted, f"a {type(backend_kwargs).__name__}"))
         # A step has the pairs of its batch and no others.
         options = {"pairs": "batch", **(backend_kwargs or {})}
         if options["pairs"] != "batch":

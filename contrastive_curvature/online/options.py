@@ -58,7 +58,10 @@ def check_options(
     for name, value, least in (("n_samples", n_samples, 1), ("n_data", n_data, 2)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise InputError(expected(name, f"a whole number of at least {least}", value))
-    if (subset_of_weights, hessian_structure) in list(CLASSES):
+    for name, value in (("subset_of_weights", subset_of_weights), ("hessian_structure", hessian_structure)):
+        if not isinstance(value, str):
+            raise InputTypeError(expected(name, "a name", f"a {type(value).__name__}"))
+    if (subset_of_weights, hessian_structure) in CLASSES:
         return
     if subset_of_weights == "subnetwork" or hessian_structure in ("lowrank", "gp"):
         msg = (

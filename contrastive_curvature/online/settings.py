@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, expected
 
-__all__ = ["check_count", "refuse_changes", "settings_of"]
+__all__ = ["check_count", "check_kinds", "refuse_changes", "settings_of"]
 
 
 def check_count(name: str, value: object) -> None:
@@ -65,3 +66,19 @@ def _plain(value: object) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value if isinstance(value, (str, bool, int, float, type(None))) else repr(type(value).__name__)
+
+
+def check_kinds(step: object, optimizer: object, checkpoint: object, dict_key_y: object) -> None:
+    """Check that the parts of a training are what they should be.
+
+    Raises:
+        InputTypeError: One is not.
+    """
+    for name, value, kind, wanted in (
+        ("step", step, nn.Module, "a torch.nn.Module that returns a loss"),
+        ("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer of the step's parameters"),
+        ("checkpoint", checkpoint, (str, Path, type(None)), "the name of a file, or None"),
+        ("dict_key_y", dict_key_y, str, "the key of the labels in a batch that is a mapping"),
+    ):
+        if not isinstance(value, kind):
+            raise InputTypeError(expected(name, wanted, f"a {type(value).__name__}"))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tqdm import tqdm
 
+from contrastive_curvature.arguments import check_flag
 from contrastive_curvature.backends.checks import check_loader, read_batch
 from contrastive_curvature.errors import DivergenceError, InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.online.checkpoint import load_checkpoint, save_checkpoint
@@ -30,7 +31,7 @@ from contrastive_curvature.online.randomness import (
     sampler_state,
 )
 from contrastive_curvature.online.schema import Flaw
-from contrastive_curvature.online.settings import check_count, refuse_changes, settings_of
+from contrastive_curvature.online.settings import check_count, check_kinds, refuse_changes, settings_of
 from contrastive_curvature.online.states import check_module, check_optimizer
 
 __all__ = ["Trainer"]
@@ -80,9 +81,9 @@ class Trainer:
         dict_key_y: str = "labels",
         progress: bool = False,
     ) -> None:
-        if not isinstance(step, nn.Module):
-            raise InputTypeError(expected("step", "a torch.nn.Module that returns a loss", f"a {type(step).__name__}"))
         check_count("checkpoint_every", checkpoint_every)
+        check_kinds(step, optimizer, checkpoint, dict_key_y)
+        check_flag("progress", progress)
         self.checkpoint = None if checkpoint is None else Path(checkpoint)
         if self.checkpoint is not None and not self.checkpoint.parent.is_dir():
             raise InputError(expected("checkpoint", "a file in a folder that exists", str(checkpoint)))
