@@ -41,26 +41,28 @@ def check_count(argument: str, value: object) -> int:
     return value
 
 
-def check_number(argument: str, value: object, *, positive: bool = False) -> float:
+def check_number(argument: str, value: object, *, positive: bool = False, most: float = math.inf) -> float:
     """Return a finite number.
 
     Args:
         argument: Its name.
         value: What came.
         positive: Whether it has to be above zero.
+        most: How large its absolute value may be.
 
     Raises:
         InputTypeError: Not a number.
-        InputError: NaN, infinite, or not positive.
+        InputError: NaN, infinite, not positive or too large.
     """
     wanted = "a positive number" if positive else "a finite number"
+    wanted += f" of at most {most:g}" if most < math.inf else ""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise InputTypeError(expected(argument, wanted, _shown(value)))
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if not math.isfinite(number) or (positive and number <= 0):
+    if not math.isfinite(number) or abs(number) > most or (positive and number <= 0):
         raise InputError(expected(argument, wanted, value))
     return number
 

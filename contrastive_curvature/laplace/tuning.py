@@ -50,9 +50,9 @@ def parse_pred_type(value: PredType | str) -> PredType:
 def _grid(low: float, high: float, size: int, base: float, dtype: torch.dtype) -> Tensor:
     """Values that a grid search tries, shape (size,)."""
     check_count("grid_size", size)
-    check_number("log_prior_prec_min", low)
-    check_number("log_prior_prec_max", high)
-    check_number("log_prior_prec_base", base, positive=True)
+    check_number("log_prior_prec_min", low, most=1e3)
+    check_number("log_prior_prec_max", high, most=1e3)
+    check_number("log_prior_prec_base", base, positive=True, most=1e30)
     grid = torch.logspace(low, high, size, base=base)
     if not bool(((grid.to(dtype) > 0) & grid.isfinite()).all()):
         wanted = f"exponents whose powers of {base:g} are positive and finite"
@@ -176,7 +176,7 @@ class PriorTuning(Host):
     def _maximise(self, n_steps: int, lr: float, start: float | Tensor, prior_structure: str, progress: bool) -> None:
         """laplace-torch's maximisation of the marginal likelihood."""
         check_count("n_steps", n_steps)
-        check_number("lr", lr, positive=True)
+        check_number("lr", lr, positive=True, most=1e30)
         check_prior_precision(start, self._dtype, self._prior_sizes(), "init_prior_prec")
         host: Any = super()
         before = self.prior_precision

@@ -58,9 +58,11 @@ def check_options(
     for name, value, least in (("n_samples", n_samples, 1), ("n_data", n_data, 2)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise InputError(expected(name, f"a whole number of at least {least}", value))
-    for name, value in (("subset_of_weights", subset_of_weights), ("hessian_structure", hessian_structure)):
-        if not isinstance(value, str):
-            raise InputTypeError(expected(name, "a name", f"a {type(value).__name__}"))
+    wanted = "'last_layer' or 'all', and 'diag', 'full' or 'kron'"
+    names = "subset_of_weights, hessian_structure"
+    if not (isinstance(subset_of_weights, str) and isinstance(hessian_structure, str)):
+        came = f"a {type(subset_of_weights).__name__}, a {type(hessian_structure).__name__}"
+        raise InputTypeError(expected(names, wanted, came))
     if (subset_of_weights, hessian_structure) in CLASSES:
         return
     if subset_of_weights == "subnetwork" or hessian_structure in ("lowrank", "gp"):
@@ -70,9 +72,7 @@ def check_options(
             "training, Laplace(online.encoder, likelihood='contrastive', ...) fits any structure post hoc."
         )
         raise UnsupportedError(msg)
-    wanted = "'last_layer' or 'all', and 'diag', 'full' or 'kron'"
-    came = f"{subset_of_weights!r}, {hessian_structure!r}"
-    raise InputError(expected("subset_of_weights, hessian_structure", wanted, came))
+    raise InputError(expected(names, wanted, f"{subset_of_weights!r}, {hessian_structure!r}"))
 
 
 def check_numbers(**given: object) -> None:
