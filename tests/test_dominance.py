@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from laplace import Laplace
 from torch import Tensor, nn
 
-import contrastive_curvature  # noqa: F401  registers the likelihood
+import contrastive_curvature as cc
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 N, WIDTH, D = 40, 6, 3
@@ -28,6 +28,12 @@ STRUCTURES = [
     ("all", "lowrank", {}),
     ("all", "gp", {"n_subset": N, "backend_kwargs": {"pd_fix": "psd"}}),
     ("subnetwork", "diag", {"subnetwork_indices": torch.arange(0, 100, 3)}),
+]
+BACKENDS = [
+    cc.ContrastiveGGN,
+    cc.BackPackContrastiveGGN,
+    cc.CurvlinopsContrastiveGGN,
+    cc.StochManContrastiveGGN,
 ]
 IDS = [f"{a}-{b}" for a, b, _ in STRUCTURES]
 
@@ -88,8 +94,21 @@ def test_a_huge_input_in_kronecker_factors(kind: str, weights: str, size: int, d
     x[17, 2] = 1e15
     la = Laplace(encoder(device), "contrastive", weights, "kron", backend_kwargs={"pairs": kind})
     layer = "2" if weights == "last_layer" else r"[02]"
-    where = rf"point 17 of the pass over the data \(row {17 % size} of batch {17 // size}\)"
+    where = rf"point 17 \(row {17 % size} of batch {17 // size}\) of the pass over the data"
     with pytest.warns(UserWarning, match=rf"100 % of the curvature \(input factor of layer '{layer}'\): {where}"):
+        la.fit(batches(x, labels, size))
+
+
+@on_every_device
+@pytest.mark.parametrize("size", [7, N])
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+def test_several_huge_inputs(backend: Any, size: int, device: str) -> None:
+    """None of them alone carries most."""
+    x, labels = data(device)
+    x[[4, 9, 30], 2] = torch.tensor([1e15, 1.1e15, 1.05e15], device=device)
+    la = Laplace(encoder(device), "contrastive", "all", "kron", backend=backend)
+    where = rf"points 9 \(row {9 % size} of batch {9 // size}\), 30 .*, 4 .* of the pass over the data"
+    with pytest.warns(UserWarning, match=rf"3 points carry 100 % of the curvature \(input factor of layer .*{where}"):
         la.fit(batches(x, labels, size))
 
 
@@ -130,7 +149,7 @@ def test_the_point_is_found_wherever_it_is(row: int, size: int, shuffle: bool, d
         order = torch.randperm(N)
         x, labels, row = x[order], labels[order], int((order == row).nonzero())
     la = Laplace(nn.Linear(WIDTH, D).to(device), "contrastive", "last_layer", "kron")
-    with pytest.warns(UserWarning, match=rf"point {row} of the pass over the data \(row {row % size} of batch"):
+    with pytest.warns(UserWarning, match=rf"point {row} \(row {row % size} of batch {row // size}\) of"):
         la.fit(batches(x, labels, size))
 
 

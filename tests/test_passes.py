@@ -87,6 +87,37 @@ def test_other_targets_in_the_second_pass_are_refused(structure: str, change: An
 
 
 @on_every_device
+@pytest.mark.parametrize("change", WRONG)
+def test_a_point_far_out_hides_nothing(change: Any, device: str) -> None:
+    loader = Passes(from_pass(LATER, change), device)
+    loader.x[-1] *= 1e6
+    la = Laplace(model(device), "contrastive", hessian_structure="diag")
+    with pytest.raises(cc.InputError, match="the same outputs with other targets"):
+        la.fit(loader)
+
+
+@on_every_device
+def test_an_encoder_in_half_precision_may_round_otherwise(device: str) -> None:
+    """Batches of other sizes are computed by other kernels, and round differently."""
+
+    class Rounded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.runs = model(device), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.runs += 1
+            with torch.autocast(device, dtype=torch.bfloat16):
+                z = self.linear(x).float()
+            # One unit in the last place, now up and now down.
+            return (z * (1 + 2**-7 * (self.runs % 2))).bfloat16().float()
+
+    Laplace(Rounded(), "contrastive", hessian_structure="diag", subset_of_weights="all", backend=cc.ContrastiveGGN).fit(
+        Passes(lambda _, x, y: (x, y), device)
+    )
+
+
+@on_every_device
 @pytest.mark.parametrize("structure", ["diag", "kron", "full"])
 def test_shuffling_is_fine(structure: str, device: str) -> None:
     posteriors = []

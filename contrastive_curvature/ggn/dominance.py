@@ -1,8 +1,9 @@
-"""Whether a single point carries most of a curvature: the posterior is then certain of everything, for no good reason.
+"""Whether few points carry most of a curvature, which then says little about all the others.
 
-Such a point has inputs or features that are larger than all others together, or an output next to zero, whose Hessian
-goes with ``1 / norm^2``. The batches are compared by the size of what they add; only where one batch outweighs all
-others together is it halved, again and again, until the point is found.
+Two causes are looked for. A point whose output is next to zero has a Hessian that goes with ``1 / norm^2``; it is found
+from what the batches add: where one batch outweighs all others together, it is halved, again and again. And few points
+with huge inputs make up the input factors of Kronecker pairs, however small their own curvature is; the sizes of all
+layer inputs are taken from one run of the encoder a batch.
 """
 
 from __future__ import annotations
@@ -23,22 +24,26 @@ FEWEST_POINTS = 32
 """Of fewer points, one may well carry most of the curvature."""
 
 MOST = 0.8
-"""Share of a curvature from which on a point is said to carry it. Outputs that happen to be short reach a half."""
+"""Share of a curvature from which on points are said to carry it. Outputs that happen to be short reach a half."""
+
+_FEW = 0.1
+"""Share of the points that are called few."""
+
+_KEPT = 16
+"""Largest inputs of a layer that are kept."""
 
 
-class _Batch(NamedTuple):
-    number: int
-    start: int
-    points: Points
-    blocks: NodeBlocks
-    sizes: Tensor
-
-
-class _Found(NamedTuple):
-    size: float
+class _Place(NamedTuple):
     batch: int
     row: int
     point: int
+
+
+class _Batch(NamedTuple):
+    place: _Place
+    points: Points
+    blocks: NodeBlocks
+    sizes: Tensor
 
 
 class Dominance:
@@ -54,17 +59,19 @@ class Dominance:
         self._pullback, self._structure, self._n_data = pullback, structure, n_data
         self._total: Tensor | None = None
         self._count = self._batches = 0
-        self._factors: list[int] = []
         self._first: _Batch | None = None
-        self._found: dict[int, _Found] = {}
+        self._found: dict[int, tuple[float, _Place]] = {}
+        self._inputs: dict[str, _LargestInputs] = {}
 
     def add(self, points: Points, blocks: NodeBlocks, term: Tensor | KronFactors) -> None:
         """Take in what a batch adds: its points, their diagonal blocks, and the term that was made of these alone."""
+        start = _Place(self._batches, 0, self._count)
+        if self._structure is Structure.KRON:
+            for layer, inputs in self._pullback.input_sizes(points.context).items():
+                self._inputs.setdefault(layer, _LargestInputs()).add(inputs, start)
         sizes = _sizes(term)
-        if not isinstance(term, Tensor):
-            self._factors = [len(group) for group in term]
         self._total = sizes if self._total is None else self._total + sizes
-        batch = _Batch(self._batches, self._count, points, blocks, sizes)
+        batch = _Batch(start, points, blocks, sizes)
         self._count, self._batches = self._count + len(points), self._batches + 1
         if self._first is None:
             # It is all there is so far, and says nothing before others have come.
@@ -73,18 +80,23 @@ class Dominance:
             self._search(batch)
 
     def warn(self) -> None:
-        """Say which point carries most of the curvature, if one does."""
+        """Say which points carry most of the curvature, if few do."""
         if self._total is None or self._first is None or self._count < FEWEST_POINTS:
+            return
+        few = max(1, int(_FEW * self._count))
+        large = [(*inputs.few_that_carry_most(few), layer) for layer, inputs in self._inputs.items()]
+        if large and max(large)[0] > MOST:
+            share, places, layer = max(large)
+            _warn_of_inputs(share, places, layer)
             return
         if bool((self._first.sizes > MOST * self._total).any()):
             self._search(self._first)
-        shares = {k: found.size / float(self._total[k]) for k, found in self._found.items()}
-        if not shares or max(shares.values()) <= MOST:
-            return
-        part = max(shares, key=lambda k: shares[k])
-        found = self._found[part]
-        where = f"point {found.point} of the pass over the data (row {found.row} of batch {found.batch})"
-        warn_of_point(shares[part], where, self._part_name(part))
+        shares = {k: size / float(self._total[k]) for k, (size, _) in self._found.items()}
+        part = max(shares, key=lambda k: shares[k], default=None)
+        if part is not None and shares[part] > MOST:
+            place = self._found[part][1]
+            where = f"point {place.point} of the pass over the data (row {place.row} of batch {place.batch})"
+            warn_of_point(shares[part], where, self._part_name(part))
 
     def _search(self, batch: _Batch) -> None:
         if self._total is None:
@@ -96,9 +108,10 @@ class Dominance:
             if not parts:
                 return
             if stop - start == 1:
+                place = _Place(batch.place.batch, start, batch.place.point + start)
                 for k in parts:
-                    if k not in self._found or float(sizes[k]) > self._found[k].size:
-                        self._found[k] = _Found(float(sizes[k]), batch.number, start, batch.start + start)
+                    if k not in self._found or float(sizes[k]) > self._found[k][0]:
+                        self._found[k] = float(sizes[k]), place
                 return
             middle = (start + stop) // 2
             rows = slice(start, middle)
@@ -116,12 +129,47 @@ class Dominance:
     def _part_name(self, part: int) -> str:
         if self._structure is not Structure.KRON:
             return ""
-        names = []
-        for (name, _), count in zip(self._pullback.named_sizes(), self._factors, strict=True):
-            layer = name.rpartition(".")[0] or name
-            kinds = ["curvature factor", "input factor"] if count == 2 else ["block of a vector"]
-            names += [f"{kind} of layer {layer!r}" for kind in kinds]
-        return names[part]
+        name = self._pullback.named_sizes()[part][0]
+        return f"curvature factor of {name!r}"
+
+
+class _LargestInputs:
+    """The points with the largest inputs of a layer."""
+
+    def __init__(self) -> None:
+        self._total = 0.0
+        self._largest: list[tuple[float, _Place]] = []
+
+    def add(self, sizes: Tensor, start: _Place) -> None:
+        self._total += float(sizes.sum())
+        values, rows = sizes.topk(min(_KEPT, sizes.numel()))
+        new = [
+            (value, _Place(start.batch, row, start.point + row))
+            for value, row in zip(values.tolist(), rows.tolist(), strict=True)
+        ]
+        self._largest = sorted([*self._largest, *new], reverse=True)[:_KEPT]
+
+    def few_that_carry_most(self, few: int) -> tuple[float, list[_Place]]:
+        """The share of as few points as carry most, and which they are; of at most so many."""
+        share, places = 0.0, []
+        for size, place in self._largest[:few]:
+            share += size / self._total if self._total else 0.0
+            places.append(place)
+            if share > MOST:
+                break
+        return share, places
+
+
+def _warn_of_inputs(share: float, places: list[_Place], layer: str) -> None:
+    shown = ", ".join(f"{place.point} (row {place.row} of batch {place.batch})" for place in places[:5])
+    which = f"point {shown}" if len(places) == 1 else f"points {shown}" + (" and others" if len(places) > 5 else "")
+    whose = "One point carries" if len(places) == 1 else f"{len(places)} points carry"
+    msg = (
+        f"{whose} {100 * share:.0f} % of the curvature (input factor of layer {layer!r}): {which} of the pass over the "
+        "data. Inputs so much larger than all others make the posterior, and a prior that is chosen from it, too "
+        "certain of everything else. Leave them out, or clip them."
+    )
+    warnings.warn(msg, UserWarning, stacklevel=2)
 
 
 def warn_of_point(share: float, point: str, part: str = "") -> None:
@@ -134,14 +182,15 @@ def warn_of_point(share: float, point: str, part: str = "") -> None:
     """
     whole = f"the curvature ({part})" if part else "the curvature"
     msg = (
-        f"One point carries {100 * share:.0f} % of {whole}: {point}. The posterior then follows this point alone, and "
-        "is too certain of everything else. Look at its input and at the norm of its output; leave it out, or clip it."
+        f"One point carries {100 * share:.0f} % of {whole}: {point}. Its output may be next to zero, where the Hessian "
+        "grows with 1 / norm^2. The posterior, and a prior that is chosen from it, say more about this point than "
+        "about all others. Look at its input and at the norm of its output; leave it out if it is no example."
     )
     warnings.warn(msg, UserWarning, stacklevel=2)
 
 
 def _sizes(term: Tensor | KronFactors) -> Tensor:
-    """Sum of the absolute diagonal: of the whole, shape (1,), or of every Kronecker factor."""
+    """Sum of the absolute diagonal: of the whole, shape (1,), or of every curvature factor."""
     if isinstance(term, Tensor):
         return (term if term.ndim == 1 else term.diagonal()).abs().sum().reshape(1)
-    return torch.stack([factor.diagonal().abs().sum() for group in term for factor in group])
+    return torch.stack([group[0].diagonal().abs().sum() for group in term])

@@ -47,6 +47,10 @@ class LastLayerPullback(Pullback):
         prefix = f"{self.encoder.last_layer_name}." if self.encoder.last_layer_name else ""
         return [(prefix + name, p.numel()) for name, p in layer.named_parameters()]
 
+    def input_sizes(self, context: Any) -> dict[str, Tensor]:
+        """See :meth:`Pullback.input_sizes`; the context is what the layer takes in."""
+        return {self.encoder.last_layer_name or "": context.double().square().sum(1)}
+
     def forward(self, x: Inputs) -> tuple[Tensor, Any]:
         """See :meth:`Pullback.forward`."""
         with torch.no_grad():

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from contrastive_curvature.encoder import Encoder
 from contrastive_curvature.errors import UnsupportedError
@@ -19,6 +19,7 @@ from contrastive_curvature.inputs import Inputs
 from contrastive_curvature.node_blocks import NodeBlocks
 from contrastive_curvature.options import Structure
 from contrastive_curvature.sphere import project_tangent
+from contrastive_curvature.threads import watched
 
 __all__ = ["JACOBIAN_ELEMENTS", "KronFactors", "Points", "Pullback", "own_name"]
 
@@ -91,6 +92,28 @@ class Pullback(ABC):
             position -= size
         msg = f"there is no entry {position}"
         raise IndexError(msg)
+
+    def input_sizes(self, context: Any) -> dict[str, Tensor]:
+        """Sums of squares (N,), in float64, of what every layer with a matrix takes in of each point, by its name."""
+        if self.encoder is None:
+            return {}
+        names = {
+            id(module): own_name(name)
+            for name, module in self.encoder.named_modules()
+            if any(p.ndim > 1 and p.requires_grad for p in module.parameters(recurse=False))
+        }
+        sizes: dict[str, Tensor] = {}
+
+        def note(module: nn.Module, args: tuple[Any, ...], _: dict[str, Any]) -> None:
+            if args and isinstance(args[0], Tensor) and args[0].is_floating_point() and args[0].numel():
+                size = args[0].detach().double().reshape(args[0].shape[0], -1).square().sum(1)
+                name = names[id(module)]
+                sizes[name] = sizes[name] + size if name in sizes else size
+
+        layers = [module for module in self.encoder.modules() if id(module) in names]
+        with watched(layers, before=note), torch.no_grad():
+            self.encoder(context)
+        return sizes
 
     @abstractmethod
     def forward(self, x: Inputs) -> tuple[Tensor, Any]:
