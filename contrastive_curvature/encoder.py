@@ -163,7 +163,7 @@ class Encoder(nn.Module):
             UnsupportedError: A layer to look at runs in another thread.
         """
         if self.tap is None:
-            return self._run(x)
+            return _lifted(self._run(x))
         return self._watch(self.tap, x, self.tap_run)[1]
 
     def features(self, x: Inputs) -> tuple[Tensor, Tensor]:
@@ -176,8 +176,8 @@ class Encoder(nn.Module):
         went: list[Tensor] = []
         with watched(
             [module],
-            before=lambda _, args, kwargs: came.append((args[0] if args else kwargs["input"]).clone()),
-            after=lambda _, __, out: went.append(out.clone()),
+            before=lambda _, args, kwargs: came.append(_lifted((args[0] if args else kwargs["input"]).clone())),
+            after=lambda _, __, out: went.append(_lifted(out.clone())),
         ):
             self._run(x)
         if len(went) <= run:
@@ -197,6 +197,11 @@ class Encoder(nn.Module):
         with self.naming(x):
             out: Tensor = self.model(x)
         return out
+
+
+def _lifted(t: Tensor) -> Tensor:
+    """A tensor that a model made in half precision (under autocast) as float32, in which curvatures are summed."""
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
 
 
 class _Record:

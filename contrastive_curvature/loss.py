@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor
 from torch.nn.modules.loss import _Loss
@@ -12,9 +14,13 @@ from contrastive_curvature.pairs import Pairs, make_relation
 from contrastive_curvature.pairs.edges import EdgeRelation
 from contrastive_curvature.pairs.relation import Relation
 from contrastive_curvature.pairs.weighting import Shares, count_shares
+from contrastive_curvature.progress import Progress
 from contrastive_curvature.sphere import check_outputs, normalize
 
 __all__ = ["ContrastiveLoss"]
+
+_TRIAL_SECONDS = 3.0
+_FASTER = "Faster: a batch of the points, or pairs=..., the pairs that a miner lists."
 
 
 class ContrastiveLoss(_Loss):
@@ -119,7 +125,11 @@ class ContrastiveLoss(_Loss):
             return u.sum()
         # In float64, since a data set has many pairs.
         total = u.new_zeros((), dtype=torch.float64)
+        progress, started = Progress(None, _FASTER), time.monotonic()
         for rows, positive, negative in relation.row_blocks():
+            seconds = time.monotonic() - started
+            if rows.start and seconds > _TRIAL_SECONDS:
+                progress.expect(seconds / rows.start * relation.n, f"The loss over all pairs of {relation.n} points")
             squared = 2 - 2 * u[rows] @ u.T
             attract = positive * (shares.positive[rows].unsqueeze(1) + shares.positive) / 2
             repel = negative * (shares.negative[rows].unsqueeze(1) + shares.negative) / 2

@@ -15,7 +15,9 @@ _T = TypeVar("_T")
 
 _SHOW_AFTER = 10.0
 _WARN_FROM = 60.0
-_TRIAL = 3
+_TRIAL = 3.0
+"""Seconds after which the speed of a loop says how long the rest of it will take."""
+_FEWEST_STEPS = 3
 
 
 class LongRunWarning(UserWarning):
@@ -48,11 +50,15 @@ class Progress:
     def over(self, items: Iterable[_T], desc: str) -> Iterator[_T]:
         """Iterate under a bar, and warn once the first steps show that all of them will take long."""
         total = _length(items)
-        started = time.monotonic()
+        started: float | None = None
+        told = total is None
         for count, item in enumerate(tqdm(items, desc=desc, **self._how())):
-            if count == _TRIAL and total is not None:
-                # The first steps also stand for the others in that they include their share of the start.
-                self.expect((time.monotonic() - started) / count * total, desc)
+            if started is None:
+                # Not before the first item: until then, worker processes start and files are opened.
+                started = time.monotonic()
+            elif not told and count >= _FEWEST_STEPS and time.monotonic() - started >= _TRIAL:
+                told = True
+                self.expect((time.monotonic() - started) / count * (total or 0), desc)
             yield item
 
     def expect(self, seconds: float, what: str) -> None:

@@ -226,6 +226,33 @@ def test_a_sampler_that_divides_the_data_is_refused(structure: str) -> None:
     la.fit(DataLoader(data, batch_size=8, sampler=DistributedSampler(data, num_replicas=1, rank=0, shuffle=False)))
 
 
+def test_wrapped_loaders_are_looked_into() -> None:
+    class Wrapped:
+        def __init__(self, loader: DataLoader) -> None:
+            self.anything = loader
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(self.anything)
+
+    class Endless(Wrapped):
+        @property
+        def dataset(self) -> Endless:
+            return Endless(self.anything)
+
+    class Pool(TensorDataset):
+        num_processes = 4
+
+    data = Pool(torch.randn(N, WIDTH), torch.arange(N) % 4)
+    divided = DataLoader(data, batch_size=8, sampler=DistributedSampler(data, num_replicas=2, rank=1))
+    la = Laplace(model("cpu"), "contrastive", hessian_structure="diag")
+    for loader in (Wrapped(divided), Endless(divided)):
+        with pytest.raises(cc.UnsupportedError, match="DistributedSampler"):
+            la.fit(loader)
+    # A name of the user's own means nothing on a data set.
+    la.fit(Wrapped(DataLoader(data, batch_size=8)))
+    la.fit(Endless(DataLoader(data, batch_size=8)))
+
+
 def test_validation_data_and_operators_refuse_it_too() -> None:
     data = TensorDataset(torch.randn(N, WIDTH), torch.arange(N) % 4)
     divided = DataLoader(data, batch_size=8, sampler=DistributedSampler(data, num_replicas=2, rank=1))

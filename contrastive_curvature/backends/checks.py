@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.inputs import Inputs, check_inputs
@@ -96,19 +97,34 @@ def check_whole(loader: Any, argument: str = "train_loader") -> None:
     Raises:
         UnsupportedError: A sampler or the loader itself divides the data.
     """
-    parts: list[Any] = [loader]
-    for part in parts:
-        inner = [getattr(part, name, None) for name in ("sampler", "batch_sampler", "dataset", "base_dataloader")]
-        parts += [other for other in inner if other is not None and all(other is not known for known in parts)]
-        # torch's and Lightning's samplers, and Accelerate's shards, under their own names.
-        shares = [getattr(part, name, None) for name in ("num_replicas", "num_processes")]
-        if any(isinstance(share, int) and share > 1 for share in shares):
+    for part in _parts(loader):
+        # torch's and Lightning's samplers; Accelerate's shards, whose name a data set of the user's may have too.
+        shards = isinstance(part, (Sampler, IterableDataset)) or type(part).__module__.startswith("accelerate")
+        names = ("num_replicas", "num_processes") if shards else ("num_replicas",)
+        counts = [count for name in names if isinstance(count := getattr(part, name, None), int)]
+        if max(counts, default=1) > 1:
             msg = (
-                f"{argument}: {type(part).__name__} gives each of {max(s for s in shares if isinstance(s, int))} "
-                "processes a part of the data, and a posterior needs the pairs of all parts. Fit in one process, with "
-                "a loader over the whole data set, and give the others its state_dict(); or do so in every process."
+                f"{argument}: {type(part).__name__} gives each of {max(counts)} processes a part of the data, and a "
+                "posterior needs the pairs of all parts. Fit in one process, with a loader over the whole data set, "
+                "and give the others its state_dict(); or do so in every process."
             )
             raise UnsupportedError(msg)
+
+
+def _parts(loader: Any) -> list[Any]:
+    """A loader and what it is made of: samplers, data sets, and loaders that it wraps under any name."""
+    parts: list[Any] = [loader]
+    for part in parts:
+        named = [getattr(part, name, None) for name in ("sampler", "batch_sampler", "dataset")]
+        wrapped = [v for v in getattr(part, "__dict__", {}).values() if isinstance(v, (DataLoader, Sampler))]
+        for inner in (*named, *wrapped):
+            # Bounded, as a property may make a new object whenever it is read.
+            if inner is not None and len(parts) < _MOST_PARTS and all(inner is not known for known in parts):
+                parts.append(inner)
+    return parts
+
+
+_MOST_PARTS = 32
 
 
 def check_backend_options(pairs: object, relation: object, rank: object) -> None:

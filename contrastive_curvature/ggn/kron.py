@@ -100,7 +100,7 @@ class ModuleKron:
         def note(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
             if id(module) in seen:
                 refuse_kron(f"a {type(module).__name__} runs more than once")
-            seen[id(module)] = (args[0].detach().clone(), out)
+            seen[id(module)] = (args[0].detach().clone().to(module.weight.dtype), out)
             # What follows may work in place; the noted tensors must stay what they were.
             return out.clone()
 
@@ -113,7 +113,8 @@ class ModuleKron:
         return {
             id(layer): LayerRun(
                 layer_inputs(layer, seen[id(layer)][0]),
-                torch.stack([by_position(layer, row[i]) for row in rows], dim=1),
+                # Under autocast, a layer puts out half precision.
+                torch.stack([by_position(layer, row[i]) for row in rows], dim=1).to(z.dtype),
             )
             for i, layer in enumerate(ran)
         }

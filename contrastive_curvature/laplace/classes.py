@@ -31,6 +31,7 @@ from contrastive_curvature.laplace.covariance import (
     kron_last_layer_covariance,
 )
 from contrastive_curvature.laplace.decompose import decompose_factors
+from contrastive_curvature.laplace.dense import DensePosterior
 from contrastive_curvature.laplace.last_layer import LastLayerLaplace
 from contrastive_curvature.laplace.options import arguments_by_name
 from contrastive_curvature.laplace.state_curvature import (
@@ -68,7 +69,7 @@ class ContrastiveDiagLaplace(ContrastiveLaplace, DiagLaplace):
         check_diagonal(state, like, self.n_params)
 
 
-class ContrastiveFullLaplace(ContrastiveLaplace, FullLaplace):
+class ContrastiveFullLaplace(ContrastiveLaplace, DensePosterior, FullLaplace):
     """All parameters, dense precision; exact generalised Gauss-Newton."""
 
     _key = ("all", "full", CONTRASTIVE)
@@ -222,7 +223,7 @@ class ContrastiveDiagSubnetLaplace(_Subnetwork, DiagSubnetLaplace):
         check_diagonal(state, like, self.n_params_subnet)
 
 
-class ContrastiveFullSubnetLaplace(_Subnetwork, FullSubnetLaplace):
+class ContrastiveFullSubnetLaplace(_Subnetwork, DensePosterior, FullSubnetLaplace):
     """Chosen parameters, dense precision; exact."""
 
     _key = ("subnetwork", "full", CONTRASTIVE)
@@ -274,7 +275,7 @@ class ContrastiveKronLLLaplace(_KroneckerFactored, LastLayerLaplace, KronLLLapla
         return EmbeddingDistribution.trusted(z, covariance=covariance)
 
 
-class ContrastiveFullLLLaplace(LastLayerLaplace, FullLLLaplace):
+class ContrastiveFullLLLaplace(LastLayerLaplace, DensePosterior, FullLLLaplace):
     """Last linear layer, dense precision; curvature and prediction exact and in closed form."""
 
     _key = ("last_layer", "full", CONTRASTIVE)
@@ -284,7 +285,7 @@ class ContrastiveFullLLLaplace(LastLayerLaplace, FullLLLaplace):
         if joint:
             return super()._gaussian(x, joint, diagonal)
         z, phi = self._features(x)
-        covariance = dense_last_layer_covariance(phi, self.posterior_covariance, z.shape[1])
+        covariance = dense_last_layer_covariance(phi.double(), self.wide_covariance(), z.shape[1]).to(z.dtype)
         if diagonal:
             return EmbeddingDistribution.trusted(z, variance=covariance.diagonal(dim1=1, dim2=2))
         return EmbeddingDistribution.trusted(z, covariance=covariance)

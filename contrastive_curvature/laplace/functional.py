@@ -21,6 +21,7 @@ from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.encoder import evaluation_mode
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.ggn.dominance import FEWEST_POINTS, MOST, warn_of_point
+from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.pullback import JACOBIAN_ELEMENTS
 from contrastive_curvature.ggn.spectrum import eigenpairs
 from contrastive_curvature.ggn.subset import HessianSubset
@@ -111,6 +112,8 @@ class _FunctionSpace(ContrastiveLaplace):
             context = self._embed(subset.inputs)[1]
             subset = replace(subset, factor=subset.factor.double())
             kernel = self._kernel(context, context)
+            if not bool(kernel.isfinite().all()):
+                self._refuse_infinite(context)
             gram = subset.project(subset.project(kernel).movedim(2, 0))
             values, vectors = eigenpairs((gram + gram.T) / 2)
             _warn_of_point(subset, kernel)
@@ -270,6 +273,13 @@ class _FunctionSpace(ContrastiveLaplace):
             rows = slice(start, min(start + step, n))
             part = pullback.slice_context(context, rows)
             yield rows, pullback.vjp(part, axes.expand(rows.stop - start, -1, -1))
+
+    def _refuse_infinite(self, context: Any) -> None:
+        """Name the layer whose Jacobian is not finite at the chosen points."""
+        pullback = self.backend.pullback(context)
+        for rows, jacobian in self._jacobians(pullback, context):
+            where = f"the points {rows.start} to {rows.stop - 1} of those that stand for the data"
+            check_finite(jacobian.abs().sum((0, 1)), pullback, where)
 
     def _held_jacobians(self) -> Iterator[tuple[slice, Tensor]]:
         inputs = self._subset().inputs

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from contrastive_curvature.backends.base import ContrastiveBackend
 from contrastive_curvature.encoder import evaluation_mode
-from contrastive_curvature.errors import DivergenceError
+from contrastive_curvature.errors import DivergenceError, InputError
 from contrastive_curvature.inputs import Inputs, slice_inputs
 from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.laplace.classes import LastLayerLaplace
@@ -114,7 +114,7 @@ class OnlinePosterior:
         if bool(discounted.positive):
             try:
                 drawn = self._draw_remembered(discounted, n_samples)
-            except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+            except (InputError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
                 msg = f"the posterior precision is not positive definite ({error})."
                 raise DivergenceError(msg, step) from error
         elif self.prior_precision is not None:

@@ -208,7 +208,7 @@ class BackPackPullback(Pullback):
         unchecked._checked = True
         check_outputs(attempt("the traced network", lambda: self._run(x)[1]), z)
         wanted = attempt("autograd", lambda: autograd_product(self.encoder, self.params, few, v))
-        check_finite(wanted, self, "a batch that autograd was run on")
+        check_finite(wanted, self, "the first batch")
         check_product(attempt("a product with the Jacobian", lambda: unchecked.vjp_sum(few, v)), wanted)
         # Point by point the host takes other rules; compared with itself, for two points, as this may be large.
         few, v = few[:2], v[:2]

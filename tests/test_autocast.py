@@ -1,0 +1,68 @@
+"""Encoders that compute in half precision under autocast: what they give is lifted, and curvatures are float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from laplace import Laplace
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+
+STRUCTURES: list[tuple[str, str, dict[str, Any]]] = [
+    ("last_layer", "diag", {}),
+    ("last_layer", "kron", {}),
+    ("last_layer", "full", {}),
+    ("last_layer", "gp", {"n_subset": 20, "backend_kwargs": {"pd_fix": "psd"}}),
+    ("all", "diag", {}),
+    ("all", "kron", {}),
+    ("all", "full", {}),
+    ("all", "lowrank", {}),
+]
+
+
+class Autocast(nn.Module):
+    """A model that computes in bfloat16, and gives float32 or not."""
+
+    def __init__(self, net: nn.Module, lifts: bool) -> None:
+        super().__init__()
+        self.net, self.lifts = net, lifts
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            z = self.net(x)
+        return z.float() if self.lifts else z
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lifts", [True, False])
+@pytest.mark.parametrize(("weights", "structure", "more"), STRUCTURES, ids=[f"{a}-{b}" for a, b, _ in STRUCTURES])
+def test_every_structure(weights: str, structure: str, more: dict[str, Any], lifts: bool, device: str) -> None:
+    torch.manual_seed(0)
+    x, labels = torch.randn(40, 6, device=device), (torch.arange(40) % 4).to(device)
+    net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)).to(device)
+    kappa = []
+    for model in (Autocast(net, lifts), net):
+        la = Laplace(model, "contrastive", weights, structure, **more)
+        la.fit([(x[:7], labels[:7]), (x[7:], labels[7:])])
+        la.optimize_prior_precision()
+        kappa.append(la(x[:8]).kappa)
+        assert kappa[-1].dtype == torch.float32
+        assert la(x[:4], pred_type="nn", n_samples=2).kappa.isfinite().all()
+    # bfloat16 has three digits, and Kronecker factors multiply what two of them lose.
+    assert torch.allclose(*kappa, rtol=0.2 if structure == "kron" else 0.1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("structure", ["diag", "kron", "full"])
+def test_ggn(structure: str, device: str) -> None:
+    torch.manual_seed(0)
+    x, labels = torch.randn(12, 6, device=device), (torch.arange(12) % 4).to(device)
+    net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)).to(device)
+    found = [cc.ggn(model, x, labels, structure=structure) for model in (Autocast(net, False), net)]
+    first, second = ([f] if isinstance(f, Tensor) else [g for pair in f for g in pair] for f in found)
+    for a, b in zip(first, second, strict=True):
+        assert float((a - b).norm()) < 0.05 * float(b.norm())
