@@ -25,6 +25,9 @@ from contrastive_curvature.pairs.weighting import PairFactors, Shares, count_sha
 
 __all__ = ["PairWeights", "total_sums"]
 
+_CHUNK_ROWS = 2**16
+"""Points that are held in float64 at once."""
+
 
 class PairWeights:
     """``Y`` (N, N): symmetric, zero diagonal, positive where a pair attracts, negative where it repels.
@@ -49,6 +52,7 @@ class PairWeights:
         self.totals = (positive.sum().item() / 2, negative.sum().item() / 2)
         self.shares = count_shares(positive, negative, options.normalization, u.dtype, self.totals)
         self._label_columns: LabelColumns | None = None
+        self._summed: tuple[Tensor, Tensor] | None = None
 
     def row_blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Stream ``Y`` as ``(rows, Y[rows])`` with blocks of bounded size."""
@@ -89,9 +93,13 @@ class PairWeights:
     def node_sums(self) -> tuple[Tensor, Tensor]:
         """Degrees ``d_i = sum_j y_ij`` (N,) and pulls ``s_i = sum_j y_ij u_j`` (N, D); float64 for class labels."""
         if isinstance(self.relation, LabelRelation):
-            return self._columns(self.relation).node_sums(self.u, self.relation.targets)
-        sums = self.matmul(torch.cat([torch.ones_like(self.u[:, :1]), self.u], dim=1))
-        return sums[:, 0], sums[:, 1:]
+            d, s = self._columns(self.relation).node_sums(self.u, self.relation.targets)
+        else:
+            sums = self.matmul(torch.cat([torch.ones_like(self.u[:, :1]), self.u], dim=1))
+            d, s = sums[:, 0], sums[:, 1:]
+        # The loss is made of these two numbers, and is often asked for next.
+        self._summed = total_sums(self.u, d, s)
+        return d, s
 
     def sums_for(self, u: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Degrees and pulls of points of this set that arrive again, in any order.
@@ -156,7 +164,9 @@ class PairWeights:
         if self.options.pd_fix is PDFix.POSITIVE:
             complete = replace(self.options, pd_fix=PDFix.FIXED)
             return PairWeights(self.relation, self.u, complete, self.scale).loss_and_cost()
-        return self.loss_and_cost_of(*total_sums(self.u, *self.node_sums()))
+        if self._summed is None:
+            self.node_sums()
+        return self.loss_and_cost_of(*(self._summed or ()))
 
     def loss_and_cost_of(self, degree: Tensor, pull: Tensor) -> tuple[Tensor, Tensor]:
         """The same from what :func:`total_sums` gives, where that is there already."""
@@ -196,4 +206,5 @@ class PairWeights:
 
 def total_sums(u: Tensor, d: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """``sum_i d_i`` and ``sum_i u_i . s_i`` over N points in float64: the loss is half their small difference."""
-    return d.double().sum(), (u.double() * s.double()).sum()
+    pairs = zip(u.split(_CHUNK_ROWS), s.split(_CHUNK_ROWS), strict=True)
+    return d.double().sum(), sum(((a.double() * b.double()).sum() for a, b in pairs), start=s.new_zeros(()).double())
