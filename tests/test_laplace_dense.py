@@ -56,7 +56,7 @@ def test_a_prior_below_the_rounding_of_the_curvature_is_told_of(
     weights: str, more: dict[str, Any], device: str
 ) -> None:
     la, x = fitted(weights, more, 1e-3, torch.float32, device)
-    with pytest.warns(UserWarning, match=r"rounded to torch.float32, which is \d+ % of the prior precision"):
+    with pytest.warns(UserWarning, match=r"rounded to torch.float32, which is [\d.e+]+ % of the prior precision"):
         la(x)
     # The remedies that it names.
     la, x = fitted(weights, more, 1e-3, torch.float64, device)

@@ -133,7 +133,10 @@ def test_a_full_precision_that_is_not_positive_definite(device: str) -> None:
         online.discounted.points.fill_(12)
         online.discounted.cost.fill_(1)
         online.discounted.positive.fill_(True)
-    with pytest.raises(DivergenceError, match="training step 1: the posterior precision is not positive"):
+    with (
+        pytest.warns(UserWarning, match="rounded to torch.float32"),
+        pytest.raises(DivergenceError, match="training step 1: the posterior precision is not positive"),
+    ):
         online(x, labels)
 
 

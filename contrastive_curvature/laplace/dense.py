@@ -78,7 +78,7 @@ class DensePosterior(Host):
         share = rounding / float(self._wide_prior().min())
         if share > _MOST_ROUNDING:
             msg = (
-                f"The curvature is rounded to {self.H.dtype}, which is {100 * share:.0f} % of the prior precision, so "
+                f"The curvature is rounded to {self.H.dtype}, which is {100 * share:.3g} % of the prior precision, so "
                 "variances may be off. Fit the encoder in float64, model.double(), or use optimize_prior_precision(), "
                 "whose prior grows with the curvature."
             )
