@@ -127,9 +127,9 @@ def test_a_full_precision_that_is_not_positive_definite(device: str) -> None:
         encoder(device), probe=x, n_data=12, hessian_structure="full", prior_precision=1e-30, temperature=1e-30
     )
     with torch.no_grad():
-        online.discounted.curvature_0.copy_(torch.diag_embed(torch.zeros(len(online.discounted.curvature_0))))
-        online.discounted.curvature_0[0, 0] = 1
-        online.discounted.curvature_0[0, 1] = online.discounted.curvature_0[1, 0] = 3e-7
+        # Of rank one in exact numbers; rounded to float32, its other eigenvalues lie on both sides of zero.
+        v = torch.randn(len(online.discounted.curvature_0), device=device)
+        online.discounted.curvature_0.copy_(torch.outer(v, v))
         online.discounted.points.fill_(12)
         online.discounted.cost.fill_(1)
         online.discounted.positive.fill_(True)
