@@ -129,8 +129,7 @@ class Dominance:
     def _part_name(self, part: int) -> str:
         if self._structure is not Structure.KRON:
             return ""
-        name = self._pullback.named_sizes()[part][0]
-        return f"curvature factor of {name!r}"
+        return f"curvature factor of {self._pullback.parameter_name(part)!r}"
 
 
 class _LargestInputs:

@@ -39,7 +39,7 @@ def check_finite(curvature: Tensor | KronFactors, pullback: Pullback, where: str
         name = pullback.parameter_at(int(entries.nonzero()[0]))
     else:
         groups = [not all(bool(factor.isfinite().all()) for factor in group) for group in curvature]
-        name = pullback.named_sizes()[groups.index(True)][0]
+        name = pullback.parameter_name(groups.index(True))
     layer = name.rpartition(".")[0] or name
     hint = (
         "Look for inputs that are not finite, or whose squares overflow (beyond 1e19 in float32). Leave them out or "

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from contrastive_curvature.encoder import Encoder
 from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.inputs import Inputs
+from contrastive_curvature.inputs import Inputs, input_length
 from contrastive_curvature.node_blocks import NodeBlocks
 from contrastive_curvature.options import Structure
 from contrastive_curvature.sphere import project_tangent
@@ -84,6 +84,11 @@ class Pullback(ABC):
             return [("parameters", self.n_params)]
         return [(own_name(name), p.numel()) for name, p in self.encoder.named_parameters() if p.requires_grad]
 
+    def parameter_name(self, number: int) -> str:
+        """Name of a parameter by its number; of all together, where a pullback of the user's has no names."""
+        names = [name for name, _ in self.named_sizes()]
+        return names[number] if number < len(names) else names[0]
+
     def parameter_at(self, position: int) -> str:
         """Name of the parameter that an entry of the flat vector (P,) belongs to."""
         for name, size in self.named_sizes():
@@ -103,10 +108,13 @@ class Pullback(ABC):
             if any(p.ndim > 1 and p.requires_grad for p in module.parameters(recurse=False))
         }
         sizes: dict[str, Tensor] = {}
+        n = input_length(context)
 
         def note(module: nn.Module, args: tuple[Any, ...], _: dict[str, Any]) -> None:
-            if args and isinstance(args[0], Tensor) and args[0].is_floating_point() and args[0].numel():
-                size = args[0].detach().double().reshape(args[0].shape[0], -1).square().sum(1)
+            a = args[0] if args else None
+            # Whose rows are not the points, as of tokens in a list, cannot be told apart.
+            if isinstance(a, Tensor) and a.is_floating_point() and a.ndim and a.shape[0] == n:
+                size = a.detach().double().reshape(n, -1).square().sum(1)
                 name = names[id(module)]
                 sizes[name] = sizes[name] + size if name in sizes else size
 
