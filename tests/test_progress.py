@@ -10,6 +10,7 @@ import pytest
 import torch
 from laplace import Laplace
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
 from contrastive_curvature import progress as progress_file
@@ -92,6 +93,28 @@ def test_pairs_are_told_of_before_any_is_formed(monkeypatch: pytest.MonkeyPatch)
             call()
     with pytest.raises(AssertionError, match="a pair was formed"):  # and without a margin there is nothing to say
         cc.output_hessian(z, labels, margin=None)
+
+
+def test_a_fit_tells_of_its_pairs_at_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the rest of the first pass, which may take long itself."""
+    monkeypatch.setattr(effort, "_FEWEST_POINTS", 10)
+    # A tile is of full size here, whatever the data.
+    slow(monkeypatch, effort, step=1e6)
+    seen = []
+
+    class Counted(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            seen.append(index)
+            return super().__getitem__(index)
+
+    data = Counted(*(torch.cat(parts) for parts in zip(*batches(), strict=True)))
+    la = Laplace(nn.Linear(5, 3), "contrastive", hessian_structure="diag")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(LongRunWarning, match="780 pairs of 40 points will take about"):
+            la.fit(DataLoader(data, batch_size=4))
+    # Three first batches: of the Laplace object, of its backend, and of the pass.
+    assert len(seen) == 12
 
 
 def test_the_estimate_grows_with_the_pairs() -> None:

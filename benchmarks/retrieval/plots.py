@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from benchmarks.data import RetrievalData
 from benchmarks.retrieval.evaluate import OWN, Scores
@@ -22,6 +21,7 @@ from benchmarks.retrieval.pictures import draw_images
 from benchmarks.retrieval.plan import Row, known_rows
 from benchmarks.retrieval.store import Curves, load_curves
 from contrastive_curvature import metrics
+from contrastive_curvature.demo.plots import label_logarithmic
 
 __all__ = ["draw_all"]
 
@@ -151,11 +151,8 @@ def _histograms(data: RetrievalData, found: Found, seed: int) -> Figure:
             )
         axes.set_title(f"{row.title}\nAUROC {_auroc(curves.scores[OWN]):.3f}", fontsize=9)
         axes.set(xscale="log" if wide else "linear", ylabel="images [% a bin]")
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        if wide and values.max() < 100 * values.min():
-            # Powers of ten alone would label one tick, or none.
-            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        if wide:
+            label_logarithmic(axes, float(values.min()), float(values.max()))
     for axes in grid.flat[len(found) :]:
         axes.set_axis_off()
     figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)

@@ -11,7 +11,9 @@ mpl.use("Agg")  # files only: no display is needed, nor opened
 import numpy as np
 import torch
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from contrastive_curvature import metrics
 from contrastive_curvature.demo.data import DemoData
@@ -20,7 +22,7 @@ from contrastive_curvature.demo.methods import ANGULAR, CLOSED, EMBEDDING, FEATU
 from contrastive_curvature.demo.pictures import draw_embeddings, draw_images
 from contrastive_curvature.metrics import CalibrationBins
 
-__all__ = ["PLOTS", "draw_all"]
+__all__ = ["PLOTS", "draw_all", "label_logarithmic"]
 
 PLOTS = (
     "roc.png",
@@ -153,10 +155,20 @@ def _histograms(run: Evaluation, ood_name: str, seed: int) -> Figure:
             ylabel="share of the images [% a bin]",
             title=f"{METHODS[method]}, AUROC {run.figures[method]['auroc']:.3f}",
         )
+        label_logarithmic(axes, float(values.min()), float(values.max()))
     # Outside: the peaks stand at another place in every run.
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.suptitle(f"Uncertainty in and out of distribution, seed {seed}")
     return figure
+
+
+def label_logarithmic(axes: Axes, low: float, high: float) -> None:
+    """Label a logarithmic x-axis from ``low`` to ``high`` so that labels neither overlap nor are missing."""
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    if high < 100 * low:
+        # Powers of ten alone would label one tick, or none.
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
 
 
 def _joined(scores: Scores) -> tuple[np.ndarray, np.ndarray]:

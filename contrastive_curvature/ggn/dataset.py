@@ -26,7 +26,7 @@ from contrastive_curvature.ggn.pullback import Points, Pullback
 from contrastive_curvature.inputs import Inputs, input_length
 from contrastive_curvature.options import CurvatureOptions, PDFix, Structure
 from contrastive_curvature.pairs import PairWeights, RelationFunction, make_relation
-from contrastive_curvature.pairs.effort import announce_pairs
+from contrastive_curvature.pairs.effort import announce_labelled, announce_pairs
 from contrastive_curvature.pairs.relation import CallableRelation, LabelRelation, check_labels
 from contrastive_curvature.pairs.weights import total_sums
 from contrastive_curvature.progress import Progress
@@ -127,6 +127,9 @@ def collect_pairs(
             outputs.append(check_outputs(encoder(x), "model(x)"))
         targets.append(check_targets(y, input_length(x), relation))
         record.add(outputs[-1], targets[-1])
+        if len(outputs) == 1 and relation is None:
+            # With the first outputs at hand, and before the others take their time.
+            announce_labelled(_points_to_come(loader), outputs[0], options, progress)
     if not outputs:
         raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
     z = torch.cat(outputs)
@@ -136,6 +139,14 @@ def collect_pairs(
     weights = PairWeights(made, u, options)
     check_fittable(z.shape[0], weights.totals[0])
     return DatasetPairs(z, weights, options, record)
+
+
+def _points_to_come(loader: Iterable[Any]) -> int:
+    """Number of points of a loader's data set, or 0 where it does not say."""
+    try:
+        return len(loader.dataset)  # type: ignore[attr-defined]
+    except (AttributeError, TypeError):  # a list of batches; a data set without a length
+        return 0
 
 
 def check_targets(y: object, n: int, relation: RelationFunction | None) -> Tensor:

@@ -14,8 +14,9 @@ from contrastive_curvature.pairs.label_sums import TILE_COLUMNS, TILE_ROWS, add_
 from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS, LabelRelation, Relation
 from contrastive_curvature.pairs.weighting import PairFactors
 from contrastive_curvature.progress import Progress
+from contrastive_curvature.sphere import normalize
 
-__all__ = ["FASTER", "announce_pairs", "pair_seconds"]
+__all__ = ["FASTER", "announce_labelled", "announce_pairs", "pair_seconds"]
 
 FASTER = "Faster: fewer points; margin=None, which needs sums over classes only (with class labels); or a GPU."
 """Advice to who asks for the pairs of points that are there at once."""
@@ -51,16 +52,7 @@ def pair_seconds(relation: Relation, u: Tensor, options: CurvatureOptions) -> fl
         return 0.0
     factors = PairFactors.from_options(options)
     if isinstance(relation, LabelRelation):
-        if factors.cosine is None or not factors.negative:
-            return 0.0
-        rows, columns = u[:TILE_ROWS], u[:TILE_COLUMNS]
-        out = rows.new_zeros(rows.shape[0], columns.shape[1] + 1, dtype=torch.float64)
-        values = torch.cat([torch.ones_like(columns[:, :1]), columns], dim=1)
-
-        def one() -> None:
-            add_inside(out, rows, columns, float(factors.cosine or 0), values)
-
-        return _seconds(one, u) * (n / rows.shape[0]) * (n / columns.shape[0])
+        return _label_seconds(n, u[:TILE_COLUMNS], factors)
     height = max(1, min(n, BLOCK_ELEMENTS // n))
 
     def block() -> None:
@@ -68,6 +60,36 @@ def pair_seconds(relation: Relation, u: Tensor, options: CurvatureOptions) -> fl
         u[:height] @ u.T
 
     return _ROUNDS * _seconds(block, u) * n / height
+
+
+def announce_labelled(n: int, like: Tensor, options: CurvatureOptions, progress: Progress) -> None:
+    """The same as :func:`announce_pairs` for class labels, before there are embeddings.
+
+    Args:
+        n: Number N of points to come.
+        like: A tensor of the embeddings' type and device, shape (..., D).
+        options: The curvature options.
+        progress: Of the computation, with its advice.
+    """
+    if n < _FEWEST_POINTS:
+        return
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(TILE_COLUMNS, like.shape[-1], generator=generator).to(like)
+    seconds = _label_seconds(n, normalize(drawn)[0], PairFactors.from_options(options))
+    progress.expect(seconds, f"Forming the {n * (n - 1) // 2:.3g} pairs of {n} points")
+
+
+def _label_seconds(n: int, columns: Tensor, factors: PairFactors) -> float:
+    if factors.cosine is None or not factors.negative:
+        return 0.0
+    rows = columns[:TILE_ROWS]
+    out = rows.new_zeros(rows.shape[0], columns.shape[1] + 1, dtype=torch.float64)
+    values = torch.cat([torch.ones_like(columns[:, :1]), columns], dim=1)
+
+    def one() -> None:
+        add_inside(out, rows, columns, float(factors.cosine or 0), values)
+
+    return _seconds(one, columns) * (n / rows.shape[0]) * (n / columns.shape[0])
 
 
 def _seconds(run: Callable[[], None], like: Tensor) -> float:
