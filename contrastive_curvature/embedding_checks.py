@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_dense
+from contrastive_curvature.arguments import check_count, check_dense, check_generator
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
 __all__ = [
     "check_all_finite",
     "check_draw",
     "check_floats",
-    "check_generator",
     "check_mean",
     "check_semidefinite",
     "check_spread",
@@ -122,22 +121,5 @@ def check_draw(n_samples: object, generator: object, device: torch.device) -> No
         InputTypeError: ``generator`` is no ``torch.Generator``.
         InputError: ``n_samples`` is no positive whole number, or ``generator`` is another device's.
     """
-    if isinstance(n_samples, bool) or not isinstance(n_samples, int) or n_samples < 1:
-        raise InputError(expected("n_samples", "a positive whole number", n_samples))
+    check_count("n_samples", n_samples)
     check_generator(generator, device)
-
-
-def check_generator(generator: object, device: torch.device) -> None:
-    """Refuse a source of randomness that torch would refuse, or another device's.
-
-    Raises:
-        InputTypeError: Not a ``torch.Generator``.
-        InputError: One of another device.
-    """
-    if generator is None:
-        return
-    if not isinstance(generator, torch.Generator):
-        raise InputTypeError(expected("generator", "a torch.Generator or None", f"a {type(generator).__name__}"))
-    if generator.device.type != device.type:
-        hint = f"Make it with torch.Generator({device.type!r})."
-        raise InputError(expected("generator", f"one on device {device.type}", f"one on {generator.device}", hint))

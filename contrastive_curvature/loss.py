@@ -19,7 +19,6 @@ from contrastive_curvature.sphere import check_outputs, normalize
 
 __all__ = ["ContrastiveLoss"]
 
-_TRIAL_SECONDS = 3.0
 _FASTER = "Faster: a batch of the points, or pairs=..., the pairs that a miner lists."
 
 
@@ -127,9 +126,7 @@ class ContrastiveLoss(_Loss):
         total = u.new_zeros((), dtype=torch.float64)
         progress, started = Progress(None, _FASTER), time.monotonic()
         for rows, positive, negative in relation.row_blocks():
-            seconds = time.monotonic() - started
-            if rows.start and seconds > _TRIAL_SECONDS:
-                progress.expect(seconds / rows.start * relation.n, f"The loss over all pairs of {relation.n} points")
+            progress.extrapolate(started, rows.start, relation.n, f"The loss over all pairs of {relation.n} points")
             squared = 2 - 2 * u[rows] @ u.T
             attract = positive * (shares.positive[rows].unsqueeze(1) + shares.positive) / 2
             repel = negative * (shares.negative[rows].unsqueeze(1) + shares.negative) / 2

@@ -51,15 +51,26 @@ class Progress:
         """Iterate under a bar, and warn once the first steps show that all of them will take long."""
         total = _length(items)
         started: float | None = None
-        told = total is None
         for count, item in enumerate(tqdm(items, desc=desc, **self._how())):
             if started is None:
                 # Not before the first item: until then, worker processes start and files are opened.
                 started = time.monotonic()
-            elif not told and count >= _FEWEST_STEPS and time.monotonic() - started >= _TRIAL:
-                told = True
-                self.expect((time.monotonic() - started) / count * (total or 0), desc)
+            elif total is not None and count >= _FEWEST_STEPS:
+                self.extrapolate(started, count, total, desc)
             yield item
+
+    def extrapolate(self, started: float, done: int, total: int, what: str) -> None:
+        """Warn of a long run once the speed of a loop says how long the rest of it will take.
+
+        Args:
+            started: Reading of ``time.monotonic()`` before the first step.
+            done: Steps, or parts of the work, taken since then.
+            total: All of them.
+            what: What takes so long.
+        """
+        seconds = time.monotonic() - started
+        if done and seconds >= _TRIAL:
+            self.expect(seconds / done * total, what)
 
     def expect(self, seconds: float, what: str) -> None:
         """Warn of a long run, once per computation.

@@ -12,24 +12,11 @@ import laplace
 import pytest
 import torch
 from devices import DEVICES
+from laplace_combinations import COMBINATIONS, for_every_combination
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
 
-COMBINATIONS = [
-    ("last_layer", "diag"),
-    ("last_layer", "kron"),
-    ("last_layer", "full"),
-    ("last_layer", "gp"),
-    ("all", "diag"),
-    ("all", "kron"),
-    ("all", "full"),
-    ("all", "lowrank"),
-    ("all", "gp"),
-    ("subnetwork", "diag"),
-    ("subnetwork", "full"),
-]
-for_every_combination = pytest.mark.parametrize(("weights", "structure"), COMBINATIONS)
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 NAN, INF = math.nan, math.inf
 NO_COUNT = [-3, 0, True, 2.5, "3", None, NAN, [2]]

@@ -13,24 +13,11 @@ from devices import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laplace import Laplace
+from laplace_combinations import for_every_combination
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
 
-COMBINATIONS = [
-    ("last_layer", "diag"),
-    ("last_layer", "kron"),
-    ("last_layer", "full"),
-    ("last_layer", "gp"),
-    ("all", "diag"),
-    ("all", "kron"),
-    ("all", "full"),
-    ("all", "lowrank"),
-    ("all", "gp"),
-    ("subnetwork", "diag"),
-    ("subnetwork", "full"),
-]
-for_every_combination = pytest.mark.parametrize(("weights", "structure"), COMBINATIONS)
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 
 

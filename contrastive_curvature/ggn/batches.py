@@ -23,6 +23,7 @@ from contrastive_curvature.ggn.passes import PassRecord
 from contrastive_curvature.ggn.pullback import Points, Pullback
 from contrastive_curvature.ggn.sharing import structured_curvature
 from contrastive_curvature.inputs import Inputs, input_length
+from contrastive_curvature.node_blocks import NodeBlocks
 from contrastive_curvature.options import CurvatureOptions, KFACApprox, Normalization, Structure
 from contrastive_curvature.pairs import Pairs, PairWeights, Relation, RelationFunction, make_relation
 from contrastive_curvature.progress import Progress
@@ -137,10 +138,13 @@ def batch_curvature(
     points = Points(context, u, n)
     curvature = structured_curvature(pullback, points, weights, options, structure, n_data, kfac_approx)
     if dominance is not None and kfac_approx is KFACApprox.EXPAND:
-        blocks = make_blocks(u, n, *weights.node_sums(), options)
+
+        def blocks() -> NodeBlocks:
+            return make_blocks(u, n, *weights.node_sums(), options)
+
         with_cross_terms = options.pd_fix.coupled and structure is not Structure.KRON
         # Cross terms nearly cancel what the points add, so these are compared without them.
-        alone = pullback.block_term(points, blocks, Structure.DIAG) if with_cross_terms else curvature
+        alone = pullback.block_term(points, blocks(), Structure.DIAG) if with_cross_terms else curvature
         dominance.add(points, blocks, alone)
     return DatasetCurvature(curvature, *weights.loss_and_cost(), n_data)
 

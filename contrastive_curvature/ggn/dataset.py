@@ -40,9 +40,6 @@ __all__ = [
     "dataset_curvature",
 ]
 
-_TRIAL_SECONDS = 2.0
-"""After so long, the speed of a loop says how long the rest of it will take."""
-
 _CLASS_SUM_ELEMENTS = 2**28
 _FEATURE_ELEMENTS = 2**27
 
@@ -308,9 +305,7 @@ class _StreamedCross:
                         total = total + self.pullback.cross_term(rows, points, y, self.structure)
                         bar.update(y.numel())
                         done += y.numel()
-                        seconds = time.monotonic() - started
-                        if seconds > _TRIAL_SECONDS:
-                            progress.expect(seconds / done * entries, "The cross terms between all points")
+                        progress.extrapolate(started, done, entries, "The cross terms between all points")
         return torch.as_tensor(total)
 
     def _points(self, loader: Iterable[Any], read: BatchReader) -> Iterator[tuple[Points, Tensor]]:

@@ -9,6 +9,7 @@ layer inputs are taken from one run of the encoder a batch.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ class _Place(NamedTuple):
 class _Batch(NamedTuple):
     place: _Place
     points: Points
-    blocks: NodeBlocks
+    blocks: NodeBlocks | Callable[[], NodeBlocks]
     sizes: Tensor
 
 
@@ -63,8 +64,14 @@ class Dominance:
         self._found: dict[int, tuple[float, _Place]] = {}
         self._inputs: dict[str, _LargestInputs] = {}
 
-    def add(self, points: Points, blocks: NodeBlocks, term: Tensor | KronFactors) -> None:
-        """Take in what a batch adds: its points, their diagonal blocks, and the term that was made of these alone."""
+    def add(self, points: Points, blocks: NodeBlocks | Callable[[], NodeBlocks], term: Tensor | KronFactors) -> None:
+        """Take in what a batch adds.
+
+        Args:
+            points: Its points.
+            blocks: Their diagonal blocks, or what makes them, which is called only where the batch is searched.
+            term: What was made of these alone.
+        """
         start = _Place(self._batches, 0, self._count)
         if self._structure is Structure.KRON:
             for layer, inputs in self._pullback.input_sizes(points.context).items():
@@ -102,6 +109,7 @@ class Dominance:
         if self._total is None:
             return
         enough = MOST * self._total
+        blocks = batch.blocks if isinstance(batch.blocks, NodeBlocks) else batch.blocks()
 
         def halve(start: int, stop: int, sizes: Tensor) -> None:
             parts = (sizes > enough).nonzero().flatten().tolist()
@@ -115,7 +123,7 @@ class Dominance:
                 return
             middle = (start + stop) // 2
             rows = slice(start, middle)
-            left = _sizes(self._measure(self._pullback.part(batch.points, rows), batch.blocks[rows]))
+            left = _sizes(self._measure(self._pullback.part(batch.points, rows), blocks[rows]))
             halve(start, middle, left)
             halve(middle, stop, sizes - left)
 

@@ -10,14 +10,11 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.arguments import check_dense
-from contrastive_curvature.embedding_checks import check_generator
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.inputs import Inputs
 
 __all__ = [
-    "check_count",
     "check_finite_outputs",
-    "check_generator",
     "check_indices",
     "check_jacobians",
     "check_number",
@@ -28,17 +25,6 @@ __all__ = [
     "check_value",
     "plain_number",
 ]
-
-
-def check_count(argument: str, value: object) -> int:
-    """Return a positive whole number.
-
-    Raises:
-        InputError: Something else.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(expected(argument, "a positive whole number", value))
-    return value
 
 
 def check_number(argument: str, value: object, *, positive: bool = False, most: float = math.inf) -> float:

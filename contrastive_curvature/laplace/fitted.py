@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_flag
+from contrastive_curvature.arguments import check_count, check_flag, check_generator
 from contrastive_curvature.errors import NotFittedError, UnsupportedError
 from contrastive_curvature.laplace.checks import (
-    check_count,
-    check_generator,
     check_jacobians,
     check_value,
 )

@@ -23,7 +23,14 @@ from contrastive_curvature.laplace.checks import (
 )
 from contrastive_curvature.options import CurvatureOptions, KFACApprox, Structure
 
-__all__ = ["arguments_by_name", "check_arguments", "check_options", "check_sigma_noise", "known_options"]
+__all__ = [
+    "arguments_by_name",
+    "check_arguments",
+    "check_options",
+    "check_sigma_noise",
+    "given_options",
+    "known_options",
+]
 
 
 def arguments_by_name(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,6 +108,18 @@ def known_options(backend: type[ContrastiveBackend] = ContrastiveBackend) -> dic
     return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
+def given_options(backend_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What the user passed as ``backend_kwargs``, as a dictionary.
+
+    Raises:
+        InputTypeError: It is no mapping.
+    """
+    if backend_kwargs is not None and not isinstance(backend_kwargs, Mapping):
+        wanted = "a dictionary, as dict(margin=0.5)"
+        raise InputTypeError(expected("backend_kwargs", wanted, f"a {type(backend_kwargs).__name__}"))
+    return dict(backend_kwargs or {})
+
+
 def check_options(
     structure: Structure | None,
     backend: object,
@@ -131,10 +150,7 @@ def check_options(
     if backend is not None and host_kwargs.get("enable_backprop") and not backend.keeps_graph:
         msg = f"enable_backprop=True: {backend.__name__} keeps no graph. Use backend=ContrastiveGGN, or leave it out."
         raise UnsupportedError(msg)
-    if backend_kwargs is not None and not isinstance(backend_kwargs, Mapping):
-        wanted = "a dictionary, as dict(margin=0.5)"
-        raise InputTypeError(expected("backend_kwargs", wanted, f"a {type(backend_kwargs).__name__}"))
-    given = dict(backend_kwargs or {})
+    given = given_options(backend_kwargs)
     known = known_options(backend or ContrastiveBackend)
     unknown = sorted(set(given) - set(known), key=str)
     if unknown:

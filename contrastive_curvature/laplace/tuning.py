@@ -13,12 +13,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from contrastive_curvature import metrics
-from contrastive_curvature.arguments import check_flag
+from contrastive_curvature.arguments import check_count, check_flag
 from contrastive_curvature.backends.checks import check_batches, check_whole
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.inputs import Inputs
 from contrastive_curvature.laplace.checks import (
-    check_count,
     check_number,
     check_prior_precision,
 )

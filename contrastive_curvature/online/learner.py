@@ -14,6 +14,7 @@ from contrastive_curvature.errors import DivergenceError, InputError, InputTypeE
 from contrastive_curvature.ggn.dataset import DatasetCurvature
 from contrastive_curvature.inputs import Inputs, input_length
 from contrastive_curvature.laplace import ContrastiveLaplace
+from contrastive_curvature.laplace.options import given_options
 from contrastive_curvature.loss import ContrastiveLoss
 from contrastive_curvature.node_blocks import UnrepresentableError
 from contrastive_curvature.online.discount import DiscountedCurvature
@@ -133,11 +134,8 @@ class OnlineLaplace(nn.Module):
             if function is not None and not callable(function):
                 raise InputTypeError(expected(name, "a callable", f"a {type(function).__name__}"))
         self.n_data, self.n_samples = n_data, n_samples
-        if backend_kwargs is not None and not isinstance(backend_kwargs, Mapping):
-            wanted = "a dictionary, as dict(margin=0.5)"
-            raise InputTypeError(expected("backend_kwargs", wanted, f"a {type(backend_kwargs).__name__}"))
         # A step has the pairs of its batch and no others.
-        options = {"pairs": "batch", **(backend_kwargs or {})}
+        options = {"pairs": "batch", **given_options(backend_kwargs)}
         if options["pairs"] != "batch":
             hint = "A step knows no other pairs; la.fit(loader) after training takes all pairs of the data set."
             raise InputError(expected("backend_kwargs: pairs", "'batch' or nothing", repr(options["pairs"]), hint))

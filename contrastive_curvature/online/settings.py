@@ -11,17 +11,7 @@ from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
-__all__ = ["check_count", "check_kinds", "refuse_changes", "settings_of"]
-
-
-def check_count(name: str, value: object) -> None:
-    """Refuse what is no positive whole number.
-
-    Raises:
-        InputError: It is not.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(expected(name, "a positive whole number", value))
+__all__ = ["check_kinds", "refuse_changes", "settings_of"]
 
 
 def settings_of(step: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tqdm import tqdm
 
-from contrastive_curvature.arguments import check_flag
+from contrastive_curvature.arguments import check_count, check_flag
 from contrastive_curvature.backends.checks import check_loader, read_batch
 from contrastive_curvature.errors import DivergenceError, InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.online.checkpoint import load_checkpoint, save_checkpoint
@@ -31,7 +31,7 @@ from contrastive_curvature.online.randomness import (
     sampler_state,
 )
 from contrastive_curvature.online.schema import Flaw
-from contrastive_curvature.online.settings import check_count, check_kinds, refuse_changes, settings_of
+from contrastive_curvature.online.settings import check_kinds, refuse_changes, settings_of
 from contrastive_curvature.online.states import check_module, check_optimizer
 
 __all__ = ["Trainer"]

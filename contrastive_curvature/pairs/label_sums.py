@@ -16,7 +16,7 @@ from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.pairs.weighting import PairFactors, Shares
 from contrastive_curvature.progress import late_bar
 
-__all__ = ["TILE_COLUMNS", "TILE_ROWS", "LabelColumns", "add_inside"]
+__all__ = ["CHUNK_ROWS", "TILE_COLUMNS", "TILE_ROWS", "LabelColumns", "add_inside"]
 
 TILE_ROWS, TILE_COLUMNS = 512, 2048
 """A tile of this size stays in the cache of one core; the product is bound by memory, not by arithmetic."""
@@ -24,7 +24,7 @@ TILE_ROWS, TILE_COLUMNS = 512, 2048
 _MANY_TILES = 64
 """Rows of tiles from which on a progress bar costs nothing in comparison."""
 
-_CHUNK_ROWS = 2**16
+CHUNK_ROWS = 2**16
 """Points that are held in float64 at once."""
 
 
@@ -50,7 +50,7 @@ class LabelColumns:
         # One column of ones beside u gives the count and the sum of the points inside the margin in one product.
         self.extended = torch.cat([torch.ones_like(self.u[:, :1]), self.u], dim=1)
         self.class_sums = u.new_zeros(self.classes.numel(), self.extended.shape[1], dtype=torch.float64)
-        for rows, index in zip(self.extended.split(_CHUNK_ROWS), inverse[order].split(_CHUNK_ROWS), strict=True):
+        for rows, index in zip(self.extended.split(CHUNK_ROWS), inverse[order].split(CHUNK_ROWS), strict=True):
             self.class_sums.index_add_(0, index, rows.double())
         self.uniform = bool((self.shares.negative == self.shares.negative[:1]).all())
         if not self.uniform:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from contrastive_curvature.options import CurvatureOptions, PDFix
 from contrastive_curvature.pairs.edges import EdgeRelation
-from contrastive_curvature.pairs.label_sums import LabelColumns
+from contrastive_curvature.pairs.label_sums import CHUNK_ROWS, LabelColumns
 from contrastive_curvature.pairs.relation import (
     BLOCK_ELEMENTS,
     LabelRelation,
@@ -24,9 +24,6 @@ from contrastive_curvature.pairs.relation import (
 from contrastive_curvature.pairs.weighting import PairFactors, Shares, count_shares
 
 __all__ = ["PairWeights", "total_sums"]
-
-_CHUNK_ROWS = 2**16
-"""Points that are held in float64 at once."""
 
 
 class PairWeights:
@@ -206,5 +203,5 @@ class PairWeights:
 
 def total_sums(u: Tensor, d: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """``sum_i d_i`` and ``sum_i u_i . s_i`` over N points in float64: the loss is half their small difference."""
-    pairs = zip(u.split(_CHUNK_ROWS), s.split(_CHUNK_ROWS), strict=True)
+    pairs = zip(u.split(CHUNK_ROWS), s.split(CHUNK_ROWS), strict=True)
     return d.double().sum(), sum(((a.double() * b.double()).sum() for a, b in pairs), start=s.new_zeros(()).double())

@@ -1,0 +1,22 @@
+"""All posteriors there are, for tests that hold for each of them."""
+
+from __future__ import annotations
+
+import pytest
+
+__all__ = ["COMBINATIONS", "for_every_combination"]
+
+COMBINATIONS = [
+    ("last_layer", "diag"),
+    ("last_layer", "kron"),
+    ("last_layer", "full"),
+    ("last_layer", "gp"),
+    ("all", "diag"),
+    ("all", "kron"),
+    ("all", "full"),
+    ("all", "lowrank"),
+    ("all", "gp"),
+    ("subnetwork", "diag"),
+    ("subnetwork", "full"),
+]
+for_every_combination = pytest.mark.parametrize(("weights", "structure"), COMBINATIONS)
