@@ -12,6 +12,7 @@ from contrastive_curvature.backends.base import ContrastiveBackend
 from contrastive_curvature.encoder import evaluation_mode
 from contrastive_curvature.errors import DivergenceError, InputError, InputTypeError, expected
 from contrastive_curvature.ggn.dataset import DatasetCurvature
+from contrastive_curvature.ggn.finite import is_finite
 from contrastive_curvature.inputs import Inputs, input_length
 from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.laplace.options import given_options
@@ -281,8 +282,7 @@ class OnlineLaplace(nn.Module):
 
 
 def _is_finite(term: DatasetCurvature) -> Tensor:
-    flat = [term.curvature] if isinstance(term.curvature, Tensor) else [f for pair in term.curvature for f in pair]
-    return torch.stack([t.isfinite().all() for t in (*flat, term.cost, term.loss)]).all()
+    return is_finite(term.curvature) & term.cost.isfinite().all() & term.loss.isfinite().all()
 
 
 def _refuse_other_options(module: OnlineLaplace, saved: Any, name: str) -> None:
