@@ -27,13 +27,14 @@ import contrastive_curvature as cc
 from benchmarks.curvature_report import CHUNKS, TARGETS, render
 from benchmarks.machine import describe, measure_peak, measure_time, run_apart
 from benchmarks.pairwise import pairwise_curvature
-from contrastive_curvature.encoder import Encoder
 from contrastive_curvature.ggn.accumulate import points_curvature
-from contrastive_curvature.ggn.last_layer import LastLayerPullback
-from contrastive_curvature.ggn.pullback import Points
+from contrastive_curvature.hessian.sphere import check_outputs, normalize
+from contrastive_curvature.losses.weights import PairWeights
+from contrastive_curvature.network.encoder import Encoder
+from contrastive_curvature.network.last_layer import LastLayerPullback
+from contrastive_curvature.network.pullback import Points
 from contrastive_curvature.options import CurvatureOptions, Distance, Normalization, PDFix, Structure
-from contrastive_curvature.pairs import PairWeights, make_relation
-from contrastive_curvature.sphere import check_outputs, normalize
+from contrastive_curvature.pairs import make_relation
 
 RESULTS = Path(__file__).parent / "results"
 DISTANCES = ("arccos", "euclidean")

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from benchmarks.machine import describe, measure_peak, measure_time
-from contrastive_curvature.backends.stochman import ArccosHessianCalculator, ContrastiveHessianCalculator
+from contrastive_curvature.hosts.stochman import ArccosHessianCalculator, ContrastiveHessianCalculator
 
 RESULTS = Path(__file__).parent / "results"
 NAMES = ("ContrastiveHessianCalculator", "ArccosHessianCalculator")

@@ -9,7 +9,6 @@ BackPACK's extensions; :func:`unregister` undoes both.
 from typing import TYPE_CHECKING, Any
 
 from contrastive_curvature import metrics, vmf
-from contrastive_curvature.backends import ContrastiveBackend, ContrastiveGGN
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.errors import (
     ContrastiveCurvatureError,
@@ -21,17 +20,19 @@ from contrastive_curvature.errors import (
 )
 from contrastive_curvature.gallery import RetrievalUncertainty
 from contrastive_curvature.ggn import ggn
-from contrastive_curvature.loss import ContrastiveLoss
+from contrastive_curvature.hessian.output import OutputHessian, output_hessian
+from contrastive_curvature.hessian.sphere import L2Norm
+from contrastive_curvature.laplace.backends import ContrastiveBackend, ContrastiveGGN
+from contrastive_curvature.losses.contrastive import ContrastiveLoss
 from contrastive_curvature.online import OnlineLaplace, Trainer
 from contrastive_curvature.options import Distance, Normalization, PDFix
-from contrastive_curvature.output_hessian import OutputHessian, output_hessian
 from contrastive_curvature.registration import register, unregister
-from contrastive_curvature.sphere import L2Norm
 
 if TYPE_CHECKING:
-    from contrastive_curvature.backends.backpack import BackPackContrastiveGGN
-    from contrastive_curvature.backends.curvlinops import ContrastiveGGNLinearOperator, CurvlinopsContrastiveGGN
-    from contrastive_curvature.backends.stochman import StochManContrastiveGGN
+    from contrastive_curvature.hosts.curvlinops import ContrastiveGGNLinearOperator
+    from contrastive_curvature.laplace.backends.backpack import BackPackContrastiveGGN
+    from contrastive_curvature.laplace.backends.curvlinops import CurvlinopsContrastiveGGN
+    from contrastive_curvature.laplace.backends.stochman import StochManContrastiveGGN
 
 __version__ = "0.1.0"
 
@@ -72,10 +73,10 @@ __all__ = [
 ]
 
 _BY_HOST = {
-    "BackPackContrastiveGGN": "backpack",
-    "CurvlinopsContrastiveGGN": "curvlinops",
-    "ContrastiveGGNLinearOperator": "curvlinops",
-    "StochManContrastiveGGN": "stochman",
+    "BackPackContrastiveGGN": "laplace.backends.backpack",
+    "CurvlinopsContrastiveGGN": "laplace.backends.curvlinops",
+    "ContrastiveGGNLinearOperator": "hosts.curvlinops",
+    "StochManContrastiveGGN": "laplace.backends.stochman",
 }
 
 
@@ -84,7 +85,7 @@ def __getattr__(name: str) -> Any:
     if name in _BY_HOST:
         import importlib
 
-        return getattr(importlib.import_module(f"contrastive_curvature.backends.{_BY_HOST[name]}"), name)
+        return getattr(importlib.import_module(f"contrastive_curvature.{_BY_HOST[name]}"), name)
     msg = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(msg)
 

@@ -17,7 +17,7 @@ from contrastive_curvature.embedding_checks import (
     check_spread,
 )
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.sphere import normalize
+from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.vmf._checks import unit
 
 __all__ = ["EmbeddingDistribution", "gaussian_samples"]

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from contrastive_curvature import metrics
 from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.metrics._checks import check_count, check_embeddings, check_scores
-from contrastive_curvature.sphere import normalize
 
 __all__ = ["RetrievalUncertainty", "neighbor_distance"]
 

@@ -1,7 +1,7 @@
 """Everything that importing the package adds to other libraries, and its undoing."""
 
 from contrastive_curvature import laplace
-from contrastive_curvature.backends import backpack
+from contrastive_curvature.hosts import backpack
 
 __all__ = ["register", "unregister"]
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature import metrics, vmf
+from contrastive_curvature.losses.mining import active_pairs
 from contrastive_curvature.online import load_checkpoint
-from contrastive_curvature.pairs import active_pairs
 
 __all__ = ["CALLS", "POSTERIORS", "Call", "data", "encoder", "posterior"]
 

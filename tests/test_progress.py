@@ -15,10 +15,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import contrastive_curvature as cc
 from contrastive_curvature import progress as progress_file
 from contrastive_curvature.ggn import dataset
+from contrastive_curvature.hessian.sphere import normalize
+from contrastive_curvature.losses import effort
+from contrastive_curvature.losses.weights import PairWeights
 from contrastive_curvature.options import CurvatureOptions
-from contrastive_curvature.pairs import PairWeights, effort, make_relation
+from contrastive_curvature.pairs import make_relation
 from contrastive_curvature.progress import LongRunWarning, Progress
-from contrastive_curvature.sphere import normalize
 
 
 class Clock:

@@ -13,7 +13,7 @@ from benchmarks.methods.base import Method, Prediction, Setting
 from benchmarks.methods.checks import check_fit, fitted
 from benchmarks.methods.embed import image_batches, map_batches, unit
 from benchmarks.methods.training import train
-from contrastive_curvature.encoder import Encoder
+from contrastive_curvature.network.encoder import Encoder
 
 __all__ = ["Deterministic"]
 

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from benchmarks.data.split import Split, loader
 from benchmarks.methods.base import Setting
-from contrastive_curvature.sphere import check_outputs, normalize
+from contrastive_curvature.hessian.sphere import check_outputs, normalize
 
 __all__ = ["CACHE_BYTES", "image_batches", "map_batches", "unit"]
 

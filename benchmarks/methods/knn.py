@@ -16,7 +16,7 @@ from benchmarks.methods.on_base import OnBase
 from contrastive_curvature.demo.baselines import embedding_distance, feature_distance
 from contrastive_curvature.demo.config import NEIGHBORS
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.sphere import check_outputs
+from contrastive_curvature.hessian.sphere import check_outputs
 
 __all__ = ["KNNEmbedding", "KNNFeatures"]
 

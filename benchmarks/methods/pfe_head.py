@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.pairs import RelationFunction, active_pairs
+from contrastive_curvature.losses.mining import active_pairs
+from contrastive_curvature.pairs import RelationFunction
 
 __all__ = ["MutualLikelihoodStep", "SharedBatchNorm", "VarianceHead", "mutual_likelihood_score"]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from contrastive_curvature.demo.data import DemoData
 from contrastive_curvature.demo.evaluate import Evaluation
 from contrastive_curvature.demo.methods import CLOSED
-from contrastive_curvature.sphere import normalize
+from contrastive_curvature.hessian.sphere import normalize
 
 __all__ = ["draw_embeddings", "draw_images", "project"]
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from contrastive_curvature import vmf
 from contrastive_curvature.demo.config import DemoConfig
 from contrastive_curvature.demo.data import Batches
-from contrastive_curvature.sphere import normalize
+from contrastive_curvature.hessian.sphere import normalize
 
 __all__ = ["closed_form", "fit_posterior", "forward", "read_features", "sampled_embeddings", "sampled_vmf", "timed"]
 

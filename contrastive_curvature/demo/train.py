@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from contrastive_curvature.demo.config import DemoConfig
 from contrastive_curvature.demo.networks import make_encoder
-from contrastive_curvature.loss import ContrastiveLoss
+from contrastive_curvature.losses.contrastive import ContrastiveLoss
+from contrastive_curvature.losses.mining import active_pairs
 from contrastive_curvature.online import Trainer
-from contrastive_curvature.pairs import RelationFunction, active_pairs
+from contrastive_curvature.pairs import RelationFunction
 
 __all__ = ["DECAY", "ContrastiveStep", "seed_everything", "train_encoder"]
 

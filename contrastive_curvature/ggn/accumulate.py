@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contrastive_curvature.ggn import pullback as pullback_file
-from contrastive_curvature.ggn.pullback import Points, Pullback
 from contrastive_curvature.ggn.spectrum import eigenpairs
-from contrastive_curvature.node_blocks import NodeBlocks
+from contrastive_curvature.hessian.blocks import NodeBlocks
+from contrastive_curvature.hessian.output import OutputHessian
+from contrastive_curvature.losses.weights import PairWeights
+from contrastive_curvature.network import pullback as pullback_file
+from contrastive_curvature.network.pullback import Points, Pullback
 from contrastive_curvature.options import CurvatureOptions, PDFix, Structure
-from contrastive_curvature.output_hessian import OutputHessian
-from contrastive_curvature.pairs import PairWeights
 
 __all__ = ["clamp_curvature", "make_blocks", "points_curvature", "tiled_cross_term"]
 

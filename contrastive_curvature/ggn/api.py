@@ -8,16 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.arguments import check_flag
-from contrastive_curvature.encoder import Encoder, evaluation_mode
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.ggn.accumulate import clamp_curvature
 from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.kron import clamp_factors
-from contrastive_curvature.ggn.last_layer import LastLayerPullback
-from contrastive_curvature.ggn.module import ModulePullback
-from contrastive_curvature.ggn.pullback import KronFactors, Points, Pullback
 from contrastive_curvature.ggn.sharing import parse_kfac_approx, structured_curvature
-from contrastive_curvature.inputs import Inputs, check_inputs, input_length, slice_inputs
+from contrastive_curvature.hessian.sphere import check_outputs, normalize
+from contrastive_curvature.losses.effort import FASTER, announce_pairs
+from contrastive_curvature.losses.weights import PairWeights
+from contrastive_curvature.network.encoder import Encoder, evaluation_mode
+from contrastive_curvature.network.inputs import Inputs, check_inputs, input_length, slice_inputs
+from contrastive_curvature.network.last_layer import LastLayerPullback
+from contrastive_curvature.network.module import ModulePullback
+from contrastive_curvature.network.pullback import KronFactors, Points, Pullback
 from contrastive_curvature.options import (
     CurvatureOptions,
     Distance,
@@ -27,10 +30,8 @@ from contrastive_curvature.options import (
     Structure,
     parse_option,
 )
-from contrastive_curvature.pairs import Pairs, PairWeights, make_relation
-from contrastive_curvature.pairs.effort import FASTER, announce_pairs
+from contrastive_curvature.pairs import Pairs, make_relation
 from contrastive_curvature.progress import Progress
-from contrastive_curvature.sphere import check_outputs, normalize
 
 __all__ = ["check_encoder", "check_trainable", "ggn", "make_pullback"]
 
@@ -54,7 +55,7 @@ def ggn(
     r"""Generalised Gauss-Newton of the contrastive loss, ``J^T H J``, over all pairs of a batch.
 
     ``J`` is the Jacobian of the raw outputs (before any l2-normalisation) and ``H`` the output Hessian
-    (:func:`~contrastive_curvature.output_hessian.output_hessian`). The model is run in evaluation mode and left as it
+    (:func:`~contrastive_curvature.hessian.output.output_hessian`). The model is run in evaluation mode and left as it
     was; a model in half precision is computed in float32.
 
     ``diag`` and ``full`` are exact for every distance and fix. ``kron`` is the K-FAC approximation

@@ -20,14 +20,15 @@ from contrastive_curvature.ggn.dominance import Dominance
 from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.kron import add_factors
 from contrastive_curvature.ggn.passes import PassRecord
-from contrastive_curvature.ggn.pullback import Points, Pullback
 from contrastive_curvature.ggn.sharing import structured_curvature
-from contrastive_curvature.inputs import Inputs, input_length
-from contrastive_curvature.node_blocks import NodeBlocks
+from contrastive_curvature.hessian.blocks import NodeBlocks
+from contrastive_curvature.hessian.sphere import check_outputs, normalize
+from contrastive_curvature.losses.weights import PairWeights
+from contrastive_curvature.network.inputs import Inputs, input_length
+from contrastive_curvature.network.pullback import Points, Pullback
 from contrastive_curvature.options import CurvatureOptions, KFACApprox, Normalization, Structure
-from contrastive_curvature.pairs import Pairs, PairWeights, Relation, RelationFunction, make_relation
+from contrastive_curvature.pairs import Pairs, Relation, RelationFunction, make_relation
 from contrastive_curvature.progress import Progress
-from contrastive_curvature.sphere import check_outputs, normalize
 
 __all__ = ["batch_curvature", "batch_weights", "batches_curvature"]
 

@@ -15,22 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.encoder import Encoder
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.accumulate import make_blocks
 from contrastive_curvature.ggn.dominance import Dominance
 from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.kron import add_factors
 from contrastive_curvature.ggn.passes import PassRecord
-from contrastive_curvature.ggn.pullback import Points, Pullback
-from contrastive_curvature.inputs import Inputs, input_length
+from contrastive_curvature.hessian.sphere import check_outputs, normalize
+from contrastive_curvature.losses.effort import announce_labelled, announce_pairs
+from contrastive_curvature.losses.weights import PairWeights, total_sums
+from contrastive_curvature.network.encoder import Encoder
+from contrastive_curvature.network.inputs import Inputs, input_length
+from contrastive_curvature.network.pullback import Points, Pullback
 from contrastive_curvature.options import CurvatureOptions, PDFix, Structure
-from contrastive_curvature.pairs import PairWeights, RelationFunction, make_relation
-from contrastive_curvature.pairs.effort import announce_labelled, announce_pairs
+from contrastive_curvature.pairs import RelationFunction, make_relation
 from contrastive_curvature.pairs.relation import CallableRelation, LabelRelation, check_labels
-from contrastive_curvature.pairs.weights import total_sums
 from contrastive_curvature.progress import Progress
-from contrastive_curvature.sphere import check_outputs, normalize
 
 __all__ = [
     "BatchReader",

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from contrastive_curvature.ggn.pullback import KronFactors, Points, Pullback
-from contrastive_curvature.node_blocks import NodeBlocks
+from contrastive_curvature.hessian.blocks import NodeBlocks
+from contrastive_curvature.network.pullback import KronFactors, Points, Pullback
 from contrastive_curvature.options import Structure
 
 __all__ = ["FEWEST_POINTS", "MOST", "Dominance", "warn_of_point"]

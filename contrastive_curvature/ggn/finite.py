@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.ggn.pullback import KronFactors, Pullback
+from contrastive_curvature.network.pullback import KronFactors, Pullback
 
 __all__ = ["check_finite", "is_finite"]
 

@@ -21,15 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from contrastive_curvature.encoder import Encoder
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.ggn.accumulate import clamp_curvature
-from contrastive_curvature.ggn.module import ModulePullback
-from contrastive_curvature.ggn.pullback import KronFactors, Points
-from contrastive_curvature.inputs import Inputs
-from contrastive_curvature.node_blocks import NodeBlocks
+from contrastive_curvature.hessian.blocks import NodeBlocks
+from contrastive_curvature.network.encoder import Encoder
+from contrastive_curvature.network.inputs import Inputs
+from contrastive_curvature.network.module import ModulePullback
+from contrastive_curvature.network.pullback import KronFactors, Points
+from contrastive_curvature.network.threads import watched
 from contrastive_curvature.options import Structure
-from contrastive_curvature.threads import watched
 
 __all__ = [
     "LayerRun",

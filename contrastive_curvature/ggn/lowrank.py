@@ -21,8 +21,8 @@ from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.dataset import BatchReader, DatasetPairs
 from contrastive_curvature.ggn.dominance import FEWEST_POINTS, MOST, warn_of_point
 from contrastive_curvature.ggn.finite import check_finite
-from contrastive_curvature.ggn.pullback import Pullback
-from contrastive_curvature.output_hessian import OutputHessian
+from contrastive_curvature.hessian.output import OutputHessian
+from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.progress import Progress
 
 DENSE_PARAMETERS = 256

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.ggn.accumulate import make_blocks, points_curvature
 from contrastive_curvature.ggn.kron import LayerRun, ModuleKron, sandwich
-from contrastive_curvature.ggn.last_layer import LastLayerPullback
-from contrastive_curvature.ggn.module import ModulePullback
-from contrastive_curvature.ggn.pullback import KronFactors, Points, Pullback
+from contrastive_curvature.hessian.output import OutputHessian
+from contrastive_curvature.losses.weights import PairWeights
+from contrastive_curvature.network.last_layer import LastLayerPullback
+from contrastive_curvature.network.module import ModulePullback
+from contrastive_curvature.network.pullback import KronFactors, Points, Pullback
 from contrastive_curvature.options import CurvatureOptions, KFACApprox, PDFix, Structure, parse_option
-from contrastive_curvature.output_hessian import OutputHessian
-from contrastive_curvature.pairs import PairWeights
 
 __all__ = ["pair_moment", "parse_kfac_approx", "shared_factors", "structured_curvature"]
 

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.encoder import Encoder
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.accumulate import make_blocks
 from contrastive_curvature.ggn.batches import batch_weights
 from contrastive_curvature.ggn.dataset import BatchReader, DatasetPairs, check_targets
 from contrastive_curvature.ggn.passes import PassRecord
-from contrastive_curvature.inputs import Inputs, input_length
-from contrastive_curvature.output_hessian import OutputHessian
+from contrastive_curvature.hessian.output import OutputHessian
+from contrastive_curvature.hessian.sphere import check_outputs, normalize
+from contrastive_curvature.network.encoder import Encoder
+from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.progress import Progress
-from contrastive_curvature.sphere import check_outputs, normalize
 
 __all__ = ["HessianSubset", "subset_hessian"]
 

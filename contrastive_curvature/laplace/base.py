@@ -16,15 +16,13 @@ from laplace.utils.enums import Likelihood
 from torch import Tensor, nn
 
 from contrastive_curvature.arguments import check_flag
-from contrastive_curvature.backends.base import ContrastiveBackend
-from contrastive_curvature.backends.checks import check_loader, check_model, check_whole, read_batch
-from contrastive_curvature.backends.choice import choose_backend
-from contrastive_curvature.backends.torch_func import ContrastiveGGN
-from contrastive_curvature.encoder import flatten_parameters, weight_norms
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.accumulate import clamp_curvature
 from contrastive_curvature.ggn.dataset import DatasetCurvature
-from contrastive_curvature.inputs import Inputs, slice_inputs
+from contrastive_curvature.laplace.backends.base import ContrastiveBackend
+from contrastive_curvature.laplace.backends.checks import check_loader, check_model, check_whole, read_batch
+from contrastive_curvature.laplace.backends.choice import choose_backend
+from contrastive_curvature.laplace.backends.torch_func import ContrastiveGGN
 from contrastive_curvature.laplace.hyperparameters import Hyperparameters
 from contrastive_curvature.laplace.options import arguments_by_name, check_arguments, check_options
 from contrastive_curvature.laplace.prediction import SpherePrediction
@@ -36,6 +34,8 @@ from contrastive_curvature.laplace.state import (
     unchanged_on_error,
 )
 from contrastive_curvature.laplace.state_values import refuse
+from contrastive_curvature.network.encoder import flatten_parameters, weight_norms
+from contrastive_curvature.network.inputs import Inputs, slice_inputs
 from contrastive_curvature.options import Structure
 
 __all__ = ["CONTRASTIVE", "ContrastiveLaplace"]
@@ -52,9 +52,9 @@ class ContrastiveLaplace(Hyperparameters, SpherePrediction):
         likelihood: ``"contrastive"``.
         *args: As in the host's class.
         backend: ``ContrastiveGGN``, ``BackPackContrastiveGGN``, ``CurvlinopsContrastiveGGN``,
-            ``StochManContrastiveGGN`` or a :class:`~contrastive_curvature.backends.ContrastiveBackend` of your own. By
-            default ``fit`` takes the fastest one that is exact for the model
-            (:func:`~contrastive_curvature.backends.choice.choose_backend`).
+            ``StochManContrastiveGGN`` or a :class:`~contrastive_curvature.ContrastiveBackend` of your own. By default
+            ``fit`` takes the fastest one that is exact for the model
+            (:func:`~contrastive_curvature.laplace.backends.choice.choose_backend`).
         backend_kwargs: ``distance``, ``pd_fix``, ``margin``, ``negative_weight``, ``normalization``, ``pairs``,
             ``relation``, ``rank``: see the backend.
         **kwargs: As in the host's class (``prior_precision``, ``prior_mean``, ``temperature``, ...).

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from contrastive_curvature.arguments import check_dense
 from contrastive_curvature.errors import InputError, InputTypeError, expected
-from contrastive_curvature.inputs import Inputs
+from contrastive_curvature.network.inputs import Inputs
 
 __all__ = [
     "check_finite_outputs",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from laplace.utils import FeatureExtractor
 from torch import Tensor, nn
 
-from contrastive_curvature.encoder import Encoder, evaluation_mode
-from contrastive_curvature.inputs import Inputs, slice_inputs
+from contrastive_curvature.network.encoder import Encoder, evaluation_mode
+from contrastive_curvature.network.inputs import Inputs, slice_inputs
 
 __all__ = ["RawFeatureExtractor"]
 

@@ -18,19 +18,19 @@ from torch import Tensor, nn
 
 from contrastive_curvature.arguments import check_flag
 from contrastive_curvature.embedding import EmbeddingDistribution
-from contrastive_curvature.encoder import evaluation_mode
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.ggn.dominance import FEWEST_POINTS, MOST, warn_of_point
 from contrastive_curvature.ggn.finite import check_finite
-from contrastive_curvature.ggn.pullback import JACOBIAN_ELEMENTS
 from contrastive_curvature.ggn.spectrum import eigenpairs
 from contrastive_curvature.ggn.subset import HessianSubset
-from contrastive_curvature.inputs import Inputs, input_length
 from contrastive_curvature.laplace.base import CONTRASTIVE, ContrastiveLaplace
 from contrastive_curvature.laplace.checks import check_finite_outputs
 from contrastive_curvature.laplace.last_layer import LastLayerLaplace
 from contrastive_curvature.laplace.state_curvature import check_eigenbasis, check_kernel
 from contrastive_curvature.laplace.state_values import check_takes
+from contrastive_curvature.network.encoder import evaluation_mode
+from contrastive_curvature.network.inputs import Inputs, input_length
+from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS
 
 __all__ = ["ContrastiveFunctionalLLLaplace", "ContrastiveFunctionalLaplace"]
 

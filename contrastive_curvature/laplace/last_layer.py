@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.encoder import evaluation_mode, flatten_parameters
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.inputs import Inputs, slice_inputs
 from contrastive_curvature.laplace.base import CONTRASTIVE, ContrastiveLaplace
 from contrastive_curvature.laplace.checks import check_finite_outputs, check_text
 from contrastive_curvature.laplace.features import RawFeatureExtractor
 from contrastive_curvature.laplace.options import arguments_by_name
 from contrastive_curvature.laplace.state_values import check_inputs, check_number_of, check_takes, kind_of, refuse
+from contrastive_curvature.network.encoder import evaluation_mode, flatten_parameters
+from contrastive_curvature.network.inputs import Inputs, slice_inputs
 
 __all__ = ["LastLayerLaplace"]
 

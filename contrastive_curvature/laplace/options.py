@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.arguments import check_flag
-from contrastive_curvature.backends.base import ContrastiveBackend
-from contrastive_curvature.backends.checks import check_backend_options
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.ggn.sharing import parse_kfac_approx
+from contrastive_curvature.laplace.backends.base import ContrastiveBackend
+from contrastive_curvature.laplace.backends.checks import check_backend_options
 from contrastive_curvature.laplace.checks import (
     check_prior_mean,
     check_prior_precision,

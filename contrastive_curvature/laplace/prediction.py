@@ -11,14 +11,14 @@ from torch import Tensor
 
 from contrastive_curvature.arguments import check_flag
 from contrastive_curvature.embedding import EmbeddingDistribution
-from contrastive_curvature.encoder import Encoder, evaluation_mode
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.ggn.module import ModulePullback
-from contrastive_curvature.inputs import Inputs
+from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.laplace.checks import check_finite_outputs
 from contrastive_curvature.laplace.fitted import FittedOnly
 from contrastive_curvature.laplace.tuning import PriorTuning, parse_pred_type
-from contrastive_curvature.sphere import normalize
+from contrastive_curvature.network.encoder import Encoder, evaluation_mode
+from contrastive_curvature.network.inputs import Inputs
+from contrastive_curvature.network.module import ModulePullback
 
 __all__ = ["SpherePrediction"]
 

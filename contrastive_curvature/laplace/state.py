@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.backends.base import ContrastiveBackend
-from contrastive_curvature.backends.choice import backend_named
 from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.laplace.backends.base import ContrastiveBackend
+from contrastive_curvature.laplace.backends.choice import backend_named
 from contrastive_curvature.laplace.checks import check_prior_mean, check_prior_precision, check_temperature
 from contrastive_curvature.laplace.state_values import check_number_of, check_tensor, check_type, kind_of, refuse
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.inputs import input_length
 from contrastive_curvature.laplace.state_values import (
     check_inputs,
     check_symmetric,
@@ -18,6 +17,7 @@ from contrastive_curvature.laplace.state_values import (
     refuse,
     rounding_of,
 )
+from contrastive_curvature.network.inputs import input_length
 
 __all__ = [
     "check_dense",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.inputs import Inputs, input_length
+from contrastive_curvature.network.inputs import Inputs, input_length
 
 __all__ = [
     "check_inputs",

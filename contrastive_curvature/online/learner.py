@@ -8,16 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.backends.base import ContrastiveBackend
-from contrastive_curvature.encoder import evaluation_mode
 from contrastive_curvature.errors import DivergenceError, InputError, InputTypeError, expected
 from contrastive_curvature.ggn.dataset import DatasetCurvature
 from contrastive_curvature.ggn.finite import is_finite
-from contrastive_curvature.inputs import Inputs, input_length
+from contrastive_curvature.hessian.blocks import UnrepresentableError
+from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.laplace import ContrastiveLaplace
+from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.options import given_options
-from contrastive_curvature.loss import ContrastiveLoss
-from contrastive_curvature.node_blocks import UnrepresentableError
+from contrastive_curvature.losses.contrastive import ContrastiveLoss
+from contrastive_curvature.losses.mining import active_pairs
+from contrastive_curvature.network.encoder import evaluation_mode
+from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.online.discount import DiscountedCurvature
 from contrastive_curvature.online.options import (
     CLASSES,
@@ -30,8 +32,6 @@ from contrastive_curvature.online.options import (
 from contrastive_curvature.online.posterior import OnlinePosterior
 from contrastive_curvature.online.sampled import AllParameters, LastLayer, SampledEncoder
 from contrastive_curvature.options import Normalization
-from contrastive_curvature.pairs import active_pairs
-from contrastive_curvature.sphere import check_outputs, normalize
 
 __all__ = ["Miner", "OnlineLaplace"]
 

@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.inputs import input_length
 from contrastive_curvature.laplace import (
     ContrastiveDiagLaplace,
     ContrastiveDiagLLLaplace,
@@ -22,6 +21,7 @@ from contrastive_curvature.laplace import (
     ContrastiveKronLLLaplace,
     ContrastiveLaplace,
 )
+from contrastive_curvature.network.inputs import input_length
 
 __all__ = [
     "CLASSES",

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.backends.base import ContrastiveBackend
-from contrastive_curvature.encoder import evaluation_mode
 from contrastive_curvature.errors import DivergenceError, InputError
-from contrastive_curvature.inputs import Inputs, slice_inputs
 from contrastive_curvature.laplace import ContrastiveLaplace
+from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.classes import LastLayerLaplace
 from contrastive_curvature.laplace.features import RawFeatureExtractor
+from contrastive_curvature.network.encoder import evaluation_mode
+from contrastive_curvature.network.inputs import Inputs, slice_inputs
 from contrastive_curvature.online.discount import DiscountedCurvature
 from contrastive_curvature.options import KFACApprox, Structure
 

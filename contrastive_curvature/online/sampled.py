@@ -12,18 +12,18 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn.functional import linear
 
-from contrastive_curvature.backends.base import ContrastiveBackend
-from contrastive_curvature.encoder import evaluation_mode
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.batches import batch_weights
 from contrastive_curvature.ggn.dataset import DatasetCurvature
-from contrastive_curvature.ggn.module import parameter_places
-from contrastive_curvature.ggn.pullback import Points, Pullback
 from contrastive_curvature.ggn.sharing import structured_curvature
-from contrastive_curvature.inputs import Inputs
+from contrastive_curvature.hessian.sphere import normalize
+from contrastive_curvature.laplace.backends.base import ContrastiveBackend
+from contrastive_curvature.losses.weights import PairWeights
+from contrastive_curvature.network.encoder import evaluation_mode
+from contrastive_curvature.network.inputs import Inputs
+from contrastive_curvature.network.module import parameter_places
+from contrastive_curvature.network.pullback import Points, Pullback
 from contrastive_curvature.options import Structure
-from contrastive_curvature.pairs import PairWeights
-from contrastive_curvature.sphere import normalize
 
 __all__ = ["AllParameters", "LastLayer", "SampledEncoder"]
 

@@ -10,11 +10,9 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.pairs.edges import EdgeRelation
-from contrastive_curvature.pairs.mining import active_pairs
 from contrastive_curvature.pairs.relation import MaskRelation, Relation, RelationFunction, make_target_relation
-from contrastive_curvature.pairs.weights import PairWeights
 
-__all__ = ["PairWeights", "Pairs", "Relation", "RelationFunction", "active_pairs", "make_relation"]
+__all__ = ["Pairs", "Relation", "RelationFunction", "make_relation"]
 
 Pairs = tuple[Tensor, ...] | RelationFunction
 """What ``pairs=`` accepts: index tuples ``(a, p, n)`` or ``(a1, p, a2, n)``, boolean masks ``(positive, negative)`` of

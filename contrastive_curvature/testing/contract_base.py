@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from contrastive_curvature.backends import ContrastiveBackend
+from contrastive_curvature.laplace.backends import ContrastiveBackend
 from contrastive_curvature.laplace.features import RawFeatureExtractor
 from contrastive_curvature.testing.cases import Case, network_cases, truth_and_size
 from contrastive_curvature.testing.networks import NETWORKS

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from contrastive_curvature.backends import ContrastiveGGN
 from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.ggn import pullback
-from contrastive_curvature.loss import ContrastiveLoss
+from contrastive_curvature.hessian.sphere import L2Norm
+from contrastive_curvature.laplace.backends import ContrastiveGGN
+from contrastive_curvature.losses.contrastive import ContrastiveLoss
+from contrastive_curvature.network import pullback
 from contrastive_curvature.options import Structure
-from contrastive_curvature.sphere import L2Norm
 from contrastive_curvature.testing.cases import close
 from contrastive_curvature.testing.contract_base import ContractBase, make_backend, same, snapshot
 from contrastive_curvature.testing.networks import build_network, make_inputs

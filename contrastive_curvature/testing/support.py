@@ -21,9 +21,9 @@ from laplace import Laplace
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.backends import ContrastiveBackend
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.ggn.accumulate import clamp_curvature
+from contrastive_curvature.laplace.backends import ContrastiveBackend
 from contrastive_curvature.options import Distance, PDFix, Structure
 from contrastive_curvature.testing.cases import close
 from contrastive_curvature.testing.contract import make_backend
@@ -163,7 +163,7 @@ def _batch(structure: str) -> Callable[..., tuple[Tensor, Tensor]]:
     ) -> tuple[Tensor, Tensor]:
         found = getattr(_made(backend, model, x, weights, **options), structure)(x, LABELS, N=len(x))[1]
         if structure == "kron":
-            # No oracle has an approximation: the reference backend's factors, which tests/test_ggn.py takes apart.
+            # No oracle has an approximation: the reference backend's factors, which tests/ggn/test_ggn.py takes apart.
             reference = _made(cc.ContrastiveGGN, model, x, weights, **options).kron(x, LABELS, N=len(x))[1]
             return found.to_matrix(), reference.to_matrix()
         return found, truth.diagonal() if structure == "diag" else truth

@@ -1,6 +1,0 @@
-"""Thin adapters that hand the output Hessian to a host library and its answer back."""
-
-from contrastive_curvature.backends.base import ContrastiveBackend
-from contrastive_curvature.backends.torch_func import ContrastiveGGN
-
-__all__ = ["ContrastiveBackend", "ContrastiveGGN"]

@@ -1,0 +1,1 @@
+"""Direct use of other curvature libraries, without laplace-torch; import the one that you need."""

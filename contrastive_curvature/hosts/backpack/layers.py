@@ -1,0 +1,171 @@
+"""Which layers BackPACK can pull a matrix back through, with the derivatives it does that with."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.embedding import EmbeddingDerivatives
+from backpack.extensions import SqrtGGNExact
+from torch import Tensor, nn
+
+from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.hessian.sphere import L2Norm
+from contrastive_curvature.hosts.backpack.l2norm import L2NormDerivatives
+
+__all__ = ["ADVICE", "PASSED_ON", "Layer", "check_layer", "known_layers", "refuse"]
+
+ADVICE = "Use backend=ContrastiveGGN (torch.func), which works for any module."
+
+PASSED_ON = (
+    nn.Identity,
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+"""What returns its input in evaluation mode."""
+
+_CONVOLUTIONS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+_AVERAGES = (
+    nn.AvgPool1d,
+    nn.AvgPool2d,
+    nn.AvgPool3d,
+    nn.AdaptiveAvgPool1d,
+    nn.AdaptiveAvgPool2d,
+    nn.AdaptiveAvgPool3d,
+)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What is known of a module class.
+
+    Args:
+        derivatives: BackPACK's derivatives of it, or ours in the same form.
+        params: Names of its parameters.
+    """
+
+    derivatives: Any
+    params: tuple[str, ...] = ()
+
+
+class _LinearMap(BaseDerivatives):
+    """A layer without parameters that is linear in each point: its own transpose, by autograd.
+
+    BackPACK's rules for average pooling work in the default precision only, and on sizes without remainder.
+    """
+
+    def hessian_is_zero(self, module: nn.Module) -> bool:
+        return True
+
+    def _jac_t_mat_prod(
+        self, module: Any, g_inp: Any, g_out: Any, mat: Tensor, subsampling: list[int] | None = None
+    ) -> Tensor:
+        many, points = mat.shape[:2]
+        with torch.enable_grad():
+            x = module.input0.new_zeros(many * points, *module.input0.shape[1:], requires_grad=True)
+            # Not module(x): the hooks of an extended module would take this for its forward pass.
+            (moved,) = torch.autograd.grad(module.forward(x), x, mat.flatten(0, 1))
+        return moved.view(many, points, *module.input0.shape[1:])
+
+
+class _Lookup(EmbeddingDerivatives):
+    """BackPACK's embedding rule, in every precision and with a padding index."""
+
+    def _weight_jac_t_mat_prod(
+        self,
+        module: Any,
+        g_inp: Any,
+        g_out: Any,
+        mat: Tensor,
+        sum_batch: bool = True,
+        subsampling: list[int] | None = None,
+    ) -> Tensor:
+        x = module.input0 if subsampling is None else module.input0[subsampling]
+        rows = nn.functional.one_hot(x, module.num_embeddings).to(mat.dtype)
+        if module.padding_idx is not None:
+            rows[..., module.padding_idx] = 0
+        return torch.einsum(f"n...s,vn...h->v{'' if sum_batch else 'n'}sh", rows, mat)
+
+
+@functools.cache
+def known_layers() -> dict[type[nn.Module], Layer]:
+    """Every supported module class: those of the host's ``SqrtGGNExact``, our normalisation, and reshaping."""
+    host = SqrtGGNExact()._BackpropExtension__module_extensions
+    known = {
+        kind: Layer(ext.derivatives, tuple(ext._ModuleExtension__params))
+        for kind, ext in host.items()
+        if not issubclass(kind, nn.modules.loss._Loss)
+    }
+    linear = Layer(_LinearMap())
+    known.update(dict.fromkeys((*_AVERAGES, nn.Flatten, nn.Unflatten, nn.ZeroPad2d), linear))
+    known[nn.Embedding] = Layer(_Lookup(), ("weight",))
+    known[L2Norm] = Layer(L2NormDerivatives())
+    return known
+
+
+def check_layer(name: str, module: nn.Module) -> None:
+    """Refuse a layer whose derivative BackPACK does not have, or has for other settings only.
+
+    Args:
+        name: Where it is in the network.
+        module: The layer.
+
+    Raises:
+        UnsupportedError: It is one of those; the message names it.
+    """
+    layer = known_layers().get(type(module))
+    if layer is None:
+        refuse(name, module, "BackPACK has no derivatives of it")
+    elif "forward" in vars(module):
+        refuse(name, module, "its forward was replaced")
+    elif not {n for n, _ in module.named_parameters()} <= set(layer.params):
+        refuse(name, module, "its parameters are not the usual ones (weight or spectral norm?)")
+    else:
+        why = _setting(module)
+        if why:
+            refuse(name, module, why)
+
+
+def refuse(name: str, module: nn.Module, why: str) -> None:
+    """Raise what :func:`check_layer` describes."""
+    msg = f"backend BackPACK: layer {name!r}, a {type(module).__name__}: {why}. {ADVICE}"
+    raise UnsupportedError(msg)
+
+
+def _setting(m: Any) -> str:
+    """The setting of a known layer for which its derivatives are wrong or missing; empty where there is none."""
+    if isinstance(m, _NORMS) and not (m.affine and m.track_running_stats):
+        return "only affine=True and track_running_stats=True have derivatives"
+    if isinstance(m, _CONVOLUTIONS) and m.padding_mode != "zeros":
+        return f"padding_mode={m.padding_mode!r} has no derivatives"
+    if isinstance(m, _CONVOLUTIONS) and any(m.output_padding):
+        return f"output_padding={m.output_padding!r} has no derivatives"
+    if (
+        isinstance(m, _CONVOLUTIONS)
+        and m.padding == "same"
+        and any(d * (k - 1) % 2 for d, k in zip(m.dilation, m.kernel_size, strict=True))
+    ):
+        return "padding='same' pads unevenly here"
+    if isinstance(m, _MAX_POOLS) and m.return_indices:
+        return "return_indices=True gives two outputs"
+    if isinstance(m, nn.Embedding) and (m.max_norm is not None or m.scale_grad_by_freq or m.sparse):
+        return "max_norm, scale_grad_by_freq and sparse are not supported"
+    if isinstance(m, (nn.Flatten, nn.Unflatten)) and (m.start_dim if isinstance(m, nn.Flatten) else m.dim) == 0:
+        return "it reshapes the batch axis"
+    return ""

@@ -1,0 +1,226 @@
+"""curvlinops' own K-FAC and EK-FAC of the contrastive loss, where the output Hessian is a sum over points.
+
+The host knows three losses. With ``H_ii = S_i S_i^T``, the squared loss of ``x_i -> S_i^T f(x_i) / sqrt(2)`` has the
+curvature ``J_i^T H_ii J_i``, so the host's factors for it are those of the contrastive loss. Indefinite blocks
+have no real ``S_i``, and coupled ones no ``S_i`` of each point.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from curvlinops import EKFACLinearOperator, FisherType, KFACLinearOperator, KFACType
+from torch import Tensor, nn
+
+from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.ggn.api import check_encoder, check_trainable
+from contrastive_curvature.ggn.kron import LayerRun, ModuleKron
+from contrastive_curvature.hessian.blocks import NodeBlocks
+from contrastive_curvature.hessian.output import output_hessian
+from contrastive_curvature.network.encoder import Encoder, evaluation_mode
+from contrastive_curvature.network.inputs import Inputs, input_length, slice_inputs
+from contrastive_curvature.network.pullback import KronFactors
+from contrastive_curvature.network.threads import private_copy, users_hooks, watched
+from contrastive_curvature.options import CurvatureOptions, PDFix
+from contrastive_curvature.pairs import Pairs
+
+__all__ = ["contrastive_ekfac", "contrastive_kfac", "host_factors", "host_refuses", "own_copy"]
+
+
+def contrastive_kfac(
+    model: nn.Module, x: Inputs, labels: Tensor | None = None, *, pairs: Pairs | None = None, **options: Any
+) -> KFACLinearOperator:
+    """K-FAC of the contrastive loss by curvlinops over all pairs of a batch.
+
+    Args:
+        model: Any module that maps ``x`` to (N, D) with parameters in ``nn.Linear`` and ``nn.Conv2d`` only; it is
+            copied, and the copy run in evaluation mode.
+        x: A batch of N points.
+        labels: Integer class labels, shape (N,).
+        pairs: Instead of labels, see :func:`contrastive_curvature.ggn`.
+        **options: See :class:`~contrastive_curvature.options.CurvatureOptions`; ``pd_fix`` is ``"psd"`` unless given.
+
+    Returns:
+        The host's operator (K-FAC-expand, weights and biases apart), on the trainable parameters in their order.
+
+    Raises:
+        InputError: An argument is malformed.
+        UnsupportedError: Blocks are indefinite, the fix couples points, or the host does not know a layer.
+    """
+    return _build(KFACLinearOperator, model, x, labels, pairs, options)
+
+
+def contrastive_ekfac(
+    model: nn.Module, x: Inputs, labels: Tensor | None = None, *, pairs: Pairs | None = None, **options: Any
+) -> EKFACLinearOperator:
+    """The same with eigenvalues corrected, so that they are the curvatures along the eigenvectors of K-FAC.
+
+    Args:
+        model: See :func:`contrastive_kfac`.
+        x: The same.
+        labels: The same.
+        pairs: The same.
+        **options: The same.
+
+    Returns:
+        The host's operator.
+
+    Raises:
+        InputError: An argument is malformed.
+        UnsupportedError: See :func:`contrastive_kfac`.
+    """
+    return _build(EKFACLinearOperator, model, x, labels, pairs, options)
+
+
+def host_refuses(encoder: Encoder) -> str | None:
+    """Why the host has no factors for an encoder, or ``None``."""
+    for name, module in encoder.named_modules():
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        plain = type(module) is nn.Linear or (
+            type(module) is nn.Conv2d and module.groups == 1 and module.padding_mode == "zeros"
+        )
+        if own and (not plain or users_hooks(module, before_only=True)):
+            return f"layer {name.removeprefix('model.')!r} ({type(module).__name__}) is unknown to curvlinops' K-FAC"
+    return None
+
+
+def host_factors(
+    encoder: Encoder, x: Inputs, blocks: NodeBlocks, n_data: int, runs: dict[int, LayerRun]
+) -> KronFactors:
+    """The host's K-FAC in the format of :mod:`contrastive_curvature.ggn.kron`, to which it is equal.
+
+    Args:
+        encoder: The analysed encoder, in evaluation mode, whose layers the host knows; it gets the host's hooks.
+        x: N points.
+        blocks: Their Hessian blocks, positive semidefinite.
+        n_data: Number of points over which the ``A`` are averaged.
+        runs: Of the layers on some of the points, which tell how many positions they have.
+
+    Returns:
+        The factors.
+    """
+    params = [p for p in encoder.parameters() if p.requires_grad]
+    network = _Factored(encoder, blocks)
+    weights = _operator(KFACLinearOperator, network, params, x)
+    with torch.enable_grad():
+        weights.compute_kronecker_factors()
+    factors: list[list[Tensor]] = [[] for _ in params]
+    for name, places in weights._mapping.items():
+        run = runs.get(id(encoder.get_submodule(name.removeprefix("encoder."))))
+        if "weight" in places:
+            a = weights._input_covariances[name] * (input_length(x) / n_data)
+            factors[places["weight"]] = [weights._gradient_covariances[name], a]
+        if "bias" in places and run is not None and run.jacobian.shape[2] == 1:
+            factors[places["bias"]] = [weights._gradient_covariances[name].clone()]
+    vectors = [k for k, p in enumerate(params) if p.ndim == 1 and not factors[k]]
+    if vectors:
+        # A bias is the same at all positions of a convolution: summed over them its block is exact.
+        biases = _operator(KFACLinearOperator, network, [params[k] for k in vectors], x, KFACType.REDUCE)
+        with torch.enable_grad():
+            biases.compute_kronecker_factors()
+        for name, places in biases._mapping.items():
+            factors[vectors[places["bias"]]] = [biases._gradient_covariances[name]]
+    return [[f.detach() for f in group] for group in factors]
+
+
+def own_copy(encoder: Encoder, x: Inputs) -> Encoder | None:
+    """A copy for the host's hooks, which take what every thread's forward passes show them.
+
+    Args:
+        encoder: The analysed encoder.
+        x: A batch to try it with.
+
+    Returns:
+        The copy; ``None`` where it cannot be made, or does not run the layers that the encoder runs.
+    """
+    try:
+        made = private_copy(encoder)
+    except Exception:
+        return None
+    own = {module for module in made.modules() if any(p.requires_grad for p in module.parameters(recurse=False))}
+    ran: set[nn.Module] = set()
+    with torch.no_grad(), watched(own, before=lambda module, *_: ran.add(module)):
+        made(x)
+    return made if ran == own else None
+
+
+def check_layers(encoder: Encoder, x: Inputs) -> None:
+    """Refuse what has no Kronecker factors, and what the host would get wrong or stumble over.
+
+    Args:
+        encoder: The analysed encoder, in evaluation mode.
+        x: A batch.
+
+    Raises:
+        InputError: No parameter requires a gradient.
+        UnsupportedError: A layer has no factors, runs twice, or never.
+    """
+    check_trainable(encoder)
+    kron = ModuleKron(encoder)
+    ran = kron.run(slice_inputs(x, slice(0, 1)))
+    for layer in kron.layers:
+        if id(layer) not in ran:
+            msg = (
+                f"model: a {type(layer).__name__} never runs, which curvlinops' K-FAC does not expect. Freeze it, or "
+                "use contrastive_curvature.ggn(..., structure='kron')."
+            )
+            raise UnsupportedError(msg)
+
+
+class _Factored(nn.Module):
+    """``S_i^T f(x_i) / sqrt(2)`` for one fixed batch."""
+
+    def __init__(self, encoder: Encoder, blocks: NodeBlocks) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.register_buffer("factor", blocks.factor() / math.sqrt(2))
+
+    def forward(self, x: Inputs) -> Tensor:
+        return torch.einsum("ndk,nd->nk", self.factor, self.encoder(x))
+
+
+def _build(
+    kind: Any, model: nn.Module, x: Inputs, labels: Tensor | None, pairs: Pairs | None, options: dict[str, Any]
+) -> Any:
+    chosen = CurvatureOptions(**{"pd_fix": PDFix.PSD, **options})
+    if chosen.pd_fix.coupled:
+        msg = (
+            f"pd_fix={str(chosen.pd_fix)!r}: it couples points, and curvlinops' K-FAC is one of sums over points. Use "
+            "pd_fix='psd', or contrastive_curvature.ggn(..., structure='kron'), which has factors for coupled fixes."
+        )
+        raise UnsupportedError(msg)
+    with evaluation_mode(model), torch.no_grad():
+        encoder = Encoder(model, slice_inputs(x, slice(0, 8)))
+        check_encoder(encoder, chosen)
+        check_layers(encoder, x)
+        reason = host_refuses(encoder)
+        if reason is not None:
+            msg = f"model: {reason}. Use contrastive_curvature.ggn(..., structure='kron')."
+            raise UnsupportedError(msg)
+        z = encoder(x)
+        settings = {name: getattr(chosen, name) for name in chosen.__dataclass_fields__}
+        blocks = output_hessian(z, labels, pairs=pairs, **settings).blocks
+        network = _Factored(copy.deepcopy(encoder), blocks).eval()
+    params = [p for p in network.parameters() if p.requires_grad]
+    return _operator(kind, network, params, x)
+
+
+def _operator(kind: Any, network: _Factored, params: list[nn.Parameter], x: Inputs, approx: Any = None) -> Any:
+    like = params[0]
+    target = torch.zeros(input_length(x), network.encoder.dim, dtype=like.dtype, device=like.device)
+    return kind(
+        network,
+        nn.MSELoss(reduction="sum"),
+        params,
+        [(x, target)],
+        check_deterministic=False,
+        fisher_type=FisherType.TYPE2,
+        kfac_approx=KFACType.EXPAND if approx is None else approx,
+        separate_weight_and_bias=True,
+        num_data=input_length(x),
+        num_per_example_loss_terms=1,
+        batch_size_fn=input_length,
+    )

@@ -1,0 +1,179 @@
+"""The contrastive curvature of a data set as a curvlinops operator, coupled over all its pairs and never formed.
+
+A product is one pass over the data for ``J v``, the node-form product with the output Hessian, and one reverse pass;
+its cost does not depend on the number of pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from curvlinops._torch_base import PyTorchLinearOperator
+from torch import Tensor, nn
+
+from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.ggn.api import check_encoder
+from contrastive_curvature.ggn.lowrank import curvature_product
+from contrastive_curvature.hessian.output import OutputHessian
+from contrastive_curvature.hessian.sphere import check_outputs, normalize
+from contrastive_curvature.laplace.backends.checks import check_loader, check_model, check_whole
+from contrastive_curvature.losses.contrastive import ContrastiveLoss
+from contrastive_curvature.losses.weights import PairWeights
+from contrastive_curvature.network.encoder import Encoder, evaluation_mode
+from contrastive_curvature.network.inputs import Inputs, input_length, slice_inputs
+from contrastive_curvature.network.module import ModulePullback
+from contrastive_curvature.options import CurvatureOptions
+from contrastive_curvature.pairs import Pairs, make_relation
+
+__all__ = ["ContrastiveGGNLinearOperator"]
+
+_TANGENT_ELEMENTS = 2**25
+"""Numbers that the tangents of a chunk of columns may take: 128 MiB in float32."""
+
+
+class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
+    """``J^T H J`` over all pairs of a data set, unclamped, as a linear operator of parameters.
+
+    Everything that curvlinops does with an operator works on it: products with vectors, matrices and lists of tensors,
+    sums and multiples, submatrices, trace and diagonal estimators, inverses, spectral densities, ``to_scipy()``. The
+    operator is that of the parameters' values at construction. ``positive`` and ``full`` couple points of different
+    batches too.
+
+    Args:
+        model: Any module that maps a batch to (N, D); an l2-normalisation at its end is looked through. It is run in
+            evaluation mode.
+        loss: The loss, or its options.
+        params: Some parameters of the model that require gradients, in the order of the operator's space; ``None``
+            takes all of those.
+        data: Batches ``(x, labels)``, or mappings with the labels under ``dict_key_y``; the same in every pass.
+        pairs: Instead of class labels: index tuples or masks over all points in the order of ``data`` (labels are then
+            not looked at), or a callable on the labels.
+        dict_key_y: Where a mapping keeps the labels.
+        check_deterministic: Whether to compare two products, as curvlinops does.
+
+    Raises:
+        InputTypeError: An argument has the wrong type.
+        InputError: No data, parameters that are not the model's or are frozen, half precision, malformed outputs,
+            labels or pairs, or other data in the second pass.
+        UnsupportedError: The encoder normalises inside ``forward``.
+    """
+
+    SELF_ADJOINT = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: ContrastiveLoss | CurvatureOptions,
+        params: Sequence[nn.Parameter] | None,
+        data: Iterable[Any],
+        *,
+        pairs: Pairs | None = None,
+        dict_key_y: str = "labels",
+        check_deterministic: bool = True,
+    ) -> None:
+        check_model(model)
+        if not isinstance(loss, (ContrastiveLoss, CurvatureOptions)):
+            raise InputTypeError(expected("loss", "a ContrastiveLoss or CurvatureOptions", f"a {type(loss).__name__}"))
+        check_loader(data)
+        check_whole(data)
+        self._model, self._data, self._label_key = model, data, dict_key_y
+        self._device = _only({p.device for p in model.parameters()}, "on one device")
+        self._dtype = _only({p.dtype for p in model.parameters()}, "of one dtype")
+        self.options = loss.options if isinstance(loss, ContrastiveLoss) else loss
+        first = next(iter(data), None)
+        if first is None:
+            raise InputError(expected("data", "at least one batch", "an empty loader"))
+        with evaluation_mode(model), torch.no_grad():
+            encoder = Encoder(model, slice_inputs(self._read(first)[0], slice(0, 8)))
+            check_encoder(encoder, self.options)
+            self._pullback, self._order = _take(encoder, params)
+            self._pullback.keep_values()
+            self.hessian = self._collect(encoder, pairs)
+        shapes = [tuple(p.shape) for p in self._pullback.params.values()]
+        chosen = [shapes[k] for k in self._order]
+        super().__init__(chosen, chosen)
+        if check_deterministic:
+            self._check_deterministic()
+
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        return self._device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return self._dtype
+
+    def _matmat(self, columns: list[Tensor]) -> list[Tensor]:
+        count = columns[0].shape[-1]
+        by_parameter = [columns[self._order.index(k)].reshape(-1, count) for k in range(len(self._order))]
+        flat = torch.cat(by_parameter).detach()
+        # As many columns at once as the bound allows: every chunk is two passes over the data.
+        step = max(1, _TANGENT_ELEMENTS // max(1, self.hessian.z.numel()))
+        with evaluation_mode(self._model), torch.no_grad():
+            parts = [
+                curvature_product(self._pullback, self.hessian, self._data, self._read, chunk)
+                for chunk in flat.split(step, dim=1)
+            ]
+        pieces = torch.cat(parts, dim=1).split([p.numel() for p in self._pullback.params.values()])
+        return [pieces[k].reshape(*shape, count) for k, shape in zip(self._order, self._out_shape, strict=True)]
+
+    def _collect(self, encoder: Encoder, pairs: Pairs | None) -> OutputHessian:
+        outputs, targets = [], []
+        for batch in self._data:
+            x, y = self._read(batch)
+            if not input_length(x):
+                raise InputError(expected("data", "batches of at least one point", "an empty batch"))
+            outputs.append(check_outputs(encoder(x), "model(x)"))
+            targets.append(y)
+        z = torch.cat(outputs)
+        listed = pairs is not None and not callable(pairs)
+        if not listed and not all(isinstance(y, Tensor) for y in targets):
+            raise InputTypeError(expected("data", "labels as tensors", "others", "Pass pairs=... without labels."))
+        relation = make_relation(z.shape[0], z.device, None if listed else torch.cat(targets), pairs)
+        return OutputHessian(z, PairWeights(relation, normalize(z)[0], self.options), self.options)
+
+    def _read(self, batch: Any) -> tuple[Inputs, Any]:
+        def moved(value: Any) -> Any:
+            return value.to(self._device) if isinstance(value, Tensor) else value
+
+        if isinstance(batch, Mapping):
+            return {k: moved(v) for k, v in batch.items()}, moved(batch.get(self._label_key))
+        if isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[0], (Tensor, Mapping)):
+            x, y = batch
+            return {k: moved(v) for k, v in x.items()} if isinstance(x, Mapping) else moved(x), moved(y)
+        raise InputTypeError(expected("data", "batches (x, labels) or mappings", f"a {type(batch).__name__}"))
+
+    def _check_deterministic(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        v = torch.randn(self.shape[1], generator=generator, dtype=self._dtype).to(self._device)
+        first, second = self @ v, self @ v
+        if not torch.allclose(first, second, rtol=5e-5, atol=1e-6 * float(first.abs().max())):
+            hint = "Turn off what is random in the data, or pass check_deterministic=False."
+            raise InputError(expected("data", "the same product twice", "two different ones", hint))
+
+
+def _take(encoder: Encoder, params: Sequence[nn.Parameter] | None) -> tuple[ModulePullback, list[int]]:
+    """The pullback to some parameters, and the place of each of them in it."""
+    trainable = {id(p): name for name, p in encoder.named_parameters() if p.requires_grad}
+    wanted = [p for p in encoder.parameters() if p.requires_grad] if params is None else list(params)
+    if not wanted:
+        raise InputError(expected("params", "at least one parameter that requires a gradient", "none"))
+    if len({id(p) for p in wanted}) != len(wanted):
+        raise InputError(expected("params", "distinct parameters", "one of them twice"))
+    if any(id(p) not in trainable for p in wanted):
+        hint = "Set requires_grad for those that should count."
+        raise InputError(expected("params", "parameters of the model that require gradients", "others", hint))
+    pullback = ModulePullback(encoder, only={trainable[id(p)] for p in wanted})
+    places: Iterator[tuple[int, str]] = enumerate(pullback.params)
+    place = {name: k for k, name in places}
+    return pullback, [place[trainable[id(p)]] for p in wanted]
+
+
+def _only(values: set[Any], wanted: str) -> Any:
+    if len(values) != 1:
+        raise InputError(expected("model", f"parameters {wanted}", str(sorted(map(str, values)))))
+    return values.pop()

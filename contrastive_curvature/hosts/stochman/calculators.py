@@ -1,0 +1,225 @@
+"""The Hessian calculators of the paper's released code, in node form and corrected.
+
+Their interface is kept (``wrt``, ``shape``, ``speed``, ``method``; ``tuple_indices`` of a miner); see
+``docs/migration.md`` for what differs and why. One pair counts once: ``1/2 |u_i - u_j|^2`` for a positive pair, its
+negative for a negative one. In this library's terms: ``normalization="sum"`` times 2, since ``negative_weight=0.5``
+halves both kinds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.hessian.sphere import check_outputs, normalize
+from contrastive_curvature.hosts.stochman.composite import Sequential
+from contrastive_curvature.hosts.stochman.convert import to_nnj
+from contrastive_curvature.hosts.stochman.hessians import InputHessian, WeightHessian
+from contrastive_curvature.hosts.stochman.layers import Dropout, Flatten, Identity, L2Norm, Reshape, Unflatten
+from contrastive_curvature.losses.contrastive import ContrastiveLoss
+from contrastive_curvature.losses.weights import PairWeights
+from contrastive_curvature.network.pullback import Points
+from contrastive_curvature.options import CurvatureOptions, Distance, Normalization, PDFix
+from contrastive_curvature.pairs import make_relation
+
+__all__ = ["ArccosHessianCalculator", "ContrastiveHessianCalculator", "HessianCalculator"]
+
+_NO_OPS = (Identity, Dropout, Flatten, Unflatten, Reshape)
+
+
+class HessianCalculator:
+    """What both calculators share.
+
+    Args:
+        wrt: ``"weight"``: the trainable parameters. ``"input"``: the inputs of every point.
+        shape: ``"diagonal"``, ``"block"`` (by layer, or by point) or ``"full"``.
+        speed: ``"half"``: exact, one backward sweep with the matrix between layers, whole or (for layers wider than
+            twice the outputs) as its factors. ``"slow"``: exact, always from the factors, which are the Jacobians of
+            all outputs. ``"fast"``: an approximation, only the diagonal of that matrix goes from layer to layer.
+        method: ``"fix"`` (or ``"fixed"``), ``"pos"`` (``"positive"``), ``"full"``, or ``"psd"``; see
+            :class:`~contrastive_curvature.options.PDFix`.
+        margin: Distance of unit embeddings below which a negative pair counts; ``None``, as in the released code,
+            lets every one count.
+        negative_weight: ``w_n`` of Eq. 10; positives weigh ``2 (1 - w_n)``, negatives ``2 w_n``.
+
+    Raises:
+        InputError: An option is unknown or out of range.
+        UnsupportedError: ``"fast"`` for the ``"full"`` shape, or for the weights with a method that couples points.
+    """
+
+    distance: ClassVar[Distance]
+
+    def __init__(
+        self,
+        wrt: str = "weight",
+        shape: str = "diagonal",
+        speed: str = "half",
+        method: str = "fix",
+        *,
+        margin: float | None = None,
+        negative_weight: float = 0.5,
+    ) -> None:
+        _check_choice("wrt", wrt, ("weight", "input"))
+        _check_choice("shape", shape, ("diagonal", "block", "full"))
+        _check_choice("speed", speed, ("slow", "half", "fast"))
+        try:
+            self.options = CurvatureOptions(
+                self.distance,
+                method,  # type: ignore[arg-type]
+                margin,
+                negative_weight,
+                Normalization.SUM,
+            )
+        except InputError as error:
+            raise type(error)(str(error).replace("pd_fix:", "method:", 1)) from None
+        if speed == "fast" and shape == "full":
+            msg = "speed='fast', shape='full': diagonals between layers have no cross-layer blocks. Use speed='half'."
+            raise UnsupportedError(msg)
+        if speed == "fast" and wrt == "weight" and self.options.pd_fix.coupled:
+            msg = (
+                f"speed='fast', method={method!r}: the approximation of cross terms needs a backward sweep for every "
+                "pair. Use speed='half', which is exact and needs one for every point."
+            )
+            raise UnsupportedError(msg)
+        self.wrt = wrt
+        self.shape = shape
+        self.speed = speed
+        self.method = method
+
+    def compute_loss(self, x: Tensor, nnj_module: nn.Module, tuple_indices: tuple[Tensor, ...]) -> Tensor:
+        """Sum the losses of the listed pairs.
+
+        Args:
+            x: N points (N, *input).
+            nnj_module: The network, of torch's or StochMan's layers; see
+                :func:`~contrastive_curvature.hosts.stochman.to_nnj`.
+            tuple_indices: ``(a, p, n)`` or ``(a1, p, a2, n)``, each (K,); a point's pair with itself is left out.
+
+        Returns:
+            A scalar, differentiable. The negatives are left out of it with the method ``"pos"``.
+
+        Raises:
+            InputTypeError: ``x`` is no tensor, or not of the network's dtype.
+            InputError: Indices or outputs are malformed.
+            UnsupportedError: A layer has no counterpart.
+        """
+        return self._loss(self._raw(nnj_module, x)(x), tuple_indices)
+
+    def compute_gradient(self, x: Tensor, nnj_module: nn.Module, tuple_indices: tuple[Tensor, ...]) -> Tensor:
+        """Gradient of :meth:`compute_loss`.
+
+        Returns:
+            Shape (P,) in the order of the trainable parameters, or (N, *input). Arguments and errors are those of
+            :meth:`compute_loss`.
+        """
+        network = self._raw(nnj_module, x)
+        with torch.enable_grad():
+            x = x.detach().requires_grad_(self.wrt == "input")
+            loss = self._loss(network(x), tuple_indices)
+            variables = [x] if self.wrt == "input" else _trainable(network)
+            if not loss.requires_grad or not variables:
+                found: list[Tensor | None] = [None for _ in variables]
+            else:
+                found = list(torch.autograd.grad(loss, variables, allow_unused=True))
+        filled = [torch.zeros_like(v) if g is None else g for v, g in zip(variables, found, strict=True)]
+        return filled[0] if self.wrt == "input" else torch.cat([x.new_zeros(0), *(g.flatten() for g in filled)])
+
+    @torch.no_grad()
+    def compute_hessian(
+        self, x: Tensor, nnj_module: nn.Module, tuple_indices: tuple[Tensor, ...]
+    ) -> Tensor | list[Tensor]:
+        """Generalised Gauss-Newton of the listed pairs, unclamped; arguments and errors as in :meth:`compute_loss`.
+
+        Returns:
+            ``wrt="weight"``, for P trainable parameters: ``"diagonal"`` (P,), ``"block"`` a list with (P_l, P_l) for
+            every layer that has trainable parameters, weight and bias together, ``"full"`` (P, P).
+            ``wrt="input"``, for N points of I numbers: ``"diagonal"`` (N, *input), ``"block"`` (N, I, I), ``"full"``
+            (N I, N I), whose blocks off the diagonal are zero unless the method couples points.
+        """
+        network = self._raw(nnj_module, x)
+        z = check_outputs(network(x), "nnj_module(x)")
+        u, n = normalize(z)
+        relation = make_relation(len(z), z.device, pairs=tuple_indices)
+        weights = PairWeights(relation, u, self.options, scale=(2.0, 2.0))
+        points = Points(x, u, n)
+        if self.wrt == "input":
+            return InputHessian(network, self.options, self.speed).compute(points, weights, self.shape)
+        return WeightHessian(network, self.options, self.speed).compute(points, weights, self.shape)
+
+    def _raw(self, nnj_module: nn.Module, x: Tensor) -> Sequential:
+        """The network without the normalisation at its end, which the output Hessian accounts for."""
+        network = to_nnj(nnj_module)
+        _check_points(x, network)
+        end = _normalized_from(network, x)
+        if end is not None:
+            return Sequential(*list(network)[:end])
+        if self.distance is Distance.EUCLIDEAN:
+            msg = (
+                "ContrastiveHessianCalculator: the network does not end in L2Norm, and this library knows only the "
+                "curvature of embeddings on the unit sphere. Append contrastive_curvature.L2Norm(), or use "
+                "ArccosHessianCalculator, which normalises inside the loss."
+            )
+            raise UnsupportedError(msg)
+        return network
+
+    def _loss(self, z: Tensor, tuple_indices: tuple[Tensor, ...]) -> Tensor:
+        options = self.options
+        factor = 2.0
+        if options.pd_fix is PDFix.POSITIVE:
+            factor = 2 * (1 - options.negative_weight)
+            options = replace(options, negative_weight=0.0)
+        return factor * ContrastiveLoss.from_options(options)(z, pairs=tuple_indices)
+
+
+class ContrastiveHessianCalculator(HessianCalculator):
+    """Contrastive loss of a network that ends in :class:`~contrastive_curvature.L2Norm`, which is linearised with it.
+
+    See :class:`HessianCalculator`; the distance is ``"euclidean"`` (paper, appendix F.1).
+    """
+
+    distance = Distance.EUCLIDEAN
+
+
+class ArccosHessianCalculator(HessianCalculator):
+    """Contrastive loss with the normalisation inside the loss; an ``L2Norm`` at the network's end counts as that.
+
+    See :class:`HessianCalculator`; the distance is ``"arccos"`` (paper, appendix F.2).
+    """
+
+    distance = Distance.ARCCOS
+
+
+def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise InputError(expected(name, f"one of {', '.join(map(repr, allowed))}", value))
+
+
+def _check_points(x: object, network: Sequential) -> None:
+    if not isinstance(x, Tensor):
+        raise InputTypeError(expected("x", "a torch.Tensor of shape (N, *input)", f"a {type(x).__name__}"))
+    dtypes = [p.dtype for p in network.parameters()]
+    if not x.is_floating_point() or (dtypes and x.dtype != dtypes[0]):
+        wanted = f"the network's dtype {dtypes[0]}" if dtypes else "a floating-point tensor"
+        raise InputTypeError(expected("x", wanted, f"dtype {x.dtype}"))
+
+
+def _normalized_from(network: Sequential, x: Tensor) -> int | None:
+    """Where the layers begin that only normalise, or pass on what came in, up to the end; ``None`` without any norm."""
+    with torch.no_grad():
+        shapes = [value.shape for value in network.feature_maps(x[:1])]
+    found = None
+    for k in reversed(range(len(network))):
+        # Reshaping to the shape that it has already is no work either.
+        if shapes[k] != shapes[k + 1] or not isinstance(network[k], (L2Norm, *_NO_OPS)):
+            break
+        if isinstance(network[k], L2Norm):
+            found = k
+    return found
+
+
+def _trainable(network: nn.Module) -> list[nn.Parameter]:
+    return [p for p in network.parameters() if p.requires_grad]

@@ -1,0 +1,215 @@
+"""What all adapters share: laplace-torch's curvature interface on top of a pullback.
+
+An adapter says how its host pulls the output Hessian back to all parameters of a network
+(:meth:`ContrastiveBackend.all_parameters`); subnetworks, last layers, data sets and batches follow from that.
+
+The host's contract: ``diag``, ``full`` and ``kron`` take a batch and return ``(loss, curvature)``, both summed over
+what the batch stands for in a data set of ``N`` points; Jacobians are (batch, outputs, parameters). ``diag`` and
+``full`` are exact. A data set's pairs do not fall apart into batches, so the contrastive Laplace classes call
+:meth:`ContrastiveBackend.fit` instead.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from laplace.curvature.curvature import GGNInterface
+from laplace.utils import Kron
+from torch import Tensor, nn
+
+from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.ggn.api import check_encoder, check_trainable, make_pullback
+from contrastive_curvature.ggn.batches import batch_curvature
+from contrastive_curvature.ggn.finite import check_finite
+from contrastive_curvature.ggn.sharing import parse_kfac_approx
+from contrastive_curvature.laplace.backends.checks import check_backend_options, check_model, read_batch
+from contrastive_curvature.laplace.backends.fits import DatasetFits
+from contrastive_curvature.losses.contrastive import ContrastiveLoss
+from contrastive_curvature.network.encoder import Encoder, evaluation_mode
+from contrastive_curvature.network.inputs import Inputs, slice_inputs
+from contrastive_curvature.network.pullback import Pullback
+from contrastive_curvature.network.subnetwork import SubnetworkPullback
+from contrastive_curvature.options import (
+    CurvatureOptions,
+    Distance,
+    KFACApprox,
+    Normalization,
+    PDFix,
+    Structure,
+)
+from contrastive_curvature.pairs import RelationFunction
+
+__all__ = ["ContrastiveBackend"]
+
+
+class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
+    """Generalised Gauss-Newton of the contrastive loss, for laplace-torch.
+
+    Args:
+        model: The encoder, or laplace's feature extractor around it.
+        likelihood: ``"contrastive"``.
+        last_layer: Only the last linear layer.
+        subnetwork_indices: Entries of the flattened trainable parameters, or ``None``.
+        dict_key_x: Not used; a mapping is given to the model whole.
+        dict_key_y: Where a mapping keeps the labels.
+        distance: See :class:`~contrastive_curvature.options.Distance`.
+        pd_fix: See :class:`~contrastive_curvature.options.PDFix`.
+        margin: See :class:`~contrastive_curvature.options.CurvatureOptions`.
+        negative_weight: The same.
+        normalization: The same.
+        pairs: ``"dataset"``: exact over all pairs of the data set. ``"batch"``: only pairs inside a batch, rescaled.
+        relation: Instead of class labels, a callable on the loader's targets that returns two boolean masks.
+        rank: Number of eigenpairs of the low-rank structure.
+        kfac_approx: How the Kronecker structure treats the two points of a pair, see
+            :class:`~contrastive_curvature.options.KFACApprox`; all but ``"expand"`` need ``pairs="batch"``.
+
+    Raises:
+        InputError: An option is unknown or out of range.
+    """
+
+    keeps_graph: ClassVar[bool] = False
+    """Whether Jacobians can be differentiated once more."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str = "contrastive",
+        last_layer: bool = False,
+        subnetwork_indices: Tensor | None = None,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        *,
+        distance: Distance | str = Distance.ARCCOS,
+        pd_fix: PDFix | str = PDFix.FIXED,
+        margin: float | None = 0.7,
+        negative_weight: float = 0.5,
+        normalization: Normalization | str = Normalization.ANCHOR,
+        pairs: str = "dataset",
+        relation: RelationFunction | None = None,
+        rank: int = 64,
+        kfac_approx: KFACApprox | str = KFACApprox.EXPAND,
+    ) -> None:
+        check_model(model)
+        self.options = CurvatureOptions(distance, pd_fix, margin, negative_weight, normalization)  # type: ignore[arg-type]
+        check_backend_options(pairs, relation, rank)
+        self.kfac_approx = parse_kfac_approx(kfac_approx, self.options.pd_fix, pairs=pairs)
+        # The host knows no contrastive likelihood; what it derives from the name is replaced below.
+        super().__init__(model, "regression", last_layer, subnetwork_indices, dict_key_x, dict_key_y)
+        self.likelihood = likelihood
+        self.lossfunc = ContrastiveLoss.from_options(self.options)
+        self.factor = 1.0
+        self.pairs = pairs
+        self.relation = relation
+        self.rank = rank
+        self._encoder: Encoder | None = None
+
+    def encoder(self, probe: Inputs) -> Encoder:
+        """The analysed encoder; analysed at the first call.
+
+        Args:
+            probe: A batch to run once.
+
+        Returns:
+            The encoder.
+        """
+        if self._encoder is None:
+            model = self.model
+            encoder = model.encoder if self.last_layer else Encoder(model, slice_inputs(probe, slice(0, 8)))
+            check_encoder(encoder, self.options)
+            self._encoder = encoder
+        return self._encoder
+
+    @abstractmethod
+    def all_parameters(self, encoder: Encoder) -> Pullback:
+        """The host's pullback to all trainable parameters of an encoder.
+
+        Args:
+            encoder: The analysed encoder, in evaluation mode.
+
+        Returns:
+            The pullback, at the parameters' present values.
+
+        Raises:
+            UnsupportedError: The host cannot differentiate a layer of it; the message names the layer, and
+                :class:`~contrastive_curvature.laplace.backends.ContrastiveGGN`, which can.
+        """
+
+    def subnetwork_parameters(self, encoder: Encoder, indices: Tensor) -> Pullback:
+        """The host's pullback to some entries of the parameters."""
+        return SubnetworkPullback(self.all_parameters(encoder), indices)
+
+    def pullback(self, probe: Inputs) -> Pullback:
+        """The pullback to this backend's parameters, at their present values."""
+        encoder = self.encoder(probe)
+        if self.last_layer:
+            # One linear layer has closed forms, which leave nothing to a host.
+            return make_pullback(encoder, "last_layer")
+        check_trainable(encoder)
+        if self.subnetwork_indices is None:
+            return self.all_parameters(encoder)
+        return self.subnetwork_parameters(encoder, self.subnetwork_indices.to(next(encoder.parameters()).device))
+
+    def diag(self, x: Inputs, y: Tensor, N: int | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Loss and unclamped diagonal (P,) that a batch adds to the estimate for N points."""
+        return self._batch(x, y, N, Structure.DIAG)
+
+    def full(self, x: Inputs, y: Tensor, N: int | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Loss and unclamped matrix (P, P) that a batch adds to the estimate for N points."""
+        return self._batch(x, y, N, Structure.FULL)
+
+    def kron(self, x: Inputs, y: Tensor, N: int | None = None, **kwargs: Any) -> tuple[Tensor, Kron]:
+        """Loss and Kronecker factors that a batch adds to the estimate for N points."""
+        loss, factors = self._batch(x, y, N, Structure.KRON)
+        return loss, Kron(factors)
+
+    def jacobians(self, x: Inputs, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
+        """Jacobians (B, D, P) of the raw outputs with respect to this backend's parameters, and the outputs (B, D)."""
+        if enable_backprop and not self.keeps_graph:
+            msg = f"enable_backprop=True: {type(self).__name__} keeps no graph. Use backend=ContrastiveGGN."
+            raise UnsupportedError(msg)
+        with evaluation_mode(self.model), torch.set_grad_enabled(enable_backprop):
+            encoder, pullback = self.encoder(x), self.pullback(x)
+            context: Any = x
+            if self.last_layer:
+                z, context = encoder.features(x)
+            else:
+                z = encoder(x)
+            axes = torch.eye(z.shape[1], dtype=z.dtype, device=z.device).expand(z.shape[0], -1, -1)
+            return pullback.vjp(context, axes), z
+
+    def last_layer_jacobians(self, x: Inputs, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
+        """The same as :meth:`jacobians`, which already knows whether this is a last-layer backend."""
+        return self.jacobians(x, enable_backprop)
+
+    def gradients(self, x: Inputs, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Refused: a pair loss has no gradient per point.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        msg = "gradients: a loss of pairs has no gradient per point. Use diag, full or kron."
+        raise UnsupportedError(msg)
+
+    def read(self, batch: Any) -> tuple[Inputs, Tensor]:
+        """Take apart what a loader yields, and bring it to the model's device; see :func:`read_batch`."""
+        return read_batch(batch, next(self.model.parameters()).device, self.dict_key_y)
+
+    def _batch(self, x: Inputs, y: Tensor, n_data: int | None, structure: Structure) -> tuple[Tensor, Any]:
+        with evaluation_mode(self.model), torch.no_grad():
+            pullback = self.pullback(x)
+            n_data = y.shape[0] if n_data is None else n_data
+            term = batch_curvature(
+                pullback,
+                x,
+                y,
+                self.options,
+                structure,
+                n_data,
+                relation=self.relation,
+                kfac_approx=self.kfac_approx,
+            )
+            check_finite(term.curvature, pullback, "this batch")
+        scaled = self._scaled(term)
+        return scaled.loss, scaled.curvature

@@ -1,0 +1,24 @@
+"""laplace-torch's backend by curvlinops."""
+
+from __future__ import annotations
+
+from contrastive_curvature.hosts.curvlinops.pullback import CurvlinopsPullback
+from contrastive_curvature.laplace.backends.base import ContrastiveBackend
+from contrastive_curvature.network.encoder import Encoder
+from contrastive_curvature.network.pullback import Pullback
+
+__all__ = ["CurvlinopsContrastiveGGN"]
+
+
+class CurvlinopsContrastiveGGN(ContrastiveBackend):
+    """Generalised Gauss-Newton of the contrastive loss by curvlinops; see :class:`ContrastiveBackend`.
+
+    ``kron`` is curvlinops' K-FAC where the blocks are positive semidefinite and it knows the layers, else the equal
+    factors of :mod:`contrastive_curvature.ggn.kron`; ``lowrank`` takes the products of
+    :class:`~contrastive_curvature.hosts.curvlinops.ContrastiveGGNLinearOperator`; ``diag`` and ``full`` come from
+    Jacobians, as in laplace-torch's own adapter.
+    """
+
+    def all_parameters(self, encoder: Encoder) -> Pullback:
+        """See :meth:`ContrastiveBackend.all_parameters`."""
+        return CurvlinopsPullback(encoder)

@@ -1,0 +1,188 @@
+"""What a backend computes over a whole data set, on top of its pullback."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.ggn.batches import batches_curvature
+from contrastive_curvature.ggn.dataset import DatasetCurvature, collect_pairs, dataset_curvature
+from contrastive_curvature.ggn.lowrank import curvature_product, leading_eigenpairs
+from contrastive_curvature.ggn.subset import HessianSubset, subset_hessian
+from contrastive_curvature.hessian.output import OutputHessian
+from contrastive_curvature.laplace.backends.checks import check_loader, check_whole
+from contrastive_curvature.network.encoder import Encoder, evaluation_mode
+from contrastive_curvature.network.inputs import Inputs
+from contrastive_curvature.network.pullback import Pullback
+from contrastive_curvature.options import CurvatureOptions, KFACApprox, Normalization, Structure
+from contrastive_curvature.pairs import RelationFunction
+from contrastive_curvature.progress import Progress
+
+__all__ = ["DatasetFits"]
+
+_FASTER = (
+    "Faster: a random part of the data; margin=None, which needs sums over classes only (with class labels); "
+    "pairs='batch', which takes the pairs inside a batch; subset_of_weights='last_layer'; or a GPU."
+)
+
+
+class DatasetFits:
+    """Part of a backend: curvatures, products and subsets over all pairs of a data set."""
+
+    model: Any
+    options: CurvatureOptions
+    pairs: str
+    relation: RelationFunction | None
+    rank: int
+    kfac_approx: KFACApprox
+
+    @abstractmethod
+    def encoder(self, probe: Inputs) -> Encoder:
+        """The analysed encoder."""
+
+    @abstractmethod
+    def pullback(self, probe: Inputs) -> Pullback:
+        """The pullback to the backend's parameters."""
+
+    @abstractmethod
+    def read(self, batch: Any) -> tuple[Inputs, Tensor]:
+        """Take apart what a loader yields."""
+
+    def fit(self, loader: Iterable[Any], structure: Structure, progress: bool | None = None) -> DatasetCurvature:
+        """Unclamped curvature of a data set, times its scale.
+
+        Args:
+            loader: Batches ``(x, labels)`` or mappings.
+            structure: ``diag``, ``full`` or ``kron``.
+            progress: Whether to show progress bars; ``None`` shows them from the tenth second on.
+
+        Returns:
+            Curvature, loss and number of points. With ``normalization="type"``, a mean over pairs, both are multiplied
+            by N / 2, so that they grow with the data; on classes of equal size this equals ``"anchor"``.
+        """
+        check_loader(loader)
+        check_whole(loader)
+        probe = self._probe(loader)
+        with evaluation_mode(self.model), torch.no_grad():
+            encoder, pullback = self.encoder(probe), self.pullback(probe)
+            shown = Progress(progress, _FASTER)
+            if self.pairs == "batch":
+                out = batches_curvature(
+                    pullback, loader, self.read, self.options, structure, self.relation, shown, self.kfac_approx
+                )
+            else:
+                found = collect_pairs(encoder, loader, self.read, self.options, self.relation, shown)
+                out = dataset_curvature(pullback, loader, self.read, found, structure, shown)
+        return self._scaled(out)
+
+    def fit_lowrank(self, loader: Iterable[Any], progress: bool | None = None) -> DatasetCurvature:
+        """Leading eigenvectors (P, R) and eigenvalues (R,) over all pairs of a data set, times its scale.
+
+        Args:
+            loader: Batches, always in the same order.
+            progress: Whether to show progress bars; ``None`` shows them from the tenth second on.
+
+        Returns:
+            The pair of them as curvature, loss and number of points.
+
+        Raises:
+            UnsupportedError: ``pairs="batch"``.
+        """
+        if self.pairs == "batch":
+            msg = (
+                "pairs='batch': the low-rank structure has no batch estimate, since eigenpairs of batches do not add "
+                "up. Use pairs='dataset', or the structure 'diag'."
+            )
+            raise UnsupportedError(msg)
+        check_loader(loader)
+        check_whole(loader)
+        probe = self._probe(loader)
+        with evaluation_mode(self.model), torch.no_grad():
+            encoder, pullback = self.encoder(probe), self.pullback(probe)
+            shown = Progress(progress, _FASTER)
+            found = collect_pairs(encoder, loader, self.read, self.options, self.relation, shown)
+            vectors, values = leading_eigenpairs(pullback, found, loader, self.read, self.rank, shown)
+        scale = self._data_scale(found.n)
+        loss, cost = found.weights.loss_and_cost()
+        return DatasetCurvature((vectors, scale * values), scale * loss, scale * cost, found.n)
+
+    def matvec(self, loader: Iterable[Any], v: Tensor) -> Tensor:
+        """``J^T H J v`` over all pairs of a data set, unclamped, times its scale; no matrix is formed.
+
+        Args:
+            loader: Batches, always in the same order.
+            v: Shape (P,).
+
+        Returns:
+            Shape (P,).
+        """
+        check_loader(loader)
+        check_whole(loader)
+        probe = self._probe(loader)
+        with evaluation_mode(self.model), torch.no_grad():
+            encoder, pullback = self.encoder(probe), self.pullback(probe)
+            found = collect_pairs(encoder, loader, self.read, self.options, self.relation, Progress(None, _FASTER))
+            hessian = OutputHessian(found.z, found.weights, self.options)
+            product = curvature_product(pullback, hessian, loader, self.read, v)
+        return self._data_scale(found.n) * product
+
+    def fit_subset(
+        self, loader: Iterable[Any], size: int, seed: int = 0, progress: bool | None = None
+    ) -> tuple[HessianSubset, Tensor, Tensor, int]:
+        """Some points of a data set, with a square root of their output Hessian, times the data set's scale.
+
+        Args:
+            loader: Batches.
+            size: Number of points.
+            seed: Of the draw.
+            progress: Whether to show progress bars; ``None`` shows them from the tenth second on.
+
+        Returns:
+            The points; loss, cost and number of points of the whole data set.
+
+        Raises:
+            UnsupportedError: ``pairs="batch"``, or the Hessian is not positive semidefinite.
+        """
+        if self.pairs == "batch":
+            msg = "pairs='batch': a subset of the points takes the pairs of the data set. Use pairs='dataset'."
+            raise UnsupportedError(msg)
+        check_loader(loader)
+        check_whole(loader)
+        probe = self._probe(loader)
+        with evaluation_mode(self.model), torch.no_grad():
+            encoder = self.encoder(probe)
+            shown = Progress(progress, _FASTER)
+            found = collect_pairs(encoder, loader, self.read, self.options, self.relation, shown)
+            subset = subset_hessian(encoder, loader, self.read, found, size, seed, shown)
+        scale = self._data_scale(found.n)
+        loss, cost = found.weights.loss_and_cost()
+        return replace(subset, factor=scale**0.5 * subset.factor), scale * loss, scale * cost, found.n
+
+    def eig_lowrank(self, data_loader: Iterable[Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """The host's form of :meth:`fit_lowrank`: eigenvectors, eigenvalues and loss."""
+        out = self.fit_lowrank(data_loader)
+        vectors, values = out.curvature
+        return vectors, values, out.loss
+
+    def _probe(self, loader: Iterable[Any]) -> Inputs:
+        for batch in loader:
+            return self.read(batch)[0]
+        raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+
+    def _data_scale(self, n: int) -> float:
+        return n / 2 if self.options.normalization is Normalization.TYPE else 1.0
+
+    def _scaled(self, out: DatasetCurvature) -> DatasetCurvature:
+        scale = self._data_scale(out.n)
+        if isinstance(out.curvature, Tensor):
+            scaled: Any = scale * out.curvature
+        else:
+            # The scale goes to the curvature factor alone: the other is a mean of inputs.
+            scaled = [[scale * f[0], *f[1:]] for f in out.curvature]
+        return DatasetCurvature(scaled, scale * out.loss, scale * out.cost, out.n)

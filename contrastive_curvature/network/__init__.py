@@ -1,0 +1,1 @@
+"""Encoders, and how a Hessian at their outputs is pulled back to their parameters."""

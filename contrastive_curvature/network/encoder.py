@@ -1,0 +1,315 @@
+"""What the curvature needs to know of an encoder: its raw outputs, and the linear layer that makes them.
+
+An encoder may end in an l2-normalisation module, ours or anybody's; the curvature lives on what goes into it. Where the
+raw outputs cannot be reached (``F.normalize`` inside ``forward``) the encoder is refused, because every Jacobian would
+silently be that of another function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.hessian.sphere import normalize
+from contrastive_curvature.network.inputs import Inputs, slice_inputs
+from contrastive_curvature.network.refusal import describe_points, naming_the_input
+from contrastive_curvature.network.threads import evaluation_mode, watched
+
+__all__ = [
+    "Encoder",
+    "evaluation_mode",
+    "flatten_parameters",
+    "weight_norms",
+]
+
+_UNIT_TOLERANCE = 1e-4
+
+
+def flatten_parameters(parameters: Iterable[Tensor]) -> Tensor:
+    """All entries as one vector, shape (P,), in the order of their indices.
+
+    torch's ``parameters_to_vector`` refuses weights in another memory format, as channels_last.
+    """
+    return torch.cat([p.reshape(-1) for p in parameters])
+
+
+def weight_norms(model: nn.Module) -> Tensor:
+    """Norms of all parameters, sorted, float64 on the CPU: enough to tell one trained encoder from another.
+
+    Sorted, because wrappers around an encoder list its modules in another order.
+    """
+    return torch.stack([p.detach().norm().cpu().double() for p in model.parameters()]).sort().values
+
+
+class Encoder(nn.Module):
+    """An encoder, analysed: calling it gives raw outputs, before any l2-normalisation.
+
+    Args:
+        model: Any module that maps a batch to (N, D); parameters are shared, not copied.
+        probe: A batch (one point is enough; two or more tell more) to run once, to see the order of execution.
+        last_layer_name: Name of the linear layer that makes the raw outputs, when it should not be found by itself.
+
+    Attributes:
+        model: The wrapped module.
+        dim: D.
+        last_layer: The linear layer whose output is the raw output, or ``None``.
+        last_layer_name: Its name in ``model.named_modules()``, or ``None``.
+        tap: The normalisation that takes in the raw outputs, or ``None`` where the model gives them.
+        tap_run: Which of its runs that is, from zero.
+        normalized: Whether the raw outputs have unit norm because nothing rawer can be reached.
+
+    Raises:
+        InputTypeError: The model does not return a tensor.
+        InputError: It cannot take the probe, does not return (N, D), or there is no layer of that name.
+        UnsupportedError: It normalises inside ``forward``.
+    """
+
+    def __init__(self, model: nn.Module, probe: Inputs, last_layer_name: str | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.tap: nn.Module | None = None
+        self.tap_run = 0
+        self._known: str | None = None
+        records, out = _trace(model, probe)
+        self._known = describe_points(probe)
+        self.dim = out.shape[1]
+        _check_finite(out)
+        raw, self.normalized = self._look_through(records, out)
+        layers = [r for r in records if isinstance(r.module, nn.Linear) and torch.equal(_or_empty(r.output), raw)]
+        named = dict(model.named_modules())
+        if last_layer_name is not None and not isinstance(named.get(last_layer_name), nn.Linear):
+            linear = [name for name, module in named.items() if isinstance(module, nn.Linear)]
+            raise InputError(
+                expected("last_layer_name", f"the name of a linear layer, one of {linear}", last_layer_name)
+            )
+        if last_layer_name is not None and not any(r.module is named[last_layer_name] for r in layers):
+            hint = "Its output must be the raw embedding, which only an l2-normalisation may follow."
+            raise InputError(expected("last_layer_name", "the layer that makes the raw outputs", last_layer_name, hint))
+        self.last_layer_name: str | None = None
+        if layers:
+            module = layers[-1].module if last_layer_name is None else named[last_layer_name]
+            self.last_layer_name = next(name for name, other in named.items() if other is module)
+            self._runs = sum(r.module is module for r in records)
+
+    def _look_through(self, records: list[_Record], out: Tensor) -> tuple[Tensor, bool]:
+        """Walk back from the output over normalisations, and over what passes them on unchanged.
+
+        Returns:
+            The raw outputs of the probe, and whether they are still normalised.
+        """
+        raw, k = out, len(records)
+        while _has_constant_norm(raw):
+            k = next((i for i in reversed(range(k)) if torch.equal(_or_empty(records[i].output), raw)), -1)
+            if k < 0:
+                if raw.shape[1] > 1:
+                    raise UnsupportedError(_NORMALIZES_INSIDE)
+                return raw, False
+            if isinstance(records[k].module, nn.Linear):
+                return raw, False
+            if not records[k].only_rescales():
+                # A common norm other than one may be a layer norm's, which is no normalisation of embeddings.
+                return raw, bool(((raw.float().norm(dim=1) - 1).abs() < _UNIT_TOLERANCE).all())
+            raw, self.tap = records[k].input, records[k].module
+            self.tap_run = sum(record.module is self.tap for record in records[:k])
+        return raw, False
+
+    @property
+    def last_layer(self) -> nn.Linear | None:
+        """The linear layer that makes the raw outputs."""
+        if self.last_layer_name is None:
+            return None
+        layer = self.model.get_submodule(self.last_layer_name)
+        if not isinstance(layer, nn.Linear):
+            msg = f"{self.last_layer_name} was a linear layer when the encoder was analysed, and is a {type(layer)} now"
+            raise TypeError(msg)
+        return layer
+
+    def require_last_layer(self) -> nn.Linear:
+        """The last layer.
+
+        Raises:
+            UnsupportedError: There is none, or it runs more than once.
+        """
+        hint = (
+            "End the encoder in nn.Linear (followed at most by a normalisation module such as "
+            "contrastive_curvature.L2Norm), or use subset_of_weights='all'."
+        )
+        layer = self.last_layer
+        if layer is None:
+            msg = f"subset_of_weights='last_layer': no linear layer makes the raw outputs of this encoder. {hint}"
+            raise UnsupportedError(msg)
+        if self._runs > 1:
+            msg = f"subset_of_weights='last_layer': layer {self.last_layer_name!r} runs {self._runs} times. {hint}"
+            raise UnsupportedError(msg)
+        if [name for name, _ in layer.named_parameters()] not in (["weight"], ["weight", "bias"]):
+            msg = (
+                f"subset_of_weights='last_layer': the weight of layer {self.last_layer_name!r} is reparametrised "
+                "(weight or spectral norm), so its outputs are not linear in its parameters. Remove the "
+                "reparametrisation."
+            )
+            raise UnsupportedError(msg)
+        return layer
+
+    def forward(self, x: Inputs) -> Tensor:
+        """Raw outputs, shape (N, D).
+
+        Raises:
+            InputError: The model raises an error for inputs of another shape or dtype than the probe.
+            UnsupportedError: A layer to look at runs in another thread.
+        """
+        if self.tap is None:
+            return _lifted(self._run(x))
+        return self._watch(self.tap, x, self.tap_run)[1]
+
+    def features(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        """Raw outputs (N, D) and what the last layer makes them from, (N, F)."""
+        return self._watch(self.require_last_layer(), x)
+
+    def _watch(self, module: nn.Module, x: Inputs, run: int = 0) -> tuple[Tensor, Tensor]:
+        """Output and input of one run of a module; copies, because it or what follows may work in place."""
+        came: list[Tensor] = []
+        went: list[Tensor] = []
+        with watched(
+            [module],
+            before=lambda _, args, kwargs: came.append(_lifted((args[0] if args else kwargs["input"]).clone())),
+            after=lambda _, __, out: went.append(_lifted(out.clone())),
+        ):
+            self._run(x)
+        if len(went) <= run:
+            msg = (
+                f"model: its {type(module).__name__} did not run as when the encoder was analysed, or ran in another "
+                "thread (nn.DataParallel over several devices?). Pass the module inside of it."
+            )
+            raise UnsupportedError(msg)
+        return went[run], came[run]
+
+    def naming(self, x: Inputs) -> AbstractContextManager[None]:
+        """A context in which an error that ``x`` causes in the model's layers becomes one that names ``x``."""
+        return naming_the_input(x, self._known)
+
+    def _run(self, x: Inputs) -> Tensor:
+        """What the model returns."""
+        with self.naming(x):
+            out: Tensor = self.model(x)
+        return out
+
+
+def _lifted(t: Tensor) -> Tensor:
+    """A tensor that a model made in half precision (under autocast) as float32, in which curvatures are summed."""
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+
+
+class _Record:
+    """One run of a module. Copies, because it or what follows may work in place."""
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.module = module
+        self.input: Any = args[0].clone() if args and isinstance(args[0], Tensor) else None
+        self.output: Any = None
+
+    def only_rescales(self) -> bool:
+        """Whether every row of the output is a positive multiple of the row that came in, without parameters."""
+        z, out = self.input, self.output
+        if (
+            not isinstance(z, Tensor)
+            or not isinstance(out, Tensor)
+            or z.shape != out.shape
+            or next(self.module.parameters(), None) is not None
+        ):
+            return False
+        if not bool((z != 0).any(dim=1).all()):
+            return True
+        aligned = (normalize(z)[0] * normalize(out)[0]).sum(1)
+        return bool((aligned > 1 - _UNIT_TOLERANCE).all())
+
+
+def _trace(model: nn.Module, probe: Inputs) -> tuple[list[_Record], Any]:
+    running: dict[int, _Record] = {}
+    records: list[_Record] = []
+
+    def start(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        running[id(module)] = _Record(module, args or tuple(kwargs.values()))
+
+    def finish(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
+        record = running.pop(id(module))
+        record.output = output.clone() if isinstance(output, Tensor) else output
+        records.append(record)
+
+    _refuse_batch_statistics(model)
+    leaves = [module for module in model.modules() if next(module.children(), None) is None]
+    with (
+        torch.no_grad(),
+        evaluation_mode(model),
+        watched(leaves, before=start, after=finish),
+        naming_the_input(probe),
+    ):
+        out = model(probe)
+    _check_output(out)
+    with torch.no_grad(), evaluation_mode(model):
+        _check_batch_independence(model, probe, out)
+    return records, out
+
+
+def _check_output(out: object) -> None:
+    if not isinstance(out, Tensor):
+        raise InputTypeError(expected("model", "a module that returns a tensor (N, D)", f"a {type(out).__name__}"))
+    if out.ndim != 2 or out.shape[1] == 0:
+        hint = "One row is one embedding: pool or flatten inside the encoder."
+        raise InputError(expected("model", "outputs of shape (N, D)", f"shape {tuple(out.shape)}", hint))
+
+
+def _check_finite(out: Tensor) -> None:
+    if not bool(out.isfinite().all()):
+        rows = (~out.isfinite().all(dim=1)).nonzero().flatten()[:5].tolist()
+        raise InputError(expected("model(x)", "finite embeddings", f"NaN or infinity in rows {rows}"))
+
+
+def _refuse_batch_statistics(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
+            msg = (
+                f"model: {name!r} normalises with the statistics of the batch even in evaluation mode, so a point has "
+                "no Jacobian of its own. Use track_running_stats=True, or LayerNorm."
+            )
+            raise UnsupportedError(msg)
+
+
+def _check_batch_independence(model: nn.Module, probe: Inputs, out: Tensor) -> None:
+    """Refuse an encoder whose output for a point depends on the rest of the batch."""
+    if out.shape[0] < 2:
+        return
+    alone = model(slice_inputs(probe, slice(0, 1)))
+    size = float(out.abs().max())
+    if float((alone - out[:1]).abs().max()) > 1e-2 * size:
+        msg = (
+            "model: in evaluation mode the embedding of a point depends on the rest of its batch (batch "
+            "normalisation without running statistics?), so it has no Jacobian of its own. Use "
+            "track_running_stats=True, or LayerNorm."
+        )
+        raise UnsupportedError(msg)
+
+
+def _has_constant_norm(out: Tensor) -> bool:
+    """Whether the rows have norm one, or, from two rows on, one common norm."""
+    norms = out.float().norm(dim=1)
+    if not out.shape[0]:
+        return False
+    one = bool(((norms - 1).abs() < _UNIT_TOLERANCE).all())
+    return one or (out.shape[0] > 1 and bool(((norms / norms[0] - 1).abs() < _UNIT_TOLERANCE).all()))
+
+
+def _or_empty(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else torch.empty(0)
+
+
+_NORMALIZES_INSIDE = (
+    "model: the encoder normalises its output inside forward (every output has norm 1, and no module at its end does "
+    "it). The curvature is that of the raw outputs, whose Jacobian cannot be reached there. Drop F.normalize from "
+    "forward and end the encoder in the module contrastive_curvature.L2Norm(), or in no normalisation at all: the "
+    "predictions and the curvature are those of the unit embeddings either way."
+)

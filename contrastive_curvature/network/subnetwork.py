@@ -1,0 +1,65 @@
+"""Some entries of the parameters, on top of any pullback.
+
+It lets a host library that only knows whole modules answer for subnetworks too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from contrastive_curvature.hessian.blocks import NodeBlocks
+from contrastive_curvature.network.inputs import Inputs
+from contrastive_curvature.network.pullback import Points, Pullback
+from contrastive_curvature.options import Structure
+
+__all__ = ["SubnetworkPullback"]
+
+
+class SubnetworkPullback(Pullback):
+    """Some entries of the parameters of another pullback.
+
+    Args:
+        inner: All trainable parameters.
+        indices: Entries of the flattened parameters, shape (P,).
+    """
+
+    def __init__(self, inner: Pullback, indices: Tensor) -> None:
+        self.inner = inner
+        self.encoder = inner.encoder
+        self.indices = indices
+        self.n_params = indices.numel()
+
+    @property
+    def width(self) -> int:
+        """See :class:`Pullback`."""
+        return self.inner.width
+
+    def parameter_at(self, position: int) -> str:
+        """See :meth:`Pullback.parameter_at`."""
+        return self.inner.parameter_at(int(self.indices[position]))
+
+    def forward(self, x: Inputs) -> tuple[Tensor, Any]:
+        """See :meth:`Pullback.forward`."""
+        return self.inner.forward(x)
+
+    def slice_context(self, context: Any, rows: slice) -> Any:
+        """See :meth:`Pullback.slice_context`."""
+        return self.inner.slice_context(context, rows)
+
+    def vjp(self, context: Any, cotangents: Tensor) -> Tensor:
+        """See :meth:`Pullback.vjp`."""
+        return self.inner.vjp(context, cotangents)[..., self.indices]
+
+    def block_term(self, points: Points, blocks: NodeBlocks, structure: Structure) -> Tensor:
+        """See :meth:`Pullback.block_term`."""
+        if structure is Structure.DIAG:
+            return self.inner.block_term(points, blocks, structure)[self.indices]
+        return super().block_term(points, blocks, structure)
+
+    def cross_term(self, rows: Points, columns: Points, y: Tensor, structure: Structure) -> Tensor:
+        """See :meth:`Pullback.cross_term`."""
+        if structure is Structure.DIAG:
+            return self.inner.cross_term(rows, columns, y, structure)[self.indices]
+        return super().cross_term(rows, columns, y, structure)

@@ -1,0 +1,400 @@
+"""The contrastive loss in BackPACK's extensions and in ours, against the dense curvature."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from backpack import backpack, extend
+from backpack.extensions import (
+    GGNMP,
+    HMP,
+    KFAC,
+    KFLR,
+    KFRA,
+    PCHMP,
+    BatchDiagGGNExact,
+    BatchDiagGGNMC,
+    BatchDiagHessian,
+    BatchGrad,
+    DiagGGNExact,
+    DiagGGNMC,
+    DiagHessian,
+    SqrtGGNExact,
+    SqrtGGNMC,
+)
+from backpack_networks import FLAT, SEQUENTIAL, Drawn, backpack_cases, build, truth_and_size
+from devices import DEVICES
+from hypothesis import assume, given
+from strategies import INPUTS, Case, close
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+from contrastive_curvature.hessian.blocks import NodeBlocks
+from contrastive_curvature.hosts.backpack import CurvatureFactor, DiagCurvature, loss, register
+from contrastive_curvature.hosts.backpack.factors import factor_blocks, factor_hessian
+from contrastive_curvature.testing import dense_ggn, dense_output_hessian
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+KRONECKER = ("linear", "no bias", "relu")
+"""Networks of layers that KFAC and KFLR know; GGNMP knows batch normalisation too."""
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    register()
+
+
+def backward(drawn: Drawn, device: str, *extensions: Any) -> nn.Module:
+    """The extended model after a backward pass of the extended loss."""
+    model, x, case = drawn
+    moved = case.to(device)
+    options = {k: v for k, v in case.options.items() if k not in ("margin", "negative_weight", "normalization")}
+    made = cc.ContrastiveLoss(
+        case.options["margin"], case.options["negative_weight"], case.options["normalization"], **options
+    )
+    for module in model.modules():
+        # The host's hooks refuse what works in place.
+        module.inplace = False
+    model, loss_fn = extend(model.to(device)), extend(made)
+    with backpack(*extensions):
+        z = model(x.to(device))
+        value = loss_fn(z, moved.labels) if case.pairs is None else loss_fn(z, moved.labels, pairs=moved.pairs)
+        value.backward()
+    return model
+
+
+def gather(model: nn.Module, field: str) -> Tensor:
+    return torch.cat([getattr(p, field).flatten() for p in model.parameters()]).cpu()
+
+
+def psd_cases(kinds: tuple[str, ...] = SEQUENTIAL) -> Any:
+    def force(drawn: Drawn) -> Drawn:
+        drawn[2].options["pd_fix"] = "psd"
+        return drawn
+
+    return backpack_cases(kinds).map(force)
+
+
+@given(drawn=backpack_cases(SEQUENTIAL))
+def test_our_extensions_are_exact_for_every_fix(drawn: Drawn, device: str) -> None:
+    truth, size = truth_and_size(drawn)
+    model = backward(drawn, device, DiagCurvature(), CurvatureFactor("factor"))
+    assert close(gather(model, "diag_curvature"), truth.diagonal(), size)
+    factors = [p.factor for p in model.parameters()]
+    whole = torch.cat([f.columns.flatten(1) for f in factors], dim=1).cpu()
+    assert close(whole.T @ torch.diag(factors[0].signs.cpu()) @ whole, truth, size)
+    assert not any(f.columns.requires_grad for f in factors)
+
+
+@given(drawn=psd_cases(FLAT))
+def test_square_roots_of_psd_blocks(drawn: Drawn, device: str) -> None:
+    truth, size = truth_and_size(drawn)
+    model = backward(drawn, device, DiagGGNExact(), BatchDiagGGNExact(), SqrtGGNExact(), BatchGrad())
+    assert close(gather(model, "diag_ggn_exact"), truth.diagonal(), size)
+    parameters = list(model.parameters())
+    batch = torch.cat([p.diag_ggn_exact_batch.flatten(1) for p in parameters], dim=1).cpu()
+    assert close(batch.sum(0), truth.diagonal(), size)
+    root = torch.cat([p.sqrt_ggn_exact.flatten(2).flatten(0, 1) for p in parameters], dim=1).cpu()
+    assert close(root.T @ root, truth, size)
+    gradients = torch.cat([p.grad_batch.flatten(1) for p in parameters], dim=1).cpu()
+    assert close(gradients.sum(0), torch.cat([p.grad.flatten() for p in parameters]).cpu(), size)
+
+
+@given(drawn=psd_cases(KRONECKER))
+def test_kflr_has_the_exact_factors_of_biases(drawn: Drawn, device: str) -> None:
+    truth, size = truth_and_size(drawn)
+    start = 0
+    for p in backward(drawn, device, KFLR()).parameters():
+        if p.ndim == 1:
+            assert close(p.kflr[0].cpu(), truth[start : start + len(p), start : start + len(p)], size)
+        elif len(drawn[1]) == 1:
+            block = truth[start : start + p.numel(), start : start + p.numel()]
+            assert close(torch.kron(*p.kflr).detach().cpu(), block, size)
+        start += p.numel()
+
+
+@given(drawn=backpack_cases(KRONECKER))
+def test_kfra_averages_the_blocks_indefinite_ones_too(drawn: Drawn, device: str) -> None:
+    assume(not cc.PDFix(drawn[2].options["pd_fix"]).coupled)
+    _, x, case = drawn
+    h = dense_output_hessian(case.z, **case.all).view(len(x), case.z.shape[1], len(x), -1)
+    blocks = sum(h[i, :, i] for i in range(len(x)))
+    size = truth_and_size(drawn)[1]
+    last = [m for m in backward(drawn, device, KFRA()).modules() if isinstance(m, nn.Linear)][-1]
+    assert close(last.weight.kfra[0].cpu(), blocks, size)
+
+
+@given(drawn=psd_cases(FLAT))
+def test_sampled_roots_with_the_noise_fed(drawn: Drawn, device: str) -> None:
+    """With 2^k sign vectors that are orthogonal, the sampled factor squares to the Hessian exactly."""
+    truth, size = truth_and_size(drawn)
+    signs = torch.tensor([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]])
+    wide = torch.kron(torch.tensor([[1, 1], [1, -1]]), signs)
+
+    def noise(low: int, high: int, shape: tuple[int, ...], **_: Any) -> Tensor:
+        assert (low, high, shape[0]) == (0, 2, 8)
+        return ((wide[:, : shape[2]] + 1) // 2).unsqueeze(1).expand(shape).to(device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss.torch, "randint", noise)
+        model = backward(drawn, device, DiagGGNMC(8), BatchDiagGGNMC(8), SqrtGGNMC(8))
+    assert close(gather(model, "diag_ggn_mc"), truth.diagonal(), size)
+    parameters = list(model.parameters())
+    batch = torch.cat([p.diag_ggn_mc_batch.flatten(1) for p in parameters], dim=1).cpu()
+    assert close(batch.sum(0), truth.diagonal(), size)
+    root = torch.cat([p.sqrt_ggn_mc.flatten(2).flatten(0, 1) for p in parameters], dim=1).cpu()
+    assert close(root.T @ root, truth, size)
+    if any(isinstance(m, (nn.LogSigmoid, nn.BatchNorm1d, nn.ELU)) for m in model.modules()):
+        return  # layers that KFAC does not know
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss.torch, "randint", noise)
+        backward(drawn, device, KFAC(8))
+    backward(drawn, device, KFLR())
+    for p in model.parameters():
+        assert all(close(a, b, size) for a, b in zip(p.kfac, p.kflr, strict=True))
+
+
+def test_sampled_roots_have_the_right_mean(device: str) -> None:
+    torch.manual_seed(0)
+    model, x = build("relu", 3), torch.randn(5, INPUTS, dtype=torch.float64)
+    options = {"pd_fix": "psd", "distance": "arccos", "margin": None, "negative_weight": 0.2, "normalization": "sum"}
+    case = Case(model(x).detach(), torch.tensor([0, 0, 1, 1, 1]), None, options)
+    truth = dense_ggn(model, x, **case.all).diagonal()
+    found = torch.stack([gather(backward((model, x, case), device, DiagGGNMC(1)), "diag_ggn_mc") for _ in range(400)])
+    # Five standard errors, and rounding where an entry has no variance.
+    error = 5 * found.std(0) / 400**0.5 + 1e-12 * truth.max()
+    assert float(found.std(0).max()) > 0.1 * float(truth.max())
+    assert bool(((found.mean(0) - truth).abs() <= error).all())
+
+
+@given(drawn=psd_cases(FLAT))
+def test_subsampling_takes_some_of_the_blocks(drawn: Drawn, device: str) -> None:
+    model = backward(drawn, device, SqrtGGNExact())
+    whole = [p.sqrt_ggn_exact for p in model.parameters()]
+    last = len(drawn[1]) - 1
+    part = [p.sqrt_ggn_exact for p in backward(drawn, device, SqrtGGNExact(subsampling=[last])).parameters()]
+    assert all(close(b, a[:, [last]], float(a.abs().max())) for a, b in zip(whole, part, strict=True))
+
+
+@given(drawn=backpack_cases((*KRONECKER, "batchnorm")))
+def test_products_with_every_fix(drawn: Drawn, device: str) -> None:
+    """Indefinite and coupled ones: what is propagated is a product with the whole batch's Hessian."""
+    truth, size = truth_and_size(drawn)
+    model = backward(drawn, device, GGNMP())
+    start = 0
+    for p in model.parameters():
+        block = truth[start : start + p.numel(), start : start + p.numel()]
+        start += p.numel()
+        eye = torch.eye(p.numel(), dtype=p.dtype, device=device).view(-1, *p.shape)
+        assert close(p.ggnmp(eye).flatten(1).detach().cpu(), block, size)
+
+
+def hessian_of_loss(model: nn.Module, x: Tensor, case: Case) -> Tensor:
+    """Dense Hessian of the loss itself with respect to all parameters, by autograd."""
+    names, values = zip(*model.named_parameters(), strict=True)
+    loss_fn = cc.ContrastiveLoss(*(case.options[k] for k in ("margin", "negative_weight", "normalization")))
+    sizes = [p.numel() for p in values]
+
+    def value(flat: Tensor) -> Tensor:
+        split = {n: t.view_as(p) for n, t, p in zip(names, flat.split(sizes), values, strict=True)}
+        return loss_fn(torch.func.functional_call(model, split, (x,)), case.labels, pairs=case.pairs)
+
+    return torch.autograd.functional.hessian(value, torch.cat([p.detach().flatten() for p in values]))
+
+
+@given(drawn=backpack_cases(("relu", "no bias", "linear", "normalised")))
+def test_hmp_is_the_hessian_of_the_loss(drawn: Drawn, device: str) -> None:
+    """With ``arccos`` and ``full``, and through a normalisation layer too."""
+    model, x, case = drawn
+    case.options.update(distance="arccos", pd_fix="full")
+    size = truth_and_size(drawn)[1]
+    truth = hessian_of_loss(model, x, case)
+    model = backward(drawn, device, HMP())
+    start = 0
+    for p in model.parameters():
+        block = truth[start : start + p.numel(), start : start + p.numel()]
+        start += p.numel()
+        eye = torch.eye(p.numel(), dtype=p.dtype, device=device).view(-1, *p.shape)
+        assert close(p.hmp(eye).flatten(1).detach().cpu(), block, 1e2 * size)
+
+
+@given(drawn=backpack_cases(("normalised",)))
+def test_a_normalisation_layer_gives_the_euclidean_curvature(drawn: Drawn, device: str) -> None:
+    model, x, case = drawn
+    case.options["distance"] = "euclidean"
+    body = model[0]
+    case.z = body(x).detach()
+    truth, size = truth_and_size((body, x, case))
+    coupled = cc.PDFix(case.options["pd_fix"]).coupled
+    drawn = model, x, case
+    assert close(gather(backward(drawn, device, DiagCurvature()), "diag_curvature"), truth.diagonal(), size)
+    if not coupled:
+        case.options["pd_fix"] = "psd"
+        case.z = body.cpu()(x).detach()
+        truth = dense_ggn(body, x, **case.all)
+        found = backward(drawn, device, DiagGGNExact(), BatchDiagGGNExact(), SqrtGGNExact(), KFLR(), KFRA(), GGNMP())
+        assert close(gather(found, "diag_ggn_exact"), truth.diagonal(), size)
+        root = torch.cat([p.sqrt_ggn_exact.flatten(2).flatten(0, 1) for p in found.parameters()], dim=1).cpu()
+        assert close(root.T @ root, truth, size)
+        count = body.bias.numel()
+        assert close(body.bias.kflr[0].cpu(), truth[-count:, -count:], size)
+        # Behind one linear layer, the average of the pulled-back sum is that of different points: for one point exact.
+        if len(x) == 1:
+            assert close(body.bias.kfra[0].cpu(), truth[-count:, -count:], size)
+        eye = torch.eye(count, dtype=torch.float64, device=device)
+        assert close(body.bias.ggnmp(eye).detach().cpu(), truth[-count:, -count:], size)
+
+
+@pytest.mark.parametrize("distance", ["arccos", "euclidean"])
+def test_a_normalisation_layer_with_the_other_distance_is_refused(distance: str, device: str) -> None:
+    torch.manual_seed(0)
+    model, x = build("normalised", 2), torch.randn(4, INPUTS, dtype=torch.float64)
+    options = {"pd_fix": "psd", "distance": distance, "margin": None, "negative_weight": 0.2, "normalization": "sum"}
+    case = Case(model(x).detach(), torch.tensor([0, 0, 1, 1]), None, options)
+    good, bad = ((DiagGGNExact, DiagCurvature, GGNMP, KFRA), (HMP, DiagHessian, PCHMP))
+    if distance == "arccos":
+        good, bad = bad[:2], good
+    for extension in bad:
+        with pytest.raises(cc.UnsupportedError, match="ends in a normalisation"):
+            backward((model, x, case), device, extension())
+    for extension in good:
+        backward((model, x, case), device, extension())
+
+
+def partner_held_fixed(model: nn.Module, x: Tensor, case: Case) -> Tensor:
+    """Diagonal of the Hessian of what ``fixed`` stands for: every pair twice, with one of its points held still."""
+    names, values = zip(*model.named_parameters(), strict=True)
+    sizes = [p.numel() for p in values]
+    still = torch.nn.functional.normalize(model(x).detach(), dim=1)
+    y = cc.output_hessian(model(x).detach(), **case.all).weights.dense()
+
+    def value(flat: Tensor) -> Tensor:
+        split = {n: t.view_as(p) for n, t, p in zip(names, flat.split(sizes), values, strict=True)}
+        u = torch.nn.functional.normalize(torch.func.functional_call(model, split, (x,)), dim=1)
+        return -(y * (u @ still.T)).sum()
+
+    return torch.autograd.functional.hessian(value, torch.cat([p.detach().flatten() for p in values])).diagonal()
+
+
+@given(drawn=backpack_cases((*KRONECKER, "smooth", "normalised")))
+def test_diagonal_of_the_hessian_with_partners_held_fixed(drawn: Drawn, device: str) -> None:
+    model, x, case = drawn
+    case.options.update(distance="arccos", pd_fix="fixed")
+    truth, size = partner_held_fixed(model, x, case), truth_and_size(drawn)[1]
+    model = backward(drawn, device, DiagHessian(), BatchDiagHessian())
+    assert close(gather(model, "diag_h"), truth, 1e2 * size)
+    batch = torch.cat([p.diag_h_batch.flatten(1) for p in model.parameters()], dim=1).cpu()
+    assert close(batch.sum(0), truth, 1e2 * size)
+
+
+SQUARE_ROOTS = (DiagGGNExact, DiagGGNMC, BatchDiagGGNExact, BatchDiagGGNMC, SqrtGGNExact, SqrtGGNMC, KFAC, KFLR)
+
+
+@pytest.mark.parametrize("fix", ["fixed", "positive", "full"])
+def test_square_roots_that_do_not_exist_are_refused(fix: str, device: str) -> None:
+    torch.manual_seed(0)
+    model, x = build("relu", 3), torch.randn(5, INPUTS, dtype=torch.float64)
+    options = {"pd_fix": fix, "distance": "arccos", "margin": None, "negative_weight": 0.5, "normalization": "sum"}
+    case = Case(model(x).detach(), torch.tensor([0, 0, 1, 1, 1]), None, options)
+    extensions = (*SQUARE_ROOTS, PCHMP) + ((KFRA, DiagHessian) if fix != "fixed" else ())
+    for extension in extensions:
+        with pytest.raises(cc.UnsupportedError, match=r"DiagCurvature\(\).*pd_fix='psd'") as caught:
+            backward((model, x, case), device, extension())
+        assert ("indefinite" in str(caught.value)) == (fix == "fixed")
+
+
+def test_convex_products_and_refusals_of_the_host(device: str) -> None:
+    torch.manual_seed(0)
+    model, x = build("linear", 3), torch.randn(5, INPUTS, dtype=torch.float64)
+    options = {"pd_fix": "psd", "distance": "arccos", "margin": None, "negative_weight": 0.5, "normalization": "sum"}
+    case = Case(model(x).detach(), torch.tensor([0, 0, 1, 1, 1]), None, options)
+    truth = dense_ggn(model, x, **case.all)[-3:, -3:]
+    found = backward((model, x, case), device, PCHMP()).bias.pchmp(torch.eye(3, dtype=torch.float64, device=device))
+    assert close(found.detach().cpu(), truth)
+
+
+@pytest.mark.parametrize("extension", [DiagCurvature, DiagGGNExact])
+def test_labels_and_pairs_however_they_are_given(extension: Any, device: str) -> None:
+    torch.manual_seed(0)
+    model, x = extend(build("linear", 3).to(device)), torch.randn(5, INPUTS, dtype=torch.float64, device=device)
+    labels = torch.tensor([0, 0, 1, 1, 1], device=device)
+    masks = (labels[:, None] == labels, labels[:, None] != labels)
+    loss_fn = extend(cc.ContrastiveLoss(None, pd_fix="psd"))
+    found = []
+    for given_by in (
+        lambda z: loss_fn(z, labels),
+        lambda z: loss_fn(z, labels=labels),
+        lambda z: loss_fn(z, pairs=masks),
+        lambda z: loss_fn(z, None, pairs=masks),
+        lambda z: loss_fn(z, labels),
+    ):
+        used = extension()
+        with backpack(used):
+            given_by(model(x)).backward()
+        found.append(gather(model, used.savefield))
+    assert all(close(f, found[0]) for f in found[1:])
+
+
+def test_layers_that_our_extension_refuses(device: str) -> None:
+    x, labels = torch.rand(4, INPUTS, device=device), torch.tensor([0, 0, 1, 1], device=device)
+    loss_fn = extend(cc.ContrastiveLoss())
+    norm = nn.Sequential(nn.Linear(INPUTS, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).to(device).train()
+    same = nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 1, 3, padding="same"), nn.Flatten()).to(device)
+    unknown = nn.Sequential(nn.Linear(INPUTS, 3), nn.GELU(), nn.Linear(3, 2)).to(device)
+    for model, error, match in (
+        (norm, cc.UnsupportedError, "couples the points"),
+        (same, cc.UnsupportedError, "numbers as padding"),
+        (unknown, NotImplementedError, "GELU"),
+    ):
+        extend(model)
+        with pytest.raises(error, match=match), backpack(DiagCurvature()):
+            loss_fn(model(x), labels).backward()
+
+
+@given(drawn=backpack_cases())
+def test_signed_factors_of_the_output_hessian(drawn: Drawn, device: str) -> None:
+    case = drawn[2].to(device)
+    hessian = cc.output_hessian(case.z, **case.all)
+    dense, factor = hessian.dense(), factor_hessian(hessian)
+    n, dim = case.z.shape
+    if hessian.coupled:
+        flat = factor.columns.flatten(1)
+        again = flat.T @ torch.diag(factor.signs) @ flat
+    else:
+        blocks = torch.einsum("cn,cnd,cne->nde", factor.signs, factor.columns, factor.columns)
+        again = torch.block_diag(*blocks) if n else blocks.new_zeros(0, 0)
+        if case.options["distance"] == "euclidean":
+            assert len(factor.columns) <= max(1, dim - 1)
+    assert close(again, dense, float(hessian.weights.dense().abs().sum() / case.z.norm(dim=1).min() ** 2))
+    grown = hessian.blocks.add_projector(torch.ones_like(hessian.n))
+    found = factor_blocks(NodeBlocks(grown.u, grown.t, grown.c, grown.p, grown.q, grown.r))
+    again = torch.einsum("cn,cnd,cne->nde", found.signs, found.columns, found.columns)
+    assert close(again, grown.dense(), float(hessian.blocks.dense().abs().max()) + 1)
+
+
+def test_too_many_coupled_points_are_refused(device: str) -> None:
+    z = torch.ones(4097, 2, device=device)
+    hessian = cc.output_hessian(z, torch.zeros(4097, dtype=torch.long, device=device), pd_fix="full")
+    with pytest.raises(cc.UnsupportedError, match="smaller batches"):
+        factor_hessian(hessian)
+
+
+def test_kronecker_factors_of_a_convolution_are_exact_for_one_point_and_position(device: str) -> None:
+    """A kernel as large as the image: K-FAC has nothing to average over."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 3, 2), nn.Sigmoid(), nn.Flatten(), nn.Linear(3, 2)).double().to(device)
+    x, labels = torch.randn(3, 1, 2, 2, dtype=torch.float64, device=device), torch.tensor([0, 0, 1], device=device)
+    loss_fn, extended = extend(cc.ContrastiveLoss(pd_fix="psd")), extend(model)
+    with backpack(KFLR(), DiagGGNExact()):
+        loss_fn(extended(x), labels).backward()
+    truth = dense_ggn(model.cpu(), x.cpu(), labels.cpu(), pd_fix="psd")
+    g, a = (f.cpu() for f in model[0].weight.kflr)
+    flat = x.cpu().flatten(1)
+    assert close(a, flat.T @ flat / 3)
+    assert close(model[0].weight.diag_ggn_exact.cpu().flatten(), truth.diagonal()[:12])
+    # The curvature factor is the exact block of the bias, which has no inputs.
+    assert close(g, truth[12:15, 12:15])
+    assert close(model[0].bias.kflr[0].cpu(), truth[12:15, 12:15])

@@ -1,0 +1,179 @@
+"""Losses in our own extensions: their sum, their scale, and whose labels they take."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from backpack import backpack, disable, extend
+from backpack_networks import build
+from devices import DEVICES
+from strategies import INPUTS, close
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+from contrastive_curvature.hosts.backpack import (
+    CurvatureFactor,
+    DiagCurvature,
+    register,
+    unregister,
+)
+from contrastive_curvature.testing import dense_ggn
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+LABELS = torch.tensor([0, 0, 1, 1, 1])
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    register()
+    yield
+    register()
+
+
+def data(device: str, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(len(LABELS), INPUTS, dtype=dtype, device=device)
+
+
+class Residual(nn.Module):
+    """Of modules only, as BackPACK needs it; the sum is a loss's input, and so is what goes into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from backpack.custom_module.branching import SumModule
+
+        self.first, self.inner, self.act, self.add = nn.Linear(INPUTS, 3), nn.Linear(3, 3), nn.Tanh(), SumModule()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.first(x)
+        inner = self.act(self.inner(h))
+        return self.add(h, inner), inner
+
+
+def stacked(model: nn.Module) -> Tensor:
+    """The curvature that the factors give."""
+    factors = [p.curvature_factor for p in model.parameters()]
+    whole = torch.cat([f.columns.flatten(1) for f in factors], dim=1)
+    return whole.T @ torch.diag(factors[0].signs) @ whole
+
+
+@pytest.mark.parametrize("fixes", [("psd", "fixed"), ("full", "full"), ("psd", "full")])
+@pytest.mark.parametrize("where", [(0, 0), (0, 1), (1, 0)])
+def test_several_losses_add_up(fixes: tuple[str, str], where: tuple[int, int], device: str) -> None:
+    """On the same outputs, and at two ends of a branch, whose two sides belong to one of the losses."""
+    model, x, labels = Residual().to(device).double(), data(device), LABELS.to(device)
+    others = torch.tensor([0, 1, 0, 1, 0], device=device)
+    scales = (3.0, -0.5)
+
+    def one(end: int) -> nn.Module:
+        return type("One", (nn.Module,), {"forward": lambda s, x: s.model(x)[end]})()
+
+    truth = torch.zeros((), dtype=torch.float64, device=device)
+    for end, fix, scale, y in zip(where, fixes, scales, (labels, others), strict=True):
+        wrapped = one(end)
+        wrapped.model = model
+        truth = truth + scale * dense_ggn(wrapped, x, y, pd_fix=fix, margin=None)
+    for module in model.children():
+        extend(module)
+    losses = [extend(cc.ContrastiveLoss(None, pd_fix=fix)) for fix in fixes]
+    with backpack(DiagCurvature(), CurvatureFactor()):
+        ends = model(x)
+        first, second = (f(ends[end], y) for f, end, y in zip(losses, where, (labels, others), strict=True))
+        (scales[0] * first + scales[1] * second).backward()
+    found = torch.cat([p.diag_curvature.flatten() for p in model.parameters()])
+    assert close(found, truth.diagonal())
+    assert close(stacked(model), truth)
+
+
+def diagonal(model: nn.Module) -> Tensor:
+    return torch.cat([p.diag_curvature.flatten() for p in model.parameters()])
+
+
+def test_labels_are_those_of_the_inputs(device: str) -> None:
+    model, x, labels = extend(nn.Linear(INPUTS, 3).to(device).double()), data(device), LABELS.to(device)
+    others = torch.tensor([0, 1, 0, 1, 0], device=device)
+    truth = dense_ggn(model, x, labels, margin=None).diagonal()
+    loss_fn = extend(cc.ContrastiveLoss(None))
+
+    def evaluate(context: Any) -> None:
+        with context:
+            loss_fn(model(x).detach(), labels=others)
+
+    for call in (lambda z: loss_fn(z, labels), lambda z: loss_fn(z, labels=labels)):
+        for context in (disable(), torch.no_grad()):
+            with backpack(DiagCurvature()):
+                value = call(model(x))
+                evaluate(context)
+                value.backward()
+            assert close(diagonal(model), truth)
+    # What a call without a backward pass left is not that of the next call.
+    loss_fn(model(x), others)
+    with backpack(DiagCurvature()):
+        loss_fn(model(x), labels=labels).backward()
+    assert close(diagonal(model), truth)
+
+
+def test_labels_do_not_outlive_the_registration(device: str) -> None:
+    model, x, labels = extend(nn.Linear(INPUTS, 3).to(device).double()), data(device), LABELS.to(device)
+    loss_fn, z = extend(cc.ContrastiveLoss(None)), model(x)
+    with disable():
+        loss_fn(z, labels=torch.arange(5, device=device) % 2)
+    loss_fn(z, labels=torch.arange(5, device=device) % 2).detach()
+    unregister()
+    with pytest.raises(cc.UnsupportedError, match=r"register\(\)"), backpack(DiagCurvature()):
+        loss_fn(z, labels=labels).backward()
+    with backpack(DiagCurvature()):
+        loss_fn(model(x), labels).backward()
+    assert close(diagonal(model), dense_ggn(model, x, labels, margin=None).diagonal())
+
+
+def test_labels_of_a_call_that_was_seen_are_not_those_of_one_that_was_not(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x, labels = extend(nn.Linear(INPUTS, 3).to(device).double()), data(device), LABELS.to(device)
+    loss_fn = extend(cc.ContrastiveLoss(None))
+    loss_fn(model(x), labels=torch.arange(5, device=device) % 2)
+    monkeypatch.setattr(cc.ContrastiveLoss, "forward", cc.ContrastiveLoss.forward.__wrapped__)
+    with pytest.raises(cc.UnsupportedError, match=r"register\(\)"), backpack(DiagCurvature()):
+        loss_fn(model(x), labels=labels).backward()
+    with backpack(DiagCurvature()):
+        loss_fn(model(x), labels).backward()
+    assert close(diagonal(model), dense_ggn(model, x, labels, margin=None).diagonal())
+
+
+def test_unregistering_lets_go_of_labels(device: str) -> None:
+    loss_fn, labels = extend(cc.ContrastiveLoss()), LABELS.clone().to(device)
+    alive = weakref.ref(labels)
+    loss_fn(data(device), labels=labels)
+    del labels
+    assert alive() is not None
+    unregister()
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("scale", [5.0, -2.0, 0.0])
+def test_scale_of_the_loss(scale: float, device: str) -> None:
+    model, x, labels = extend(build("smooth", 3).to(device)), data(device), LABELS.to(device)
+    truth = scale * dense_ggn(model, x, labels)
+    with backpack(DiagCurvature(), CurvatureFactor()):
+        (scale * extend(cc.ContrastiveLoss())(model(x), labels)).backward()
+    assert close(diagonal(model), truth.diagonal())
+    assert close(stacked(model), truth)
+
+
+def test_dropout_in_training_mode_is_refused(device: str) -> None:
+    x, labels = data(device), LABELS.to(device)
+    model = extend(nn.Sequential(nn.Linear(INPUTS, 3), nn.Dropout(0.5), nn.Linear(3, 2)).to(device).double().train())
+    loss_fn = extend(cc.ContrastiveLoss())
+    with pytest.raises(cc.UnsupportedError, match=r"Dropout.*eval\(\)"), backpack(DiagCurvature()):
+        loss_fn(model(x), labels).backward()
+    model[1].p = 0.0
+    with backpack(DiagCurvature()):
+        loss_fn(model(x), labels).backward()
+    assert close(diagonal(model), dense_ggn(model, x, labels).diagonal())

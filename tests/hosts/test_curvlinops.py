@@ -1,0 +1,295 @@
+"""curvlinops: the operator against the dense curvature, every tool of the host on it, and its K-FAC and EK-FAC."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from curvlinops import (
+    CGInverseLinearOperator,
+    LSMRInverseLinearOperator,
+    SubmatrixLinearOperator,
+    hutchinson_diag,
+    hutchinson_trace,
+    hutchpp_trace,
+    xdiag,
+    xtrace,
+)
+from curvlinops.examples import IdentityLinearOperator
+from curvlinops.papyan2020traces.spectrum import lanczos_approximate_spectrum
+from devices import DEVICES
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.sparse.linalg import eigsh
+from strategies import Case, close, network_cases
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+from contrastive_curvature.hosts.curvlinops import ContrastiveGGNLinearOperator, contrastive_ekfac, contrastive_kfac
+from contrastive_curvature.hosts.curvlinops import operator as operator_file
+from contrastive_curvature.hosts.curvlinops import pullback as pullback_file
+from contrastive_curvature.laplace.backends.curvlinops import CurvlinopsContrastiveGGN
+from contrastive_curvature.options import CurvatureOptions, Structure
+from contrastive_curvature.testing import dense_ggn
+from contrastive_curvature.testing.cases import truth_and_size
+
+DEFAULTS = {"negative_weight": 0.5, "normalization": "anchor"}
+
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def make_operator(
+    drawn: tuple[nn.Module, Tensor, Case], step: int, device: str = "cpu", params: Any = None
+) -> ContrastiveGGNLinearOperator:
+    model, x, case = drawn
+    moved = case.to(device)
+    labels = torch.zeros(len(x)) if moved.labels is None else moved.labels
+    loader = list(zip(x.to(device).split(step), labels.to(device).split(step), strict=True))
+    loss = CurvatureOptions(**case.options)
+    return ContrastiveGGNLinearOperator(model.to(device), loss, params, loader, pairs=moved.pairs)
+
+
+def fixed_case(pd_fix: str = "full", **options: Any) -> tuple[nn.Module, Tensor, Case]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2, bias=False)).double()
+    x, y = torch.randn(6, 3, dtype=torch.float64), torch.tensor([0, 1, 0, 1, 2, 2])
+    return model, x, Case(model(x).detach(), y, None, {**DEFAULTS, "pd_fix": pd_fix, **options})
+
+
+@on_every_device
+@given(drawn=network_cases(), step=st.integers(1, 6), elements=st.sampled_from((1, 10**6)))
+def test_products_are_those_of_all_pairs_of_the_data(drawn: Any, step: int, elements: int, device: str) -> None:
+    """Vectors, matrices and lists, coupled across batches, in one chunk of columns or one by one."""
+    truth, size = truth_and_size(*drawn)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operator_file, "_TANGENT_ELEMENTS", elements)
+        operator = make_operator(drawn, step, device)
+        eye = torch.eye(len(truth), dtype=torch.float64, device=device)
+        assert close((operator @ eye).cpu(), truth, size)
+        v = torch.linspace(-1, 2, len(truth), dtype=torch.float64, device=device)
+        reach = size * len(truth)
+        assert close((operator @ v).cpu(), truth @ v.cpu(), reach)
+        assert close((operator.adjoint() @ v).cpu(), truth @ v.cpu(), reach)
+        shapes = [p.shape for p in drawn[0].parameters() if p.requires_grad]
+        pieces = [t.view(s) for t, s in zip(v.split([s.numel() for s in shapes]), shapes, strict=True)]
+        out = operator @ pieces
+        assert [p.shape for p in out] == shapes
+        assert close(torch.cat([p.flatten() for p in out]).cpu(), truth @ v.cpu(), reach)
+        assert not any(p.requires_grad for p in out)
+
+
+@given(drawn=network_cases(), seed=st.integers(0, 99))
+def test_any_parameters_in_any_order(drawn: Any, seed: int) -> None:
+    truth, size = truth_and_size(*drawn)
+    params = [p for p in drawn[0].parameters() if p.requires_grad]
+    stops = np.cumsum([0, *(p.numel() for p in params)]).tolist()
+    ranges = [torch.arange(*ends) for ends in pairwise(stops)]
+    shuffled = torch.randperm(len(params), generator=torch.Generator().manual_seed(seed)).tolist()
+    order = shuffled[: 1 + seed % len(params)]
+    operator = make_operator(drawn, 3, params=[params[k] for k in order])
+    index = torch.cat([ranges[k] for k in order])
+    eye = torch.eye(len(index), dtype=torch.float64)
+    assert close(operator @ eye, truth[index][:, index], size)
+    pieces = operator @ [torch.ones_like(params[k]).detach() for k in order]
+    reach = size * len(index)
+    assert close(torch.cat([p.flatten() for p in pieces]), truth[index][:, index].sum(1), reach)
+
+
+@pytest.mark.parametrize("pd_fix", ["positive", "fixed", "full", "psd"])
+@pytest.mark.parametrize("distance", ["arccos", "euclidean"])
+def test_deterministic_tools_of_the_host(pd_fix: str, distance: str) -> None:
+    drawn = fixed_case(pd_fix, distance=distance)
+    truth, size = truth_and_size(*drawn)
+    operator = make_operator(drawn, 4)
+    total = len(truth)
+    eye = np.eye(total)
+    exported = operator.to_scipy()
+    assert close(torch.as_tensor(exported @ eye), truth, size)
+    assert close(torch.as_tensor(exported.T @ eye), truth, size)
+    rows, columns = [0, 3, 5], [1, 2]
+    part = SubmatrixLinearOperator(operator, rows, columns)
+    assert close(part @ torch.eye(2, dtype=torch.float64), truth[rows][:, columns], size)
+    values = np.linalg.eigvalsh(truth.numpy())
+    largest = eigsh(exported, k=3, which="LA", return_eigenvectors=False, v0=np.ones(total))
+    assert np.allclose(np.sort(largest), values[-3:], rtol=1e-9, atol=1e-9 * abs(values).max())
+    twice = 2.0 * operator - operator
+    assert close(twice @ torch.eye(total, dtype=torch.float64), truth, size)
+
+
+@pytest.mark.parametrize("inverse", ["cg", "lsmr"])
+def test_damped_inverses(inverse: str) -> None:
+    drawn = fixed_case("psd")
+    truth, _ = truth_and_size(*drawn)
+    operator = make_operator(drawn, 4)
+    shapes = [tuple(p.shape) for p in drawn[0].parameters()]
+    damped = operator + 0.5 * IdentityLinearOperator(shapes, torch.device("cpu"), torch.float64)
+    if inverse == "cg":
+        inverted: Any = CGInverseLinearOperator(damped, eps=0, tolerance=1e-10, max_iter=200, max_tridiag_iter=200)
+    else:
+        inverted = LSMRInverseLinearOperator(damped, atol=1e-14, btol=1e-14, maxiter=300)
+    total = len(truth)
+    b = torch.linspace(-1, 1, total, dtype=torch.float64)
+    wanted = torch.linalg.solve(truth + 0.5 * torch.eye(total, dtype=torch.float64), b)
+    assert close(inverted @ b, wanted, tolerance=1e-8)
+
+
+def test_spectral_density_has_the_moments_of_the_spectrum() -> None:
+    drawn = fixed_case("psd")
+    values = torch.linalg.eigvalsh(truth_and_size(*drawn)[0])
+    operator = make_operator(drawn, 4)
+    torch.manual_seed(0)
+    ends = (float(values[0]), float(values[-1]))
+    grid, density = lanczos_approximate_spectrum(operator, len(values), num_repeats=60, boundaries=ends, margin=0.5)
+    width = grid[1] - grid[0]
+    assert abs(float(density.sum() * width) - 1) < 0.05
+    assert abs(float((grid * density).sum() * width) - float(values.mean())) < 0.1 * float(values[-1])
+
+
+class EveryRademacher:
+    """All sign vectors one after the other, so that an estimator's mean over them is its expectation."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any, total: int) -> None:
+        self.vectors = iter(torch.tensor(list(product((-1.0, 1.0), repeat=total)), dtype=torch.float64))
+        monkeypatch.setattr(module, "random_vector", lambda *_, **__: next(self.vectors))
+
+
+@pytest.mark.parametrize(("name", "estimator"), [("trace", hutchinson_trace), ("diagonal", hutchinson_diag)])
+def test_hutchinson_is_unbiased_over_all_sign_vectors(name: str, estimator: Any, monkeypatch: Any) -> None:
+    import importlib
+
+    drawn = fixed_case("full")
+    params = list(drawn[0].parameters())[-1:]
+    operator = make_operator(drawn, 4, params=params)
+    truth = dense_ggn(drawn[0], drawn[1], **drawn[2].all)[-4:, -4:]
+    module = importlib.import_module(f"curvlinops.{name}.hutchinson")
+    EveryRademacher(monkeypatch, module, 4)
+    found = sum(estimator(operator, num_matvecs=1) for _ in range(16)) / 16
+    assert close(found, truth.trace() if name == "trace" else truth.diagonal(), truth.abs().max())
+
+
+@pytest.mark.parametrize("estimator", [xtrace, hutchpp_trace, xdiag])
+def test_estimators_with_deflation_are_unbiased(estimator: Any) -> None:
+    """The mean of many is within four of its own standard errors of the truth, which are small."""
+    drawn = fixed_case("full")
+    truth = dense_ggn(*drawn[:2], **drawn[2].all)
+    wanted = truth.diagonal() if estimator is xdiag else truth.trace()
+    operator = make_operator(drawn, 6)
+    torch.manual_seed(0)
+    found = torch.stack([estimator(operator, num_matvecs=6) for _ in range(120)])
+    error = found.std(0) / len(found) ** 0.5
+    assert bool(((found.mean(0) - wanted).abs() <= 4 * error + 1e-12 * truth.abs().max()).all())
+    assert float(error.max()) < 0.1 * float(truth.diagonal().abs().sum())
+
+
+def test_the_model_is_left_alone_and_normalisation_looked_through() -> None:
+    model, x, case = fixed_case("positive")
+    wrapped = nn.Sequential(model, nn.Dropout(0.5), cc.L2Norm()).train()
+    operator = ContrastiveGGNLinearOperator(wrapped, cc.ContrastiveLoss(pd_fix="positive"), None, [(x, case.labels)])
+    truth = dense_ggn(model, x, **case.all)
+    assert close(operator @ torch.eye(len(truth), dtype=torch.float64), truth)
+    assert all(module.training for module in wrapped.modules())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in wrapped.modules())
+    assert all(p.grad is None for p in wrapped.parameters())
+
+
+def test_what_the_operator_refuses() -> None:
+    model, x, case = fixed_case()
+    y, loss = case.labels, cc.ContrastiveLoss()
+    make = ContrastiveGGNLinearOperator
+    with pytest.raises(cc.InputError, match=r"loss: expected a ContrastiveLoss"):
+        make(model, nn.MSELoss(), None, [(x, y)])
+    with pytest.raises(cc.InputError, match="empty loader"):
+        make(model, loss, None, [])
+    with pytest.raises(cc.InputError, match="iterated several times"):
+        make(model, loss, None, iter([(x, y)]))
+    with pytest.raises(cc.InputError, match="parameters of the model"):
+        make(model, loss, [nn.Parameter(torch.zeros(2))], [(x, y)])
+    with pytest.raises(cc.InputError, match="twice"):
+        make(model, loss, list(model.parameters())[:1] * 2, [(x, y)])
+    with pytest.raises(cc.InputError, match=r"call model.float"):
+        make(model.bfloat16(), loss, None, [(x, y)])
+    model.double()
+
+    class Shuffled:
+        def __iter__(self) -> Any:
+            order = torch.randperm(len(x))
+            return iter([(x[order], y[order])])
+
+    torch.manual_seed(0)
+    with pytest.raises(cc.InputError, match="shuffle=False"):
+        make(model, loss, None, Shuffled())
+
+
+def conv_case() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 2, 2, padding=1), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(18, 2)
+    )
+    return model.double(), torch.randn(6, 4, dtype=torch.float64), torch.tensor([0, 1, 0, 1, 2, 2])
+
+
+def weight_blocks(model: nn.Module, matrix: Tensor) -> list[Tensor]:
+    sizes = [p.numel() for p in model.parameters()]
+    stops = np.cumsum([0, *sizes]).tolist()
+    ends = [pair for pair, p in zip(pairwise(stops), model.parameters(), strict=True) if p.ndim > 1]
+    return [matrix[a:b, a:b] for a, b in ends]
+
+
+@pytest.mark.parametrize("distance", ["arccos", "euclidean"])
+def test_kfac_of_the_host_has_our_factors(distance: str) -> None:
+    model, x, y = conv_case()
+    ours = cc.ggn(model, x, y, structure="kron", pd_fix="psd", distance=distance, clamp=False)
+    host = contrastive_kfac(model, x, y, distance=distance)
+    blocks = weight_blocks(model, host @ torch.eye(host.shape[0], dtype=torch.float64))
+    kron = [torch.kron(*f) for f in ours if len(f) == 2]
+    assert all(close(a.detach(), b) for a, b in zip(blocks, kron, strict=True))
+
+
+def test_blocks_that_happen_to_be_psd_need_no_projection() -> None:
+    model, x, y = conv_case()
+    options = {"pd_fix": "fixed", "distance": "euclidean", "negative_weight": 0.0}
+    host = contrastive_kfac(model, x, y, **options)
+    ours = cc.ggn(model, x, y, structure="kron", clamp=False, **options)
+    blocks = weight_blocks(model, host @ torch.eye(host.shape[0], dtype=torch.float64))
+    assert all(close(a.detach(), torch.kron(*f)) for a, f in zip(blocks, ours[::2], strict=True))
+
+
+def test_ekfac_has_the_exact_curvature_along_the_eigenvectors_of_kfac() -> None:
+    model, x, y = conv_case()
+    host = contrastive_ekfac(model, x, y)
+    found = weight_blocks(model, (host @ torch.eye(host.shape[0], dtype=torch.float64)).detach())
+    truth = weight_blocks(model, dense_ggn(model, x, y, pd_fix="psd"))
+    factors = [f for f in cc.ggn(model, x, y, structure="kron", pd_fix="psd") if len(f) == 2]
+    for block, exact, (g, a) in zip(found, truth, factors, strict=True):
+        assert close(block.trace(), exact.trace())
+        kfac = torch.kron(g, a)
+        assert float((block - exact).norm()) <= float((kfac - exact).norm())
+        if a.shape[0] <= 4:  # distinct eigenvalues: the eigenvectors are unique
+            q = torch.kron(torch.linalg.eigh(g)[1], torch.linalg.eigh(a)[1])
+            assert close(block, q @ torch.diag((q.T @ exact @ q).diagonal()) @ q.T)
+
+
+def test_the_backend_uses_the_host_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y = conv_case()
+    calls: list[int] = []
+    original = pullback_file.host_factors
+    monkeypatch.setattr(pullback_file, "host_factors", lambda *args: calls.append(1) or original(*args))
+    for pd_fix, used in (("psd", 1), ("fixed", 0), ("full", 0)):
+        calls.clear()
+        found = CurvlinopsContrastiveGGN(model, pd_fix=pd_fix).fit([(x[:4], y[:4]), (x[4:], y[4:])], Structure.KRON)
+        truth = cc.ggn(model, x, y, structure="kron", pd_fix=pd_fix, clamp=False)
+        assert all(close(f, g) for u, v in zip(found.curvature, truth, strict=True) for f, g in zip(u, v, strict=True))
+        assert len(calls) == 2 * used
+
+
+def test_what_kfac_refuses() -> None:
+    model, x, y = conv_case()
+    with pytest.raises(cc.UnsupportedError, match="pd_fix='psd'"):
+        contrastive_kfac(model, x, y, pd_fix="fixed")
+    with pytest.raises(cc.UnsupportedError, match=r"couples points.*structure='kron'"):
+        contrastive_ekfac(model, x, y, pd_fix="positive")
+    with pytest.raises(cc.UnsupportedError, match=r"layer '0' \(LayerNorm\)"):
+        contrastive_kfac(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2)).double(), x, y)

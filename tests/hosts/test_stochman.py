@@ -1,0 +1,292 @@
+"""StochMan as a backend: conversion, and the adapter against the oracle."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from hypothesis import given
+from hypothesis import strategies as st
+from laplace import Laplace
+from stochman import nnj
+from strategies import Case, close, options, pair_kinds
+from test_stochman_layers import scatter_statistics
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import contrastive_curvature as cc
+from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.hosts.stochman import Residual, SandwichLayer, layers, to_nnj
+from contrastive_curvature.laplace.backends.stochman import StochManContrastiveGGN
+from contrastive_curvature.network import pullback as limits
+from contrastive_curvature.network.encoder import Encoder
+from contrastive_curvature.testing import dense_ggn, dense_jacobian
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+NETWORKS = {
+    "linear": lambda d: nn.Linear(4, d),
+    "in-place relu": lambda d: nn.Sequential(nn.Linear(4, 5, bias=False), nn.ReLU(inplace=True), nn.Linear(5, d)),
+    "conv": lambda d: nn.Sequential(
+        nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 2, 2, padding=1), nn.GELU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(2, d),
+    ),
+    "conv1d": lambda d: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Conv1d(2, 3, 2), nn.Flatten(), nn.Linear(3, d)),
+    "norms": lambda d: nn.Sequential(
+        nn.Linear(4, 3), nn.BatchNorm1d(3), nn.SiLU(), nn.Dropout(0.3), nn.LayerNorm(3), nn.Linear(3, d)
+    ),
+    "nested residual": lambda d: nn.Sequential(
+        nn.Sequential(Residual(nn.Sequential(nn.Linear(4, 4), nn.ELU(inplace=True))), nn.Identity()), nn.Linear(4, d)
+    ),
+    "frozen": lambda d: freeze(nn.Sequential(nn.Linear(4, 3), nn.Sigmoid(), nn.Linear(3, d))),
+    "tied": lambda d: tie(d),
+    "host": lambda d: nnj.Sequential(nnj.Linear(4, 3), nnj.Tanh(), nnj.Reshape(3), nnj.Linear(3, d)),
+}  # fmt: skip
+
+
+def freeze(model: nn.Sequential) -> nn.Module:
+    model[0].weight.requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+def tie(dim: int) -> nn.Module:
+    layer = nn.Linear(4, 4)
+    return nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(4, dim))
+
+
+def build(kind: str, dim: int) -> nn.Module:
+    model = NETWORKS[kind](dim).double()
+    scatter_statistics(model)
+    return model.eval()
+
+
+@st.composite
+def drawn_cases(draw: st.DrawFn) -> tuple[nn.Module, Tensor, Case]:
+    n, dim, seed = draw(st.integers(1, 6)), draw(st.integers(1, 3)), draw(st.integers(0, 2**16))
+    torch.manual_seed(seed)
+    model = build(draw(st.sampled_from(tuple(NETWORKS))), dim)
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 4, generator=generator, dtype=torch.float64)
+    labels, pairs = draw(pair_kinds(n, generator))
+    case = Case(model(x).detach(), labels, pairs, draw(options))
+    return model, x, case
+
+
+def labelled(case: Case, n: int) -> Tensor:
+    return torch.arange(n) % 3 if case.labels is None else case.labels
+
+
+@given(drawn=drawn_cases(), elements=st.sampled_from((2**25, 40)))
+def test_diag_and_full_are_exact(drawn: tuple[nn.Module, Tensor, Case], elements: int, device: str) -> None:
+    model, x, case = drawn
+    labels = labelled(case, len(x))
+    # A mean over pairs is scaled by the host's contract, so that it grows with the data.
+    scale = len(x) / 2 if case.options["normalization"] == "type" else 1.0
+    truth = scale * dense_ggn(model, x, labels, **case.options)
+    y = cc.output_hessian(case.z, labels, **case.options).weights.dense().abs().sum()
+    size = 1e-3 * float(y / case.z.norm(dim=1).min() ** 2 * dense_jacobian(model, x).square().sum())
+    backend = StochManContrastiveGGN(model.to(device), **case.options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "JACOBIAN_ELEMENTS", elements)
+        found, full = backend.diag(x.to(device), labels)[1], backend.full(x.to(device), labels)[1]
+    assert not found.requires_grad
+    assert not full.requires_grad
+    assert close(found.cpu(), truth.diagonal(), size)
+    assert close(full.cpu(), truth, size)
+
+
+@given(drawn=drawn_cases())
+def test_kron_is_that_of_torch_func(drawn: tuple[nn.Module, Tensor, Case], device: str) -> None:
+    model, x, case = drawn
+    case.options["pd_fix"] = "psd"
+    labels = labelled(case, len(x))
+    moved = x.to(device)
+    mine = StochManContrastiveGGN(model.to(device), **case.options)
+    if len({id(p) for p in model.parameters()}) < sum(len(list(m.parameters())) for m in to_nnj(model)):
+        with pytest.raises(UnsupportedError, match="shared"):
+            mine.kron(moved, labels)
+        return
+    found = mine.kron(moved, labels)[1].kfacs
+    truth = cc.ContrastiveGGN(model, **case.options).kron(moved, labels)[1].kfacs
+    assert [[f.shape for f in group] for group in found] == [[f.shape for f in group] for group in truth]
+    for group, other in zip(found, truth, strict=True):
+        for f, g in zip(group, other, strict=True):
+            assert close(f, g, 1e-6)
+
+
+@given(seed=st.integers(0, 99), size=st.integers(1, 12))
+def test_jacobians_subnetwork_and_last_layer(seed: int, size: int, device: str) -> None:
+    torch.manual_seed(seed)
+    model = build("conv", 2).to(device)
+    x, labels = torch.randn(5, 4, dtype=torch.float64).to(device), torch.arange(5, device=device) % 2
+    jacobian, z = StochManContrastiveGGN(model).jacobians(x)
+    assert torch.equal(z, model(x))
+    assert close(jacobian.flatten(0, 1), dense_jacobian(model, x))
+    indices = torch.randperm(dense_jacobian(model, x).shape[1])[:size].to(device)
+    truth = dense_ggn(model, x, labels)
+    found = StochManContrastiveGGN(model, subnetwork_indices=indices).full(x, labels)[1]
+    assert close(found, truth[indices][:, indices], float(truth.abs().max()))
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron", "full"])
+@pytest.mark.parametrize("subset", ["all", "last_layer"])
+def test_in_laplace(structure: str, subset: str, device: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(build("norms", 3), cc.L2Norm()).to(device)
+    data = TensorDataset(torch.randn(12, 4, dtype=torch.float64, device=device), torch.arange(12, device=device) % 3)
+    fits = []
+    for backend in (StochManContrastiveGGN, cc.ContrastiveGGN):
+        la = Laplace(model, "contrastive", subset, structure, backend=backend, backend_kwargs={"pd_fix": "psd"})
+        la.fit(DataLoader(data, batch_size=5))
+        fits.append(la.posterior_precision)
+    a, b = ((f.to_matrix() if structure == "kron" else f) for f in fits)
+    assert close(a, b)
+
+
+def test_conversion_shares_parameters_and_leaves_the_model_alone(device: str) -> None:
+    torch.manual_seed(0)
+    for kind in NETWORKS:
+        model = build(kind, 2).to(device).train()
+        x = torch.randn(4, 4, dtype=torch.float64, device=device)
+        made = to_nnj(model)
+        assert [id(p) for p in made.parameters()] == [id(p) for p in model.parameters()]
+        assert all(m.training for m in model.modules())
+        assert close(made(x).detach(), model.eval()(x).detach())
+        keys = [(set(vars(m)), vars(m).get("inplace"), len(m._forward_hooks)) for m in model.modules()]
+        StochManContrastiveGGN(model).diag(x, torch.tensor([0, 0, 1, 1]))
+        assert keys == [(set(vars(m)), vars(m).get("inplace"), len(m._forward_hooks)) for m in model.modules()]
+        assert all(p.grad is None for p in model.parameters())
+        with torch.no_grad():
+            next(model.parameters()).mul_(2)
+        assert close(made(x).detach(), model(x).detach())
+
+
+def test_conversion_shares_nothing_but_parameters(device: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).to(device)
+    made = to_nnj(model)
+    assert made[1].running_mean is model[1].running_mean
+    made[0].register_forward_hook(lambda *_: None)
+    made[0].bias = None
+    assert not model[0]._forward_hooks
+    assert model[0].bias is not None
+
+
+def test_parameters_are_read_when_the_curvature_is(device: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double().to(device)
+    x, labels = torch.randn(4, 3, dtype=torch.float64, device=device), torch.tensor([0, 0, 1, 1], device=device)
+    backend = StochManContrastiveGGN(model)
+    backend.diag(x, labels)
+    with torch.no_grad():
+        model.weight.mul_(2)
+    assert close(backend.diag(x, labels)[1], dense_ggn(model, x, labels).diagonal())
+
+
+@pytest.mark.parametrize("pd_fix", ["fixed", "full"])
+def test_one_normalisation_in_two_places(pd_fix: str, device: str) -> None:
+    norm = cc.L2Norm()
+    raw = nn.Sequential(nn.Linear(4, 3), norm, nn.Linear(3, 2)).double().to(device)
+    model = nn.Sequential(*raw, norm)
+    x, labels = torch.randn(5, 4, dtype=torch.float64, device=device), torch.arange(5, device=device) % 2
+    truth = dense_ggn(raw, x, labels, pd_fix=pd_fix)
+    backend = StochManContrastiveGGN(model, pd_fix=pd_fix)
+    assert close(backend.full(x, labels)[1], truth)
+    assert close(backend.diag(x, labels)[1], truth.diagonal(), float(truth.abs().max()))
+    assert close(backend.jacobians(x)[0].flatten(0, 1), dense_jacobian(raw, x))
+
+
+class Halving(Residual):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 2
+
+
+class Doubling(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def hooked() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.register_forward_hook(lambda *_: None)
+    return nn.Sequential(nn.Tanh(), layer)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "own module": (lambda: nn.Sequential(nn.Tanh(), Doubling(nn.Linear(4, 4))), "'1' \\(Doubling\\)"),
+    "own residual": (lambda: Halving(nn.Linear(4, 4)), "'model' \\(Halving\\)"),
+    "bilinear": (lambda: nn.Sequential(nn.Sequential(nn.Bilinear(4, 4, 4))), "'0.0' \\(Bilinear\\)"),
+    "hook": (hooked, "forward hook"),
+    "weight norm": (
+        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
+        "'0' \\(ParametrizedLinear\\)",
+    ),
+    "batch statistics": (lambda: nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False)), "track_running_stats"),
+    "batch axis": (lambda: nn.Sequential(nn.Flatten(0)), "axis of the batch"),
+    "inside a residual": (lambda: Residual(nn.Sequential(nn.Softmax(1))), "'inner.0' \\(Softmax\\)"),
+    "indices": (lambda: nn.Sequential(nn.MaxPool2d(2, return_indices=True)), "return_indices"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refuses_by_layer_and_names_the_alternative(kind: str, device: str) -> None:
+    make, named = REFUSED[kind]
+    with pytest.raises(UnsupportedError, match=named + ".*Use backend=ContrastiveGGN \\(torch.func\\)"):
+        to_nnj(make().to(device))
+
+
+def test_refuses_what_it_cannot_reach(device: str) -> None:
+    x = torch.randn(4, 4, device=device)
+    model = nn.Sequential(nn.Linear(4, 3), nn.GRU(3, 2)).to(device)
+    with pytest.raises(UnsupportedError, match=r"'1' \(GRU\).*ContrastiveGGN"):
+        to_nnj(model)
+    odd = nn.Sequential(nn.Linear(4, 3), Residual(nn.Sequential(nn.Linear(3, 3), cc.L2Norm()))).to(device)
+    encoder = Encoder(odd, x)
+    encoder.tap = odd[1].inner[1]
+    with pytest.raises(UnsupportedError, match="in the midst of another layer"):
+        StochManContrastiveGGN(odd).all_parameters(encoder)
+    pullback = StochManContrastiveGGN(odd).all_parameters(Encoder(odd, x))
+    with pytest.raises(UnsupportedError, match=r"mapping.*ContrastiveGGN"):
+        pullback.forward({"x": x})
+    grouped = nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Conv1d(2, 2, 1, groups=2), nn.Flatten()).to(device)
+    with pytest.raises(UnsupportedError, match=r"Conv1d.weight.*'diag'"):
+        StochManContrastiveGGN(grouped).kron(x, torch.tensor([0, 0, 1, 1]))
+
+
+class Swish(SandwichLayer):
+    """A layer of a user's, with a parameter and only a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.tensor([0.5, -1.0, 2.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.slope * x)
+
+
+def test_takes_a_layer_of_ones_own(device: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), Swish(), nn.Linear(3, 2)).double().to(device)
+    x, labels = torch.randn(5, 4, dtype=torch.float64, device=device), torch.arange(5, device=device) % 2
+    truth = dense_ggn(model, x, labels)
+    assert close(StochManContrastiveGGN(model).full(x, labels)[1], truth)
+    assert close(StochManContrastiveGGN(model).diag(x, labels)[1], truth.diagonal())
+
+
+def test_residual_wants_outputs_like_its_inputs(device: str) -> None:
+    with pytest.raises(cc.InputError, match=r"inner outputs of shape \(2, 3\)"):
+        Residual(nn.Linear(3, 1).to(device))(torch.ones(2, 3, device=device))
+
+
+def test_package_is_imported_when_asked_for(device: str) -> None:
+    code = "import sys, contrastive_curvature; sys.exit('stochman' in sys.modules)"
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=False).returncode == 0
+
+
+def test_layers_built_by_hand_are_the_hosts(device: str) -> None:
+    for name in ("Linear", "Conv1d", "Conv2d", "ReLU", "Tanh", "Softplus", "BatchNorm2d", "Reshape"):
+        assert issubclass(getattr(layers, name), getattr(nnj, name))

@@ -1,0 +1,357 @@
+"""The paper's Hessian calculators against the oracle: loss, gradient and Hessian, for weights and for inputs."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stochman import nnj
+from strategies import close
+from test_stochman import build
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+from benchmarks import released_calculators
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
+from contrastive_curvature.hosts.stochman import (
+    ArccosHessianCalculator,
+    ContrastiveHessianCalculator,
+    Sequential,
+    layers,
+    to_nnj,
+)
+from contrastive_curvature.hosts.stochman import hessians as formulas
+from contrastive_curvature.network import pullback as limits
+from contrastive_curvature.testing import dense_jacobian, dense_output_hessian, list_pairs, pair_loss
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+CALCULATORS = {"euclidean": ContrastiveHessianCalculator, "arccos": ArccosHessianCalculator}
+LONG = {"pos": "positive", "fix": "fixed", "full": "full", "psd": "psd"}
+UNTIED = ("linear", "in-place relu", "conv", "conv1d", "norms", "nested residual", "frozen", "host")
+
+Drawn = tuple[nn.Module, Tensor, tuple[Tensor, ...], str, dict[str, Any]]
+
+
+@st.composite
+def drawn_cases(draw: st.DrawFn) -> Drawn:
+    n, dim, seed = draw(st.integers(1, 5)), draw(st.integers(2, 3)), draw(st.integers(0, 2**16))
+    torch.manual_seed(seed)
+    model = build(draw(st.sampled_from(UNTIED)), dim)
+    x = torch.randn(n, 4, dtype=torch.float64)
+    tuples = tuple(torch.randint(0, n, (draw(st.sampled_from((3, 4))), draw(st.integers(1, 8)))))
+    given = {
+        "method": draw(st.sampled_from(tuple(LONG))),
+        "margin": draw(st.sampled_from((None, 0.7, 1.5))),
+        "negative_weight": draw(st.sampled_from((0.5, 0.2, 1.0))),
+    }
+    return model, x, tuples, draw(st.sampled_from(tuple(CALCULATORS))), given
+
+
+def true_hessian(drawn: Drawn) -> tuple[Tensor, float]:
+    """Of the raw outputs; and the size of the terms that may cancel."""
+    model, x, tuples, distance, given = drawn
+    z = model(x).detach()
+    options = {"margin": given["margin"], "negative_weight": given["negative_weight"], "normalization": "sum"}
+    h = 2 * dense_output_hessian(z, pairs=tuples, distance=distance, pd_fix=LONG[given["method"]], **options)
+    return h, 2e-3 * 2 * len(tuples[0]) / float(z.norm(dim=1).min() ** 2)
+
+
+def calculator(drawn: Drawn, **kwargs: Any) -> Any:
+    return CALCULATORS[drawn[3]](**kwargs, **drawn[4])
+
+
+def moved(drawn: Drawn, device: str) -> tuple[Tensor, nn.Module, tuple[Tensor, ...]]:
+    model, x, tuples = drawn[:3]
+    return x.to(device), nn.Sequential(model, cc.L2Norm()).to(device), tuple(t.to(device) for t in tuples)
+
+
+def choose_sweep(speed: str, patch: pytest.MonkeyPatch) -> str:
+    """Matrices between layers, or their factors: the choice is one of speed, so both are tried on every network."""
+    speed, _, matrices = speed.partition(", ")
+    if matrices:
+        patch.setattr(formulas, "_sweeps_matrices", lambda *_: True)
+    return speed
+
+
+def input_jacobian(model: nn.Module, x: Tensor) -> Tensor:
+    """(N, D, I)."""
+    found = [torch.autograd.functional.jacobian(lambda p: model(p.unsqueeze(0))[0], point).flatten(1) for point in x]
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("speed", ["half", "half, by matrices", "slow"])
+@settings(max_examples=15)
+@given(drawn=drawn_cases(), elements=st.sampled_from((2**25, 30)))
+def test_hessian_wrt_weights_is_exact(drawn: Drawn, elements: int, speed: str, device: str) -> None:
+    model, x = drawn[:2]
+    h, size = true_hessian(drawn)
+    jacobian = dense_jacobian(model, x)
+    truth = jacobian.T @ h @ jacobian
+    size *= float(jacobian.square().sum())
+    inputs = moved(drawn, device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "JACOBIAN_ELEMENTS", elements)
+        speed = choose_sweep(speed, patch)
+        found = {
+            shape: calculator(drawn, shape=shape, speed=speed).compute_hessian(*inputs)
+            for shape in ("diagonal", "block", "full")
+        }
+    assert close(found["diagonal"].cpu(), truth.diagonal(), size)
+    assert close(found["full"].cpu(), truth, size)
+    groups = [[p.numel() for p in leaf.parameters(recurse=False) if p.requires_grad] for leaf in model.modules()]
+    edges = torch.tensor([0, *(sum(group) for group in groups if group)]).cumsum(0).tolist()
+    assert len(found["block"]) == len(edges) - 1
+    for block, (start, stop) in zip(found["block"], pairwise(edges), strict=True):
+        assert close(block.cpu(), truth[start:stop, start:stop], size)
+
+
+@pytest.mark.parametrize("speed", ["half", "half, by matrices", "slow"])
+@settings(max_examples=15)
+@given(drawn=drawn_cases())
+def test_hessian_wrt_inputs_is_exact(drawn: Drawn, speed: str, device: str) -> None:
+    model, x = drawn[:2]
+    h, size = true_hessian(drawn)
+    j = input_jacobian(model, x).detach()
+    n, dim, width = j.shape
+    truth = torch.einsum("iak,iajb,jbl->ikjl", j, h.view(n, dim, n, dim), j)
+    size *= float(j.square().sum())
+    inputs = moved(drawn, device)
+    points = torch.arange(n)
+    blocks = truth[points, :, points, :]
+    with pytest.MonkeyPatch.context() as patch:
+        speed = choose_sweep(speed, patch)
+        block, diagonal, full = (
+            calculator(drawn, wrt="input", shape=shape, speed=speed).compute_hessian(*inputs).cpu()
+            for shape in ("block", "diagonal", "full")
+        )
+    assert close(block, blocks, size)
+    assert close(diagonal, blocks.diagonal(dim1=1, dim2=2), size)
+    assert close(full, truth.reshape(n * width, n * width), size)
+
+
+@settings(max_examples=20)
+@given(drawn=drawn_cases())
+def test_loss_and_gradient(drawn: Drawn, device: str) -> None:
+    model, x, tuples, _, options = drawn
+    weights = {
+        (i, j, sign): 2 * sign * times * (options["negative_weight"] if sign < 0 else 1 - options["negative_weight"])
+        for (i, j, sign), times in list_pairs(len(x), pairs=tuples).items()
+    }
+    inputs = x.clone().requires_grad_()
+    z = model(inputs)
+    u = z / z.norm(dim=1, keepdim=True)
+    truth = pair_loss(u, u, weights, options["margin"], only_positive=options["method"] == "pos")
+    params = [p for p in model.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(truth, [inputs, *params])
+    expected = torch.cat([g.flatten() for g in gradients[1:]])
+    size = float(len(tuples[0]) / z.detach().norm(dim=1).min())
+    arguments = moved(drawn, device)
+    loss = calculator(drawn).compute_loss(*arguments).detach().cpu()
+    assert close(loss, truth.detach(), float(len(tuples[0])))
+    assert close(calculator(drawn).compute_gradient(*arguments).cpu(), expected, size)
+    assert close(calculator(drawn, wrt="input").compute_gradient(*arguments).cpu(), gradients[0], size)
+
+
+@settings(max_examples=10)
+@given(drawn=drawn_cases())
+def test_fast_is_the_diagonal_sweep(drawn: Drawn, device: str) -> None:
+    """Of diagonals from the normalisation on for one distance, from the last layer on for the other."""
+    drawn[4]["method"] = "fix"
+    model, x = drawn[0].requires_grad_(True), drawn[1]
+    h, size = true_hessian(drawn)
+    network = to_nnj(model)
+    n = len(x)
+    points = torch.arange(n)
+    m = h.view(n, -1, n, h.shape[0] // n)[points, :, points, :]
+    if drawn[3] == "euclidean":
+        m = m.diagonal(dim1=1, dim2=2)
+    size *= float(dense_jacobian(model, x).square().sum() + 1)
+    with torch.no_grad():
+        expected = [network.sandwich(x, m, shape, approximate=True) for shape in ("diagonal", "block")]
+        of_inputs = network.input_sandwich(x, m, approximate=True)
+    inputs = moved(drawn, device)
+    assert close(calculator(drawn, speed="fast").compute_hessian(*inputs).cpu(), torch.cat(expected[0]), size)
+    blocks = calculator(drawn, speed="fast", shape="block").compute_hessian(*inputs)
+    assert all(close(a.cpu(), b, size) for a, b in zip(blocks, expected[1], strict=True))
+    assert close(calculator(drawn, speed="fast", wrt="input").compute_hessian(*inputs).cpu(), of_inputs, size)
+
+
+@pytest.mark.parametrize("distance", CALCULATORS)
+def test_long_names_are_the_short_ones(distance: str, device: str) -> None:
+    torch.manual_seed(0)
+    network = Sequential(layers.Linear(4, 3), layers.L2Norm()).to(device)
+    x, tuples = torch.randn(5, 4, device=device), tuple(torch.randint(0, 5, (3, 6), device=device))
+    for short, long in LONG.items():
+        a, b = (CALCULATORS[distance](method=name).compute_hessian(x, network, tuples) for name in (short, long))
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"wrt": "weights"}, InputError, "wrt: expected one of 'weight', 'input'"),
+        ({"shape": "diag"}, InputError, "shape: expected one of 'diagonal', 'block', 'full'"),
+        ({"speed": "quick"}, InputError, "speed: expected one of 'slow', 'half', 'fast'"),
+        ({"method": ""}, InputError, "method: expected one of 'positive'"),
+        ({"margin": 3}, InputError, "margin: expected"),
+        ({"speed": "fast", "shape": "full"}, UnsupportedError, "cross-layer.*speed='half'"),
+        ({"speed": "fast", "method": "pos"}, UnsupportedError, "every pair.*speed='half'"),
+    ],
+)
+def test_refuses_options(options: dict[str, Any], error: type[Exception], message: str, device: str) -> None:
+    with pytest.raises(error, match=message):
+        ArccosHessianCalculator(**options)
+
+
+def test_refuses_networks_it_has_no_answer_for(device: str) -> None:
+    x, tuples = torch.randn(4, 4, device=device), tuple(torch.tensor([[0], [1], [2]], device=device))
+    with pytest.raises(UnsupportedError, match="L2Norm"):
+        ContrastiveHessianCalculator().compute_hessian(x, nn.Linear(4, 2).to(device), tuples)
+    with pytest.raises(UnsupportedError, match=r"'1' \(Softmax\)"):
+        ArccosHessianCalculator().compute_hessian(x, nn.Sequential(nn.Linear(4, 2), nn.Softmax(1)).to(device), tuples)
+    tied = build("tied", 2).float().to(device)
+    for options in ({"speed": "fast"}, {"speed": "slow", "shape": "block"}):
+        with pytest.raises(UnsupportedError, match=r"shared between layers.*speed='half'"):
+            ArccosHessianCalculator(**options).compute_hessian(x, tied, tuples)
+    with pytest.raises(InputError, match="indices"):
+        ArccosHessianCalculator().compute_hessian(x, nn.Linear(4, 2).to(device), (tuples[0], tuples[1], tuples[2] + 9))
+
+
+@pytest.mark.parametrize("distance", CALCULATORS)
+@pytest.mark.parametrize("tail", [nn.Identity(), nn.Dropout(0.5), nn.Flatten(), cc.L2Norm(), nnj.Reshape(3)])
+def test_what_passes_the_normalisation_on_changes_nothing(tail: nn.Module, distance: str, device: str) -> None:
+    torch.manual_seed(0)
+    norm = cc.L2Norm()
+    network = nn.Sequential(nn.Linear(4, 3), norm, nn.Linear(3, 3), norm).to(device)
+    x, tuples = torch.randn(5, 4, device=device), tuple(torch.randint(0, 5, (3, 6), device=device))
+    for wrt in ("weight", "input"):
+        calculator = CALCULATORS[distance](wrt=wrt, shape="full", method="full")
+        plain = calculator.compute_hessian(x, network, tuples)
+        for longer in (nn.Sequential(network, tail), nn.Sequential(network, tail, norm, tail)):
+            assert torch.equal(calculator.compute_hessian(x, longer, tuples), plain)
+            assert torch.equal(calculator.compute_loss(x, longer, tuples), calculator.compute_loss(x, network, tuples))
+
+
+def test_norms_of_parts_of_an_embedding_are_no_normalisation(device: str) -> None:
+    network = nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (2, 2)), cc.L2Norm(), nn.Flatten()).to(device)
+    x, tuples = torch.randn(5, 4, device=device), tuple(torch.randint(0, 5, (3, 6), device=device))
+    with pytest.raises(UnsupportedError, match="does not end in L2Norm"):
+        ContrastiveHessianCalculator().compute_hessian(x, network, tuples)
+
+
+def test_refuses_points_of_another_type(device: str) -> None:
+    network = nn.Linear(4, 2).to(device)
+    tuples = tuple(torch.tensor([[0], [1], [2]], device=device))
+    calculator = ArccosHessianCalculator()
+    for method in (calculator.compute_loss, calculator.compute_gradient, calculator.compute_hessian):
+        for x in (torch.ones(4, 4, device=device).double(), torch.ones(4, 4, device=device).long()):
+            with pytest.raises(InputTypeError, match=r"^x: expected the network's dtype torch.float32, got dtype"):
+                method(x, network, tuples)
+        with pytest.raises(InputTypeError, match=r"^x: expected a torch.Tensor .* got a list"):
+            method([[1.0] * 4] * 4, network, tuples)
+    with pytest.raises(InputTypeError, match="floating-point"):
+        calculator.compute_hessian(torch.ones(4, 4, device=device).long(), nn.Sequential(nn.Tanh()).to(device), tuples)
+
+
+@pytest.mark.parametrize("speed", ["half, by matrices", "slow"])
+@pytest.mark.parametrize("method", LONG)
+def test_tied_weights_are_exact(speed: str, method: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = build("tied", 2)
+    x, tuples = torch.randn(5, 4, dtype=torch.float64), tuple(torch.randint(0, 5, (3, 6)))
+    drawn: Drawn = (model, x, tuples, "arccos", {"method": method, "margin": None, "negative_weight": 0.5})
+    speed = choose_sweep(speed, monkeypatch)
+    h, size = true_hessian(drawn)
+    j = dense_jacobian(model, x)
+    for shape, truth in (("full", j.T @ h @ j), ("diagonal", (j.T @ h @ j).diagonal())):
+        assert close(
+            calculator(drawn, shape=shape, speed="slow").compute_hessian(*moved(drawn, device)).cpu(), truth, size
+        )
+
+
+@pytest.mark.parametrize("speed", ["half", "slow", "fast"])
+def test_no_points_and_no_pairs_give_zeros(speed: str, device: str) -> None:
+    network = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)).to(device)
+    none = tuple(torch.zeros(3, 0, dtype=torch.long, device=device))
+    for n in (0, 2):
+        x = torch.ones(n, 4, device=device)
+        diagonal = ArccosHessianCalculator(speed=speed).compute_hessian(x, network, none)
+        blocks = ArccosHessianCalculator(speed=speed, shape="block").compute_hessian(x, network, none)
+        assert torch.equal(diagonal, torch.zeros(23, device=device))
+        assert [tuple(block.shape) for block in blocks] == [(15, 15), (8, 8)]
+        of_inputs = ArccosHessianCalculator(speed=speed, wrt="input", shape="block").compute_hessian(x, network, none)
+        assert torch.equal(of_inputs, torch.zeros(n, 4, 4, device=device))
+        gradient = ArccosHessianCalculator().compute_gradient(x, network, none)
+        assert torch.equal(gradient, torch.zeros(23, device=device))
+
+
+def test_takes_the_hosts_networks(device: str) -> None:
+    torch.manual_seed(0)
+    network = nnj.Sequential(nnj.Linear(4, 3), nnj.Tanh(), nnj.Linear(3, 2)).to(device)
+    x, tuples = torch.randn(5, 4, device=device), tuple(torch.randint(0, 5, (4, 6), device=device))
+    plain = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).to(device)
+    plain.load_state_dict(network.state_dict())
+    a, b = (ArccosHessianCalculator().compute_hessian(x, m, tuples) for m in (network, plain))
+    assert torch.equal(a, b)
+
+
+def test_works_in_inference_mode_and_leaves_no_gradient(device: str) -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2), cc.L2Norm()).to(device)
+    x, tuples = torch.randn(5, 4, device=device), tuple(torch.randint(0, 5, (3, 6), device=device))
+    for method in LONG:
+        calculator = ContrastiveHessianCalculator(method=method)
+        with torch.inference_mode():
+            inside = calculator.compute_hessian(x, network, tuples)
+        outside = calculator.compute_hessian(x, network, tuples)
+        assert torch.equal(inside, outside)
+        assert not outside.requires_grad
+    assert all(p.grad is None for p in network.parameters())
+    calculator.compute_loss(x, network, tuples).backward()
+    assert all(p.grad is not None for p in network.parameters())
+
+
+FAKE_LAYERS = """
+from torch.nn import *
+import torch.nn as nn
+class L2Norm(nn.Module):
+    def forward(self, z): return z / z.norm(dim=1, keepdim=True)
+class Sequential(nn.Sequential):
+    def __init__(self, *layers, add_hooks): super().__init__(*layers)
+"""
+FAKE_HESSIANS = """
+import contrastive_curvature as cc
+from contrastive_curvature.laplace.backends import stochman
+class Fake:
+    def __init__(self, method, speed, shape): self.method = method
+    def compute_hessian(self, x, network, tuples):
+        layers = [layer for layer in network if type(layer).__name__ != "L2Norm"]
+        found = self.kind(method=self.method).compute_hessian(x, cc.torch.nn.Sequential(*layers, cc.L2Norm()), tuples)
+        return FACTOR * found
+class ContrastiveHessianCalculator(Fake): kind = stochman.ContrastiveHessianCalculator
+class ArccosHessianCalculator(Fake): kind = stochman.ArccosHessianCalculator
+""".replace("cc.torch.nn", "__import__('torch').nn")
+
+
+def test_benchmark_compares_with_a_checkout(tmp_path: Path, capsys: pytest.CaptureFixture[str], device: str) -> None:
+    threads = torch.get_num_threads()
+    folder = tmp_path / "stochman"
+    arguments = ["--checkout", str(tmp_path), "--quick", "--out", str(tmp_path)]
+    try:
+        assert released_calculators.main(arguments) == 2
+        assert "hessian.py and nnj.py" in capsys.readouterr().err
+        folder.mkdir()
+        (folder / "nnj.py").write_text(FAKE_LAYERS, encoding="utf-8")
+        for factor, code in ((1, 0), (2, 1)):
+            (folder / "hessian.py").write_text(FAKE_HESSIANS.replace("FACTOR", str(factor)), encoding="utf-8")
+            assert released_calculators.main(arguments) == code
+            assert ("DIFFERS" in (tmp_path / "released_calculators.md").read_text(encoding="utf-8")) == bool(code)
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,325 @@
+"""Several threads on one encoder and one posterior: each gets what it would get alone, and the user's threads too.
+
+Threads take turns at random, so a test cannot force a collision; with a switch every few instructions, all of these
+failed in every run before the repairs.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from laplace import Laplace
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+from contrastive_curvature.laplace.backends.backpack import BackPackContrastiveGGN
+from contrastive_curvature.laplace.backends.curvlinops import CurvlinopsContrastiveGGN
+from contrastive_curvature.laplace.backends.stochman import StochManContrastiveGGN
+from contrastive_curvature.network.encoder import Encoder, evaluation_mode
+from contrastive_curvature.network.module import ModulePullback
+from contrastive_curvature.network.threads import OwnThreadHook
+from contrastive_curvature.testing import dense_ggn
+
+THREADS, F = 3, 4
+LABELS = torch.arange(6) % 3
+
+
+@pytest.fixture(autouse=True)
+def frequent_switches() -> Iterator[None]:
+    """Threads take turns as often as Python lets them."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def build(*tail: nn.Module) -> nn.Sequential:
+    torch.manual_seed(1)
+    body = (nn.Linear(F, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3))
+    return nn.Sequential(*body, *tail).double().eval()
+
+
+def inputs(seed: int, n: int = 6) -> Tensor:
+    return torch.randn(n, F, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def at_once(*calls: Callable[[], Any], rounds: int = 15) -> list[list[Any]]:
+    """Run every call some times, all in threads of their own; an exception in one is one here."""
+    results: list[list[Any]] = [[] for _ in calls]
+    errors: list[BaseException] = []
+    ready = threading.Barrier(len(calls))
+
+    def work(k: int) -> None:
+        ready.wait()
+        try:
+            for _ in range(rounds):
+                results[k].append(calls[k]())
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return a.shape == b.shape and torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+    return len(a) == len(b) and all(same(p, q) for p, q in zip(a, b, strict=True))
+
+
+def check(calls: list[Callable[[], Any]], *others: Callable[[], Any], rounds: int = 15) -> None:
+    """What calls give at once is what they give one after another."""
+    every = [*calls, *others]
+    alone = [call() for call in every]
+    for wanted, found in zip(alone, at_once(*every, rounds=rounds), strict=True):
+        assert len(found) == rounds
+        assert all(same(out, wanted) for out in found)
+
+
+POSTERIORS: dict[str, dict[str, Any]] = {
+    "last layer": {"subset_of_weights": "last_layer", "hessian_structure": "diag"},
+    "last layer, kron": {"subset_of_weights": "last_layer", "hessian_structure": "kron"},
+    "all, BackPACK": {"subset_of_weights": "all", "hessian_structure": "diag", "backend": BackPackContrastiveGGN},
+    "all, torch.func": {"subset_of_weights": "all", "hessian_structure": "diag", "backend": cc.ContrastiveGGN},
+    "all, curvlinops": {"subset_of_weights": "all", "hessian_structure": "kron", "backend": CurvlinopsContrastiveGGN},
+    "all, StochMan": {"subset_of_weights": "all", "hessian_structure": "diag", "backend": StochManContrastiveGGN},
+    "all, kron": {"subset_of_weights": "all", "hessian_structure": "kron"},
+}
+
+
+@pytest.mark.parametrize("tail", [(), (cc.L2Norm(),)], ids=["raw", "normalised"])
+@pytest.mark.parametrize("kind", POSTERIORS)
+def test_predictions_of_one_posterior(kind: str, tail: tuple[nn.Module, ...]) -> None:
+    """Three threads ask one posterior for different inputs; a fourth runs the model itself."""
+    model = build(*tail)
+    la = Laplace(model, "contrastive", **POSTERIORS[kind])
+    la.fit([(inputs(0), LABELS)])
+
+    def predict(seed: int) -> Callable[[], Any]:
+        def call() -> Any:
+            out = la(inputs(seed))
+            return out.mean, out.variance if out.variance is not None else out.covariance
+
+        return call
+
+    check([predict(seed) for seed in range(THREADS)], lambda: model(inputs(9)).detach())
+
+
+@pytest.mark.parametrize("kind", ["last layer", "all, torch.func", "all, BackPACK"])
+@pytest.mark.parametrize("pred_type", ["glm", "nn"])
+def test_samples_of_one_posterior(kind: str, pred_type: str) -> None:
+    model = build(cc.L2Norm())
+    la = Laplace(model, "contrastive", **POSTERIORS[kind])
+    la.fit([(inputs(0), LABELS)])
+
+    def draw(seed: int) -> Callable[[], Tensor]:
+        def call() -> Tensor:
+            generator = torch.Generator().manual_seed(seed)
+            return la.predictive_samples(inputs(seed), pred_type, n_samples=3, generator=generator, joint=True)
+
+        return call
+
+    check([draw(seed) for seed in range(THREADS)], lambda: model(inputs(9)).detach())
+
+
+@pytest.mark.parametrize("options", [{}, {"structure": "full"}, {"structure": "kron"}, {"subset_of_weights": "all"}])
+def test_curvatures_of_one_encoder(options: dict[str, Any]) -> None:
+    model = build(cc.L2Norm())
+    chosen = {"subset_of_weights": "all", **options} if options.get("structure") == "kron" else options
+    calls = [lambda s=seed: cc.ggn(model, inputs(s), LABELS, pd_fix="psd", **chosen) for seed in range(THREADS)]
+    check(calls, lambda: model(inputs(9)).detach())
+
+
+@pytest.mark.parametrize("kind", ["all, BackPACK", "all, torch.func", "all, curvlinops", "all, StochMan", "all, kron"])
+def test_fits_of_one_encoder(kind: str) -> None:
+    """Two threads fit posteriors of one encoder; others run that encoder, and another model."""
+    model, other = build(cc.L2Norm()), nn.Sequential(nn.Linear(F, 3), nn.ReLU(), nn.Linear(3, 2)).double()
+
+    def fit(seed: int) -> Callable[[], Any]:
+        def call() -> Any:
+            la = Laplace(model, "contrastive", **POSTERIORS[kind])
+            la.fit([(inputs(seed), LABELS), (inputs(seed + 50), LABELS)])
+            return la(inputs(7)).covariance
+
+        return call
+
+    plain = [lambda: model(inputs(9)).detach(), lambda: other(inputs(8)).detach()]
+    check([fit(1), fit(2)], *plain, rounds=6)
+
+
+def test_one_pullback_for_two_threads() -> None:
+    """The trace of a backend is kept and shared; its layers' inputs are not."""
+    model = build()
+    backend = BackPackContrastiveGGN(model)
+    calls = [lambda s=seed: backend.jacobians(inputs(s, 4 + s)) for seed in range(THREADS)]
+    check(calls, rounds=30)
+    assert backend.all_parameters(backend.encoder({})) is backend.all_parameters(backend.encoder({}))
+
+
+def test_products_never_show_in_the_users_model() -> None:
+    """Sampled weights are in place while a sampled network runs, but in no module that another thread can reach."""
+    model = build()
+    before = dict(model.named_parameters())
+    seen: list[bool] = []
+
+    class Probe(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(all(dict(model.named_parameters())[name] is p for name, p in before.items()))
+            return x
+
+    model.append(Probe())
+    pullback = ModulePullback(Encoder(model, inputs(0)))
+    seen.clear()
+    theta = torch.zeros(pullback.n_params, dtype=torch.float64)
+    assert not pullback.outputs_at(inputs(1), theta).any()
+    assert pullback.vjp(inputs(1), torch.ones(6, 1, 3, dtype=torch.float64)).any()
+    pullback.jvp(inputs(1), theta)
+    assert len(seen) == 3
+    assert all(seen)
+
+
+class Outside(nn.Module):
+    """Runs a layer of its own that it finds in a place where a copy does not look."""
+
+    def __init__(self, lookup: Callable[[nn.Module], Callable[[Tensor], Tensor]]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(F, 5), nn.Linear(5, 3)
+        self.find = lookup(self.a)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(torch.tanh(self.find(x)))
+        return out
+
+
+def in_a_list(layer: nn.Module) -> Callable[[Tensor], Tensor]:
+    held = [layer]
+    return lambda x: held[0](x)
+
+
+def in_a_closure(layer: nn.Module) -> Callable[[Tensor], Tensor]:
+    def inner(x: Tensor) -> Tensor:
+        out: Tensor = layer(x)
+        return out
+
+    return lambda x: inner(x)
+
+
+@pytest.mark.parametrize("lookup", [in_a_list, in_a_closure, lambda layer: lambda x, a=layer: a(x)])
+def test_layers_that_a_copy_does_not_reach_are_exact(lookup: Any) -> None:
+    model = Outside(lookup).double().eval()
+    truth = dense_ggn(model, inputs(0), LABELS, pd_fix="psd")
+    found = cc.ggn(model, inputs(0), LABELS, pd_fix="psd", structure="full", subset_of_weights="all", clamp=False)
+    assert same(found, truth)
+    kron = [cc.ContrastiveGGN, CurvlinopsContrastiveGGN]
+    a, b = (kind(model, pd_fix="psd").kron(inputs(0), LABELS)[1].kfacs for kind in kron)
+    assert same(a, b)
+
+
+def test_the_mode_is_that_before_the_first() -> None:
+    """One thread enters, another enters, the first leaves, the second still computes in evaluation mode."""
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(F, 3)).train()
+    model[1].eval()
+    first = evaluation_mode(model)
+    first.__enter__()
+    with evaluation_mode(model):
+        first.__exit__(None, None, None)
+        assert not any(m.training for m in model.modules())
+        with evaluation_mode(model[0]):
+            assert not model[0].training
+        assert not any(m.training for m in model.modules())
+    assert [m.training for m in model.modules()] == [True, True, False]
+
+
+def test_a_mode_that_need_not_change_is_not_written() -> None:
+    model = build()
+    with evaluation_mode(model):
+        model[1].train()  # by another thread of the user's
+    assert model[1].training
+
+
+def test_modes_under_load() -> None:
+    model = nn.Sequential(nn.Dropout(0.9), nn.Linear(F, 3)).double().train()
+    wanted = model[1](inputs(0)).detach()
+
+    def run() -> Tensor:
+        with evaluation_mode(model):
+            out: Tensor = model(inputs(0)).detach()
+        return out
+
+    for found in at_once(run, run, run, rounds=300):
+        assert all(torch.equal(out, wanted) for out in found)
+        assert model.training
+        assert model[0].training
+
+
+def test_features_are_those_of_ones_own_inputs() -> None:
+    """Another thread passes the same layers between our hooks, and must not be mistaken for us."""
+    other = threading.Thread
+
+    class Interrupted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if threading.current_thread() is threading.main_thread() and len(encoders) == 1:
+                thread = other(target=lambda: model(inputs(5)))
+                thread.start()
+                thread.join()
+            return x
+
+    model = build(cc.L2Norm())
+    model.insert(0, Interrupted())
+    encoders: list[Encoder] = []
+    encoders.append(Encoder(model, inputs(0)))
+    plain = build()
+    z, phi = encoders[0].features(inputs(1))
+    assert same((z, phi), (plain(inputs(1)), plain[:4](inputs(1))))
+    assert same(encoders[0](inputs(1)), plain(inputs(1)))
+
+
+def test_a_layer_that_runs_in_another_thread_is_refused() -> None:
+    class Elsewhere(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.moved = build(), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.moved:
+                return self.inner(x)
+            out: list[Tensor] = []
+            thread = threading.Thread(target=lambda: out.append(self.inner(x)))
+            thread.start()
+            thread.join()
+            return out[0]
+
+    model = Elsewhere()
+    encoder = Encoder(model, inputs(0))
+    model.moved = True
+    with pytest.raises(cc.UnsupportedError, match="another thread"):
+        encoder.features(inputs(0))
+
+
+def test_hooks_of_ours_stay_in_no_copy() -> None:
+    """Another thread may copy or save the model at any time."""
+    import copy
+    import pickle
+
+    seen: list[int] = []
+    hook = OwnThreadHook(lambda *_: seen.append(1))
+    layer = nn.Linear(F, 3).double()
+    layer.register_forward_hook(hook)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        twin(inputs(0))
+    assert not seen
+    layer(inputs(0))
+    hook.stop()
+    layer(inputs(0))
+    assert seen == [1]
