@@ -5,6 +5,9 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 ARGS ?=
 BENCH ?= curvature
+# Every script with a command line of its own, and the experiments.
+BENCHES := $(sort $(patsubst benchmarks/%.py,%,$(shell grep -l '^if __name__' benchmarks/*.py)) \
+  $(patsubst benchmarks/%/__main__.py,%,$(wildcard benchmarks/*/__main__.py)))
 # Two test processes of one thread each: more would fight over two cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
@@ -14,9 +17,10 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
+	@echo "benchmarks: $(BENCHES)"
 
-demo: $(STAMP) ## the demonstration; options go into ARGS="..." (ARGS=--help lists them)
-	$(PY) -m contrastive_curvature.demo $(ARGS)
+demo: $(STAMP) ## the demonstration on digits; options go into ARGS="..." (ARGS=--help lists them)
+	$(PY) -m benchmarks.experiments --table demo $(ARGS)
 
 test: $(STAMP) lint typecheck ## lint, types and all tests that are not marked slow; pytest options go into ARGS="..."
 	$(ONE_THREAD) $(PY) -m pytest -n 2 -m "not slow" --hypothesis-profile=ci $(ARGS)
@@ -31,7 +35,8 @@ lint: $(STAMP) ## ruff: rules and formatting
 typecheck: $(STAMP) ## mypy on the package
 	$(PY) -m mypy
 
-bench: $(STAMP) ## a benchmark: BENCH=curvature (default), retrieval, lam_cost, backends, kron_error, default_prior, prior_scale or released_calculators, options in ARGS="..."
+bench: $(STAMP) ## a benchmark: BENCH=curvature (default) or another name below, options in ARGS="..."; the paper's tables: BENCH=experiments ARGS="--table 2"
+	@case " $(BENCHES) " in *" $(BENCH) "*) ;; *) echo "BENCH: expected one of $(BENCHES), got $(BENCH)" >&2; exit 2;; esac
 	$(PY) -m benchmarks.$(BENCH) $(ARGS)
 
 tables: $(STAMP) ## measure what every backend can do, and write it into README.md and docs/backends.md
@@ -48,5 +53,5 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo "Python 3.11 or newer is needed; name one: make PYTHON=python3.12 ..." >&2; exit 2; }
 	@echo "setting up $(VENV): 5.7 GB and about four minutes the first time"
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[benchmarks,demo,faiss,miners,test]"
+	$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[benchmarks,faiss,miners,test]"
 	@touch $@

@@ -25,8 +25,8 @@ from laplace.utils import FeatureExtractor
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
+from benchmarks.experiments import networks
 from benchmarks.machine import describe, measure_peak, run_apart
-from contrastive_curvature.demo.networks import make_encoder
 from contrastive_curvature.testing.contract import make_backend
 
 RESULTS = Path(__file__).parent / "results"
@@ -72,7 +72,7 @@ def make_network(name: str) -> tuple[nn.Module, tuple[int, ...]]:
         layers = [nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, OUTPUTS)]
         return nn.Sequential(*layers), (784,)
     if name == "paper":
-        encoder = make_encoder("fashionmnist", OUTPUTS)
+        encoder = networks.make_network("fashionmnist", OUTPUTS)
         for module in encoder.modules():
             if isinstance(module, nn.ReLU):
                 # BackPACK's own hooks do not stand layers that work in place.

@@ -1,8 +1,8 @@
 """The default prior, temperature and score are right for several encoders, and what the alternatives cost.
 
-Takes run folders of the demo (``python -m contrastive_curvature.demo --out FOLDER``), loads their encoders, fits the
-curvature once for each, and compares rules for the prior, each with two scores: the lost length (``uncertainty``) and
-the angle (``1 / kappa``).
+Takes run folders of the demonstration (``python -m benchmarks.experiments --table demo --out FOLDER``), loads their
+posteriors, and compares rules for the prior, each with two scores: the lost length (``uncertainty``) and the angle (``1
+/ kappa``).
 
     python -m benchmarks.default_prior FOLDER [FOLDER ...] --data-root ../shared/data --out benchmarks/results
 """
@@ -10,26 +10,21 @@ the angle (``1 / kappa``).
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from benchmarks.machine import describe
+from benchmarks.experiments.finished import Finished, read_run
+from benchmarks.experiments.methods.sampled import PosteriorMethod, draw_embeddings, read_features
+from benchmarks.machine import describe, write_atomically
 from contrastive_curvature import EmbeddingDistribution, metrics
-from contrastive_curvature.demo.config import DemoConfig
-from contrastive_curvature.demo.data import Batches, load_data
-from contrastive_curvature.demo.networks import make_encoder
-from contrastive_curvature.demo.posterior import fit_posterior, read_features, sampled_embeddings
-from contrastive_curvature.demo.report import write_atomically
 from contrastive_curvature.laplace.covariance import diag_last_layer_variance
 
 COLUMNS = ("auroc", "auprc", "ausc")
-_BATCH = 200
+_ROW = "laplace_posthoc"
 
 
 def of_strength(strength: float) -> Callable[[Any], None]:
@@ -62,8 +57,8 @@ RULES: dict[str, Callable[[Any], None]] = {
 def main() -> None:
     """Compare the rules on every encoder, print the table, write JSON and Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, help="run folders of the demo")
-    parser.add_argument("--data-root", type=Path, help="where the images are; default: as in the run")
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders of the demonstration")
+    parser.add_argument("--data-root", type=Path, default=Path("data"), help="where the images are")
     parser.add_argument("--n-samples", type=int, default=100, help="sampled networks for the ECE")
     parser.add_argument("--seeds", type=int, nargs="+", help="only these seeds of every run")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
@@ -71,16 +66,9 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     given.out.mkdir(parents=True, exist_ok=True)
     for folder in given.runs:
-        stored = json.loads((folder / "results.json").read_text(encoding="utf-8"))["config"]
-        names = {f.name for f in dataclasses.fields(DemoConfig)}
-        kept = {k: v for k, v in stored.items() if k in names} | {"out": None}
-        kept["data_root"] = given.data_root or Path(kept["data_root"])
-        config = DemoConfig(**kept)
-        data = load_data(config)
-        for seed in [seed for seed in config.seeds if given.seeds is None or seed in given.seeds]:
-            encoder = make_encoder(config.dataset, config.dim)
-            encoder.load_state_dict(torch.load(folder / f"encoder_seed{seed}.pt", weights_only=True))
-            rows += compare(config, data, encoder.eval(), seed, given.n_samples)
+        run = read_run(folder, given.data_root)
+        for seed in [seed for seed in run.seeds(_ROW) if given.seeds is None or seed in given.seeds]:
+            rows += compare(run, seed, given.n_samples)
             # After every encoder, so that an interrupted run leaves what it has.
             result = {"machine": describe(), "n_samples": given.n_samples, "rows": rows}
             write_atomically(given.out / "default_prior.json", json.dumps(result, indent=1) + "\n")
@@ -88,20 +76,20 @@ def main() -> None:
     print(markdown(rows))
 
 
-def compare(config: DemoConfig, data: Any, encoder: Any, seed: int, n_samples: int) -> list[dict[str, Any]]:
+def compare(run: Finished, seed: int, n_samples: int) -> list[dict[str, Any]]:
     """Figures of every rule on one encoder."""
-    device = torch.device(config.device)
-    la = fit_posterior(config, encoder.to(device), Batches(data.train_x, data.train_y, _BATCH, device))
-    (z_in, phi_in), (z_out, phi_out) = (
-        read_features(la, Batches(x, None, _BATCH, device)) for x in (data.test_x, data.ood_x)
-    )
-    ranking = metrics.rank_by_labels(metrics.nearest_neighbors(z_in, k=10), data.test_y)
+    method, data = run.load(_ROW, seed), run.data
+    assert isinstance(method, PosteriorMethod)
+    assert data.ood is not None
+    la = method.posterior
+    (z_in, phi_in), (z_out, phi_out) = (read_features(la, run.setting, split) for split in (data.test, data.ood))
+    ranking = metrics.rank_by_labels(metrics.nearest_neighbors(z_in, k=10), data.test.targets)
     precision = metrics.average_precision_at_k(ranking, 1)
     rows = []
     for name, rule in RULES.items():
         rule(la)
-        row: dict[str, Any] = {"dataset": config.dataset, "dim": config.dim, "seed": seed, "rule": name}
-        row |= {"training_images": len(data.train_x)}
+        row: dict[str, Any] = {"dataset": run.config["data"], "dim": run.config["dim"], "seed": seed, "rule": name}
+        row |= {"training_images": len(data.train)}
         row |= {f"map_at_{k}": metrics.map_at_k(ranking, k) for k in (1, 5, 10)}
         row |= {"prior_precision": float(la.prior_precision), "temperature": float(la.temperature)}
         predicted = [predict(la, z, phi) for z, phi in ((z_in, phi_in), (z_out, phi_out))]
@@ -112,8 +100,8 @@ def compare(config: DemoConfig, data: Any, encoder: Any, seed: int, n_samples: i
                 "auprc": metrics.auprc(inside, outside),
                 "ausc": metrics.ausc(inside, precision),
             }
-        votes = sampled_embeddings(la, phi_in, n_samples, seed, "[votes]")
-        row["ece"] = metrics.retrieval_ece((u.cpu() for u in votes), data.test_y)
+        votes = draw_embeddings(la, phi_in, n_samples, seed)
+        row["ece"] = metrics.retrieval_ece((u.cpu() for u in votes), data.test.targets)
         rows.append(row)
         print(row, flush=True)
     return rows

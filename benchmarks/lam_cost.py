@@ -23,13 +23,13 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
-from benchmarks.data import load_data
-from benchmarks.data.split import loader
+from benchmarks.experiments.data import load_data
+from benchmarks.experiments.data.split import loader
+from benchmarks.experiments.methods.base import Setting
+from benchmarks.experiments.methods.sampled import closed_form
+from benchmarks.experiments.methods.training import ContrastiveStep
+from benchmarks.experiments.networks import make_network
 from benchmarks.machine import describe, write_results
-from benchmarks.methods.base import Setting
-from benchmarks.methods.sampled import closed_form
-from benchmarks.methods.training import ContrastiveStep
-from benchmarks.networks import make_network
 from contrastive_curvature.laplace import ContrastiveDiagLLLaplace
 from contrastive_curvature.online import OnlineLaplace, Trainer
 

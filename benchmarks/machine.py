@@ -10,6 +10,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -18,7 +19,15 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["describe", "mean_and_deviation", "measure_peak", "measure_time", "run_apart", "write_results"]
+__all__ = [
+    "describe",
+    "mean_and_deviation",
+    "measure_peak",
+    "measure_time",
+    "run_apart",
+    "write_atomically",
+    "write_results",
+]
 
 _T = TypeVar("_T")
 
@@ -53,6 +62,20 @@ def write_results(folder: Path, name: str, result: dict[str, Any], text: str) ->
     (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     (folder / f"{name}.md").write_text(text, encoding="utf-8")
     print(text)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that no reader ever sees half of it, and an interrupted write leaves the old one."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        # mkstemp gives a file that nobody else may read; results are no secret.
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
 
 
 def run_apart(module: str, case: dict[str, Any], **environment: str) -> dict[str, Any]:

@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.data import load_data
-from benchmarks.data.fashionmnist import mnist_images
-from benchmarks.data.split import RetrievalData, TensorSplit
+from benchmarks.experiments.data import load_data
+from benchmarks.experiments.data.fashionmnist import mnist_images
+from benchmarks.experiments.data.split import RetrievalData, TensorSplit
+from benchmarks.experiments.evaluate import evaluate
+from benchmarks.experiments.methods import Setting
+from benchmarks.experiments.methods.laplace_online import LaplaceOnline
+from benchmarks.experiments.plan import COLUMNS
 from benchmarks.machine import describe, mean_and_deviation, write_results
-from benchmarks.methods import Setting
-from benchmarks.methods.laplace_online import LaplaceOnline
-from benchmarks.retrieval.evaluate import evaluate
-from benchmarks.retrieval.plan import COLUMNS
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.laplace.prior import STRENGTH
 

@@ -1,4 +1,4 @@
-"""What the strength of the prior moves, on the encoders of a finished run of ``benchmarks.retrieval``.
+"""What the strength of the prior moves, on the encoders of a finished run of ``benchmarks.experiments``.
 
 The average information is multiplied by several strengths (the default is a tenth), and the figures of table 2 are
 computed again for every seed: no encoder is trained.
@@ -9,21 +9,18 @@ Run: ``python -m benchmarks.prior_scale RUN [RUN ...] --data-root ../shared/data
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.data import RetrievalData, Split, load_data
 from benchmarks.default_prior import predict
+from benchmarks.experiments.data import RetrievalData, Split, load_data
+from benchmarks.experiments.finished import read_run
+from benchmarks.experiments.methods.sampled import PosteriorMethod, draw_embeddings, read_features
+from benchmarks.experiments.plan import COLUMNS, known_rows
 from benchmarks.machine import describe, mean_and_deviation, write_results
-from benchmarks.methods import Setting, make_method
-from benchmarks.methods.sampled import PosteriorMethod, read_features
-from benchmarks.retrieval.plan import COLUMNS, known_rows
-from benchmarks.retrieval.store import cell_folder
 from contrastive_curvature import metrics
-from contrastive_curvature.demo.posterior import sampled_embeddings
 from contrastive_curvature.errors import InputError, expected
 
 RESULTS = Path(__file__).parent / "results"
@@ -53,7 +50,7 @@ def measure(
     for strength in STRENGTHS:
         la.optimize_prior_precision(strength=strength)
         inside, outside, *further = (predict(la, mean, by) for mean, by in ((z, phi), *parts))
-        votes = sampled_embeddings(la, phi, n_votes, seed, "[votes]", method.setting.progress)
+        votes = draw_embeddings(la, phi, n_votes, seed, method.setting.progress)
         found[f"{strength:g}"] = {f"map_at_{k}": metrics.map_at_k(ranking, k) for k in (1, 5, 10)} | {
             "auroc": metrics.auroc(inside.uncertainty, outside.uncertainty),
             "auprc": metrics.auprc(inside.uncertainty, outside.uncertainty),
@@ -68,29 +65,19 @@ def measure(
 
 def measure_run(run: Path, data_root: Path, outside: list[str], n_votes: int) -> dict[str, Any]:
     """All seeds of one run folder: row -> strength -> figure -> values."""
-    file = run / "results.json"
-    if not file.is_file():
-        hint = "Run python -m benchmarks.retrieval --table 2 first."
-        raise InputError(expected(str(run), "a run folder of benchmarks.retrieval", "no results.json in it", hint))
-    config = json.loads(file.read_text(encoding="utf-8"))["config"]
-    if config["table"] != 2:
-        raise InputError(expected(str(run), "a run of table 2", f"one of table {config['table']}"))
-    sizes = {name: config[name] for name in ("train_size", "test_size")}
-    data = load_data(config["data"], data_root, **sizes)
-    others = {made.title: made.test for made in (load_data(name, data_root) for name in outside)}
-    names = ("network", "dim", "epochs", "batch_size", "lr", "margin", "memory_factor", "device")
-    setting = Setting(**{name: config[name] for name in names}, n_samples=0)
+    made = read_run(run, data_root)
+    if made.config["table"] != 2:
+        raise InputError(expected(str(run), "a run of table 2", f"one of table {made.config['table']}"))
+    others = {other.title: other.test for other in (load_data(name, data_root, ood="none") for name in outside)}
     found: dict[str, Any] = {}
-    for row in (row for row in known_rows(2) if row.key in ROWS):
-        models = [(path, int(path.parts[-3][4:])) for path in run.glob(f"seed*/{row.key}/model.pt")]
-        for path, seed in tqdm(sorted(models), desc=row.key):
-            method = make_method(row.method, setting, **row.options)
+    for key in ROWS:
+        for seed in tqdm(made.seeds(key), desc=key):
+            method = made.load(key, seed)
             assert isinstance(method, PosteriorMethod)
-            method.load(cell_folder(run, seed, row.key) / path.name, data)
-            for strength, figures in measure(method, data, others, n_votes, seed).items():
+            for strength, figures in measure(method, made.data, others, n_votes, seed).items():
                 for name, value in figures.items():
-                    found.setdefault(row.key, {}).setdefault(strength, {}).setdefault(name, []).append(value)
-    return {"config": config, "rows": found}
+                    found.setdefault(key, {}).setdefault(strength, {}).setdefault(name, []).append(value)
+    return {"config": made.config, "rows": found}
 
 
 def render(result: dict[str, Any]) -> str:
@@ -100,7 +87,7 @@ def render(result: dict[str, Any]) -> str:
         "# The strength of the prior",
         "",
         f"`python -m benchmarks.prior_scale` on {machine['cpu']}, torch {machine['torch']}, {machine['date']}: "
-        f"encoders of `benchmarks.retrieval --table 2`, {result['votes']} votes for the ECE. Strength: times the "
+        f"encoders of `benchmarks.experiments --table 2`, {result['votes']} votes for the ECE. Strength: times the "
         "average information; the default is 0.1. Mean ± standard deviation over seeds, test images.",
     ]
     titles = {row.key: row.title for row in known_rows(2)}

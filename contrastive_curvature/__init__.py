@@ -20,10 +20,11 @@ from contrastive_curvature.errors import (
 )
 from contrastive_curvature.gallery import RetrievalUncertainty
 from contrastive_curvature.ggn import ggn
-from contrastive_curvature.hessian.output import OutputHessian, output_hessian
+from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import L2Norm
 from contrastive_curvature.laplace.backends import ContrastiveBackend, ContrastiveGGN
-from contrastive_curvature.losses.contrastive import ContrastiveLoss
+from contrastive_curvature.losses import ContrastiveLoss, LogisticLoss, PairLoss
+from contrastive_curvature.losses.choice import output_hessian
 from contrastive_curvature.online import OnlineLaplace, Trainer
 from contrastive_curvature.options import Distance, Normalization, PDFix
 from contrastive_curvature.registration import register, unregister
@@ -38,7 +39,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     # pairs -> loss
+    "PairLoss",
     "ContrastiveLoss",
+    "LogisticLoss",
     "Distance",
     "PDFix",
     "Normalization",

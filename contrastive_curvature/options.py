@@ -6,20 +6,23 @@ The Hessian of the pair loss is the same object wherever it is used, so its opti
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 
 __all__ = [
     "LARGEST_DISTANCE",
-    "CurvatureOptions",
+    "Default",
     "Distance",
     "KFACApprox",
     "Normalization",
     "PDFix",
     "Structure",
+    "check_margin",
+    "check_negative_weight",
+    "default",
+    "parse_kfac_approx",
     "parse_option",
 ]
 
@@ -62,6 +65,11 @@ class PDFix(_Option):
     def coupled(self) -> bool:
         """Whether the cross terms between two points survive."""
         return self in (PDFix.POSITIVE, PDFix.FULL)
+
+    @property
+    def attracting_only(self) -> bool:
+        """Whether only the positive pairs enter the first-order part."""
+        return self is PDFix.POSITIVE
 
 
 class Normalization(_Option):
@@ -121,35 +129,26 @@ def parse_option(kind: type[_E], argument: str, value: str) -> _E:
         raise InputError(expected(argument, f"one of {known}", value)) from None
 
 
-@dataclass(frozen=True)
-class CurvatureOptions:
-    """Everything that decides the output Hessian besides the outputs and the pairs.
+class Default:
+    """A default that can be told from the same value given by the user.
 
     Args:
-        distance: ``"arccos"`` or ``"euclidean"``, see :class:`Distance`.
-        pd_fix: ``"positive"``, ``"fixed"``, ``"full"`` or ``"psd"``, see :class:`PDFix`.
-        margin: Threshold on the Euclidean distance of unit embeddings, in (0, 2], below which a negative pair counts;
-            ``None`` lets every negative count.
-        negative_weight: ``w_n`` of Eq. 10, in [0, 1]: positives are scaled by ``1 - w_n``, negatives by ``w_n``; 0.5 is
-            unbiased sampling.
-        normalization: ``"sum"``, ``"type"`` or ``"anchor"``, see :class:`Normalization`.
-
-    Raises:
-        InputError: An option is unknown or out of range.
+        value: The default.
     """
 
-    distance: Distance = Distance.ARCCOS
-    pd_fix: PDFix = PDFix.FIXED
-    margin: float | None = 0.7
-    negative_weight: float = 0.5
-    normalization: Normalization = Normalization.ANCHOR
+    def __init__(self, value: object) -> None:
+        self.value = value
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "distance", parse_option(Distance, "distance", self.distance))
-        object.__setattr__(self, "pd_fix", parse_option(PDFix, "pd_fix", self.pd_fix))
-        object.__setattr__(self, "normalization", parse_option(Normalization, "normalization", self.normalization))
-        check_margin(self.margin)
-        check_negative_weight(self.negative_weight)
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+def default(value: object) -> Any:
+    """A default of an argument of any type, see :class:`Default`."""
+    return Default(value)
 
 
 def check_margin(margin: object) -> None:
@@ -182,3 +181,42 @@ def check_negative_weight(weight: object) -> None:
         raise InputTypeError(expected("negative_weight", wanted, weight, hint))
     if not 0 <= weight <= 1:
         raise InputError(expected("negative_weight", wanted, weight, hint))
+
+
+def parse_kfac_approx(
+    value: KFACApprox | str, pd_fix: PDFix, structure: Structure | None = Structure.KRON, pairs: str = "batch"
+) -> KFACApprox:
+    """Turn a string into a member, and refuse an approximation of cross terms where it has no meaning.
+
+    Args:
+        value: The approximation.
+        pd_fix: The fix.
+        structure: What is asked for; ``None`` for another structure than those of :class:`Structure`.
+        pairs: ``"batch"``, or ``"dataset"``, whose points are never there at once.
+
+    Returns:
+        The member.
+
+    Raises:
+        UnsupportedError: The fix drops the cross terms, or the points are not there at once.
+        InputError: It is unknown, or the structure has no Kronecker factors.
+    """
+    approx = parse_option(KFACApprox, "kfac_approx", value)
+    if approx is KFACApprox.EXPAND:
+        return approx
+    if structure is not Structure.KRON:
+        hint = "It approximates Kronecker factors. Use structure='kron', or leave it out."
+        raise InputError(expected("kfac_approx", "'expand' with a structure other than 'kron'", str(approx), hint))
+    if not pd_fix.coupled:
+        msg = (
+            f"kfac_approx={str(approx)!r} with pd_fix={str(pd_fix)!r}: this fix drops the cross terms between the two "
+            "points of a pair, so there is nothing to share. Use kfac_approx='expand', or pd_fix='positive' or 'full'."
+        )
+        raise UnsupportedError(msg)
+    if pairs == "dataset":
+        msg = (
+            f"kfac_approx={str(approx)!r}: over the pairs of a data set its factors need all points at once. Use "
+            "pairs='batch', or kfac_approx='expand'."
+        )
+        raise UnsupportedError(msg)
+    return approx

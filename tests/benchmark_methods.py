@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.data.split import RetrievalData, TensorSplit
-from benchmarks.methods import Method, Setting, make_method
+from benchmarks.experiments.data.split import RetrievalData, TensorSplit
+from benchmarks.experiments.methods import Method, Setting, make_method
 
 __all__ = ["CLASSES", "fit", "make_data", "make_images", "make_setting"]
 

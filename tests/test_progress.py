@@ -17,8 +17,7 @@ from contrastive_curvature import progress as progress_file
 from contrastive_curvature.ggn import dataset
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses import effort
-from contrastive_curvature.losses.weights import PairWeights
-from contrastive_curvature.options import CurvatureOptions
+from contrastive_curvature.losses.derivatives import PairDerivatives
 from contrastive_curvature.pairs import make_relation
 from contrastive_curvature.progress import LongRunWarning, Progress
 
@@ -74,7 +73,7 @@ def test_a_slow_loader_is_told_of_after_its_first_batches(monkeypatch: pytest.Mo
 
 
 def test_pairs_are_told_of_before_any_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(effort, "_FEWEST_POINTS", 10)
+    monkeypatch.setattr(effort, "FEWEST_POINTS", 10)
     slow(monkeypatch, effort)
 
     def formed(*_: Any, **__: Any) -> None:
@@ -82,7 +81,7 @@ def test_pairs_are_told_of_before_any_is_formed(monkeypatch: pytest.MonkeyPatch)
         raise AssertionError(msg)
 
     z, labels = torch.randn(40, 3), torch.arange(40) % 4
-    monkeypatch.setattr(PairWeights, "__init__", formed)
+    monkeypatch.setattr(PairDerivatives, "__init__", formed)
     for call in (
         lambda: cc.output_hessian(z, labels),
         lambda: cc.ggn(nn.Linear(5, 3), torch.randn(40, 5), labels, subset_of_weights="last_layer"),
@@ -99,7 +98,7 @@ def test_pairs_are_told_of_before_any_is_formed(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_fit_tells_of_its_pairs_at_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the rest of the first pass, which may take long itself."""
-    monkeypatch.setattr(effort, "_FEWEST_POINTS", 10)
+    monkeypatch.setattr(effort, "FEWEST_POINTS", 10)
     # A tile is of full size here, whatever the data.
     slow(monkeypatch, effort, step=1e6)
     seen = []
@@ -123,30 +122,30 @@ def test_the_estimate_grows_with_the_pairs() -> None:
     """Of class labels with a margin; without one, and for listed pairs, nothing of that size is formed."""
     labels = torch.arange(60_000) % 10
     u = normalize(torch.randn(60_000, 4))[0]
-    options = CurvatureOptions()
+    loss = cc.ContrastiveLoss()
 
-    def seconds(n: int, options: CurvatureOptions = options, pairs: Any = None) -> float:
+    def seconds(n: int, loss: cc.ContrastiveLoss = loss, pairs: Any = None) -> float:
         relation = make_relation(n, torch.device("cpu"), labels[:n] if pairs is None else None, pairs)
-        return effort.pair_seconds(relation, u[:n], options)
+        return loss._pair_seconds(relation, u[:n])
 
     assert seconds(20_000) == 0
     # Four times the pairs; a factor two is left to the noise of the clock.
     assert 2 < min(seconds(60_000) for _ in range(5)) / min(seconds(30_000) for _ in range(5)) < 8
-    assert seconds(60_000, CurvatureOptions(margin=None)) == 0
-    assert seconds(60_000, CurvatureOptions(negative_weight=0.0)) == 0
+    assert seconds(60_000, cc.ContrastiveLoss(margin=None)) == 0
+    assert seconds(60_000, cc.ContrastiveLoss(negative_weight=0.0)) == 0
     index = torch.arange(100)
     assert seconds(60_000, pairs=(index, index + 1, index + 2)) == 0
 
 
 def test_a_relation_without_classes_is_estimated_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(effort, "_FEWEST_POINTS", 10)
+    monkeypatch.setattr(effort, "FEWEST_POINTS", 10)
     u = normalize(torch.randn(64, 3))[0]
 
     def near(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         same = (a.unsqueeze(1) - b).abs() < 2
         return same, ~same
 
-    assert effort.pair_seconds(make_relation(64, u.device, pairs=near), u, CurvatureOptions(margin=None)) > 0
+    assert cc.ContrastiveLoss(margin=None)._pair_seconds(make_relation(64, u.device, pairs=near), u) > 0
 
 
 def test_cross_terms_are_told_of_while_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,26 +12,26 @@ from contrastive_curvature.errors import InputError, InputTypeError, Unsupported
 from contrastive_curvature.ggn.accumulate import clamp_curvature
 from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.kron import clamp_factors
-from contrastive_curvature.ggn.sharing import parse_kfac_approx, structured_curvature
-from contrastive_curvature.hessian.sphere import check_outputs, normalize
-from contrastive_curvature.losses.effort import FASTER, announce_pairs
-from contrastive_curvature.losses.weights import PairWeights
+from contrastive_curvature.ggn.sharing import structured_curvature
+from contrastive_curvature.hessian.sphere import check_outputs
+from contrastive_curvature.losses.base import PairLoss
+from contrastive_curvature.losses.choice import DISTANCE, MARGIN, NEGATIVE_WEIGHT, NORMALIZATION, PD_FIX, choose_loss
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, check_inputs, input_length, slice_inputs
 from contrastive_curvature.network.last_layer import LastLayerPullback
+from contrastive_curvature.network.layerwise import LayerwisePullback
 from contrastive_curvature.network.module import ModulePullback
-from contrastive_curvature.network.pullback import KronFactors, Points, Pullback
+from contrastive_curvature.network.pullback import KronFactors, Pullback
 from contrastive_curvature.options import (
-    CurvatureOptions,
     Distance,
     KFACApprox,
     Normalization,
     PDFix,
     Structure,
+    parse_kfac_approx,
     parse_option,
 )
 from contrastive_curvature.pairs import Pairs, make_relation
-from contrastive_curvature.progress import Progress
 
 __all__ = ["check_encoder", "check_trainable", "ggn", "make_pullback"]
 
@@ -42,20 +42,21 @@ def ggn(
     labels: Tensor | None = None,
     *,
     pairs: Pairs | None = None,
-    distance: Distance | str = Distance.ARCCOS,
-    pd_fix: PDFix | str = PDFix.FIXED,
-    margin: float | None = 0.7,
-    negative_weight: float = 0.5,
-    normalization: Normalization | str = Normalization.ANCHOR,
+    loss: PairLoss | None = None,
+    distance: Distance | str = DISTANCE,
+    pd_fix: PDFix | str = PD_FIX,
+    margin: float | None = MARGIN,
+    negative_weight: float = NEGATIVE_WEIGHT,
+    normalization: Normalization | str = NORMALIZATION,
     structure: Structure | str = Structure.DIAG,
     subset_of_weights: str | Tensor = "all",
     clamp: bool = True,
     kfac_approx: KFACApprox | str = KFACApprox.EXPAND,
 ) -> Tensor | KronFactors:
-    r"""Generalised Gauss-Newton of the contrastive loss, ``J^T H J``, over all pairs of a batch.
+    r"""Generalised Gauss-Newton of a pair loss, ``J^T H J``, over all pairs of a batch.
 
     ``J`` is the Jacobian of the raw outputs (before any l2-normalisation) and ``H`` the output Hessian
-    (:func:`~contrastive_curvature.hessian.output.output_hessian`). The model is run in evaluation mode and left as it
+    (:func:`~contrastive_curvature.output_hessian`). The model is run in evaluation mode and left as it
     was; a model in half precision is computed in float32.
 
     ``diag`` and ``full`` are exact for every distance and fix. ``kron`` is the K-FAC approximation
@@ -68,6 +69,8 @@ def ggn(
         labels: Integer class labels, shape (N,).
         pairs: Instead of labels: index tuples ``(a, p, n)`` or ``(a1, p, a2, n)``, boolean masks ``(positive,
             negative)``, or a callable on the targets given as ``labels``.
+        loss: A pair loss (:mod:`contrastive_curvature.losses`); ``None`` takes the contrastive one with ``margin``,
+            ``negative_weight`` and ``normalization``.
         distance: ``"arccos"`` (normalisation in the loss) or ``"euclidean"`` (in the network, linearised).
         pd_fix: ``"fixed"``, ``"positive"``, ``"full"`` or ``"psd"``; ``"fix"`` and ``"pos"`` are understood.
         margin: Distance of unit embeddings below which a negative counts, in (0, 2], or ``None`` for all.
@@ -92,42 +95,42 @@ def ggn(
         UnsupportedError: The encoder normalises inside ``forward``, has no last linear layer, or the structure has no
             factors for the fix.
     """
-    options = CurvatureOptions(distance, pd_fix, margin, negative_weight, normalization)  # type: ignore[arg-type]
+    chosen = choose_loss(
+        loss,
+        margin=margin,
+        negative_weight=negative_weight,
+        normalization=normalization,
+        distance=distance,
+        pd_fix=pd_fix,
+    )
     check_flag("clamp", clamp)
     kind = parse_option(Structure, "structure", structure)
-    approx = parse_kfac_approx(kfac_approx, options.pd_fix, kind)
+    approx = parse_kfac_approx(kfac_approx, chosen.pd_fix, kind)
     if not isinstance(model, nn.Module):
         raise InputTypeError(expected("model", "a torch.nn.Module", f"a {type(model).__name__}"))
     check_inputs(x)
     model, x = _lift_half(model, x)
     with evaluation_mode(model), torch.no_grad():
         encoder = Encoder(model, slice_inputs(x, slice(0, 8)))
-        check_encoder(encoder, options)
+        check_encoder(encoder, chosen)
         pullback = make_pullback(encoder, subset_of_weights)
-        device = next(encoder.parameters()).device
-        relation = make_relation(input_length(x), device, labels, pairs)
+        relation = make_relation(input_length(x), next(encoder.parameters()).device, labels, pairs)
         z, context = pullback.forward(x)
-        z = check_outputs(z, "model(x)")
-        u, n = normalize(z)
-        announce_pairs(relation, u, options, Progress(None, FASTER))
-        weights = PairWeights(relation, u, options)
-        points = Points(context, u, n)
-        found: Tensor | KronFactors = structured_curvature(
-            pullback, points, weights, options, kind, len(points), approx
-        )
+        hessian = chosen.hessian_at(check_outputs(z, "model(x)"), relation)
+        found: Tensor | KronFactors = structured_curvature(pullback, context, hessian, kind, len(hessian), approx)
         check_finite(found, pullback, "this batch")
     if not clamp:
         return found
     return clamp_curvature(found) if isinstance(found, Tensor) else clamp_factors(found)
 
 
-def check_encoder(encoder: Encoder, options: CurvatureOptions) -> None:
+def check_encoder(encoder: Encoder, loss: PairLoss) -> None:
     """Refuse what an analysed encoder cannot be asked for.
 
     Raises:
         UnsupportedError: ``arccos`` on outputs that are already normalised.
     """
-    if encoder.normalized and options.distance is Distance.ARCCOS:
+    if encoder.normalized and loss.distance is Distance.ARCCOS:
         msg = (
             "distance='arccos': the outputs of the encoder are already normalised, and the module that does it is "
             "more than a rescaling of its input, so the raw outputs cannot be reached. End the encoder in a plain "
@@ -172,8 +175,19 @@ def make_pullback(encoder: Encoder, subset_of_weights: str | Tensor) -> Pullback
         return LastLayerPullback(encoder)
     if subset_of_weights == "all":
         check_trainable(encoder)
-        return ModulePullback(encoder)
+        return LastLayerPullback(encoder) if _is_last_layer_alone(encoder) else LayerwisePullback(encoder)
     raise InputError(expected("subset_of_weights", wanted, subset_of_weights))
+
+
+def _is_last_layer_alone(encoder: Encoder) -> bool:
+    """Whether the trainable parameters are those of the last layer, which has closed forms."""
+    try:
+        layer = encoder.require_last_layer()
+    except UnsupportedError:
+        return False
+    own = list(layer.parameters())
+    trainable = [p for p in encoder.parameters() if p.requires_grad]
+    return len(own) == len(trainable) and all(a is b for a, b in zip(own, trainable, strict=True))
 
 
 def _lift_half(model: nn.Module, x: Inputs) -> tuple[nn.Module, Inputs]:

@@ -16,27 +16,28 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.ggn.accumulate import make_blocks
 from contrastive_curvature.ggn.dominance import Dominance
 from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.kron import add_factors
 from contrastive_curvature.ggn.passes import PassRecord
+from contrastive_curvature.hessian.dataset import ClassCoupling, DatasetHessian, HessianPart
+from contrastive_curvature.hessian.derivatives import Totals
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
-from contrastive_curvature.losses.effort import announce_labelled, announce_pairs
-from contrastive_curvature.losses.weights import PairWeights, total_sums
+from contrastive_curvature.losses.base import PairLoss
+from contrastive_curvature.losses.dataset import dataset_hessian
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs, input_length
-from contrastive_curvature.network.pullback import Points, Pullback
-from contrastive_curvature.options import CurvatureOptions, PDFix, Structure
+from contrastive_curvature.network.pullback import Pullback
+from contrastive_curvature.options import Structure
 from contrastive_curvature.pairs import RelationFunction, make_relation
-from contrastive_curvature.pairs.relation import CallableRelation, LabelRelation, check_labels
+from contrastive_curvature.pairs.relation import check_labels
 from contrastive_curvature.progress import Progress
 
 __all__ = [
     "BatchReader",
     "DatasetCurvature",
-    "DatasetPairs",
-    "collect_pairs",
+    "DatasetPoints",
+    "collect_points",
     "dataset_curvature",
 ]
 
@@ -48,31 +49,23 @@ BatchReader = Callable[[Any], tuple[Inputs, Tensor]]
 
 
 @dataclass(frozen=True)
-class DatasetPairs:
-    """What the first pass leaves: the pair weights of the whole data set.
+class DatasetPoints:
+    """What the first pass leaves: the output Hessian over all pairs of the data set.
 
     Args:
-        z: Raw outputs of all N points, in the order of the first pass, shape (N, D).
-        weights: Over the same points.
-        options: The curvature options.
+        hessian: Of all N points, in the order of the first pass.
+        function: The callable that relates targets; ``None`` for class labels.
         record: To recognise the data in later passes.
     """
 
-    z: Tensor
-    weights: PairWeights
-    options: CurvatureOptions
+    hessian: DatasetHessian
+    function: RelationFunction | None
     record: PassRecord
 
     @property
     def n(self) -> int:
         """Number of points."""
-        return self.weights.n
-
-    @property
-    def function(self) -> RelationFunction | None:
-        """The callable that relates targets; ``None`` for class labels."""
-        made = self.weights.relation
-        return made.function if isinstance(made, CallableRelation) else None
+        return len(self.hessian)
 
 
 @dataclass(frozen=True)
@@ -81,8 +74,8 @@ class DatasetCurvature:
 
     Args:
         curvature: (P,), (P, P), Kronecker factors, or eigenvectors and eigenvalues.
-        loss: Value of the contrastive loss.
-        cost: The same with every repelling pair counted from the margin, see :meth:`PairWeights.loss_and_cost`.
+        loss: Value of the loss.
+        cost: Its non-negative version, see :meth:`DatasetHessian.loss_and_cost`.
         n: Number of points.
     """
 
@@ -92,26 +85,26 @@ class DatasetCurvature:
     n: int
 
 
-def collect_pairs(
+def collect_points(
     encoder: Encoder,
     loader: Iterable[Any],
     read: BatchReader,
-    options: CurvatureOptions,
+    loss: PairLoss,
     relation: RelationFunction | None = None,
     progress: Progress | bool | None = None,
-) -> DatasetPairs:
+) -> DatasetPoints:
     """First pass: raw outputs and targets of every point.
 
     Args:
         encoder: The analysed encoder, in evaluation mode.
         loader: Batches.
         read: Takes a batch apart.
-        options: The curvature options.
+        loss: The loss, with the distance and the fix of its curvature.
         relation: ``None`` for class labels, or a callable on targets.
         progress: Of the fit that this is part of.
 
     Returns:
-        The pair weights, O(N D) numbers.
+        The output Hessian, O(N D) numbers.
 
     Raises:
         InputError: No data, fewer than two points, no positive pair, or malformed outputs or targets.
@@ -126,16 +119,14 @@ def collect_pairs(
         record.add(outputs[-1], targets[-1])
         if len(outputs) == 1 and relation is None:
             # With the first outputs at hand, and before the others take their time.
-            announce_labelled(_points_to_come(loader), outputs[0], options, progress)
+            loss.announce_labelled(_points_to_come(loader), outputs[0], progress)
     if not outputs:
         raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
     z = torch.cat(outputs)
-    u, _ = normalize(z)
     made = make_relation(z.shape[0], z.device, torch.cat(targets), relation)
-    announce_pairs(made, u, options, progress)
-    weights = PairWeights(made, u, options)
-    check_fittable(z.shape[0], weights.totals[0])
-    return DatasetPairs(z, weights, options, record)
+    loss.announce(made, normalize(z)[0], progress)
+    check_fittable(z.shape[0], float(made.counts()[0].sum()))
+    return DatasetPoints(dataset_hessian(loss, z, made), relation, record)
 
 
 def _points_to_come(loader: Iterable[Any]) -> int:
@@ -180,7 +171,7 @@ def dataset_curvature(
     pullback: Pullback,
     loader: Iterable[Any],
     read: BatchReader,
-    pairs: DatasetPairs,
+    points: DatasetPoints,
     structure: Structure,
     progress: Progress | bool | None = None,
 ) -> DatasetCurvature:
@@ -190,7 +181,7 @@ def dataset_curvature(
         pullback: The parameters.
         loader: The same data as in the first pass, in any order.
         read: Takes a batch apart.
-        pairs: What the first pass left.
+        points: What the first pass left.
         structure: ``diag``, ``full`` or ``kron``.
         progress: Of the fit that this is part of.
 
@@ -201,72 +192,61 @@ def dataset_curvature(
         InputError: The loader gave other data than in the first pass, or the curvature of a batch is not finite.
         UnsupportedError: ``kron`` for a layer that has no factors.
     """
-    options, progress = pairs.options, Progress.of(progress)
+    hessian, progress = points.hessian, Progress.of(progress)
     total: Any = None
-    cross = (
-        _make_cross(pullback, pairs, structure) if options.pd_fix.coupled and structure is not Structure.KRON else None
-    )
-    degree, pull = pairs.z.new_zeros(2, dtype=torch.float64)
-    record, dominance = PassRecord(), Dominance(pullback, structure, pairs.n)
+    cross = _make_cross(pullback, points, structure) if hessian.coupled and structure is not Structure.KRON else None
+    totals: Totals | None = None
+    record, dominance = PassRecord(), Dominance(pullback, structure, points.n)
     for number, batch in enumerate(progress.over(loader, "[curvature]")):
         x, y = read(batch)
-        y = check_targets(y, input_length(x), pairs.function)
+        y = check_targets(y, input_length(x), points.function)
         z, context = pullback.forward(x)
         z = check_outputs(z, "model(x)")
         record.add(z, y)
-        u, n = normalize(z)
-        points = Points(context, u, n)
-        d, s = pairs.weights.sums_for(u, y)
-        sums = total_sums(u, d, s)
-        degree, pull = degree + sums[0], pull + sums[1]
-        blocks = make_blocks(u, n, d, s, options)
+        part = hessian.at(z, y)
+        totals = part.totals if totals is None else totals + part.totals
         if structure is Structure.KRON:
-            factors = pullback.kron_factors(points, blocks, pairs.n)
+            factors = pullback.kron_factors(context, part.blocks, points.n)
             check_finite(factors, pullback, f"batch {number} (counted from 0)")
-            dominance.add(points, blocks, factors)
+            dominance.add(context, len(z), part.blocks, factors)
             total = add_factors(total, factors)
             continue
+        blocks = part.blocks
         if cross is not None:
-            # The cross terms below run over all pairs, a point with itself among them; this takes those out again.
-            blocks = blocks.add_projector(pairs.weights.self_weights(y) / n / n)
-            cross.add(points, y)
-        term = pullback.block_term(points, blocks, structure)
+            blocks = hessian.without_itself(part)
+            cross.add(context, part)
+        term = pullback.block_term(context, blocks, structure)
         check_finite(term, pullback, f"batch {number} (counted from 0)")
-        dominance.add(points, blocks, term)
+        dominance.add(context, len(z), blocks, term)
         total = term if total is None else total + term
-    pairs.record.check_same(record)
+    points.record.check_same(record)
     if cross is not None:
-        total = total - cross.finish(loader, read, progress)
+        total = total + cross.finish(loader, read, progress)
     check_finite(total, pullback, "the sum over all batches")
     dominance.warn()
-    if options.pd_fix is PDFix.POSITIVE:
-        value = pairs.weights.loss_and_cost()
-    else:
-        # The sums over all pairs are the expensive part, and were made above.
-        value = pairs.weights.loss_and_cost_of(degree, pull)
-    return DatasetCurvature(total, *value, pairs.n)
+    # The sums over all pairs are the expensive part, and were made above.
+    return DatasetCurvature(total, *hessian.loss_and_cost(totals), points.n)
 
 
-def _make_cross(pullback: Pullback, pairs: DatasetPairs, structure: Structure) -> _ClassCross | _StreamedCross:
-    relation, factors = pairs.weights.relation, pairs.weights.factors
-    by_class = isinstance(relation, LabelRelation) and (factors.cosine is None or not factors.negative)
-    if by_class and isinstance(relation, LabelRelation):
-        classes = relation.targets.unique()
-        if classes.numel() * pairs.weights.u.shape[1] * pullback.n_params <= _CLASS_SUM_ELEMENTS:
-            return _ClassCross(pullback, pairs.weights, classes, structure)
-    return _StreamedCross(pullback, pairs, structure)
+def _make_cross(pullback: Pullback, points: DatasetPoints, structure: Structure) -> _ClassCross | _StreamedCross:
+    coupling = points.hessian.class_coupling()
+    if coupling is not None:
+        numbers = coupling.classes.numel() * points.hessian.z.shape[1] * pullback.n_params
+        if numbers <= _CLASS_SUM_ELEMENTS:
+            return _ClassCross(pullback, coupling, structure)
+    return _StreamedCross(pullback, points, structure)
 
 
 class _ClassCross:
-    """``sum_ij y_ij A_i^T A_j`` where ``y`` depends on the two classes only: from ``sum_{i in class} A_i``."""
+    """``sum_ij J_i^T H_ij J_j`` where the blocks depend on the classes: from sums over the points of every class."""
 
-    def __init__(self, pullback: Pullback, weights: PairWeights, classes: Tensor, structure: Structure) -> None:
-        self.pullback, self.weights, self.classes, self.structure = pullback, weights, classes, structure
+    def __init__(self, pullback: Pullback, coupling: ClassCoupling, structure: Structure) -> None:
+        self.pullback, self.coupling, self.structure = pullback, coupling, structure
         self.sums: Tensor | None = None
 
-    def add(self, points: Points, targets: Tensor) -> None:
-        index = torch.searchsorted(self.classes, targets)
-        sums = self.pullback.class_sums(points, index, self.classes.numel())
+    def add(self, context: Any, part: HessianPart) -> None:
+        index = torch.searchsorted(self.coupling.classes, part.targets)
+        sums = self.pullback.class_sums(context, part.tangent_axes(), index, self.coupling.classes.numel())
         self.sums = sums if self.sums is None else self.sums + sums
 
     def finish(self, loader: Iterable[Any], read: BatchReader, progress: Progress) -> Tensor:
@@ -274,64 +254,59 @@ class _ClassCross:
         if self.sums is None:
             msg = "no points were added"
             raise RuntimeError(msg)
-        same = self.classes.unsqueeze(1) == self.classes
-        shares = self.weights.shares_for(self.classes)
-        anything = torch.ones_like(same, dtype=self.sums.dtype)
-        y = self.weights.factors.weigh(same, ~same, 2 * anything, shares, shares)
-        weighted = torch.einsum("cd,dkp->ckp", y, self.sums)
+        weighted = -(self.coupling.y @ self.sums.flatten(1)).view_as(self.sums)
         if self.structure is Structure.DIAG:
-            return torch.einsum("ckp,ckp->p", self.sums, weighted)
+            return (self.sums * weighted).sum((0, 1))
         return self.sums.flatten(0, 1).T @ weighted.flatten(0, 1)
 
 
 class _StreamedCross:
-    """``sum_ij y_ij A_i^T A_j`` from blocks of points, each held while the whole loader runs past it."""
+    """``sum_ij J_i^T H_ij J_j`` from blocks of points, each held while the whole loader runs past it."""
 
-    def __init__(self, pullback: Pullback, pairs: DatasetPairs, structure: Structure) -> None:
-        self.pullback, self.pairs, self.structure = pullback, pairs, structure
+    def __init__(self, pullback: Pullback, points: DatasetPoints, structure: Structure) -> None:
+        self.pullback, self.points, self.structure = pullback, points, structure
 
-    def add(self, points: Points, targets: Tensor) -> None:
+    def add(self, context: Any, part: HessianPart) -> None:
         """Nothing: the blocks are formed in :meth:`finish`."""
 
     def finish(self, loader: Iterable[Any], read: BatchReader, progress: Progress) -> Tensor:
         total: Any = 0
-        entries = self.pairs.n**2
+        entries = self.points.n**2
         started, done = time.monotonic(), 0
         with progress.bar("[cross terms]", total=entries) as bar:
-            for held in _grouped(self._points(loader, read)):
-                for points, targets in self._points(loader, read):
-                    for rows, row_targets in held:
-                        y = self.pairs.weights.between(rows.u, row_targets, points.u, targets)
-                        total = total + self.pullback.cross_term(rows, points, y, self.structure)
-                        bar.update(y.numel())
-                        done += y.numel()
+            for held in _grouped(self._parts(loader, read)):
+                for context, columns in self._parts(loader, read):
+                    for row_context, rows in held:
+                        cross = self.points.hessian.cross(rows, columns)
+                        total = total + self.pullback.cross_term(row_context, context, cross, self.structure)
+                        bar.update(cross.y.numel())
+                        done += cross.y.numel()
                         progress.extrapolate(started, done, entries, "The cross terms between all points")
         return torch.as_tensor(total)
 
-    def _points(self, loader: Iterable[Any], read: BatchReader) -> Iterator[tuple[Points, Tensor]]:
+    def _parts(self, loader: Iterable[Any], read: BatchReader) -> Iterator[tuple[Any, HessianPart]]:
         """One pass over the data, which must be that of the first one: its outputs are joined with others' targets."""
         record = PassRecord()
         for batch in loader:
             x, y = read(batch)
-            y = check_targets(y, input_length(x), self.pairs.function)
+            y = check_targets(y, input_length(x), self.points.function)
             z, context = self.pullback.forward(x)
             z = check_outputs(z, "model(x)")
             record.add(z, y)
-            points = Points(context, *normalize(z))
-            step = self.pullback.tile_size(Structure.DIAG)
-            for start in range(0, len(points), step):
+            step = self.pullback.tile_size(self.structure, z.shape[1])
+            for start in range(0, len(z), step):
                 rows = slice(start, start + step)
-                yield self.pullback.part(points, rows), y[rows]
-        self.pairs.record.check_same(record)
+                yield self.pullback.slice_context(context, rows), self.points.hessian.place(z[rows], y[rows])
+        self.points.record.check_same(record)
 
 
-def _grouped(points: Iterator[tuple[Points, Tensor]]) -> Iterator[list[tuple[Points, Tensor]]]:
+def _grouped(points: Iterator[tuple[Any, HessianPart]]) -> Iterator[list[tuple[Any, HessianPart]]]:
     """Group batches until their contexts fill the memory that may be held."""
-    held: list[tuple[Points, Tensor]] = []
+    held: list[tuple[Any, HessianPart]] = []
     numbers = 0
     for item in points:
         held.append(item)
-        context = item[0].context
+        context = item[0]
         tensors = context.values() if isinstance(context, Mapping) else [context]
         numbers += sum(t.numel() for t in tensors if isinstance(t, Tensor))
         if numbers >= _FEATURE_ELEMENTS:

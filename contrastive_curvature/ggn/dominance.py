@@ -9,14 +9,13 @@ layer inputs are taken from one run of the encoder a batch.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from contrastive_curvature.hessian.blocks import NodeBlocks
-from contrastive_curvature.network.pullback import KronFactors, Points, Pullback
+from contrastive_curvature.hessian.blocks import Blocks
+from contrastive_curvature.network.pullback import KronFactors, Pullback
 from contrastive_curvature.options import Structure
 
 __all__ = ["FEWEST_POINTS", "MOST", "Dominance", "warn_of_point"]
@@ -42,8 +41,9 @@ class _Place(NamedTuple):
 
 class _Batch(NamedTuple):
     place: _Place
-    points: Points
-    blocks: NodeBlocks | Callable[[], NodeBlocks]
+    context: Any
+    size: int
+    blocks: Blocks
     sizes: Tensor
 
 
@@ -64,22 +64,23 @@ class Dominance:
         self._found: dict[int, tuple[float, _Place]] = {}
         self._inputs: dict[str, _LargestInputs] = {}
 
-    def add(self, points: Points, blocks: NodeBlocks | Callable[[], NodeBlocks], term: Tensor | KronFactors) -> None:
+    def add(self, context: Any, size: int, blocks: Blocks, term: Tensor | KronFactors) -> None:
         """Take in what a batch adds.
 
         Args:
-            points: Its points.
-            blocks: Their diagonal blocks, or what makes them, which is called only where the batch is searched.
+            context: Of its points.
+            size: How many these are.
+            blocks: Their diagonal blocks.
             term: What was made of these alone.
         """
         start = _Place(self._batches, 0, self._count)
         if self._structure is Structure.KRON:
-            for layer, inputs in self._pullback.input_sizes(points.context).items():
+            for layer, inputs in self._pullback.input_sizes(context).items():
                 self._inputs.setdefault(layer, _LargestInputs()).add(inputs, start)
         sizes = _sizes(term)
         self._total = sizes if self._total is None else self._total + sizes
-        batch = _Batch(start, points, blocks, sizes)
-        self._count, self._batches = self._count + len(points), self._batches + 1
+        batch = _Batch(start, context, size, blocks, sizes)
+        self._count, self._batches = self._count + size, self._batches + 1
         if self._first is None:
             # It is all there is so far, and says nothing before others have come.
             self._first = batch
@@ -109,7 +110,6 @@ class Dominance:
         if self._total is None:
             return
         enough = MOST * self._total
-        blocks = batch.blocks if isinstance(batch.blocks, NodeBlocks) else batch.blocks()
 
         def halve(start: int, stop: int, sizes: Tensor) -> None:
             parts = (sizes > enough).nonzero().flatten().tolist()
@@ -123,16 +123,16 @@ class Dominance:
                 return
             middle = (start + stop) // 2
             rows = slice(start, middle)
-            left = _sizes(self._measure(self._pullback.part(batch.points, rows), blocks[rows]))
+            left = _sizes(self._measure(self._pullback.slice_context(batch.context, rows), batch.blocks[rows]))
             halve(start, middle, left)
             halve(middle, stop, sizes - left)
 
-        halve(0, len(batch.points), batch.sizes)
+        halve(0, batch.size, batch.sizes)
 
-    def _measure(self, points: Points, blocks: NodeBlocks) -> Tensor | KronFactors:
+    def _measure(self, context: Any, blocks: Blocks) -> Tensor | KronFactors:
         if self._structure is Structure.KRON:
-            return self._pullback.kron_factors(points, blocks, self._n_data)
-        return self._pullback.block_term(points, blocks, Structure.DIAG)
+            return self._pullback.kron_factors(context, blocks, self._n_data)
+        return self._pullback.block_term(context, blocks, Structure.DIAG)
 
     def _part_name(self, part: int) -> str:
         if self._structure is not Structure.KRON:

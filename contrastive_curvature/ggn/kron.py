@@ -23,11 +23,11 @@ from torch.nn import functional as F
 
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.ggn.accumulate import clamp_curvature
-from contrastive_curvature.hessian.blocks import NodeBlocks
+from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.module import ModulePullback
-from contrastive_curvature.network.pullback import KronFactors, Points
+from contrastive_curvature.network.pullback import KronFactors
 from contrastive_curvature.network.threads import watched
 from contrastive_curvature.options import Structure
 
@@ -119,7 +119,7 @@ class ModuleKron:
             for i, layer in enumerate(ran)
         }
 
-    def factors(self, x: Inputs, blocks: NodeBlocks, n_data: int) -> KronFactors:
+    def factors(self, x: Inputs, blocks: Blocks, n_data: int) -> KronFactors:
         """Factors of a batch.
 
         Args:
@@ -177,10 +177,10 @@ class ModuleKron:
         name = next(name for name, other in self.encoder.named_parameters() if other is p)
         return ModulePullback(self.encoder, only={name})
 
-    def _vector_block(self, p: nn.Parameter, x: Inputs, blocks: NodeBlocks) -> Tensor:
+    def _vector_block(self, p: nn.Parameter, x: Inputs, blocks: Blocks) -> Tensor:
         """Exact block ``sum_i J_i^T H_ii J_i``."""
         pullback = self.vector_pullback(p)
-        return pullback.block_term(Points(x, blocks.u, torch.ones_like(blocks.c)), blocks, Structure.FULL)
+        return pullback.block_term(x, blocks, Structure.FULL)
 
 
 def refuse_kron(why: str) -> None:

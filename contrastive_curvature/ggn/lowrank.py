@@ -18,7 +18,7 @@ from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.ggn.dataset import BatchReader, DatasetPairs
+from contrastive_curvature.ggn.dataset import BatchReader, DatasetPoints
 from contrastive_curvature.ggn.dominance import FEWEST_POINTS, MOST, warn_of_point
 from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.hessian.output import OutputHessian
@@ -32,7 +32,12 @@ __all__ = ["DENSE_PARAMETERS", "curvature_product", "leading_eigenpairs"]
 
 
 def curvature_product(
-    pullback: Pullback, hessian: OutputHessian, loader: Iterable[Any], read: BatchReader, v: Tensor
+    pullback: Pullback,
+    hessian: OutputHessian,
+    loader: Iterable[Any],
+    read: BatchReader,
+    v: Tensor,
+    argument: str = "train_loader",
 ) -> Tensor:
     """``J^T H J v`` over the whole data set.
 
@@ -42,6 +47,7 @@ def curvature_product(
         loader: The same data in the same order.
         read: Takes a batch apart.
         v: Shape (P,), or (P, K) for K vectors in one pass; N D K numbers are held.
+        argument: Name of the loader for error messages.
 
     Returns:
         The product, of the shape of ``v``.
@@ -62,9 +68,7 @@ def curvature_product(
             hint = (
                 "Every product is a pass over the data: build the loader with shuffle=False and without augmentation."
             )
-            raise InputError(
-                expected("train_loader", "the same points in the same order in every pass", "others", hint)
-            )
+            raise InputError(expected(argument, "the same points in the same order in every pass", "others", hint))
         moved.append(torch.stack([tangent for _, tangent in products], dim=2))
         if bool(v.isfinite().all()) and not bool(moved[-1].isfinite().all()):
             # The Jacobian overflows; its rows say in which layer.
@@ -73,7 +77,7 @@ def curvature_product(
         start = stop
     if start != len(hessian.z):
         hint = "Some of the data are missing in this pass: turn drop_last off, and pass no iterator."
-        raise InputError(expected("train_loader", f"{len(hessian.z)} points in every pass", str(start), hint))
+        raise InputError(expected(argument, f"{len(hessian.z)} points in every pass", str(start), hint))
     curved = hessian.matvec(torch.cat(moved))
     out, start = torch.zeros_like(columns), 0
     for number, batch in enumerate(loader):
@@ -92,7 +96,7 @@ def _batch(count: int) -> str:
 
 def leading_eigenpairs(
     pullback: Pullback,
-    pairs: DatasetPairs,
+    points: DatasetPoints,
     loader: Iterable[Any],
     read: BatchReader,
     rank: int,
@@ -102,7 +106,7 @@ def leading_eigenpairs(
 
     Args:
         pullback: All trainable parameters.
-        pairs: What the first pass over the data left.
+        points: What the first pass over the data left.
         loader: The same data in the same order.
         read: Takes a batch apart.
         rank: How many to look for; fewer are returned when fewer are positive.
@@ -113,13 +117,13 @@ def leading_eigenpairs(
         where a single point carries most of them.
 
     Raises:
-        InputError: The loader shuffles, or the rank is out of range.
+        InputError: The loader has another order in every pass, or the rank is out of range.
     """
     if rank < 1:
         raise InputError(expected("rank", "a positive whole number", rank))
     total = pullback.n_params
-    z = pairs.z
-    hessian = OutputHessian(z, pairs.weights, pairs.options)
+    z = points.hessian.z
+    hessian = points.hessian.whole()
     progress = Progress.of(progress)
     with progress.bar("[eigenpairs]") as bar:
 

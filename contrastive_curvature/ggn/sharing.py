@@ -22,63 +22,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.ggn.accumulate import make_blocks, points_curvature
+from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.ggn.kron import LayerRun, ModuleKron, sandwich
 from contrastive_curvature.hessian.output import OutputHessian
-from contrastive_curvature.losses.weights import PairWeights
 from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.network.module import ModulePullback
-from contrastive_curvature.network.pullback import KronFactors, Points, Pullback
-from contrastive_curvature.options import CurvatureOptions, KFACApprox, PDFix, Structure, parse_option
+from contrastive_curvature.network.pullback import KronFactors, Pullback
+from contrastive_curvature.options import KFACApprox, Structure
 
-__all__ = ["pair_moment", "parse_kfac_approx", "shared_factors", "structured_curvature"]
-
-
-def parse_kfac_approx(
-    value: KFACApprox | str, pd_fix: PDFix, structure: Structure | None = Structure.KRON, pairs: str = "batch"
-) -> KFACApprox:
-    """Turn a string into a member, and refuse an approximation of cross terms where it has no meaning.
-
-    Args:
-        value: The approximation.
-        pd_fix: The fix.
-        structure: What is asked for; ``None`` for another structure than those of :class:`Structure`.
-        pairs: ``"batch"``, or ``"dataset"``, whose points are never there at once.
-
-    Returns:
-        The member.
-
-    Raises:
-        UnsupportedError: The fix drops the cross terms, or the points are not there at once.
-        InputError: It is unknown, or the structure has no Kronecker factors.
-    """
-    approx = parse_option(KFACApprox, "kfac_approx", value)
-    if approx is KFACApprox.EXPAND:
-        return approx
-    if structure is not Structure.KRON:
-        hint = "It approximates Kronecker factors. Use structure='kron', or leave it out."
-        raise InputError(expected("kfac_approx", "'expand' with a structure other than 'kron'", str(approx), hint))
-    if not pd_fix.coupled:
-        msg = (
-            f"kfac_approx={str(approx)!r} with pd_fix={str(pd_fix)!r}: this fix drops the cross terms between the two "
-            "points of a pair, so there is nothing to share. Use kfac_approx='expand', or pd_fix='positive' or 'full'."
-        )
-        raise UnsupportedError(msg)
-    if pairs == "dataset":
-        msg = (
-            f"kfac_approx={str(approx)!r}: over the pairs of a data set its factors need all points at once. Use "
-            "pairs='batch', or kfac_approx='expand'."
-        )
-        raise UnsupportedError(msg)
-    return approx
+__all__ = ["pair_moment", "shared_factors", "structured_curvature"]
 
 
 def structured_curvature(
     pullback: Pullback,
-    points: Points,
-    weights: PairWeights,
-    options: CurvatureOptions,
+    context: Any,
+    hessian: OutputHessian,
     structure: Structure,
     n_data: int,
     approx: KFACApprox = KFACApprox.EXPAND,
@@ -87,9 +45,8 @@ def structured_curvature(
 
     Args:
         pullback: The parameters.
-        points: N points.
-        weights: Their pair weights.
-        options: Distance and fix.
+        context: Of N points.
+        hessian: At their outputs.
         structure: ``diag``, ``full`` or ``kron``.
         n_data: Number of points over which the input factors of ``kron`` are averaged.
         approx: How ``kron`` treats the two points of a pair.
@@ -101,27 +58,19 @@ def structured_curvature(
         UnsupportedError: ``kron`` for parameters that have no factors.
     """
     if structure is not Structure.KRON:
-        return points_curvature(pullback, points, weights, options, structure)
+        return pullback.curvature(context, hessian, structure)
     if approx is not KFACApprox.EXPAND:
-        return shared_factors(pullback, points, weights, options, n_data)
-    blocks = make_blocks(points.u, points.n, *weights.node_sums(), options)
-    return pullback.kron_factors(points, blocks, n_data)
+        return shared_factors(pullback, context, hessian, n_data)
+    return pullback.kron_factors(context, hessian.blocks, n_data)
 
 
-def shared_factors(
-    pullback: Pullback,
-    points: Points,
-    weights: PairWeights,
-    options: CurvatureOptions,
-    n_data: int,
-) -> KronFactors:
+def shared_factors(pullback: Pullback, context: Any, hessian: OutputHessian, n_data: int) -> KronFactors:
     """Kronecker factors of a batch with its cross terms (``reduce``).
 
     Args:
         pullback: All parameters, or the last layer, by ``torch.func``.
-        points: N points.
-        weights: Their pair weights.
-        options: Distance and a coupled fix.
+        context: Of N points.
+        hessian: At their outputs, coupled.
         n_data: Number of points over which the ``A`` are averaged; a batch counts by its number of points.
 
     Returns:
@@ -130,9 +79,8 @@ def shared_factors(
     Raises:
         UnsupportedError: A subnetwork, a layer without factors, or another host's pullback.
     """
-    hessian = OutputHessian(points.u * points.n.unsqueeze(1), weights, options)
-    together = (weights.dense() != 0).to(points.u.dtype)
-    share = len(points) / n_data
+    together = hessian.linked()
+    share = len(hessian) / n_data
 
     def weight(run: LayerRun) -> list[Tensor]:
         return [sandwich(run.jacobian, hessian.matvec), share * pair_moment(run.inputs, together)]
@@ -141,9 +89,9 @@ def shared_factors(
         return sandwich(run.jacobian.sum(2, keepdim=True), hessian.matvec)
 
     if isinstance(pullback, LastLayerPullback):
-        dim = points.u.shape[1]
-        eye = torch.eye(dim, dtype=points.u.dtype, device=points.u.device).view(1, dim, 1, dim)
-        run = LayerRun(points.context.unsqueeze(1), eye.expand(len(points), -1, -1, -1))
+        dim = hessian.z.shape[1]
+        eye = torch.eye(dim, dtype=hessian.z.dtype, device=hessian.z.device).view(1, dim, 1, dim)
+        run = LayerRun(context.unsqueeze(1), eye.expand(len(hessian), -1, -1, -1))
         return [weight(run), [bias(run)]] if pullback.bias else [weight(run)]
     if not isinstance(pullback, ModulePullback):
         msg = (
@@ -152,13 +100,13 @@ def shared_factors(
         )
         raise UnsupportedError(msg)
     if pullback.indices is not None:
-        return pullback.kron_factors(points, hessian.blocks, n_data)
+        return pullback.kron_factors(context, hessian.blocks, n_data)
     kron = ModuleKron(pullback.encoder)
 
     def vector(p: nn.Parameter) -> Tensor:
-        return points_curvature(kron.vector_pullback(p), points, weights, options, Structure.FULL)
+        return kron.vector_pullback(p).curvature(context, hessian, Structure.FULL)
 
-    return kron.assemble(kron.run(points.context), weight, bias, vector)
+    return kron.assemble(kron.run(context), weight, bias, vector)
 
 
 def pair_moment(a: Tensor, together: Tensor) -> Tensor:

@@ -15,12 +15,9 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.ggn.accumulate import make_blocks
-from contrastive_curvature.ggn.batches import batch_weights
-from contrastive_curvature.ggn.dataset import BatchReader, DatasetPairs, check_targets
+from contrastive_curvature.ggn.dataset import BatchReader, DatasetPoints, check_targets
 from contrastive_curvature.ggn.passes import PassRecord
-from contrastive_curvature.hessian.output import OutputHessian
-from contrastive_curvature.hessian.sphere import check_outputs, normalize
+from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.progress import Progress
@@ -65,7 +62,7 @@ def subset_hessian(
     encoder: Encoder,
     loader: Iterable[Any],
     read: BatchReader,
-    pairs: DatasetPairs,
+    points: DatasetPoints,
     size: int,
     seed: int = 0,
     progress: Progress | bool | None = None,
@@ -76,7 +73,7 @@ def subset_hessian(
         encoder: The analysed encoder, in evaluation mode.
         loader: The same data as in the first pass, in any order.
         read: Takes a batch apart.
-        pairs: What the first pass left.
+        points: What the first pass left.
         size: Number M of points.
         seed: Of the draw.
         progress: Of the fit that this is part of.
@@ -88,17 +85,17 @@ def subset_hessian(
         InputError: More points than there are, or the loader gave other data than in the first pass.
         UnsupportedError: The Hessian is not positive semidefinite.
     """
-    if size > pairs.n:
-        raise InputError(expected("n_subset", f"at most the {pairs.n} points of the data", size))
+    if size > points.n:
+        raise InputError(expected("n_subset", f"at most the {points.n} points of the data", size))
     generator = torch.Generator().manual_seed(seed)
-    chosen = torch.zeros(pairs.n, dtype=torch.bool)
-    chosen[torch.randperm(pairs.n, generator=generator)[:size]] = True
-    options = pairs.options
+    chosen = torch.zeros(points.n, dtype=torch.bool)
+    chosen[torch.randperm(points.n, generator=generator)[:size]] = True
+    hessian = points.hessian
     parts, outputs, targets, start = [], [], [], 0
     record = PassRecord()
     for batch in Progress.of(progress).over(loader, "[inducing points]"):
         x, y = read(batch)
-        y = check_targets(y, input_length(x), pairs.function)
+        y = check_targets(y, input_length(x), points.function)
         z = check_outputs(encoder(x), "model(x)")
         record.add(z, y)
         mine = chosen[start : start + input_length(x)].to(y.device)
@@ -107,15 +104,10 @@ def subset_hessian(
             parts.append(_select(x, mine))
             outputs.append(z[mine])
             targets.append(y[mine])
-    pairs.record.check_same(record)
+    points.record.check_same(record)
     inputs, z, y = _join(parts), torch.cat(outputs), torch.cat(targets)
-    u, n = normalize(z)
-    if options.pd_fix.coupled:
-        weights = batch_weights(u, y, options, pairs.n, pairs.weights.totals, pairs.function)
-        factor = OutputHessian(z, weights, options).factor()
-    else:
-        factor = make_blocks(u, n, *pairs.weights.sums_for(u, y), options).factor()
-    return HessianSubset(inputs, (pairs.n / size) ** 0.5 * factor, options.pd_fix.coupled)
+    factor = hessian.among(z, y).factor() if hessian.coupled else hessian.at(z, y).blocks.factor()
+    return HessianSubset(inputs, (points.n / size) ** 0.5 * factor, hessian.coupled)
 
 
 def _select(x: Inputs, rows: Tensor) -> Inputs:

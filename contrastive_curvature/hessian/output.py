@@ -1,11 +1,13 @@
-"""The core object: the Hessian of the pair loss with respect to the raw network outputs, in node form.
+"""The core object: the Hessian of a loss with respect to the raw network outputs, in node form.
 
-With ``u_i = z_i / n_i`` and the symmetric pair weights ``Y``, for N outputs of D numbers each:
+With ``u_i = z_i / n_i``, the pair weights ``y_ij`` and the second derivatives ``c_ij`` of a loss of the cosines
+(:mod:`contrastive_curvature.hessian.derivatives`), for N outputs of D numbers each:
 
-- off-diagonal blocks, both distances: ``H_ij = -y_ij P_i P_j / (n_i n_j)``;
-- diagonal blocks: see :mod:`contrastive_curvature.hessian.blocks`.
+- off-diagonal blocks, both distances: see :mod:`contrastive_curvature.hessian.cross`;
+- diagonal blocks: see :mod:`contrastive_curvature.hessian.node_blocks`.
 
-The network is none of its business. A backend pulls it back with the Jacobian of the RAW network: ``J^T H J``.
+The network is none of its business: a pullback multiplies it with the Jacobian of the RAW network, ``J^T H J``. This is
+the only place that reads ``pd_fix``.
 """
 
 from __future__ import annotations
@@ -14,57 +16,98 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.hessian.blocks import NodeBlocks
-from contrastive_curvature.hessian.sphere import check_outputs, normalize, project_tangent
-from contrastive_curvature.losses.effort import FASTER, announce_pairs
-from contrastive_curvature.losses.weights import PairWeights
-from contrastive_curvature.options import CurvatureOptions, Distance, Normalization, PDFix
-from contrastive_curvature.pairs import Pairs, make_relation
-from contrastive_curvature.progress import Progress
+from contrastive_curvature.hessian.blocks import Blocks
+from contrastive_curvature.hessian.cross import CrossBlocks
+from contrastive_curvature.hessian.dense_blocks import DenseBlocks
+from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums
+from contrastive_curvature.hessian.node_blocks import NodeBlocks
+from contrastive_curvature.hessian.signed import SignedFactor
+from contrastive_curvature.hessian.sphere import normalize, project_tangent
+from contrastive_curvature.options import Distance, PDFix
 
-__all__ = ["DENSE_LIMIT", "OutputHessian", "output_hessian"]
+__all__ = ["DENSE_LIMIT", "OutputHessian", "make_blocks"]
 
 DENSE_LIMIT = 2**13
 """Rows of the largest output Hessian that is ever formed."""
 
 
+def make_blocks(u: Tensor, n: Tensor, sums: NodeSums, distance: Distance, pd_fix: PDFix) -> Blocks:
+    """Diagonal blocks of N points with the fix applied.
+
+    Args:
+        u: Unit embeddings, shape (N, D).
+        n: Norms of the raw outputs, shape (N,).
+        sums: Over the neighbours of these points.
+        distance: Which split of the generalised Gauss-Newton.
+        pd_fix: The fix; ``positive`` is a matter of the sums.
+
+    Returns:
+        The blocks.
+
+    Raises:
+        UnrepresentableError: The dtype cannot hold a Hessian of outputs of these norms.
+    """
+    blocks: Blocks = NodeBlocks.from_sums(u, n, sums.degree, sums.neighbors, distance)
+    if sums.moments is not None:
+        blocks = DenseBlocks.with_moments(blocks, n, sums.moments)
+    return blocks.project_psd() if pd_fix is PDFix.PSD else blocks
+
+
 class OutputHessian:
-    """Hessian (N D, N D) of the pair loss at raw outputs, as a linear map that is never formed.
+    """Hessian (N D, N D) of a loss at raw outputs, as a linear map that is never formed.
 
     Args:
         z: Raw outputs, shape (N, D), checked.
-        weights: Pair weights of the same points.
-        options: The options that the weights were made with.
+        derivatives: Of the loss in the cosines of the same points.
+        distance: Which split of the generalised Gauss-Newton.
+        pd_fix: The fix for positive definiteness.
 
     Attributes:
         z: Raw outputs.
         u: Unit embeddings, shape (N, D).
         n: Norms of the outputs, shape (N,).
-        weights: The pair weights ``Y``.
-        options: Distance, fix and pair options.
+        derivatives: See above.
+        distance: See above.
+        pd_fix: See above.
         blocks: The diagonal blocks.
         coupled: Whether the cross blocks are kept (``positive`` and ``full``).
     """
 
-    def __init__(self, z: Tensor, weights: PairWeights, options: CurvatureOptions) -> None:
+    def __init__(self, z: Tensor, derivatives: CosineDerivatives, distance: Distance, pd_fix: PDFix) -> None:
         self.z = z
         self.u, self.n = normalize(z)
-        self.weights = weights
-        self.options = options
-        self.coupled = options.pd_fix.coupled
-        blocks = NodeBlocks.from_sums(self.u, self.n, *weights.node_sums(), options.distance)
-        self.blocks = blocks.project_psd() if options.pd_fix is PDFix.PSD else blocks
+        self.derivatives = derivatives
+        self.distance, self.pd_fix = distance, pd_fix
+        self.coupled = pd_fix.coupled
+        self.blocks = make_blocks(self.u, self.n, derivatives.node_sums(), distance, pd_fix)
 
-    @classmethod
-    def from_pairs(
-        cls, z: Tensor, options: CurvatureOptions, labels: Tensor | None = None, pairs: Pairs | None = None
-    ) -> OutputHessian:
-        """Build it from what the user has; arguments and errors as in :func:`output_hessian`."""
-        z = check_outputs(z)
-        relation = make_relation(z.shape[0], z.device, labels, pairs)
-        u = normalize(z)[0]
-        announce_pairs(relation, u, options, Progress(None, FASTER))
-        return cls(z, PairWeights(relation, u, options), options)
+    def __len__(self) -> int:
+        return self.z.shape[0]
+
+    def loss_and_cost(self) -> tuple[Tensor, Tensor]:
+        """Value of the loss at these outputs, without a graph, and its non-negative version."""
+        return self.derivatives.loss_and_cost()
+
+    def cross(self, rows: slice, columns: slice) -> CrossBlocks:
+        """Blocks ``H_ij`` between some of the points and others, i != j; of coupled fixes.
+
+        Args:
+            rows: The points i.
+            columns: The points j.
+
+        Returns:
+            The blocks; zero where i = j, whose blocks are :attr:`blocks`.
+        """
+        start, stop, _ = rows.indices(len(self))
+        y, c = self.derivatives.rows(start, stop)
+        second = None if c is None else c[:, columns]
+        parts = (self.u[rows], self.n[rows], self.u[columns], self.n[columns])
+        return CrossBlocks(*parts, y[:, columns], second, symmetric=rows == columns)
+
+    def linked(self) -> Tensor:
+        """Which pairs of points have a block, 0 or 1 of the type of the outputs, shape (N, N); for small N."""
+        y, c = self.derivatives.dense()
+        return ((y != 0) if c is None else (y != 0) | (c != 0)).to(self.u.dtype)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -95,9 +138,12 @@ class OutputHessian:
         out = self.blocks.matmul(v)
         if self.coupled:
             inverse = (1 / self.n).view(-1, *[1] * (v.ndim - 1))
-            pulled = (inverse * project_tangent(self.u, v)).reshape(v.shape[0], -1)
-            pushed = self.weights.matmul(pulled).view_as(v)
-            out = out - inverse * project_tangent(self.u, pushed)
+            tangent = inverse * project_tangent(self.u, v)
+            mixed = -self.derivatives.matmul(tangent.reshape(v.shape[0], -1)).view_as(v)
+            second = self.derivatives.second_matmul(tangent if v.ndim == 3 else tangent.unsqueeze(2))
+            if second is not None:
+                mixed = mixed + second.view_as(v)
+            out = out + inverse * project_tangent(self.u, mixed)
         return out
 
     def diagonal(self) -> Tensor:
@@ -113,9 +159,12 @@ class OutputHessian:
         n, dim = self.z.shape
         out = self.z.new_zeros(n, dim, n, dim)
         if self.coupled:
-            eye = torch.eye(dim, dtype=self.u.dtype, device=self.u.device)
-            projector = (eye - self.u.unsqueeze(2) * self.u.unsqueeze(1)) / self.n.view(-1, 1, 1)
-            out = -torch.einsum("ij,iab,jbc->iajc", self.weights.dense(), projector, projector)
+            everywhere = self.cross(slice(0, n), slice(0, n))
+            eye = torch.eye(dim, dtype=self.z.dtype, device=self.z.device)
+            # The columns (k, l) of forms run over all pairs of axes.
+            left = eye.repeat_interleave(dim, dim=1).expand(n, dim, dim * dim)
+            right = eye.repeat(1, dim).expand(n, dim, dim * dim)
+            out = everywhere.forms(left, right).view(dim, dim, n, n).permute(2, 0, 3, 1).clone()
         points = torch.arange(n, device=self.z.device)
         out[points, :, points, :] = self.blocks.dense()
         return out.reshape(n * dim, n * dim)
@@ -149,7 +198,7 @@ class OutputHessian:
             return self.blocks.factor()
         if not self.is_psd():
             msg = (
-                f"factor: with pd_fix={str(self.options.pd_fix)!r} and distance={str(self.options.distance)!r} the "
+                f"factor: with pd_fix={str(self.pd_fix)!r} and distance={str(self.distance)!r} the "
                 "output Hessian of these pairs is indefinite, so it has no real square root. Use pd_fix='psd' "
                 "(always positive semidefinite), or pd_fix='positive' with distance='euclidean'."
             )
@@ -157,6 +206,24 @@ class OutputHessian:
         values, vectors = self._dense_eigenvalues()
         keep = values > values.numel() * torch.finfo(values.dtype).eps * values.abs().max()
         return (vectors[:, keep] * values[keep].sqrt()).view(*self.z.shape, -1)
+
+    def signed_factor(self) -> SignedFactor:
+        """Signed factor of the whole Hessian, which may be indefinite.
+
+        Returns:
+            That of the blocks, or, where the points are coupled, C <= N D columns (C, N, D) over the batch, signs (C,).
+
+        Raises:
+            UnsupportedError: Coupled and too large for an eigendecomposition.
+        """
+        if not self.coupled:
+            return self.blocks.signed_factor()
+        values, vectors = self._dense_eigenvalues()
+        size = values.abs().max() if values.numel() else values.sum()
+        keep = values.abs() > torch.finfo(values.dtype).eps * size
+        keep[-1:] = True
+        columns = (vectors[:, keep] * values[keep].abs().sqrt()).T.reshape(-1, *self.z.shape)
+        return SignedFactor(columns, values[keep].sign())
 
     def _dense_eigenvalues(self) -> tuple[Tensor, Tensor]:
         if self.z.numel() > DENSE_LIMIT:
@@ -168,39 +235,3 @@ class OutputHessian:
             raise UnsupportedError(msg)
         values, vectors = torch.linalg.eigh(self.dense())
         return values, vectors
-
-
-def output_hessian(
-    z: Tensor,
-    labels: Tensor | None = None,
-    *,
-    pairs: Pairs | None = None,
-    distance: Distance | str = Distance.ARCCOS,
-    pd_fix: PDFix | str = PDFix.FIXED,
-    margin: float | None = 0.7,
-    negative_weight: float = 0.5,
-    normalization: Normalization | str = Normalization.ANCHOR,
-) -> OutputHessian:
-    """Hessian of the contrastive loss with respect to raw outputs.
-
-    Args:
-        z: Raw outputs, before any l2-normalisation, shape (N, D); half precision is lifted to float32.
-        labels: Integer class labels, shape (N,).
-        pairs: Instead of labels: index tuples, masks, or a callable
-            (:func:`contrastive_curvature.pairs.make_relation`).
-        distance: See :class:`~contrastive_curvature.options.Distance`.
-        pd_fix: See :class:`~contrastive_curvature.options.PDFix`.
-        margin: See :class:`~contrastive_curvature.options.CurvatureOptions`.
-        negative_weight: The same.
-        normalization: The same.
-
-    Returns:
-        The Hessian. With ``distance="arccos"`` and ``pd_fix="full"`` it is the exact Hessian of
-        :class:`~contrastive_curvature.losses.contrastive.ContrastiveLoss`.
-
-    Raises:
-        InputError: Outputs, labels, pairs or an option are malformed, or the norms of the outputs are so large or small
-            that the dtype cannot hold the Hessian.
-    """
-    options = CurvatureOptions(distance, pd_fix, margin, negative_weight, normalization)  # type: ignore[arg-type]
-    return OutputHessian.from_pairs(z, options, labels, pairs)

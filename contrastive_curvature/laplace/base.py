@@ -6,6 +6,7 @@ stands in front of them and replaces what assumes a sum over points or a softmax
 
 from __future__ import annotations
 
+import logging
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
@@ -20,8 +21,6 @@ from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.accumulate import clamp_curvature
 from contrastive_curvature.ggn.dataset import DatasetCurvature
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
-from contrastive_curvature.laplace.backends.checks import check_loader, check_model, check_whole, read_batch
-from contrastive_curvature.laplace.backends.choice import choose_backend
 from contrastive_curvature.laplace.backends.torch_func import ContrastiveGGN
 from contrastive_curvature.laplace.hyperparameters import Hyperparameters
 from contrastive_curvature.laplace.options import arguments_by_name, check_arguments, check_options
@@ -36,9 +35,12 @@ from contrastive_curvature.laplace.state import (
 from contrastive_curvature.laplace.state_values import refuse
 from contrastive_curvature.network.encoder import flatten_parameters, weight_norms
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
+from contrastive_curvature.network.loader import check_loader, check_model, check_whole, read_batch
 from contrastive_curvature.options import Structure
 
 __all__ = ["CONTRASTIVE", "ContrastiveLaplace"]
+
+_log = logging.getLogger("contrastive_curvature")
 
 CONTRASTIVE = "contrastive"
 """The likelihood's name in ``laplace.Laplace(model, likelihood="contrastive")``."""
@@ -52,9 +54,8 @@ class ContrastiveLaplace(Hyperparameters, SpherePrediction):
         likelihood: ``"contrastive"``.
         *args: As in the host's class.
         backend: ``ContrastiveGGN``, ``BackPackContrastiveGGN``, ``CurvlinopsContrastiveGGN``,
-            ``StochManContrastiveGGN`` or a :class:`~contrastive_curvature.ContrastiveBackend` of your own. By default
-            ``fit`` takes the fastest one that is exact for the model
-            (:func:`~contrastive_curvature.laplace.backends.choice.choose_backend`).
+            ``StochManContrastiveGGN`` or a :class:`~contrastive_curvature.ContrastiveBackend` of your own. The default,
+            ``ContrastiveGGN``, is exact for every encoder and needs no host.
         backend_kwargs: ``distance``, ``pd_fix``, ``margin``, ``negative_weight``, ``normalization``, ``pairs``,
             ``relation``, ``rank``: see the backend.
         **kwargs: As in the host's class (``prior_precision``, ``prior_mean``, ``temperature``, ...).
@@ -176,7 +177,7 @@ class ContrastiveLaplace(Hyperparameters, SpherePrediction):
             like = next(self.model.parameters()).detach()
             sizes = self._prior_mean_sizes() or set(), self._prior_sizes() or set()
             check_settings(state_dict, like, self.n_params, *sizes)
-            kind = find_backend(state_dict["backend"], self._backend_cls, self._chooses_backend)
+            kind = find_backend(state_dict["backend"], ContrastiveGGN if self._chooses_backend else self._backend_cls)
             if state_dict["enable_backprop"] and not kind.keeps_graph:
                 refuse("enable_backprop", f"False, since {kind.__name__} keeps no graph", True)
             self._check_curvature(state_dict, like)
@@ -233,10 +234,12 @@ class ContrastiveLaplace(Hyperparameters, SpherePrediction):
     def _plain_options(self) -> dict[str, Any]:
         """The options as strings and numbers; of a relation only that there is one."""
         plain = {k: str(v) if isinstance(v, str) else v for k, v in self._curvature_options.items()}
+        if "loss" in plain:
+            plain["loss"] = repr(plain["loss"])
         return {**plain, "relation": plain["relation"] is not None}
 
     def _begin(self, loader: Iterable[Any]) -> None:
-        """Look at the first batch: what has to be known before the backend exists, and which backend it is."""
+        """Look at the first batch: what has to be known before the backend exists; and make the backend."""
         check_loader(loader)
         check_whole(loader)
         self.model.eval()
@@ -244,25 +247,19 @@ class ContrastiveLaplace(Hyperparameters, SpherePrediction):
             x, _ = read_batch(batch, self._device, self.dict_key_y)
             probe = slice_inputs(x, slice(0, 8))
             self._prepare(probe)
-            self._choose(probe)
+            self._choose()
             return
         raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
 
-    def _choose(self, probe: Inputs) -> None:
-        """Make the fastest backend, unless the user named one."""
+    def _choose(self) -> None:
+        """Make the default backend anew, unless the user named one: the encoder may be another than at the last fit."""
         if not self._chooses_backend:
             return
-        self._backend = choose_backend(
-            self.model,
-            probe,
-            self.structure,
-            keeps_graph=self.enable_backprop,
-            likelihood=CONTRASTIVE,
-            dict_key_x=self.dict_key_x,
-            dict_key_y=self.dict_key_y,
-            # The host's subnetwork classes tell the backend their indices, nobody else.
-            **{"subnetwork_indices": self.backend.subnetwork_indices, **self._backend_kwargs},
-        )
+        indices = self.backend.subnetwork_indices
+        self._backend_cls, self._backend = ContrastiveGGN, None
+        # The host's subnetwork classes tell the backend their indices, nobody else.
+        self.backend.subnetwork_indices = indices
+        _log.info("curvature by ContrastiveGGN: the default, exact for every encoder (backend=... takes another)")
 
     def _remember(self, loss: Tensor, cost: float, n_data: int) -> None:
         """What every fit leaves besides the curvature."""

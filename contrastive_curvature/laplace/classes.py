@@ -21,7 +21,6 @@ from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.ggn.dataset import DatasetCurvature
 from contrastive_curvature.ggn.kron import clamp_factors
-from contrastive_curvature.laplace.backends.checks import check_model
 from contrastive_curvature.laplace.base import CONTRASTIVE, ContrastiveLaplace
 from contrastive_curvature.laplace.checks import check_indices
 from contrastive_curvature.laplace.covariance import (
@@ -40,6 +39,7 @@ from contrastive_curvature.laplace.state_curvature import (
     check_factors,
 )
 from contrastive_curvature.network.inputs import Inputs
+from contrastive_curvature.network.loader import check_model
 from contrastive_curvature.options import Structure
 
 __all__ = [

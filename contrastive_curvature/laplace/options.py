@@ -12,7 +12,6 @@ from torch import Tensor
 
 from contrastive_curvature.arguments import check_flag
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.ggn.sharing import parse_kfac_approx
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.backends.checks import check_backend_options
 from contrastive_curvature.laplace.checks import (
@@ -21,7 +20,9 @@ from contrastive_curvature.laplace.checks import (
     check_temperature,
     check_text,
 )
-from contrastive_curvature.options import CurvatureOptions, KFACApprox, Structure
+from contrastive_curvature.losses.base import PairLoss
+from contrastive_curvature.losses.choice import OF_THE_LOSS, choose_loss
+from contrastive_curvature.options import KFACApprox, Structure, parse_kfac_approx
 
 __all__ = [
     "arguments_by_name",
@@ -160,9 +161,7 @@ def check_options(
         raise InputError(expected("backend_kwargs: rank", "nothing for this structure", given["rank"], hint))
     options = {**known, **given}
     check_backend_options(options["pairs"], options["relation"], options["rank"])
-    names = ("distance", "pd_fix", "margin", "negative_weight", "normalization")
-    parsed = CurvatureOptions(**{name: options[name] for name in names})
-    options.update({name: getattr(parsed, name) for name in names})
+    options, parsed = _with_loss(options)
     options["kfac_approx"] = parse_kfac_approx(options["kfac_approx"], parsed.pd_fix, structure, options["pairs"])
     if structure is Structure.KRON and parsed.pd_fix.coupled and options["kfac_approx"] is KFACApprox.EXPAND:
         warnings.warn(
@@ -179,3 +178,14 @@ def check_options(
         msg = "feature_reduction: the last layer of an encoder takes (N, F). Pool inside the encoder."
         raise UnsupportedError(msg)
     return options
+
+
+def _with_loss(options: dict[str, Any]) -> tuple[dict[str, Any], PairLoss]:
+    """Check the options that describe the loss; a loss object stands for those that belong to it."""
+    chosen = choose_loss(**{name: options[name] for name in ("loss", "distance", "pd_fix", *OF_THE_LOSS)})
+    rest = {name: value for name, value in options.items() if name not in ("loss", *OF_THE_LOSS)}
+    if options["loss"] is None:
+        rest |= {name: getattr(chosen, name) for name in OF_THE_LOSS}
+    else:
+        rest["loss"] = chosen
+    return {**rest, "distance": chosen.distance, "pd_fix": chosen.pd_fix}, chosen

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
-from contrastive_curvature.laplace.backends.choice import backend_named
 from contrastive_curvature.laplace.checks import check_prior_mean, check_prior_precision, check_temperature
 from contrastive_curvature.laplace.state_values import check_number_of, check_tensor, check_type, kind_of, refuse
 
@@ -152,13 +151,12 @@ def check_settings(
             refuse("encoder_norms", "norms of parameters", "a negative number, NaN or infinity")
 
 
-def find_backend(name: object, own: type[ContrastiveBackend], chooses: bool) -> type[ContrastiveBackend]:
-    """The backend that a state was made with.
+def find_backend(name: object, own: type[ContrastiveBackend]) -> type[ContrastiveBackend]:
+    """The backend of an object that loads a state: its own, whichever the state was made with, as all are exact.
 
     Args:
         name: What the state says.
         own: The class that this object has.
-        chooses: Whether this object was left to choose; else it keeps its own.
 
     Raises:
         InputError: Nobody knows a backend of that name.
@@ -166,7 +164,7 @@ def find_backend(name: object, own: type[ContrastiveBackend], chooses: bool) -> 
     if type(name) is not str or name not in (*_KNOWN_BACKENDS, own.__name__):
         hint = "Where it is a backend of your own, make this object with backend=... of it."
         refuse("backend", f"one of {', '.join(_KNOWN_BACKENDS)}", kind_of(name), hint)
-    return backend_named(name) if chooses else own
+    return own
 
 
 @contextmanager

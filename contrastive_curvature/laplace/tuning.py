@@ -16,7 +16,6 @@ from contrastive_curvature import metrics
 from contrastive_curvature.arguments import check_count, check_flag
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.laplace.backends.checks import check_batches, check_whole
 from contrastive_curvature.laplace.checks import (
     check_number,
     check_prior_precision,
@@ -24,6 +23,7 @@ from contrastive_curvature.laplace.checks import (
 from contrastive_curvature.laplace.host import Host
 from contrastive_curvature.laplace.prior import STRENGTH, PriorMethod, average_information
 from contrastive_curvature.network.inputs import Inputs
+from contrastive_curvature.network.loader import check_batches, check_whole
 
 __all__ = ["PRIOR_STRUCTURES", "PriorTuning", "RetrievalCriterion", "parse_pred_type"]
 

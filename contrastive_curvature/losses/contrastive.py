@@ -1,28 +1,22 @@
-"""The contrastive loss, written plainly: its autograd derivatives are the truth for everything else."""
+"""The contrastive loss of the paper, and its fast path for class labels."""
 
 from __future__ import annotations
 
-import time
-
 import torch
 from torch import Tensor
-from torch.nn.modules.loss import _Loss
 
-from contrastive_curvature.hessian.output import OutputHessian
-from contrastive_curvature.hessian.sphere import check_outputs, normalize
-from contrastive_curvature.losses.weighting import Shares, count_shares
-from contrastive_curvature.options import LARGEST_DISTANCE, CurvatureOptions, Distance, Normalization, PDFix
-from contrastive_curvature.pairs import Pairs, make_relation
-from contrastive_curvature.pairs.edges import EdgeRelation
-from contrastive_curvature.pairs.relation import Relation
-from contrastive_curvature.progress import Progress
+from contrastive_curvature.losses.base import PairLoss, Terms
+from contrastive_curvature.losses.contrastive_derivatives import ContrastiveDerivatives
+from contrastive_curvature.losses import effort
+from contrastive_curvature.losses.label_sums import TILE_COLUMNS, TILE_ROWS, add_inside
+from contrastive_curvature.losses.mining import active_pairs
+from contrastive_curvature.options import LARGEST_DISTANCE, Distance, Normalization, PDFix, check_margin
+from contrastive_curvature.pairs.relation import LabelRelation, Relation, RelationFunction
 
 __all__ = ["ContrastiveLoss"]
 
-_FASTER = "Faster: a batch of the points, or pairs=..., the pairs that a miner lists."
 
-
-class ContrastiveLoss(_Loss):
+class ContrastiveLoss(PairLoss):
     r"""Contrastive loss on the unit sphere (paper, Eq. 1 and 20-24, in the form that metric-learning libraries use).
 
     With ``u_i = z_i / |z_i|``, over unordered pairs ``{i, j}``:
@@ -31,24 +25,26 @@ class ContrastiveLoss(_Loss):
         L = \sum_{pos} w^+_{ij} \tfrac12 |u_i - u_j|^2
           + \sum_{neg} w^-_{ij} \tfrac12 \max(0, m^2 - |u_i - u_j|^2)
 
-    ``margin`` is a threshold ``m`` on the distance itself: a negative inside it costs ``(m^2 - |u_i - u_j|^2) / 2``,
-    one outside costs nothing. The paper's Eq. 1 writes ``max(0, m' - |u_a - u_n|^2)``, so ``m = sqrt(m')``;
-    pytorch-metric-learning's ``ContrastiveLoss(neg_margin=m)`` (LpDistance) has the same threshold with the linear cost
+    ``margin`` is a threshold ``m`` on the distance itself: a negative inside it adds ``(m^2 - |u_i - u_j|^2) / 2``,
+    one outside adds nothing. The paper's Eq. 1 writes ``max(0, m' - |u_a - u_n|^2)``, so ``m = sqrt(m')``;
+    pytorch-metric-learning's ``ContrastiveLoss(neg_margin=m)`` (LpDistance) has the same threshold with the linear term
     ``m - |u_i - u_j|``.
 
     Args:
-        margin: In (0, 2]; ``None`` lets every negative count, with the cost ``-|u_i - u_j|^2 / 2``.
+        margin: In (0, 2]; ``None`` lets every negative count, with the term ``-|u_i - u_j|^2 / 2``.
         negative_weight: ``w_n`` of Eq. 10 in [0, 1]: positives are scaled by ``1 - w_n``, negatives by ``w_n``.
-        normalization: ``"sum"``: every unordered pair counts once. ``"type"``: the mean over all positive pairs plus
-            the mean over all negative pairs (Eq. 23). ``"anchor"``: each point's positives average to one, its
-            negatives too, and a pair takes the mean of its two points' shares (Eq. 119); the loss then grows like N.
-        distance: Of no effect on the loss; how a host library that takes the curvature from the loss (BackPACK) splits
-            it, see :class:`~contrastive_curvature.options.Distance`.
-        pd_fix: The same, see :class:`~contrastive_curvature.options.PDFix`.
+        normalization: ``"sum"``, ``"type"`` or ``"anchor"``, see :class:`~contrastive_curvature.losses.PairLoss`.
+        distance: Of no effect on the loss; how its curvature is split, see
+            :class:`~contrastive_curvature.options.Distance`.
+        pd_fix: Of no effect on the loss; how its curvature is made positive definite, see
+            :class:`~contrastive_curvature.options.PDFix`.
 
     Raises:
         InputError: An option is unknown or out of range.
     """
+
+    linear = True
+    value_from_sums = True
 
     def __init__(
         self,
@@ -59,86 +55,67 @@ class ContrastiveLoss(_Loss):
         distance: Distance | str = Distance.ARCCOS,
         pd_fix: PDFix | str = PDFix.FIXED,
     ) -> None:
-        # To hosts, a sum over pairs; what it is divided by says `normalization`.
-        super().__init__(reduction="sum")
-        self.options = CurvatureOptions(distance, pd_fix, margin, negative_weight, normalization)  # type: ignore[arg-type]
+        super().__init__(negative_weight, normalization, distance=distance, pd_fix=pd_fix)
+        check_margin(margin)
         self.margin = margin
-        self.negative_weight = float(negative_weight)
-        self.normalization = self.options.normalization
 
-    @classmethod
-    def from_options(cls, options: CurvatureOptions) -> ContrastiveLoss:
-        """The loss whose curvature the options describe."""
-        return cls(
-            options.margin,
-            options.negative_weight,
-            options.normalization,
-            distance=options.distance,
-            pd_fix=options.pd_fix,
-        )
+    @property
+    def threshold(self) -> float | None:
+        """A negative counts where ``u_i . u_j`` exceeds this; ``None`` lets all count."""
+        masks = self.margin is not None and self.margin < LARGEST_DISTANCE
+        return 1 - self.margin**2 / 2 if masks else None  # type: ignore[operator]
 
-    def forward(self, z: Tensor, labels: Tensor | None = None, *, pairs: Pairs | None = None) -> Tensor:
-        """Compute the loss of a batch.
+    def _value(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Tensor:
+        squared = 2 - 2 * cosine
+        if self.margin is None:
+            repelled = -squared
+        elif self.margin < LARGEST_DISTANCE:
+            repelled = torch.relu(self.margin**2 - squared)
+        else:
+            repelled = self.margin**2 - squared
+        return (attract * squared + repel * repelled).sum() / 2
 
-        Args:
-            z: Raw or normalised embeddings, shape (N, D); half precision is computed in float32.
-            labels: Integer class labels, shape (N,), for all pairs of the batch.
-            pairs: Instead: index tuples, masks or a callable, see :func:`contrastive_curvature.pairs.make_relation`.
+    def _terms(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Terms:
+        # The margin mask is constant, as the derivative of the loss has it everywhere but on the margin itself.
+        inside = repel if self.threshold is None else repel * (cosine > self.threshold)
+        return Terms((inside - attract).expand_as(cosine), None)
 
-        Returns:
-            A scalar; zero, with a zero gradient, when there is no pair.
+    def derivatives(
+        self,
+        relation: Relation,
+        u: Tensor,
+        *,
+        attracting_only: bool | None = None,
+        scale: tuple[float, float] = (1.0, 1.0),
+    ) -> ContrastiveDerivatives:
+        """See :meth:`PairLoss.derivatives`."""
+        only = self.pd_fix.attracting_only if attracting_only is None else attracting_only
+        return ContrastiveDerivatives(self, relation, u, attracting_only=only, scale=scale)
 
-        Raises:
-            InputError: Embeddings, labels or pairs are malformed.
-        """
-        z = check_outputs(z)
-        relation = make_relation(z.shape[0], z.device, labels, pairs)
-        positive, negative = relation.counts()
-        totals = (positive.sum().item() / 2, negative.sum().item() / 2)
-        shares = count_shares(positive, negative, self.normalization, z.dtype, totals)
-        u, _ = normalize(z)
-        if isinstance(relation, EdgeRelation):
-            return self._listed(u, relation, shares)
-        return self._all_pairs(u, relation, shares)
-
-    def output_hessian(self, z: Tensor, labels: Tensor | None = None, *, pairs: Pairs | None = None) -> OutputHessian:
-        """The Hessian at raw outputs, with this loss's options; see :func:`contrastive_curvature.hessian.output`."""
-        return OutputHessian.from_pairs(z, self.options, labels, pairs)
+    def mine(
+        self, z: Tensor, targets: Tensor, relation: RelationFunction | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """See :meth:`PairLoss.mine`; negatives inside the margin only."""
+        return active_pairs(z, targets, self.margin, relation)
 
     def extra_repr(self) -> str:
         """The options, as they were given."""
-        return (
-            f"margin={self.margin}, negative_weight={self.negative_weight}, normalization={str(self.normalization)!r}, "
-            f"distance={str(self.options.distance)!r}, pd_fix={str(self.options.pd_fix)!r}"
-        )
+        return f"margin={self.margin}, {super().extra_repr()}"
 
-    def _listed(self, u: Tensor, relation: EdgeRelation, shares: Shares) -> Tensor:
-        i, j = relation.i, relation.j
-        squared = (u[i] - u[j]).square().sum(1)
-        attract = relation.positive * (shares.positive[i] + shares.positive[j]) / 2
-        repel = relation.negative * (shares.negative[i] + shares.negative[j]) / 2
-        return self._total(squared, attract, repel)
+    def _pair_seconds(self, relation: Relation, u: Tensor) -> float:
+        if isinstance(relation, LabelRelation):
+            return self._inside_seconds(relation.n, u[:TILE_COLUMNS])
+        return super()._pair_seconds(relation, u)
 
-    def _all_pairs(self, u: Tensor, relation: Relation, shares: Shares) -> Tensor:
-        if relation.n == 0:
-            return u.sum()
-        # In float64, since a data set has many pairs.
-        total = u.new_zeros((), dtype=torch.float64)
-        progress, started = Progress(None, _FASTER), time.monotonic()
-        for rows, positive, negative in relation.row_blocks():
-            progress.extrapolate(started, rows.start, relation.n, f"The loss over all pairs of {relation.n} points")
-            squared = 2 - 2 * u[rows] @ u.T
-            attract = positive * (shares.positive[rows].unsqueeze(1) + shares.positive) / 2
-            repel = negative * (shares.negative[rows].unsqueeze(1) + shares.negative) / 2
-            # Every unordered pair stands in the matrix twice.
-            total = total + self._total(squared, attract, repel).double() / 2
-        return total.to(u.dtype)
+    def _labelled_seconds(self, n: int, like: Tensor) -> float:
+        return self._inside_seconds(n, effort.drawn(TILE_COLUMNS, like))
 
-    def _total(self, squared: Tensor, attract: Tensor, repel: Tensor) -> Tensor:
-        if self.margin is None:
-            cost = -squared
-        elif self.margin < LARGEST_DISTANCE:
-            cost = torch.relu(self.margin**2 - squared)
-        else:
-            cost = self.margin**2 - squared
-        return ((1 - self.negative_weight) * attract * squared + self.negative_weight * repel * cost).sum() / 2
+    def _inside_seconds(self, n: int, columns: Tensor) -> float:
+        """Only a margin needs the pairs: without one, sums over classes are enough."""
+        if n < effort.FEWEST_POINTS or self.threshold is None or not self.negative_weight or self.pd_fix.attracting_only:
+            return 0.0
+        threshold, rows = self.threshold, columns[:TILE_ROWS]
+        out = rows.new_zeros(rows.shape[0], columns.shape[1] + 1, dtype=torch.float64)
+        values = torch.cat([torch.ones_like(columns[:, :1]), columns], dim=1)
+        taken = effort.seconds(lambda: add_inside(out, rows, columns, threshold, values), columns)
+        return taken * (n / rows.shape[0]) * (n / columns.shape[0])

@@ -1,4 +1,4 @@
-"""Degrees and pulls for class labels, for whole data sets.
+"""Sums over the neighbours of a point for class labels, for whole data sets.
 
 Positives, and negatives without a margin, come from sums per class in O(N D). With a margin there is one blocked
 N x N x D product: all points inside the margin, minus those of the same class.
@@ -12,8 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.losses.weighting import PairFactors, Shares
+from contrastive_curvature.losses.weighting import ClassShares, Shares
 from contrastive_curvature.progress import late_bar
 
 __all__ = ["CHUNK_ROWS", "TILE_COLUMNS", "TILE_ROWS", "LabelColumns", "add_inside"]
@@ -34,18 +33,22 @@ class LabelColumns:
     Args:
         u: Unit embeddings, shape (N, D).
         labels: Integer labels, shape (N,).
-        factors: Pair factors.
+        positive: Factor of the attracting pairs.
+        negative: Factor of the repelling pairs, as a non-negative number.
+        cosine: A negative counts where ``u_i . u_j`` exceeds this; ``None`` lets all count.
         shares: Shares of the points; they depend on the class only, since all points of a class have equal counts.
     """
 
-    def __init__(self, u: Tensor, labels: Tensor, factors: PairFactors, shares: Shares) -> None:
-        self.factors = factors
-        self.classes, inverse, sizes = labels.unique(return_inverse=True, return_counts=True)
+    def __init__(
+        self, u: Tensor, labels: Tensor, positive: float, negative: float, cosine: float | None, shares: Shares
+    ) -> None:
+        self.positive, self.negative, self.cosine = positive, negative, cosine
+        table = ClassShares(labels, shares)
+        self.find, self.shares, self.classes = table.find, table.shares, table.classes
+        _, inverse, sizes = labels.unique(return_inverse=True, return_counts=True)
         order = inverse.argsort(stable=True)
         ends = sizes.cumsum(0)
         self.bounds = list(zip((ends - sizes).tolist(), ends.tolist(), strict=True))
-        first = order[ends - sizes]
-        self.shares = shares[first]
         self.u = u[order]
         # One column of ones beside u gives the count and the sum of the points inside the margin in one product.
         self.extended = torch.cat([torch.ones_like(self.u[:, :1]), self.u], dim=1)
@@ -57,25 +60,8 @@ class LabelColumns:
             share = self.shares.negative[inverse[order]].unsqueeze(1)
             self.extended = torch.cat([self.extended, share * self.extended], dim=1)
 
-    def find(self, labels: Tensor) -> Tensor:
-        """Index of the class of every label, shape (B,).
-
-        Raises:
-            InputError: A label does not occur among the N points.
-        """
-        index = torch.searchsorted(self.classes, labels).clamp(max=self.classes.numel() - 1)
-        unknown = self.classes[index] != labels
-        if bool(unknown.any()):
-            came = f"the new labels {labels[unknown].unique()[:5].tolist()} in the second"
-            raise InputError(expected("train_loader", "the same data in every pass", came))
-        return index
-
-    def shares_for(self, labels: Tensor) -> Shares:
-        """Shares of points with these labels."""
-        return self.shares[self.find(labels)]
-
     def node_sums(self, u: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Degrees (B,) and pulls (B, D) of points of the set, each without itself.
+        """Degrees (B,) and neighbour sums (B, D) of points of the set, each without itself.
 
         Args:
             u: Unit embeddings of B of the points, shape (B, D).
@@ -88,21 +74,21 @@ class LabelColumns:
             return u.new_zeros(0).double(), torch.zeros_like(u).double()
         index = self.find(labels)
         itself = torch.cat([torch.ones_like(u[:, :1]), u], dim=1).double()
-        attract = self.factors.positive * self.shares.positive[index].unsqueeze(1).double()
+        attract = self.positive * self.shares.positive[index].unsqueeze(1).double()
         sums = attract * (self.class_sums[index] - itself)
-        if self.factors.negative:
-            sums = sums - self.factors.negative * self._negatives(u, index)
+        if self.negative:
+            sums = sums - self.negative * self._negatives(u, index)
         return sums[:, 0], sums[:, 1:]
 
     def _negatives(self, u: Tensor, index: Tensor) -> Tensor:
         """``sum_j (r-_i + r-_j) / 2 [1, u_j]`` over the negatives that count, shape (B, 1 + D)."""
         width = self.class_sums.shape[1]
         own = self.shares.negative[index].unsqueeze(1).double()
-        if self.factors.cosine is None:
+        if self.cosine is None:
             everything = self.class_sums.sum(0) - self.class_sums[index]
             weighted = self.shares.negative.unsqueeze(1) * self.class_sums
             return (own * everything + weighted.sum(0) - weighted[index]) / 2
-        cosine = self.factors.cosine
+        cosine = self.cosine
         sums = self._inside(u, cosine, 0, self.u.shape[0])
         order = index.argsort(stable=True)
         groups, sizes = index[order].unique_consecutive(return_counts=True)

@@ -1,10 +1,9 @@
-"""The weight ``y_ij`` of an unordered pair: factor, normalisation, margin.
+"""What a pair counts before the loss is asked: the bias correction (paper, Eq. 10) and the normalisation.
 
-``y_ij = (1 - w_n) m+_ij (r+_i + r+_j) / 2  -  w_n m-_ij (r-_i + r-_j) / 2  [|u_i - u_j| < margin]``
-
-with the multiplicities ``m`` of the relation and, at every point, a share ``r`` that carries the normalisation: 1 for
-``sum``, one over the number of pairs of the type for ``type`` (paper, Eq. 23), one over the number at the point for
-``anchor`` (Eq. 119). Counts run over all listed pairs, also over negatives outside the margin.
+A listed pair {i, j} counts ``(1 - w_n) m+_ij (r+_i + r+_j) / 2`` as a positive and ``w_n m-_ij (r-_i + r-_j) / 2`` as a
+negative, with the multiplicities ``m`` of the relation and, at every point, a share ``r`` that carries the
+normalisation: 1 for ``sum``, one over the number of pairs of the type for ``type`` (Eq. 23), one over the number at the
+point for ``anchor`` (Eq. 119). Counts run over all listed pairs, also over negatives that do not enter the loss.
 """
 
 from __future__ import annotations
@@ -14,9 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from contrastive_curvature.options import LARGEST_DISTANCE, CurvatureOptions, Normalization, PDFix
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.options import Normalization
+from contrastive_curvature.pairs.relation import Relation
 
-__all__ = ["PairFactors", "Shares", "count_shares"]
+__all__ = ["ClassShares", "PairFactors", "Shares", "batch_scale", "count_shares"]
 
 
 @dataclass(frozen=True)
@@ -62,58 +63,91 @@ def count_shares(
     return Shares(share(positive, totals[0]), share(negative, totals[1]))
 
 
-@dataclass(frozen=True)
-class PairFactors:
-    """The two factors in front of the shares, and the margin as a threshold on the cosine.
+class ClassShares:
+    """Shares by class label: all points of a class have equal counts.
 
     Args:
-        positive: Factor of the attracting pairs.
-        negative: Factor of the repelling pairs, as a non-negative number.
-        cosine: A negative counts where ``u_i . u_j`` exceeds this; ``None`` lets all count.
-        margin: The margin itself, for the value of the loss.
+        labels: Class labels of the N points, shape (N,).
+        shares: Of the same points.
+    """
+
+    def __init__(self, labels: Tensor, shares: Shares) -> None:
+        self.classes, inverse = labels.unique(return_inverse=True)
+        first = torch.zeros_like(self.classes).scatter_(0, inverse, torch.arange(len(labels), device=labels.device))
+        self.shares = shares[first]
+
+    def find(self, labels: Tensor) -> Tensor:
+        """Index of the class of every label, shape (B,).
+
+        Raises:
+            InputError: A label does not occur among the N points.
+        """
+        index = torch.searchsorted(self.classes, labels).clamp(max=self.classes.numel() - 1)
+        unknown = self.classes[index] != labels
+        if bool(unknown.any()):
+            came = f"the new labels {labels[unknown].unique()[:5].tolist()} in the second"
+            raise InputError(expected("train_loader", "the same data in every pass", came))
+        return index
+
+    def of(self, labels: Tensor) -> Shares:
+        """Shares of points with these labels."""
+        return self.shares[self.find(labels)]
+
+
+@dataclass(frozen=True)
+class PairFactors:
+    """The two factors in front of the shares.
+
+    Args:
+        positive: Factor of the positive pairs.
+        negative: Factor of the negative pairs.
     """
 
     positive: float
     negative: float
-    cosine: float | None
-    margin: float | None
 
-    @classmethod
-    def from_options(cls, options: CurvatureOptions, scale: tuple[float, float] = (1.0, 1.0)) -> PairFactors:
-        """Combine Eq. 10, the ``positive`` fix (Eq. 109) and a batch-to-data-set scale (Proposition B.1).
-
-        Args:
-            options: The curvature options.
-            scale: Extra factor of positives and of negatives.
-
-        Returns:
-            The factors.
-        """
-        weight = options.negative_weight
-        negative = 0.0 if options.pd_fix is PDFix.POSITIVE else weight * scale[1]
-        masks = options.margin is not None and options.margin < LARGEST_DISTANCE
-        cosine = 1 - options.margin**2 / 2 if masks else None  # type: ignore[operator]
-        return cls((1 - weight) * scale[0], negative, cosine, options.margin)
-
-    def weigh(self, positive: Tensor, negative: Tensor, cosine: Tensor, rows: Shares, columns: Shares) -> Tensor:
-        """Signed weights of a block of pairs.
+    def weigh(self, positive: Tensor, negative: Tensor, rows: Shares, columns: Shares) -> tuple[Tensor, Tensor]:
+        """How much each pair of a block counts as a positive, and how much as a negative.
 
         Args:
             positive: Multiplicities (A, B) or, for listed pairs, (K,).
             negative: The same for the negatives.
-            cosine: ``u_i . u_j``, of the same shape.
             rows: Shares that broadcast from the left: (A,) or (K,).
             columns: Shares of the other side: (B,) or (K,).
 
         Returns:
-            ``y``, of the same shape.
+            Two tensors of the same shape; a single zero where the factor is zero.
         """
 
-        def mean_share(a: Tensor, b: Tensor) -> Tensor:
-            return (a.unsqueeze(1) + b) / 2 if positive.ndim == 2 else (a + b) / 2
+        def weight(factor: float, a: Tensor, b: Tensor, count: Tensor) -> Tensor:
+            if not factor:
+                return a.new_zeros(())
+            share = (a.unsqueeze(1) + b) / 2 if count.ndim == 2 else (a + b) / 2
+            return (factor * share) * count
 
-        y = (self.positive * mean_share(rows.positive, columns.positive)) * positive
-        if self.negative:
-            repel = (self.negative * mean_share(rows.negative, columns.negative)) * negative
-            y = y - (repel if self.cosine is None else repel * (cosine > self.cosine))
-        return y
+        attract = weight(self.positive, rows.positive, columns.positive, positive)
+        return attract, weight(self.negative, rows.negative, columns.negative, negative)
+
+
+def batch_scale(
+    relation: Relation, normalization: Normalization, n_data: int, totals: tuple[float, float] | None
+) -> tuple[float, float]:
+    """Factors of the positives and negatives of a batch that stands for a data set (paper, Proposition B.1).
+
+    Args:
+        relation: Of the B points of the batch.
+        normalization: See :class:`~contrastive_curvature.options.Normalization`.
+        n_data: Number N of points of the data set.
+        totals: Number of positive and negative pairs in the data set; ``None`` takes the batch for representative.
+    """
+    share = relation.n / n_data
+    if normalization is Normalization.ANCHOR:
+        return 1.0, 1.0
+    if normalization is Normalization.TYPE:
+        return share, share
+    if totals is None:
+        ratio = (n_data - 1) / max(relation.n - 1, 1)
+        return ratio, ratio
+    counts = [float(count.sum()) / 2 for count in relation.counts()]
+    first, second = (share * total / count if count else 0.0 for total, count in zip(totals, counts, strict=True))
+    return first, second

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.hessian.blocks import NodeBlocks
+from contrastive_curvature.hessian.blocks import Blocks
+from contrastive_curvature.hessian.cross import CrossBlocks
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs
-from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS, KronFactors, Points, Pullback
+from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS, KronFactors, Pullback
 from contrastive_curvature.options import Structure
 
 __all__ = ["LastLayerPullback"]
@@ -65,8 +66,21 @@ class LastLayerPullback(Pullback):
         weight = torch.einsum("nmd,nf->nmdf", cotangents, context).flatten(2)
         return torch.cat([weight, cotangents], dim=2) if self.bias else weight
 
-    def _block_diag(self, points: Points, blocks: NodeBlocks) -> Tensor:
-        m, phi = blocks.diagonal(), points.context
+    def jvp(self, x: Inputs, v: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`Pullback.jvp`."""
+        z, phi = self.forward(x)
+        dim = z.shape[1]
+        weight, bias = v[: dim * phi.shape[1]].view(dim, -1), v[dim * phi.shape[1] :]
+        moved = phi @ weight.T
+        return z, moved + bias if self.bias else moved
+
+    def vjp_sum(self, x: Inputs, cotangents: Tensor) -> Tensor:
+        """See :meth:`Pullback.vjp_sum`."""
+        weight = (cotangents.T @ self.forward(x)[1]).flatten()
+        return torch.cat([weight, cotangents.sum(0)]) if self.bias else weight
+
+    def _block_diag(self, context: Any, blocks: Blocks) -> Tensor:
+        m, phi = blocks.diagonal(), context
         out = m.new_zeros(m.shape[1], phi.shape[1])
         step = max(1, _CHUNK_ELEMENTS // max(1, phi.shape[1]))
         for start in range(0, phi.shape[0], step):
@@ -74,9 +88,9 @@ class LastLayerPullback(Pullback):
             out.addmm_(m[rows].T, phi[rows].square())
         return torch.cat([out.flatten(), m.sum(0)]) if self.bias else out.flatten()
 
-    def _block_full(self, points: Points, blocks: NodeBlocks) -> Tensor:
-        phi = self._extended(points.context)
-        (n, width), dim = phi.shape, points.u.shape[1]
+    def _block_full(self, context: Any, blocks: Blocks) -> Tensor:
+        phi = self._extended(context)
+        (n, width), dim = phi.shape, blocks.u.shape[1]
         out = phi.new_zeros(dim * dim, width * width)
         step = max(1, JACOBIAN_ELEMENTS // max(1, width * width, dim * dim))
         for start in range(0, n, step):
@@ -89,51 +103,49 @@ class LastLayerPullback(Pullback):
             order = torch.cat([order[:, :-1].flatten(), order[:, -1]])
         return by_layer[order.flatten()][:, order.flatten()]
 
-    def cross_term(self, rows: Points, columns: Points, y: Tensor, structure: Structure) -> Tensor:
+    def cross_term(self, rows: Any, columns: Any, cross: CrossBlocks, structure: Structure) -> Tensor:
         """See :meth:`Pullback.cross_term`.
 
-        The diagonal, for entry (k, f), is the sum over i and j of ``B_ij (1 - u_ik^2 - u_jk^2 + C_ij u_ik u_jk) phi_if
-        phi_jf`` with ``B = y / (n_i n_j)`` and ``C = u_i . u_j``; by points for few outputs, by pairs for many.
+        The diagonal, for entry (k, f), is ``sum_ij H_ij[k, k] phi_if phi_jf``; by points for few outputs, by pairs for
+        many.
         """
         if structure is not Structure.DIAG:
-            return super().cross_term(rows, columns, y, structure)
-        if not len(rows) or not len(columns):
-            return self._zeros(rows.u, structure)
-        symmetric = rows is columns
-        pairs = (y.triu(1) if symmetric else y).nonzero()
-        dim = rows.u.shape[1]
-        by_points = dim * y.numel() <= pairs.shape[0] * (dim + _PAIR_OVERHEAD)
-        b = y / (rows.n.unsqueeze(1) * columns.n)
-        left, right = self._extended(rows.context), self._extended(columns.context)
-        if by_points:
-            out = _cross_by_points(rows.u, columns.u, b, left, right)
+            return super().cross_term(rows, columns, cross, structure)
+        dim = cross.u_rows.shape[1]
+        if not cross.y.numel():
+            return cross.u_rows.new_zeros(self.n_params)
+        pairs = cross.pairs()
+        left, right = self._extended(rows), self._extended(columns)
+        if dim * cross.y.numel() <= pairs.shape[0] * (dim + _PAIR_OVERHEAD):
+            out = _cross_by_points(cross, left, right)
         else:
-            out = _cross_by_pairs(rows.u, columns.u, b, left, right, pairs)
-            if symmetric:
-                out = 2 * out + _cross_itself(rows.u, b, left)
+            out = _cross_by_pairs(cross, left, right, pairs)
         return torch.cat([out[:, :-1].flatten(), out[:, -1]]) if self.bias else out.flatten()
 
-    def tile_size(self, structure: Structure) -> int:
-        """See :meth:`Pullback.tile_size`; without Jacobians only the pair weights are held."""
-        return 2048 if structure is Structure.DIAG else super().tile_size(structure)
+    def output_covariance(self, context: Any, variance: Tensor) -> Tensor:
+        """See :meth:`Pullback.output_covariance`: diagonal, ``sum_f var(W_kf) phi_f^2 + var(b_k)``."""
+        layer = self.encoder.require_last_layer()
+        size = layer.weight.numel()
+        out = context.square() @ variance[:size].view_as(layer.weight).T
+        return torch.diag_embed(out + variance[size:] if self.bias else out)
 
-    def kron_factors(self, points: Points, blocks: NodeBlocks, n_data: int) -> KronFactors:
+    def tile_size(self, structure: Structure, dim: int) -> int:
+        """See :meth:`Pullback.tile_size`; without Jacobians only the pair weights are held."""
+        return 2048 if structure is Structure.DIAG else super().tile_size(structure, dim)
+
+    def kron_factors(self, context: Any, blocks: Blocks, n_data: int) -> KronFactors:
         """See :meth:`Pullback.kron_factors`: ``[[G (D, D), A (F, F)]]``, and ``[G]`` for the bias."""
         g = blocks.dense().sum(0)
-        a = points.context.T @ points.context / n_data
+        a = context.T @ context / n_data
         return [[g, a], [g.clone()]] if self.bias else [[g, a]]
 
-    def class_sums(self, points: Points, index: Tensor, n_classes: int) -> Tensor:
+    def class_sums(self, context: Any, cotangents: Tensor, index: Tensor, n_classes: int) -> Tensor:
         """See :meth:`Pullback.class_sums`."""
-        phi = self._extended(points.context) / points.n.unsqueeze(1)
-        dim = points.u.shape[1]
-        out = points.u.new_zeros(n_classes, dim, self.n_params)
+        phi = self._extended(context)
+        out = phi.new_zeros(n_classes, cotangents.shape[1], self.n_params)
         for label in index.unique().tolist():
             mine = index == label
-            u, f = points.u[mine], phi[mine]
-            # sum_i (I - u_i u_i^T) (x) phi_i
-            sums = -torch.einsum("nk,nd,nf->kdf", u, u, f)
-            sums.diagonal(dim1=0, dim2=1).add_(f.sum(0).unsqueeze(1))
+            sums = torch.einsum("nrd,nf->rdf", cotangents[mine], phi[mine])
             flat = torch.cat([sums[..., :-1].flatten(1), sums[..., -1]], dim=1) if self.bias else sums.flatten(1)
             out[label] += flat
         return out
@@ -142,36 +154,23 @@ class LastLayerPullback(Pullback):
         return torch.cat([phi, torch.ones_like(phi[:, :1])], dim=1) if self.bias else phi
 
 
-def _cross_by_points(u_r: Tensor, u_c: Tensor, b: Tensor, phi_r: Tensor, phi_c: Tensor) -> Tensor:
+def _cross_by_points(cross: CrossBlocks, left: Tensor, right: Tensor) -> Tensor:
     """One quadratic form ``phi_f^T M_k phi_f`` an output, O(R C F D), for few outputs. Shape (D, F)."""
-    out = phi_r.new_empty(u_r.shape[1], phi_r.shape[1])
-    c = u_r @ u_c.T
-    for k in range(u_r.shape[1]):
-        x, y = u_r[:, k, None], u_c[:, k]
-        m = b * (c * (x * y) + (1 - x.square() - y.square()))
-        out[k] = (m @ phi_c).mul_(phi_r).sum(0)
+    out = left.new_empty(cross.u_rows.shape[1], left.shape[1])
+    cosine = cross.cosine()
+    for k in range(out.shape[0]):
+        out[k] = (cross.axis(k, cosine) @ right).mul_(left).sum(0)
     return out
 
 
-def _cross_by_pairs(u_r: Tensor, u_c: Tensor, b: Tensor, phi_r: Tensor, phi_c: Tensor, pairs: Tensor) -> Tensor:
-    """One (D, K) x (K, F) product over the pairs of non-zero weight, in chunks. Shape (D, F)."""
-    out = phi_r.new_zeros(u_r.shape[1], phi_r.shape[1])
-    step = max(1, _CHUNK_ELEMENTS // max(u_r.shape[1], phi_r.shape[1]))
+def _cross_by_pairs(cross: CrossBlocks, left: Tensor, right: Tensor, pairs: Tensor) -> Tensor:
+    """One (D, K) x (K, F) product over the pairs with a block, in chunks. Shape (D, F)."""
+    out = left.new_zeros(cross.u_rows.shape[1], left.shape[1])
+    step = max(1, _CHUNK_ELEMENTS // max(out.shape))
     for i, j in (chunk.unbind(1) for chunk in pairs.split(step)):
-        u_i, u_j = u_r[i], u_c[j]
-        product = u_i * u_j
-        coefficient = product * product.sum(1, keepdim=True)
-        coefficient += 1
-        coefficient -= u_i.square_()
-        coefficient -= u_j.square_()
-        coefficient *= b[i, j].unsqueeze(1)
-        out.addmm_(coefficient.T, phi_r[i] * phi_c[j])
-    return out
-
-
-def _cross_itself(u: Tensor, b: Tensor, phi: Tensor) -> Tensor:
-    """The pairs of a point with itself, where a tile has them. Shape (D, F)."""
-    weight = b.diagonal()
-    if not bool(weight.any()):
-        return u.new_zeros(())
-    return (weight.unsqueeze(1) * (1 - u.square())).T @ phi.square()
+        out.addmm_(cross.diagonals(i, j).T, left[i] * right[j])
+    if not cross.symmetric:
+        return out
+    out *= 2
+    itself = cross.itself()
+    return out if itself is None else out + itself.T @ left.square()

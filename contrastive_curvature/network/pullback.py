@@ -1,7 +1,8 @@
-"""Pull the output Hessian back through a network: ``J^T H J`` with the Jacobian of the RAW outputs.
+"""From the output Hessian to the curvature of the parameters: ``J^T H J`` with the Jacobian of the RAW outputs.
 
 A pullback knows one thing, the per-point vector-Jacobian product; every structure is written on top of it once. The
-last linear layer replaces what has a closed form (:mod:`contrastive_curvature.network.last_layer`).
+last linear layer replaces what has a closed form (:mod:`contrastive_curvature.network.last_layer`), the layerwise
+pullback what needs no Jacobian of any point (:mod:`contrastive_curvature.network.layerwise`).
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.hessian.blocks import NodeBlocks
-from contrastive_curvature.hessian.sphere import project_tangent
+from contrastive_curvature.hessian.blocks import Blocks
+from contrastive_curvature.hessian.cross import CrossBlocks
+from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.network.threads import watched
 from contrastive_curvature.options import Structure
 
-__all__ = ["JACOBIAN_ELEMENTS", "KronFactors", "Points", "Pullback", "own_name"]
+__all__ = ["JACOBIAN_ELEMENTS", "KronFactors", "Pullback", "own_name"]
 
 JACOBIAN_ELEMENTS = 2**25
 """Numbers that a chunk of Jacobians may hold: 128 MiB in float32."""
@@ -35,30 +37,6 @@ def own_name(name: str) -> str:
 KronFactors = list[list[Tensor]]
 """One entry a parameter, in the order of ``model.parameters()``: ``[G, A]`` for a matrix, ``[block]`` for a vector; the
 format of laplace-torch's ``Kron``."""
-
-
-class Points:
-    """N points as a pullback sees them.
-
-    Args:
-        context: What the pullback's ``forward`` returned beside the outputs.
-        u: Unit embeddings, shape (N, D).
-        n: Norms of the raw outputs, shape (N,).
-    """
-
-    def __init__(self, context: Any, u: Tensor, n: Tensor) -> None:
-        self.context = context
-        self.u = u
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.u.shape[0]
-
-    def tangents(self, columns: slice) -> Tensor:
-        """Cotangents ``P_i e_k / n_i`` for some output axes k, shape (N, K, D)."""
-        dim = self.u.shape[1]
-        axes = torch.eye(dim, dtype=self.u.dtype, device=self.u.device)[:, columns]
-        return (project_tangent(self.u, axes.expand(len(self), *axes.shape)) / self.n.view(-1, 1, 1)).mT
 
 
 class Pullback(ABC):
@@ -161,42 +139,87 @@ class Pullback(ABC):
             out += self.vjp(self.slice_context(context, rows), cotangents[rows].unsqueeze(1)).sum((0, 1))
         return out
 
-    def part(self, points: Points, rows: slice) -> Points:
-        """Some of the points."""
-        return Points(self.slice_context(points.context, rows), points.u[rows], points.n[rows])
-
-    def block_term(self, points: Points, blocks: NodeBlocks, structure: Structure) -> Tensor:
-        """``sum_i J_i^T H_ii J_i``: its diagonal (P,) or the whole (P, P)."""
-        return self._block_diag(points, blocks) if structure is Structure.DIAG else self._block_full(points, blocks)
-
-    def cross_term(self, rows: Points, columns: Points, y: Tensor, structure: Structure) -> Tensor:
-        """``sum_ij y_ij A_i^T A_j`` with ``A_i = P_i J_i / n_i``, for rows i and columns j: its diagonal or the whole.
+    def curvature(self, context: Any, hessian: OutputHessian, structure: Structure) -> Tensor:
+        """``J^T H J`` of points that are there at once, unclamped.
 
         Args:
-            rows: R points.
-            columns: C points; may be the same object.
-            y: Pair weights, shape (R, C).
+            context: Of N points.
+            hessian: At their outputs.
             structure: ``diag`` or ``full``.
 
         Returns:
-            Shape (P,) or (P, P). Only the sum over all tiles of a symmetric ``Y`` has a meaning.
+            Shape (P,) or (P, P).
         """
-        out = self._zeros(rows.u, structure)
-        for axes in self._axis_chunks(max(len(rows), len(columns)), rows.u.shape[1]):
-            right = self.vjp(columns.context, columns.tangents(axes))
-            left = right if rows is columns else self.vjp(rows.context, rows.tangents(axes))
-            weighted = torch.einsum("ij,jkp->ikp", y, right)
-            if structure is Structure.DIAG:
-                out += torch.einsum("ikp,ikp->p", left, weighted)
-            else:
-                out += left.flatten(0, 1).T @ weighted.flatten(0, 1)
+        numbers = hessian.z.numel() * self.width
+        if hessian.coupled and structure is Structure.FULL and numbers <= JACOBIAN_ELEMENTS:
+            # One product of large matrices instead of one for the blocks and one for the cross terms.
+            jacobian = self.jacobians(context, hessian.z)
+            return jacobian.flatten(0, 1).T @ hessian.matvec(jacobian).flatten(0, 1)
+        out = self.block_term(context, hessian.blocks, structure)
+        if not hessian.coupled:
+            return out
+        n, step = len(hessian), self.tile_size(structure, hessian.z.shape[1])
+        tiles = [slice(k, min(k + step, n)) for k in range(0, n, step)]
+        for rows in tiles:
+            left = context if len(tiles) == 1 else self.slice_context(context, rows)
+            for columns in tiles:
+                right = left if columns == rows else self.slice_context(context, columns)
+                out = out + self.cross_term(left, right, hessian.cross(rows, columns), structure)
         return out
 
-    def kron_factors(self, points: Points, blocks: NodeBlocks, n_data: int) -> KronFactors:
+    def jacobians(self, context: Any, like: Tensor) -> Tensor:
+        """Jacobians of N points, shape (N, D, P); ``like`` has the shape (N, D) and the type of the outputs."""
+        n, dim = like.shape
+        return self.vjp(context, torch.eye(dim, dtype=like.dtype, device=like.device).expand(n, dim, dim))
+
+    def block_term(self, context: Any, blocks: Blocks, structure: Structure) -> Tensor:
+        """``sum_i J_i^T H_ii J_i``: its diagonal (P,) or the whole (P, P)."""
+        return self._block_diag(context, blocks) if structure is Structure.DIAG else self._block_full(context, blocks)
+
+    def cross_term(self, rows: Any, columns: Any, cross: CrossBlocks, structure: Structure) -> Tensor:
+        """``sum_ij J_i^T H_ij J_j`` for points i and j: its diagonal or the whole.
+
+        Args:
+            rows: Context of R points.
+            columns: Context of C points.
+            cross: The blocks between them; ``cross.symmetric`` where both are the same points.
+            structure: ``diag`` or ``full``.
+
+        Returns:
+            Shape (P,) or (P, P). Only the sum over all tiles of a symmetric Hessian has a meaning.
+        """
+        right = self.jacobians(columns, cross.u_columns)
+        left = right if cross.symmetric else self.jacobians(rows, cross.u_rows)
+        curved = cross.matmul(right)
+        if structure is Structure.DIAG:
+            return (left * curved).sum((0, 1))
+        return left.flatten(0, 1).T @ curved.flatten(0, 1)
+
+    def output_covariance(self, context: Any, variance: Tensor) -> Tensor:
+        """Covariance of the linearised outputs of every point under independent parameters, ``J diag(v) J^T``.
+
+        Args:
+            context: Of N points.
+            variance: Variances of the parameters, shape (P,).
+
+        Returns:
+            Shape (N, D, D).
+        """
+        dim = self._dim(context)
+        out = variance.new_zeros(input_length(context), dim, dim)
+        eye = torch.eye(dim, dtype=variance.dtype, device=variance.device)
+        step = max(1, JACOBIAN_ELEMENTS // max(1, self.width * dim))
+        for start in range(0, len(out), step):
+            rows = slice(start, min(start + step, len(out)))
+            jacobian = self.vjp(self.slice_context(context, rows), eye.expand(rows.stop - start, dim, dim))
+            out[rows] = (jacobian * variance) @ jacobian.mT
+        return out
+
+    def kron_factors(self, context: Any, blocks: Blocks, n_data: int) -> KronFactors:
         """Kronecker factors of a set of points (:mod:`contrastive_curvature.ggn.kron`); those of batches add up.
 
         Args:
-            points: N points.
+            context: Of N points.
             blocks: Their Hessian blocks.
             n_data: Number of points over which the input factors are averaged.
 
@@ -209,48 +232,59 @@ class Pullback(ABC):
         msg = "structure 'kron': a subnetwork has no Kronecker factors. Use the structure 'diag' or 'full'."
         raise UnsupportedError(msg)
 
-    def class_sums(self, points: Points, index: Tensor, n_classes: int) -> Tensor:
-        """``sum_{i in class} A_i``, shape (n_classes, D, P)."""
-        dim = points.u.shape[1]
-        out = points.u.new_zeros(n_classes, dim, self.n_params)
-        for rows, axes in self._chunks(len(points), dim):
-            part = self.part(points, rows)
-            out[:, axes].index_add_(0, index[rows], self.vjp(part.context, part.tangents(axes)))
+    def class_sums(self, context: Any, cotangents: Tensor, index: Tensor, n_classes: int) -> Tensor:
+        """``sum_{i in class} J_i^T v_ir``.
+
+        Args:
+            context: Of N points.
+            cotangents: ``v``, shape (N, R, D).
+            index: Class of every point, shape (N,).
+            n_classes: Number of classes.
+
+        Returns:
+            Shape (n_classes, R, P).
+        """
+        n, many = cotangents.shape[:2]
+        out = cotangents.new_zeros(n_classes, many, self.n_params)
+        for rows, axes in self._chunks(n, many):
+            found = self.vjp(self.slice_context(context, rows), cotangents[rows, axes])
+            out[:, axes].index_add_(0, index[rows], found)
         return out
 
-    def tile_size(self, structure: Structure) -> int:
-        """How many points a tile of the cross term may have on each side."""
-        return max(1, JACOBIAN_ELEMENTS // max(1, self.width))
+    def tile_size(self, structure: Structure, dim: int) -> int:
+        """How many points with D outputs a tile of the cross terms may have on each side."""
+        return max(1, JACOBIAN_ELEMENTS // max(1, self.width * dim))
 
-    def _zeros(self, like: Tensor, structure: Structure) -> Tensor:
-        shape = (self.n_params,) if structure is Structure.DIAG else (self.n_params, self.n_params)
-        return like.new_zeros(shape)
+    def _dim(self, context: Any) -> int:
+        """Number D of outputs."""
+        if self.encoder is not None:
+            return self.encoder.dim
+        return self.forward(context)[0].shape[1]
 
-    def _block_diag(self, points: Points, blocks: NodeBlocks) -> Tensor:
-        dim = points.u.shape[1]
-        out = self._zeros(points.u, Structure.DIAG)
-        eye = torch.eye(dim, dtype=points.u.dtype, device=points.u.device)
-        for rows, axes in self._chunks(len(points), dim):
-            context = self.slice_context(points.context, rows)
-            unit = eye[axes].expand(len(points.u[rows]), -1, -1)
-            jacobian = self.vjp(context, unit)
+    def _block_diag(self, context: Any, blocks: Blocks) -> Tensor:
+        n, dim = blocks.u.shape
+        out = blocks.u.new_zeros(self.n_params)
+        eye = torch.eye(dim, dtype=blocks.u.dtype, device=blocks.u.device)
+        for rows, axes in self._chunks(n, dim):
+            part = self.slice_context(context, rows)
+            unit = eye[axes].expand(rows.stop - rows.start, -1, -1)
+            jacobian = self.vjp(part, unit)
             if axes == slice(0, dim):
                 curved = blocks[rows].matmul(jacobian)
             else:
                 # Not all rows of the Jacobian fit at once: row k of H J is the product with row k of H.
-                curved = self.vjp(context, blocks[rows].matmul(unit.mT).mT)
-            out += torch.einsum("ikp,ikp->p", jacobian, curved)
+                curved = self.vjp(part, blocks[rows].matmul(unit.mT).mT)
+            # An einsum would become one small matrix product a parameter.
+            out += (jacobian * curved).sum((0, 1))
         return out
 
-    def _block_full(self, points: Points, blocks: NodeBlocks) -> Tensor:
-        dim = points.u.shape[1]
-        out = self._zeros(points.u, Structure.FULL)
-        eye = torch.eye(dim, dtype=points.u.dtype, device=points.u.device)
+    def _block_full(self, context: Any, blocks: Blocks) -> Tensor:
+        n, dim = blocks.u.shape
+        out = blocks.u.new_zeros(self.n_params, self.n_params)
         step = max(1, JACOBIAN_ELEMENTS // max(1, self.width * dim))
-        for start in range(0, len(points), step):
-            rows = slice(start, min(start + step, len(points)))
-            unit = eye.expand(rows.stop - start, dim, dim)
-            jacobian = self.vjp(self.slice_context(points.context, rows), unit)
+        for start in range(0, n, step):
+            rows = slice(start, min(start + step, n))
+            jacobian = self.jacobians(self.slice_context(context, rows), blocks.u[rows])
             out += jacobian.flatten(0, 1).T @ blocks[rows].matmul(jacobian).flatten(0, 1)
         return out
 

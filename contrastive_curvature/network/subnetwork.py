@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from contrastive_curvature.hessian.blocks import NodeBlocks
+from contrastive_curvature.hessian.blocks import Blocks
+from contrastive_curvature.hessian.cross import CrossBlocks
 from contrastive_curvature.network.inputs import Inputs
-from contrastive_curvature.network.pullback import Points, Pullback
+from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.options import Structure
 
 __all__ = ["SubnetworkPullback"]
@@ -52,14 +53,23 @@ class SubnetworkPullback(Pullback):
         """See :meth:`Pullback.vjp`."""
         return self.inner.vjp(context, cotangents)[..., self.indices]
 
-    def block_term(self, points: Points, blocks: NodeBlocks, structure: Structure) -> Tensor:
+    def block_term(self, context: Any, blocks: Blocks, structure: Structure) -> Tensor:
         """See :meth:`Pullback.block_term`."""
         if structure is Structure.DIAG:
-            return self.inner.block_term(points, blocks, structure)[self.indices]
-        return super().block_term(points, blocks, structure)
+            return self.inner.block_term(context, blocks, structure)[self.indices]
+        return super().block_term(context, blocks, structure)
 
-    def cross_term(self, rows: Points, columns: Points, y: Tensor, structure: Structure) -> Tensor:
+    def cross_term(self, rows: Any, columns: Any, cross: CrossBlocks, structure: Structure) -> Tensor:
         """See :meth:`Pullback.cross_term`."""
         if structure is Structure.DIAG:
-            return self.inner.cross_term(rows, columns, y, structure)[self.indices]
-        return super().cross_term(rows, columns, y, structure)
+            return self.inner.cross_term(rows, columns, cross, structure)[self.indices]
+        return super().cross_term(rows, columns, cross, structure)
+
+    def output_covariance(self, context: Any, variance: Tensor) -> Tensor:
+        """See :meth:`Pullback.output_covariance`; the other parameters are known."""
+        everywhere = variance.new_zeros(self.inner.n_params).index_copy(0, self.indices, variance)
+        return self.inner.output_covariance(context, everywhere)
+
+    def tile_size(self, structure: Structure, dim: int) -> int:
+        """See :meth:`Pullback.tile_size`."""
+        return self.inner.tile_size(structure, dim)

@@ -16,8 +16,6 @@ from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.options import given_options
-from contrastive_curvature.losses.contrastive import ContrastiveLoss
-from contrastive_curvature.losses.mining import active_pairs
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.online.discount import DiscountedCurvature
@@ -156,7 +154,8 @@ class OnlineLaplace(nn.Module):
             came = "both"
             raise InputError(expected("curvature_miner, backend_kwargs: relation", "one of them", came))
         self._loss, self._miner, self._curvature_miner = loss, miner, curvature_miner
-        self._contrastive = ContrastiveLoss(curved.options.margin, normalization=Normalization.TYPE)
+        # Trained on means over the pairs, as metric learning usually does.
+        self._own_loss = curved.loss.replaced(normalization=Normalization.TYPE, negative_weight=0.5)
         kind = LastLayer if subset_of_weights == "last_layer" else AllParameters
         self._sampled: SampledEncoder = kind(curved, self._posterior.probe, n_data, self._posterior.structure)
         self.discounted = DiscountedCurvature(self._curvature_of_nothing(), memory_factor)
@@ -253,10 +252,10 @@ class OnlineLaplace(nn.Module):
         raw = check_outputs(z.detach(), "encoder(x)")
         if self._miner is None:
             backend = self._posterior.backend
-            pairs: tuple[Tensor, ...] = active_pairs(raw, labels, backend.options.margin, backend.relation)
+            pairs: tuple[Tensor, ...] = backend.loss.mine(raw, labels, backend.relation)
         else:
             pairs = self._miner(normalize(raw)[0], labels)
-        return self._contrastive(z, pairs=pairs) if self._loss is None else self._loss(own, labels, pairs)
+        return self._own_loss(z, pairs=pairs) if self._loss is None else self._loss(own, labels, pairs)
 
     def _curvature_of_nothing(self) -> Any:
         """The curvature of no pairs, which has its shape."""

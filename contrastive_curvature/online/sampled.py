@@ -13,16 +13,14 @@ from torch.func import functional_call
 from torch.nn.functional import linear
 
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.ggn.batches import batch_weights
 from contrastive_curvature.ggn.dataset import DatasetCurvature
 from contrastive_curvature.ggn.sharing import structured_curvature
-from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
-from contrastive_curvature.losses.weights import PairWeights
+from contrastive_curvature.losses.dataset import batch_hessian
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.module import parameter_places
-from contrastive_curvature.network.pullback import Points, Pullback
+from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.options import Structure
 
 __all__ = ["AllParameters", "LastLayer", "SampledEncoder"]
@@ -68,16 +66,15 @@ class SampledEncoder(ABC):
             Unclamped curvature, loss, cost and number B of points; input factors of Kronecker pairs are sums over them.
         """
 
-    def _weights(self, u: Tensor, targets: Tensor, pairs: Any) -> PairWeights:
+    def _term(
+        self, pullback: Pullback, z: Tensor, context: Any, targets: Tensor, pairs: Any, structure: Structure
+    ) -> DatasetCurvature:
         backend = self.backend
-        return batch_weights(u, targets, backend.options, self.n_data, None, backend.relation, pairs)
-
-    def _term(self, pullback: Pullback, points: Points, weights: PairWeights, structure: Structure) -> DatasetCurvature:
-        backend = self.backend
-        found = structured_curvature(pullback, points, weights, backend.options, structure, 1, backend.kfac_approx)
+        hessian = batch_hessian(backend.loss, z, targets, self.n_data, None, backend.relation, pairs)
+        value = structured_curvature(pullback, context, hessian, structure, 1, backend.kfac_approx)
         # The scale of a data set of N points, for the share that B of them are.
-        scaled = backend._scaled(DatasetCurvature(found, *weights.loss_and_cost(), self.n_data))
-        return DatasetCurvature(scaled.curvature, scaled.loss, scaled.cost, len(points))
+        scaled = backend._scaled(DatasetCurvature(value, *hessian.loss_and_cost(), self.n_data))
+        return DatasetCurvature(scaled.curvature, scaled.loss, scaled.cost, len(hessian))
 
 
 class LastLayer(SampledEncoder):
@@ -104,10 +101,8 @@ class LastLayer(SampledEncoder):
         """See :meth:`SampledEncoder.curvature`."""
         dtype = self.encoder.require_last_layer().weight.dtype
         with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
-            u, n = normalize(z.to(dtype))
-            weights = self._weights(u, targets, pairs)
-            points = Points(context.to(dtype), u, n)
-            return self._term(self.backend.pullback(x), points, weights, self.structure)
+            pullback, features = self.backend.pullback(x), context.to(dtype)
+            return self._term(pullback, z.to(dtype), features, targets, pairs, self.structure)
 
 
 class AllParameters(SampledEncoder):
@@ -147,9 +142,7 @@ class AllParameters(SampledEncoder):
         ):
             pullback = self.backend.pullback(x)
             again, inner = pullback.forward(x)
-            u, n = normalize(again)
-            weights = self._weights(u, targets, pairs)
-            return self._term(pullback, Points(inner, u, n), weights, self.structure)
+            return self._term(pullback, again, inner, targets, pairs, self.structure)
 
     @contextmanager
     def _shifted(self, shift: Tensor | None) -> Iterator[None]:

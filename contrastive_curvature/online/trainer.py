@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from contrastive_curvature.arguments import check_count, check_flag
 from contrastive_curvature.errors import DivergenceError, InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.laplace.backends.checks import check_loader, read_batch
+from contrastive_curvature.network.loader import check_loader, read_batch
 from contrastive_curvature.online.checkpoint import load_checkpoint, save_checkpoint
 from contrastive_curvature.online.content import check_frame, check_states, merged, refused, restore
 from contrastive_curvature.online.lock import in_use

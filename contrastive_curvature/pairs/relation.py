@@ -58,9 +58,9 @@ class Relation(ABC):
             point meets itself.
         """
 
-    def row_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Stream all rows in blocks of bounded size."""
-        step = max(1, BLOCK_ELEMENTS // max(1, self.n))
+    def row_blocks(self, width: int = 1) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Stream all rows in blocks of bounded size, where every pair takes ``width`` numbers."""
+        step = max(1, BLOCK_ELEMENTS // max(1, self.n * width))
         for start in range(0, self.n, step):
             stop = min(start + step, self.n)
             yield slice(start, stop), *self.rows(start, stop)
@@ -100,6 +100,10 @@ class TargetRelation(Relation):
     def self_relation(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Relate every given point to itself: boolean positives and negatives, each (B,)."""
 
+    @abstractmethod
+    def of(self, targets: Tensor) -> TargetRelation:
+        """The same relation between other points, by their targets, shape (B, ...)."""
+
     def rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """See :meth:`Relation.rows`."""
         positive, negative = self.relate(self.targets[start:stop], self.targets)
@@ -131,6 +135,10 @@ class LabelRelation(TargetRelation):
         same = torch.ones(targets.shape[0], dtype=torch.bool, device=self.device)
         return same, ~same
 
+    def of(self, targets: Tensor) -> LabelRelation:
+        """See :meth:`TargetRelation.of`."""
+        return LabelRelation(targets)
+
     def counts(self) -> tuple[Tensor, Tensor]:
         """Closed form: class sizes."""
         _, inverse, sizes = self.targets.unique(return_inverse=True, return_counts=True)
@@ -160,6 +168,10 @@ class CallableRelation(TargetRelation):
         for name, mask in zip(("positives", "negatives"), self.relate(probe, probe), strict=True):
             if not torch.equal(mask, mask.T):
                 raise InputError(expected("pairs", "a symmetric relation", f"a callable with asymmetric {name}"))
+
+    def of(self, targets: Tensor) -> CallableRelation:
+        """See :meth:`TargetRelation.of`."""
+        return CallableRelation(targets, self.function)
 
     def self_relation(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`TargetRelation.self_relation`."""

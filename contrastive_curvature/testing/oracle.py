@@ -70,12 +70,43 @@ def pair_weights(listed: PairList, negative_weight: float, normalization: str) -
     return out
 
 
+Curve = Callable[[Tensor, int], Tensor]
+"""Loss of one pair from its squared distance (or the cosine's counterpart ``2 - 2 s``) and its sign."""
+
+
+def margin_curve(margin: float | None) -> Curve:
+    """The contrastive loss of one pair: half the squared distance, or what a margin leaves of it."""
+
+    def curve(distance: Tensor, sign: int) -> Tensor:
+        if sign > 0:
+            return distance / 2
+        if margin is None:
+            return -distance / 2
+        if margin == 2:
+            # The largest distance there is: every pair counts, also where rounding puts it beyond.
+            return (margin**2 - distance) / 2
+        return torch.clamp(margin**2 - distance, min=0) / 2
+
+    return curve
+
+
+def curve_of(loss: Any) -> Curve:
+    """The loss of one pair, from the value rule of a :class:`~contrastive_curvature.losses.PairLoss`."""
+
+    def curve(distance: Tensor, sign: int) -> Tensor:
+        one, zero = torch.ones_like(distance), torch.zeros_like(distance)
+        return loss._value(1 - distance / 2, *((one, zero) if sign > 0 else (zero, one)))
+
+    return curve
+
+
 def pair_loss(
     first: Tensor,
     second: Tensor,
     weights: dict[tuple[int, int, int], float],
-    margin: float | None,
+    margin: float | None = None,
     only_positive: bool = False,
+    curve: Curve | None = None,
 ) -> Tensor:
     """Sum the losses of pairs of unit vectors, one by one.
 
@@ -83,24 +114,25 @@ def pair_loss(
         first: Unit vectors (N, D) where a pair's first point is looked up.
         second: Where its second point is; the same tensor, or one without a gradient.
         weights: Signed weight of every pair.
-        margin: Distance below which a negative counts.
-        only_positive: Whether to leave the negatives out.
+        margin: Distance below which a negative counts, of the contrastive loss.
+        only_positive: Whether to leave the first derivatives of the negatives out.
+        curve: Another loss of one pair.
 
     Returns:
         A scalar.
     """
+    curve = margin_curve(margin) if curve is None else curve
     total = (first * 0).sum()
     for (i, j, sign), weight in weights.items():
-        if sign < 0 and only_positive:
-            continue
         distance = (first[i] - second[j]).square().sum()
-        if sign > 0 or margin is None:
-            total = total + weight * distance / 2
-        elif margin == 2:
-            # The largest distance there is: every pair counts, also where rounding puts it beyond.
-            total = total - weight * (margin**2 - distance) / 2
-        else:
-            total = total - weight * torch.clamp(margin**2 - distance, min=0) / 2
+        value = curve(distance, sign)
+        if sign < 0 and only_positive:
+            # Minus its tangent line: what is left has the same second derivative, and no first one.
+            at = distance.detach().requires_grad_()
+            with torch.enable_grad():
+                (slope,) = torch.autograd.grad(curve(at, sign), at)
+            value = value - slope * distance
+        total = total + abs(weight) * value
     return total
 
 
@@ -109,38 +141,46 @@ def dense_output_hessian(
     labels: Tensor | None = None,
     *,
     pairs: Any = None,
-    distance: str = "arccos",
-    pd_fix: str = "fixed",
+    distance: str | None = None,
+    pd_fix: str | None = None,
     margin: float | None = 0.7,
     negative_weight: float = 0.5,
     normalization: str = "anchor",
+    loss: Any = None,
 ) -> Tensor:
-    """Hessian (N D, N D) of the pair loss with respect to raw outputs, by autograd.
+    """Hessian (N D, N D) of a pair loss with respect to raw outputs, by autograd.
 
     ``arccos`` differentiates through the normalisation twice. ``euclidean`` takes the Hessian with respect to the unit
     embeddings and the Jacobian of the normalisation. ``fixed`` detaches one point of a pair (paper, Eq. 110-111),
-    ``psd`` clamps the eigenvalues of those blocks, ``positive`` leaves the negatives out.
+    ``psd`` clamps the eigenvalues of those blocks, ``positive`` leaves the first derivatives of the negatives out.
+    ``loss`` stands for the contrastive one; its value rule is believed, its derivatives are not.
     """
     n, dim = z.shape
+    if loss is not None:
+        negative_weight, normalization = loss.negative_weight, str(loss.normalization)
+        distance = str(loss.distance) if distance is None else distance
+        pd_fix = str(loss.pd_fix) if pd_fix is None else pd_fix
+    distance, pd_fix = distance or "arccos", pd_fix or "fixed"
+    curve = margin_curve(margin) if loss is None else curve_of(loss)
     weights = pair_weights(list_pairs(n, labels, pairs), negative_weight, normalization)
     flipped = {(j, i, sign): weight for (i, j, sign), weight in weights.items()}
     detached = pd_fix in ("fixed", "psd")
 
-    def loss(u: Tensor) -> Tensor:
+    def value(u: Tensor) -> Tensor:
         if detached:
             still = u.detach()
-            return pair_loss(u, still, weights, margin) + pair_loss(u, still, flipped, margin)
-        return pair_loss(u, u, weights, margin, only_positive=pd_fix == "positive")
+            return pair_loss(u, still, weights, curve=curve) + pair_loss(u, still, flipped, curve=curve)
+        return pair_loss(u, u, weights, only_positive=pd_fix == "positive", curve=curve)
 
     def unit(raw: Tensor) -> Tensor:
         return raw / raw.norm(dim=1, keepdim=True)
 
     hessian: Callable[..., Any] = torch.autograd.functional.hessian
     if distance == "arccos":
-        h = hessian(lambda raw: loss(unit(raw)), z).reshape(n * dim, n * dim)
+        h = hessian(lambda raw: value(unit(raw)), z).reshape(n * dim, n * dim)
     else:
         jacobian = torch.autograd.functional.jacobian(unit, z).reshape(n * dim, n * dim)
-        h = jacobian.T @ hessian(loss, unit(z)).reshape(n * dim, n * dim) @ jacobian
+        h = jacobian.T @ hessian(value, unit(z)).reshape(n * dim, n * dim) @ jacobian
     if pd_fix == "psd":
         for i in range(n):
             block = slice(i * dim, (i + 1) * dim)

@@ -28,7 +28,7 @@ def truth_and_size(drawn: Drawn) -> tuple[Tensor, float]:
     model, x, case = drawn
     truth = dense_ggn(model, x, **case.all)
     jacobian = dense_jacobian(model, x)
-    weights = cc.output_hessian(case.z, **case.all).weights.dense().abs().sum()
+    weights = cc.output_hessian(case.z, **case.all).derivatives.dense()[0].abs().sum()
     return truth, 1e-3 * float(weights / case.z.norm(dim=1).min() ** 2 * jacobian.square().sum())
 
 

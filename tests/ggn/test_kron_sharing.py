@@ -82,7 +82,7 @@ def test_factors_are_those_of_the_pairs_one_by_one(drawn: Any, last: bool, devic
     found = cc.ggn(model.to(device), x.to(device), **kwargs, **moved)
     model = model.cpu()
     hidden, z = model[1](model[0](x)).detach(), model(x).detach()
-    y = cc.output_hessian(z, **case).weights.dense()
+    y = cc.output_hessian(z, **case).derivatives.dense()[0]
     through = [torch.autograd.functional.jacobian(model[1:], h) for h in model[0](x).detach()]
     eye = torch.eye(z.shape[1], dtype=torch.float64).expand(len(x), -1, -1)
     layers = [(hidden, eye)] if last else [(x, torch.stack(through)), (hidden, eye)]

@@ -150,5 +150,6 @@ def test_sums_over_many_points_keep_their_digits(margin: float | None, normaliza
     error = (found.diagonal() - truth.diagonal()).abs().max() / truth.diagonal().abs().max()
     # With a margin, single pairs lie on it to rounding, and count or not: 1e-5 of 20,000.
     assert float(error) < (2e-6 if margin in (None, 2) else 1e-4)
-    for mine, wanted in zip(found.weights.loss_and_cost(), truth.weights.loss_and_cost(), strict=True):
-        assert abs(float(mine) / float(wanted) - 1) < 5e-6
+    for mine, wanted in zip(found.loss_and_cost(), truth.loss_and_cost(), strict=True):
+        # Inside a margin the two sums are some 50 times the loss, and a tile of them is added in float32 (6e-8).
+        assert abs(float(mine) / float(wanted) - 1) < (5e-6 if margin in (None, 2) else 2e-5)

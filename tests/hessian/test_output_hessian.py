@@ -22,7 +22,7 @@ def hessian(case: Case) -> cc.OutputHessian:
 def scale(case: Case) -> float:
     """Size of the terms that may cancel: the weights over the smallest squared norm."""
     found = hessian(case)
-    weights = found.weights.dense().abs().sum()
+    weights = found.derivatives.dense()[0].abs().sum()
     return float(weights / found.n.min() ** 2)
 
 
@@ -93,7 +93,7 @@ def test_fixed_euclidean_may_be_indefinite_with_global_normalisation(device: str
     z = torch.tensor([[1.0, 0.0], [1.0, 0.1], [1.0, 0.2], [1.0, 0.3], [1.0, 0.15]], dtype=torch.float64, device=device)
     labels = torch.tensor([0, 0, 0, 0, 1], device=device)
     found = cc.output_hessian(z, labels, distance="euclidean", normalization="type", margin=None)
-    assert float(found.weights.node_sums()[0].min()) < 0
+    assert float(found.derivatives.node_sums().degree.min()) < 0
     assert not found.is_psd()
     assert cc.output_hessian(z, labels, distance="euclidean", normalization="type", margin=None, pd_fix="psd").is_psd()
 

@@ -1,4 +1,4 @@
-"""The contrastive loss in BackPACK's extensions and in ours, against the dense curvature."""
+"""Pair losses in BackPACK's extensions and in ours, against the dense curvature."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ from strategies import INPUTS, Case, close
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.hessian.blocks import NodeBlocks
 from contrastive_curvature.hosts.backpack import CurvatureFactor, DiagCurvature, loss, register
-from contrastive_curvature.hosts.backpack.factors import factor_blocks, factor_hessian
 from contrastive_curvature.testing import dense_ggn, dense_output_hessian
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -269,7 +267,7 @@ def partner_held_fixed(model: nn.Module, x: Tensor, case: Case) -> Tensor:
     names, values = zip(*model.named_parameters(), strict=True)
     sizes = [p.numel() for p in values]
     still = torch.nn.functional.normalize(model(x).detach(), dim=1)
-    y = cc.output_hessian(model(x).detach(), **case.all).weights.dense()
+    y = cc.output_hessian(model(x).detach(), **case.all).derivatives.dense()[0]
 
     def value(flat: Tensor) -> Tensor:
         split = {n: t.view_as(p) for n, t, p in zip(names, flat.split(sizes), values, strict=True)}
@@ -354,32 +352,11 @@ def test_layers_that_our_extension_refuses(device: str) -> None:
             loss_fn(model(x), labels).backward()
 
 
-@given(drawn=backpack_cases())
-def test_signed_factors_of_the_output_hessian(drawn: Drawn, device: str) -> None:
-    case = drawn[2].to(device)
-    hessian = cc.output_hessian(case.z, **case.all)
-    dense, factor = hessian.dense(), factor_hessian(hessian)
-    n, dim = case.z.shape
-    if hessian.coupled:
-        flat = factor.columns.flatten(1)
-        again = flat.T @ torch.diag(factor.signs) @ flat
-    else:
-        blocks = torch.einsum("cn,cnd,cne->nde", factor.signs, factor.columns, factor.columns)
-        again = torch.block_diag(*blocks) if n else blocks.new_zeros(0, 0)
-        if case.options["distance"] == "euclidean":
-            assert len(factor.columns) <= max(1, dim - 1)
-    assert close(again, dense, float(hessian.weights.dense().abs().sum() / case.z.norm(dim=1).min() ** 2))
-    grown = hessian.blocks.add_projector(torch.ones_like(hessian.n))
-    found = factor_blocks(NodeBlocks(grown.u, grown.t, grown.c, grown.p, grown.q, grown.r))
-    again = torch.einsum("cn,cnd,cne->nde", found.signs, found.columns, found.columns)
-    assert close(again, grown.dense(), float(hessian.blocks.dense().abs().max()) + 1)
-
-
 def test_too_many_coupled_points_are_refused(device: str) -> None:
-    z = torch.ones(4097, 2, device=device)
-    hessian = cc.output_hessian(z, torch.zeros(4097, dtype=torch.long, device=device), pd_fix="full")
-    with pytest.raises(cc.UnsupportedError, match="smaller batches"):
-        factor_hessian(hessian)
+    model, x = extend(nn.Linear(1, 2).to(device)), torch.ones(4097, 1, device=device)
+    value = extend(cc.ContrastiveLoss(pd_fix="full"))(model(x), torch.zeros(4097, dtype=torch.long, device=device))
+    with pytest.raises(cc.UnsupportedError, match="too large"), backpack(DiagCurvature()):
+        value.backward()
 
 
 def test_kronecker_factors_of_a_convolution_are_exact_for_one_point_and_position(device: str) -> None:

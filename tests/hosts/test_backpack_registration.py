@@ -138,5 +138,5 @@ def test_keywords_without_registration_are_refused(device: str) -> None:
 def test_the_pullback_needs_no_registration(device: str) -> None:
     model, x = nn.Linear(4, 3).to(device), torch.randn(5, 4, device=device)
     unregister()
-    found = BackPackPullback(cc.encoder.Encoder(model, x)).vjp(x, torch.ones(5, 1, 3, device=device))
+    found = BackPackPullback(cc.network.encoder.Encoder(model, x)).vjp(x, torch.ones(5, 1, 3, device=device))
     assert torch.equal(found[:, 0, -3:], torch.ones(5, 3, device=device))

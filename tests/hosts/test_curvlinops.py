@@ -26,14 +26,17 @@ from hypothesis import strategies as st
 from scipy.sparse.linalg import eigsh
 from strategies import Case, close, network_cases
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
 from contrastive_curvature.hosts.curvlinops import ContrastiveGGNLinearOperator, contrastive_ekfac, contrastive_kfac
 from contrastive_curvature.hosts.curvlinops import operator as operator_file
 from contrastive_curvature.hosts.curvlinops import pullback as pullback_file
 from contrastive_curvature.laplace.backends.curvlinops import CurvlinopsContrastiveGGN
-from contrastive_curvature.options import CurvatureOptions, Structure
-from contrastive_curvature.testing import dense_ggn
+from contrastive_curvature.losses import LogisticLoss
+from contrastive_curvature.losses.choice import choose_loss
+from contrastive_curvature.options import Structure
+from contrastive_curvature.testing import dense_ggn, dense_jacobian
 from contrastive_curvature.testing.cases import truth_and_size
 
 DEFAULTS = {"negative_weight": 0.5, "normalization": "anchor"}
@@ -48,7 +51,7 @@ def make_operator(
     moved = case.to(device)
     labels = torch.zeros(len(x)) if moved.labels is None else moved.labels
     loader = list(zip(x.to(device).split(step), labels.to(device).split(step), strict=True))
-    loss = CurvatureOptions(**case.options)
+    loss = choose_loss(**case.options)
     return ContrastiveGGNLinearOperator(model.to(device), loss, params, loader, pairs=moved.pairs)
 
 
@@ -201,9 +204,9 @@ def test_what_the_operator_refuses() -> None:
     make = ContrastiveGGNLinearOperator
     with pytest.raises(cc.InputError, match=r"loss: expected a ContrastiveLoss"):
         make(model, nn.MSELoss(), None, [(x, y)])
-    with pytest.raises(cc.InputError, match="empty loader"):
+    with pytest.raises(cc.InputError, match=r"data: .*empty loader"):
         make(model, loss, None, [])
-    with pytest.raises(cc.InputError, match="iterated several times"):
+    with pytest.raises(cc.InputError, match=r"data: .*iterated several times"):
         make(model, loss, None, iter([(x, y)]))
     with pytest.raises(cc.InputError, match="parameters of the model"):
         make(model, loss, [nn.Parameter(torch.zeros(2))], [(x, y)])
@@ -219,8 +222,42 @@ def test_what_the_operator_refuses() -> None:
             return iter([(x[order], y[order])])
 
     torch.manual_seed(0)
-    with pytest.raises(cc.InputError, match="shuffle=False"):
+    with pytest.raises(cc.InputError, match=r"data: .*shuffle=False"):
         make(model, loss, None, Shuffled())
+
+
+def test_a_shuffling_loader_is_taken_in_the_order_of_its_data() -> None:
+    model, x, case = fixed_case()
+    truth = dense_ggn(model, x, **case.all)
+    loader = DataLoader(TensorDataset(x, case.labels), batch_size=4, shuffle=True)
+    loss = choose_loss(**case.options)
+    listed = case.labels[:, None] == case.labels, case.labels[:, None] != case.labels
+    for pairs in (None, listed):
+        operator = ContrastiveGGNLinearOperator(model, loss, None, loader, pairs=pairs)
+        assert close(operator @ torch.eye(len(truth), dtype=torch.float64), truth)
+
+
+@pytest.mark.parametrize("pd_fix", ["positive", "fixed", "full", "psd"])
+def test_another_loss(pd_fix: str) -> None:
+    """Without closed forms of its blocks."""
+    model, x, case = fixed_case()
+    loss = LogisticLoss(scale=2.0, bias=-0.3, pd_fix=pd_fix)
+    jacobian = dense_jacobian(model, x)
+    truth = jacobian.T @ loss.output_hessian(case.z, case.labels).dense() @ jacobian
+    operator = ContrastiveGGNLinearOperator(model, loss, None, [(x[:4], case.labels[:4]), (x[4:], case.labels[4:])])
+    assert close(operator @ torch.eye(len(truth), dtype=torch.float64), truth)
+
+
+def test_kfac_of_another_loss() -> None:
+    model, x, y = conv_case()
+    loss = LogisticLoss(scale=2.0, bias=-0.3, pd_fix="psd")
+    host = contrastive_kfac(model, x, y, loss=loss)
+    ours = cc.ggn(model, x, y, structure="kron", loss=loss, clamp=False)
+    blocks = weight_blocks(model, host @ torch.eye(host.shape[0], dtype=torch.float64))
+    kron = [torch.kron(*f) for f in ours if len(f) == 2]
+    assert all(close(a.detach(), b) for a, b in zip(blocks, kron, strict=True))
+    with pytest.raises(cc.InputError, match="margin"):
+        contrastive_kfac(model, x, y, loss=loss, margin=0.5)
 
 
 def conv_case() -> tuple[nn.Module, Tensor, Tensor]:

@@ -14,19 +14,15 @@ from hypothesis import strategies as st
 from stochman import nnj
 from strategies import close
 from test_stochman import build
+from test_stochman_rules import autograd_jacobians
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from benchmarks import released_calculators
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
-from contrastive_curvature.hosts.stochman import (
-    ArccosHessianCalculator,
-    ContrastiveHessianCalculator,
-    Sequential,
-    layers,
-    to_nnj,
-)
-from contrastive_curvature.hosts.stochman import hessians as formulas
+from contrastive_curvature.hosts.stochman import ArccosHessianCalculator, ContrastiveHessianCalculator, to_nnj
+from contrastive_curvature.hosts.stochman import sweep as widths
+from contrastive_curvature.hosts.stochman.sweep import feature_maps
 from contrastive_curvature.network import pullback as limits
 from contrastive_curvature.testing import dense_jacobian, dense_output_hessian, list_pairs, pair_loss
 
@@ -34,16 +30,17 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 CALCULATORS = {"euclidean": ContrastiveHessianCalculator, "arccos": ArccosHessianCalculator}
 LONG = {"pos": "positive", "fix": "fixed", "full": "full", "psd": "psd"}
-UNTIED = ("linear", "in-place relu", "conv", "conv1d", "norms", "nested residual", "frozen", "host")
+UNTIED = ("linear", "in-place relu", "conv", "biased conv", "conv1d", "norms", "frozen", "host")
+FAST = ("linear", "in-place relu", "frozen", "host")
 
 Drawn = tuple[nn.Module, Tensor, tuple[Tensor, ...], str, dict[str, Any]]
 
 
 @st.composite
-def drawn_cases(draw: st.DrawFn) -> Drawn:
+def drawn_cases(draw: st.DrawFn, networks: tuple[str, ...] = UNTIED) -> Drawn:
     n, dim, seed = draw(st.integers(1, 5)), draw(st.integers(2, 3)), draw(st.integers(0, 2**16))
     torch.manual_seed(seed)
-    model = build(draw(st.sampled_from(UNTIED)), dim)
+    model = build(draw(st.sampled_from(networks)), dim)
     x = torch.randn(n, 4, dtype=torch.float64)
     tuples = tuple(torch.randint(0, n, (draw(st.sampled_from((3, 4))), draw(st.integers(1, 8)))))
     given = {
@@ -72,24 +69,16 @@ def moved(drawn: Drawn, device: str) -> tuple[Tensor, nn.Module, tuple[Tensor, .
     return x.to(device), nn.Sequential(model, cc.L2Norm()).to(device), tuple(t.to(device) for t in tuples)
 
 
-def choose_sweep(speed: str, patch: pytest.MonkeyPatch) -> str:
-    """Matrices between layers, or their factors: the choice is one of speed, so both are tried on every network."""
-    speed, _, matrices = speed.partition(", ")
-    if matrices:
-        patch.setattr(formulas, "_sweeps_matrices", lambda *_: True)
-    return speed
-
-
 def input_jacobian(model: nn.Module, x: Tensor) -> Tensor:
     """(N, D, I)."""
     found = [torch.autograd.functional.jacobian(lambda p: model(p.unsqueeze(0))[0], point).flatten(1) for point in x]
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("speed", ["half", "half, by matrices", "slow"])
-@settings(max_examples=15)
-@given(drawn=drawn_cases(), elements=st.sampled_from((2**25, 30)))
-def test_hessian_wrt_weights_is_exact(drawn: Drawn, elements: int, speed: str, device: str) -> None:
+@pytest.mark.parametrize("speed", ["half", "slow"])
+@settings(max_examples=25)
+@given(drawn=drawn_cases(), elements=st.sampled_from((2**25, 300, 30)), widest=st.sampled_from((1024, 3)))
+def test_hessian_wrt_weights_is_exact(drawn: Drawn, elements: int, widest: int, speed: str, device: str) -> None:
     model, x = drawn[:2]
     h, size = true_hessian(drawn)
     jacobian = dense_jacobian(model, x)
@@ -98,7 +87,7 @@ def test_hessian_wrt_weights_is_exact(drawn: Drawn, elements: int, speed: str, d
     inputs = moved(drawn, device)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "JACOBIAN_ELEMENTS", elements)
-        speed = choose_sweep(speed, patch)
+        patch.setattr(widths, "WIDEST", widest)
         found = {
             shape: calculator(drawn, shape=shape, speed=speed).compute_hessian(*inputs)
             for shape in ("diagonal", "block", "full")
@@ -112,10 +101,10 @@ def test_hessian_wrt_weights_is_exact(drawn: Drawn, elements: int, speed: str, d
         assert close(block.cpu(), truth[start:stop, start:stop], size)
 
 
-@pytest.mark.parametrize("speed", ["half", "half, by matrices", "slow"])
+@pytest.mark.parametrize("speed", ["half", "slow"])
 @settings(max_examples=15)
-@given(drawn=drawn_cases())
-def test_hessian_wrt_inputs_is_exact(drawn: Drawn, speed: str, device: str) -> None:
+@given(drawn=drawn_cases(), widest=st.sampled_from((1024, 3)))
+def test_hessian_wrt_inputs_is_exact(drawn: Drawn, widest: int, speed: str, device: str) -> None:
     model, x = drawn[:2]
     h, size = true_hessian(drawn)
     j = input_jacobian(model, x).detach()
@@ -126,7 +115,7 @@ def test_hessian_wrt_inputs_is_exact(drawn: Drawn, speed: str, device: str) -> N
     points = torch.arange(n)
     blocks = truth[points, :, points, :]
     with pytest.MonkeyPatch.context() as patch:
-        speed = choose_sweep(speed, patch)
+        patch.setattr(widths, "WIDEST", widest)
         block, diagonal, full = (
             calculator(drawn, wrt="input", shape=shape, speed=speed).compute_hessian(*inputs).cpu()
             for shape in ("block", "diagonal", "full")
@@ -143,11 +132,12 @@ def test_loss_and_gradient(drawn: Drawn, device: str) -> None:
     weights = {
         (i, j, sign): 2 * sign * times * (options["negative_weight"] if sign < 0 else 1 - options["negative_weight"])
         for (i, j, sign), times in list_pairs(len(x), pairs=tuples).items()
+        if sign > 0 or options["method"] != "pos"
     }
     inputs = x.clone().requires_grad_()
     z = model(inputs)
     u = z / z.norm(dim=1, keepdim=True)
-    truth = pair_loss(u, u, weights, options["margin"], only_positive=options["method"] == "pos")
+    truth = pair_loss(u, u, weights, options["margin"])
     params = [p for p in model.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(truth, [inputs, *params])
     expected = torch.cat([g.flatten() for g in gradients[1:]])
@@ -160,33 +150,39 @@ def test_loss_and_gradient(drawn: Drawn, device: str) -> None:
 
 
 @settings(max_examples=10)
-@given(drawn=drawn_cases())
+@given(drawn=drawn_cases(FAST))
 def test_fast_is_the_diagonal_sweep(drawn: Drawn, device: str) -> None:
     """Of diagonals from the normalisation on for one distance, from the last layer on for the other."""
     drawn[4]["method"] = "fix"
-    model, x = drawn[0].requires_grad_(True), drawn[1]
+    model, x = drawn[:2]
     h, size = true_hessian(drawn)
-    network = to_nnj(model)
-    n = len(x)
+    network, n = to_nnj(model), len(x)
     points = torch.arange(n)
     m = h.view(n, -1, n, h.shape[0] // n)[points, :, points, :]
     if drawn[3] == "euclidean":
-        m = m.diagonal(dim1=1, dim2=2)
+        m = torch.diag_embed(m.diagonal(dim1=1, dim2=2))
     size *= float(dense_jacobian(model, x).square().sum() + 1)
-    with torch.no_grad():
-        expected = [network.sandwich(x, m, shape, approximate=True) for shape in ("diagonal", "block")]
-        of_inputs = network.input_sandwich(x, m, approximate=True)
+    blocks = []
+    for layer, at in reversed(list(zip(network, feature_maps(list(network), x), strict=False))):
+        wrt_input, wrt_weight = autograd_jacobians(layer, at)
+        flags = torch.cat([torch.zeros(0), *(torch.full((p.numel(),), p.requires_grad) for p in layer.parameters())])
+        if flags.any():
+            chosen = wrt_weight[..., flags.bool()]
+            blocks.append((chosen.mT @ m @ chosen).sum(0))
+        m = torch.diag_embed((wrt_input.mT @ m @ wrt_input).diagonal(dim1=1, dim2=2))
     inputs = moved(drawn, device)
-    assert close(calculator(drawn, speed="fast").compute_hessian(*inputs).cpu(), torch.cat(expected[0]), size)
-    blocks = calculator(drawn, speed="fast", shape="block").compute_hessian(*inputs)
-    assert all(close(a.cpu(), b, size) for a, b in zip(blocks, expected[1], strict=True))
-    assert close(calculator(drawn, speed="fast", wrt="input").compute_hessian(*inputs).cpu(), of_inputs, size)
+    diagonal = torch.cat([block.diagonal() for block in blocks[::-1]])
+    assert close(calculator(drawn, speed="fast").compute_hessian(*inputs).cpu(), diagonal, size)
+    found = calculator(drawn, speed="fast", shape="block").compute_hessian(*inputs)
+    assert all(close(a.cpu(), b, size) for a, b in zip(found, blocks[::-1], strict=True))
+    of_inputs = calculator(drawn, speed="fast", wrt="input").compute_hessian(*inputs).cpu()
+    assert close(of_inputs, m.diagonal(dim1=1, dim2=2), size)
 
 
 @pytest.mark.parametrize("distance", CALCULATORS)
 def test_long_names_are_the_short_ones(distance: str, device: str) -> None:
     torch.manual_seed(0)
-    network = Sequential(layers.Linear(4, 3), layers.L2Norm()).to(device)
+    network = nnj.Sequential(nnj.Linear(4, 3), cc.L2Norm()).to(device)
     x, tuples = torch.randn(5, 4, device=device), tuple(torch.randint(0, 5, (3, 6), device=device))
     for short, long in LONG.items():
         a, b = (CALCULATORS[distance](method=name).compute_hessian(x, network, tuples) for name in (short, long))
@@ -214,8 +210,14 @@ def test_refuses_networks_it_has_no_answer_for(device: str) -> None:
     x, tuples = torch.randn(4, 4, device=device), tuple(torch.tensor([[0], [1], [2]], device=device))
     with pytest.raises(UnsupportedError, match="L2Norm"):
         ContrastiveHessianCalculator().compute_hessian(x, nn.Linear(4, 2).to(device), tuples)
-    with pytest.raises(UnsupportedError, match=r"'1' \(Softmax\)"):
-        ArccosHessianCalculator().compute_hessian(x, nn.Sequential(nn.Linear(4, 2), nn.Softmax(1)).to(device), tuples)
+    with pytest.raises(UnsupportedError, match=r"'1' \(GELU\)"):
+        ArccosHessianCalculator().compute_hessian(x, nn.Sequential(nn.Linear(4, 2), nn.GELU()).to(device), tuples)
+    conv = nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Conv1d(2, 2, 1), nn.Flatten()).to(device)
+    with pytest.raises(UnsupportedError, match=r"layer '1' \(Conv1d\): StochMan has no Jacobian.*speed='half'"):
+        ArccosHessianCalculator(speed="fast").compute_hessian(x, conv, tuples)
+    soft = nn.Sequential(nn.Softplus(threshold=1), nn.Linear(4, 2)).to(device)
+    with pytest.raises(UnsupportedError, match=r"layer '0' \(Softplus\): .*threshold.*speed='half'"):
+        ArccosHessianCalculator(wrt="input", speed="fast").compute_hessian(x, soft, tuples)
     tied = build("tied", 2).float().to(device)
     for options in ({"speed": "fast"}, {"speed": "slow", "shape": "block"}):
         with pytest.raises(UnsupportedError, match=r"shared between layers.*speed='half'"):
@@ -260,19 +262,18 @@ def test_refuses_points_of_another_type(device: str) -> None:
         calculator.compute_hessian(torch.ones(4, 4, device=device).long(), nn.Sequential(nn.Tanh()).to(device), tuples)
 
 
-@pytest.mark.parametrize("speed", ["half, by matrices", "slow"])
+@pytest.mark.parametrize("speed", ["half", "slow"])
 @pytest.mark.parametrize("method", LONG)
-def test_tied_weights_are_exact(speed: str, method: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tied_weights_are_exact(speed: str, method: str, device: str) -> None:
     torch.manual_seed(0)
     model = build("tied", 2)
     x, tuples = torch.randn(5, 4, dtype=torch.float64), tuple(torch.randint(0, 5, (3, 6)))
     drawn: Drawn = (model, x, tuples, "arccos", {"method": method, "margin": None, "negative_weight": 0.5})
-    speed = choose_sweep(speed, monkeypatch)
     h, size = true_hessian(drawn)
     j = dense_jacobian(model, x)
     for shape, truth in (("full", j.T @ h @ j), ("diagonal", (j.T @ h @ j).diagonal())):
         assert close(
-            calculator(drawn, shape=shape, speed="slow").compute_hessian(*moved(drawn, device)).cpu(), truth, size
+            calculator(drawn, shape=shape, speed=speed).compute_hessian(*moved(drawn, device)).cpu(), truth, size
         )
 
 
@@ -328,7 +329,7 @@ class Sequential(nn.Sequential):
 """
 FAKE_HESSIANS = """
 import contrastive_curvature as cc
-from contrastive_curvature.laplace.backends import stochman
+from contrastive_curvature.hosts import stochman
 class Fake:
     def __init__(self, method, speed, shape): self.method = method
     def compute_hessian(self, x, network, tuples):

@@ -100,7 +100,7 @@ def test_exact_in_every_way_and_the_model_untouched(kind: str, device: str) -> N
     assert close(cc.ContrastiveGGN(model, **OPTIONS).matvec(loader, v).cpu(), truth @ v.cpu(), 30 * size)
     operator = cc.ContrastiveGGNLinearOperator(model, cc.ContrastiveLoss(None, pd_fix="psd"), None, loader)
     assert close((operator @ torch.eye(len(truth), dtype=torch.float64, device=device)).cpu(), truth, size)
-    pullback = ModulePullback(cc.encoder.Encoder(model.eval(), x))
+    pullback = ModulePullback(cc.network.encoder.Encoder(model.eval(), x))
     with torch.no_grad():
         z, moved = pullback.jvp(x, v)
     assert close(moved.cpu().flatten(), jacobian @ v.cpu(), float(jacobian.abs().max()))

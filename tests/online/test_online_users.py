@@ -13,7 +13,7 @@ from laplace import Laplace
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from benchmarks.data.places import WithinMetres
+from benchmarks.experiments.data.places import WithinMetres
 from contrastive_curvature.errors import DivergenceError
 from contrastive_curvature.online.options import describe_callable
 

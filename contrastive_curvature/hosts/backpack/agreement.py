@@ -1,7 +1,6 @@
-"""Whether a traced network is the user's: outputs and a product, against autograd through the encoder itself.
+"""Whether the host differentiates the user's network: outputs and a product, against autograd through the encoder.
 
-A trace sees neither hooks nor what only autograd knows (``torch.no_grad`` in a forward, ``detach`` in a hook, an
-``autograd.Function`` with a gradient of its own); every Jacobian would silently be that of another function.
+BackPACK sees layers only, not what a hook changes; every Jacobian would silently be that of another function.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def autograd_product(encoder: Encoder, params: list[nn.Parameter], x: Tensor, v:
 
 
 def check_outputs(found: Tensor, wanted: Tensor) -> None:
-    """Refuse outputs of the trace that are not the encoder's.
+    """Refuse outputs of the copy that are not the encoder's.
 
     Raises:
         UnsupportedError: They differ beyond rounding.
@@ -74,8 +73,8 @@ def check_outputs(found: Tensor, wanted: Tensor) -> None:
     # The same operations in the same order: tighter than for products, of which BackPACK computes some in other ways.
     if found.shape != wanted.shape or not _close(found, wanted, 0.1):
         msg = (
-            "backend BackPACK: the traced layers give other outputs than the encoder (a forward hook, or a branch "
-            f"that depends on the data?). {ADVICE}"
+            "backend BackPACK: a copy of the encoder gives other outputs than itself (something that works in place, "
+            f"or that a copy does not share?). {ADVICE}"
         )
         raise UnsupportedError(msg)
 
@@ -88,8 +87,8 @@ def check_product(found: Tensor, wanted: Tensor) -> None:
     """
     if not _close(found, wanted, 1.0):
         msg = (
-            "backend BackPACK: the traced layers give other gradients than autograd through the encoder (torch.no_grad "
-            f"or detach in its forward or in a hook, or an autograd.Function with a gradient of its own?). {ADVICE}"
+            "backend BackPACK: the host's rules give other gradients than autograd through the encoder (a hook that "
+            f"changes an output?). {ADVICE}"
         )
         raise UnsupportedError(msg)
 

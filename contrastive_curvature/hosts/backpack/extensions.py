@@ -11,11 +11,11 @@ from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from torch import nn
 
-from contrastive_curvature.hosts.backpack.factors import SignedFactor, factor_hessian
+from contrastive_curvature.hessian.signed import SignedFactor
 from contrastive_curvature.hosts.backpack.layers import Layer, check_layer, known_layers, refuse
 from contrastive_curvature.hosts.backpack.loss import check_unit_inputs, hessian_of
 from contrastive_curvature.hosts.backpack.rules import parameter_diagonal, parameter_factor
-from contrastive_curvature.losses.contrastive import ContrastiveLoss
+from contrastive_curvature.hosts.backpack.subclasses import pair_losses
 
 __all__ = ["CurvatureFactor", "DiagCurvature"]
 
@@ -37,7 +37,7 @@ class _SignedExtension(SecondOrderBackpropExtension):
         modules: dict[type[nn.Module], ModuleExtension] = {
             kind: _SignedModule(layer, rule) for kind, layer in known_layers().items()
         }
-        modules[ContrastiveLoss] = _SignedLoss()
+        modules.update(dict.fromkeys(pair_losses(), _SignedLoss()))
         super().__init__(savefield=savefield, module_exts=modules, fail_mode="ERROR")
 
     def accumulate_backpropagated_quantities(self, existing: _Factors, other: _Factors) -> _Factors:
@@ -51,7 +51,7 @@ class _SignedExtension(SecondOrderBackpropExtension):
 
 
 class DiagCurvature(_SignedExtension):
-    """Diagonal of the generalised Gauss-Newton ``J^T H J`` of :class:`~contrastive_curvature.ContrastiveLoss`.
+    """Diagonal of the generalised Gauss-Newton ``J^T H J`` of any :class:`~contrastive_curvature.losses.PairLoss`.
 
     Exact and unclamped for every ``distance`` and ``pd_fix``: an indefinite ``H`` keeps its signs, a coupled one is
     summed over the batch before it is squared. Stored with the shape of the parameter.
@@ -92,8 +92,6 @@ class _SignedModule(ModuleExtension):
             refuse(type(module).__name__, module, "in training mode it couples the points; call model.eval()")
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
             refuse(type(module).__name__, module, "in training mode it is another network each time; call model.eval()")
-        if getattr(module, "padding", None) == "same" or getattr(module, "padding", None) == "valid":
-            refuse(type(module).__name__, module, "BackPACK takes numbers as padding only")
 
     def backpropagate(self, ext: Any, module: Any, g_inp: Any, g_out: Any, backproped: _Factors) -> _Factors:
         def pulled(factor: SignedFactor) -> SignedFactor:
@@ -119,7 +117,7 @@ class _SignedLoss(ModuleExtension):
         check_unit_inputs(module, keeps_residual=False)
 
     def backpropagate(self, ext: Any, module: Any, g_inp: Any, g_out: Any, backproped: Any) -> _Factors:
-        factor = factor_hessian(hessian_of(module))
+        factor = hessian_of(module).signed_factor()
         columns, signs = factor.columns.to(module.input0.dtype), factor.signs.to(module.input0.dtype)
         # The loss may be a part of what backward() was called on, with a weight.
         scale = g_out[0].detach().to(columns.dtype)

@@ -1,4 +1,4 @@
-"""Our loss and our normalisation, as module extensions for each of BackPACK's own second-order extensions."""
+"""Our losses and our normalisation, as module extensions for each of BackPACK's own second-order extensions."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from backpack.extensions.secondorder.sqrt_ggn.losses import SqrtGGNBaseLossModul
 from torch import Tensor
 
 from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.hosts.backpack.factors import SignedFactor, factor_blocks
+from contrastive_curvature.hessian.signed import SignedFactor
 from contrastive_curvature.hosts.backpack.l2norm import L2NormDerivatives
-from contrastive_curvature.hosts.backpack.loss import ContrastiveLossDerivatives, check_unit_inputs
+from contrastive_curvature.hosts.backpack.loss import PairLossDerivatives, check_unit_inputs
 
 __all__ = ["host_modules"]
 
@@ -84,7 +84,7 @@ class _DiagHessianLoss(_Checks, DiagHLoss):
     keeps_residual = True
 
     def backpropagate(self, ext: Any, module: Any, g_inp: Any, g_out: Any, backproped: Any) -> dict[str, list[Any]]:
-        return _split(factor_blocks(self.derivatives.require_uncoupled(module).blocks))
+        return _split(self.derivatives.require_uncoupled(module).blocks.signed_factor())
 
 
 class _HBPL2Norm(HBPBaseModule):
@@ -103,18 +103,18 @@ class _DiagHessianL2Norm(DiagHBaseModule):
         if module.input0.ndim != 2:
             msg = "L2Norm: DiagHessian goes through it for inputs of shape (N, D) only. Flatten them first."
             raise UnsupportedError(msg)
-        own = _split(factor_blocks(self.derivatives.residual_blocks(module, g_out)))
+        own = _split(self.derivatives.residual_blocks(module, g_out).signed_factor())
         pulled = [self.derivatives.jac_t_mat_prod(module, g_inp, g_out, mat) for mat in backproped["matrices"]]
         return {"matrices": pulled + own["matrices"], "signs": backproped["signs"] + own["signs"]}
 
 
 def host_modules() -> dict[str, tuple[Any, Any]]:
-    """Module extensions for the loss and for the normalisation, by name of the host's extension class.
+    """Module extensions for a pair loss and for the normalisation, by name of the host's extension class.
 
     Returns:
         For every name two instances; the second is ``None`` where the host takes element-wise layers only.
     """
-    loss, norm = ContrastiveLossDerivatives(), L2NormDerivatives()
+    loss, norm = PairLossDerivatives(), L2NormDerivatives()
     diag_ggn = (_DiagGGNLoss(loss), DiagGGNBaseModule(norm))
     diag_hessian = (_DiagHessianLoss(loss), _DiagHessianL2Norm(norm))
     return {

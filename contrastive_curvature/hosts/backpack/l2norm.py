@@ -12,7 +12,7 @@ import torch
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from torch import Tensor, nn
 
-from contrastive_curvature.hessian.blocks import NodeBlocks
+from contrastive_curvature.hessian.node_blocks import NodeBlocks
 from contrastive_curvature.hessian.sphere import norms
 from contrastive_curvature.options import Distance
 
@@ -42,7 +42,7 @@ class L2NormDerivatives(BaseDerivatives):
         """
         u, n = _direction(module)
         g, n = g_out[0].detach(), n.squeeze(-1)
-        # An arccos block is the same second derivative, of the pull -g.
+        # An arccos block is the same second derivative, of the neighbour sum -g.
         return NodeBlocks.from_sums(u, n, torch.zeros_like(n), -g, Distance.ARCCOS)
 
     def ea_jac_t_mat_jac_prod(self, module: nn.Module, g_inp: Any, g_out: Any, mat: Tensor) -> Tensor:

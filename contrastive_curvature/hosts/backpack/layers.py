@@ -1,4 +1,4 @@
-"""Which layers BackPACK can pull a matrix back through, with the derivatives it does that with."""
+"""Which layers BackPACK has derivatives of, and for which settings they are right."""
 
 from __future__ import annotations
 
@@ -16,20 +16,9 @@ from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.hessian.sphere import L2Norm
 from contrastive_curvature.hosts.backpack.l2norm import L2NormDerivatives
 
-__all__ = ["ADVICE", "PASSED_ON", "Layer", "check_layer", "known_layers", "refuse"]
+__all__ = ["ADVICE", "Layer", "check_layer", "known_layers", "refuse"]
 
-ADVICE = "Use backend=ContrastiveGGN (torch.func), which works for any module."
-
-PASSED_ON = (
-    nn.Identity,
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
-"""What returns its input in evaluation mode."""
+ADVICE = "Use backend=ContrastiveGGN, which works for any module."
 
 _CONVOLUTIONS = (
     nn.Conv1d,
@@ -156,12 +145,8 @@ def _setting(m: Any) -> str:
         return f"padding_mode={m.padding_mode!r} has no derivatives"
     if isinstance(m, _CONVOLUTIONS) and any(m.output_padding):
         return f"output_padding={m.output_padding!r} has no derivatives"
-    if (
-        isinstance(m, _CONVOLUTIONS)
-        and m.padding == "same"
-        and any(d * (k - 1) % 2 for d, k in zip(m.dilation, m.kernel_size, strict=True))
-    ):
-        return "padding='same' pads unevenly here"
+    if isinstance(m, _CONVOLUTIONS) and isinstance(m.padding, str):
+        return "BackPACK takes numbers as padding only"
     if isinstance(m, _MAX_POOLS) and m.return_indices:
         return "return_indices=True gives two outputs"
     if isinstance(m, nn.Embedding) and (m.max_norm is not None or m.scale_grad_by_freq or m.sparse):

@@ -1,13 +1,11 @@
-"""The contrastive loss as BackPACK sees a loss: square roots, products and sums of its output Hessian."""
+"""A pair loss as BackPACK sees a loss: square roots, products and sums of its output Hessian."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from backpack import disable
 from backpack.core.derivatives.basederivatives import BaseLossDerivatives
 from torch import Tensor, nn
 
@@ -15,21 +13,7 @@ from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.options import Distance
 
-__all__ = ["ContrastiveLossDerivatives", "check_unit_inputs", "forget_all", "hessian_of", "remember"]
-
-_given: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Tensor], Any, Any]] = weakref.WeakKeyDictionary()
-"""Embeddings, labels and pairs of an extended loss's last call; BackPACK itself stores positional inputs only."""
-
-
-def remember(module: Any, z: Any, labels: Any, pairs: Any) -> None:
-    """Keep what a call of an extended loss was given, on the same condition as BackPACK's own hook."""
-    if getattr(module, "_backpack_extend", False) and disable.should_store_io() and torch.is_grad_enabled():
-        _given[module] = weakref.ref(z), labels, pairs
-
-
-def forget_all() -> None:
-    """Drop what :func:`remember` kept."""
-    _given.clear()
+__all__ = ["PairLossDerivatives", "check_unit_inputs", "hessian_of"]
 
 
 def hessian_of(module: Any) -> OutputHessian:
@@ -42,16 +26,15 @@ def hessian_of(module: Any) -> OutputHessian:
         The Hessian, without a graph.
 
     Raises:
-        UnsupportedError: Labels or pairs were not stored with these inputs.
+        UnsupportedError: Labels or pairs of this call are not known any more.
     """
-    # Labels of another call than the inputs would be worse than none. The tensor itself tells; addresses are reused.
-    at, labels, pairs = _given.get(module, (None, None, None))
-    if at is None or at() is not module.input0:
-        labels, pairs = getattr(module, "input1", None), None
+    # BackPACK stores positional inputs only, and of the last call that it saw. Labels of another call than the
+    # embeddings' would be worse than none.
+    labels, pairs = module.given_with(module.input0) or (getattr(module, "input1", None), None)
     if labels is None and pairs is None:
         msg = (
-            "ContrastiveLoss: BackPACK stores positional inputs only, and labels or pairs came by keyword. Call "
-            "contrastive_curvature.hosts.backpack.register() before the forward pass, or give labels by position."
+            f"{type(module).__name__}: it was called again before backward(), and BackPACK does not store labels or "
+            "pairs that came by keyword. Call backward() first, or give labels by position."
         )
         raise UnsupportedError(msg)
     with torch.no_grad():
@@ -73,7 +56,7 @@ def check_unit_inputs(module: Any, keeps_residual: bool) -> None:
     Raises:
         UnsupportedError: The inputs are unit vectors and the distance is the other one.
     """
-    z, distance = module.input0.detach(), module.options.distance
+    z, distance = module.input0.detach(), module.distance
     norms = z.norm(dim=-1)
     if z.ndim != 2 or z.shape[1] < 2 or not len(z) or bool(((norms - 1).abs() > 64 * torch.finfo(z.dtype).eps).any()):
         return
@@ -87,8 +70,8 @@ def check_unit_inputs(module: Any, keeps_residual: bool) -> None:
         raise UnsupportedError(msg)
 
 
-class ContrastiveLossDerivatives(BaseLossDerivatives):
-    """Second derivatives of :class:`~contrastive_curvature.ContrastiveLoss` at raw outputs (N, D).
+class PairLossDerivatives(BaseLossDerivatives):
+    """Second derivatives of a :class:`~contrastive_curvature.losses.PairLoss` at raw outputs (N, D).
 
     BackPACK squares factors point by point, so square roots exist for ``pd_fix`` ``"psd"``, and for ``"fixed"`` where
     the blocks happen to be positive semidefinite; products exist for every fix.
@@ -111,7 +94,7 @@ class ContrastiveLossDerivatives(BaseLossDerivatives):
         hessian = hessian_of(module)
         if hessian.coupled:
             msg = (
-                f"pd_fix={str(hessian.options.pd_fix)!r} couples the points of a batch, and this BackPACK extension "
+                f"pd_fix={str(hessian.pd_fix)!r} couples the points of a batch, and this BackPACK extension "
                 "squares point by point. Use contrastive_curvature.hosts.backpack.DiagCurvature() or "
                 "CurvatureFactor(), which sum over the batch first, GGNMP, or pd_fix='psd'."
             )
@@ -126,9 +109,8 @@ class ContrastiveLossDerivatives(BaseLossDerivatives):
         """
         hessian = self.require_uncoupled(module)
         if not hessian.is_psd():
-            options = hessian.options
             msg = (
-                f"distance={str(options.distance)!r} with pd_fix={str(options.pd_fix)!r}: the output Hessian of these "
+                f"distance={str(hessian.distance)!r} with pd_fix={str(hessian.pd_fix)!r}: the output Hessian of these "
                 "pairs is indefinite, so it has no real square root. Use "
                 "contrastive_curvature.hosts.backpack.DiagCurvature() or CurvatureFactor(), which carry signs, or "
                 "pd_fix='psd'."
@@ -158,7 +140,7 @@ class ContrastiveLossDerivatives(BaseLossDerivatives):
         return product
 
     def _sum_hessian(self, module: Any, g_inp: Any, g_out: Any) -> Tensor:
-        return self.require_uncoupled(module).point_blocks().sum(0).to(module.input0.dtype)
+        return self.require_uncoupled(module).blocks.dense().sum(0).to(module.input0.dtype)
 
 
 def _active(root: Tensor, subsampling: list[int] | None) -> Tensor:

@@ -1,8 +1,7 @@
-"""The pullback by BackPACK's derivatives: matrix columns, all at once, from the raw outputs to every parameter."""
+"""The pullback by BackPACK: its extensions for diagonals, Kronecker factors and Jacobian products."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +10,8 @@ from torch import Tensor, nn
 
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.ggn.finite import check_finite
-from contrastive_curvature.ggn.kron import by_position, check_matrix, layer_inputs, zero_factors
-from contrastive_curvature.hessian.blocks import NodeBlocks
+from contrastive_curvature.ggn.kron import zero_factors
+from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hosts.backpack.agreement import (
     POINTS,
     attempt,
@@ -21,35 +20,37 @@ from contrastive_curvature.hosts.backpack.agreement import (
     check_product,
     random_cotangents,
 )
-from contrastive_curvature.hosts.backpack.cross import LayerSide, layer_side, linear_cross, product_cross
-from contrastive_curvature.hosts.backpack.factors import SignedFactor, factor_blocks
+from contrastive_curvature.hosts.backpack.given import diag_ggn, host_knows, kflr, signed_columns, sqrt_ggn
 from contrastive_curvature.hosts.backpack.layers import ADVICE
-from contrastive_curvature.hosts.backpack.network import Network
-from contrastive_curvature.hosts.backpack.rules import parameter_diagonal, parameter_products
+from contrastive_curvature.hosts.backpack.passes import HostedEncoder, Pass
 from contrastive_curvature.network import pullback
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs
-from contrastive_curvature.network.pullback import KronFactors, Points, Pullback
+from contrastive_curvature.network.layerwise import LayerwisePullback
+from contrastive_curvature.network.pullback import KronFactors
 from contrastive_curvature.options import Structure
 
 __all__ = ["BackPackPullback"]
 
 
-class BackPackPullback(Pullback):
-    """All trainable parameters of an encoder, by BackPACK's Jacobian products, layer by layer.
+class BackPackPullback(LayerwisePullback):
+    """All trainable parameters of an encoder, by BackPACK.
+
+    ``DiagGGNExact`` makes diagonals, ``SqrtGGNExact`` Jacobian products and with them matrices, ``KFLR`` the Kronecker
+    factors of linear layers. The host squares what it is given, so an indefinite Hessian goes through it as a positive
+    and a negative part. What the host cannot do is left to the shared code: the diagonal of the cross terms of coupled
+    fixes, and factors of convolutions, whose positions the host sums before it squares (another approximation).
 
     Args:
         encoder: The analysed encoder.
+        hosted: What an earlier pullback to the same encoder made (its attribute of that name); ``None`` makes it anew.
 
     Raises:
-        UnsupportedError: BackPACK has no derivatives of a layer, the forward cannot be traced, or a parameter is used
-            twice (the message names the layer), or the parameters are in half precision.
+        UnsupportedError: BackPACK does not know a layer or a setting of it, or a parameter is used twice (the message
+            names the layer), or the parameters are in half precision.
     """
 
-    def __init__(self, encoder: Encoder) -> None:
-        self.encoder: Encoder = encoder
-        self.network = Network(encoder)
-        self.params = self.network.params
+    def __init__(self, encoder: Encoder, hosted: HostedEncoder | None = None) -> None:
         low = {p.dtype for p in encoder.parameters()} & {torch.float16, torch.bfloat16}
         if low:
             msg = (
@@ -57,169 +58,130 @@ class BackPackPullback(Pullback):
                 "model.float() first."
             )
             raise UnsupportedError(msg)
-        self.n_params = sum(p.numel() for p in self.params)
-        self._checked = False
+        super().__init__(encoder)
+        self.hosted = HostedEncoder(encoder) if hosted is None else hosted
+
+    @property
+    def width(self) -> int:
+        """See :class:`Pullback`."""
+        return max(super().width, self.hosted.width)
 
     def forward(self, x: Inputs) -> tuple[Tensor, Any]:
         """See :meth:`Pullback.forward`; the context is the batch itself.
 
         Raises:
-            UnsupportedError: A mapping, or the traced network gives other outputs or gradients than the encoder.
+            UnsupportedError: A mapping, a function in the forward of a module, or the host gives other outputs or
+                gradients than autograd.
         """
         if isinstance(x, Mapping):
             msg = f"backend BackPACK: a batch that is a mapping; the host's layers take one tensor. {ADVICE}"
             raise UnsupportedError(msg)
+        z, context = super().forward(x)
         with torch.no_grad():
-            z = self.encoder(x)
             self._compare(x, z)
-        return z, x
-
-    def slice_context(self, context: Any, rows: slice) -> Any:
-        """See :meth:`Pullback.slice_context`."""
-        return context[rows]
+        return z, context
 
     def vjp(self, context: Any, cotangents: Tensor) -> Tensor:
         """See :meth:`Pullback.vjp`."""
         n, many = cotangents.shape[:2]
         out = cotangents.new_zeros(n, many, self.n_params)
-        if not n or not many:
-            return out
-        pieces = self._pieces(out)
-        for step, columns in self._backward(context, cotangents.transpose(0, 1)):
-            for name, k in step.params:
-                found = parameter_products(step.derivatives, step.module, name, columns, sum_batch=False)
-                pieces[k].copy_(found.transpose(0, 1).flatten(2))
+        if n and many:
+            (products,) = self._propagate(self._pass(context), cotangents.transpose(0, 1), sqrt_ggn())
+            for piece, found in zip(self._pieces(out), products, strict=True):
+                if found is not None:
+                    piece.copy_(found.transpose(0, 1).flatten(2))
         return out
 
-    def vjp_sum(self, x: Inputs, cotangents: Tensor) -> Tensor:
-        """``sum_i J_i^T v_i`` for cotangents (N, D): one pass, shape (P,)."""
-        out = cotangents.new_zeros(self.n_params)
-        pieces = self._pieces(out)
-        for step, columns in self._backward(x, cotangents.unsqueeze(0)):
-            for name, k in step.params:
-                found = parameter_products(step.derivatives, step.module, name, columns, sum_batch=True)
-                pieces[k].copy_(found.flatten())
-        return out
-
-    def block_term(self, points: Points, blocks: NodeBlocks, structure: Structure) -> Tensor:
+    def block_term(self, context: Any, blocks: Blocks, structure: Structure) -> Tensor:
         """See :meth:`Pullback.block_term`; the diagonal without a Jacobian of any point."""
         if structure is not Structure.DIAG:
-            return super().block_term(points, blocks, structure)
-        out = self._zeros(points.u, structure)
+            return super().block_term(context, blocks, structure)
+        out = blocks.u.new_zeros(self.n_params)
         pieces = self._pieces(out)
-        for rows in self._row_chunks(points):
-            factor = factor_blocks(blocks[rows])
-            for step, columns in self._backward(self.slice_context(points.context, rows), factor.columns):
-                here = SignedFactor(columns, factor.signs)
-                for name, k in step.params:
-                    pieces[k].add_(parameter_diagonal(step.derivatives, step.module, name, here).flatten())
+        for rows in self._host_chunks(*blocks.u.shape):
+            run = self._pass(self.slice_context(context, rows))
+            for sign, columns in signed_columns(blocks[rows].signed_factor()):
+                (diagonals,) = self._propagate(run, columns, diag_ggn())
+                for piece, found in zip(pieces, diagonals, strict=True):
+                    if found is not None:
+                        piece.add_(found.flatten(), alpha=sign)
         return out
 
-    def cross_term(self, rows: Points, columns: Points, y: Tensor, structure: Structure) -> Tensor:
-        """See :meth:`Pullback.cross_term`; the diagonal layer by layer."""
-        if structure is not Structure.DIAG:
-            return super().cross_term(rows, columns, y, structure)
-        out = self._zeros(rows.u, structure)
-        if not len(rows) or not len(columns):
-            return out
-        pieces = self._pieces(out)
-        left = self._sides(rows)
-        right = left if rows is columns else self._sides(columns)
-        for (step, a), (_, b) in zip(left, right, strict=True):
-            names = [name for name, _ in step.params]
-            found = linear_cross(a, b, y, names) if a.columns is not None else {}
-            for name, k in step.params:
-                term = found[name] if found else product_cross(a.products[name], b.products[name], y)
-                pieces[k].add_(term)
-        return out
-
-    def _sides(self, points: Points) -> list[tuple[Any, LayerSide]]:
-        tangents = points.tangents(slice(None)).transpose(0, 1)
-        return [(step, layer_side(step, columns)) for step, columns in self._backward(points.context, tangents)]
-
-    def kron_factors(self, points: Points, blocks: NodeBlocks, n_data: int) -> KronFactors:
-        """See :meth:`Pullback.kron_factors`.
-
-        Raises:
-            UnsupportedError: A matrix belongs to neither a linear layer nor an ungrouped convolution.
-        """
-        for step in self.network.steps:
-            for name, k in step.params:
-                check_matrix(step.module, name, self.params[k])
-        factors = [zero_factors(p) for p in self.params]
-        for rows in self._row_chunks(points):
-            factor = factor_blocks(blocks[rows])
-            signs = factor.signs.flatten()
-            for step, columns in self._backward(self.slice_context(points.context, rows), factor.columns):
-                for name, k in step.params:
-                    if self.params[k].ndim == 1:
-                        moved = parameter_products(step.derivatives, step.module, name, columns, sum_batch=False)
-                        flat = moved.flatten(0, 1)
-                        factors[k][0] += flat.T @ (signs.unsqueeze(1) * flat)
-                        continue
-                    at_positions = by_position(step.module, columns.flatten(0, 1))
-                    inputs = layer_inputs(step.module, step.module.input0).flatten(0, 1)
-                    flat = at_positions.flatten(0, 1)
-                    repeated = signs.repeat_interleave(at_positions.shape[1]).unsqueeze(1)
-                    factors[k][0] += flat.T @ (repeated * flat)
-                    factors[k][1] += inputs.T @ inputs / (n_data * at_positions.shape[1])
+    def kron_factors(self, context: Any, blocks: Blocks, n_data: int) -> KronFactors:
+        """See :meth:`Pullback.kron_factors`; the host's where they are those of the shared code."""
+        if not self._has_factors(self._pass(self.slice_context(context, slice(0, 1)))):
+            return super().kron_factors(context, blocks, n_data)
+        factors = [zero_factors(p) for p in self.hosted.params]
+        for rows in self._host_chunks(*blocks.u.shape):
+            run = self._pass(self.slice_context(context, rows))
+            factor = blocks[rows].signed_factor()
+            # Inputs count where nothing is curved, too.
+            for k, (sign, columns) in enumerate(list(signed_columns(factor)) or [(1.0, factor.columns)]):
+                (found,) = self._propagate(run, columns, kflr())
+                for group, host in zip(factors, found, strict=True):
+                    if host is not None:
+                        group[0].add_(host[0].detach(), alpha=sign)
+                    if host is not None and len(host) == 2 and not k:
+                        group[1].add_(host[1].detach(), alpha=(rows.stop - rows.start) / n_data)
         return factors
 
-    def _backward(self, x: Any, columns: Tensor) -> Any:
-        """Run a batch and pull columns (C, N, D) back; yields the layers with trainable parameters."""
-        with torch.no_grad():
-            self._compare(x)
-            network, _ = self._run(x)
-            yield from network.layers(columns)
+    def _has_factors(self, run: Pass) -> bool:
+        """Whether the host has the factors: of linear layers on vectors."""
+        host = kflr()
+        if not all(host_knows(type(layer), host) for layer in self.hosted.layers):
+            return False
+        owners = [m for m in self.hosted.layers if any(p.requires_grad for p in m.parameters(recurse=False))]
+        return all(type(m) is nn.Linear for m in owners) and not run.positions
+
+    def _pass(self, x: Any) -> Pass:
+        if not self.hosted.agrees:
+            with torch.no_grad():
+                self._compare(x, self.encoder(x))
+        made = attempt("the network", lambda: Pass(self.hosted, x))
+        self.hosted.width = max(self.hosted.width, made.width)
+        return made
+
+    def _propagate(self, run: Pass, columns: Tensor, extension: Any) -> list[list[Any]]:
+        return attempt(type(extension).__name__, lambda: run.pull(columns, extension))
 
     def _pieces(self, flat: Tensor) -> list[Tensor]:
         """Views of the last axis, one a parameter."""
-        return list(flat.split([p.numel() for p in self.params], dim=-1))
+        return list(flat.split([p.numel() for p in self.hosted.params], dim=-1))
 
-    def _row_chunks(self, points: Points) -> list[slice]:
+    def _host_chunks(self, n: int, dim: int) -> list[slice]:
         """Points such that the columns at a layer stay within bounds."""
-        n, dim = points.u.shape
-        # Other layers than linear ones make a gradient of every point, one column at a time if need be.
-        gradients = [
-            self.params[k].numel()
-            for step in self.network.steps
-            if not isinstance(step.module, nn.Linear)
-            for _, k in step.params
-        ]
-        size = max(1, pullback.JACOBIAN_ELEMENTS // max(1, dim * self.network.width, *gradients))
+        # Other layers than linear ones make a gradient of every point and column.
+        owners = [m for m in self.hosted.layers if not isinstance(m, nn.Linear)]
+        gradients = [p.numel() for m in owners for p in m.parameters(recurse=False) if p.requires_grad]
+        size = max(1, pullback.JACOBIAN_ELEMENTS // max(1, dim * max(self.hosted.width, 1, *gradients)))
         return [slice(k, min(k + size, n)) for k in range(0, n, size)]
 
-    def _compare(self, x: Tensor, z: Tensor | None = None) -> None:
-        """Once, on the first batch: what a trace does not see would make every Jacobian that of another function.
+    def _compare(self, x: Tensor, z: Tensor) -> None:
+        """Once, on the first batch: what the host does not see would make every Jacobian that of another function.
 
         Raises:
             UnsupportedError: Outputs or a product are not the encoder's, or the host fails.
             InputError: Autograd's own product is not finite.
         """
-        if self._checked:
-            return
-        z = self.encoder(x) if z is None else z
         # Nothing to compare; who takes the outputs refuses what is not finite.
-        if not z.numel() or not bool(z.isfinite().all()):
+        if self.hosted.agrees or not z.numel() or not bool(z.isfinite().all()):
             return
         few, v = x[:POINTS], random_cotangents(z[:POINTS])
-        # The products of this one do not come back here; nor does another thread take ours before they are compared.
-        unchecked = copy.copy(self)
-        unchecked._checked = True
-        check_outputs(attempt("the traced network", lambda: self._run(x)[1]), z)
-        wanted = attempt("autograd", lambda: autograd_product(self.encoder, self.params, few, v))
+        run = attempt("the network", lambda: Pass(self.hosted, few))
+        self.hosted.width = run.width
+        check_outputs(run.z.detach(), z[:POINTS])
+        wanted = attempt("autograd", lambda: autograd_product(self.encoder, self.hosted.params, few, v))
         check_finite(wanted, self, "the first batch")
-        check_product(attempt("a product with the Jacobian", lambda: unchecked.vjp_sum(few, v)), wanted)
-        # Point by point the host takes other rules; compared with itself, for two points, as this may be large.
-        few, v = few[:2], v[:2]
-        wanted = unchecked.vjp_sum(few, v)
-        each = attempt("a product with the Jacobians", lambda: unchecked.vjp(few, v.unsqueeze(1)).sum((0, 1)))
-        check_product(each, wanted)
-        self._checked = True
-
-    def _run(self, x: Tensor) -> tuple[Network, Tensor]:
-        """A network that has run a batch, and its raw outputs."""
-        network = self.network.own()
-        z = network.run(x)
-        self.network.width = network.width
-        return network, z
+        products, diagonals = attempt("a backward pass", lambda: run.pull(v.unsqueeze(0), sqrt_ggn(), diag_ggn()))
+        sums, squares, diagonal = (torch.zeros_like(wanted) for _ in range(3))
+        for part, square, entry, product, found in zip(
+            self._pieces(sums), self._pieces(squares), self._pieces(diagonal), products, diagonals, strict=True
+        ):
+            if product is not None and found is not None:
+                part.copy_(product.sum((0, 1)).flatten())
+                square.copy_(product.square().sum((0, 1)).flatten())
+                entry.copy_(found.flatten())
+        check_product(sums, wanted)
+        # Diagonals go by other rules of the host.
+        check_product(diagonal, squares)
+        self.hosted.agrees = True

@@ -1,7 +1,7 @@
-"""Our loss and normalisation made known to BackPACK: idempotent, and undone by :func:`unregister`.
+"""Our losses and normalisation made known to BackPACK: idempotent, and undone by :func:`unregister`.
 
-BackPACK keeps a module map in every extension instance, so the constructors of its second-order extensions add two
-entries to the map of what they make; they touch nothing else.
+BackPACK keeps a module map in every extension instance and offers no other place to add to, so the constructors of its
+second-order extensions add our entries to the map of what they make; they touch nothing else.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from backpack.extensions.secondorder.sqrt_ggn import SqrtGGN
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.hessian.sphere import L2Norm
 from contrastive_curvature.hosts.backpack.host_modules import host_modules
-from contrastive_curvature.hosts.backpack.loss import forget_all, remember
-from contrastive_curvature.losses.contrastive import ContrastiveLoss
+from contrastive_curvature.hosts.backpack.subclasses import pair_losses
 
 __all__ = ["register", "unregister"]
 
@@ -29,7 +28,7 @@ _undo: list[Callable[[], None]] = []
 
 
 def register() -> None:
-    """Let ``backpack.extend(ContrastiveLoss(...))`` and ``L2Norm`` work; does nothing when they already do.
+    """Let ``backpack.extend(loss)`` of any pair loss, and ``L2Norm``, work; does nothing when they already do.
 
     Extensions made before are not changed.
     """
@@ -38,8 +37,7 @@ def register() -> None:
     modules = host_modules()
     for host in _HOSTS:
         loss, norm = modules[host.__name__]
-        _undo.append(_extend_constructor(host, {ContrastiveLoss: loss} | ({L2Norm: norm} if norm else {})))
-    _undo.append(_remember_arguments())
+        _undo.append(_extend_constructor(host, loss, norm))
 
 
 def unregister() -> None:
@@ -48,15 +46,20 @@ def unregister() -> None:
         _undo.pop()()
 
 
-def _extend_constructor(host: Any, modules: dict[type, Any]) -> Callable[[], None]:
+def _extend_constructor(host: Any, loss: Any, norm: Any | None) -> Callable[[], None]:
     original = host.__init__
     active = True
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        for kind, extension in modules.items() if active else ():
-            _add(self, kind, extension)
+        if not active:
+            return
+        # Asked each time: a user may have written a loss since.
+        for kind in pair_losses():
+            _add(self, kind, loss)
+        if norm is not None:
+            _add(self, L2Norm, norm)
 
     host.__init__ = __init__
 
@@ -80,22 +83,3 @@ def _add(instance: Any, kind: type, extension: Any) -> None:
             "and is not overwritten. Call contrastive_curvature.hosts.backpack.unregister() to keep it."
         )
         raise UnsupportedError(msg) from error
-
-
-def _remember_arguments() -> Callable[[], None]:
-    """Let an extended loss keep what its last call got by keyword, which BackPACK's hook does not see."""
-    original = ContrastiveLoss.forward
-
-    @functools.wraps(original)
-    def forward(self: Any, z: Any, labels: Any = None, *, pairs: Any = None) -> Any:
-        remember(self, z, labels, pairs)
-        return original(self, z, labels, pairs=pairs)
-
-    ContrastiveLoss.forward = forward  # type: ignore[method-assign]
-
-    def undo() -> None:
-        forget_all()
-        if ContrastiveLoss.forward is forward:
-            ContrastiveLoss.forward = original  # type: ignore[method-assign]
-
-    return undo

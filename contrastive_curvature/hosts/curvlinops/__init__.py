@@ -1,4 +1,4 @@
-"""Adapter to curvlinops: matrix-free operators, K-FAC and EK-FAC of the contrastive loss."""
+"""curvlinops: a matrix-free operator, K-FAC and EK-FAC of a pair loss, and a pullback."""
 
 from contrastive_curvature.hosts.curvlinops.kfac import contrastive_ekfac, contrastive_kfac
 from contrastive_curvature.hosts.curvlinops.operator import ContrastiveGGNLinearOperator

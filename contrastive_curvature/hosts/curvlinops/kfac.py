@@ -1,7 +1,7 @@
-"""curvlinops' own K-FAC and EK-FAC of the contrastive loss, where the output Hessian is a sum over points.
+"""curvlinops' own K-FAC and EK-FAC of a pair loss, where the output Hessian is a sum over points.
 
 The host knows three losses. With ``H_ii = S_i S_i^T``, the squared loss of ``x_i -> S_i^T f(x_i) / sqrt(2)`` has the
-curvature ``J_i^T H_ii J_i``, so the host's factors for it are those of the contrastive loss. Indefinite blocks
+curvature ``J_i^T H_ii J_i``, so the host's factors for it are those of the pair loss. Indefinite blocks
 have no real ``S_i``, and coupled ones no ``S_i`` of each point.
 """
 
@@ -17,23 +17,22 @@ from torch import Tensor, nn
 
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.ggn.api import check_encoder, check_trainable
-from contrastive_curvature.ggn.kron import LayerRun, ModuleKron
-from contrastive_curvature.hessian.blocks import NodeBlocks
-from contrastive_curvature.hessian.output import output_hessian
+from contrastive_curvature.hessian.blocks import Blocks
+from contrastive_curvature.losses.choice import choose_loss
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, input_length, slice_inputs
 from contrastive_curvature.network.pullback import KronFactors
 from contrastive_curvature.network.threads import private_copy, users_hooks, watched
-from contrastive_curvature.options import CurvatureOptions, PDFix
+from contrastive_curvature.options import PDFix
 from contrastive_curvature.pairs import Pairs
 
-__all__ = ["contrastive_ekfac", "contrastive_kfac", "host_factors", "host_refuses", "own_copy"]
+__all__ = ["contrastive_ekfac", "contrastive_kfac", "host_factors", "host_refuses", "layer_positions", "own_copy"]
 
 
 def contrastive_kfac(
     model: nn.Module, x: Inputs, labels: Tensor | None = None, *, pairs: Pairs | None = None, **options: Any
 ) -> KFACLinearOperator:
-    """K-FAC of the contrastive loss by curvlinops over all pairs of a batch.
+    """K-FAC of a pair loss by curvlinops over all pairs of a batch.
 
     Args:
         model: Any module that maps ``x`` to (N, D) with parameters in ``nn.Linear`` and ``nn.Conv2d`` only; it is
@@ -41,7 +40,8 @@ def contrastive_kfac(
         x: A batch of N points.
         labels: Integer class labels, shape (N,).
         pairs: Instead of labels, see :func:`contrastive_curvature.ggn`.
-        **options: See :class:`~contrastive_curvature.options.CurvatureOptions`; ``pd_fix`` is ``"psd"`` unless given.
+        **options: ``loss``, ``distance``, ``pd_fix``, ``margin``, ``negative_weight`` and ``normalization``, see
+            :func:`contrastive_curvature.ggn`; without a loss, ``pd_fix`` is ``"psd"`` unless given.
 
     Returns:
         The host's operator (K-FAC-expand, weights and biases apart), on the trainable parameters in their order.
@@ -56,14 +56,14 @@ def contrastive_kfac(
 def contrastive_ekfac(
     model: nn.Module, x: Inputs, labels: Tensor | None = None, *, pairs: Pairs | None = None, **options: Any
 ) -> EKFACLinearOperator:
-    """The same with eigenvalues corrected, so that they are the curvatures along the eigenvectors of K-FAC.
+    """EK-FAC of a pair loss by curvlinops: K-FAC whose eigenvalues are the curvatures along its eigenvectors.
 
     Args:
         model: See :func:`contrastive_kfac`.
-        x: The same.
-        labels: The same.
-        pairs: The same.
-        **options: The same.
+        x: See :func:`contrastive_kfac`.
+        labels: See :func:`contrastive_kfac`.
+        pairs: See :func:`contrastive_kfac`.
+        **options: See :func:`contrastive_kfac`.
 
     Returns:
         The host's operator.
@@ -75,29 +75,58 @@ def contrastive_ekfac(
     return _build(EKFACLinearOperator, model, x, labels, pairs, options)
 
 
-def host_refuses(encoder: Encoder) -> str | None:
-    """Why the host has no factors for an encoder, or ``None``."""
+def layer_positions(encoder: Encoder, x: Inputs) -> dict[str, list[int]]:
+    """How many positions a point has in each run of each linear or convolutional layer; one, of a vector.
+
+    Args:
+        encoder: The analysed encoder, in evaluation mode.
+        x: A batch.
+
+    Returns:
+        By the names of the layers; an empty list where a layer never runs.
+    """
+    named = {m: name for name, m in encoder.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
+    found: dict[str, list[int]] = {name: [] for name in named.values()}
+
+    def note(module: Any, _: tuple[Any, ...], out: Tensor) -> None:
+        found[named[module]].append(out[0].numel() // len(module.weight))
+
+    with torch.no_grad(), watched(named, after=note):
+        encoder(slice_inputs(x, slice(0, 1)))
+    return found
+
+
+def host_refuses(encoder: Encoder, positions: dict[str, list[int]]) -> str | None:
+    """Why the host has no factors for an encoder, or ``None``.
+
+    Args:
+        encoder: The analysed encoder.
+        positions: What :func:`layer_positions` gives.
+    """
     for name, module in encoder.named_modules():
         own = [p for p in module.parameters(recurse=False) if p.requires_grad]
         plain = type(module) is nn.Linear or (
             type(module) is nn.Conv2d and module.groups == 1 and module.padding_mode == "zeros"
         )
+        shown = f"layer {name.removeprefix('model.')!r} ({type(module).__name__})"
         if own and (not plain or users_hooks(module, before_only=True)):
-            return f"layer {name.removeprefix('model.')!r} ({type(module).__name__}) is unknown to curvlinops' K-FAC"
+            return f"{shown} is unknown to curvlinops' K-FAC"
+        if own and len(positions[name]) != 1:
+            return f"{shown} runs {len(positions[name])} times, and curvlinops' K-FAC expects one run"
     return None
 
 
 def host_factors(
-    encoder: Encoder, x: Inputs, blocks: NodeBlocks, n_data: int, runs: dict[int, LayerRun]
+    encoder: Encoder, x: Inputs, blocks: Blocks, n_data: int, positions: dict[str, list[int]]
 ) -> KronFactors:
-    """The host's K-FAC in the format of :mod:`contrastive_curvature.ggn.kron`, to which it is equal.
+    """The host's K-FAC in the format of laplace-torch's ``Kron``.
 
     Args:
         encoder: The analysed encoder, in evaluation mode, whose layers the host knows; it gets the host's hooks.
         x: N points.
         blocks: Their Hessian blocks, positive semidefinite.
         n_data: Number of points over which the ``A`` are averaged.
-        runs: Of the layers on some of the points, which tell how many positions they have.
+        positions: What :func:`layer_positions` gives.
 
     Returns:
         The factors.
@@ -109,11 +138,10 @@ def host_factors(
         weights.compute_kronecker_factors()
     factors: list[list[Tensor]] = [[] for _ in params]
     for name, places in weights._mapping.items():
-        run = runs.get(id(encoder.get_submodule(name.removeprefix("encoder."))))
         if "weight" in places:
             a = weights._input_covariances[name] * (input_length(x) / n_data)
             factors[places["weight"]] = [weights._gradient_covariances[name], a]
-        if "bias" in places and run is not None and run.jacobian.shape[2] == 1:
+        if "bias" in places and positions[name.removeprefix("encoder.")] == [1]:
             factors[places["bias"]] = [weights._gradient_covariances[name].clone()]
     vectors = [k for k, p in enumerate(params) if p.ndim == 1 and not factors[k]]
     if vectors:
@@ -147,33 +175,10 @@ def own_copy(encoder: Encoder, x: Inputs) -> Encoder | None:
     return made if ran == own else None
 
 
-def check_layers(encoder: Encoder, x: Inputs) -> None:
-    """Refuse what has no Kronecker factors, and what the host would get wrong or stumble over.
-
-    Args:
-        encoder: The analysed encoder, in evaluation mode.
-        x: A batch.
-
-    Raises:
-        InputError: No parameter requires a gradient.
-        UnsupportedError: A layer has no factors, runs twice, or never.
-    """
-    check_trainable(encoder)
-    kron = ModuleKron(encoder)
-    ran = kron.run(slice_inputs(x, slice(0, 1)))
-    for layer in kron.layers:
-        if id(layer) not in ran:
-            msg = (
-                f"model: a {type(layer).__name__} never runs, which curvlinops' K-FAC does not expect. Freeze it, or "
-                "use contrastive_curvature.ggn(..., structure='kron')."
-            )
-            raise UnsupportedError(msg)
-
-
 class _Factored(nn.Module):
     """``S_i^T f(x_i) / sqrt(2)`` for one fixed batch."""
 
-    def __init__(self, encoder: Encoder, blocks: NodeBlocks) -> None:
+    def __init__(self, encoder: Encoder, blocks: Blocks) -> None:
         super().__init__()
         self.encoder = encoder
         self.register_buffer("factor", blocks.factor() / math.sqrt(2))
@@ -185,24 +190,24 @@ class _Factored(nn.Module):
 def _build(
     kind: Any, model: nn.Module, x: Inputs, labels: Tensor | None, pairs: Pairs | None, options: dict[str, Any]
 ) -> Any:
-    chosen = CurvatureOptions(**{"pd_fix": PDFix.PSD, **options})
-    if chosen.pd_fix.coupled:
+    default = {} if options.get("loss") is not None else {"pd_fix": PDFix.PSD}
+    loss = choose_loss(**{**default, **options})
+    if loss.pd_fix.coupled:
         msg = (
-            f"pd_fix={str(chosen.pd_fix)!r}: it couples points, and curvlinops' K-FAC is one of sums over points. Use "
+            f"pd_fix={str(loss.pd_fix)!r}: it couples points, and curvlinops' K-FAC is one of sums over points. Use "
             "pd_fix='psd', or contrastive_curvature.ggn(..., structure='kron'), which has factors for coupled fixes."
         )
         raise UnsupportedError(msg)
     with evaluation_mode(model), torch.no_grad():
         encoder = Encoder(model, slice_inputs(x, slice(0, 8)))
-        check_encoder(encoder, chosen)
-        check_layers(encoder, x)
-        reason = host_refuses(encoder)
+        check_encoder(encoder, loss)
+        check_trainable(encoder)
+        reason = host_refuses(encoder, layer_positions(encoder, x))
         if reason is not None:
-            msg = f"model: {reason}. Use contrastive_curvature.ggn(..., structure='kron')."
+            msg = f"model: {reason}. Freeze the layer, or use contrastive_curvature.ggn(..., structure='kron')."
             raise UnsupportedError(msg)
         z = encoder(x)
-        settings = {name: getattr(chosen, name) for name in chosen.__dataclass_fields__}
-        blocks = output_hessian(z, labels, pairs=pairs, **settings).blocks
+        blocks = loss.output_hessian(z, labels, pairs=pairs).blocks
         network = _Factored(copy.deepcopy(encoder), blocks).eval()
     params = [p for p in network.parameters() if p.requires_grad]
     return _operator(kind, network, params, x)

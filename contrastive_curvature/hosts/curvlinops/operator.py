@@ -1,7 +1,7 @@
-"""The contrastive curvature of a data set as a curvlinops operator, coupled over all its pairs and never formed.
+"""The curvature of a pair loss over a data set as a curvlinops operator, coupled over all pairs and never formed.
 
 A product is one pass over the data for ``J v``, the node-form product with the output Hessian, and one reverse pass;
-its cost does not depend on the number of pairs.
+for the contrastive loss its time does not depend on the number of pairs.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.ggn.api import check_encoder
 from contrastive_curvature.ggn.lowrank import curvature_product
 from contrastive_curvature.hessian.output import OutputHessian
-from contrastive_curvature.hessian.sphere import check_outputs, normalize
-from contrastive_curvature.laplace.backends.checks import check_loader, check_model, check_whole
-from contrastive_curvature.losses.contrastive import ContrastiveLoss
-from contrastive_curvature.losses.weights import PairWeights
+from contrastive_curvature.hessian.sphere import check_outputs
+from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, input_length, slice_inputs
+from contrastive_curvature.network.loader import check_loader, check_model, check_whole, in_fixed_order
 from contrastive_curvature.network.module import ModulePullback
-from contrastive_curvature.options import CurvatureOptions
-from contrastive_curvature.pairs import Pairs, make_relation
+from contrastive_curvature.pairs import Pairs
 
 __all__ = ["ContrastiveGGNLinearOperator"]
 
@@ -44,10 +42,11 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
     Args:
         model: Any module that maps a batch to (N, D); an l2-normalisation at its end is looked through. It is run in
             evaluation mode.
-        loss: The loss, or its options.
+        loss: The loss, with the distance and the fix of its curvature.
         params: Some parameters of the model that require gradients, in the order of the operator's space; ``None``
             takes all of those.
-        data: Batches ``(x, labels)``, or mappings with the labels under ``dict_key_y``; the same in every pass.
+        data: Batches ``(x, labels)``, or mappings with the labels under ``dict_key_y``; the same in every pass. Of a
+            shuffling ``DataLoader`` the data set is taken in its own order.
         pairs: Instead of class labels: index tuples or masks over all points in the order of ``data`` (labels are then
             not looked at), or a callable on the labels.
         dict_key_y: Where a mapping keeps the labels.
@@ -65,7 +64,7 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
     def __init__(
         self,
         model: nn.Module,
-        loss: ContrastiveLoss | CurvatureOptions,
+        loss: PairLoss,
         params: Sequence[nn.Parameter] | None,
         data: Iterable[Any],
         *,
@@ -74,20 +73,21 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         check_deterministic: bool = True,
     ) -> None:
         check_model(model)
-        if not isinstance(loss, (ContrastiveLoss, CurvatureOptions)):
-            raise InputTypeError(expected("loss", "a ContrastiveLoss or CurvatureOptions", f"a {type(loss).__name__}"))
-        check_loader(data)
-        check_whole(data)
+        if not isinstance(loss, PairLoss):
+            raise InputTypeError(expected("loss", "a ContrastiveLoss or another PairLoss", f"a {type(loss).__name__}"))
+        check_loader(data, "data")
+        check_whole(data, "data")
+        data = in_fixed_order(data)
         self._model, self._data, self._label_key = model, data, dict_key_y
         self._device = _only({p.device for p in model.parameters()}, "on one device")
         self._dtype = _only({p.dtype for p in model.parameters()}, "of one dtype")
-        self.options = loss.options if isinstance(loss, ContrastiveLoss) else loss
+        self.loss = loss
         first = next(iter(data), None)
         if first is None:
             raise InputError(expected("data", "at least one batch", "an empty loader"))
         with evaluation_mode(model), torch.no_grad():
             encoder = Encoder(model, slice_inputs(self._read(first)[0], slice(0, 8)))
-            check_encoder(encoder, self.options)
+            check_encoder(encoder, loss)
             self._pullback, self._order = _take(encoder, params)
             self._pullback.keep_values()
             self.hessian = self._collect(encoder, pairs)
@@ -115,7 +115,7 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         step = max(1, _TANGENT_ELEMENTS // max(1, self.hessian.z.numel()))
         with evaluation_mode(self._model), torch.no_grad():
             parts = [
-                curvature_product(self._pullback, self.hessian, self._data, self._read, chunk)
+                curvature_product(self._pullback, self.hessian, self._data, self._read, chunk, "data")
                 for chunk in flat.split(step, dim=1)
             ]
         pieces = torch.cat(parts, dim=1).split([p.numel() for p in self._pullback.params.values()])
@@ -133,8 +133,7 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         listed = pairs is not None and not callable(pairs)
         if not listed and not all(isinstance(y, Tensor) for y in targets):
             raise InputTypeError(expected("data", "labels as tensors", "others", "Pass pairs=... without labels."))
-        relation = make_relation(z.shape[0], z.device, None if listed else torch.cat(targets), pairs)
-        return OutputHessian(z, PairWeights(relation, normalize(z)[0], self.options), self.options)
+        return self.loss.output_hessian(z, None if listed else torch.cat(targets), pairs=pairs)
 
     def _read(self, batch: Any) -> tuple[Inputs, Any]:
         def moved(value: Any) -> Any:

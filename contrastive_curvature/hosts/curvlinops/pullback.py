@@ -2,41 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from contrastive_curvature.ggn.kron import ModuleKron
-from contrastive_curvature.hessian.blocks import NodeBlocks
-from contrastive_curvature.hosts.curvlinops.kfac import host_factors, host_refuses, own_copy
-from contrastive_curvature.network.module import ModulePullback
-from contrastive_curvature.network.pullback import KronFactors, Points
+from contrastive_curvature.hessian.blocks import Blocks
+from contrastive_curvature.hosts.curvlinops.kfac import host_factors, host_refuses, layer_positions, own_copy
+from contrastive_curvature.network.layerwise import LayerwisePullback
+from contrastive_curvature.network.pullback import KronFactors
 
 __all__ = ["CurvlinopsPullback"]
 
 
-class CurvlinopsPullback(ModulePullback):
+class CurvlinopsPullback(LayerwisePullback):
     """All trainable parameters; Kronecker factors by curvlinops.
 
-    A matrix-free operator gives a diagonal only column by column, so diagonals and matrices come from Jacobians, as in
-    laplace-torch's own adapter.
+    Its operators give a diagonal or a matrix column by column only, so those come from the shared code.
     """
 
-    def kron_factors(self, points: Points, blocks: NodeBlocks, n_data: int) -> KronFactors:
+    def kron_factors(self, context: Any, blocks: Blocks, n_data: int) -> KronFactors:
         """See :meth:`Pullback.kron_factors`; the host's own where its squared loss can stand for the blocks."""
-        kron = ModuleKron(self.encoder)
-        # Refuses a layer that runs twice, of which the host would count one run.
-        runs = kron.run(self.slice_context(points.context, slice(0, 1)))
-        # An unused layer has no gradient, which the host's backward pass trips over.
-        if blocks.is_psd() and host_refuses(self.encoder) is None and self._all_used(points):
-            own = own_copy(self.encoder, self.slice_context(points.context, slice(0, 1)))
-            if own is not None:
-                named = dict(self.encoder.named_modules())
-                positions = {id(m): runs[id(named[name])] for name, m in own.named_modules() if id(named[name]) in runs}
-                return host_factors(own, points.context, blocks, n_data, positions)
-        return kron.factors(points.context, blocks, n_data)
+        if blocks.is_psd():
+            few = self.slice_context(context, slice(0, 1))
+            positions = layer_positions(self.encoder, few)
+            # An unused layer has no gradient, which the host's backward pass trips over.
+            if host_refuses(self.encoder, positions) is None and self._all_used(few):
+                own = own_copy(self.encoder, few)
+                if own is not None:
+                    return host_factors(own, context, blocks, n_data, positions)
+        return super().kron_factors(context, blocks, n_data)
 
-    def _all_used(self, points: Points) -> bool:
+    def _all_used(self, context: Any) -> bool:
         with torch.enable_grad():
-            z = self.encoder(self.slice_context(points.context, slice(0, 1)))
-            trainable = [p for p in self.encoder.parameters() if p.requires_grad]
-            found = torch.autograd.grad(z.sum(), trainable, allow_unused=True)
+            z = self.encoder(context)
+            found = torch.autograd.grad(z.sum(), self.trainable, allow_unused=True)
         return all(g is not None for g in found)

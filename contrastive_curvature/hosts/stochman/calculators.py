@@ -8,27 +8,23 @@ halves both kinds.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
+from stochman import nnj
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.hessian.sphere import check_outputs, normalize
-from contrastive_curvature.hosts.stochman.composite import Sequential
+from contrastive_curvature.hessian.sphere import L2Norm, check_outputs
 from contrastive_curvature.hosts.stochman.convert import to_nnj
-from contrastive_curvature.hosts.stochman.hessians import InputHessian, WeightHessian
-from contrastive_curvature.hosts.stochman.layers import Dropout, Flatten, Identity, L2Norm, Reshape, Unflatten
+from contrastive_curvature.hosts.stochman.hessians import input_hessian, weight_hessian
+from contrastive_curvature.hosts.stochman.sweep import feature_maps
 from contrastive_curvature.losses.contrastive import ContrastiveLoss
-from contrastive_curvature.losses.weights import PairWeights
-from contrastive_curvature.network.pullback import Points
-from contrastive_curvature.options import CurvatureOptions, Distance, Normalization, PDFix
-from contrastive_curvature.pairs import make_relation
+from contrastive_curvature.options import Distance, PDFix
 
 __all__ = ["ArccosHessianCalculator", "ContrastiveHessianCalculator", "HessianCalculator"]
 
-_NO_OPS = (Identity, Dropout, Flatten, Unflatten, Reshape)
+_NO_OPS = (nnj.Identity, nnj.Flatten, nnj.Reshape)
 
 
 class HessianCalculator:
@@ -37,9 +33,10 @@ class HessianCalculator:
     Args:
         wrt: ``"weight"``: the trainable parameters. ``"input"``: the inputs of every point.
         shape: ``"diagonal"``, ``"block"`` (by layer, or by point) or ``"full"``.
-        speed: ``"half"``: exact, one backward sweep with the matrix between layers, whole or (for layers wider than
-            twice the outputs) as its factors. ``"slow"``: exact, always from the factors, which are the Jacobians of
-            all outputs. ``"fast"``: an approximation, only the diagonal of that matrix goes from layer to layer.
+        speed: ``"half"``: exact, one backward sweep of the matrix between layers by StochMan's rules, as far as these
+            are exact and the matrix is small (``docs/migration.md``), the rest as ``"slow"``. ``"slow"``: exact, by
+            the code that the library has for any network. ``"fast"``: an approximation, only the diagonal of that
+            matrix goes from layer to layer, by StochMan's rules alone.
         method: ``"fix"`` (or ``"fixed"``), ``"pos"`` (``"positive"``), ``"full"``, or ``"psd"``; see
             :class:`~contrastive_curvature.options.PDFix`.
         margin: Distance of unit embeddings below which a negative pair counts; ``None``, as in the released code,
@@ -49,6 +46,9 @@ class HessianCalculator:
     Raises:
         InputError: An option is unknown or out of range.
         UnsupportedError: ``"fast"`` for the ``"full"`` shape, or for the weights with a method that couples points.
+
+    Attributes:
+        loss: The pair loss whose curvature this is, up to the factor 2.
     """
 
     distance: ClassVar[Distance]
@@ -67,19 +67,13 @@ class HessianCalculator:
         _check_choice("shape", shape, ("diagonal", "block", "full"))
         _check_choice("speed", speed, ("slow", "half", "fast"))
         try:
-            self.options = CurvatureOptions(
-                self.distance,
-                method,  # type: ignore[arg-type]
-                margin,
-                negative_weight,
-                Normalization.SUM,
-            )
+            self.loss = ContrastiveLoss(margin, negative_weight, "sum", distance=self.distance, pd_fix=method)
         except InputError as error:
             raise type(error)(str(error).replace("pd_fix:", "method:", 1)) from None
         if speed == "fast" and shape == "full":
             msg = "speed='fast', shape='full': diagonals between layers have no cross-layer blocks. Use speed='half'."
             raise UnsupportedError(msg)
-        if speed == "fast" and wrt == "weight" and self.options.pd_fix.coupled:
+        if speed == "fast" and wrt == "weight" and self.loss.pd_fix.coupled:
             msg = (
                 f"speed='fast', method={method!r}: the approximation of cross terms needs a backward sweep for every "
                 "pair. Use speed='half', which is exact and needs one for every point."
@@ -105,7 +99,7 @@ class HessianCalculator:
         Raises:
             InputTypeError: ``x`` is no tensor, or not of the network's dtype.
             InputError: Indices or outputs are malformed.
-            UnsupportedError: A layer has no counterpart.
+            UnsupportedError: StochMan has no such layer.
         """
         return self._loss(self._raw(nnj_module, x)(x), tuple_indices)
 
@@ -120,7 +114,7 @@ class HessianCalculator:
         with torch.enable_grad():
             x = x.detach().requires_grad_(self.wrt == "input")
             loss = self._loss(network(x), tuple_indices)
-            variables = [x] if self.wrt == "input" else _trainable(network)
+            variables = [x] if self.wrt == "input" else [p for p in network.parameters() if p.requires_grad]
             if not loss.requires_grad or not variables:
                 found: list[Tensor | None] = [None for _ in variables]
             else:
@@ -141,22 +135,17 @@ class HessianCalculator:
             (N I, N I), whose blocks off the diagonal are zero unless the method couples points.
         """
         network = self._raw(nnj_module, x)
-        z = check_outputs(network(x), "nnj_module(x)")
-        u, n = normalize(z)
-        relation = make_relation(len(z), z.device, pairs=tuple_indices)
-        weights = PairWeights(relation, u, self.options, scale=(2.0, 2.0))
-        points = Points(x, u, n)
-        if self.wrt == "input":
-            return InputHessian(network, self.options, self.speed).compute(points, weights, self.shape)
-        return WeightHessian(network, self.options, self.speed).compute(points, weights, self.shape)
+        hessian = self.loss.output_hessian(check_outputs(network(x), "nnj_module(x)"), pairs=tuple_indices)
+        found = (input_hessian if self.wrt == "input" else weight_hessian)(network, x, hessian, self.shape, self.speed)
+        return [2 * block for block in found] if isinstance(found, list) else 2 * found
 
-    def _raw(self, nnj_module: nn.Module, x: Tensor) -> Sequential:
+    def _raw(self, nnj_module: nn.Module, x: Tensor) -> nnj.Sequential:
         """The network without the normalisation at its end, which the output Hessian accounts for."""
         network = to_nnj(nnj_module)
         _check_points(x, network)
         end = _normalized_from(network, x)
         if end is not None:
-            return Sequential(*list(network)[:end])
+            return network[:end]
         if self.distance is Distance.EUCLIDEAN:
             msg = (
                 "ContrastiveHessianCalculator: the network does not end in L2Norm, and this library knows only the "
@@ -167,12 +156,11 @@ class HessianCalculator:
         return network
 
     def _loss(self, z: Tensor, tuple_indices: tuple[Tensor, ...]) -> Tensor:
-        options = self.options
-        factor = 2.0
-        if options.pd_fix is PDFix.POSITIVE:
-            factor = 2 * (1 - options.negative_weight)
-            options = replace(options, negative_weight=0.0)
-        return factor * ContrastiveLoss.from_options(options)(z, pairs=tuple_indices)
+        loss, factor = self.loss, 2.0
+        if loss.pd_fix is PDFix.POSITIVE:
+            factor = 2 * (1 - loss.negative_weight)
+            loss = ContrastiveLoss(loss.margin, 0.0, loss.normalization)
+        return factor * loss(z, pairs=tuple_indices)
 
 
 class ContrastiveHessianCalculator(HessianCalculator):
@@ -198,7 +186,7 @@ def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise InputError(expected(name, f"one of {', '.join(map(repr, allowed))}", value))
 
 
-def _check_points(x: object, network: Sequential) -> None:
+def _check_points(x: object, network: nnj.Sequential) -> None:
     if not isinstance(x, Tensor):
         raise InputTypeError(expected("x", "a torch.Tensor of shape (N, *input)", f"a {type(x).__name__}"))
     dtypes = [p.dtype for p in network.parameters()]
@@ -207,10 +195,10 @@ def _check_points(x: object, network: Sequential) -> None:
         raise InputTypeError(expected("x", wanted, f"dtype {x.dtype}"))
 
 
-def _normalized_from(network: Sequential, x: Tensor) -> int | None:
+def _normalized_from(network: nnj.Sequential, x: Tensor) -> int | None:
     """Where the layers begin that only normalise, or pass on what came in, up to the end; ``None`` without any norm."""
     with torch.no_grad():
-        shapes = [value.shape for value in network.feature_maps(x[:1])]
+        shapes = [value.shape for value in feature_maps(list(network), x[:1])]
     found = None
     for k in reversed(range(len(network))):
         # Reshaping to the shape that it has already is no work either.
@@ -219,7 +207,3 @@ def _normalized_from(network: Sequential, x: Tensor) -> int | None:
         if isinstance(network[k], L2Norm):
             found = k
     return found
-
-
-def _trainable(network: nn.Module) -> list[nn.Parameter]:
-    return [p for p in network.parameters() if p.requires_grad]

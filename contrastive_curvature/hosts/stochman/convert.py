@@ -1,4 +1,4 @@
-"""From a torch network to a StochMan one with the same parameter objects."""
+"""From a torch network to one of StochMan's layers with the same parameter objects."""
 
 from __future__ import annotations
 
@@ -9,137 +9,117 @@ from stochman import nnj
 from torch import nn
 
 from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.hessian import sphere
-from contrastive_curvature.hosts.stochman import layers
-from contrastive_curvature.hosts.stochman.composite import Residual, Sequential
-from contrastive_curvature.hosts.stochman.layer import SandwichLayer
+from contrastive_curvature.hessian.sphere import L2Norm
 from contrastive_curvature.network.threads import users_hooks
 
-__all__ = ["to_nnj"]
+__all__ = ["convert", "leaves", "to_nnj"]
 
-_NAMES = (
-    "Linear", "Conv1d", "Conv2d", "ReLU", "LeakyReLU", "ELU", "GELU", "SiLU", "Softplus", "Sigmoid", "Tanh",
-    "MaxPool2d", "AvgPool2d", "AdaptiveAvgPool2d", "Flatten", "Unflatten", "BatchNorm1d", "BatchNorm2d", "LayerNorm",
-)  # fmt: skip
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-
-_SAME: dict[type, type] = {getattr(nn, name): getattr(layers, name) for name in _NAMES}
-_SAME |= {getattr(nnj, name): getattr(layers, name) for name in _NAMES if hasattr(nnj, name) and name != "Flatten"}
-_SAME |= {nnj.Reshape: layers.Reshape, sphere.L2Norm: layers.L2Norm}
-
+_HOST = [kind for kind in vars(nnj).values() if isinstance(kind, type) and issubclass(kind, nn.Module)]
+_SAME: dict[type, type] = {kind: kind for kind in _HOST if kind is not nnj.Sequential}
+_SAME |= {getattr(nn, kind.__name__): kind for kind in _HOST if issubclass(kind, getattr(nn, kind.__name__, ()))}
+_SAME |= dict.fromkeys((nn.Identity, *_DROPOUTS), nnj.Identity)
+_PLAIN_FORWARD = (nn.Sequential.forward, nnj.Sequential.forward)
 _INSTEAD = "Use backend=ContrastiveGGN (torch.func), which takes any module."
 
 
-def to_nnj(module: nn.Module) -> Sequential:
-    """Make a StochMan network of a torch (or StochMan) one.
+def to_nnj(module: nn.Module) -> nnj.Sequential:
+    """Make a StochMan network of a torch one.
 
     Args:
-        module: ``nn.Sequential``, nested as deeply as wished, of the layers of this package's ``layers`` and
-            :class:`Residual`; or one of these layers. A subclass of :class:`SandwichLayer` of one's own, without
-            modules inside, is a layer too.
+        module: One layer or an ``nn.Sequential`` of layers, nested as deeply as wished: every layer that
+            ``stochman.nnj`` has under torch's name, ``nn.Flatten()``, ``nn.Unflatten`` of vectors, ``nn.Dropout`` and
+            ``nn.Identity``. :class:`~contrastive_curvature.L2Norm` stays what it is: StochMan has no rule for it.
 
     Returns:
         A network without nesting, in evaluation mode, that shares parameters and buffers with the original and
         nothing else: in-place layers work out of place, and the original is left as it was.
 
     Raises:
-        UnsupportedError: A layer has no counterpart; the message names it.
+        UnsupportedError: StochMan has no such layer; the message names it.
     """
-    return Sequential(*(made for _, made in convert(module))).eval()
+    return nnj.Sequential(*(made for _, made in convert(leaves(module)))).eval()
 
 
-def convert(
-    module: nn.Module, name: str = "", until: nn.Module | None = None, run: int = -1
-) -> list[tuple[nn.Module, SandwichLayer]]:
-    """The layers that a module runs one after another, each with its counterpart.
+def leaves(module: nn.Module, name: str = "") -> list[tuple[str, nn.Module]]:
+    """Names and layers that a module runs one after another, nested sequences taken apart."""
+    return list(_flatten(module, name))
 
-    Args:
-        module: See :func:`to_nnj`.
-        name: What to call it in a message.
-        until: Where to stop: a run of this layer, and what follows it, is left out.
-        run: Which of its runs; the last by default.
 
-    Returns:
-        The pairs.
+def convert(named: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Every layer replaced by its counterpart.
 
     Raises:
-        UnsupportedError: See :func:`to_nnj`; or ``until`` is not one of the layers.
+        UnsupportedError: See :func:`to_nnj`.
     """
-    leaves = list(_flatten(module, name))
-    if until is not None:
-        runs = [k for k, (_, leaf) in enumerate(leaves) if leaf is until]
-        if not runs:
-            _refuse(name, until, "normalises the outputs in the midst of another layer")
-        leaves = leaves[: runs[run]]
-    return [(leaf, _counterpart(leaf, at)) for at, leaf in leaves]
+    return [(name, _counterpart(module, name)) for name, module in named]
+
+
+def refuse(name: str, module: nn.Module, why: str) -> NoReturn:
+    """Say that a layer cannot be used.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    msg = f"StochMan: the layer {name or 'model'!r} ({type(module).__name__}) {why}. {_INSTEAD}"
+    raise UnsupportedError(msg)
 
 
 def _flatten(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Layers and their names, nested sequences taken apart."""
     if isinstance(module, nn.Sequential) and type(module).forward in _PLAIN_FORWARD:
         _check_hooks(module, name)
         for key, child in module._modules.items():
             if child is not None:
-                yield from _flatten(child, _join(name, key))
+                yield from _flatten(child, f"{name}.{key}" if name else key)
     else:
         yield name, module
 
 
-def _counterpart(module: Any, name: str) -> SandwichLayer:
+def _counterpart(module: Any, name: str) -> nn.Module:
     _check_hooks(module, name)
     kind = type(module)
-    if kind is Residual:
-        return Residual(Sequential(*(made for _, made in convert(module.inner, _join(name, "inner")))))
-    if kind in (nn.Identity, nnj.Identity, layers.Identity):
-        return layers.Identity()
-    if kind in (*_DROPOUTS, layers.Dropout):
-        return layers.Dropout()
-    if kind is nnj.Flatten:
-        return layers.Flatten()
-    own = isinstance(module, SandwichLayer) and next(module.children(), None) is None
-    if kind not in _SAME and not own:
-        _refuse(name, module, "has no counterpart there")
-    _check_layer(module, name)
-    return _share(module, _SAME.get(kind, kind))
+    if kind is L2Norm:
+        return L2Norm()
+    if kind is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1):
+        return nnj.Flatten()
+    # With an axis of unknown length, StochMan's layer would take images too, and give something else.
+    if kind is nn.Unflatten and module.dim == 1 and all(isinstance(n, int) and n > 0 for n in module.unflattened_size):
+        return nnj.Reshape(*module.unflattened_size)
+    if kind not in _SAME:
+        refuse(name, module, "has no counterpart there" + _detail(module))
+    if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
+        refuse(name, module, "normalises by the statistics of the batch; set track_running_stats=True")
+    if getattr(module, "return_indices", False):
+        refuse(name, module, "returns indices too; set return_indices=False")
+    return _share(module, _SAME[kind])
 
 
-_PLAIN_FORWARD = (nn.Sequential.forward, nnj.Sequential.forward, Sequential.forward)
-
-
-def _share(module: nn.Module, kind: Any) -> SandwichLayer:
+def _share(module: Any, kind: Any) -> nn.Module:
     """The same settings, parameters and buffers under another class, in dictionaries of its own."""
-    made: SandwichLayer = kind.__new__(kind)
+    if kind is nnj.Identity:
+        return nnj.Identity()
+    made: nn.Module = kind.__new__(kind)
     for key, value in vars(module).items():
         made.__dict__[key] = value.copy() if isinstance(value, dict) else value
     # In-place work would overwrite inputs that are still needed.
     if hasattr(made, "inplace"):
         made.__dict__["inplace"] = False
+    if kind is nnj.Conv2d and not isinstance(module.padding, str):
+        # What StochMan's constructor notes beside torch's.
+        pairs = zip(module.padding, module.kernel_size, strict=True)
+        made.__dict__["dw_padding"] = tuple(nnj.compute_reversed_padding(p, kernel_size=k) for p, k in pairs)
     made.training = False
     return made
 
 
 def _check_hooks(module: nn.Module, name: str) -> None:
     if users_hooks(module):
-        _refuse(name, module, "has a forward hook, which may change what it computes; remove the hook")
+        refuse(name, module, "has a forward hook, which may change what it computes; remove the hook")
     if "forward" in vars(module):
-        _refuse(name, module, "has a forward of its own")
+        refuse(name, module, "has a forward of its own")
 
 
-def _check_layer(module: Any, name: str) -> None:
-    if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
-        _refuse(name, module, "normalises by the statistics of the batch; set track_running_stats=True")
+def _detail(module: nn.Module) -> str:
     if isinstance(module, (nn.Flatten, nn.Unflatten)):
-        axis = module.start_dim if isinstance(module, nn.Flatten) else module.dim
-        if not isinstance(axis, int) or axis == 0:
-            _refuse(name, module, "reshapes the axis of the batch, or names it")
-    if isinstance(module, nn.MaxPool2d) and module.return_indices:
-        _refuse(name, module, "returns indices too; set return_indices=False")
-
-
-def _refuse(name: str, module: nn.Module, why: str) -> NoReturn:
-    msg = f"StochMan: the layer {name or 'model'!r} ({type(module).__name__}) {why}. {_INSTEAD}"
-    raise UnsupportedError(msg)
-
-
-def _join(name: str, key: str) -> str:
-    return f"{name}.{key}" if name else key
+        return " with these axes: StochMan flattens whole points, and gives vectors a shape without -1"
+    return ""

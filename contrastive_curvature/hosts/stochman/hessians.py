@@ -1,4 +1,4 @@
-"""What the Hessian calculators compute once the pairs have become weights: with respect to weights, or to inputs."""
+"""What the Hessian calculators compute at the outputs' Hessian: with respect to weights, or to inputs."""
 
 from __future__ import annotations
 
@@ -6,161 +6,115 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.ggn.accumulate import make_blocks, points_curvature, tiled_cross_term
-from contrastive_curvature.hessian.blocks import NodeBlocks
-from contrastive_curvature.hosts.stochman.composite import Sequential
-from contrastive_curvature.hosts.stochman.pullback import NetworkPullback, leaves
-from contrastive_curvature.losses.weights import PairWeights
-from contrastive_curvature.network import pullback as limits
-from contrastive_curvature.network.pullback import Points
-from contrastive_curvature.options import CurvatureOptions, Distance, Structure
+from contrastive_curvature.hessian.output import OutputHessian
+from contrastive_curvature.hosts.stochman.pullback import StochManPullback, owners
+from contrastive_curvature.hosts.stochman.sweep import Sweep
+from contrastive_curvature.network.encoder import Encoder
+from contrastive_curvature.network.layerwise import LayerwisePullback
+from contrastive_curvature.network.module import ModulePullback
+from contrastive_curvature.options import Distance, Structure
 
-__all__ = ["InputHessian", "WeightHessian"]
-
-
-def _matrix(blocks: NodeBlocks, options: CurvatureOptions, approximate: bool) -> Tensor:
-    """``M`` at the raw outputs, as the sweep begins."""
-    # The released code normalises in the network for this distance: the sweep has cut off-diagonals there already.
-    if approximate and options.distance is Distance.EUCLIDEAN:
-        return blocks.diagonal()
-    return blocks.dense()
+__all__ = ["input_hessian", "weight_hessian"]
 
 
-def _width(network: Sequential, points: Points) -> int:
-    """Largest number of values that the network holds for one point."""
-    return max(t[0].numel() for t in network.feature_maps(points.context[:1])) if len(points) else 0
-
-
-def _sweeps_matrices(network: Sequential, points: Points) -> bool:
-    """Whether a matrix between layers is smaller than its factors, as many rows as there are outputs.
-
-    ``M = B^T H B`` with ``B`` (D, O): with thousands of features between the layers of a convolutional network, ``M``
-    of a single point does not fit in memory, and says no more than ``B`` does.
-    """
-    return _width(network, points) <= 2 * points.u.shape[1]
-
-
-class WeightHessian:
-    """With respect to the trainable parameters of a network that gives raw outputs.
-
-    Args:
-        network: The network.
-        options: Distance and fix.
-        speed: See :class:`~contrastive_curvature.hosts.stochman.HessianCalculator`.
-    """
-
-    def __init__(self, network: Sequential, options: CurvatureOptions, speed: str) -> None:
-        self.network = network
-        self.options = options
-        self.speed = speed
-        # By layer, weight and bias together.
-        groups = [[p for p in leaf.parameters() if p.requires_grad] for leaf in leaves(network)]
-        self.groups = [group for group in groups if group]
-        self.pullback = NetworkPullback(network, [p for p in network.parameters() if p.requires_grad])
-
-    def compute(self, points: Points, weights: PairWeights, shape: str) -> Tensor | list[Tensor]:
-        """The Hessian of N points; see :meth:`HessianCalculator.compute_hessian`."""
-        if self.pullback.shares and (shape == "block" or self.speed == "fast"):
-            msg = (
-                f"speed={self.speed!r}, shape={shape!r}: a parameter is shared between layers, and belongs to "
-                "the block of none. Use speed='half' with shape='diagonal' or 'full'."
-            )
-            raise UnsupportedError(msg)
-        structure = Structure.DIAG if shape == "diagonal" else Structure.FULL
-        parts = [NetworkPullback(self.network, group) for group in self.groups] if shape == "block" else [self.pullback]
-        if not self._sweeps(points):
-            found = [points_curvature(part, points, weights, self.options, structure) for part in parts]
-        else:
-            blocks = make_blocks(points.u, points.n, *weights.node_sums(), self.options)
-            found = self._sweep(points, blocks, shape)
-            if self.options.pd_fix.coupled:
-                cross = [tiled_cross_term(part, points, weights, structure) for part in parts]
-                found = [block - c for block, c in zip(found, cross, strict=True)]
-        return found if shape == "block" else found[0]
-
-    def _sweeps(self, points: Points) -> bool:
-        if self.speed == "half":
-            return len(points) > 0 and not self.pullback.shares and _sweeps_matrices(self.network, points)
-        return self.speed == "fast" and len(points) > 0
-
-    def _sweep(self, points: Points, blocks: NodeBlocks, shape: str) -> list[Tensor]:
-        """Sandwiches of the blocks ``H_ii``, over bounded numbers of points, for trainable parameters only."""
-        approximate = self.speed == "fast"
-        total: list[Tensor] = []
-        step = max(1, limits.JACOBIAN_ELEMENTS // max(1, self._size(points, shape)))
-        for start in range(0, len(points), step):
-            rows = slice(start, start + step)
-            m = _matrix(blocks[rows], self.options, approximate)
-            found = self.network.sandwich(points.context[rows], m, shape, approximate)
-            total = [a + b for a, b in zip(total, found, strict=True)] if total else found
-        owners = leaves(self.network)
-        if shape == "full":
-            chosen = _chosen([p for leaf in owners for p in leaf.parameters()])
-            return [t[chosen][:, chosen] for t in total] or [points.u.new_zeros(0, 0)]
-        kept = []
-        for leaf, t in zip(owners, total, strict=True):
-            chosen = _chosen(list(leaf.parameters()))
-            if len(chosen):
-                kept.append(t[chosen] if shape == "diagonal" else t[chosen][:, chosen])
-        return [torch.cat([points.u.new_zeros(0), *kept])] if shape == "diagonal" else kept
-
-    def _size(self, points: Points, shape: str) -> int:
-        """Numbers that the sweep holds for one point."""
-        width = _width(self.network, points)
-        counts = [sum(p.numel() for p in leaf.parameters()) for leaf in leaves(self.network)]
-        held = {"diagonal": max([1, *counts]), "block": max([1, *counts]) ** 2, "full": sum(counts) ** 2}[shape]
-        return width * (1 if self.speed == "fast" else width) + held
-
-
-class InputHessian:
-    """With respect to the inputs of every point.
-
-    Args:
-        network: The network, giving raw outputs.
-        options: Distance and fix.
-        speed: See :class:`~contrastive_curvature.hosts.stochman.HessianCalculator`.
-    """
-
-    def __init__(self, network: Sequential, options: CurvatureOptions, speed: str) -> None:
-        self.network = network
-        self.options = options
-        self.speed = speed
-
-    def compute(self, points: Points, weights: PairWeights, shape: str) -> Tensor:
-        """The Hessian of N points; see :meth:`HessianCalculator.compute_hessian`.
-
-        Points that a fix couples meet off the diagonal blocks alone, so only ``"full"`` has their terms.
-        """
-        x = points.context
-        blocks = make_blocks(points.u, points.n, *weights.node_sums(), self.options)
-        if shape == "diagonal":
-            return self._per_point(points, blocks, shape).view_as(x)
-        per_point = self._per_point(points, blocks, "block")
+def weight_hessian(
+    network: nn.Sequential, x: Tensor, hessian: OutputHessian, shape: str, speed: str
+) -> Tensor | list[Tensor]:
+    """``J^T H J`` for the trainable parameters; see :meth:`HessianCalculator.compute_hessian`."""
+    wanted = [k for k, layer in enumerate(network) if any(p.requires_grad for p in layer.parameters())]
+    if (shape == "block" or speed == "fast") and not set(wanted) <= set(owners(network)):
+        msg = (
+            f"speed={speed!r}, shape={shape!r}: a parameter is shared between layers, and belongs to "
+            "the block of none. Use speed='half' with shape='diagonal' or 'full'."
+        )
+        raise UnsupportedError(msg)
+    if not len(x) or not wanted:
+        total = sum(p.numel() for p in network.parameters() if p.requires_grad)
+        sizes = [sum(p.numel() for p in network[k].parameters() if p.requires_grad) for k in wanted]
         if shape == "block":
-            return per_point
-        count, size = per_point.shape[:2]
-        out = x.new_zeros(count, size, count, size)
-        if self.options.pd_fix.coupled:
-            dim = points.u.shape[1]
-            a = self.network._walk(x, points.tangents(slice(0, dim)), lambda *_: None).flatten(2)
-            out = -torch.einsum("ij,idk,jdl->ikjl", weights.dense(), a, a)
-        index = torch.arange(count, device=x.device)
-        out[index, :, index, :] += per_point
-        return out.reshape(count * size, count * size)
-
-    def _per_point(self, points: Points, blocks: NodeBlocks, shape: str) -> Tensor:
-        x = points.context
-        if self.speed == "fast" or (self.speed == "half" and _sweeps_matrices(self.network, points)):
-            approximate = self.speed == "fast"
-            return self.network.input_sandwich(x, _matrix(blocks, self.options, approximate), shape, approximate)
-        dim = blocks.u.shape[1]
-        eye = torch.eye(dim, dtype=blocks.u.dtype, device=blocks.u.device).expand(len(x), dim, dim)
-        jacobian = self.network._walk(x, eye, lambda *_: None).flatten(2)
-        curved = blocks.matmul(jacobian)
-        return (jacobian * curved).sum(1) if shape == "diagonal" else jacobian.mT @ curved
+            return [x.new_zeros(size, size) for size in sizes]
+        return x.new_zeros(total) if shape == "diagonal" else x.new_zeros(total, total)
+    if speed != "fast" and shape != "block":
+        kind = LayerwisePullback if speed == "slow" else StochManPullback
+        structure = Structure.DIAG if shape == "diagonal" else Structure.FULL
+        return kind(Encoder(network, x[:8])).curvature(x, hessian, structure)
+    found: dict[int, Tensor] = {}
+    # Cross terms need the Jacobians of all points, which have the blocks for nothing.
+    if speed == "fast" or (speed == "half" and not hessian.coupled):
+        found = _by_layers(network, x, hessian, shape, speed, wanted)
+    parts = [found[k] if k in found else _block(network, k, x, hessian) for k in wanted]
+    return torch.cat(parts) if shape == "diagonal" else parts
 
 
-def _chosen(params: list[nn.Parameter]) -> Tensor:
-    """Positions of trainable entries among the joined parameters."""
-    flags = [torch.full((p.numel(),), p.requires_grad, device=p.device) for p in params]
-    return torch.cat(flags).nonzero().squeeze(1) if flags else torch.zeros(0, dtype=torch.long)
+def _by_layers(
+    network: nn.Sequential, x: Tensor, hessian: OutputHessian, shape: str, speed: str, wanted: list[int]
+) -> dict[int, Tensor]:
+    """What StochMan's rules give for the trainable parameters of the layers, by their numbers."""
+    approximate, diagonal = speed == "fast", _starts_with_diagonal(hessian, speed)
+    sweep = Sweep(list(network), x, wanted, shape=shape, approximate=approximate, diagonal=diagonal)
+    if approximate and sweep.reasons:
+        _refuse_fast(sweep)
+    found = sweep.run(x, lambda rows: _matrix(hessian, rows, diagonal))[0]
+    for k, value in found.items():
+        flags = [torch.full((p.numel(),), p.requires_grad, device=p.device) for p in network[k].parameters()]
+        chosen = torch.cat(flags).nonzero().squeeze(1)
+        found[k] = value[chosen] if shape == "diagonal" else value[chosen][:, chosen]
+    return found
+
+
+def _block(network: nn.Sequential, k: int, x: Tensor, hessian: OutputHessian) -> Tensor:
+    """The matrix of the trainable parameters of one layer, by the code for any network."""
+    encoder, mine = Encoder(network, x[:8]), {id(p) for p in network[k].parameters()}
+    names = {name for name, p in encoder.named_parameters() if id(p) in mine and p.requires_grad}
+    return ModulePullback(encoder, only=names).curvature(x, hessian, Structure.FULL)
+
+
+def input_hessian(network: nn.Sequential, x: Tensor, hessian: OutputHessian, shape: str, speed: str) -> Tensor:
+    """``J^T H J`` for the inputs of every point.
+
+    Points that a fix couples meet off the diagonal blocks alone, so only ``"full"`` has their terms.
+    """
+    if shape == "full":
+        j = _input_jacobian(network, x)
+        n, dim, size = j.shape
+        curved = torch.einsum("iajb,jbl->iajl", hessian.dense().view(n, dim, n, dim), j)
+        return torch.einsum("iak,iajl->ikjl", j, curved).reshape(n * size, n * size)
+    if speed != "slow" and len(x) and len(network):
+        approximate, diagonal = speed == "fast", _starts_with_diagonal(hessian, speed)
+        sweep = Sweep(list(network), x, (-1,), shape=shape, approximate=approximate, diagonal=diagonal)
+        if not sweep.reasons:
+            found = sweep.run(x, lambda rows: _matrix(hessian, rows, diagonal))[1]
+            return torch.as_tensor(found).view_as(x) if shape == "diagonal" else torch.as_tensor(found)
+        if approximate:
+            _refuse_fast(sweep)
+    j = _input_jacobian(network, x)
+    curved = hessian.blocks.matmul(j)
+    return (j * curved).sum(1).view_as(x) if shape == "diagonal" else j.mT @ curved
+
+
+def _refuse_fast(sweep: Sweep) -> None:
+    msg = f"speed='fast': {next(iter(sweep.reasons.values()))}. Use speed='half', which takes any layer."
+    raise UnsupportedError(msg)
+
+
+def _starts_with_diagonal(hessian: OutputHessian, speed: str) -> bool:
+    """Whether the sweep begins with a diagonal ``M`` at the raw outputs.
+
+    The released code normalises in the network for this distance: its sweep has cut off-diagonals there already.
+    """
+    return speed == "fast" and hessian.distance is Distance.EUCLIDEAN
+
+
+def _matrix(hessian: OutputHessian, rows: slice, diagonal: bool) -> Tensor:
+    return hessian.blocks[rows].diagonal() if diagonal else hessian.blocks[rows].dense()
+
+
+def _input_jacobian(network: nn.Sequential, x: Tensor) -> Tensor:
+    """By autograd, shape (N, D, I)."""
+    with torch.inference_mode(False), torch.enable_grad():
+        x = x.detach().clone().requires_grad_()
+        z = network(x)
+        if not z.requires_grad:
+            return x.new_zeros(*z.shape, x.shape[1:].numel())
+        rows = [torch.autograd.grad(z[:, k].sum(), x, retain_graph=True)[0] for k in range(z.shape[1])]
+    return torch.stack(rows, dim=1).flatten(2)

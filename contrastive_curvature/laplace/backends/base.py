@@ -23,21 +23,23 @@ from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.ggn.api import check_encoder, check_trainable, make_pullback
 from contrastive_curvature.ggn.batches import batch_curvature
 from contrastive_curvature.ggn.finite import check_finite
-from contrastive_curvature.ggn.sharing import parse_kfac_approx
-from contrastive_curvature.laplace.backends.checks import check_backend_options, check_model, read_batch
+from contrastive_curvature.laplace.backends.checks import check_backend_options
 from contrastive_curvature.laplace.backends.fits import DatasetFits
-from contrastive_curvature.losses.contrastive import ContrastiveLoss
+from contrastive_curvature.losses.base import PairLoss
+from contrastive_curvature.losses.choice import DISTANCE, MARGIN, NEGATIVE_WEIGHT, NORMALIZATION, PD_FIX, choose_loss
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
+from contrastive_curvature.network.loader import check_model, read_batch
+from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.network.subnetwork import SubnetworkPullback
 from contrastive_curvature.options import (
-    CurvatureOptions,
     Distance,
     KFACApprox,
     Normalization,
     PDFix,
     Structure,
+    parse_kfac_approx,
 )
 from contrastive_curvature.pairs import RelationFunction
 
@@ -54,11 +56,13 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
         subnetwork_indices: Entries of the flattened trainable parameters, or ``None``.
         dict_key_x: Not used; a mapping is given to the model whole.
         dict_key_y: Where a mapping keeps the labels.
-        distance: See :class:`~contrastive_curvature.options.Distance`.
-        pd_fix: See :class:`~contrastive_curvature.options.PDFix`.
-        margin: See :class:`~contrastive_curvature.options.CurvatureOptions`.
-        negative_weight: The same.
-        normalization: The same.
+        loss: A pair loss (:mod:`contrastive_curvature.losses`); ``None`` takes the contrastive one with ``margin``,
+            ``negative_weight`` and ``normalization``.
+        distance: See :class:`~contrastive_curvature.options.Distance`; with a ``loss``, by default its own.
+        pd_fix: See :class:`~contrastive_curvature.options.PDFix`; with a ``loss``, by default its own.
+        margin: See :class:`~contrastive_curvature.ContrastiveLoss`.
+        negative_weight: See :class:`~contrastive_curvature.ContrastiveLoss`.
+        normalization: See :class:`~contrastive_curvature.ContrastiveLoss`.
         pairs: ``"dataset"``: exact over all pairs of the data set. ``"batch"``: only pairs inside a batch, rescaled.
         relation: Instead of class labels, a callable on the loader's targets that returns two boolean masks.
         rank: Number of eigenpairs of the low-rank structure.
@@ -81,24 +85,32 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
         *,
-        distance: Distance | str = Distance.ARCCOS,
-        pd_fix: PDFix | str = PDFix.FIXED,
-        margin: float | None = 0.7,
-        negative_weight: float = 0.5,
-        normalization: Normalization | str = Normalization.ANCHOR,
+        loss: PairLoss | None = None,
+        distance: Distance | str = DISTANCE,
+        pd_fix: PDFix | str = PD_FIX,
+        margin: float | None = MARGIN,
+        negative_weight: float = NEGATIVE_WEIGHT,
+        normalization: Normalization | str = NORMALIZATION,
         pairs: str = "dataset",
         relation: RelationFunction | None = None,
         rank: int = 64,
         kfac_approx: KFACApprox | str = KFACApprox.EXPAND,
     ) -> None:
         check_model(model)
-        self.options = CurvatureOptions(distance, pd_fix, margin, negative_weight, normalization)  # type: ignore[arg-type]
+        self.loss = choose_loss(
+            loss,
+            margin=margin,
+            negative_weight=negative_weight,
+            normalization=normalization,
+            distance=distance,
+            pd_fix=pd_fix,
+        )
         check_backend_options(pairs, relation, rank)
-        self.kfac_approx = parse_kfac_approx(kfac_approx, self.options.pd_fix, pairs=pairs)
+        self.kfac_approx = parse_kfac_approx(kfac_approx, self.loss.pd_fix, pairs=pairs)
         # The host knows no contrastive likelihood; what it derives from the name is replaced below.
         super().__init__(model, "regression", last_layer, subnetwork_indices, dict_key_x, dict_key_y)
         self.likelihood = likelihood
-        self.lossfunc = ContrastiveLoss.from_options(self.options)
+        self.lossfunc = self.loss
         self.factor = 1.0
         self.pairs = pairs
         self.relation = relation
@@ -117,7 +129,7 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
         if self._encoder is None:
             model = self.model
             encoder = model.encoder if self.last_layer else Encoder(model, slice_inputs(probe, slice(0, 8)))
-            check_encoder(encoder, self.options)
+            check_encoder(encoder, self.loss)
             self._encoder = encoder
         return self._encoder
 
@@ -172,7 +184,7 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
         with evaluation_mode(self.model), torch.set_grad_enabled(enable_backprop):
             encoder, pullback = self.encoder(x), self.pullback(x)
             context: Any = x
-            if self.last_layer:
+            if isinstance(pullback, LastLayerPullback):
                 z, context = encoder.features(x)
             else:
                 z = encoder(x)
@@ -204,7 +216,7 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
                 pullback,
                 x,
                 y,
-                self.options,
+                self.loss,
                 structure,
                 n_data,
                 relation=self.relation,

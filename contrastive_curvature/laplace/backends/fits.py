@@ -12,15 +12,15 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.ggn.batches import batches_curvature
-from contrastive_curvature.ggn.dataset import DatasetCurvature, collect_pairs, dataset_curvature
+from contrastive_curvature.ggn.dataset import DatasetCurvature, collect_points, dataset_curvature
 from contrastive_curvature.ggn.lowrank import curvature_product, leading_eigenpairs
 from contrastive_curvature.ggn.subset import HessianSubset, subset_hessian
-from contrastive_curvature.hessian.output import OutputHessian
-from contrastive_curvature.laplace.backends.checks import check_loader, check_whole
+from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs
+from contrastive_curvature.network.loader import check_loader, check_whole, in_fixed_order
 from contrastive_curvature.network.pullback import Pullback
-from contrastive_curvature.options import CurvatureOptions, KFACApprox, Normalization, Structure
+from contrastive_curvature.options import KFACApprox, Normalization, Structure
 from contrastive_curvature.pairs import RelationFunction
 from contrastive_curvature.progress import Progress
 
@@ -36,7 +36,7 @@ class DatasetFits:
     """Part of a backend: curvatures, products and subsets over all pairs of a data set."""
 
     model: Any
-    options: CurvatureOptions
+    loss: PairLoss
     pairs: str
     relation: RelationFunction | None
     rank: int
@@ -74,10 +74,10 @@ class DatasetFits:
             shown = Progress(progress, _FASTER)
             if self.pairs == "batch":
                 out = batches_curvature(
-                    pullback, loader, self.read, self.options, structure, self.relation, shown, self.kfac_approx
+                    pullback, loader, self.read, self.loss, structure, self.relation, shown, self.kfac_approx
                 )
             else:
-                found = collect_pairs(encoder, loader, self.read, self.options, self.relation, shown)
+                found = collect_points(encoder, loader, self.read, self.loss, self.relation, shown)
                 out = dataset_curvature(pullback, loader, self.read, found, structure, shown)
         return self._scaled(out)
 
@@ -85,7 +85,7 @@ class DatasetFits:
         """Leading eigenvectors (P, R) and eigenvalues (R,) over all pairs of a data set, times its scale.
 
         Args:
-            loader: Batches, always in the same order.
+            loader: Batches, always in the same order; of a shuffling ``DataLoader`` the data set in its own order.
             progress: Whether to show progress bars; ``None`` shows them from the tenth second on.
 
         Returns:
@@ -102,21 +102,22 @@ class DatasetFits:
             raise UnsupportedError(msg)
         check_loader(loader)
         check_whole(loader)
+        loader = in_fixed_order(loader)
         probe = self._probe(loader)
         with evaluation_mode(self.model), torch.no_grad():
             encoder, pullback = self.encoder(probe), self.pullback(probe)
             shown = Progress(progress, _FASTER)
-            found = collect_pairs(encoder, loader, self.read, self.options, self.relation, shown)
+            found = collect_points(encoder, loader, self.read, self.loss, self.relation, shown)
             vectors, values = leading_eigenpairs(pullback, found, loader, self.read, self.rank, shown)
         scale = self._data_scale(found.n)
-        loss, cost = found.weights.loss_and_cost()
+        loss, cost = found.hessian.loss_and_cost()
         return DatasetCurvature((vectors, scale * values), scale * loss, scale * cost, found.n)
 
     def matvec(self, loader: Iterable[Any], v: Tensor) -> Tensor:
         """``J^T H J v`` over all pairs of a data set, unclamped, times its scale; no matrix is formed.
 
         Args:
-            loader: Batches, always in the same order.
+            loader: Batches, always in the same order; of a shuffling ``DataLoader`` the data set in its own order.
             v: Shape (P,).
 
         Returns:
@@ -124,12 +125,12 @@ class DatasetFits:
         """
         check_loader(loader)
         check_whole(loader)
+        loader = in_fixed_order(loader)
         probe = self._probe(loader)
         with evaluation_mode(self.model), torch.no_grad():
             encoder, pullback = self.encoder(probe), self.pullback(probe)
-            found = collect_pairs(encoder, loader, self.read, self.options, self.relation, Progress(None, _FASTER))
-            hessian = OutputHessian(found.z, found.weights, self.options)
-            product = curvature_product(pullback, hessian, loader, self.read, v)
+            found = collect_points(encoder, loader, self.read, self.loss, self.relation, Progress(None, _FASTER))
+            product = curvature_product(pullback, found.hessian.whole(), loader, self.read, v)
         return self._data_scale(found.n) * product
 
     def fit_subset(
@@ -158,10 +159,10 @@ class DatasetFits:
         with evaluation_mode(self.model), torch.no_grad():
             encoder = self.encoder(probe)
             shown = Progress(progress, _FASTER)
-            found = collect_pairs(encoder, loader, self.read, self.options, self.relation, shown)
+            found = collect_points(encoder, loader, self.read, self.loss, self.relation, shown)
             subset = subset_hessian(encoder, loader, self.read, found, size, seed, shown)
         scale = self._data_scale(found.n)
-        loss, cost = found.weights.loss_and_cost()
+        loss, cost = found.hessian.loss_and_cost()
         return replace(subset, factor=scale**0.5 * subset.factor), scale * loss, scale * cost, found.n
 
     def eig_lowrank(self, data_loader: Iterable[Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -176,7 +177,7 @@ class DatasetFits:
         raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
 
     def _data_scale(self, n: int) -> float:
-        return n / 2 if self.options.normalization is Normalization.TYPE else 1.0
+        return n / 2 if self.loss.normalization is Normalization.TYPE else 1.0
 
     def _scaled(self, out: DatasetCurvature) -> DatasetCurvature:
         scale = self._data_scale(out.n)

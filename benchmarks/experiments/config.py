@@ -1,0 +1,288 @@
+"""What one run is asked to do, the defaults of each data set, and the checks before anything is computed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.experiments.data import RetrievalData, load_data
+from benchmarks.experiments.data.ood import check_ood
+from benchmarks.experiments.methods import Setting
+from benchmarks.experiments.methods.knn import NEIGHBORS
+from benchmarks.experiments.networks import NETWORKS
+from benchmarks.experiments.plan import DEMO, MEMBERS, Table
+from contrastive_curvature import output_hessian
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
+
+__all__ = [
+    "DEFAULTS",
+    "TABLE_DATA",
+    "Config",
+    "DataDefaults",
+    "check_config",
+    "check_data",
+    "defaults_of",
+    "read_data",
+    "settings",
+]
+
+_LEAST_IMAGES = 20
+
+
+@dataclass(frozen=True)
+class DataDefaults:
+    """What is right for one data set when the user says nothing.
+
+    From the paper's G.1 and G.2 and, where they are silent (batch size, margin), the released configurations.
+
+    Args:
+        network: For :func:`benchmarks.experiments.networks.make_network`.
+        dim: Latent dimension.
+        epochs: Passes over the training images.
+        batch_size: Images a step.
+        lr: Learning rate of the first epoch.
+        margin: Of the contrastive loss.
+        per_class: Images of each class in a batch. Ours: of classes with few images, batches drawn at random hold no
+            positive pair, and all pairs of a batch count where the paper mines triplets.
+    """
+
+    network: str
+    dim: int = 2048
+    epochs: int = 20
+    batch_size: int = 64
+    lr: float = 1e-7
+    margin: float | None = 1.0
+    per_class: int | None = None
+
+
+DEFAULTS = {
+    "digits": DataDefaults("digits", dim=3, epochs=15, lr=1e-3, margin=0.7),
+    "fashionmnist": DataDefaults("fashionmnist", dim=3, lr=1e-3, margin=0.7),
+    "mnist": DataDefaults("fashionmnist", dim=3, lr=1e-3, margin=0.7),
+    "cifar10": DataDefaults("cifar10", dim=16, batch_size=256, lr=1e-5, margin=0.7),
+    "omniglot": DataDefaults("fashionmnist", dim=32, lr=1e-3, margin=0.7, per_class=4),
+    "omniglot_full": DataDefaults("fashionmnist", dim=32, lr=1e-3, margin=0.7, per_class=4),
+    "cub200": DataDefaults("resnet50", per_class=4),
+    "lfw": DataDefaults("resnet50", epochs=200, per_class=4),
+    "folder": DataDefaults("resnet50", per_class=4),
+    "msls": DataDefaults("resnet50", epochs=200, margin=0.1, per_class=4),
+}
+
+_DEMO_EPOCHS = 3
+"""Of the demonstration on 60,000 images. They reach an mAP@1 of about 0.82, the paper's twenty epochs with its pair
+sampling 0.78."""
+
+TABLE_DATA: dict[Table, tuple[str, ...]] = {
+    DEMO: ("digits", "fashionmnist", "mnist", "cifar10"),
+    1: ("lfw", "fashionmnist", "mnist", "cifar10", "digits", "cub200", "omniglot", "omniglot_full", "folder"),
+    2: ("fashionmnist", "mnist", "cifar10", "digits"),
+    3: ("cub200", "lfw", "omniglot", "omniglot_full", "folder"),
+    4: ("msls",),
+}
+"""Data sets that a table can be made on, the default first."""
+
+# Not part of what a run folder must agree on: they change no figure, threads no more than its last digits. Workers are
+# part of it, since random augmentations draw other numbers in them.
+_FREE = ("data_root", "download", "out", "seeds", "methods", "threads", "progress")
+
+
+def defaults_of(table: Table, data: str) -> DataDefaults:
+    """What is right for one data set in one table."""
+    short = table == DEMO and data in ("fashionmnist", "mnist")
+    return dataclasses.replace(DEFAULTS[data], epochs=_DEMO_EPOCHS) if short else DEFAULTS[data]
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run; what :class:`~benchmarks.experiments.methods.Setting` and :class:`DataDefaults` have too is said there.
+
+    Args:
+        table: Which one.
+        data: Name of the data set.
+        ood: What stands for the unknown; ``None`` for the data set's own.
+        train_size: Training images, ``None`` for all; so ``test_size``, in and out of distribution each.
+        test_size: See ``train_size``.
+        image_size: Side in pixels, ``None`` for the data set's own.
+        ece_samples: Sampled networks or embeddings that vote.
+        data_root: Folder of the data sets.
+        download: Whether missing files may be fetched.
+        out: Run folder.
+        seeds: One run of every row each.
+        methods: Rows, ``None`` for the default ones.
+        threads: Of torch, ``None`` for its own choice.
+    """
+
+    table: Table
+    data: str
+    ood: str | None
+    network: str
+    dim: int
+    epochs: int
+    batch_size: int
+    lr: float
+    margin: float | None
+    per_class: int | None
+    distance: str | None
+    pd_fix: str | None
+    negative_weight: float | None
+    train_size: int | None
+    test_size: int | None
+    image_size: int | None
+    n_samples: int
+    ece_samples: int
+    dropout_passes: int | None
+    baseline_features: int
+    memory_factor: float
+    device: str
+    data_root: Path
+    download: bool
+    out: Path
+    seeds: tuple[int, ...]
+    methods: tuple[str, ...] | None
+    workers: int
+    threads: int | None
+    progress: bool
+
+    def identity(self) -> dict[str, Any]:
+        """What a run folder must agree on to be resumed, as JSON has it."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if k not in _FREE}
+
+
+def check_config(config: Config) -> None:
+    """Refuse now what would fail later.
+
+    Args:
+        config: What was asked for.
+
+    Raises:
+        InputError: A value is unknown or out of range, or the device is not there.
+        UnsupportedError: The curvature of these options is zero everywhere.
+    """
+    known = TABLE_DATA[config.table]
+    if config.data not in known:
+        raise InputError(expected("--data", f"for table {config.table} one of {', '.join(known)}", config.data))
+    check_ood(config.data, config.ood)
+    for name, value, least in (
+        ("--dim", config.dim, 2),
+        ("--epochs", config.epochs, 1),
+        ("--batch-size", config.batch_size, 2),
+        ("--per-class", config.per_class, 2),
+        ("--train-size", config.train_size, _LEAST_IMAGES),
+        ("--test-size", config.test_size, _LEAST_IMAGES),
+        ("--n-samples", config.n_samples, 2),
+        ("--ece-samples", config.ece_samples, 2),
+        ("--dropout-passes", config.dropout_passes, 2),
+        ("--baseline-features", config.baseline_features, NEIGHBORS),
+        ("--workers", config.workers, 0),
+        ("--threads", config.threads, 1),
+    ):
+        if value is not None and value < least:
+            raise InputError(expected(name, f"a whole number, at least {least}", value))
+    # Written so that NaN fails too.
+    if not 0 < config.lr < math.inf:
+        raise InputError(expected("--lr", "a positive number", config.lr))
+    if not 0 <= config.memory_factor < 1:
+        raise InputError(expected("--memory-factor", "a number in [0, 1)", config.memory_factor))
+    if config.margin is not None and not 0 < config.margin <= 2:
+        raise InputError(expected("--margin", "a distance of unit vectors, above 0 and up to 2", config.margin))
+    _check_curvature(config)
+    _check_seeds(config.seeds)
+    _check_device(config.device)
+
+
+def read_data(config: Config) -> RetrievalData:
+    """Load the data sets, and hold them against the configuration.
+
+    Args:
+        config: Checked.
+
+    Returns:
+        The data.
+
+    Raises:
+        InputError: Files are missing, a size is larger than what there is, or the network takes other images.
+        UnsupportedError: The data set does not follow an option.
+    """
+    data = load_data(
+        config.data,
+        config.data_root,
+        ood=config.ood,
+        train_size=config.train_size,
+        test_size=config.test_size,
+        download=config.download,
+        image_size=config.image_size,
+    )
+    check_data(config, data)
+    return data
+
+
+def check_data(config: Config, data: RetrievalData) -> None:
+    """Refuse data that the network or the training cannot take.
+
+    Args:
+        config: Network and batches.
+        data: What was loaded.
+
+    Raises:
+        InputError: The network takes other images, or the batches do not suit the classes.
+    """
+    from benchmarks.experiments.methods.checks import check_training
+
+    wanted = NETWORKS[config.network]
+    came = tuple(data.test.images([0]).shape[1:])
+    fits = came[0] == wanted[0] and min(came[1:]) >= 32 if config.network.startswith("resnet") else came == wanted
+    if not fits:
+        hint = "Choose another --network or --image-size."
+        raise InputError(expected(f"--network {config.network}", f"images {wanted}", f"{came}", hint))
+    for name, split in (("test images", data.test), ("gallery images", data.gallery)):
+        if split is not None and len(split) <= NEIGHBORS:
+            raise InputError(expected(name, f"more than {NEIGHBORS}", len(split)))
+    check_training(settings(config, data), data.train)
+
+
+def settings(config: Config, data: RetrievalData) -> Setting:
+    """How all methods of the run are trained."""
+    given = {name: value for name, value in vars(config).items() if name in Setting.__dataclass_fields__}
+    return Setting(**given, relation=data.relation, own_order=config.table == DEMO)
+
+
+def _check_curvature(config: Config) -> None:
+    names = ("distance", "pd_fix", "negative_weight")
+    given = {name: value for name in names if (value := getattr(config, name)) is not None}
+    if config.table == 1 and given.keys() & {"distance", "pd_fix"}:
+        came = ", ".join(f"{value}" for value in given.values())
+        hint = "The rows of table 1 are all of them: choose rows with --methods, as posthoc_euclidean_positive."
+        raise InputError(expected("--distance and --pd-fix", "none for table 1", came, hint))
+    # The library itself refuses what is out of range, here on two pairs of points.
+    output_hessian(torch.eye(4), torch.tensor([0, 0, 1, 1]), margin=config.margin, **given)
+    weight = given.get("negative_weight", 0.5)
+    if weight == 1:
+        hint = "1 leaves out the attraction, the only part of the curvature that is positive."
+        raise InputError(expected("--negative-weight", "a number in [0, 1)", weight, hint))
+    everything = config.margin is None and config.pd_fix != "positive"
+    if everything and config.distance == "euclidean" and weight >= 0.5:
+        # Every point's attraction 1 - w_n and repulsion w_n then cancel, or worse.
+        msg = (
+            "--margin none with --distance euclidean has zero curvature from --negative-weight 0.5 upwards: the "
+            "repulsion of all negatives outweighs the attraction. Use a margin, --pd-fix positive, or a smaller weight."
+        )
+        raise UnsupportedError(msg)
+
+
+def _check_seeds(seeds: tuple[int, ...]) -> None:
+    most = 2**32 - MEMBERS
+    if not seeds or len(set(seeds)) < len(seeds) or not all(0 <= seed < most for seed in seeds):
+        raise InputError(expected("--seeds", f"different whole numbers in [0, {most})", " ".join(map(str, seeds))))
+
+
+def _check_device(name: str) -> None:
+    try:
+        torch.empty(1, device=torch.device(name)).add(1).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = f"torch says: {str(error).splitlines()[0]}"
+        raise InputError(expected("--device", "a device of this machine, as cpu or cuda", name, reason)) from None

@@ -1,0 +1,166 @@
+"""A fitted method -> predictions, and all figures of its row."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks.experiments import figures
+from benchmarks.experiments.data import RetrievalData, Split
+from benchmarks.experiments.methods import Method, Prediction
+from benchmarks.experiments.methods.embed import timed, unit
+from benchmarks.experiments.plan import OWN
+from benchmarks.experiments.ranking import Retrieval, retrieve
+from contrastive_curvature import metrics
+from contrastive_curvature.metrics import CalibrationBins
+
+__all__ = ["Evaluation", "Scores", "evaluate"]
+
+DOTS = 3000
+"""Embeddings of each set that are kept for a plot: more would hide each other."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One uncertainty of all images: larger is less certain.
+
+    Args:
+        inside: In distribution, shape (N,).
+        outside: Out of distribution, shape (M,); ``None`` where there are no such images.
+    """
+
+    inside: Tensor
+    outside: Tensor | None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What one cell gave.
+
+    Args:
+        figures: Figure -> value; what the method or the data cannot give is not there, what is undefined ``None``.
+        variants: Score -> figure -> value; the method's own score under :data:`~benchmarks.experiments.plan.OWN`. A
+            score with embeddings of its own has the figures of their retrieval too.
+        scores: The uncertainties behind them.
+        precision_at_1: Of every query, NaN without a positive, shape (N,).
+        nearest: Index of each query's nearest neighbour, shape (N,).
+        embeddings: Unit embeddings of the first test images in and out of distribution, each (at most 3000, D).
+        calibration: Of the votes, where there are.
+        seconds: ``"predict"``: mean and uncertainty of all test images, in and out of distribution; ``"predict_NAME"``:
+            the same for a variant, where it is known. ``"votes"``.
+    """
+
+    figures: dict[str, float | None]
+    variants: dict[str, dict[str, float | None]]
+    scores: dict[str, Scores]
+    precision_at_1: Tensor
+    nearest: Tensor
+    embeddings: dict[str, Tensor | None]
+    calibration: CalibrationBins | None
+    seconds: dict[str, float]
+
+
+def evaluate(method: Method, data: RetrievalData, *, n_votes: int, seed: int) -> Evaluation:
+    """Predict and score.
+
+    Args:
+        method: Fitted.
+        data: The images.
+        n_votes: Sampled networks (or embeddings) that vote, for the calibration.
+        seed: Of them.
+
+    Returns:
+        All that is reported.
+    """
+    inside, seconds = _predict(method, data.test)
+    outside = None
+    if data.ood is not None:
+        outside, more = _predict(method, data.ood)
+        seconds = {name: taken + more[name] for name, taken in seconds.items()}
+    gallery = None if data.gallery is None else method.predict(data.gallery)
+    retrieval = retrieve(data, inside.mean, None if gallery is None else gallery.mean)
+    precision = metrics.average_precision_at_k(retrieval.ranking, 1)
+    all_scores = _scores(inside, outside)
+    held = _scores(inside if gallery is None else gallery, None)
+    found = _map(retrieval)
+    found |= {f"recall_at_{k}": metrics.recall_at_k(retrieval.ranking, k) for k in (1, 5, 10)}
+    if bool(precision.isnan().any()):
+        found |= {f"map_at_{k}_released": figures.map_released(retrieval.ranking, k) for k in (1, 5, 10)}
+    variants = {
+        name: _score_figures(scores, retrieval, precision, held[name].inside) for name, scores in all_scores.items()
+    }
+    for name, mean in inside.means.items():
+        variants[name] |= _map(retrieve(data, mean, None if gallery is None else gallery.means[name]))
+    calibration, voted, vote_seconds = _votes(method, data, n_votes, seed)
+    own = variants.get(OWN, {})
+    return Evaluation(
+        found | {name: own[name] for name in ("auroc", "auprc", "ausc", "r_auroc") if name in own} | voted,
+        variants,
+        all_scores,
+        precision,
+        retrieval.nearest,
+        {
+            name: None if part is None else unit(part.mean[:DOTS])
+            for name, part in (("inside", inside), ("outside", outside))
+        },
+        calibration,
+        seconds | ({"votes": vote_seconds} if voted else {}),
+    )
+
+
+def _predict(method: Method, split: Split) -> tuple[Prediction, dict[str, float]]:
+    prediction, taken = timed(lambda: method.predict(split))
+    seconds = {f"predict_{name}": known for name, known in prediction.variant_seconds.items()}
+    return prediction, {"predict": taken if prediction.seconds is None else prediction.seconds} | seconds
+
+
+def _map(retrieval: Retrieval) -> dict[str, float]:
+    return {f"map_at_{k}": metrics.map_at_k(retrieval.ranking, k) for k in (1, 5, 10)}
+
+
+def _scores(inside: Prediction, outside: Prediction | None) -> dict[str, Scores]:
+    own = {} if inside.uncertainty is None else {OWN: inside.uncertainty}
+    other: dict[str, Any] = {}
+    if outside is not None:
+        other = ({} if outside.uncertainty is None else {OWN: outside.uncertainty}) | outside.variants
+    return {name: Scores(score, other.get(name)) for name, score in (own | inside.variants).items()}
+
+
+def _score_figures(scores: Scores, retrieval: Retrieval, precision: Tensor, held: Tensor) -> dict[str, float | None]:
+    correct = retrieval.ranking.relevant[:, 0]
+    found: dict[str, float | None] = {
+        "ausc": metrics.ausc(scores.inside, precision),
+        "r_auroc": figures.r_auroc(scores.inside, precision),
+        "ausc_released": figures.ausc_released(scores.inside, correct, held[retrieval.nearest]),
+    }
+    if scores.outside is not None:
+        found |= {
+            "auroc": metrics.auroc(scores.inside, scores.outside),
+            "auprc": metrics.auprc(scores.inside, scores.outside),
+            "auprc_released": figures.auprc_released(scores.inside, scores.outside),
+        }
+    return found
+
+
+def _votes(
+    method: Method, data: RetrievalData, n_votes: int, seed: int
+) -> tuple[CalibrationBins | None, dict[str, float | None], float]:
+    """Calibration of the votes for a class, which open-set queries and positions do not have (paper, G.3)."""
+    if data.open_set or data.gallery is not None or data.relation is not None:
+        return None, {}, 0.0
+    started = time.perf_counter()
+    samples = method.samples(data.test, n_votes, seed)
+    if samples is None:
+        return None, {}, 0.0
+    labels = data.test.targets
+    votes = metrics.retrieval_votes(samples, labels)
+    bins = metrics.calibration_bins(votes, labels)
+    found = {
+        "ece": bins.expected_calibration_error,
+        "ece_released": figures.ece_released(votes, labels),
+        "brier": metrics.brier_score(votes, labels),
+    }
+    return bins, found, time.perf_counter() - started

@@ -1,0 +1,182 @@
+"""What every method offers: it is trained, evaluated, saved and loaded in one and the same way.
+
+A method is made from a :class:`Setting`, fitted on training images (or loaded), and then gives for any images mean
+embeddings, one uncertainty per input, and, where it has them, samples. Those that build on a trained deterministic
+encoder (``needs_base``) are given it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.experiments.data.split import RetrievalData, Split
+from benchmarks.experiments.networks import make_network
+from contrastive_curvature.pairs import RelationFunction
+
+__all__ = ["Method", "Prediction", "Setting"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How encoders are made and trained; the same for all methods of a table.
+
+    Args:
+        network: Name for :func:`benchmarks.experiments.networks.make_network`.
+        dim: Latent dimension D.
+        epochs: Passes over the training images.
+        batch_size: Images a training step, all of whose pairs count.
+        lr: Learning rate of RMSprop at the first epoch; multiplied by exp(-0.1) after each (paper, G.1).
+        margin: Of the contrastive loss and its curvature, on the distance; ``None``: every negative counts.
+        per_class: Images of each class in a batch, for data with many classes; ``None`` draws images at random.
+        own_order: Whether nothing but the order of the images is drawn from its generator. Otherwise torch's loader draws
+            a number from it at each pass. Committed results of the demonstration are of the first kind, of the tables
+            of the second.
+        relation: On positions, which images show the same place; ``None`` for class labels.
+        n_samples: Sampled networks (or embeddings) for methods that have them.
+        dropout_passes: Of MC dropout at most, whose every sample is a pass of the whole network; ``None``: no limit.
+        memory_factor: ``alpha`` of online LAM (paper, Eq. 5).
+        distance: Of the curvature, where a row does not say its own; ``None`` for the library's default.
+        pd_fix: The same for the positive semi-definite approximation.
+        negative_weight: Weight of the negative pairs in the curvature; ``None`` for the library's default.
+        baseline_features: Training images whose features nearest-neighbour methods search, at most.
+        eval_batch: Images a forward pass outside training.
+        workers: Processes that read images.
+        device: Where torch computes.
+        progress: Whether to show progress bars.
+        checkpoint_every: Training steps between two checkpoints.
+    """
+
+    network: str = "fashionmnist"
+    dim: int = 3
+    epochs: int = 3
+    batch_size: int = 64
+    lr: float = 1e-3
+    margin: float | None = 0.7
+    per_class: int | None = None
+    own_order: bool = False
+    relation: RelationFunction | None = None
+    n_samples: int = 100
+    dropout_passes: int | None = None
+    memory_factor: float = 1e-4
+    distance: str | None = None
+    pd_fix: str | None = None
+    negative_weight: float | None = None
+    baseline_features: int = 10_000
+    eval_batch: int = 200
+    workers: int = 0
+    device: str = "cpu"
+    progress: bool = True
+    checkpoint_every: int = 200
+
+    def make_encoder(self, dropout: float = 0.0) -> nn.Module:
+        """A new encoder on the device; its weights come from torch's global generator."""
+        return make_network(self.network, self.dim, dropout=dropout).to(self.device, memory_format=torch.channels_last)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a method says of N images, on the CPU.
+
+    Args:
+        mean: Embeddings to retrieve with, by cosine similarity; any length. float32, shape (N, D).
+        uncertainty: The method's own score, larger is less certain, shape (N,); ``None`` if it has none.
+        variants: Further scores by name, as the released code's.
+        means: Embeddings that belong to a variant and differ from ``mean``, by the variant's name.
+        seconds: What mean and uncertainty took, where the variants took more; ``None`` for the whole call.
+        variant_seconds: The same for a variant, where it is known.
+    """
+
+    mean: Tensor
+    uncertainty: Tensor | None = None
+    variants: dict[str, Tensor] = field(default_factory=dict)
+    means: dict[str, Tensor] = field(default_factory=dict)
+    seconds: float | None = None
+    variant_seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Method(ABC):
+    """One row of a table.
+
+    Args:
+        setting: How encoders are made and trained.
+        **options: The method's own, see there.
+    """
+
+    name: ClassVar[str]
+    """As on the command line and in file names."""
+    title: ClassVar[str]
+    """As in a table."""
+    needs_base: ClassVar[bool] = False
+    """Whether :meth:`fit` takes a trained deterministic method."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+
+    @abstractmethod
+    def fit(self, data: RetrievalData, seed: int, folder: Path, base: Method | None = None) -> None:
+        """Train; where training was interrupted, continue from its last checkpoint with the same result.
+
+        Args:
+            data: The training images are ``data.train``; nothing else of it may be used.
+            seed: Of weights, order of images and noise.
+            folder: Exists; holds this method's checkpoints and nothing else.
+            base: The fitted deterministic method of the same seed, where ``needs_base``. It is not changed.
+        """
+
+    @abstractmethod
+    def predict(self, split: Split) -> Prediction:
+        """Embeddings and uncertainties of images, in evaluation mode; equal images give equal predictions."""
+
+    def samples(self, split: Split, n_samples: int, seed: int) -> Iterator[Tensor] | None:
+        """Sampled embeddings of the images, for votes and calibration.
+
+        Args:
+            split: N images.
+            n_samples: Number S of samples.
+            seed: Of the samples; equal seeds give equal ones.
+
+        Returns:
+            S tensors of unit embeddings, each float32 (N, D) on the CPU, or fewer where the method has no more (an
+            ensemble's members), or ``None`` where it has none.
+        """
+        return None
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """All that was fitted: tensors, numbers, strings, and lists and dictionaries of them."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any], data: RetrievalData) -> None:
+        """Take over what :meth:`state_dict` gave, in an object made with the same setting and options.
+
+        Args:
+            state: That.
+            data: The same data, for methods that search the training images.
+        """
+
+    def save(self, path: Path) -> None:
+        """Write what was fitted, atomically."""
+        from contrastive_curvature.online import save_checkpoint
+
+        save_checkpoint(path, {"method": self.name, "state": self.state_dict()})
+
+    def load(self, path: Path, data: RetrievalData) -> None:
+        """Read what :meth:`save` wrote, without executing anything in it.
+
+        Raises:
+            InputError: It is another method's, or damaged.
+        """
+        from contrastive_curvature.errors import InputError, expected
+        from contrastive_curvature.online import load_checkpoint
+
+        content = load_checkpoint(path, self.setting.device)
+        if content.get("method") != self.name:
+            raise InputError(expected(str(path), f"what method {self.name!r} saved", f"{content.get('method')!r}"))
+        self.load_state_dict(content["state"], data)

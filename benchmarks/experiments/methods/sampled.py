@@ -1,0 +1,197 @@
+"""Methods with a posterior over the last layer: what it says of images, in closed form and from sampled networks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from tqdm import tqdm
+
+from benchmarks.experiments.data.split import RetrievalData, Split, loader
+from benchmarks.experiments.methods.base import Method, Prediction, Setting
+from benchmarks.experiments.methods.checks import fitted
+from benchmarks.experiments.methods.embed import image_batches, timed, unit
+from benchmarks.experiments.methods.spread import SphereSpread
+from contrastive_curvature.laplace import ContrastiveDiagLLLaplace, ContrastiveLaplace
+from contrastive_curvature.options import Distance, PDFix
+
+__all__ = [
+    "PosteriorMethod",
+    "closed_form",
+    "curvature_options",
+    "draw_embeddings",
+    "read_features",
+    "sampled_embeddings",
+]
+
+_CHUNK = 2**25
+"""Numbers that sampled weights, or what they give, may fill at once."""
+
+_SAMPLED = "inverse_kappa_sampled"
+_SEED = 0
+"""Of the networks behind the sampled variants: equal images give equal predictions."""
+
+
+def curvature_options(
+    setting: Setting, distance: Distance | str | None, pd_fix: PDFix | str | None, **more: Any
+) -> dict[str, Any]:
+    """``backend_kwargs``: what is given, else the setting's, else the library's defaults."""
+    given = {
+        "distance": setting.distance if distance is None else distance,
+        "pd_fix": setting.pd_fix if pd_fix is None else pd_fix,
+        "negative_weight": setting.negative_weight,
+        "relation": setting.relation,
+        **more,
+    }
+    # Of the margin, None is a value: every negative counts.
+    return {"margin": setting.margin} | {name: value for name, value in given.items() if value is not None}
+
+
+def closed_form(la: ContrastiveLaplace, setting: Setting, split: Split) -> Prediction:
+    """The library's prediction, and beside it what sampling gives.
+
+    Args:
+        la: The fitted posterior of a last layer.
+        setting: Batch size, and the number of sampled networks; with fewer than two there are no sampled variants.
+        split: Images.
+
+    Returns:
+        Mean raw outputs and ``EmbeddingDistribution.uncertainty``, without sampling; its ``seconds`` are for these.
+        Variants: ``"inverse_kappa"`` (closed form), and of sampled networks ``"inverse_kappa_sampled"`` with the
+        samples' mean directions (paper, Eq. 42-43) and ``"sum_std"``, the sum over dimensions of the standard
+        deviations of unit embeddings (released code).
+    """
+
+    def predict() -> list[Tensor]:
+        parts = []
+        with torch.no_grad():
+            for x in image_batches(split, setting):
+                predicted = la(x)
+                parts.append([predicted.mean.cpu(), predicted.uncertainty.cpu(), (1 / predicted.kappa).cpu()])
+        return [torch.cat(part) for part in zip(*parts, strict=True)]
+
+    def sample() -> Prediction:
+        spread = SphereSpread()
+        for u in sampled_embeddings(la, setting, split, setting.n_samples, _SEED):
+            spread.add(u.double())
+        return spread.prediction()
+
+    (mean, score, angular), seconds = timed(predict)
+    variants, means, known = {"inverse_kappa": angular}, {}, {"inverse_kappa": seconds}
+    if setting.n_samples >= 2:
+        sampled, sampling = timed(sample, repeats=1)
+        variants |= {_SAMPLED: fitted(sampled.uncertainty, _SAMPLED), **sampled.variants}
+        means, known = {_SAMPLED: sampled.mean.float()}, known | {_SAMPLED: sampling}
+    return Prediction(mean, score, variants, means, seconds, known)
+
+
+def read_features(la: ContrastiveLaplace, setting: Setting, split: Split) -> tuple[Tensor, Tensor]:
+    """Raw outputs (N, D) of images, and what the last layer makes them from, (N, F), on the device."""
+    with torch.no_grad():
+        parts = [la.model.forward_with_features(x) for x in image_batches(split, setting)]
+    return torch.cat([z for z, _ in parts]), torch.cat([phi for _, phi in parts])
+
+
+def sampled_embeddings(
+    la: ContrastiveLaplace, setting: Setting, split: Split, n_samples: int, seed: int
+) -> Iterator[Tensor]:
+    """Embeddings by one sampled network after the other; only the last layer is random, so the rest runs once.
+
+    Args:
+        la: The fitted posterior of a last layer.
+        setting: Batch size and device.
+        split: N images.
+        n_samples: Number S of networks.
+        seed: Of their weights.
+
+    Yields:
+        Unit embeddings (N, D), float32, on the CPU.
+    """
+    _, features = read_features(la, setting, split)
+    for sample in draw_embeddings(la, features, n_samples, seed, setting.progress):
+        yield sample.float().cpu()
+
+
+def draw_embeddings(
+    la: ContrastiveLaplace, features: Tensor, n_samples: int, seed: int, progress: bool = False
+) -> Iterator[Tensor]:
+    """The same from features that were computed before, on their device.
+
+    Args:
+        la: The fitted posterior of a last layer.
+        features: Inputs of the last layer, shape (N, F).
+        n_samples: Number S of networks; each is the same network for all images.
+        seed: Of their weights.
+        progress: Whether to show a progress bar.
+
+    Yields:
+        Unit embeddings, shape (N, D).
+    """
+    generator = torch.Generator(features.device).manual_seed(seed)
+    dim, width = la.model.last_layer.weight.shape
+    step = max(1, _CHUNK // max(dim * width, dim * len(features)))
+    with tqdm(total=n_samples, desc="[sampled networks]", leave=False, disable=not progress) as bar:
+        for start in range(0, n_samples, step):
+            # Not around the yield: what comes between two samples is the caller's.
+            with torch.no_grad():
+                theta = la.sample(min(step, n_samples - start), generator=generator)
+                weight, bias = theta[:, : dim * width].reshape(-1, width), theta[:, dim * width :].flatten()
+                raw = linear(features, weight, bias).view(len(features), -1, dim)
+                units = [unit(sample) for sample in raw.unbind(1)]
+            for sample in units:
+                yield sample
+                bar.update()
+
+
+class PosteriorMethod(Method):
+    """What :class:`LaplacePosthoc` and :class:`LaplaceOnline` have in common once they are fitted.
+
+    Args:
+        setting: How encoders are made and trained.
+        options: ``backend_kwargs`` of the posterior.
+    """
+
+    def __init__(self, setting: Setting, options: dict[str, Any]) -> None:
+        super().__init__(setting)
+        self._options = options
+        self._la: ContrastiveLaplace | None = None
+
+    @property
+    def posterior(self) -> ContrastiveLaplace:
+        """The fitted laplace object.
+
+        Raises:
+            InputError: There was no fit.
+        """
+        return fitted(self._la, self.name)
+
+    def fit_post_hoc(self, encoder: nn.Module, data: RetrievalData) -> None:
+        """Fit the curvature of trained weights over all pairs of the training set, and the library's prior."""
+        la = ContrastiveDiagLLLaplace(encoder, backend_kwargs=self._options)
+        batches = loader(data.plain, self.setting.eval_batch, generator=torch.Generator(), workers=self.setting.workers)
+        la.fit(batches, progress_bar=self.setting.progress)
+        la.optimize_prior_precision()
+        self._la = la
+
+    def predict(self, split: Split) -> Prediction:
+        """See :func:`closed_form`."""
+        return closed_form(self.posterior, self.setting, split)
+
+    def samples(self, split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
+        """See :meth:`Method.samples`; each from one network for all images."""
+        return sampled_embeddings(self.posterior, self.setting, split, n_samples, seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Encoder and posterior."""
+        return {"encoder": dict(self.posterior.model.model.state_dict()), "posterior": self.posterior.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any], data: RetrievalData) -> None:
+        """See :meth:`Method.load_state_dict`."""
+        encoder = self.setting.make_encoder()
+        encoder.load_state_dict(state["encoder"])
+        la = ContrastiveDiagLLLaplace(encoder.eval(), backend_kwargs=self._options)
+        la.load_state_dict(state["posterior"])
+        self._la = la

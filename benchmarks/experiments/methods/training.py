@@ -1,0 +1,188 @@
+"""Training, the same for every method: RMSprop with a decaying rate, on all active pairs of a batch (paper, G.1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Sampler
+
+from benchmarks.experiments.data.samplers import PlaceSampler
+from benchmarks.experiments.data.split import RetrievalData, loader
+from benchmarks.experiments.methods.base import Setting
+from benchmarks.experiments.methods.checks import check_training, positive_radius
+from contrastive_curvature import ContrastiveLoss
+from contrastive_curvature.losses.mining import active_pairs
+from contrastive_curvature.online import Trainer
+from contrastive_curvature.pairs import RelationFunction
+
+__all__ = ["DECAY", "ContrastiveStep", "run_training", "seed_everything", "train", "training_loader"]
+
+DECAY = math.exp(-0.1)
+"""Factor on the learning rate after every epoch."""
+
+_PROBE = 8
+"""Images that show a step what its encoder does."""
+
+
+class ContrastiveStep(nn.Module):
+    """The contrastive loss of a batch, over all positive pairs and the negative ones inside the margin.
+
+    Args:
+        encoder: Images -> raw outputs (N, D).
+        margin: On the distance of unit embeddings, in (0, 2]; ``None``: all negative pairs count.
+        relation: On positions, which images show the same place; ``None`` for class labels.
+    """
+
+    def __init__(self, encoder: nn.Module, margin: float | None, relation: RelationFunction | None = None) -> None:
+        super().__init__()
+        self.encoder, self.margin, self.relation = encoder, margin, relation
+        self.loss = ContrastiveLoss(margin, normalization="type")
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The loss, a scalar; zero, with a zero gradient, for a batch without pairs."""
+        z = self.encoder(x)
+        return self.loss(z, pairs=active_pairs(z, targets, self.margin, self.relation))
+
+
+def seed_everything(seed: int) -> None:
+    """Seed every source of random numbers that torch, NumPy and scikit-learn draw from; ``seed`` in [0, 2^32)."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)  # noqa: NPY002  scikit-learn draws from this generator
+
+
+def train(
+    setting: Setting,
+    data: RetrievalData,
+    seed: int,
+    checkpoint: Path,
+    *,
+    dropout: float = 0.0,
+    make_step: Callable[[nn.Module, Tensor], nn.Module] | None = None,
+) -> nn.Module:
+    """Train a new encoder, or go on with one from its checkpoint.
+
+    Args:
+        setting: Network and training.
+        data: The training images are ``data.train``.
+        seed: Of the initial weights, the order of the images, augmentations and dropout.
+        checkpoint: File in a folder that exists; a finished training's gives its encoder at once.
+        dropout: Rate of the dropout between all trainable layers.
+        make_step: From the encoder and a few images on its device, the module whose call with a batch returns the loss;
+            ``None`` for :class:`ContrastiveStep`.
+
+    Returns:
+        The step, in evaluation mode.
+
+    Raises:
+        InputError: The setting does not suit the images.
+        DivergenceError: The loss is not finite.
+    """
+    check_training(setting, data.train)
+    seed_everything(seed)
+    encoder = setting.make_encoder(dropout)
+    if make_step is None:
+        step: nn.Module = ContrastiveStep(encoder, setting.margin, setting.relation)
+    else:
+        probe = data.train.images(range(min(_PROBE, len(data.train))))
+        step = make_step(encoder, probe.contiguous(memory_format=torch.channels_last).to(setting.device))
+    run_training(setting, step, training_loader(setting, data.train, seed), setting.epochs, setting.lr, checkpoint)
+    return step.eval()
+
+
+def run_training(
+    setting: Setting,
+    step: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    epochs: int,
+    lr: float,
+    checkpoint: Path,
+) -> None:
+    """Train the parameters of a step with the paper's optimiser.
+
+    Args:
+        setting: How often to write checkpoints, and whether to show progress.
+        step: ``step(x, targets)`` returns the loss of a batch.
+        batches: Iterated once an epoch.
+        epochs: Passes.
+        lr: Learning rate of the first epoch.
+        checkpoint: File to go on from.
+    """
+    optimizer = torch.optim.RMSprop(step.parameters(), lr=lr)
+    Trainer(
+        step,
+        optimizer,
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, DECAY),
+        checkpoint=checkpoint,
+        checkpoint_every=setting.checkpoint_every,
+        progress=setting.progress,
+    ).fit(batches, epochs)
+
+
+def training_loader(setting: Setting, images: Any, seed: int) -> DataLoader[tuple[Tensor, Tensor]]:
+    """Batches in a new order each epoch.
+
+    With ``setting.per_class``, each batch holds that many images of each of ``batch_size / per_class`` classes drawn at
+    random, and an epoch has as many images as the training set, less an incomplete batch. A class with fewer images
+    gives some of them twice. With a relation of positions, classes are places, see :class:`PlaceSampler`.
+
+    Args:
+        setting: Size and kind of the batches.
+        images: Training images, or any data set that has ``targets``.
+        seed: Of the order.
+
+    Returns:
+        The loader.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    sampler: Sampler[int] | None = None
+    own = setting.own_order and setting.per_class is None
+    if own:
+        sampler = _Permutation(len(images), generator)
+    if setting.per_class is not None and setting.relation is not None:
+        sampler = PlaceSampler(images.targets, positive_radius(setting.relation), setting.per_class, generator)
+    elif setting.per_class is not None:
+        sampler = _class_sampler(setting, images)
+    return loader(
+        images,
+        setting.batch_size,
+        shuffle=sampler is None,
+        sampler=sampler,
+        generator=torch.Generator() if own else generator,
+        workers=setting.workers,
+    )
+
+
+class _Permutation(Sampler[int]):
+    """All images in a new order each time; torch's own sampler draws one order more a pass."""
+
+    def __init__(self, size: int, generator: torch.Generator) -> None:
+        self.size, self.generator = size, generator
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self.size, generator=self.generator).tolist())
+
+
+def _class_sampler(setting: Setting, images: Any) -> Sampler[int]:
+    # a second to import, and only data with many classes needs it
+    from pytorch_metric_learning.samplers import MPerClassSampler
+
+    class Restartable(MPerClassSampler):
+        """Shuffles its classes anew from the same order, so that an epoch depends on the random state alone.
+
+        The parent shuffles on from where its last epoch ended, which a resumed training has not seen.
+        """
+
+        def __iter__(self) -> Iterator[int]:
+            self.labels.sort()
+            return super().__iter__()
+
+    return Restartable(images.targets, setting.per_class, setting.batch_size, length_before_new_iter=len(images))

@@ -1,0 +1,8 @@
+"""The encoders of the benchmarks (paper, G.2), by name."""
+
+from __future__ import annotations
+
+from benchmarks.experiments.networks.gem import GeM
+from benchmarks.experiments.networks.make import NETWORKS, make_network
+
+__all__ = ["NETWORKS", "GeM", "make_network"]

@@ -1,0 +1,217 @@
+"""The run folder: what it was made with, and one result a cell, each written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.experiments.config import Config
+from benchmarks.experiments.data import RetrievalData
+from benchmarks.experiments.evaluate import Evaluation, Scores
+from benchmarks.experiments.plan import Cell
+from benchmarks.experiments.saved import check_cell, check_curves, read_json
+from benchmarks.machine import write_atomically
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.metrics import CalibrationBins
+from contrastive_curvature.online import load_checkpoint, save_checkpoint
+
+__all__ = [
+    "FORMAT",
+    "Curves",
+    "check_format",
+    "cell_folder",
+    "is_finished",
+    "load_curves",
+    "load_results",
+    "open_run",
+    "result_file",
+    "save_cell",
+    "save_failure",
+]
+
+_CONFIG = "config.json"
+FORMAT = 2
+"""Of run folders. Those of ``benchmarks.retrieval`` and of the demonstration in the package had none."""
+
+
+def open_run(config: Config, data: RetrievalData) -> None:
+    """Make the run folder, or check that the one that is there was made with the same options.
+
+    Args:
+        config: ``out`` names the folder. Seeds, rows and how to compute may differ from those it was made with.
+        data: What was loaded, which must be the same images.
+
+    Raises:
+        InputError: Another option differs, the folder or its configuration holds something else, or it cannot be
+            written.
+    """
+    out, wanted = config.out, config.identity() | {"images": data.fingerprint(), "format": FORMAT}
+    path = out / _CONFIG
+    if path.is_file():
+        there = read_json(path, "JSON, the options of a run", "Name another --out.")
+        check_format(out, there)
+        differ = [name for name in wanted | there if wanted.get(name) != there.get(name)]
+        if differ:
+            was, came = (", ".join(f"{name} = {given.get(name)!r}" for name in differ) for given in (there, wanted))
+            hint = "Name another --out, or give the same options to go on."
+            raise InputError(expected(f"--out {out}", f"options as the run there: {was}", came, hint))
+    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
+        came = "a folder that holds something else" if out.is_dir() else "a file"
+        raise InputError(expected(f"--out {out}", "a new or empty folder, or a run's", came, "Name another one."))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise InputError(expected(f"--out {out}", "a folder that can be written", str(error))) from None
+    write_atomically(path, json.dumps(wanted, indent=1) + "\n")
+
+
+def check_format(out: Path, content: dict[str, Any]) -> None:
+    """Refuse a run folder of another version.
+
+    Args:
+        out: The folder.
+        content: Of one of its files, with the format.
+
+    Raises:
+        InputError: The format is another one.
+    """
+    if content.get("format") != FORMAT:
+        hint = "It is of another version of this project. Name another --out, or run it anew."
+        raise InputError(expected(str(out), f"a run folder of format {FORMAT}", content.get("format"), hint))
+
+
+def cell_folder(out: Path, seed: int, key: str, members: tuple[int, ...] = ()) -> Path:
+    """Where a cell keeps its training, its fitted method and its curves; an ensemble of other members has another."""
+    return out / f"seed{seed}" / "-".join([key, *map(str, members)])
+
+
+def result_file(out: Path, cell: Cell) -> Path:
+    """Where a cell's figures stand; it is written last."""
+    return out / f"seed{cell.seed}" / f"{cell.row.key}.json"
+
+
+def save_cell(out: Path, cell: Cell, found: Evaluation, fit_seconds: float | None, machine: dict[str, Any]) -> None:
+    """Write the curves, then the figures, which mark the cell as finished.
+
+    Args:
+        out: Run folder.
+        cell: The cell.
+        found: Its evaluation.
+        fit_seconds: What fitting took, ``None`` where that is not known.
+        machine: What it ran on.
+    """
+    bins = found.calibration
+    curves = {
+        "scores": {name: {"inside": s.inside, "outside": s.outside} for name, s in found.scores.items()},
+        "precision_at_1": found.precision_at_1,
+        "nearest": found.nearest,
+        "embeddings": found.embeddings,
+        "calibration": None
+        if bins is None
+        else {name: getattr(bins, name) for name in ("edges", "count", "confidence", "accuracy")},
+    }
+    save_checkpoint(cell_folder(out, cell.seed, cell.row.key, cell.members) / "curves.pt", curves)
+    content = {
+        "row": cell.row.key,
+        "method": cell.row.method,
+        "options": cell.row.options,
+        "seed": cell.seed,
+        "members": list(cell.members),
+        "figures": found.figures,
+        "variants": found.variants,
+        "seconds": {"fit": fit_seconds} | found.seconds,
+        "machine": machine,
+    }
+    write_atomically(result_file(out, cell), json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def save_failure(out: Path, cell: Cell, why: str) -> None:
+    """Write why a cell has no figures; it is tried again when the run is started again."""
+    content = {"row": cell.row.key, "seed": cell.seed, "members": list(cell.members), "failed": why}
+    result_file(out, cell).parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(result_file(out, cell), json.dumps(content, indent=1) + "\n")
+
+
+def is_finished(out: Path, cell: Cell) -> bool:
+    """Whether a cell has its figures, an ensemble those of its members."""
+    path = result_file(out, cell)
+    if not path.is_file():
+        return False
+    content = _read(path)
+    return "failed" not in content and content["members"] == list(cell.members)
+
+
+def load_results(out: Path) -> list[dict[str, Any]]:
+    """What all cells in a run folder gave, figures or a failure, in the order of their seeds.
+
+    Raises:
+        InputError: A file among them is damaged or something else.
+    """
+    found = [_read(path) for path in out.glob("seed*/*.json") if path.parent.name[4:].isdecimal()]
+    return sorted(found, key=lambda cell: (cell["seed"], cell["row"]))
+
+
+class Curves:
+    """What the plots show of a cell.
+
+    Args:
+        content: What was saved.
+
+    Attributes:
+        scores: Score -> uncertainties.
+        precision_at_1: Of every query, shape (N,).
+        nearest: Index of each query's nearest neighbour, shape (N,).
+        embeddings: Of the first images in and out of distribution.
+        calibration: Of the votes, where there are.
+    """
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        self.scores = {name: Scores(**parts) for name, parts in content["scores"].items()}
+        self.precision_at_1: Tensor = content["precision_at_1"]
+        self.nearest: Tensor = content["nearest"]
+        self.embeddings: dict[str, Tensor | None] = content["embeddings"]
+        bins = content["calibration"]
+        self.calibration = None if bins is None else CalibrationBins(**bins)
+
+
+def load_curves(out: Path, seed: int, key: str, points: int | None = None) -> Curves | None:
+    """Read a cell's curves.
+
+    Args:
+        out: Run folder.
+        seed: Of the cell.
+        key: Of its row.
+        points: Number of test images, which the curves are held against where it is given.
+
+    Returns:
+        The curves; ``None`` where the cell is not finished.
+
+    Raises:
+        InputError: The figures or the curves are missing, damaged or something else.
+    """
+    cell = out / f"seed{seed}" / f"{key}.json"
+    content = _read(cell) if cell.is_file() else {"failed": "not yet"}
+    if "failed" in content:
+        return None
+    path = cell_folder(out, seed, key, tuple(content["members"])) / "curves.pt"
+    try:
+        found = load_checkpoint(path, torch.device("cpu"))
+    except InputError as error:
+        # Removing the curves alone would leave the cell finished.
+        msg = f"{error} Remove {cell} too, and the cell is evaluated again."
+        raise InputError(msg) from None
+    check_curves(path, found, cell, points)
+    return Curves(found)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    content = read_json(path, "a cell's result in JSON", "Remove it, and the cell is evaluated again.")
+    check_cell(path, content)
+    return content

@@ -1,0 +1,139 @@
+"""The output Hessian of a data set, for points that arrive in batches, in any order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from contrastive_curvature.hessian.blocks import Blocks
+from contrastive_curvature.hessian.cross import CrossBlocks, tangent_axes
+from contrastive_curvature.hessian.derivatives import DatasetDerivatives, Totals
+from contrastive_curvature.hessian.output import OutputHessian, make_blocks
+from contrastive_curvature.hessian.sphere import normalize
+from contrastive_curvature.options import Distance, PDFix
+
+__all__ = ["ClassCoupling", "DatasetHessian", "HessianPart", "HessianPoints"]
+
+
+@dataclass(frozen=True)
+class HessianPart:
+    """Some points of a data set.
+
+    Args:
+        u: Unit embeddings, shape (B, D).
+        n: Norms of the raw outputs, shape (B,).
+        targets: Labels or targets, shape (B, ...).
+    """
+
+    u: Tensor
+    n: Tensor
+    targets: Tensor
+
+    def tangent_axes(self) -> Tensor:
+        """``P_i e_k / n_i`` for every output axis k, shape (B, D, D)."""
+        return tangent_axes(self.u, self.n)
+
+
+@dataclass(frozen=True)
+class HessianPoints(HessianPart):
+    """Some points of a data set, with their diagonal blocks over ALL its pairs.
+
+    Args:
+        u: Unit embeddings, shape (B, D).
+        n: Norms of the raw outputs, shape (B,).
+        targets: Labels or targets, shape (B, ...).
+        blocks: Their diagonal blocks.
+        totals: What the points add to the value of the loss.
+    """
+
+    blocks: Blocks
+    totals: Totals
+
+
+@dataclass(frozen=True)
+class ClassCoupling:
+    """Cross blocks ``H_ij = -y_ab P_i P_j / (n_i n_j)`` that depend on the classes a and b of the two points only.
+
+    Args:
+        classes: Class labels, ascending, shape (C,).
+        y: Pair weights between classes, shape (C, C).
+    """
+
+    classes: Tensor
+    y: Tensor
+
+
+class DatasetHessian:
+    """Output Hessian over all pairs of a data set.
+
+    Args:
+        z: Raw outputs of all N points, in the order of the first pass over the data, shape (N, D).
+        derivatives: Of the loss in their cosines.
+        distance: Which split of the generalised Gauss-Newton.
+        pd_fix: The fix for positive definiteness.
+    """
+
+    def __init__(self, z: Tensor, derivatives: DatasetDerivatives, distance: Distance, pd_fix: PDFix) -> None:
+        self.z = z
+        self.derivatives = derivatives
+        self.distance, self.pd_fix = distance, pd_fix
+        self.coupled = pd_fix.coupled
+
+    def __len__(self) -> int:
+        return self.z.shape[0]
+
+    def whole(self) -> OutputHessian:
+        """The Hessian of all points at once, in the order of the first pass."""
+        return OutputHessian(self.z, self.derivatives, self.distance, self.pd_fix)
+
+    def place(self, z: Tensor, targets: Tensor) -> HessianPart:
+        """Some of the points, recognised by their targets, without their blocks; arguments as in :meth:`at`."""
+        return HessianPart(*normalize(z), targets)
+
+    def at(self, z: Tensor, targets: Tensor) -> HessianPoints:
+        """Some of the points, recognised by their targets.
+
+        Args:
+            z: Their raw outputs, shape (B, D).
+            targets: Their targets, shape (B, ...).
+
+        Returns:
+            The points with their blocks.
+        """
+        u, n = normalize(z)
+        sums = self.derivatives.sums_for(u, targets)
+        blocks = make_blocks(u, n, sums, self.distance, self.pd_fix)
+        return HessianPoints(u, n, targets, blocks, sums.totals(u))
+
+    def among(self, z: Tensor, targets: Tensor) -> OutputHessian:
+        """The Hessian of some of the points among themselves, as their share of that of the whole set.
+
+        Arguments as in :meth:`at`.
+        """
+        return OutputHessian(z, self.derivatives.among(normalize(z)[0], targets), self.distance, self.pd_fix)
+
+    def without_itself(self, part: HessianPoints) -> Blocks:
+        """The blocks of a part minus what :meth:`cross` has where its points meet themselves.
+
+        With them, the cross blocks may be summed over all pairs of points, i = j among them.
+        """
+        return part.blocks.add_projector(self.derivatives.self_weights(part.targets) / part.n / part.n)
+
+    def cross(self, rows: HessianPart, columns: HessianPart) -> CrossBlocks:
+        """Blocks ``H_ij`` between two parts; a point that is in both meets itself, see :meth:`without_itself`."""
+        y, c = self.derivatives.between(rows.u, rows.targets, columns.u, columns.targets)
+        return CrossBlocks(rows.u, rows.n, columns.u, columns.n, y, c)
+
+    def class_coupling(self) -> ClassCoupling | None:
+        """The cross blocks by classes, where they depend on nothing else."""
+        found = self.derivatives.class_weights()
+        return None if found is None else ClassCoupling(*found)
+
+    def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
+        """Value of the loss over all pairs, without a graph, and its non-negative version.
+
+        Args:
+            totals: Of all points, where the caller has them already.
+        """
+        return self.derivatives.loss_and_cost(totals)

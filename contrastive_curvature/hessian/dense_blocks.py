@@ -1,0 +1,89 @@
+"""The diagonal blocks ``H_ii`` as matrices, for losses with a second derivative in the cosines.
+
+These add ``sum_j c_ij (P_i u_j) (P_i u_j)^T / n_i^2`` to the closed form, which has no closed form of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.hessian.blocks import Blocks
+from contrastive_curvature.hessian.signed import SignedFactor
+from contrastive_curvature.hessian.sphere import project_tangent
+
+__all__ = ["DenseBlocks"]
+
+
+@dataclass(frozen=True)
+class DenseBlocks(Blocks):
+    """N symmetric (D, D) blocks, held as they are.
+
+    Args:
+        u: Unit embeddings, shape (N, D).
+        matrices: Shape (N, D, D), symmetric.
+    """
+
+    u: Tensor
+    matrices: Tensor
+
+    @classmethod
+    def with_moments(cls, first: Blocks, n: Tensor, moments: Tensor) -> DenseBlocks:
+        """Add the second-order part to the blocks of the first-order part.
+
+        Args:
+            first: Of N points.
+            n: Norms of the raw outputs, shape (N,).
+            moments: ``sum_j c_ij u_j u_j^T``, shape (N, D, D).
+
+        Returns:
+            The blocks of the loss.
+        """
+        moments = moments.to(first.u.dtype)
+        second = project_tangent(first.u, project_tangent(first.u, moments).mT)
+        return cls(first.u, first.dense() + second / (n * n).view(-1, 1, 1))
+
+    def __getitem__(self, rows: slice | Tensor) -> DenseBlocks:
+        return DenseBlocks(self.u[rows], self.matrices[rows])
+
+    def matmul(self, v: Tensor) -> Tensor:
+        """See :meth:`Blocks.matmul`."""
+        return (self.matrices @ v.unsqueeze(2)).squeeze(2) if v.ndim == 2 else self.matrices @ v
+
+    def diagonal(self) -> Tensor:
+        """See :meth:`Blocks.diagonal`."""
+        return self.matrices.diagonal(dim1=1, dim2=2)
+
+    def dense(self) -> Tensor:
+        """See :meth:`Blocks.dense`."""
+        return self.matrices
+
+    def add_projector(self, weight: Tensor) -> DenseBlocks:
+        """See :meth:`Blocks.add_projector`."""
+        eye = torch.eye(self.u.shape[1], dtype=self.u.dtype, device=self.u.device)
+        projector = eye - self.u.unsqueeze(2) * self.u.unsqueeze(1)
+        return DenseBlocks(self.u, self.matrices + weight.view(-1, 1, 1) * projector)
+
+    def eigenvalue_bounds(self) -> tuple[Tensor, Tensor]:
+        """See :meth:`Blocks.eigenvalue_bounds`."""
+        values = torch.linalg.eigvalsh(self.matrices)
+        return values[:, 0], values[:, -1]
+
+    def project_psd(self) -> DenseBlocks:
+        """See :meth:`Blocks.project_psd`."""
+        values, vectors = torch.linalg.eigh(self.matrices)
+        return DenseBlocks(self.u, (vectors * values.clamp(min=0).unsqueeze(1)) @ vectors.mT)
+
+    def factor(self) -> Tensor:
+        """See :meth:`Blocks.factor`; the root is symmetric."""
+        self.require_psd()
+        values, vectors = torch.linalg.eigh(self.matrices)
+        return (vectors * values.clamp(min=0).sqrt().unsqueeze(1)) @ vectors.mT
+
+    def signed_factor(self) -> SignedFactor:
+        """See :meth:`Blocks.signed_factor`."""
+        values, vectors = torch.linalg.eigh(self.matrices)
+        columns = (vectors * values.abs().sqrt().unsqueeze(1)).permute(2, 0, 1)
+        return SignedFactor(columns.contiguous(), values.sign().T.contiguous())

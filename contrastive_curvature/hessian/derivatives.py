@@ -1,0 +1,146 @@
+"""What the output Hessian needs of a loss: its derivatives in the cosines of N points, never held whole."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["CosineDerivatives", "DatasetDerivatives", "NodeSums", "Totals"]
+
+_CHUNK_ROWS = 2**16
+"""Points that are held in float64 at once."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over points from which a loss knows its value; those of batches add up.
+
+    Args:
+        degree: ``sum_i d_i``, float64.
+        along: ``sum_i u_i . s_i``, float64.
+        value: The loss itself, float64; zero for losses that know it from the two sums above.
+    """
+
+    degree: Tensor
+    along: Tensor
+    value: Tensor
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(self.degree + other.degree, self.along + other.along, self.value + other.value)
+
+
+@dataclass(frozen=True)
+class NodeSums:
+    """Sums over the neighbours of every point, the point itself left out.
+
+    Args:
+        degree: ``d_i = sum_j y_ij``, shape (N,).
+        neighbors: ``s_i = sum_j y_ij u_j``, shape (N, D).
+        moments: ``sum_j c_ij u_j u_j^T``, shape (N, D, D); ``None`` where the second derivatives are zero.
+        value: Half the loss of the pairs of these points, float64, see :class:`Totals`.
+    """
+
+    degree: Tensor
+    neighbors: Tensor
+    moments: Tensor | None
+    value: Tensor
+
+    def totals(self, u: Tensor) -> Totals:
+        """What these points add to the value of the loss.
+
+        Args:
+            u: Their unit embeddings, shape (N, D).
+        """
+        # In float64 and in chunks: the loss is the small difference of the two sums.
+        pairs = zip(u.split(_CHUNK_ROWS), self.neighbors.split(_CHUNK_ROWS), strict=True)
+        zero = self.neighbors.new_zeros(()).double()
+        along = sum(((a.double() * b.double()).sum() for a, b in pairs), start=zero)
+        return Totals(self.degree.double().sum(), along, self.value)
+
+
+class CosineDerivatives(ABC):
+    """Derivatives of a loss in the cosines ``s_ij = u_i . u_j`` of N points.
+
+    ``y_ij = -dL/ds_ij`` is the weight of the unordered pair {i, j}: positive where the pair attracts, negative where it
+    repels. ``c_ij = d2L/ds_ij^2``. Both are symmetric with a zero diagonal.
+
+    Attributes:
+        n: Number N of points.
+        u: Their unit embeddings, shape (N, D).
+    """
+
+    n: int
+    u: Tensor
+
+    @abstractmethod
+    def node_sums(self) -> NodeSums:
+        """Sums over the neighbours of every point."""
+
+    @abstractmethod
+    def rows(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        """Rows ``start..stop`` of ``y`` and of ``c``, each (stop - start, N); ``None`` where ``c`` is zero."""
+
+    @abstractmethod
+    def row_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+        """Stream all rows in blocks of bounded size: ``(rows, y, c)``."""
+
+    @abstractmethod
+    def matmul(self, x: Tensor) -> Tensor:
+        """``sum_j y_ij x_j`` for ``x`` of shape (N, C)."""
+
+    @abstractmethod
+    def second_matmul(self, t: Tensor) -> Tensor | None:
+        """``sum_j c_ij (u_i . t_jk) u_j`` for ``t`` of shape (N, D, K); ``None`` where ``c`` is zero."""
+
+    @abstractmethod
+    def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
+        """Value of the loss, without a graph, and its non-negative version.
+
+        Args:
+            totals: Of all points, where the caller has them already.
+        """
+
+    def dense(self) -> tuple[Tensor, Tensor | None]:
+        """``y`` and ``c`` as matrices (N, N); for small N."""
+        return self.rows(0, self.n) if self.n else (torch.zeros_like(self.u[:, :0]), None)
+
+
+class DatasetDerivatives(CosineDerivatives):
+    """The same where every point has a target by which it is recognised when it arrives again, in any order."""
+
+    @abstractmethod
+    def sums_for(self, u: Tensor, targets: Tensor) -> NodeSums:
+        """Sums over the neighbours of points of this set.
+
+        Args:
+            u: Unit embeddings of B of the points, shape (B, D).
+            targets: Their targets, shape (B, ...).
+        """
+
+    @abstractmethod
+    def between(self, u_a: Tensor, targets_a: Tensor, u_b: Tensor, targets_b: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``y`` and ``c``, each (A, B), between points of this set; a point that is on both sides meets itself."""
+
+    @abstractmethod
+    def self_weights(self, targets: Tensor) -> Tensor:
+        """The ``y`` that :meth:`between` gives where a point meets itself, shape (B,)."""
+
+    @abstractmethod
+    def among(self, u: Tensor, targets: Tensor) -> CosineDerivatives:
+        """Derivatives of some points of this set among themselves, as their share of those of the whole set.
+
+        Args:
+            u: Unit embeddings of B of the points, shape (B, D).
+            targets: Their targets, shape (B, ...).
+        """
+
+    def class_weights(self) -> tuple[Tensor, Tensor] | None:
+        """The class labels, shape (C,), and ``y`` between any two classes, shape (C, C).
+
+        ``None`` where the weight of a pair depends on more than the two classes.
+        """
+        return None

@@ -1,0 +1,223 @@
+"""Running an encoder under BackPACK's extensions without a trace in the user's modules or in the process.
+
+BackPACK keeps results on parameters and inputs on modules, and its context tells the whole process which extensions to
+run. So each pass has shallow copies of the layers, with parameter objects of their own (the numbers are shared), and
+calls the extensions itself, in the order in which autograd reaches the layers' outputs.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from backpack.custom_module.branching import SumModule
+from torch import Tensor, nn
+
+from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.hosts.backpack.given import GivenColumns, host_knows, sqrt_ggn
+from contrastive_curvature.hosts.backpack.layers import ADVICE, check_layer, refuse
+from contrastive_curvature.network.encoder import Encoder
+from contrastive_curvature.network.threads import private_copy, watched
+
+__all__ = ["HostedEncoder", "Pass"]
+
+
+class HostedEncoder:
+    """An encoder whose layers BackPACK knows.
+
+    Args:
+        encoder: The analysed encoder.
+
+    Attributes:
+        params: Its trainable parameters.
+        layers: The modules of a copy that have a rule in the host, with their names.
+        others: Those without a rule and without parts, with their names.
+        agrees: Whether the host's products have been compared with autograd's.
+        width: Numbers per point in the widest layer, as far as known.
+        in_place: Layers that overwrite their input in the user's model; in the copy they do not.
+
+    Raises:
+        UnsupportedError: A parameter belongs to a layer that the host does not know, or to two, or the encoder cannot
+            be copied.
+    """
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.params = [p for p in encoder.parameters() if p.requires_grad]
+        # The hooks of a model that its user extended would store and compute for the user.
+        self.encoder = _copied(encoder)
+        self.layers: dict[nn.Module, str] = {}
+        self.others: dict[nn.Module, str] = {}
+        self.in_place: set[nn.Module] = set()
+        self.agrees = False
+        self.width = 1
+        owners: dict[int, str] = {}
+        host = sqrt_ggn()
+        for name, module in self.encoder.model.named_modules():
+            own = [(key, p) for key, p in module.named_parameters(recurse=False) if p.requires_grad]
+            known = host_knows(type(module), host)
+            if known:
+                self.layers[module] = name
+            elif own:
+                refuse(name, module, "BackPACK has no derivatives of it")
+            elif next(module.children(), None) is None:
+                self.others[module] = name
+            for key, p in own:
+                if id(p) in owners:
+                    refuse(name, module, f"its parameter {key!r} is used twice, first by {owners[id(p)]!r}")
+                owners[id(p)] = name
+            if known and own:
+                check_layer(name, module)
+            if known and getattr(module, "inplace", False):
+                module.inplace = False
+                self.in_place.add(module)
+
+
+class Pass:
+    """One forward pass of a batch, and any number of backward passes of the host's extensions.
+
+    Args:
+        hosted: The encoder.
+        x: A batch of N points.
+
+    Attributes:
+        z: Raw outputs, shape (N, D), with a graph.
+        width: Numbers per point in the widest layer.
+        positions: Whether a linear layer takes more than a vector a point.
+
+    Raises:
+        UnsupportedError: A layer takes or gives what the host does not see.
+    """
+
+    def __init__(self, hosted: HostedEncoder, x: Tensor) -> None:
+        self._hosted = hosted
+        self._extensions: tuple[Any, ...] = ()
+        self._made: dict[int, tuple[Tensor, int]] = {}
+        self._overwritten: dict[int, Tensor] = {}
+        self._twins: dict[int, nn.Parameter] = {}
+        self._ran: set[nn.Module] = set()
+        self._ends: list[Tensor] = []
+        self._over = False
+        self.width = 1
+        self.positions = False
+        encoder = hosted.encoder
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            watched([] if encoder.tap is None else [encoder.tap], before=self._end),
+            watched(hosted.layers, before=self._check_call, after=self._follow),
+            watched(hosted.others, after=self._check_other),
+        ):
+            out = encoder.model(x.detach().clone())
+        self.z: Tensor = self._ends[-1] if self._over else out
+        self._require_seen(self.z, "the end of the network")
+
+    def pull(self, columns: Tensor, *extensions: Any) -> list[list[Any]]:
+        """Run extensions from columns at the outputs back to every parameter.
+
+        Args:
+            columns: Shape (C, N, D).
+            *extensions: The host's, prepared for given columns (:mod:`contrastive_curvature.hosts.backpack.given`).
+
+        Returns:
+            For every extension what it gives for each trainable parameter; ``None`` where no gradient arrives.
+        """
+        if self.z.requires_grad:
+            loss = GivenColumns(columns, self.z)
+            self._extensions = extensions
+            for extension in extensions:
+                extension(loss, None, (torch.ones_like(loss.output),))
+            # The gradient itself is of no interest: it takes autograd past the outputs of all layers, last first.
+            zero = torch.zeros_like(self.z)
+            torch.autograd.grad(self.z, self._hosted.params, zero, allow_unused=True, retain_graph=True)
+        return [[self._take(p, extension.savefield) for p in self._hosted.params] for extension in extensions]
+
+    def _take(self, p: nn.Parameter, field: str) -> Any:
+        twin = self._twins.get(id(p))
+        return None if twin is None else vars(twin).pop(field, None)
+
+    def _end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Stop to look where the normalisation takes in the raw outputs; what follows may be anything."""
+        if not self._over:
+            self._ends.append((*args, *kwargs.values())[0])
+            self._over = len(self._ends) > self._hosted.encoder.tap_run
+
+    def _check_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._over:
+            return
+        many = len(args) != 1 and not isinstance(module, SumModule)
+        if kwargs or many or not all(isinstance(a, Tensor) for a in args):
+            # An output_size, say, would be dropped.
+            refuse(self._hosted.layers[module], module, "it takes more than one input, or none by position")
+        for a in args:
+            self._require_seen(a, f"layer {self._hosted.layers[module]!r}")
+
+    def _follow(self, module: Any, args: tuple[Tensor, ...], out: Any) -> None:
+        """Let the extensions look at a layer when its output's gradient is complete."""
+        if self._over:
+            return
+        if not isinstance(out, Tensor):
+            refuse(self._hosted.layers[module], module, "it gives something else than a tensor")
+        self.width = max(self.width, *(t[:1].numel() for t in (out, *args)))
+        self.positions |= isinstance(module, nn.Linear) and args[0].ndim != 2
+        # Returned as it came: dropout in evaluation mode.
+        if any(out is a for a in args):
+            return
+        if module in self._hosted.in_place:
+            self._overwritten[args[0].untyped_storage().data_ptr()] = args[0]
+        if not out.requires_grad:
+            return
+        check_layer(self._hosted.layers[module], module)
+        own = {name: p for name, p in module._parameters.items() if p is not None and p.requires_grad}
+        if own and module in self._ran:
+            refuse(self._hosted.layers[module], module, "it runs twice, so its parameters are used twice")
+        self._ran.add(module)
+        twin: Any = copy.copy(module)
+        values = {
+            name: None if p is None else nn.Parameter(p.detach(), p.requires_grad)
+            for name, p in module._parameters.items()
+        }
+        vars(twin)["_parameters"] = values
+        self._twins.update({id(p): values[name] for name, p in own.items()})
+        for k, a in enumerate(args):
+            setattr(twin, f"input{k}", a)
+        twin.output = out
+        self._made[id(out)] = out, out._version
+        out.register_hook(lambda gradient: self._extend(twin, gradient))
+
+    def _extend(self, twin: nn.Module, gradient: Tensor) -> None:
+        with torch.no_grad():
+            for extension in self._extensions:
+                extension(twin, None, (gradient,))
+
+    def _check_other(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        changed = not isinstance(out, Tensor) or (out.requires_grad and id(out) not in self._made)
+        if changed and not self._over:
+            refuse(self._hosted.others[module], module, "BackPACK has no derivatives of it")
+
+    def _require_seen(self, t: Tensor, taker: str) -> None:
+        """Refuse a tensor that no layer put out, or that was written to since: the host would not know."""
+        if t.untyped_storage().data_ptr() in self._overwritten:
+            msg = f"backend BackPACK: {taker} takes what a layer before it overwrote (inplace=True). {ADVICE}"
+            raise UnsupportedError(msg)
+        known, version = self._made.get(id(t), (None, 0))
+        if t.requires_grad and (known is not t or t._version != version):
+            msg = (
+                f"backend BackPACK: {taker} takes what no layer put out. A function, an operator or a parameter in the "
+                "forward of a module leaves no trace in BackPACK. Write it as a module that BackPACK knows "
+                f"(backpack.custom_module), or: {ADVICE}"
+            )
+            raise UnsupportedError(msg)
+
+
+def _copied(encoder: Encoder) -> Encoder:
+    try:
+        made = private_copy(encoder, backward_hooks=False)
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        msg = f"backend BackPACK: {type(encoder.model).__name__} cannot be copied ({reason}). {ADVICE}"
+        raise UnsupportedError(msg) from error
+    if [type(m) for m in made.modules()] != [type(m) for m in encoder.modules()]:
+        msg = f"backend BackPACK: a copy of {type(encoder.model).__name__} has other modules than itself. {ADVICE}"
+        raise UnsupportedError(msg)
+    return made

@@ -1,0 +1,159 @@
+"""StochMan's own rules for one layer, each compared with autograd before its first use.
+
+StochMan writes ``J^T M J`` by hand, four times a layer (from and to a full matrix or a diagonal), for a few layers; for
+every layer it has the product of a matrix with the Jacobian. Some of these rules are wrong or incomplete in 0.3.0
+(``docs/migration.md`` lists them), so a rule is used only where it gives what autograd gives on the user's points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from stochman import nnj
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["RefusedError", "Rule", "find_rule"]
+
+Rule = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+"""``J^T M J`` from a layer, its input (B, *input), its output (B, *output) and ``M``: (B, O, O), or its diagonal."""
+
+_PROBES = 32
+"""Outputs of a layer that a rule for diagonals is compared on."""
+
+
+class RefusedError(Exception):
+    """StochMan has no rule for a layer that agrees with autograd; the message, for another one, says why."""
+
+
+class _InTypeOf(TorchFunctionMode):
+    """Lets ``torch.zeros`` and its like make tensors of the network's type, in this thread.
+
+    StochMan gives its work buffers no dtype: without this, float64 networks with convolutions raise errors or lose half
+    of their digits.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        super().__init__()
+        self._made = {"dtype": like.dtype, "device": like.device}
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return func(*args, **({**self._made, **kwargs} if func in (torch.zeros, torch.ones, torch.eye) else kwargs))
+
+
+def find_rule(of: str, layer: nn.Module, x: Tensor, *, diag_inp: bool, diag_out: bool) -> Rule:
+    """StochMan's rule for ``J^T M J``.
+
+    Args:
+        of: ``"input"`` or ``"weight"``: what the Jacobian is of; all parameters of the layer, in their order.
+        layer: A layer of StochMan, private to the caller: pooling layers keep the indices of their last run.
+        x: A few inputs (B, *input) of it, to compare with autograd on.
+        diag_inp: Whether ``M`` is given by its diagonal.
+        diag_out: Whether only the diagonal of the result is wanted.
+
+    Returns:
+        The layer's sandwich; for inputs of a layer that has none, the definition with StochMan's Jacobian.
+
+    Raises:
+        RefusedError: There is no rule, or none that agrees with autograd.
+    """
+    name = f"_jacobian_wrt_{of}_sandwich"
+
+    def sandwich(layer: Any, x: Tensor, val: Tensor, m: Tensor) -> Tensor:
+        out: Tensor = getattr(layer, name)(x, val, m, diag_inp=diag_inp, diag_out=diag_out)
+        return out
+
+    def slope(layer: Any, x: Tensor, val: Tensor, m: Tensor) -> Tensor:
+        d = layer._jacobian_wrt_input_mult_left_vec(x, val, torch.ones_like(x)).flatten(1)
+        if diag_inp or diag_out:
+            m = d**2 * (m if diag_inp else m.diagonal(dim1=1, dim2=2))
+            return m if diag_out else torch.diag_embed(m)
+        return d.unsqueeze(2) * m * d.unsqueeze(1)
+
+    def jacobian(layer: Any, x: Tensor, val: Tensor, m: Tensor) -> Tensor:
+        j = layer._jacobian_wrt_input_mult_left_vec(x, val, nnj.identity(x)).reshape(*m.shape[:2], -1)
+        curved = m.unsqueeze(2) * j if diag_inp else m @ j
+        return (j * curved).sum(1) if diag_out else j.mT @ curved
+
+    rules: list[Rule] = [sandwich] if hasattr(layer, name) and not _overlaps(layer) else []
+    if of == "input":
+        rules += [slope, jacobian] if x.shape == layer(x).shape else [jacobian]
+    reason: str | None = "StochMan has no Jacobian of its parameters"
+    for rule in rules:
+        made = _in_type(rule)
+        reason = _wrong_for_some(layer) or _compare(made, layer, x, of, diag_inp, diag_out)
+        if reason is None:
+            return made
+    raise RefusedError(reason)
+
+
+def _in_type(rule: Rule) -> Rule:
+    def run(layer: Any, x: Tensor, val: Tensor, m: Tensor) -> Tensor:
+        with _InTypeOf(val):
+            return rule(layer, x, val, m)
+
+    return run
+
+
+def _overlaps(layer: nn.Module) -> bool:
+    """Whether one input may be the largest of several windows, which the sandwich of StochMan counts once."""
+    if not isinstance(layer, nn.MaxPool2d):
+        return False
+    sizes = [nn.modules.utils._pair(size) for size in (layer.stride, layer.kernel_size, layer.dilation)]
+    return any(stride < kernel or dilation > 1 for stride, kernel, dilation in zip(*sizes, strict=True))
+
+
+def _wrong_for_some(layer: nn.Module) -> str | None:
+    """What is wrong with a derivative for some inputs only, so that a few points may not show it."""
+    if isinstance(layer, nn.Softplus) and layer.threshold < 20:
+        return "StochMan's derivative does not know its threshold"
+    if isinstance(layer, nn.Hardtanh) and (layer.min_val, layer.max_val) != (-1.0, 1.0):
+        return "StochMan's derivative is that of the limits -1 and 1"
+    return None
+
+
+def _compare(rule: Rule, layer: nn.Module, x: Tensor, of: str, diag_inp: bool, diag_out: bool) -> str | None:
+    """Why a rule cannot be used, or ``None``."""
+    val = layer(x)
+    size = val[0].numel()
+    generator = torch.Generator().manual_seed(0)
+    if diag_inp:
+        # The first and the last one are at the edges of an image.
+        places = torch.linspace(0, size - 1, min(size, _PROBES)).round().long()
+        axes, factors = torch.eye(size)[places].to(val), torch.rand(len(places), 1, generator=generator).to(val) + 0.5
+        m = (factors * axes).sum(0).expand(len(x), size)
+    else:
+        axes, factors = torch.randn(1, size, generator=generator).to(val), val.new_ones(1, 1)
+        m = (axes.T @ axes).expand(len(x), size, size)
+    rows = torch.stack([_products(layer, point.unsqueeze(0), axes, of) for point in x])
+    truth = (rows * factors * rows).sum(1) if diag_out else rows.mT @ (factors * rows)
+    try:
+        # Run once more: pooling layers keep the indices of their last run.
+        found = rule(layer, x, layer(x), m)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return f"StochMan's rule raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if not isinstance(found, Tensor) or found.shape != truth.shape:
+        came = tuple(found.shape) if isinstance(found, Tensor) else found
+        return f"StochMan's rule gives {came} where there is {tuple(truth.shape)}"
+    tolerance = 1e-8 if val.dtype == torch.float64 else 1e-2 if val.is_cuda else 1e-3
+    if not truth.numel() or bool((found - truth).abs().max() <= tolerance * truth.abs().max()):
+        return None
+    return f"StochMan's rule is off by {float((found - truth).abs().max() / truth.abs().max()):.0%}"
+
+
+def _products(layer: nn.Module, point: Tensor, axes: Tensor, of: str) -> Tensor:
+    """``J^T v`` of one point by autograd for vectors (K, O): (K, I), or (K, P)."""
+    with torch.inference_mode(False), torch.enable_grad():
+        point = point.detach().clone().requires_grad_()
+        params = {name: p.detach().clone().requires_grad_() for name, p in layer.named_parameters()}
+        out = torch.func.functional_call(layer, params, (point,))
+        wanted = [point] if of == "input" else list(params.values())
+        cotangents = axes.clone().reshape(len(axes), *out.shape)
+        found = torch.autograd.grad(out, wanted, cotangents, is_grads_batched=True, allow_unused=True)
+    zeros = [axes.new_zeros(len(axes), v.numel()) for v in wanted]
+    return torch.cat([z if g is None else g.flatten(1) for g, z in zip(found, zeros, strict=True)], 1)

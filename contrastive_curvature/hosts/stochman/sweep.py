@@ -1,0 +1,142 @@
+"""One backward sweep of ``M = B^T H B`` through a network by StochMan's rules, as far as StochMan has them.
+
+``B`` (D, O) is the Jacobian of the outputs with respect to what a layer gives, so ``M`` is (O, O) for every point. The
+sweep says which layers it leaves out, and why: these are left to the code for any network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from contrastive_curvature.hosts.stochman.rules import RefusedError, Rule, find_rule
+from contrastive_curvature.network import pullback as limits
+
+__all__ = ["Sweep", "feature_maps"]
+
+WIDEST = 1024
+"""Numbers of a point that a layer may give for a full ``M``: StochMan multiplies such matrices for every point."""
+
+_POINTS = 2
+"""Points that every rule is compared with autograd on; more than one, since a rule may mix up points."""
+
+
+def feature_maps(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
+    """The input, and what every layer makes of it."""
+    maps = [x]
+    for layer in layers:
+        maps.append(layer(maps[-1]))
+    return maps
+
+
+class Sweep:
+    """A sweep, planned on the first points of a batch.
+
+    Args:
+        layers: Layers of StochMan that run one after another, private to the caller.
+        x: Points (N, *input), at least one.
+        wanted: Numbers of the layers whose parameters are asked for; -1 for the input of the network.
+        names: What messages call the layers, if not by their numbers.
+        shape: ``"diagonal"`` or ``"block"``: what is asked for of each.
+        approximate: Whether only the diagonal of ``M`` goes from layer to layer (``speed="fast"``).
+        diagonal: Whether ``M`` at the outputs is given by its diagonal.
+
+    Attributes:
+        reasons: Which of them are left out, and why.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        x: Tensor,
+        wanted: Collection[int],
+        *,
+        names: Sequence[str] | None = None,
+        shape: str = "diagonal",
+        approximate: bool = False,
+        diagonal: bool = False,
+    ) -> None:
+        self.layers, self.wanted = layers, wanted
+        self.names = [str(k) for k in range(len(layers))] if names is None else names
+        self.reasons: dict[int, str] = {}
+        self._weights: dict[int, Rule] = {}
+        self._inputs: dict[int, Rule] = {}
+        self._held = 1
+        with torch.no_grad():
+            maps = feature_maps(layers, x[:_POINTS])
+            for k in reversed(range(max(0, min(wanted, default=len(layers))), len(layers))):
+                cut = shape == "diagonal" if k == 0 else approximate
+                try:
+                    self._plan(k, maps[k], maps[k + 1][0].numel(), diagonal, cut, shape == "diagonal")
+                except RefusedError as error:
+                    left = [j for j in wanted if j not in self._weights and j not in self.reasons]
+                    self.reasons |= dict.fromkeys(left, self._reason(k, error))
+                    return
+                diagonal = cut
+
+    def _plan(self, k: int, x: Tensor, width: int, diagonal: bool, cut: bool, diag_out: bool) -> None:
+        """Find the rules of a layer.
+
+        Raises:
+            RefusedError: The sweep does not come past it.
+        """
+        layer, size = self.layers[k], x[0].numel()
+        if not diagonal and width > WIDEST:
+            msg = f"gives {width} numbers a point, and M is kept up to {WIDEST}"
+            raise RefusedError(msg)
+        self._held = max(self._held, width if diagonal else width**2)
+        if k in self.wanted:
+            count = sum(p.numel() for p in layer.parameters())
+            # StochMan forms (P, P) for the diagonal of a convolution too.
+            small = diag_out and (diagonal or isinstance(layer, nn.Linear))
+            held = count if small else count * (count + width)
+            try:
+                _check_size(held)
+                self._weights[k] = find_rule("weight", layer, x, diag_inp=diagonal, diag_out=diag_out)
+                self._held = max(self._held, held)
+            except RefusedError as error:
+                self.reasons[k] = self._reason(k, error)
+        if any(j < k for j in self.wanted):
+            _check_size(size if cut else size**2)
+            self._held = max(self._held, size if cut else size**2)
+            self._inputs[k] = find_rule("input", layer, x, diag_inp=diagonal, diag_out=cut)
+
+    def _reason(self, k: int, error: RefusedError) -> str:
+        return f"layer {self.names[k]!r} ({type(self.layers[k]).__name__}): {error}"
+
+    def run(self, x: Tensor, m: Callable[[slice], Tensor]) -> tuple[dict[int, Tensor], Tensor | None]:
+        """Sweep.
+
+        Args:
+            x: Points (N, *input).
+            m: Gives ``M`` at the outputs for some of the points: (n, D, D), or its diagonal (n, D).
+
+        Returns:
+            By number of the layer the sum over points of ``J^T M J`` for its parameters: (P_l,) or (P_l, P_l). And that
+            of every point for the input: (N, I) or (N, I, I); ``None`` where it was not asked for or is left out.
+        """
+        total: dict[int, Tensor] = {}
+        ends: list[Tensor] = []
+        step = max(1, limits.JACOBIAN_ELEMENTS // self._held)
+        with torch.no_grad():
+            for start in range(0, len(x), step):
+                rows = slice(start, start + step)
+                maps, here = feature_maps(self.layers, x[rows]), m(rows)
+                for k, layer in reversed(list(enumerate(self.layers))):
+                    if k in self._weights:
+                        found = self._weights[k](layer, maps[k], maps[k + 1], here).sum(0)
+                        total[k] = total[k] + found if k in total else found
+                    if k not in self._inputs:
+                        break
+                    here = self._inputs[k](layer, maps[k], maps[k + 1], here)
+                else:
+                    ends.append(here)
+        return total, torch.cat(ends) if ends and -1 in self.wanted else None
+
+
+def _check_size(numbers: int) -> None:
+    if numbers > limits.JACOBIAN_ELEMENTS:
+        msg = f"StochMan would hold {numbers} numbers for every point"
+        raise RefusedError(msg)

@@ -1,0 +1,293 @@
+"""Losses of pairs of embeddings: what they share, and what one of them has to say."""
+
+from __future__ import annotations
+
+import copy
+import time
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.nn.modules.loss import _Loss
+
+from contrastive_curvature.hessian.output import OutputHessian
+from contrastive_curvature.hessian.sphere import check_outputs, normalize
+from contrastive_curvature.losses.derivatives import PairDerivatives
+from contrastive_curvature.losses.effort import FASTER, block_seconds, labelled_seconds
+from contrastive_curvature.losses.last_call import LastCall
+from contrastive_curvature.losses.weighting import PairFactors, Shares, count_shares
+from contrastive_curvature.options import Distance, Normalization, PDFix, check_negative_weight, parse_option
+from contrastive_curvature.pairs import Pairs, make_relation
+from contrastive_curvature.pairs.edges import EdgeRelation
+from contrastive_curvature.pairs.relation import Relation, RelationFunction, make_target_relation
+from contrastive_curvature.progress import Progress
+
+__all__ = ["PairLoss", "Terms"]
+
+
+class Terms(NamedTuple):
+    """Derivatives of a loss in a block of cosines.
+
+    Args:
+        first: ``dL/ds``, of the shape of the cosines.
+        second: ``d2L/ds2``, elementwise; ``None`` where the loss is linear in the cosines.
+    """
+
+    first: Tensor
+    second: Tensor | None
+
+
+class PairLoss(_Loss, ABC):
+    """A loss that sees the embeddings only through the cosines of their pairs.
+
+    ``L = sum_{i<j} [ a_ij l+(s_ij) + r_ij l-(s_ij) ]`` with the cosines ``s_ij = u_i . u_j`` of the unit embeddings,
+    and how much every pair counts as a positive (``a``) and as a negative (``r``), which the arguments below decide
+    (:mod:`contrastive_curvature.losses.weighting`).
+
+    A subclass writes two rules on a block of pairs, :meth:`_value` and :meth:`_terms`, and inherits the output Hessian,
+    every structure of the parameter curvature, the data-set fits and the hosts.
+
+    Args:
+        negative_weight: ``w_n`` of the paper's Eq. 10 in [0, 1]: positives are scaled by ``1 - w_n``, negatives by
+            ``w_n``.
+        normalization: ``"sum"``: every unordered pair counts once. ``"type"``: the mean over all positive pairs plus
+            the mean over all negative pairs (Eq. 23). ``"anchor"``: each point's positives average to one, its
+            negatives too, and a pair takes the mean of its two points' shares (Eq. 119); the loss then grows like N.
+        distance: Of no effect on the loss; how its curvature is split, see
+            :class:`~contrastive_curvature.options.Distance`.
+        pd_fix: Of no effect on the loss; how its curvature is made positive definite, see
+            :class:`~contrastive_curvature.options.PDFix`.
+
+    Raises:
+        InputError: An option is unknown or out of range.
+    """
+
+    linear: ClassVar[bool] = False
+    """Whether the loss is piecewise linear in the cosines: :meth:`_terms` then gives no second derivative."""
+
+    value_from_sums: ClassVar[bool] = False
+    """Whether the value follows from the sums over neighbours, so that :meth:`_value` is not needed for a data set."""
+
+    def __init__(
+        self,
+        negative_weight: float = 0.5,
+        normalization: Normalization | str = Normalization.ANCHOR,
+        *,
+        distance: Distance | str = Distance.ARCCOS,
+        pd_fix: PDFix | str = PDFix.FIXED,
+    ) -> None:
+        # Hosts read this as a sum over pairs; `normalization` sets the divisor.
+        super().__init__(reduction="sum")
+        check_negative_weight(negative_weight)
+        self.negative_weight = float(negative_weight)
+        self.normalization = parse_option(Normalization, "normalization", normalization)
+        self.distance = parse_option(Distance, "distance", distance)
+        self.pd_fix = parse_option(PDFix, "pd_fix", pd_fix)
+        self._last_call = LastCall()
+
+    @abstractmethod
+    def _value(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Tensor:
+        """Value of a block of pairs, differentiable by autograd.
+
+        Args:
+            cosine: ``s``, shape (B, M), or (K,) for listed pairs.
+            attract: How much each pair counts as a positive, of a shape that broadcasts to that of ``cosine``.
+            repel: How much each pair counts as a negative.
+
+        Returns:
+            The sum over the block, one number.
+        """
+
+    @abstractmethod
+    def _terms(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Terms:
+        """Derivatives of :meth:`_value` in the cosines; arguments as there."""
+
+    def forward(self, z: Tensor, labels: Tensor | None = None, *, pairs: Pairs | None = None) -> Tensor:
+        """Compute the loss of a batch.
+
+        Args:
+            z: Raw or normalised embeddings, shape (N, D); half precision is computed in float32.
+            labels: Integer class labels, shape (N,), for all pairs of the batch.
+            pairs: Instead: index tuples, masks or a callable, see :func:`contrastive_curvature.pairs.make_relation`.
+
+        Returns:
+            A scalar; zero, with a zero gradient, when there is no pair.
+
+        Raises:
+            InputError: Embeddings, labels or pairs are malformed.
+        """
+        if isinstance(z, Tensor) and z.requires_grad and torch.is_grad_enabled():
+            self._last_call = LastCall(z, labels, pairs)
+        z = check_outputs(z)
+        relation = make_relation(z.shape[0], z.device, labels, pairs)
+        positive, negative = relation.counts()
+        totals = (positive.sum().item() / 2, negative.sum().item() / 2)
+        shares = count_shares(positive, negative, self.normalization, z.dtype, totals)
+        factors = PairFactors(1 - self.negative_weight, self.negative_weight)
+        u, _ = normalize(z)
+        if isinstance(relation, EdgeRelation):
+            i, j = relation.i, relation.j
+            weights = factors.weigh(relation.positive, relation.negative, shares[i], shares[j])
+            # From the difference: its gradient keeps the digits of points that are close together.
+            return self._value(1 - (u[i] - u[j]).square().sum(1) / 2, *weights)
+        return self._all_pairs(u, relation, factors, shares)
+
+    def given_with(self, z: Tensor) -> tuple[Tensor | None, Pairs | None] | None:
+        """Labels and pairs of the last differentiable call, for hosts that come back to it in the backward pass.
+
+        Args:
+            z: The embeddings of that call, the same tensor object.
+
+        Returns:
+            Both, or ``None`` where the last call was with other embeddings. They are kept as long as the embeddings.
+        """
+        return self._last_call.of(z)
+
+    def output_hessian(
+        self,
+        z: Tensor,
+        labels: Tensor | None = None,
+        *,
+        pairs: Pairs | None = None,
+        distance: Distance | str | None = None,
+        pd_fix: PDFix | str | None = None,
+    ) -> OutputHessian:
+        """Hessian of this loss with respect to raw outputs.
+
+        Args:
+            z: Raw outputs, before any l2-normalisation, shape (N, D); half precision is lifted to float32.
+            labels: Integer class labels, shape (N,).
+            pairs: Instead of labels: index tuples, masks, or a callable
+                (:func:`contrastive_curvature.pairs.make_relation`).
+            distance: Instead of this loss's own.
+            pd_fix: Instead of this loss's own.
+
+        Returns:
+            The Hessian. With ``distance="arccos"`` and ``pd_fix="full"`` it is exactly that of the loss.
+
+        Raises:
+            InputError: An argument is malformed, or the norms of the outputs are so large or small that the dtype
+                cannot hold the Hessian.
+        """
+        chosen = self.replaced(distance=distance, pd_fix=pd_fix)
+        z = check_outputs(z)
+        return chosen.hessian_at(z, make_relation(z.shape[0], z.device, labels, pairs))
+
+    def hessian_at(self, z: Tensor, relation: Relation) -> OutputHessian:
+        """The Hessian at checked raw outputs (N, D) for a relation of the same points; warns of a long wait."""
+        u = normalize(z)[0]
+        self.announce(relation, u, Progress(None, FASTER))
+        return self.hessian_of(z, self.derivatives(relation, u))
+
+    def hessian_of(self, z: Tensor, derivatives: PairDerivatives) -> OutputHessian:
+        """The Hessian at checked raw outputs (N, D) from derivatives of the same points, with this loss's options."""
+        return OutputHessian(z, derivatives, self.distance, self.pd_fix)
+
+    def derivatives(
+        self,
+        relation: Relation,
+        u: Tensor,
+        *,
+        attracting_only: bool | None = None,
+        scale: tuple[float, float] = (1.0, 1.0),
+    ) -> PairDerivatives:
+        """Derivatives of this loss in the cosines of N points.
+
+        Args:
+            relation: Which pairs are positive and negative.
+            u: Unit embeddings, shape (N, D).
+            attracting_only: Whether the first derivatives are those of the positive pairs only (Eq. 109); ``None``: as
+                this loss's ``pd_fix`` has it.
+            scale: Extra factors of positives and negatives, for a batch that stands for a data set (Proposition B.1).
+        """
+        only = self.pd_fix.attracting_only if attracting_only is None else attracting_only
+        return PairDerivatives(self, relation, u, attracting_only=only, scale=scale)
+
+    def replaced(self, *, negative_weight: float | None = None, **options: Any) -> Self:
+        """This loss with other values of the options that all losses have; ``None`` keeps a value.
+
+        Args:
+            negative_weight: See the class.
+            **options: ``distance``, ``pd_fix`` or ``normalization``.
+        """
+        kinds: dict[str, Any] = {"distance": Distance, "pd_fix": PDFix, "normalization": Normalization}
+        given: dict[str, Any] = {n: parse_option(kinds[n], n, v) for n, v in options.items() if v is not None}
+        if negative_weight is not None:
+            check_negative_weight(negative_weight)
+            given["negative_weight"] = float(negative_weight)
+        if all(getattr(self, name) == value for name, value in given.items()):
+            return self
+        made = copy.copy(self)
+        for name, value in given.items():
+            setattr(made, name, value)
+        return made
+
+    def mine(
+        self, z: Tensor, targets: Tensor, relation: RelationFunction | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The pairs of a batch to train on: all of them, each once.
+
+        Args:
+            z: Raw outputs, shape (N, D).
+            targets: Class labels, shape (N,), or what ``relation`` takes, shape (N, ...).
+            relation: ``None`` for class labels, or a callable on targets that returns two boolean masks.
+
+        Returns:
+            Index tuples ``(a1, p, a2, n)`` as metric-learning miners return them, each int64 of shape (K,).
+        """
+        made = make_target_relation(targets, len(z), z.device, relation)
+        positive, negative = made.rows(0, len(z))
+        a1, p = positive.triu(1).nonzero().unbind(1)
+        a2, n = negative.triu(1).nonzero().unbind(1)
+        return a1, p, a2, n
+
+    def announce(self, relation: Relation, u: Tensor, progress: Progress) -> None:
+        """Warn where forming the pairs will take more than a minute, before any is formed.
+
+        Args:
+            relation: Which pairs are positive and negative.
+            u: Unit embeddings, shape (N, D).
+            progress: Of the computation, with its advice.
+        """
+        n = relation.n
+        progress.expect(self._pair_seconds(relation, u), f"Forming the {n * (n - 1) // 2:.3g} pairs of {n} points")
+
+    def announce_labelled(self, n: int, like: Tensor, progress: Progress) -> None:
+        """The same as :meth:`announce` for class labels, before there are embeddings.
+
+        Args:
+            n: Number N of points to come.
+            like: A tensor of the embeddings' type and device, shape (..., D).
+            progress: Of the computation, with its advice.
+        """
+        progress.expect(self._labelled_seconds(n, like), f"Forming the {n * (n - 1) // 2:.3g} pairs of {n} points")
+
+    def _pair_seconds(self, relation: Relation, u: Tensor) -> float:
+        return block_seconds(relation, u)
+
+    def _labelled_seconds(self, n: int, like: Tensor) -> float:
+        return labelled_seconds(n, like)
+
+    def extra_repr(self) -> str:
+        """The options, as they were given."""
+        return (
+            f"negative_weight={self.negative_weight}, normalization={str(self.normalization)!r}, "
+            f"distance={str(self.distance)!r}, pd_fix={str(self.pd_fix)!r}"
+        )
+
+    def _all_pairs(self, u: Tensor, relation: Relation, factors: PairFactors, shares: Shares) -> Tensor:
+        if relation.n == 0:
+            return u.sum()
+        # In float64, since a data set has many pairs.
+        total = u.new_zeros((), dtype=torch.float64)
+        progress, started = Progress(None, _FASTER), time.monotonic()
+        for rows, positive, negative in relation.row_blocks():
+            progress.extrapolate(started, rows.start, relation.n, f"The loss over all pairs of {relation.n} points")
+            weights = factors.weigh(positive, negative, shares[rows], shares)
+            # Every unordered pair stands in the matrix twice.
+            total = total + self._value(u[rows] @ u.T, *weights).double() / 2
+        return total.to(u.dtype)
+
+
+_FASTER = "Faster: a batch of the points, or pairs=..., the pairs that a miner lists."

@@ -1,0 +1,112 @@
+"""The loss that a user asks for: an object, or the options of the contrastive one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.hessian.output import OutputHessian
+from contrastive_curvature.losses.base import PairLoss
+from contrastive_curvature.losses.contrastive import ContrastiveLoss
+from contrastive_curvature.options import Default, Distance, Normalization, PDFix, default
+from contrastive_curvature.pairs import Pairs
+
+__all__ = ["MARGIN", "NEGATIVE_WEIGHT", "NORMALIZATION", "OF_THE_LOSS", "choose_loss", "output_hessian"]
+
+OF_THE_LOSS = ("margin", "negative_weight", "normalization")
+"""Options of the contrastive loss; another loss brings its own."""
+
+MARGIN: Any = default(0.7)
+NEGATIVE_WEIGHT: Any = default(0.5)
+NORMALIZATION: Any = default(Normalization.ANCHOR)
+DISTANCE: Any = default(Distance.ARCCOS)
+PD_FIX: Any = default(PDFix.FIXED)
+
+
+def choose_loss(
+    loss: PairLoss | None = None,
+    *,
+    margin: float | None = MARGIN,
+    negative_weight: float = NEGATIVE_WEIGHT,
+    normalization: Normalization | str = NORMALIZATION,
+    distance: Distance | str = DISTANCE,
+    pd_fix: PDFix | str = PD_FIX,
+) -> PairLoss:
+    """Make the loss that the arguments describe.
+
+    Args:
+        loss: A loss, or ``None`` for the contrastive one with the options below.
+        margin: See :class:`~contrastive_curvature.ContrastiveLoss`.
+        negative_weight: See :class:`~contrastive_curvature.ContrastiveLoss`.
+        normalization: See :class:`~contrastive_curvature.ContrastiveLoss`.
+        distance: See :class:`~contrastive_curvature.options.Distance`; with a ``loss``, by default its own.
+        pd_fix: See :class:`~contrastive_curvature.options.PDFix`; with a ``loss``, by default its own.
+
+    Returns:
+        The loss, with the distance and the fix of its curvature.
+
+    Raises:
+        InputTypeError: ``loss`` is no :class:`PairLoss`.
+        InputError: A loss and an option that belongs to the loss, or an option is unknown or out of range.
+    """
+    of_the_loss: dict[str, Any] = {"margin": margin, "negative_weight": negative_weight, "normalization": normalization}
+    split: dict[str, Any] = {"distance": distance, "pd_fix": pd_fix}
+    if loss is None:
+        values = {name: v.value if isinstance(v, Default) else v for name, v in {**of_the_loss, **split}.items()}
+        return ContrastiveLoss(**values)
+    if not isinstance(loss, PairLoss):
+        wanted = "a contrastive_curvature.losses.PairLoss, or None"
+        came = f"the class {loss.__name__}" if isinstance(loss, type) else f"a {type(loss).__name__}"
+        hint = "For example loss=contrastive_curvature.ContrastiveLoss()."
+        raise InputTypeError(expected("loss", wanted, came, hint))
+    both = [name for name, value in of_the_loss.items() if not isinstance(value, Default)]
+    if both:
+        hint = f"It belongs to the loss: give it to {type(loss).__name__}(...), or leave loss out."
+        raise InputError(expected(f"loss, {', '.join(both)}", "one of them", "both", hint))
+    return loss.replaced(**{name: value for name, value in split.items() if not isinstance(value, Default)})
+
+
+def output_hessian(
+    z: Tensor,
+    labels: Tensor | None = None,
+    *,
+    pairs: Pairs | None = None,
+    loss: PairLoss | None = None,
+    distance: Distance | str = DISTANCE,
+    pd_fix: PDFix | str = PD_FIX,
+    margin: float | None = MARGIN,
+    negative_weight: float = NEGATIVE_WEIGHT,
+    normalization: Normalization | str = NORMALIZATION,
+) -> OutputHessian:
+    """Hessian of a pair loss with respect to raw outputs.
+
+    Args:
+        z: Raw outputs, before any l2-normalisation, shape (N, D); half precision is lifted to float32.
+        labels: Integer class labels, shape (N,).
+        pairs: Instead of labels: index tuples, masks, or a callable
+            (:func:`contrastive_curvature.pairs.make_relation`).
+        loss: A loss; ``None`` takes the contrastive one with ``margin``, ``negative_weight`` and ``normalization``.
+        distance: See :class:`~contrastive_curvature.options.Distance`; with a ``loss``, by default its own.
+        pd_fix: See :class:`~contrastive_curvature.options.PDFix`; with a ``loss``, by default its own.
+        margin: See :class:`~contrastive_curvature.ContrastiveLoss`.
+        negative_weight: See :class:`~contrastive_curvature.ContrastiveLoss`.
+        normalization: See :class:`~contrastive_curvature.ContrastiveLoss`.
+
+    Returns:
+        The Hessian. With ``distance="arccos"`` and ``pd_fix="full"`` it is the exact Hessian of the loss.
+
+    Raises:
+        InputError: Outputs, labels, pairs or an option are malformed, or the norms of the outputs are so large or small
+            that the dtype cannot hold the Hessian.
+    """
+    chosen = choose_loss(
+        loss,
+        margin=margin,
+        negative_weight=negative_weight,
+        normalization=normalization,
+        distance=distance,
+        pd_fix=pd_fix,
+    )
+    return chosen.output_hessian(z, labels, pairs=pairs)

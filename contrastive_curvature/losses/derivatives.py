@@ -1,0 +1,295 @@
+"""The derivatives of any pair loss in the cosines, never held whole: rows are made in blocks and used up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.hessian.derivatives import DatasetDerivatives, NodeSums, Totals
+from contrastive_curvature.losses.weighting import ClassShares, PairFactors, Shares, batch_scale, count_shares
+from contrastive_curvature.pairs.edges import EdgeRelation
+from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS, LabelRelation, Relation, TargetRelation
+
+if TYPE_CHECKING:
+    from contrastive_curvature.losses.base import PairLoss
+
+__all__ = ["PairDerivatives"]
+
+_Block = tuple[Tensor, Tensor | None, Tensor]
+"""``y``, ``c`` and the value of a block of pairs."""
+
+
+class PairDerivatives(DatasetDerivatives):
+    """``y`` and ``c`` (N, N) of a pair loss: symmetric, with a zero diagonal.
+
+    Args:
+        loss: The loss.
+        relation: Which pairs are positive and negative.
+        u: Unit embeddings, shape (N, D).
+        attracting_only: Whether ``y`` keeps the positive pairs only (the ``positive`` fix, Eq. 109).
+        scale: Extra factors of positives and negatives (Proposition B.1).
+    """
+
+    def __init__(
+        self,
+        loss: PairLoss,
+        relation: Relation,
+        u: Tensor,
+        *,
+        attracting_only: bool = False,
+        scale: tuple[float, float] = (1.0, 1.0),
+    ) -> None:
+        self.loss = loss
+        self.relation = relation
+        self.u = u
+        self.n = relation.n
+        self.attracting_only = attracting_only
+        self.scale = scale
+        self.factors = PairFactors((1 - loss.negative_weight) * scale[0], loss.negative_weight * scale[1])
+        positive, negative = relation.counts()
+        self.totals = (positive.sum().item() / 2, negative.sum().item() / 2)
+        self.shares = count_shares(positive, negative, loss.normalization, u.dtype, self.totals)
+        self._class_shares: ClassShares | None = None
+        self._summed: Totals | None = None
+
+    def node_sums(self) -> NodeSums:
+        """See :meth:`CosineDerivatives.node_sums`."""
+        if isinstance(self.relation, EdgeRelation):
+            sums = self._listed_sums(self.relation)
+        else:
+            parts = [
+                self._row_sums(block, self.u) for _, block in self._blocks(value=not self.loss.value_from_sums)
+            ]
+            sums = _joined(parts, self.u)
+        # The value of the loss is often asked for next.
+        self._summed = sums.totals(self.u)
+        return sums
+
+    def rows(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`CosineDerivatives.rows`."""
+        positive, negative = self.relation.rows(start, stop)
+        cosine = self.u[start:stop] @ self.u.T
+        return self._block(positive, negative, cosine, self.shares[start:stop], self.shares)[:2]
+
+    def row_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+        """See :meth:`CosineDerivatives.row_blocks`."""
+        for rows, block in self._blocks():
+            yield rows, block[0], block[1]
+
+    def dense(self) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`CosineDerivatives.dense`."""
+        if not isinstance(self.relation, EdgeRelation):
+            return super().dense()
+        y = self.u.new_zeros(self.n, self.n)
+        c = None if self.loss.linear else torch.zeros_like(y)
+        for i, j, block in self._listed(self.relation):
+            for matrix, entries in ((y, block[0]), (c, block[1])):
+                if matrix is not None and entries is not None:
+                    matrix[i, j] = entries
+                    matrix[j, i] = entries
+        return y, c
+
+    def matmul(self, x: Tensor) -> Tensor:
+        """See :meth:`CosineDerivatives.matmul`."""
+        out = torch.zeros_like(x)
+        if isinstance(self.relation, EdgeRelation):
+            for i, j, (y, _, _) in self._listed(self.relation, x.shape[1]):
+                out.index_add_(0, i, y.unsqueeze(1) * x[j])
+                out.index_add_(0, j, y.unsqueeze(1) * x[i])
+            return out
+        for rows, (y, _, _) in self._blocks():
+            out[rows] = y @ x
+        return out
+
+    def second_matmul(self, t: Tensor) -> Tensor | None:
+        """See :meth:`CosineDerivatives.second_matmul`."""
+        if self.loss.linear:
+            return None
+        out = torch.zeros_like(t)
+        if isinstance(self.relation, EdgeRelation):
+            for i, j, (_, c, _) in self._listed(self.relation, t[0].numel()):
+                for a, b in ((i, j), (j, i)):
+                    along = _given(c).unsqueeze(1) * torch.einsum("ed,edk->ek", self.u[a], t[b])
+                    out.index_add_(0, a, self.u[b].unsqueeze(2) * along.unsqueeze(1))
+            return out
+        for rows, (_, c, _) in self._blocks(t.shape[2]):
+            along = _given(c).unsqueeze(2) * torch.einsum("rd,cdk->rck", self.u[rows], t)
+            out[rows] = torch.einsum("rck,cd->rdk", along, self.u)
+        return out
+
+    def sums_for(self, u: Tensor, targets: Tensor) -> NodeSums:
+        """See :meth:`DatasetDerivatives.sums_for`."""
+        relation = self._target_relation()
+        shares, columns = self.shares_for(targets), self.shares
+        itself = self._self_block(targets, u)
+        step = max(1, BLOCK_ELEMENTS // max(1, self.n))
+        parts = []
+        for start in range(0, u.shape[0], step):
+            rows = slice(start, start + step)
+            positive, negative = relation.relate(targets[rows], relation.targets)
+            value = not self.loss.value_from_sums
+            block = self._block(positive, negative, u[rows] @ self.u.T, shares[rows], columns, value)
+            parts.append(self._row_sums(block, u[rows]))
+        sums = _joined(parts, u)
+        # c needs no correction: its part along u is projected away.
+        return NodeSums(
+            sums.degree - itself[0],
+            sums.neighbors - itself[0].unsqueeze(1) * u,
+            sums.moments,
+            sums.value - itself[2].double() / 2,
+        )
+
+    def between(self, u_a: Tensor, targets_a: Tensor, u_b: Tensor, targets_b: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`DatasetDerivatives.between`."""
+        positive, negative = self._target_relation().relate(targets_a, targets_b)
+        shares_a, shares_b = self.shares_for(targets_a), self.shares_for(targets_b)
+        return self._block(positive, negative, u_a @ u_b.T, shares_a, shares_b)[:2]
+
+    def self_weights(self, targets: Tensor) -> Tensor:
+        """See :meth:`DatasetDerivatives.self_weights`."""
+        return self._self_block(targets)[0]
+
+    def among(self, u: Tensor, targets: Tensor) -> PairDerivatives:
+        """See :meth:`DatasetDerivatives.among`."""
+        relation = self._target_relation().of(targets)
+        scale = batch_scale(relation, self.loss.normalization, self.n, self.totals)
+        return self.loss.derivatives(relation, u, attracting_only=self.attracting_only, scale=scale)
+
+    def shares_for(self, targets: Tensor) -> Shares:
+        """Shares of points of this set, recognised by their targets."""
+        relation = self._target_relation()
+        if isinstance(relation, LabelRelation):
+            if self._class_shares is None:
+                self._class_shares = ClassShares(relation.targets, self.shares)
+            return self._class_shares.of(targets)
+        itself = relation.self_relation(targets)
+        step = max(1, BLOCK_ELEMENTS // max(1, self.n))
+        counts = [
+            torch.stack([mask.sum(1) for mask in relation.relate(targets[k : k + step], relation.targets)])
+            for k in range(0, targets.shape[0], step)
+        ]
+        positive, negative = torch.cat(counts, dim=1) - torch.stack(itself).long()
+        return count_shares(positive, negative, self.loss.normalization, self.u.dtype, self.totals)
+
+    def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
+        """See :meth:`CosineDerivatives.loss_and_cost`.
+
+        ``attracting_only`` drops the repelling pairs from the curvature, not from the loss.
+        """
+        if self.attracting_only:
+            return self.loss.derivatives(self.relation, self.u, attracting_only=False, scale=self.scale).loss_and_cost()
+        if totals is None:
+            totals = self._summed or self.node_sums().totals(self.u)
+        return self._loss_and_cost(totals)
+
+    def _loss_and_cost(self, totals: Totals) -> tuple[Tensor, Tensor]:
+        value = totals.value.to(self.u.dtype)
+        return value, value
+
+    def _block(
+        self,
+        positive: Tensor,
+        negative: Tensor,
+        cosine: Tensor,
+        rows: Shares,
+        columns: Shares,
+        value: bool = False,
+    ) -> _Block:
+        attract, repel = self.factors.weigh(positive, negative, rows, columns)
+        nothing = cosine.new_zeros(())
+        if self.attracting_only and self.loss.linear:
+            repel = nothing
+        first, second = self.loss._terms(cosine, attract, repel)
+        if self.attracting_only and not self.loss.linear:
+            first = self.loss._terms(cosine, attract, nothing).first
+        return -first, second, self.loss._value(cosine, attract, repel) if value else nothing
+
+    def _blocks(self, width: int = 1, value: bool = False) -> Iterator[tuple[slice, _Block]]:
+        for rows, positive, negative in self.relation.row_blocks(width):
+            cosine = self.u[rows] @ self.u.T
+            yield rows, self._block(positive, negative, cosine, self.shares[rows], self.shares, value)
+
+    def _self_block(self, targets: Tensor, u: Tensor | None = None) -> _Block:
+        """What :meth:`_block` has where the given points meet themselves, each (B,), and the sum of the values."""
+        positive, negative = self._target_relation().self_relation(targets)
+        shares = self.shares_for(targets)
+        cosine = torch.ones_like(shares.positive) if u is None else (u * u).sum(1)
+        return self._block(positive, negative, cosine, shares, shares, value=not self.loss.value_from_sums)
+
+    def _row_sums(self, block: _Block, u: Tensor) -> NodeSums:
+        """Sums of a block of rows (B, N) of points with embeddings ``u``."""
+        y, c, value = block
+        moments = None
+        if c is not None:
+            dim = self.u.shape[1]
+            moments = u.new_zeros(y.shape[0], dim * dim)
+            step = max(1, BLOCK_ELEMENTS // (dim * dim))
+            for start in range(0, self.n, step):
+                columns = self.u[start : start + step]
+                outer = (columns.unsqueeze(2) * columns.unsqueeze(1)).flatten(1)
+                moments.addmm_(c[:, start : start + step], outer)
+            moments = moments.view(-1, dim, dim)
+        return NodeSums(y.sum(1), y @ self.u, moments, value.double() / 2)
+
+    def _listed_sums(self, relation: EdgeRelation) -> NodeSums:
+        n, dim = self.u.shape
+        degree, neighbors = self.u.new_zeros(n), torch.zeros_like(self.u)
+        moments = None if self.loss.linear else self.u.new_zeros(n, dim, dim)
+        value = degree.new_zeros((), dtype=torch.float64)
+        width = dim if moments is None else dim * dim
+        for i, j, block in self._listed(relation, width, value=not self.loss.value_from_sums):
+            y, c, part = block
+            value = value + part.double()
+            for a, b in ((i, j), (j, i)):
+                degree.index_add_(0, a, y)
+                neighbors.index_add_(0, a, y.unsqueeze(1) * self.u[b])
+                if moments is not None:
+                    outer = self.u[b].unsqueeze(2) * self.u[b].unsqueeze(1)
+                    moments.index_add_(0, a, _given(c).view(-1, 1, 1) * outer)
+        return NodeSums(degree, neighbors, moments, value)
+
+    def _listed(
+        self, relation: EdgeRelation, width: int | None = None, value: bool = False
+    ) -> Iterator[tuple[Tensor, Tensor, _Block]]:
+        """Chunks of the listed pairs: their points and their block, each (K,)."""
+        step = max(1, BLOCK_ELEMENTS // max(1, width or 1, self.u.shape[1]))
+        for start in range(0, relation.i.numel(), step):
+            chunk = slice(start, start + step)
+            i, j = relation.i[chunk], relation.j[chunk]
+            cosine = (self.u[i] * self.u[j]).sum(1)
+            counts = relation.positive[chunk], relation.negative[chunk]
+            block = self._block(*counts, cosine, self.shares[i], self.shares[j], value)
+            if self.loss.linear and not value:
+                keep = block[0] != 0
+                i, j, block = i[keep], j[keep], (block[0][keep], None, block[2])
+            yield i, j, block
+
+    def _target_relation(self) -> TargetRelation:
+        if not isinstance(self.relation, TargetRelation):
+            msg = "Points of a listed or masked relation have no target to be recognised by."
+            raise TypeError(msg)
+        return self.relation
+
+
+def _given(c: Tensor | None) -> Tensor:
+    if c is None:
+        msg = "a loss that is not linear in the cosines gave no second derivative"
+        raise TypeError(msg)
+    return c
+
+
+def _joined(parts: list[NodeSums], u: Tensor) -> NodeSums:
+    """The sums of all rows, from those of blocks of rows."""
+    zero = u.new_zeros((), dtype=torch.float64)
+    if not parts:
+        return NodeSums(u.new_zeros(0), torch.zeros_like(u), None, zero)
+    moments = [part.moments for part in parts if part.moments is not None]
+    return NodeSums(
+        torch.cat([part.degree for part in parts]),
+        torch.cat([part.neighbors for part in parts]),
+        torch.cat(moments) if moments else None,
+        sum((part.value for part in parts), start=zero),
+    )

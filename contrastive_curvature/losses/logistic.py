@@ -1,0 +1,72 @@
+"""The logistic pair loss."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.losses.base import PairLoss, Terms
+from contrastive_curvature.options import Distance, Normalization, PDFix
+
+__all__ = ["LogisticLoss"]
+
+
+class LogisticLoss(PairLoss):
+    r"""Logistic regression of "same class?" on the cosine of a pair (SigLIP's loss, for pairs of one encoder).
+
+    With ``s_ij = u_i . u_j``, over unordered pairs ``{i, j}``:
+
+    .. math::
+        L = - \sum_{pos} w^+_{ij} \log \sigma(a s_{ij} + b) - \sum_{neg} w^-_{ij} \log \sigma(-(a s_{ij} + b))
+
+    There is no margin: every pair counts, and the second derivative in the cosine, ``a^2 sigma (1 - sigma)``, is
+    positive.
+
+    Args:
+        scale: ``a``, positive: how fast the probability of "same" rises with the cosine.
+        bias: ``b``; with ``-a t`` the probability is one half at the cosine ``t``.
+        negative_weight: See :class:`~contrastive_curvature.losses.PairLoss`.
+        normalization: See :class:`~contrastive_curvature.losses.PairLoss`.
+        distance: See :class:`~contrastive_curvature.options.Distance`.
+        pd_fix: See :class:`~contrastive_curvature.options.PDFix`.
+
+    Raises:
+        InputError: An option is unknown or out of range.
+    """
+
+    def __init__(
+        self,
+        scale: float = 10.0,
+        bias: float = -5.0,
+        negative_weight: float = 0.5,
+        normalization: Normalization | str = Normalization.ANCHOR,
+        *,
+        distance: Distance | str = Distance.ARCCOS,
+        pd_fix: PDFix | str = PDFix.FIXED,
+    ) -> None:
+        super().__init__(negative_weight, normalization, distance=distance, pd_fix=pd_fix)
+        for name, value in (("scale", scale), ("bias", bias)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise InputTypeError(expected(name, "a number", f"a {type(value).__name__}"))
+            if not math.isfinite(value) or (name == "scale" and value <= 0):
+                wanted = "a finite positive number" if name == "scale" else "a finite number"
+                raise InputError(expected(name, wanted, value))
+        self.scale, self.bias = float(scale), float(bias)
+
+    def _value(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Tensor:
+        logit = self.scale * cosine + self.bias
+        return (attract * F.softplus(-logit) + repel * F.softplus(logit)).sum()
+
+    def _terms(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Terms:
+        same = torch.sigmoid(self.scale * cosine + self.bias)
+        other = torch.sigmoid(-self.scale * cosine - self.bias)
+        first = self.scale * (repel * same - attract * other)
+        return Terms(first, self.scale**2 * (attract + repel) * same * other)
+
+    def extra_repr(self) -> str:
+        """The options, as they were given."""
+        return f"scale={self.scale}, bias={self.bias}, {super().extra_repr()}"

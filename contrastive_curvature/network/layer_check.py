@@ -1,0 +1,231 @@
+"""Whether what was noted of an encoder's layers is all that its parameters do, on a few points against autograd."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.network.encoder import Encoder
+from contrastive_curvature.network.inputs import Inputs, input_length
+from contrastive_curvature.network.layer_parts import MatrixPart
+from contrastive_curvature.network.layer_points import Layout, candidates, fits, separates
+from contrastive_curvature.network.layer_runs import Recorder, Use
+from contrastive_curvature.network.layer_tape import Piece, Tape, make_pieces
+
+__all__ = ["Layouts", "NotVerifiedError", "few_points", "find_layouts", "with_layouts"]
+
+_POINTS = 5
+"""A prime, so that an axis of this length is rarely one of positions. With two points a sum could not tell them apart."""
+
+
+class NotVerifiedError(Exception):
+    """A batch uses parameters in another way than the batch that was compared with autograd.
+
+    Args:
+        numbers: Of those parameters.
+    """
+
+    def __init__(self, numbers: set[int]) -> None:
+        super().__init__(f"parameters {sorted(numbers)}")
+        self.numbers = numbers
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """What the comparison tells about an encoder.
+
+    Args:
+        places: Where the points lie at each use: by number of the parameter and of its use.
+        lookups: Numbers of the embeddings whose tokens do not depend on the points.
+        matrices: Numbers of the parameters that are one matrix for the inputs of every position, without groups.
+        used: Numbers of the parameters that some function with a rule takes.
+        gradients: Numbers that one gradient of a point at the outputs of all layers has.
+        inputs: Numbers that the inputs of a point have.
+        lacking: Numbers of the parameters that do not agree with autograd, or have a use without a rule.
+    """
+
+    places: dict[tuple[int, int], Layout]
+    lookups: frozenset[int]
+    matrices: frozenset[int]
+    used: frozenset[int]
+    gradients: int
+    inputs: int
+    lacking: frozenset[int]
+
+
+def few_points(x: Inputs) -> Inputs:
+    """Some points of a batch, repeated where there are too few."""
+    n = input_length(x)
+    if isinstance(x, Tensor):
+        return x[torch.arange(_POINTS, device=x.device) % n]
+    return {
+        k: v[torch.arange(_POINTS, device=v.device) % n]
+        if isinstance(v, Tensor) and v.ndim and v.shape[0] == n
+        else v
+        for k, v in x.items()
+    }
+
+
+def find_layouts(encoder: Encoder, params: Sequence[Tensor], few: Inputs) -> Layouts:
+    """Run a few points, and compare the gradients of every parameter with those of autograd.
+
+    Args:
+        encoder: The analysed encoder, in evaluation mode; gradients are enabled.
+        params: Its trainable parameters.
+        few: From :func:`few_points`.
+
+    Returns:
+        What was noticed.
+    """
+    every = frozenset(range(len(params)))
+    plain = encoder(few)
+    v = torch.randn(plain.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(plain)
+    wanted: Sequence[Tensor | None] = [None] * len(params)
+    if plain.requires_grad:
+        wanted = torch.autograd.grad(plain, params, v, allow_unused=True)
+    lookups: frozenset[int] = frozenset()
+    while True:
+        with Recorder(list(params), lookups) as recorder:
+            z = encoder(few)
+        if not _agree(z.detach(), plain.detach(), float(plain.detach().abs().max()), z.dtype):
+            return Layouts({}, lookups, frozenset(), every, 1, 1, every)
+        places, first, others, without = _places(recorder.uses, z, v)
+        tables = {use.selection.number for use in without if use.kind == "embedding"} - lookups
+        if not tables:
+            break
+        lookups |= tables
+    lacking = recorder.unknown | {use.selection.number for use in without}
+    uses = with_layouts(recorder.uses, places, len(z), frozenset(lacking))
+    pieces, failed = make_pieces(uses, len(z), z.dtype)
+    both = {key: [a + b for a, b in zip(first[key], others[key], strict=True)] for key in first}
+    lacking |= failed | _disagreeing(pieces, both, wanted, every - lacking - failed, z.dtype)
+    counts = Counter(piece.number for piece in pieces)
+    matrices = {
+        piece.number
+        for piece in pieces
+        if counts[piece.number] == 1
+        and isinstance(piece.part, MatrixPart)
+        and piece.part.groups == 1
+        and piece.part.entries is None
+    }
+    runs = {id(use.run): use.run for use, _ in uses}
+    inputs = sum(piece.part.inputs.numel() for piece in pieces if isinstance(piece.part, MatrixPart))
+    return Layouts(
+        places,
+        lookups,
+        frozenset(matrices - lacking),
+        frozenset(use.selection.number for use in recorder.uses) | recorder.unknown | lacking,
+        max(1, sum(run.shape.numel() for run in runs.values()) // len(z)),
+        inputs // len(z),
+        frozenset(lacking),
+    )
+
+
+def with_layouts(
+    uses: Sequence[Use], places: Mapping[tuple[int, int], Layout], n: int, lacking: frozenset[int] = frozenset()
+) -> list[tuple[Use, Layout]]:
+    """The uses of a batch with where the points of each lie.
+
+    Args:
+        uses: Of n points.
+        places: See :class:`Layouts`.
+        n: Number of points.
+        lacking: Numbers of parameters that are left out.
+
+    Raises:
+        NotVerifiedError: A use was not there when the encoder was compared, has another shape, or was overwritten.
+    """
+    out, wrong = [], set()
+    seen: Counter[int] = Counter()
+    for use in uses:
+        number = use.selection.number
+        if number in lacking:
+            continue
+        layout = places.get((number, seen[number]))
+        seen[number] += 1
+        if layout is None or not fits(use.run.shape, layout, n) or not use.intact():
+            wrong.add(number)
+        else:
+            out.append((use, layout))
+    if wrong:
+        raise NotVerifiedError(wrong)
+    return out
+
+
+def _places(uses: Sequence[Use], z: Tensor, v: Tensor) -> tuple[dict[tuple[int, int], Layout], Any, Any, list[Use]]:
+    """Where the points lie at every use, the gradients that tell it, and the uses where no axis is that of the points."""
+    tape = Tape(z, [Piece(0, _NO_PART, [(use, Layout(0)) for use in uses])])
+    of_first, of_others = v.clone(), v.clone()
+    of_first[1:], of_others[0] = 0, 0
+    first, others = tape.gradients([of_first]), tape.gradients([of_others])
+    places: dict[tuple[int, int], Layout] = {}
+    without = []
+    seen: Counter[int] = Counter()
+    for use in uses:
+        number = use.selection.number
+        possible = candidates(use.run.shape, use.run.axes, len(z))
+        pair = first.get(id(use.run)), others.get(id(use.run))
+        if pair[0] is not None and pair[1] is not None:
+            possible = [c for c in possible if separates(c, len(z), pair[0][0], pair[1][0])]
+        if possible:
+            places[number, seen[number]] = possible[0]
+        else:
+            without.append(use)
+        seen[number] += 1
+    return places, first, others, without
+
+
+def _disagreeing(
+    pieces: Sequence[Piece], found: Any, wanted: Sequence[Tensor | None], numbers: frozenset[int], dtype: torch.dtype
+) -> set[int]:
+    """The parameters whose gradients are not those of autograd."""
+    totals: dict[int, Tensor] = {}
+    sizes: Counter[int] = Counter()
+    for piece in pieces:
+        n = _POINTS
+        b = piece.gradients(found, n, dtype)
+        if b is None:
+            continue
+        gradient = wanted[piece.number]
+        whole = b.new_zeros(piece.part.size if gradient is None else gradient.numel())
+        total = totals.setdefault(piece.number, whole)
+        place = slice(None) if piece.part.entries is None else piece.part.entries
+        total[place] += piece.part.total(b)
+        sizes[piece.number] = max(sizes[piece.number], piece.part.magnitude(b))  # type: ignore[call-overload]
+    out = set()
+    for number in numbers:
+        gradient, total = wanted[number], totals.get(number)
+        if gradient is None:
+            if total is not None and bool(total.any()):
+                out.add(number)
+        elif total is None:
+            if bool(gradient.any()):
+                out.add(number)
+        elif not _agree(total, gradient.flatten(), sizes[number], gradient.dtype):
+            out.add(number)
+    return out
+
+
+def _agree(found: Tensor, wanted: Tensor, size: float, dtype: torch.dtype) -> bool:
+    """Whether two tensors are equal up to rounding, relative to the sum of their absolute terms."""
+    if not wanted.numel():
+        return True
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 5e-2)
+    if wanted.is_cuda and dtype == torch.float32:
+        # Convolutions and products may be rounded to the ten bits of TF32.
+        tolerance = 1e-2
+    if torch.is_autocast_enabled(wanted.device.type):
+        tolerance = max(tolerance, 5e-2)
+    return float((found - wanted).abs().max()) <= tolerance * size
+
+
+class _NoPart:
+    """Only runs are asked for."""
+
+
+_NO_PART: Any = _NoPart()

@@ -1,0 +1,68 @@
+"""Diagonals of the cross terms between points, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.hessian.cross import CrossBlocks
+from contrastive_curvature.network.layer_check import NotVerifiedError
+from contrastive_curvature.network.layer_tape import Piece, Tape
+
+__all__ = ["cross_diagonals"]
+
+_HELD_ELEMENTS = 2**27
+"""Numbers that the gradients of all outputs at some layers may hold: 512 MiB in float32. Fewer would need more passes."""
+
+
+def cross_diagonals(left: Tape, right: Tape, cross: CrossBlocks) -> Iterator[tuple[Piece, Tensor]]:
+    """Diagonals of ``sum_ij J_i^T H_ij J_j``, one piece after the other.
+
+    Args:
+        left: The points i.
+        right: The points j; may be the same object.
+        cross: The blocks.
+
+    Raises:
+        NotVerifiedError: The two sides use the parameters in different ways.
+    """
+    numbers = [piece.number for piece in left.pieces]
+    if numbers != [piece.number for piece in right.pieces]:
+        raise NotVerifiedError({*numbers, *(piece.number for piece in right.pieces)})
+    pairs = list(zip(left.pieces, right.pieces, strict=True))
+    dim = left.z.shape[1]
+    points = len(left.z) + (0 if right is left else len(right.z))
+    for group in _groups(pairs, dim * points // max(1, len(left.z))):
+        of_left = _axes(left, [a for a, _ in group])
+        of_right = of_left if right is left else _axes(right, [b for _, b in group])
+        for a, b in group:
+            rows = a.gradients(of_left, len(left.z), left.z.dtype)
+            columns = rows if right is left else b.gradients(of_right, len(right.z), right.z.dtype)
+            if rows is not None and columns is not None:
+                yield a, a.part.cross(rows, b.part, columns, cross)
+
+
+def _axes(tape: Tape, pieces: list[Piece]) -> dict[int, list[Tensor]]:
+    axes = torch.eye(tape.z.shape[1], dtype=tape.z.dtype, device=tape.z.device)
+    return tape.gradients((axis.expand(len(tape.z), -1) for axis in axes), pieces)
+
+
+def _groups(pairs: list[tuple[Piece, Piece]], copies: int) -> Iterator[list[tuple[Piece, Piece]]]:
+    """Pieces whose gradients fit into memory together; from the last layers to the first, whose passes are longer."""
+    group: list[tuple[Piece, Piece]] = []
+    runs: set[int] = set()
+    held = 0
+    for pair in reversed(pairs):
+        new = {id(run): run for run in pair[0].runs if id(run) not in runs}
+        size = copies * sum(run.shape.numel() for run in new.values())
+        if group and held + size > _HELD_ELEMENTS:
+            yield group
+            group, runs, held = [], set(), 0
+            size = copies * sum(run.shape.numel() for run in pair[0].runs)
+        group.append(pair)
+        runs.update(id(run) for run in pair[0].runs)
+        held += size
+    if group:
+        yield group

@@ -1,0 +1,344 @@
+"""Operations that apply parameters, noted while an encoder runs: what they take in, and where their gradients arrive.
+
+A function mode of torch sees every call of a function in its own thread, whichever module or ``forward`` makes it. That
+is more than hooks on modules see: layers called through ``torch.nn.functional``, the projections inside of
+``nn.MultiheadAttention``, tokens that are added or concatenated. Hooks of the user's, other threads and the modules
+themselves are not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["Recorder", "Run", "Selection", "Use"]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Entries of a parameter, in the shape of a tensor that has them: of the parameter itself, or of a part of it.
+
+    Args:
+        number: Which parameter.
+        entries: Index of every entry in the flat parameter, or ``None`` where the tensor is the parameter.
+    """
+
+    number: int
+    entries: Tensor | None = None
+
+    def indices(self, shape: torch.Size) -> Tensor:
+        """The entries as indices, in the shape of the tensor."""
+        return torch.arange(shape.numel()).view(shape) if self.entries is None else self.entries
+
+
+@dataclass
+class Run:
+    """One call of a function that applies parameters.
+
+    Args:
+        edge: Where the gradient with respect to its output arrives.
+        shape: Of the output.
+        axes: Axes of the output that points can lie along.
+        device: Of the output.
+    """
+
+    edge: GradientEdge
+    shape: torch.Size
+    axes: tuple[int, ...]
+    device: torch.device
+
+
+@dataclass
+class Use:
+    """How one parameter takes part in a run.
+
+    Args:
+        run: The run.
+        selection: Its entries.
+        kind: ``"linear"``, ``"convolution"``, ``"embedding"`` or ``"entrywise"``.
+        shape: Of the tensor with the entries, as the function takes it; of ``entrywise`` ones aligned with the output.
+        source: What the entries are multiplied with: the input of a linear layer or a convolution, the tokens of an
+            embedding, the other factor of an ``entrywise`` product (``None``: a sum).
+        options: Of the function.
+    """
+
+    run: Run
+    selection: Selection
+    kind: str
+    shape: torch.Size
+    source: Tensor | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    version: int = 0
+
+    def intact(self) -> bool:
+        """Whether nothing has overwritten the source since."""
+        return self.source is None or self.source._version == self.version
+
+
+class Recorder(TorchFunctionMode):
+    """Notes how parameters are used while it is active, in this thread.
+
+    Args:
+        parameters: What to look for.
+        lookups: Numbers of the embeddings whose tokens do not depend on the points, as those of positions.
+
+    Attributes:
+        uses: In the order of the calls.
+        unknown: Numbers of parameters that a function without a rule takes, or a function within another one.
+    """
+
+    def __init__(self, parameters: list[Tensor], lookups: frozenset[int] = frozenset()) -> None:
+        super().__init__()
+        self._tracked: dict[int, Selection] = {id(p): Selection(k) for k, p in enumerate(parameters)}
+        # The identity of a tensor that is gone may be another one's.
+        self._kept: list[Tensor] = list(parameters)
+        self._lookups = lookups
+        self.uses: list[Use] = []
+        self.unknown: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Run a function, and note what it does with the parameters."""
+        kwargs = kwargs or {}
+        if func is F.multi_head_attention_forward:
+            with self:
+                return _ATTENTION(*args, **kwargs)
+        out = func(*args, **kwargs)
+        found = [s for s in map(self._selection, _flat((*args, *kwargs.values()))) if s is not None]
+        if not found or not _has_graph(out):
+            return out
+        return self._note(func, args, kwargs, out, found)
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any, found: list[Selection]) -> Any:
+        if func in _SELECTING and self._select(func, args, kwargs, out, found):
+            return out
+        before = len(self.uses)
+        noted = 0
+        if isinstance(out, Tensor) and out.is_floating_point():
+            noted = self._apply(func, args, kwargs, out)
+        if noted != len(found):
+            del self.uses[before:]
+            self.unknown.update(s.number for s in found)
+            return out
+        # An operation in place on a view goes back to what the view is of, past the noted edge.
+        return out.clone() if out._is_view() else out
+
+    def _select(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any, found: list[Selection]) -> bool:
+        """Follow a function that only picks and moves entries of one parameter."""
+        first = self._selection(args[0]) if args else None
+        parts = [out] if isinstance(out, Tensor) else list(out)
+        if first is None or len(found) != 1 or not all(isinstance(part, Tensor) for part in parts):
+            return False
+        indices = first.indices(args[0].shape)
+        moved = indices if func in _KEEPING else func(indices, *_on_cpu(args[1:]), **kwargs)
+        for part, entries in zip(parts, [moved] if isinstance(moved, Tensor) else moved, strict=True):
+            self._tracked[id(part)] = Selection(first.number, entries)
+            self._kept.append(part)
+        return True
+
+    def _apply(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Tensor) -> int:
+        """Note a function that applies parameters to its inputs; for how many of its arguments there is a rule."""
+        names = _SIGNATURES.get(func)
+        if names is None or len(args) > len(names):
+            return 0
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        kind = _KINDS[func]
+        if kind == "linear" and given["weight"].ndim != 2:
+            return 0
+        if kind == "entrywise":
+            return self._entrywise(func, given, out)
+        run = Run(get_gradient_edge(out), out.shape, _point_axes(kind, given, out), out.device)
+        noted = 0
+        for name in ("weight", "bias"):
+            selection = self._selection(given.get(name))
+            if selection is None:
+                continue
+            if name == "weight" and kind == "embedding" and selection.number in self._lookups:
+                indices = selection.indices(given["weight"].shape)
+                moved = F.embedding(given["input"].cpu(), indices.double()).long()
+                self._tracked[id(out)] = Selection(selection.number, moved)
+                self._kept.append(out)
+            elif name == "weight" and kind in ("linear", "convolution", "embedding"):
+                self._add(run, selection, kind, given[name].shape, given["input"], given)
+            elif kind in ("embedding", *_NORMS):
+                source = None if name == "bias" else _normalized(kind, given)
+                self._add(run, selection, "entrywise", _aligned(kind, given[name], out), source)
+            else:
+                self._add(run, selection, "entrywise", _aligned(kind, given[name], out))
+            noted += 1
+        return noted
+
+    def _entrywise(self, func: Any, given: dict[str, Any], out: Tensor) -> int:
+        """Note a sum or a product of a parameter with a tensor, or a parameter that is repeated for every point."""
+        if func in _REPEATING:
+            selection, value, other = self._selection(given["input"]), given["input"], None
+        else:
+            a, b = given.get("input"), given.get("other")
+            if not isinstance(a, Tensor) or not isinstance(b, Tensor) or given.get("alpha", 1) != 1:
+                return 0
+            first = self._selection(a)
+            selection, value, other = (first, a, b) if first is not None else (self._selection(b), b, a)
+            if value is a and self._selection(b) is not None:
+                return 0
+        if selection is None or (func in _IN_PLACE and (value is given["input"] or out._is_view())):
+            return 0
+        aligned = torch.Size((1,) * (out.ndim - value.ndim) + tuple(value.shape))
+        if any(size not in (1, whole) for size, whole in zip(aligned, out.shape, strict=True)):
+            return 0
+        axes = tuple(j for j, size in enumerate(aligned) if size == 1)
+        run = Run(get_gradient_edge(out), out.shape, axes, out.device)
+        self._add(run, selection, "entrywise", aligned, other if func in _PRODUCTS else None)
+        return 1
+
+    def _add(
+        self,
+        run: Run,
+        selection: Selection,
+        kind: str,
+        shape: torch.Size,
+        source: Tensor | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        source = None if source is None else source.detach()
+        version = 0 if source is None else source._version
+        self.uses.append(Use(run, selection, kind, shape, source, options or {}, version))
+
+    def _selection(self, value: Any) -> Selection | None:
+        return self._tracked.get(id(value)) if isinstance(value, Tensor) else None
+
+
+def _never(_: Any) -> bool:
+    return False
+
+
+def _look_inside(function: Any) -> Any:
+    """A copy of a function of ``torch.nn.functional`` that runs its own body under a mode, which then sees its calls."""
+    names = {**function.__globals__, "has_torch_function": _never}
+    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+_ATTENTION = _look_inside(F.multi_head_attention_forward)
+
+_CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_PAIR = ("input", "other")
+_SUMS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
+_IN_PLACE = (Tensor.add_, Tensor.__iadd__)
+_PRODUCTS = (torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__)
+_REPEATING = (Tensor.expand, Tensor.expand_as, Tensor.repeat, torch.broadcast_to, Tensor.broadcast_to)
+_NORMS = ("layer norm", "rms norm", "group norm", "batch norm", "instance norm")
+
+_KINDS: dict[Any, str] = {
+    F.linear: "linear",
+    F.conv1d: "convolution",
+    F.conv2d: "convolution",
+    F.embedding: "embedding",
+    F.layer_norm: "layer norm",
+    F.rms_norm: "rms norm",
+    F.group_norm: "group norm",
+    F.batch_norm: "batch norm",
+    F.instance_norm: "instance norm",
+    **dict.fromkeys((*_SUMS, *_IN_PLACE, *_PRODUCTS, *_REPEATING), "entrywise"),
+}
+_SIGNATURES: dict[Any, tuple[str, ...]] = {
+    F.linear: ("input", "weight", "bias"),
+    F.conv1d: _CONVOLUTION,
+    F.conv2d: _CONVOLUTION,
+    F.embedding: (
+        "input",
+        "weight",
+        "padding_idx",
+        "max_norm",
+        "norm_type",
+        "scale_grad_by_freq",
+        "sparse",
+    ),
+    F.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
+    F.rms_norm: ("input", "normalized_shape", "weight", "eps"),
+    F.group_norm: ("input", "num_groups", "weight", "bias", "eps"),
+    F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+    F.instance_norm: (
+        "input",
+        "running_mean",
+        "running_var",
+        "weight",
+        "bias",
+        "use_input_stats",
+        "momentum",
+        "eps",
+    ),
+    **dict.fromkeys((*_SUMS, *_IN_PLACE, *_PRODUCTS), _PAIR),
+    **dict.fromkeys(_REPEATING, ("input", *("size",) * 8)),
+}
+
+_KEEPING = (Tensor.contiguous, Tensor.float, Tensor.double, Tensor.type_as, Tensor.to, Tensor.clone)
+"""They change neither the shape nor the order of the entries."""
+_SELECTING = frozenset(
+    (
+        *_KEEPING,
+        *(Tensor.__getitem__, Tensor.view, Tensor.reshape, Tensor.flatten, Tensor.unflatten, Tensor.squeeze),
+        *(Tensor.unsqueeze, Tensor.transpose, Tensor.permute, Tensor.movedim, Tensor.split, Tensor.chunk),
+        *(Tensor.unbind, torch.reshape, torch.flatten, torch.squeeze, torch.unsqueeze, torch.transpose),
+        *(torch.permute, torch.movedim, torch.split, torch.chunk, torch.unbind, Tensor.index_select),
+    )
+)
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        elif isinstance(value, dict):
+            yield from _flat(value.values())
+        else:
+            yield value
+
+
+def _has_graph(out: Any) -> bool:
+    return any(isinstance(part, Tensor) and part.requires_grad for part in _flat((out,)))
+
+
+def _on_cpu(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of an indexing function for indices on the CPU."""
+    return tuple(
+        a.cpu() if isinstance(a, Tensor) else (_on_cpu(a) if isinstance(a, tuple) else a)  # type: ignore[misc]
+        for a in args
+    )
+
+
+def _point_axes(kind: str, given: dict[str, Any], out: Tensor) -> tuple[int, ...]:
+    if kind in ("linear", "embedding"):
+        return tuple(range(out.ndim - 1))
+    if kind in ("layer norm", "rms norm"):
+        return tuple(range(out.ndim - len(given["normalized_shape"])))
+    whole = given["weight"].ndim if kind == "convolution" else 2
+    return (0,) if out.ndim == whole or (kind != "convolution" and out.ndim > whole) else ()
+
+
+def _aligned(kind: str, value: Tensor, out: Tensor) -> torch.Size:
+    """Shape of a scale or a bias, such that it is broadcast to the output."""
+    if kind in ("linear", "layer norm", "rms norm"):
+        return torch.Size((1,) * (out.ndim - value.ndim) + tuple(value.shape))
+    return torch.Size((1, value.numel()) + (1,) * (out.ndim - 2))
+
+
+def _normalized(kind: str, given: dict[str, Any]) -> Tensor:
+    """What a norm multiplies with its scale."""
+    plain = {k: v.detach() if isinstance(v, Tensor) else v for k, v in given.items() if k not in ("weight", "bias")}
+    with torch.no_grad():
+        functions = {
+            "layer norm": F.layer_norm,
+            "rms norm": F.rms_norm,
+            "group norm": F.group_norm,
+            "batch norm": F.batch_norm,
+            "instance norm": F.instance_norm,
+        }
+        return functions[kind](**plain)

@@ -1,0 +1,199 @@
+"""What everything that runs over data checks first: the model, the loader and every batch; and its order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.network.inputs import Inputs, check_inputs
+
+__all__ = ["check_batches", "check_loader", "check_model", "check_whole", "in_fixed_order", "read_batch"]
+
+
+def read_batch(
+    batch: Any, device: torch.device, label_key: str = "labels", argument: str = "train_loader"
+) -> tuple[Inputs, Tensor]:
+    """Take apart what a loader yields, and bring it to a device.
+
+    Args:
+        batch: ``(x, labels)``, or a mapping that holds the labels too and is given to the model whole.
+        device: Where to bring it.
+        label_key: Where a mapping keeps the labels.
+        argument: Name of the loader for the error message.
+
+    Returns:
+        The inputs and the labels.
+
+    Raises:
+        InputTypeError: Something else.
+        InputError: A batch without a point.
+    """
+
+    def moved(mapping: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in mapping.items()}
+
+    if isinstance(batch, Mapping):
+        if label_key not in batch:
+            wanted, hint = f"mappings with the labels under {label_key!r}", "Name the key with dict_key_y=..."
+            raise InputTypeError(expected(argument, wanted, f"the keys {sorted(batch)}", hint))
+        x, y = batch, batch[label_key]
+    elif isinstance(batch, (tuple, list)) and len(batch) == 2:
+        x, y = batch
+    else:
+        came = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
+        raise InputTypeError(expected(argument, "batches (x, labels) or mappings", came))
+    if not isinstance(y, Tensor):
+        raise InputTypeError(expected(argument, "labels as a tensor", f"a {type(y).__name__}"))
+    check_inputs(x, f"{argument}: inputs of a batch")
+    return moved(x) if isinstance(x, Mapping) else x.to(device), y.to(device)
+
+
+def check_loader(loader: Any, argument: str = "train_loader") -> None:
+    """Refuse what cannot be run over twice.
+
+    Args:
+        loader: The loader.
+        argument: Name for the error message.
+
+    Raises:
+        InputTypeError: Not iterable, or an iterator that is used up by its first pass.
+    """
+    wanted = "something that can be iterated several times"
+    check_batches(loader, argument, wanted)
+    if isinstance(loader, Iterator):
+        raise InputTypeError(expected(argument, wanted, f"the iterator {type(loader).__name__}", _BATCHES))
+
+
+_BATCHES = "Pass a DataLoader or a list of batches."
+
+
+def check_batches(loader: Any, argument: str, wanted: str = "batches (x, labels)") -> None:
+    """Refuse what cannot be run over, and what would give parts of itself.
+
+    Raises:
+        InputTypeError: Not iterable, a single tensor, or text.
+    """
+    runs = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    # NumPy's numbers have an index operator.
+    if not runs or isinstance(loader, (str, bytes, Tensor, Mapping, type, Number)):
+        raise InputTypeError(expected(argument, wanted, f"a {type(loader).__name__}", _BATCHES))
+
+
+def check_whole(loader: Any, argument: str = "train_loader") -> None:
+    """Refuse a loader that gives each of several processes its own part of the data.
+
+    A fit takes the pairs of all points, so every process would get another posterior, and none the right one.
+
+    Args:
+        loader: The loader.
+        argument: Name for the error message.
+
+    Raises:
+        UnsupportedError: A sampler or the loader itself divides the data.
+    """
+    for part in _parts(loader):
+        # torch's and Lightning's samplers; Accelerate's shards, whose name a data set of the user's may have too.
+        shards = isinstance(part, (Sampler, IterableDataset)) or type(part).__module__.startswith("accelerate")
+        names = ("num_replicas", "num_processes") if shards else ("num_replicas",)
+        counts = [count for name in names if isinstance(count := getattr(part, name, None), int)]
+        if max(counts, default=1) > 1:
+            msg = (
+                f"{argument}: {type(part).__name__} gives each of {max(counts)} processes a part of the data, and a "
+                "posterior needs the pairs of all parts. Fit in one process, with a loader over the whole data set, "
+                "and give the others its state_dict(); or do so in every process."
+            )
+            raise UnsupportedError(msg)
+
+
+def _parts(loader: Any) -> list[Any]:
+    """A loader and what it is made of: samplers, data sets, and loaders that it wraps under any name."""
+    parts: list[Any] = [loader]
+    for part in parts:
+        named = [getattr(part, name, None) for name in ("sampler", "batch_sampler", "dataset")]
+        wrapped = [v for v in getattr(part, "__dict__", {}).values() if isinstance(v, (DataLoader, Sampler))]
+        for inner in (*named, *wrapped):
+            # Bounded, as a property may make a new object whenever it is read.
+            if inner is not None and len(parts) < _MOST_PARTS and all(inner is not known for known in parts):
+                parts.append(inner)
+    return parts
+
+
+_MOST_PARTS = 32
+
+
+def in_fixed_order(loader: Any) -> Any:
+    """A loader of the same batches of points in every pass, in the order of the data set.
+
+    Args:
+        loader: Any loader.
+
+    Returns:
+        For a shuffling ``DataLoader`` a new one over the same data set, with the same batch size, workers and
+        ``collate_fn``. Everything else as it is: what a sampler or a loader of the user's own does in the next pass
+        shows in that pass only, and whoever needs the order compares.
+    """
+    # Subclasses may be built from other arguments.
+    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+        return loader
+    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+        return loader
+    if loader.drop_last:
+        # In a fixed order the same points would be missing in every pass, and nobody would see it.
+        return loader
+    sampler: Any = loader.sampler
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset):  # type: ignore[arg-type]
+        order: Any = SequentialSampler(loader.dataset)  # type: ignore[arg-type]
+    elif type(sampler) is SubsetRandomSampler:
+        order = sampler.indices
+    else:
+        return loader
+    workers = loader.num_workers > 0
+    return DataLoader(
+        loader.dataset,
+        batch_size=loader.batch_size,
+        sampler=order,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context if workers else None,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor if workers else None,
+        persistent_workers=loader.persistent_workers,
+    )
+
+
+def check_model(model: object) -> None:
+    """Refuse what cannot be an encoder.
+
+    Raises:
+        InputTypeError: Not a module.
+        InputError: Without parameters, or in half precision.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputTypeError(expected("model", "a torch.nn.Module", f"a {type(model).__name__}"))
+    if isinstance(model, torch.jit.ScriptModule):
+        hint = "Its layers cannot be looked into: pass the module that it was scripted from."
+        raise InputTypeError(expected("model", "a plain torch.nn.Module", "a ScriptModule", hint))
+    parameters = list(model.parameters())
+    if not parameters:
+        raise InputError(expected("model", "an encoder with parameters", "one without"))
+    halves = {p.dtype for p in parameters} & {torch.float16, torch.bfloat16}
+    if halves:
+        hint = "A curvature sums many small numbers: call model.float() first."
+        raise InputError(expected("model", "float32 or float64 parameters", f"{halves.pop()}", hint))

@@ -1,0 +1,310 @@
+"""The command line from end to end: a whole run, a run that is interrupted, and what is refused."""
+
+import json
+import math
+
+import pytest
+
+from benchmarks import prior_scale
+from benchmarks.experiments import cli, config, plan, plots, store
+from contrastive_curvature.errors import DivergenceError, InputError
+from contrastive_curvature.online import Trainer
+from tests.devices import DEVICES
+
+ROWS = ["deterministic", "deep_ensemble", "pfe", "laplace_posthoc", "laplace_online", "norm"]
+TINY = ["--data", "digits", "--train-size", "200", "--test-size", "100", "--n-samples", "3", "--quiet"]
+CLOSED = ["--table", "2", *TINY, "--epochs", "1", "--methods", *ROWS]
+
+
+def results_of(folder):
+    return json.loads((folder / "results.json").read_text())
+
+
+def figures_of(folder):
+    """What a run says of its cells, without what depends on the machine's mood."""
+    kept = ("row", "seed", "members", "figures", "variants")
+    return [{key: cell[key] for key in kept} for cell in results_of(folder)["cells"]]
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    monkeypatch.setattr(plots, "draw_all", lambda *_: None)  # half of the time
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("retrieval") / "run"
+    assert cli.main([*CLOSED, "--seeds", "0", "1", "--out", str(folder)]) == 0
+    return folder
+
+
+def test_a_run_leaves_figures_of_every_cell(whole):
+    results = results_of(whole)
+    assert set(results["rows"]) == set(ROWS)
+    assert len(results["cells"]) == 5 * 2 + 1
+    for cell in results["cells"]:
+        figures = cell["figures"]
+        assert all(0 <= figures[key] <= 1 for key in plan.COLUMNS[2] if key in figures)
+        assert ("auroc" in figures) == (cell["row"] != "deterministic")
+        assert ("ece" in figures) == (cell["row"] not in ("deterministic", "norm"))
+        assert cell["seconds"]["fit"] > 0
+        assert cell["seconds"]["predict_over_forward"] > 0
+        if "auroc" in figures:
+            assert {key: cell["variants"]["own"][key] for key in ("auroc", "ausc")} == {
+                key: figures[key] for key in ("auroc", "ausc")
+            }
+    ensemble = next(cell for cell in results["cells"] if cell["row"] == "deep_ensemble")
+    assert ensemble["members"] == [0, 1, 2, 3, 4]
+    assert "sum_std" in ensemble["variants"]
+    # scores on top of an encoder retrieve as it does
+    by_row = {cell["row"]: cell["figures"] for cell in results["cells"] if cell["seed"] == 1}
+    assert all(by_row[row]["map_at_5"] == by_row["deterministic"]["map_at_5"] for row in ("pfe", "norm"))
+
+
+def test_means_and_deviations_stand_in_the_table(whole):
+    results, text = results_of(whole), (whole / "results.md").read_text()
+    both = [cell["figures"]["auroc"] for cell in results["cells"] if cell["row"] == "laplace_online"]
+    summary = results["rows"]["laplace_online"]["figures"]["auroc"]
+    assert summary["mean"] == pytest.approx(sum(both) / 2)
+    assert summary["std"] == pytest.approx(abs(both[0] - both[1]) / math.sqrt(2))
+    line = next(line for line in text.splitlines() if line.startswith("| LAM (online)"))
+    assert f"{summary['mean']:.3f} ± {summary['std']:.3f}" in line
+    plain = next(line for line in text.splitlines() if line.startswith("| Deterministic"))
+    assert plain.count(" – |") == 6  # AUROC, AUPRC, AUSC, ECE, R-AUROC, Brier
+    assert "±" not in next(line for line in text.splitlines() if line.startswith("| Deep ensemble"))
+    assert "paper" not in text.split("## Notes")[0]  # the paper has no digits
+
+
+def test_plots_are_there(whole):
+    names = {path.name for path in (whole / "plots").iterdir()}
+    rows = ("pfe", "laplace_posthoc", "laplace_online")
+    images = {f"{kind}_{row}.png" for kind in ("images", "embeddings") for row in rows}
+    assert names == {"roc.png", "sparsification.png", "calibration.png", "histograms.png"} | images
+    for name in names:
+        assert (whole / "plots" / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_saved_curves_give_the_figures(whole):
+    from contrastive_curvature import metrics
+
+    for cell in results_of(whole)["cells"]:
+        curves = store.load_curves(whole, cell["seed"], cell["row"])
+        if cell["row"] != "deterministic":
+            scores = curves.scores[plan.OWN]
+            assert metrics.auroc(scores.inside, scores.outside) == cell["figures"]["auroc"]
+        if "ece" in cell["figures"]:
+            assert curves.calibration.expected_calibration_error == cell["figures"]["ece"]
+
+
+def test_the_default_strength_gives_the_figures_of_the_run(whole, tmp_path, capsys):
+    prior_scale.main([str(whole), "--votes", "3", "--outside", "digits", "--out", str(tmp_path)])
+    assert (tmp_path / "prior_scale.md").read_text() in capsys.readouterr().out
+    (run,) = json.loads((tmp_path / "prior_scale.json").read_text())["runs"]
+    assert set(run["rows"]) == {"laplace_posthoc", "laplace_online"}
+    for row, strengths in run["rows"].items():
+        cells = [cell["figures"] for cell in results_of(whole)["cells"] if cell["row"] == row]
+        first = next(cell["variants"] for cell in results_of(whole)["cells"] if cell["row"] == row)
+        assert strengths["0.1"].pop("auroc of 1/κ")[0] == pytest.approx(first["inverse_kappa"]["auroc"], abs=1e-3)
+        # The whole test set, of which the run has a part.
+        assert all(abs(value - 0.5) < 0.1 for value in strengths["0.1"].pop("AUROC, Digits"))
+        for name, values in strengths["0.1"].items():
+            # From features and in other batches: the last bits differ, which a rank may feel.
+            assert values == pytest.approx([figures[name] for figures in cells], abs=1e-3)
+        assert strengths["0.1"]["map_at_5"] == strengths["3"]["map_at_5"]
+        assert strengths["0.1"]["auroc"] != strengths["3"]["auroc"]
+    with pytest.raises(InputError, match="run folder of benchmarks"):
+        prior_scale.main([str(tmp_path), "--out", str(tmp_path)])
+
+
+def test_finished_cells_are_not_computed_again(whole, undrawn, monkeypatch):
+    def never(*_, **__):
+        raise RuntimeError("computed again")
+
+    before = figures_of(whole)
+    monkeypatch.setattr("benchmarks.experiments.run.evaluate", never)
+    assert cli.main([*CLOSED, "--seeds", "1", "0", "--out", str(whole)]) == 0
+    assert figures_of(whole) == before
+    with pytest.raises(RuntimeError, match="computed again"):
+        cli.main([*CLOSED, "--seeds", "2", "--out", str(whole)])
+
+
+@pytest.mark.parametrize("stop_at", [3, 6, 11])
+def test_an_interrupted_run_ends_as_an_uninterrupted_one(stop_at, tmp_path, undrawn, monkeypatch):
+    options = ["--table", "2", *TINY, "--epochs", "2", "--methods", "deterministic", "laplace_online", "norm"]
+    assert cli.main([*options, "--out", str(tmp_path / "whole")]) == 0
+    step, steps = Trainer._one, []
+
+    def stops(self, batch, epoch):
+        steps.append(epoch)
+        if len(steps) == stop_at:
+            raise KeyboardInterrupt
+        return step(self, batch, epoch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_one", stops)
+        assert cli.main([*options, "--out", str(tmp_path / "parts")]) == 130
+        steps.clear()
+        interrupted, stop_at = stop_at, 100
+        assert cli.main([*options, "--out", str(tmp_path / "parts")]) == 0
+    # A checkpoint is written after every epoch, of four steps; what lies before the last one is not done again.
+    assert len(steps) == {3: 16, 6: 12, 11: 8}[interrupted]
+    assert figures_of(tmp_path / "parts") == figures_of(tmp_path / "whole")
+
+
+def test_a_method_that_diverges_is_reported_and_tried_again(tmp_path, undrawn, monkeypatch, capsys):
+    options = ["--table", "1", *TINY, "--epochs", "1", "--methods", "posthoc_arccos_fixed", "online_arccos_psd"]
+
+    def diverges(*_):
+        raise DivergenceError("the loss is nan.", 7)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("contrastive_curvature.online.OnlineLaplace.forward", diverges)
+        assert cli.main([*options, "--out", str(tmp_path)]) == 1
+    assert "online_arccos_psd failed" in capsys.readouterr().err
+    assert "**Failed**: online_arccos_psd, seed 0: DivergenceError" in (tmp_path / "results.md").read_text()
+    assert set(results_of(tmp_path)["rows"]) == {"posthoc_arccos_fixed"}
+    assert cli.main([*options, "--out", str(tmp_path)]) == 0
+    text = (tmp_path / "results.md").read_text()
+    assert "Failed" not in text
+    assert "| *paper, LFW* | *0.69 ± 0.00* | *0.53 ± 0.20* | *0.46 ± 0.02* |" in text
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_row_of_the_tables_runs(device, tmp_path, undrawn):
+    keys = [row.key for row in plan.known_rows(2) if row.key not in ROWS]
+    options = ["--table", "2", *TINY, "--epochs", "1", "--device", device, "--out", str(tmp_path)]
+    assert cli.main([*options, "--methods", *keys]) == 0
+    assert set(results_of(tmp_path)["rows"]) == set(keys)
+
+
+def test_other_options_are_refused_by_the_folder(tmp_path, undrawn, capsys):
+    options = ["--table", "2", *TINY, "--epochs", "1", "--methods", "deterministic", "--out", str(tmp_path)]
+    assert cli.main(options) == 0
+    before = (tmp_path / "results.json").read_bytes()
+    assert cli.main([*options, "--dim", "4"]) == 2
+    assert "dim = 3, got dim = 4" in capsys.readouterr().err
+    assert (tmp_path / "results.json").read_bytes() == before
+    # Augmentations draw other random numbers in other processes.
+    assert cli.main([*options, "--workers", "1"]) == 2
+    assert "workers = 0, got workers = 1" in capsys.readouterr().err
+    assert cli.main([*options, "--threads", "1"]) == 0
+
+
+def test_other_images_are_refused_by_the_folder(tmp_path, undrawn, capsys, monkeypatch):
+    options = ["--table", "2", *TINY, "--epochs", "1", "--methods", "deterministic", "--out", str(tmp_path)]
+    assert cli.main(options) == 0
+    read = cli.read_data
+
+    def changed(given):
+        data = read(given)
+        data.test.pixels[3, 0, 2, 2] += 1
+        return data
+
+    monkeypatch.setattr(cli, "read_data", changed)
+    assert cli.main(options) == 2
+    assert "images = " in capsys.readouterr().err
+
+
+def test_ensembles_know_their_members(tmp_path, undrawn):
+    options = ["--table", "2", *TINY, "--epochs", "1", "--methods", "deterministic", "deep_ensemble"]
+    options += ["--out", str(tmp_path), "--seeds"]
+    assert cli.main([*options, "0"]) == 0
+    # other members, under the same first seed: not the old ensemble under a new name
+    assert cli.main([*options, "0", "2", "3", "4", "5"]) == 0
+    cell = json.loads((tmp_path / "seed0" / "deep_ensemble.json").read_text())
+    assert cell["members"] == [0, 2, 3, 4, 5]
+    assert {path.name for path in (tmp_path / "seed0").glob("deep_ensemble-*")} == {
+        "deep_ensemble-0-1-2-3-4",
+        "deep_ensemble-0-2-3-4-5",
+    }
+    # another process's ensemble shares encoders with it, so it is no second run
+    assert cli.main([*options, "1"]) == 0
+    assert results_of(tmp_path)["rows"]["deep_ensemble"]["figures"]["map_at_1"]["n"] == 1
+
+
+def test_a_network_that_cannot_be_made_is_refused_before_the_folder(tmp_path, monkeypatch, capsys):
+    def refuse(_):
+        raise InputError("no weights")
+
+    monkeypatch.setattr("benchmarks.experiments.run.Runner.warm_up", refuse)
+    assert cli.main([*CLOSED, "--out", str(tmp_path / "run")]) == 2
+    assert "no weights" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_images_of_a_class_or_none():
+    chosen = [cli.parse(["--table", "3", "--data", "omniglot", *more]).per_class for more in ([], ["--per-class", "2"])]
+    assert chosen == [4, 2]
+    assert cli.parse(["--table", "3", "--data", "omniglot", "--per-class", "none"]).per_class is None
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path, capsys):
+    (tmp_path / "precious").write_text("mine")
+    assert cli.main([*CLOSED, "--out", str(tmp_path)]) == 2
+    assert "a new or empty folder, or a run's" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--dim", "1"], "--dim"),
+        (["--epochs", "0"], "--epochs"),
+        (["--batch-size", "1"], "--batch-size"),
+        (["--lr", "nan"], "--lr"),
+        (["--margin", "2.5"], "--margin"),
+        (["--per-class", "3"], "multiple of per_class=3"),
+        (["--seeds", "1", "1"], "--seeds"),
+        (["--seeds", "-1"], "--seeds"),
+        (["--test-size", "601"], "at most the 600"),
+        (["--image-size", "32"], "image_size for 'digits'"),
+        (["--network", "cifar10"], "--network cifar10"),
+        (["--n-samples", "1"], "--n-samples"),
+        (["--ece-samples", "1"], "--ece-samples"),
+        (["--threads", "0"], "--threads"),
+        (["--workers", "-1"], "--workers"),
+        (["--device", "nowhere"], "--device"),
+        (["--methods", "hib"], "--methods"),
+        (["--table", "3"], "--data"),
+    ],
+    ids=" ".join,
+)
+def test_refusals_come_first(options, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["--table", "2", "--data", "digits", *options]) == 2
+    assert says in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_files_are_refused(tmp_path, capsys):
+    assert cli.main(["--table", "2", "--data-root", str(tmp_path), "--out", str(tmp_path / "run")]) == 2
+    assert "FashionMNIST" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_defaults_are_those_of_the_table_and_the_data():
+    fashion, birds = cli.parse(["--table", "2"]), cli.parse(["--table", "3"])
+    assert (fashion.data, fashion.dim, fashion.epochs, fashion.lr, fashion.margin) == ("fashionmnist", 3, 20, 1e-3, 0.7)
+    assert (birds.data, birds.dim, birds.network, birds.lr) == ("cub200", 2048, "resnet50", 1e-7)
+    assert cli.parse(["--table", "1"]).data == "lfw"
+    assert cli.parse(["--table", "4"]).epochs == 200
+    assert cli.parse(["--table", "2", "--n-samples", "7"]).ece_samples == 7
+    for names in config.TABLE_DATA.values():
+        assert set(names) <= set(config.DEFAULTS)
+
+
+def test_help_names_every_row(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert all(row.key in text for table in (1, 2, 4) for row in plan.known_rows(table))
+
+
+def test_a_damaged_configuration_is_refused(tmp_path):
+    damaged = tmp_path / "config.json"
+    damaged.write_text("{")
+    given = cli.parse([*CLOSED, "--out", str(tmp_path)])
+    data = config.read_data(given)
+    with pytest.raises(InputError, match=r"config\.json: expected JSON"):
+        store.open_run(given, data)

@@ -1,0 +1,150 @@
+import csv
+import math
+import shutil
+
+import pytest
+import torch
+from devices import DEVICES
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from benchmarks.experiments.data import load_data
+from benchmarks.experiments.data.msls import TEST_CITIES, TRAINING_CITIES
+from benchmarks.experiments.data.places import CITY_SPACING, WithinMetres
+from contrastive_curvature.errors import InputError, InputTypeError
+from contrastive_curvature.pairs import make_relation
+
+COLUMNS = ["", "key", "easting", "northing", "control_panel", "unique_cluster", "night", "view_direction"]
+RAW = ["", "key", "lon", "lat", "ca", "captured_at", "pano"]
+
+
+def write_table(path, header, rows):
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([header, *rows])
+
+
+def write_side(folder, frames):
+    """Frames (key, easting, northing, pano) as Mapillary publishes them."""
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    for key, *_ in frames:
+        Image.new("RGB", (6, 4)).save(folder / "images" / f"{key}.jpg")
+    rows = [[n, key, e, u, False, n, False, "Forward"] for n, (key, e, u, _) in enumerate(frames)]
+    write_table(folder / "postprocessed.csv", COLUMNS, rows)
+    write_table(folder / "raw.csv", RAW, [[n, f[0], 0.1, 0.2, 0, "2019-01-01", f[3]] for n, f in enumerate(frames)])
+
+
+EAST, NORTH = 347000.0, 6173000.0  # UTM coordinates of the size of Copenhagen's
+QUERIES = [("q0", EAST, NORTH, False), ("q1", EAST + 1000, NORTH, False), ("q2", EAST, NORTH + 1, True)]
+DATABASE = [("d0", EAST, NORTH + 24.9, False), ("d1", EAST + 1000, NORTH + 25.1, False), ("d2", EAST, NORTH, True)]
+
+
+@pytest.fixture
+def msls(tmp_path):
+    """All cities, at the same coordinates. In each, one query has one right answer."""
+    root = tmp_path / "msls" / "train_val"
+    for city in (*TRAINING_CITIES, *TEST_CITIES):
+        write_side(root / city / "query", QUERIES)
+        write_side(root / city / "database", DATABASE)
+    return tmp_path
+
+
+def test_msls_leaves_out_panoramas_and_queries_without_an_answer(msls):
+    data = load_data("msls", msls, image_size=8)
+    assert (data.ood, data.train_plain, data.open_set) == (None, None, True)
+    assert (len(TRAINING_CITIES), len(set(TRAINING_CITIES) | set(TEST_CITIES))) == (22, 24)
+    assert len(data.train) == 22 * 4  # queries and database
+    assert [f"{p.parts[-4]} {p.stem}" for p in data.test.paths] == ["cph q0", "sf q0"]
+    assert [f"{p.parts[-4]} {p.stem}" for p in data.gallery.paths] == ["cph d0", "cph d1", "sf d0", "sf d1"]
+    assert data.test.targets.dtype == torch.float64
+    assert data.train.images([0, 5]).shape == (2, 3, 8, 8)
+    # equal coordinates in another city are another place
+    relevant, other = data.relevance(data.test.targets, data.gallery.targets)
+    assert relevant.tolist() == [[True, False, False, False], [False, False, True, False]]
+    assert torch.equal(other, ~relevant)
+    assert (data.test.targets[0] - data.gallery.targets[0]).abs().tolist() == pytest.approx([0, 24.9], abs=1e-6)
+
+
+def test_msls_trains_on_near_and_far_pairs(msls):
+    data = load_data("msls", msls)
+    positive, negative = data.relation(data.train.targets, data.train.targets)
+    neither = ~positive & ~negative
+    # in each city, q0 and d0 are 24.9 m apart, which is neither; q1 and d1 are 25.1 m apart
+    assert int(positive.sum()) == len(data.train)
+    assert int(neither.sum()) == 22 * 2
+    wide = load_data("msls", msls, positive_radius=24.95, negative_radius=30)
+    positive, negative = wide.relation(wide.train.targets, wide.train.targets)
+    assert int(positive.sum()) == len(wide.train) + 22 * 2
+    assert int((~positive & ~negative).sum()) == 22 * 2
+    # a cut leaves the gallery alone, and the relation goes where the library wants one
+    cut = load_data("msls", msls, train_size=10, test_size=2)
+    assert (len(cut.train), len(cut.gallery)) == (10, 4)
+    assert make_relation(10, torch.device("cpu"), cut.train.targets, cut.relation).n == 10
+
+
+def city(msls, name="paris", side="query"):
+    return msls / "msls" / "train_val" / name / side
+
+
+def replace(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda m: shutil.rmtree(m / "msls"), "and 136 more.*mapillary.com/dataset/places"),
+        (lambda m: (city(m) / "raw.csv").unlink(), r"no \S*paris.query.raw\.csv\."),
+        (lambda m: (city(m) / "images/q1.jpg").unlink(), r"all 88 files that the lists name, got 1 missing.*q1\.jpg"),
+        (lambda m: replace(city(m) / "raw.csv", "pano", "panorama"), "the columns key, pano, got no pano"),
+        (lambda m: replace(city(m) / "raw.csv", "True", "1"), "True or False in the column pano, got 1"),
+        (lambda m: replace(city(m) / "raw.csv", "q1", "q9"), "keys that are in raw.csv too, got q1"),
+        (lambda m: replace(city(m) / "postprocessed.csv", "348000.0", "x"), "UTM coordinates below 1e.07 m, got 'x'"),
+        (lambda m: replace(city(m) / "postprocessed.csv", "348000.0", "nan"), "UTM coordinates below 1e.07 m"),
+        (lambda m: (city(m) / "raw.csv").write_bytes(b"key,pano\n\xff"), "a table in CSV"),
+        (
+            lambda m: [write_side(city(m, name, "database"), DATABASE[1:2]) for name in TEST_CITIES],
+            "queries with a database image within 25.0 m, got none",
+        ),
+    ],
+)
+def test_incomplete_cities_are_refused(spoil, says, msls):
+    spoil(msls)
+    with pytest.raises(InputError, match=says):
+        load_data("msls", msls)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(
+    seed=st.integers(0, 2**31),
+    city_number=st.integers(0, 29),
+    radii=st.tuples(st.floats(1, 50), st.floats(0, 50)),
+)
+def test_places_are_exact_far_from_the_origin(device, seed, city_number, radii):
+    # enough points for torch's product form of the distance, which would be off by metres here
+    near = torch.rand(40, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 100
+    far = near + torch.tensor([EAST + city_number * CITY_SPACING, NORTH], dtype=torch.float64)
+    relation = WithinMetres(radii[0], radii[0] + radii[1])
+    positive, negative = (mask.cpu() for mask in relation(far.to(device), far.to(device)))
+    metres = (near.unsqueeze(1) - near).square().sum(2).sqrt()
+    clear = ((metres - relation.positive).abs() > 1e-5) & ((metres - relation.negative).abs() > 1e-5)
+    assert torch.equal(positive[clear], (metres <= relation.positive)[clear])
+    assert torch.equal(negative[clear], (metres > relation.negative)[clear])
+    assert torch.equal(positive, positive.T)
+    assert torch.equal(negative, negative.T)
+
+
+@pytest.mark.parametrize("radii", [(0.0, 1.0), (2.0, 1.0), (math.nan, 1.0), (1.0, math.nan)])
+def test_impossible_radii_are_refused(radii):
+    with pytest.raises(InputError, match="radii in metres"):
+        WithinMetres(*radii)
+
+
+def test_positions_must_be_positions_in_double_precision():
+    relation, positions = WithinMetres(10, 25), torch.rand(3, 2, dtype=torch.float64)
+    with pytest.raises(InputTypeError, match=r"a: expected float64, got torch\.float32"):
+        relation(positions.float(), positions)
+    with pytest.raises(InputError, match=r"b: expected positions of shape \(N, 2\)"):
+        relation(positions, torch.rand(3, dtype=torch.float64))

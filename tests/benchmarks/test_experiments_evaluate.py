@@ -1,0 +1,190 @@
+"""From predictions to figures, with a method that says what it is told."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from benchmarks.experiments import config, markdown, pictures, plan
+from benchmarks.experiments.data import RetrievalData, TensorSplit
+from benchmarks.experiments.evaluate import Scores, evaluate
+from benchmarks.experiments.methods import Method, Prediction, Setting
+from benchmarks.experiments.plan import OWN
+from contrastive_curvature import metrics
+from contrastive_curvature.errors import InputError, UnsupportedError
+
+
+class Told(Method):
+    """Embeds and scores by lookup: an image's first pixel is its number."""
+
+    name, title = "told", "Told"
+
+    def __init__(self, table, scores, samples=None):
+        super().__init__(Setting())
+        self.table, self.scores, self.drawn = table, scores, samples
+
+    def _rows(self, split):
+        return split.pixels[:, 0, 0, 0].long()
+
+    def fit(self, data, seed, folder, base=None):
+        raise NotImplementedError
+
+    def predict(self, split):
+        rows = self._rows(split)
+        scores = {name: score[rows] for name, score in self.scores.items()}
+        return Prediction(self.table[rows], scores.pop(OWN, None), scores, seconds=1.5)
+
+    def samples(self, split, n_samples, seed):
+        if self.drawn is None:
+            return None
+        return (sample[self._rows(split)] for sample in self.drawn[:n_samples])
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state, data):
+        pass
+
+
+def split(numbers, targets):
+    pixels = torch.zeros(len(numbers), 1, 8, 8, dtype=torch.uint8)
+    pixels[:, 0, 0, 0] = numbers.to(torch.uint8)
+    return TensorSplit(pixels, targets)
+
+
+NUMBERS = torch.arange(90)
+TABLE = torch.randn(90, 4, generator=torch.Generator().manual_seed(0))
+SCORES = {OWN: torch.rand(90, generator=torch.Generator().manual_seed(1)), "other": torch.arange(90.0)}
+LABELS = NUMBERS % 4
+
+
+def closed(**changes):
+    data = RetrievalData("fake", "Fake", "Other", split(NUMBERS[:40], LABELS[:40]), split(NUMBERS[:40], LABELS[:40]))
+    return dataclasses.replace(data, ood=split(NUMBERS[60:], LABELS[60:]), **changes)
+
+
+def test_closed_set_figures_are_those_of_the_metrics():
+    samples = torch.randn(6, 90, 4)
+    found = evaluate(Told(TABLE, SCORES, samples), closed(), n_votes=5, seed=0)
+    ranking = metrics.rank_by_labels(metrics.nearest_neighbors(TABLE[:40], k=10), LABELS[:40])
+    precision = metrics.average_precision_at_k(ranking, 1)
+    wanted = {f"map_at_{k}": metrics.map_at_k(ranking, k) for k in (1, 5, 10)}
+    wanted |= {f"recall_at_{k}": metrics.recall_at_k(ranking, k) for k in (1, 5, 10)}
+    wanted["auroc"] = metrics.auroc(SCORES[OWN][:40], SCORES[OWN][60:])
+    wanted["ausc"] = metrics.ausc(SCORES[OWN][:40], precision)
+    wanted["ece"] = metrics.retrieval_ece(samples[:5, :40], LABELS[:40])
+    wanted["brier"] = metrics.retrieval_brier(samples[:5, :40], LABELS[:40])
+    assert {key: found.figures[key] for key in wanted} == pytest.approx(wanted)
+    assert found.variants["other"]["auroc"] == 1.0
+    assert found.seconds["predict"] == 3.0
+
+
+def test_without_a_score_there_are_no_figures_of_one():
+    found = evaluate(Told(TABLE, {}), closed(), n_votes=5, seed=0)
+    assert set(found.figures) == {f"{kind}_at_{k}" for kind in ("map", "recall") for k in (1, 5, 10)}
+    assert found.variants == found.scores == {}
+
+
+def test_open_set_queries_have_no_calibration():
+    found = evaluate(Told(TABLE, SCORES, torch.randn(5, 90, 4)), closed(open_set=True), n_votes=5, seed=0)
+    assert "ece" not in found.figures
+    assert found.calibration is None
+
+
+def near(a, b):
+    apart = torch.cdist(a, b)
+    return apart <= 25, apart > 25
+
+
+def places():
+    positions = torch.rand(90, 2, generator=torch.Generator().manual_seed(2)).double() * 60
+    return RetrievalData(
+        "fake",
+        "Places",
+        "",
+        split(NUMBERS[:40], positions[:40]),
+        split(NUMBERS[:40], positions[:40]),
+        gallery=split(NUMBERS[40:], positions[40:]),
+        relation=near,
+    )
+
+
+def test_positions_with_a_gallery():
+    data = places()
+    found = evaluate(Told(TABLE, SCORES, torch.randn(5, 90, 4)), data, n_votes=5, seed=0)
+    assert "auroc" not in found.figures
+    assert "ece" not in found.figures
+    nearest = metrics.nearest_neighbors(TABLE[:40], TABLE[40:], k=10)
+    right = near(data.test.targets, data.gallery.targets)[0].gather(1, nearest)
+    assert found.figures["recall_at_5"] == pytest.approx(float(right[:, :5].any(1).double().mean()))
+    assert found.figures["ausc"] == pytest.approx(metrics.ausc(SCORES[OWN][:40], right[:, 0].double()))
+    # the released code adds the uncertainty of the image that was retrieved, here from the gallery
+    total = SCORES[OWN][:40].double() + SCORES[OWN][40:][nearest[:, 0]].double()
+    kept = right[:, 0].double()[total.argsort(descending=True)]
+    curve = torch.stack([kept[40 * i // 100 :].mean() for i in range(99)])
+    assert found.variants[OWN]["ausc_released"] == pytest.approx(float(torch.trapezoid(curve) / 99))
+    assert set(plan.COLUMNS[4]) <= set(found.figures)
+
+
+def test_the_table_of_places_shows_recall():
+    found = evaluate(Told(TABLE, SCORES), places(), n_votes=2, seed=0)
+    row = {
+        "figures": {key: {"mean": value, "std": None, "n": 1} for key, value in found.figures.items()},
+        "variants": {},
+        "seconds": {},
+        "seeds": [0],
+    }
+    options = dict.fromkeys(
+        (
+            "dim",
+            "epochs",
+            "batch_size",
+            "n_samples",
+            "ece_samples",
+            "lr",
+            "margin",
+            "memory_factor",
+            "dropout_passes",
+            "train_size",
+        ),
+        1,
+    )
+    options |= {"table": 4, "data": "msls", "network": "resnet50", "per_class": None, "ood": None}
+    options |= dict.fromkeys(("distance", "pd_fix", "negative_weight"))
+    sizes = {"title": "MSLS", "ood_title": None, "train": 40, "test": 40, "ood": None, "gallery": 50}
+    text = markdown.markdown({"config": options, "data": sizes, "rows": {"pfe": row}, "cells": [], "failed": []})
+    assert "|  | R@1 | R@5 | R@10 | M@5 | M@10 | AUSC | R-AUROC | runs |" in text
+    assert f"| PFE | {found.figures['recall_at_1']:.3f} |" in text
+    assert "| *paper, MSLS validation* | *0.77* | *0.88* | *0.90* | *0.61* | *0.56* | *0.73* |" in text
+
+
+def test_images_that_do_not_suit_are_refused():
+    import benchmarks.experiments.cli as cli
+
+    options = cli.parse(["--table", "2", "--data", "digits", "--batch-size", "8"])
+    config.check_data(options, closed())
+    with pytest.raises(InputError, match="more than 10"):
+        config.check_data(options, closed(test=split(NUMBERS[:9], LABELS[:9])))
+    with pytest.raises(InputError, match="--network fashionmnist: expected images"):
+        config.check_data(dataclasses.replace(options, network="fashionmnist"), closed())
+    with pytest.raises(UnsupportedError, match="per_class"):
+        config.check_data(dataclasses.replace(options, per_class=4), places())
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 8, 8)])
+@pytest.mark.parametrize("low", [0.0, -2.0])
+def test_pictures_are_shown_within_the_range_of_pixels(shape, low):
+    image = torch.rand(shape) * (1 - low) * 2 + low if low else torch.rand(shape)
+    pixels, colours = pictures._shown(image)
+    assert pixels.min() >= 0
+    assert pixels.max() <= 1
+    assert (colours == "gray") == (shape[0] == 1)
+    assert pixels.shape[:2] == (8, 8)
+    if not low:
+        assert torch.equal(torch.as_tensor(pixels).flatten().sort().values, image.flatten().sort().values)
+
+
+def test_scores_keep_their_parts():
+    found = evaluate(Told(TABLE, SCORES), closed(), n_votes=2, seed=0)
+    assert isinstance(found.scores[OWN], Scores)
+    assert torch.equal(found.scores["other"].outside, SCORES["other"][60:])

@@ -1,0 +1,249 @@
+"""Figures, rows, cells and the paper's transcription."""
+
+import json
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.experiments import figures, markdown, plan, summary
+from benchmarks.experiments.clock import Clock
+from benchmarks.experiments.data import RetrievalData, TensorSplit
+from benchmarks.experiments.paper import paper_table
+from benchmarks.experiments.ranking import retrieve
+from contrastive_curvature import metrics
+from contrastive_curvature.errors import InputError
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from([0.0, 1.0, float("nan")])), min_size=1, max_size=30))
+def test_r_auroc_counts_pairs_of_wrong_and_right(queries):
+    uncertainty, precision = (torch.tensor(column) for column in zip(*queries, strict=True))
+    wrong = [u for u, p in queries if p == 0]
+    right = [u for u, p in queries if p == 1]
+    got = figures.r_auroc(uncertainty, precision)
+    if not wrong or not right:
+        assert got is None
+    else:
+        wins = sum((w > r) + (w == r) / 2 for w in wrong for r in right)
+        assert got == pytest.approx(wins / len(wrong) / len(right))
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(2, 25), st.integers(2, 12))
+def test_released_ece_differs_in_the_bins_alone(seed, n_points, n_samples):
+    generator = torch.Generator().manual_seed(seed)
+    votes = torch.randint(3, (n_samples, n_points), generator=generator)
+    labels = torch.randint(3, (n_points,), generator=generator)
+    bins = {}
+    for point in range(n_points):
+        values, counts = votes[:, point].unique(return_counts=True)
+        agree, mode = int(counts.max()), int(values[counts.argmax()])
+        if agree < n_samples:
+            bins.setdefault(10 * agree // n_samples, []).append((int(mode == labels[point]), agree / n_samples))
+    kept = sum(map(len, bins.values()))
+    got = figures.ece_released(votes, labels)
+    if not kept:
+        assert got is None
+    else:
+        wanted = sum(abs(sum(right - share for right, share in points)) for points in bins.values()) / kept
+        assert got == pytest.approx(wanted)
+
+
+def test_released_ece_leaves_out_full_agreement():
+    votes = torch.tensor([[0, 0], [0, 1], [0, 1]])
+    assert figures.ece_released(votes, torch.tensor([1, 1])) == pytest.approx(1 / 3)  # the wrong, unanimous one is out
+    assert metrics.calibration_bins(votes, torch.tensor([1, 1])).expected_calibration_error == pytest.approx(2 / 3)
+
+
+@given(st.integers(0, 999), st.integers(12, 20))
+def test_released_map_counts_queries_without_a_positive(seed, n):
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(n // 2, (n,), generator=generator)
+    z = torch.randn(n, 3, generator=generator)
+    ranking = metrics.rank_by_labels(metrics.nearest_neighbors(z, k=10), labels)
+    alone = (labels.bincount()[labels] == 1).double().mean().item()
+    for k, counted in ((1, 0.0), (5, 1.0), (10, 1.0)):
+        own = metrics.map_at_k(ranking, k) if alone < 1 else 0.0
+        assert figures.map_released(ranking, k) == pytest.approx((1 - alone) * own + alone * counted, abs=1e-6)
+
+
+def test_released_ausc_adds_the_neighbour():
+    correct = torch.tensor([False, True] * 50)
+    own, neighbor = torch.zeros(100), correct.logical_not().double()
+    # the neighbours alone know that the first of each pair is wrong: after half is removed all are right
+    wanted = [0.5 * 100 / (100 - i) if i < 50 else 1.0 for i in range(99)]
+    area = sum((a + b) / 2 for a, b in pairwise(wanted)) / 99
+    assert figures.ausc_released(own, correct, neighbor) == pytest.approx(area)
+    assert figures.ausc_released(own, torch.ones(100), own) == pytest.approx(98 / 99)
+    with pytest.raises(InputError, match="same shape"):
+        figures.ausc_released(own, correct, neighbor[1:])
+
+
+def test_trapezoid_of_the_precision_recall_curve():
+    inside, outside = torch.tensor([1.0, 3.0]), torch.tensor([2.0, 4.0])
+    # points (recall, precision): (0, 1), (1/2, 1), (1/2, 1/2), (1, 2/3), (1, 1/2)
+    assert figures.auprc_released(inside, outside) == pytest.approx(0.5 + 0.25 * (0.5 + 2 / 3))
+    assert metrics.auprc(inside, outside) == pytest.approx(0.5 + 1 / 3)
+
+
+def split(targets):
+    return TensorSplit(torch.zeros(len(targets), 1, 8, 8, dtype=torch.uint8), targets)
+
+
+def by_hand(same, queries, gallery, leave_one_out):
+    similarity = torch.nn.functional.cosine_similarity(queries.unsqueeze(1), gallery, dim=2)
+    if leave_one_out:
+        similarity.fill_diagonal_(-2)
+        same = same & ~torch.eye(len(same), dtype=torch.bool)
+    order = similarity.argsort(1, descending=True)[:, :10]
+    return same.gather(1, order), same.sum(1), order[:, 0]
+
+
+@pytest.mark.parametrize("with_gallery", [True, False])
+@pytest.mark.parametrize("positions", [True, False])
+def test_retrieval_by_labels_and_by_positions(with_gallery, positions):
+    queries, gallery = torch.randn(30, 4), torch.randn(40, 4)
+    held = gallery if with_gallery else queries
+
+    def near(a, b):
+        apart = torch.cdist(a, b)
+        return apart <= 25, apart > 25
+
+    if positions:
+        targets, held_targets = torch.rand(30, 2).double() * 80, torch.rand(40, 2).double() * 80
+        same = near(targets, held_targets if with_gallery else targets)[0]
+    else:
+        targets, held_targets = torch.randint(4, (30,)), torch.randint(4, (40,))
+        same = targets.unsqueeze(1) == (held_targets if with_gallery else targets)
+    data = RetrievalData(
+        "fake",
+        "Fake",
+        "",
+        split(targets),
+        split(targets),
+        gallery=split(held_targets) if with_gallery else None,
+        # what trains is stricter than what counts as right
+        relation=(lambda a, b: (torch.cdist(a, b) <= 5, torch.cdist(a, b) > 25)) if positions else None,
+        relevance=near if positions else None,
+    )
+    got = retrieve(data, queries, gallery if with_gallery else None)
+    relevant, counts, nearest = by_hand(same, queries, held, not with_gallery)
+    assert torch.equal(got.ranking.relevant, relevant)
+    assert torch.equal(got.ranking.n_positives, counts)
+    assert torch.equal(got.nearest, nearest)
+    with pytest.raises(InputError, match="gallery"):
+        retrieve(data, queries, None if with_gallery else gallery)
+
+
+def test_ablation_is_the_whole_grid():
+    rows = plan.table_rows(1)
+    grid = {(row.method, row.options["distance"], row.options["pd_fix"]) for row in rows}
+    assert len(rows) == len(grid) == 16
+    assert {row.key for row in rows} >= set(paper_table(1, "fashionmnist").rows)
+
+
+@pytest.mark.parametrize("methods", [["pfe", "pfe"], ["hib"], [], ["posthoc_arccos_fixed"]])
+def test_unknown_and_double_rows_are_refused(methods):
+    with pytest.raises(InputError, match=r"--methods: expected of table 2, each once: deterministic, "):
+        plan.table_rows(2, methods)
+
+
+def test_rows_on_request_and_on_positions():
+    assert [row.key for row in plan.table_rows(2, ["norm", "laplace_online_refitted"])] == [
+        "laplace_online_refitted",
+        "norm",
+    ]
+    assert "laplace_online_refitted" not in {row.key for row in plan.table_rows(2)}
+    assert {row.method for row in plan.table_rows(4)}.isdisjoint({"deep_ensemble", "vmf_density"})
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=17, unique=True))
+def test_ensembles_share_no_encoder_and_are_planned_when_their_seeds_are_done(seeds):
+    groups = plan.ensembles(seeds)
+    members = [seed for group in groups for seed in group]
+    assert len(set(members)) == len(members) == 5 * max(1, len(seeds) // 5)
+    assert members[: len(seeds)] == sorted(seeds)[: len(members)]
+    cells = plan.plan_cells(plan.table_rows(2), seeds)
+    assert len({(cell.row.key, cell.seed) for cell in cells}) == len(cells) == 11 * len(seeds) + 2 * len(groups)
+    place = {cell.seed: number for number, cell in enumerate(cells) if cell.row.key == plan.BASE}
+    for number, cell in enumerate(cells):
+        assert cell.row.is_ensemble == bool(cell.members)
+        assert all(place[seed] < number for seed in cell.members if seed in place)
+
+
+@pytest.mark.parametrize(
+    ("table", "data", "row", "figure", "value"),
+    [
+        (1, "lfw", "posthoc_euclidean_fixed", "auroc", (0.57, 0.25)),
+        (1, "lfw", "online_arccos_fixed", "ausc", (0.50, 0.03)),
+        (2, "fashionmnist", "laplace_online", "ece", (0.02, 0.00)),
+        (2, "fashionmnist", "hib", "map_at_1", (0.69, 0.08)),
+        (2, "cifar10", "deep_ensemble", "auprc", (0.67, None)),
+        (2, "cifar10", "laplace_posthoc", "ece", (0.23, 0.01)),
+        (3, "cub200", "laplace_posthoc", "map_at_10", (0.45, 0.01)),
+        (3, "lfw", "mc_dropout", "auroc", (0.03, 0.01)),
+        (4, "msls", "laplace_online", "ausc", (0.77, None)),
+        (4, "msls", "pfe", "recall_at_1", (0.77, None)),
+        (4, "msls_challenge", "laplace_online", "ausc", (0.63, None)),
+        (4, "msls_challenge", "deterministic", "map_at_10", (0.43, None)),
+    ],
+)
+def test_the_paper_says_so(table, data, row, figure, value):
+    assert paper_table(table, data).rows[row][figure] == value
+
+
+def test_the_paper_has_all_its_rows_and_no_others():
+    sizes = {(1, "lfw"): 12, (2, "fashionmnist"): 7, (2, "cifar10"): 7, (3, "cub200"): 7, (3, "lfw"): 6, (4, "msls"): 5}
+    for (table, data), size in sizes.items():
+        rows = paper_table(table, data).rows
+        assert len(rows) == size
+        assert set(rows) - {"hib"} <= {row.key for row in plan.known_rows(table)}
+        assert all(set(figures) <= set(plan.COLUMNS[table]) for figures in rows.values())
+        assert "auroc" not in rows.get("deterministic", {})
+    assert paper_table(2, "digits") is None
+    assert paper_table(3, "omniglot") is None
+
+
+def test_summaries_leave_out_what_is_undefined():
+    assert summary.summarize([0.5, None, 1.0]) == {"mean": 0.75, "std": pytest.approx(0.5**1.5), "n": 2}
+    assert summary.summarize([0.5]) == {"mean": 0.5, "std": None, "n": 1}
+    assert summary.summarize([None]) == {"mean": None, "std": None, "n": 0}
+
+
+def test_the_paper_stands_below_each_row():
+    figures_of = {key: {"mean": 0.9, "std": 0.01, "n": 2} for key in plan.COLUMNS[2]}
+    found = {"figures": figures_of, "variants": {}, "seconds": {}, "seeds": [0, 1]}
+    config = dict.fromkeys(("dim", "epochs", "batch_size", "n_samples", "ece_samples", "dropout_passes"), 3)
+    config |= {"table": 2, "data": "fashionmnist", "network": "fashionmnist", "per_class": None, "lr": 0.1, "margin": 1}
+    config |= {"memory_factor": 1e-4, "train_size": 30_000, "ood": None, "pd_fix": "psd"}
+    config |= dict.fromkeys(("distance", "negative_weight"))
+    data = {"title": "F", "ood_title": "M", "train": 1, "test": 2, "ood": 3, "gallery": None}
+    text = markdown.markdown(
+        {"config": config, "data": data, "rows": {"laplace_online": found}, "cells": [], "failed": []}
+    )
+    lines = text.splitlines()
+    ours = next(number for number, line in enumerate(lines) if line.startswith("| LAM (online)"))
+    assert lines[ours].count("0.900 ± 0.010") == 7
+    assert lines[ours + 1].startswith("| *paper, FashionMNIST* | *0.81 ± 0.00* | *0.77 ± 0.01* |")
+    assert lines[ours + 2].startswith("| *HIB; paper, FashionMNIST* | *0.69 ± 0.08* |")
+    assert "*paper" not in "".join(lines[:ours])
+    assert "margin 1, pd_fix psd; 3 samples" in text
+    assert "Not the paper's setting, so compare with care: epochs 3 (there 20), 30,000 of the training images" in text
+
+
+def test_clock_adds_up_interruptions_and_admits_what_it_does_not_know(tmp_path):
+    clock = Clock(tmp_path)
+    assert clock.seconds is None
+    with pytest.raises(KeyboardInterrupt), clock:
+        raise KeyboardInterrupt
+    first = clock.seconds
+    with Clock(tmp_path):
+        pass
+    assert 0 <= first <= clock.seconds < 10
+    killed = Clock(tmp_path)
+    killed.__enter__()  # and never left
+    assert clock.seconds is None
+    with Clock(tmp_path):
+        pass
+    assert json.loads((tmp_path / "clock.json").read_text()) == {"seconds": None}

@@ -1,0 +1,210 @@
+"""What holds for every method of the benchmarks."""
+
+import dataclasses
+
+import pytest
+import torch
+from benchmark_methods import fit, make_data, make_setting
+from devices import DEVICES
+
+from benchmarks.experiments.methods import METHODS, make_method
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
+
+OPTIONS = {
+    "deep_ensemble": {"members": 2, "alignment": "procrustes"},
+    "knn_features": {"gallery_size": 25},
+    "knn_gated": {"gallery_size": 25},
+}
+SAMPLED = {"deep_ensemble", "pfe", "laplace_posthoc", "mc_dropout", "laplace_online"}
+EXACT_BASE = ("norm", "vmf_density", "knn_embedding", "knn_features", "pfe")
+
+
+def same(a, b):
+    assert torch.equal(a.mean, b.mean)
+    assert (a.uncertainty is None) == (b.uncertainty is None)
+    assert a.uncertainty is None or torch.equal(a.uncertainty, b.uncertainty)
+    assert a.variants.keys() == b.variants.keys()
+    assert all(torch.equal(value, b.variants[name]) for name, value in a.variants.items())
+
+
+@pytest.fixture(scope="module", params=[(name, device) for name in METHODS for device in DEVICES], ids=str)
+def fitted(request, tmp_path_factory):
+    name, device = request.param
+    setting, data, folder = make_setting(device), make_data(), tmp_path_factory.mktemp(name)
+    return fit(name, setting, folder, data, **OPTIONS.get(name, {})), data, folder
+
+
+def test_predictions_have_the_promised_form(fitted):
+    method, data, _ = fitted
+    found = method.predict(data.test)
+    assert found.mean.shape == (len(data.test), 3)
+    assert found.mean.dtype == torch.float32
+    scores = [*found.variants.values(), *([] if found.uncertainty is None else [found.uncertainty])]
+    assert (found.uncertainty is None) == (method.name == "deterministic")
+    for score in scores:
+        assert score.shape == (len(data.test),)
+        assert score.device.type == "cpu"
+        assert bool(score.isfinite().all())
+        assert float(score.std()) > 0
+
+
+def test_equal_calls_give_equal_predictions_and_leave_the_random_state(fitted):
+    method, data, _ = fitted
+    before = torch.get_rng_state()
+    first = method.predict(data.test)
+    if not method.name.startswith("laplace"):
+        assert torch.equal(before, torch.get_rng_state())
+    torch.manual_seed(99)
+    same(first, method.predict(data.test))
+
+
+def test_saved_and_loaded_is_the_same(fitted, tmp_path):
+    method, data, _ = fitted
+    method.save(tmp_path / "method.pt")
+    again = make_method(method.name, method.setting, **OPTIONS.get(method.name, {}))
+    again.load(tmp_path / "method.pt", data)
+    same(method.predict(data.test), again.predict(data.test))
+    if method.name in SAMPLED:
+        first, second = (list(one.samples(data.test, 2, 5)) for one in (method, again))
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_another_methods_file_is_refused(fitted, tmp_path):
+    method, data, _ = fitted
+    other = "norm" if method.name == "deterministic" else "deterministic"
+    method.save(tmp_path / "method.pt")
+    with pytest.raises(InputError, match=other):
+        make_method(other, method.setting).load(tmp_path / "method.pt", data)
+
+
+def test_samples_are_seeded_unit_embeddings(fitted):
+    method, data, _ = fitted
+    if method.name not in SAMPLED:
+        assert method.samples(data.test, 3, 0) is None
+        return
+    runs = [list(method.samples(data.test, 3, seed)) for seed in (0, 0, 1)]
+    assert len(runs[0]) == (2 if method.name == "deep_ensemble" else 3)
+    for z in runs[0]:
+        assert z.shape == (len(data.test), 3)
+        assert z.dtype == torch.float32
+        assert torch.allclose(z.norm(dim=1), torch.ones(len(z)), atol=1e-5)
+    assert not torch.equal(runs[0][0], runs[0][1])
+    assert all(torch.equal(a, b) for a, b in zip(runs[0], runs[1], strict=True))
+    assert torch.equal(runs[0][0], runs[2][0]) == (method.name == "deep_ensemble")
+
+
+def test_the_seed_decides(fitted, tmp_path):
+    method, data, _ = fitted
+    if method.setting.device != "cpu":
+        pytest.skip("bit-identical training is promised for the CPU")
+    same(
+        method.predict(data.test),
+        fit(method.name, method.setting, tmp_path / "a", data, **OPTIONS.get(method.name, {})).predict(data.test),
+    )
+    other = fit(method.name, method.setting, tmp_path / "b", data, seed=7, **OPTIONS.get(method.name, {}))
+    assert not torch.equal(method.predict(data.test).mean, other.predict(data.test).mean)
+
+
+@pytest.mark.parametrize("name", EXACT_BASE)
+def test_scores_on_a_base_embed_as_it_does_and_leave_it(name, tmp_path):
+    data, setting = make_data(), make_setting()
+    base = fit("deterministic", setting, tmp_path, data)
+    before = {key: value.clone() for key, value in base.encoder.state_dict().items()}
+    method = make_method(name, setting, **OPTIONS.get(name, {}))
+    (tmp_path / "own").mkdir()
+    method.fit(data, 0, tmp_path / "own", base)
+    assert torch.allclose(method.predict(data.test).mean, base.predict(data.test).mean, atol=1e-6)
+    assert all(torch.equal(value, before[key]) for key, value in base.encoder.state_dict().items())
+    assert not any(module.training for module in base.encoder.modules())
+
+
+@pytest.mark.parametrize("name", EXACT_BASE)
+def test_a_base_is_asked_for(name, tmp_path):
+    data, setting = make_data(), make_setting()
+    with pytest.raises(InputTypeError, match="base"):
+        make_method(name, setting).fit(data, 0, tmp_path)
+    with pytest.raises(InputError, match="not"):
+        make_method(name, setting).fit(data, 0, tmp_path, make_method("deterministic", setting))
+    base = fit("deterministic", make_setting(dim=2, epochs=1), tmp_path, data)
+    with pytest.raises(InputError, match="dimension"):
+        make_method(name, setting).fit(data, 0, tmp_path, base)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if not name.startswith("laplace")])
+def test_nothing_is_said_before_the_fit(name):
+    method, data = make_method(name, make_setting()), make_data()
+    with pytest.raises(InputError, match="fit or load"):
+        method.predict(data.test)
+    with pytest.raises(InputError, match="fit or load"):
+        method.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("swag", {}, "swag"),
+        ("norm", {"k": 3}, "no options"),
+        ("mc_dropout", {"rates": 0.1}, "rates"),
+        ("mc_dropout", {"rate": 0.0}, "rate"),
+        ("mc_dropout", {"rate": 1.0}, "rate"),
+        ("mc_dropout", {"rate": float("nan")}, "rate"),
+        ("deep_ensemble", {"members": 1}, "members"),
+        ("deep_ensemble", {"alignment": "rotate"}, "procrustes"),
+        ("pfe", {"epochs": 0}, "epochs"),
+        ("pfe", {"lr": 0.0}, "lr"),
+        ("knn_features", {"gallery_size": 9}, "gallery_size"),
+    ],
+)
+def test_wrong_options_are_refused(name, options, says):
+    with pytest.raises(InputError, match=says):
+        make_method(name, make_setting(), **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"epochs": 0}, "epochs"),
+        ({"batch_size": 1}, "batch_size"),
+        ({"lr": float("nan")}, "lr"),
+        ({"margin": 2.5}, "margin"),
+        ({"per_class": 3}, "multiple"),
+        ({"per_class": 2}, "at most 8"),
+        ({"per_class": 0}, "per_class"),
+    ],
+)
+def test_settings_that_cannot_train_are_refused_first(changes, says, tmp_path):
+    with pytest.raises(InputError, match=says):
+        make_method("deterministic", make_setting(**changes)).fit(make_data(), 0, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_positions_need_a_relation_and_have_no_classes(tmp_path):
+    data = make_data()
+    placed = dataclasses.replace(data, train=data.train.take(torch.arange(40)))
+    placed.train.targets = torch.rand(40, 2, dtype=torch.float64)
+    with pytest.raises(InputError, match="class labels"):
+        make_method("deterministic", make_setting()).fit(placed, 0, tmp_path)
+
+    def near(a, b):
+        distance = torch.cdist(a, b)
+        return distance < 0.3, distance > 0.3
+
+    setting = make_setting(relation=near, epochs=1)
+    base = fit("deterministic", setting, tmp_path / "base", placed)
+    for name in ("pfe", "knn_embedding"):
+        (tmp_path / name).mkdir()
+        method = make_method(name, setting)
+        method.fit(placed, 0, tmp_path / name, base)
+        assert bool(method.predict(data.test).uncertainty.isfinite().all())
+    with pytest.raises(UnsupportedError, match="positions"):
+        make_method("vmf_density", setting).fit(placed, 0, tmp_path, base)
+    with pytest.raises(UnsupportedError, match="WithinMetres"):
+        make_method("deterministic", make_setting(relation=near, per_class=2)).fit(placed, 0, tmp_path)
+
+
+@pytest.mark.parametrize(("name", "change"), [("mc_dropout", {"rate": 0.5}), ("deep_ensemble", {"members": 3})])
+def test_files_of_other_options_are_refused(name, change, tmp_path):
+    data, setting = make_data(), make_setting(epochs=1)
+    fit(name, setting, tmp_path, data, **OPTIONS.get(name, {})).save(tmp_path / "method.pt")
+    with pytest.raises(InputError, match=next(iter(change))):
+        make_method(name, setting, **OPTIONS.get(name, {}) | change).load(tmp_path / "method.pt", data)

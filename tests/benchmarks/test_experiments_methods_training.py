@@ -1,0 +1,167 @@
+"""Training of the benchmarks' encoders: batches, interruptions, and that it trains."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from benchmark_methods import fit, make_data, make_images, make_setting
+from devices import DEVICES
+
+from benchmarks.experiments.data.split import RetrievalData, TensorSplit
+from benchmarks.experiments.methods import embed, make_method
+from benchmarks.experiments.methods.training import ContrastiveStep, active_pairs, train, training_loader
+from contrastive_curvature.losses.contrastive import ContrastiveLoss
+from contrastive_curvature.online import Trainer
+
+
+class Fragile(TensorSplit):
+    """Fails when a batch too many is read, as a killed training does."""
+
+    reads = float("inf")
+
+    def images(self, rows):
+        if self.reads <= 0:
+            raise InterruptedError
+        self.reads -= 1
+        return super().images(rows)
+
+
+def fragile_data():
+    data = make_data()
+    return dataclasses.replace(data, train=Fragile(data.train.pixels, data.train.targets))
+
+
+@pytest.mark.parametrize("reads", [1, 3, 5])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("deterministic", {}),
+        ("mc_dropout", {}),
+        ("deterministic", {"per_class": 4}),
+        ("pfe", {}),
+        ("deep_ensemble", {}),
+        ("laplace_online", {}),
+    ],
+    ids=["deterministic", "mc_dropout", "per_class", "pfe", "deep_ensemble", "laplace_online"],
+)
+def test_an_interrupted_training_ends_as_an_uninterrupted_one(name, changes, reads, tmp_path, monkeypatch):
+    # PFE's head then reads images in training, instead of their features before
+    monkeypatch.setattr(embed, "CACHE_BYTES", 0)
+    setting, data = make_setting(epochs=3, checkpoint_every=1, **changes), fragile_data()
+    options = {"members": 2} if name == "deep_ensemble" else {}
+    base = fit("deterministic", setting, tmp_path / "base", data) if name == "pfe" else None
+    step, steps = Trainer._one, []
+
+    def counted(*given):
+        loss = step(*given)
+        steps.append(loss)
+        return loss
+
+    monkeypatch.setattr(Trainer, "_one", counted)
+    whole, folder = make_method(name, setting, **options), tmp_path / "parts"
+    for made in (tmp_path / "whole", folder):
+        made.mkdir()
+    whole.fit(data, 0, tmp_path / "whole", base)
+    losses = steps.copy()
+    steps.clear()
+    data.train.reads = reads
+    with pytest.raises(InterruptedError):
+        make_method(name, setting, **options).fit(data, 0, folder, base)
+    data.train.reads = float("inf")
+    # another process has other random numbers
+    torch.manual_seed(123)
+    np.random.seed(123)  # noqa: NPY002  samplers draw from it
+    resumed = make_method(name, setting, **options)
+    resumed.fit(data, 0, folder, base)
+    # Every step once, none of them again.
+    assert steps == losses
+    first, second = whole.predict(data.test), resumed.predict(data.test)
+    assert torch.equal(first.mean, second.mean)
+    assert name == "deterministic" or torch.equal(first.uncertainty, second.uncertainty)
+
+
+def test_a_finished_training_is_not_repeated(tmp_path):
+    setting, data = make_setting(), fragile_data()
+    first = fit("deterministic", setting, tmp_path, data)
+    data.train.reads = 0
+    again = fit("deterministic", setting, tmp_path, data)
+    assert torch.equal(first.predict(data.test).mean, again.predict(data.test).mean)
+
+
+def test_batches_hold_as_many_images_of_a_class_as_asked():
+    images = TensorSplit(*make_images(10, 0))
+    batches = training_loader(make_setting(batch_size=6, per_class=3), images, 0)
+    np.random.seed(0)  # noqa: NPY002  the sampler draws from it
+    epochs = [[labels for _, labels in batches] for _ in range(2)]
+    for epoch in epochs:
+        assert [sorted(labels.bincount().tolist())[-2:] for labels in epoch] == [[3, 3]] * 6
+    assert [labels.tolist() for labels in epochs[0]] != [labels.tolist() for labels in epochs[1]]
+
+
+def test_an_epoch_has_every_image_once_in_an_order_of_its_own():
+    images = TensorSplit(make_images(10, 0)[0], torch.arange(40))
+    batches = training_loader(make_setting(), images, 3)
+    first, second = (torch.cat([rows for _, rows in batches]) for _ in range(2))
+    again = torch.cat([rows for _, rows in training_loader(make_setting(), images, 3)])
+    assert torch.equal(first.sort().values, torch.arange(40))
+    assert torch.equal(second.sort().values, torch.arange(40))
+    assert not torch.equal(first, second)
+    assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_loss_counts_positives_and_active_negatives(device):
+    z = torch.randn(12, 3, device=device, dtype=torch.float64)
+    labels = torch.arange(12, device=device) % 3
+    u = torch.nn.functional.normalize(z, dim=1)
+    squared = (u.unsqueeze(1) - u).square().sum(2)
+    i, j = torch.triu_indices(12, 12, 1, device=device)
+    alike, distances = labels[i] == labels[j], squared[i, j]
+    near = ~alike & (distances < 0.7**2)
+    wanted = distances[alike].mean() / 2 + (0.49 - distances[near]).mean() / 2
+    step = ContrastiveStep(torch.nn.Identity(), 0.7)
+    # the paper's weights of attraction and repulsion are one half each
+    assert torch.allclose(step(z, labels), wanted / 2)
+    assert float(step(z[:1], labels[:1])) == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("per_class", [None, 4])
+def test_training_brings_classes_together(device, per_class, tmp_path):
+    setting, data = make_setting(device, epochs=6, per_class=per_class), make_data()
+    method = fit("deterministic", setting, tmp_path, data)
+    cosine = method.predict(data.test).mean @ method.predict(data.train).mean.T
+    same = data.test.targets.unsqueeze(1) == data.train.targets
+    assert float(cosine[same].mean()) > 0.9
+    assert float(cosine[~same].mean()) < 0.5
+
+
+def test_a_step_of_ones_own_is_trained(tmp_path):
+    seen = []
+
+    def make_step(encoder, probe):
+        seen.append(probe.shape)
+        return ContrastiveStep(encoder, 0.5)
+
+    step = train(make_setting(epochs=1), make_data(), 0, tmp_path / "t.pt", make_step=make_step)
+    assert seen == [(8, 1, 8, 8)]
+    assert isinstance(step, ContrastiveStep)
+    assert not step.encoder.training
+    assert ContrastiveLoss(0.5).margin == step.loss.margin
+
+
+@pytest.mark.parametrize("name", ["deterministic", "pfe"])
+def test_a_last_batch_of_one_image_does_no_harm(name, tmp_path):
+    pixels, labels = make_images(9, 0)
+    data = RetrievalData("tiny", "tiny", "none", TensorSplit(pixels[:33], labels[:33]), make_data().test)
+    found = fit(name, make_setting(), tmp_path, data).predict(data.test)
+    assert bool(found.mean.isfinite().all())
+
+
+def test_active_pairs_are_all_positives_and_the_near_negatives():
+    z = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0], [1.0, 0.1]])
+    a1, p, a2, n = active_pairs(z, torch.tensor([0, 0, 1, 1]), 0.7)
+    assert sorted(zip(a1.tolist(), p.tolist(), strict=True)) == [(0, 1), (2, 3)]
+    assert sorted(zip(a2.tolist(), n.tolist(), strict=True)) == [(0, 3), (1, 3)]
+    assert len(active_pairs(z, torch.tensor([0, 0, 1, 1]), None)[2]) == 4
