@@ -27,14 +27,10 @@ import contrastive_curvature as cc
 from benchmarks.curvature_report import CHUNKS, TARGETS, render
 from benchmarks.machine import describe, measure_peak, measure_time, run_apart
 from benchmarks.pairwise import pairwise_curvature
-from contrastive_curvature.ggn.accumulate import points_curvature
-from contrastive_curvature.hessian.sphere import check_outputs, normalize
-from contrastive_curvature.losses.weights import PairWeights
+from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.last_layer import LastLayerPullback
-from contrastive_curvature.network.pullback import Points
-from contrastive_curvature.options import CurvatureOptions, Distance, Normalization, PDFix, Structure
-from contrastive_curvature.pairs import make_relation
+from contrastive_curvature.options import Structure
 
 RESULTS = Path(__file__).parent / "results"
 DISTANCES = ("arccos", "euclidean")
@@ -47,21 +43,18 @@ def node_curvature(
     pullback: LastLayerPullback,
     features: Tensor,
     z: Tensor,
-    options: CurvatureOptions,
+    loss: cc.PairLoss,
     labels: Tensor | None = None,
     pairs: tuple[Tensor, ...] | None = None,
 ) -> Tensor:
     """What ``cc.ggn(..., subset_of_weights="last_layer", clamp=False)`` does once the encoder has run."""
-    z = check_outputs(z)
-    u, n = normalize(z)
-    weights = PairWeights(make_relation(z.shape[0], z.device, labels, pairs), u, options)
-    return points_curvature(pullback, Points(features, u, n), weights, options, Structure.DIAG)
+    return pullback.curvature(features, loss.output_hessian(z, labels, pairs=pairs), Structure.DIAG)
 
 
-def warm_up(options: CurvatureOptions) -> None:
+def warm_up(loss: cc.PairLoss) -> None:
     """Start the libraries with a few points, so that neither time nor memory is theirs."""
     layer, features, z, labels = make_points(4, 8, 3, 2)
-    node_curvature(LastLayerPullback(Encoder(layer, features)), features, z, options, labels)
+    node_curvature(LastLayerPullback(Encoder(layer, features)), features, z, loss, labels)
 
 
 def make_points(n: int, width: int, dim: int, classes: int) -> tuple[nn.Linear, Tensor, Tensor, Tensor]:
@@ -97,12 +90,12 @@ def run_pairwise(case: Case) -> Case:
     layer, features, z, labels = make_points(n, width, dim, 10)
     pairs = make_triplets(labels, count)
     kind: Case = {"distance": case["distance"], "pd_fix": case["pd_fix"], "margin": median_distance(z, pairs[::2])}
-    options = CurvatureOptions(**kind, negative_weight=0.5, normalization=Normalization.SUM)
-    warm_up(options)
+    loss = cc.ContrastiveLoss(**kind, negative_weight=0.5, normalization="sum")
+    warm_up(loss)
     pullback = LastLayerPullback(Encoder(layer, features))
 
     def node() -> Tensor:
-        return node_curvature(pullback, features, z, options, pairs=pairs)
+        return node_curvature(pullback, features, z, loss, pairs=pairs)
 
     def pairwise(chunk: int | None) -> Tensor:
         return pairwise_curvature(features, z, pairs, chunk=chunk, **kind)
@@ -122,7 +115,7 @@ def run_pairwise(case: Case) -> Case:
         out[name]["ratio"] = out[name]["cpu_seconds"] / out["node"]["cpu_seconds"]
     settings = {**kind, "normalization": "sum", "subset_of_weights": "last_layer", "clamp": False, "pairs": pairs}
     ggn = measure_time(lambda: cc.ggn(layer, features, **settings), 4 * case["repetitions"])
-    return {**out, "ggn": ggn, "error": check_agreement(layer, features, pairs, options, kind)}
+    return {**out, "ggn": ggn, "error": check_agreement(layer, features, pairs, loss, kind)}
 
 
 def fastest(times: list[dict[str, float]]) -> dict[str, float]:
@@ -131,7 +124,7 @@ def fastest(times: list[dict[str, float]]) -> dict[str, float]:
 
 
 def check_agreement(
-    layer: nn.Linear, features: Tensor, pairs: tuple[Tensor, ...], options: CurvatureOptions, kind: Case
+    layer: nn.Linear, features: Tensor, pairs: tuple[Tensor, ...], loss: cc.PairLoss, kind: Case
 ) -> dict[str, float]:
     """Largest error relative to the largest entry, in double and single precision; raises when it is too large."""
     errors = {}
@@ -139,7 +132,7 @@ def check_agreement(
         phi = features.to(dtype)
         z = phi @ layer.weight.to(dtype).T + layer.bias.to(dtype)
         reference = pairwise_curvature(phi, z, pairs, chunk=256, **kind)
-        got = node_curvature(LastLayerPullback(Encoder(layer, features)), phi, z, options, pairs=pairs)
+        got = node_curvature(LastLayerPullback(Encoder(layer, features)), phi, z, loss, pairs=pairs)
         error = (got - reference).abs().max() / reference.abs().max()
         if not float(error) <= tolerance:
             msg = f"node form and pairwise algorithm differ by {float(error):.2g} in {dtype} ({kind})"
@@ -154,9 +147,9 @@ def run_wide(case: Case) -> Case:
     layer, features, z, labels = make_points(n, width, dim, 8)
     i, j = (labels.unsqueeze(1) != labels).nonzero().unbind(1)
     margin = median_distance(z, (i, j))
-    options = CurvatureOptions(case["distance"], case["pd_fix"], margin)
-    warm_up(options)
-    curvature = partial(node_curvature, LastLayerPullback(Encoder(layer, features)), features, z, options, labels)
+    loss = cc.ContrastiveLoss(margin, distance=case["distance"], pd_fix=case["pd_fix"])
+    warm_up(loss)
+    curvature = partial(node_curvature, LastLayerPullback(Encoder(layer, features)), features, z, loss, labels)
     _, memory = measure_peak(curvature)
     times = measure_time(curvature, case["repetitions"])
     return {"margin": margin, "node": {"peak_mib": memory, **times}}
@@ -186,9 +179,9 @@ def run_dataset(case: Case) -> Case:
         features[start : start + batch] = body(images[start : start + batch])
     z = torch.cat([layer(features[start : start + batch]) for start in range(0, n, batch)])
     margin = 0.7
-    options = CurvatureOptions(Distance.ARCCOS, PDFix.FIXED, margin)
-    warm_up(options)
-    curvature = partial(node_curvature, LastLayerPullback(Encoder(layer, features[:2])), features, z, options, labels)
+    loss = cc.ContrastiveLoss(margin)
+    warm_up(loss)
+    curvature = partial(node_curvature, LastLayerPullback(Encoder(layer, features[:2])), features, z, loss, labels)
     _, memory = measure_peak(curvature)
     node = measure_time(curvature, case["repetitions"])
     u, _ = normalize(z)

@@ -8,7 +8,8 @@ BackPACK's extensions; :func:`unregister` undoes both.
 
 from typing import TYPE_CHECKING, Any
 
-from contrastive_curvature import metrics, vmf
+# host_imports stands first: it imports laplace-torch, without a warning that nobody here can do anything about.
+from contrastive_curvature import host_imports, metrics, vmf  # noqa: F401
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.errors import (
     ContrastiveCurvatureError,

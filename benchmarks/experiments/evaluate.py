@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.experiments import figures
 from benchmarks.experiments.data import RetrievalData, Split
 from benchmarks.experiments.methods import Method, Prediction
-from benchmarks.experiments.methods.embed import timed, unit
+from benchmarks.experiments.methods.embed import unit
 from benchmarks.experiments.plan import OWN
 from benchmarks.experiments.ranking import Retrieval, retrieve
 from contrastive_curvature import metrics
@@ -21,6 +21,7 @@ __all__ = ["Evaluation", "Scores", "evaluate"]
 
 DOTS = 3000
 """Embeddings of each set that are kept for a plot: more would hide each other."""
+_REPEATS = 5
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,18 @@ def evaluate(method: Method, data: RetrievalData, *, n_votes: int, seed: int) ->
 
 
 def _predict(method: Method, split: Split) -> tuple[Prediction, dict[str, float]]:
-    prediction, taken = timed(lambda: method.predict(split))
-    seconds = {f"predict_{name}": known for name, known in prediction.variant_seconds.items()}
-    return prediction, {"predict": taken if prediction.seconds is None else prediction.seconds} | seconds
+    """The prediction, and the seconds of the quickest of several: less than a second is repeated."""
+    best: dict[str, float] = {}
+    for _ in range(_REPEATS):
+        started = time.perf_counter()
+        prediction = method.predict(split)
+        taken = time.perf_counter() - started
+        seconds = {f"predict_{name}": known for name, known in prediction.variant_seconds.items()}
+        seconds["predict"] = taken if prediction.seconds is None else prediction.seconds
+        best = {name: min(value, best.get(name, value)) for name, value in seconds.items()}
+        if taken > 1:
+            break
+    return prediction, best
 
 
 def _map(retrieval: Retrieval) -> dict[str, float]:

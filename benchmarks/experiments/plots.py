@@ -120,12 +120,15 @@ def _roc(data: RetrievalData, shown: list[Shown], seed: int) -> Figure:
 
 def _sparsification(data: RetrievalData, shown: list[Shown], seed: int) -> Figure:
     figure, axes = plt.subplots(figsize=(9.5, 5), layout="constrained")
-    # Rows that are trained apart retrieve alike at best nearly; the first row's is a guide for all.
-    precision = shown[0].precision
-    base = float(precision.nanmean())
-    removed, ideal = (part.numpy() for part in metrics.sparsification_curve(-precision.nan_to_num(2), precision))
-    axes.plot(100 * removed, ideal, color="black", linewidth=0.8, label="ideal: wrong ones first")
-    lowest = base
+    lowest = 1.0
+    precision = shown[0].precision.nan_to_num(2)
+    if all(torch.equal(one.precision.nan_to_num(2), precision) for one in shown):
+        # Of one encoder, the best order and a random one are the same for all scores.
+        removed, ideal = (part.numpy() for part in metrics.sparsification_curve(-precision, shown[0].precision))
+        axes.plot(100 * removed, ideal, color="black", linewidth=0.8, label="ideal: wrong ones first")
+        lowest = float(shown[0].precision.nanmean())
+        label = f"at random ({lowest:.3f})"
+        axes.axhline(lowest, color="black", linewidth=0.8, alpha=0.5, linestyle=":", label=label)
     for one, style in zip(shown, _styles(), strict=False):
         removed, performance = (part.numpy() for part in metrics.sparsification_curve(one.inside, one.precision))
         axes.plot(
@@ -134,7 +137,6 @@ def _sparsification(data: RetrievalData, shown: list[Shown], seed: int) -> Figur
         # The last few queries are an average of almost nothing, and would set the scale.
         lowest = min(lowest, float(performance[: max(1, len(performance) * 97 // 100)].min()))
     pad = max(0.05 * (1 - lowest), 1e-3)
-    axes.axhline(base, color="black", linewidth=0.8, alpha=0.5, linestyle=":", label=f"at random ({base:.3f})")
     axes.set(
         xlabel="most uncertain queries removed [%]",
         ylabel="mAP@1 of the queries that remain",

@@ -9,6 +9,7 @@ For a loss of the cosines ``s_ij = u_i . u_j`` with the pair weights ``y_ij = -d
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -100,10 +101,15 @@ class CrossBlocks:
         """
         cosine = self.cosine() if cosine is None else cosine
         x, y = self.u_rows[:, k, None], self.u_columns[:, k]
-        out = self.y * (cosine * (x * y) + (1 - x.square() - y.square()))
-        if self.c is not None:
-            out = out - self.c * (y - cosine * x) * (x - cosine * y)
-        return -out / (self.n_rows.unsqueeze(1) * self.n_columns)
+        first, second = self._scaled
+        out = first * (cosine * (x * y) + (1 - x.square() - y.square()))
+        return out if second is None else out + second * (y - cosine * x) * (x - cosine * y)
+
+    @cached_property
+    def _scaled(self) -> tuple[Tensor, Tensor | None]:
+        """``-y_ij / (n_i n_j)`` and ``c_ij / (n_i n_j)``, each (R, C): asked for once an output axis."""
+        norms = self.n_rows.unsqueeze(1) * self.n_columns
+        return -self.y / norms, None if self.c is None else self.c / norms
 
     def cosine(self) -> Tensor:
         """``u_i . u_j``, shape (R, C)."""
@@ -137,9 +143,10 @@ class CrossBlocks:
         u, v = self.u_rows[i], self.u_columns[j]
         product = u * v
         cosine = product.sum(1, keepdim=True)
-        weight = self.y[i, j].unsqueeze(1)
-        second = None if self.c is None else self.c[i, j].unsqueeze(1) * (v - cosine * u) * (u - cosine * v)
-        out = product.mul_(cosine).add_(1).sub_(u.square_()).sub_(v.square_()).mul_(weight)
-        if second is not None:
-            out -= second
-        return out.div_(-(self.n_rows[i] * self.n_columns[j]).unsqueeze(1))
+        norms = self.n_rows[i] * self.n_columns[j]
+        second = None
+        if self.c is not None:
+            second = (self.c[i, j] / norms).unsqueeze(1) * (v - cosine * u) * (u - cosine * v)
+        out = product.mul_(cosine).add_(1).sub_(u.square_()).sub_(v.square_())
+        out *= -(self.y[i, j] / norms).unsqueeze(1)
+        return out if second is None else out.add_(second)

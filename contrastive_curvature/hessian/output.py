@@ -99,7 +99,8 @@ class OutputHessian:
             The blocks; zero where i = j, whose blocks are :attr:`blocks`.
         """
         start, stop, _ = rows.indices(len(self))
-        y, c = self.derivatives.rows(start, stop)
+        # All at once, listed pairs need not be looked for.
+        y, c = self.derivatives.dense() if stop - start == len(self) else self.derivatives.rows(start, stop)
         second = None if c is None else c[:, columns]
         parts = (self.u[rows], self.n[rows], self.u[columns], self.n[columns])
         return CrossBlocks(*parts, y[:, columns], second, symmetric=rows == columns)

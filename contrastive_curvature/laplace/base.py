@@ -1,64 +1,55 @@
-"""What all contrastive Laplace classes share: options, exact fitting over a data set, and predictions on the sphere.
+"""What all contrastive Laplace classes share: options, fitting over all pairs of a data set, predictions, the prior.
 
-The host's classes keep what they are good at (posterior precision, sampling, marginal likelihood, priors); this mixin
-stands in front of them and replaces what assumes a sum over points or a softmax.
+laplace-torch's classes keep the posterior precision, sampling, the marginal likelihood and the prior; this class stands
+in front of them and replaces what assumes a sum over points or a softmax.
 """
 
 from __future__ import annotations
 
-import logging
-import warnings
-from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
-from laplace.utils.enums import Likelihood
+from laplace.utils.enums import Likelihood, LinkApprox, PredType
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from contrastive_curvature.arguments import check_flag
-from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.ggn.accumulate import clamp_curvature
+from contrastive_curvature.embedding import EmbeddingDistribution
+from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.ggn.dataset import DatasetCurvature
+from contrastive_curvature.hessian.sphere import normalize
+from contrastive_curvature.laplace import fitting, prediction, saving, tuning
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.backends.torch_func import ContrastiveGGN
-from contrastive_curvature.laplace.hyperparameters import Hyperparameters
-from contrastive_curvature.laplace.options import arguments_by_name, check_arguments, check_options
-from contrastive_curvature.laplace.prediction import SpherePrediction
-from contrastive_curvature.laplace.state import (
-    check_class,
-    check_options_agree,
-    check_settings,
-    find_backend,
-    unchanged_on_error,
-)
-from contrastive_curvature.laplace.state_values import refuse
-from contrastive_curvature.network.encoder import flatten_parameters, weight_norms
-from contrastive_curvature.network.inputs import Inputs, slice_inputs
-from contrastive_curvature.network.loader import check_loader, check_model, check_whole, read_batch
+from contrastive_curvature.laplace.forms import CurvatureForm
+from contrastive_curvature.laplace.options import CONTRASTIVE, arguments_by_name, check_arguments, check_options
+from contrastive_curvature.laplace.posterior import CheckedPosterior
+from contrastive_curvature.laplace.prior import PriorMethod
+from contrastive_curvature.network.inputs import Inputs
+from contrastive_curvature.network.loader import check_model
 from contrastive_curvature.options import Structure
 
-__all__ = ["CONTRASTIVE", "ContrastiveLaplace"]
-
-_log = logging.getLogger("contrastive_curvature")
-
-CONTRASTIVE = "contrastive"
-"""The likelihood's name in ``laplace.Laplace(model, likelihood="contrastive")``."""
+__all__ = ["ContrastiveLaplace"]
 
 
-class ContrastiveLaplace(Hyperparameters, SpherePrediction):
-    """Mixin that makes a laplace-torch class approximate the posterior of a contrastive encoder.
+class ContrastiveLaplace(CheckedPosterior):
+    """A laplace-torch class for the posterior of a contrastive encoder.
 
     Args:
         model: The encoder; an l2-normalisation module at its end is looked through.
         likelihood: ``"contrastive"``.
-        *args: As in the host's class.
+        *args: As in laplace-torch's class.
         backend: ``ContrastiveGGN``, ``BackPackContrastiveGGN``, ``CurvlinopsContrastiveGGN``,
             ``StochManContrastiveGGN`` or a :class:`~contrastive_curvature.ContrastiveBackend` of your own. The default,
             ``ContrastiveGGN``, is exact for every encoder and needs no host.
-        backend_kwargs: ``distance``, ``pd_fix``, ``margin``, ``negative_weight``, ``normalization``, ``pairs``,
-            ``relation``, ``rank``: see the backend.
-        **kwargs: As in the host's class (``prior_precision``, ``prior_mean``, ``temperature``, ...).
+        backend_kwargs: ``loss``, ``distance``, ``pd_fix``, ``margin``, ``negative_weight``, ``normalization``,
+            ``pairs``, ``relation``, ``rank``, ``kfac_approx``: see the backend.
+        **kwargs: As in laplace-torch's class (``prior_precision``, ``prior_mean``, ``temperature``, ...).
+
+    Attributes:
+        cost: Value of the contrastive loss over the data, each repelling pair counted from the margin (from the largest
+            distance, 2, without one), so that it is never negative.
 
     Raises:
         InputError: An option is unknown or out of range.
@@ -66,7 +57,11 @@ class ContrastiveLaplace(Hyperparameters, SpherePrediction):
     """
 
     structure: ClassVar[Structure]
+    form: ClassVar[CurvatureForm]
     takes_rank: ClassVar[bool] = False
+
+    H: Any
+    _backend: ContrastiveBackend | None
 
     def __init__(
         self,
@@ -84,12 +79,12 @@ class ContrastiveLaplace(Hyperparameters, SpherePrediction):
         backend, backend_kwargs = kwargs.pop("backend", backend), kwargs.pop("backend_kwargs", backend_kwargs)
         check_arguments(kwargs, next(model.parameters()).dtype)
         self._temperature_given = "temperature" in kwargs
-        self.cost = 0.0
+        self.cost: Tensor | float = 0.0
         self._curvature_options = check_options(self.structure, backend, backend_kwargs, kwargs, self.takes_rank)
         self.H_raw: Any = None
         self._chooses_backend = backend is None
-        # The host knows no contrastive likelihood: of those it knows, regression adds the least of its own.
-        super().__init__(  # type: ignore[call-arg]
+        # laplace-torch knows no contrastive likelihood: of those it knows, regression adds the least of its own.
+        super().__init__(
             model,
             Likelihood.REGRESSION,
             backend=backend or ContrastiveGGN,
@@ -100,15 +95,9 @@ class ContrastiveLaplace(Hyperparameters, SpherePrediction):
 
     @property
     def backend(self) -> ContrastiveBackend:
-        """The curvature backend, made at first use."""
+        """The curvature backend, constructed at first use."""
         if self._backend is None:
-            self._backend = self._backend_cls(
-                self.model,
-                CONTRASTIVE,
-                dict_key_x=self.dict_key_x,
-                dict_key_y=self.dict_key_y,
-                **self._backend_kwargs,
-            )
+            self._backend = fitting.construct_backend(self)
         return self._backend
 
     def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool | None = None) -> None:
@@ -129,36 +118,31 @@ class ContrastiveLaplace(Hyperparameters, SpherePrediction):
         check_flag("override", override)
         if progress_bar is not None:
             check_flag("progress_bar", progress_bar)
-        self._begin(train_loader)
+        fitting.begin(self, train_loader)
         result = self.backend.fit(train_loader, self.structure, progress_bar)
         earlier = 0 if override else self.n_data
         # Everything that can fail comes before the first assignment, so that a failed fit leaves the last one whole.
-        self._absorb(result, earlier)
+        self.form.absorb(self, result, earlier)
         loss, cost = (self.loss, float(self.cost)) if earlier else (0.0, 0.0)
-        self._remember(result.loss + loss, float(result.cost) + cost, result.n + earlier)
+        fitting.remember(self, result.loss + loss, float(result.cost) + cost, result.n + earlier)
 
-    def adopt(self, result: DatasetCurvature) -> None:
-        """Take over a curvature that was made elsewhere, at the encoder's present weights, as ``fit`` does its own.
+    def set_curvature(self, result: DatasetCurvature) -> None:
+        """Take a curvature that was computed elsewhere, at the encoder's present weights, in place of ``fit``.
 
         Args:
             result: Unclamped curvature, loss, cost and number of points, in the form that the structure has. The
                 backend has analysed the encoder before.
         """
-        self._absorb(result, 0)
-        self._remember(result.loss, float(result.cost), result.n)
+        self.form.absorb(self, result, 0)
+        fitting.remember(self, result.loss, float(result.cost), result.n)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the posterior needs besides the encoder: tensors, numbers and strings only.
 
         ``torch.load(..., weights_only=True)`` reads it back.
         """
-        self._check_fitted()
-        state = super().state_dict()  # type: ignore[misc]
-        state.update(contrastive=self._plain_options(), H_raw=self.H_raw, cost=self.cost)
-        state["temperature_given"] = self._temperature_given
-        state["backend"] = type(self.backend).__name__
-        state["encoder_norms"] = weight_norms(self.model)
-        return state
+        self.check_fitted()
+        return {**super().state_dict(), **saving.saved_parts(self)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, into an object made with the same options.
@@ -170,125 +154,227 @@ class ContrastiveLaplace(Hyperparameters, SpherePrediction):
             InputError: It belongs to another class, likelihood or options, a key is missing, or something in it has
                 another type or shape or cannot be right, as a negative curvature.
         """
-        check_class(state_dict, type(self).__name__, CONTRASTIVE)
-        check_options_agree(state_dict, self._plain_options())
-        with unchanged_on_error(self):
-            self._prepare_to_load(state_dict)
-            like = next(self.model.parameters()).detach()
-            sizes = self._prior_mean_sizes() or set(), self._prior_sizes() or set()
-            check_settings(state_dict, like, self.n_params, *sizes)
-            kind = find_backend(state_dict["backend"], ContrastiveGGN if self._chooses_backend else self._backend_cls)
-            if state_dict["enable_backprop"] and not kind.keeps_graph:
-                refuse("enable_backprop", f"False, since {kind.__name__} keeps no graph", True)
-            self._check_curvature(state_dict, like)
-            self._take(state_dict, kind)
+        saving.load_state(self, state_dict, CONTRASTIVE)
 
-    def _prepare_to_load(self, state: Mapping[str, Any]) -> None:
-        """What must be known before a state can be checked; nothing here."""
-
-    @abstractmethod
-    def _check_curvature(self, state: Mapping[str, Any], like: Tensor) -> None:
-        """Check ``H`` and ``H_raw`` of a state."""
-
-    def _take(self, state: Mapping[str, Any], kind: type[ContrastiveBackend]) -> None:
-        """Assign what has been checked. The host's own method is not used: it assigns while it checks."""
-        if self._chooses_backend:
-            # All give the same numbers, but not to the last bit.
-            indices = self.backend.subnetwork_indices
-            self._backend_cls, self._backend = kind, None
-            self.backend.subnetwork_indices = indices
-        if self.enable_backprop != state["enable_backprop"]:
-            msg = "enable_backprop: the state was saved with another value, which now holds."
-            warnings.warn(msg, UserWarning, stacklevel=4)
-        for name in ("mean", "loss", "cost", "prior_mean", "prior_precision", "sigma_noise", "n_data", "n_outputs"):
-            setattr(self, name, state[name])
-        self.temperature, self._temperature_given = state["temperature"], state["temperature_given"]
-        self.enable_backprop = state["enable_backprop"]
-        self.model.output_size = self.n_outputs
-        self.H_raw = state["H_raw"]
-        self._take_curvature(state)
-        self._posterior_scale = None
-        if "encoder_norms" in state:  # files written before this check was have none
-            self._warn_of_other_weights(state["encoder_norms"])
-
-    def _take_curvature(self, state: Mapping[str, Any]) -> None:
-        self.H = state["H"]
-
-    def _has_weights(self, saved: Tensor | None) -> bool:
-        """Whether the encoder is the one that a state was saved from, as far as norms tell."""
-        now = weight_norms(self.model)
-        # The tolerance is for other precisions.
-        return (
-            saved is not None and saved.shape == now.shape and torch.allclose(now, saved.to(now), rtol=1e-3, atol=1e-12)
-        )
-
-    def _warn_of_other_weights(self, saved: Tensor) -> None:
-        # Not an error: the encoder's own weights may be loaded after this.
-        if not self._has_weights(saved):
-            msg = (
-                "The encoder has other weights than the one whose posterior is loaded, so predictions will be wrong. "
-                "Load the encoder's state_dict first: laplace-torch keeps it apart from the posterior's."
-            )
-            warnings.warn(msg, UserWarning, stacklevel=4)
-
-    def _plain_options(self) -> dict[str, Any]:
-        """The options as strings and numbers; of a relation only that there is one."""
+    def plain_options(self) -> dict[str, Any]:
+        """The options of the curvature as strings and numbers; of a relation only whether there is one."""
         plain = {k: str(v) if isinstance(v, str) else v for k, v in self._curvature_options.items()}
         if "loss" in plain:
             plain["loss"] = repr(plain["loss"])
         return {**plain, "relation": plain["relation"] is not None}
 
-    def _begin(self, loader: Iterable[Any]) -> None:
-        """Look at the first batch: what has to be known before the backend exists; and make the backend."""
-        check_loader(loader)
-        check_whole(loader)
-        self.model.eval()
-        for batch in loader:
-            x, _ = read_batch(batch, self._device, self.dict_key_y)
-            probe = slice_inputs(x, slice(0, 8))
-            self._prepare(probe)
-            self._choose()
-            return
-        raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+    def __call__(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GLM,
+        joint: bool = False,
+        link_approx: LinkApprox | str | None = None,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        fitting: bool = False,
+        **model_kwargs: Any,
+    ) -> EmbeddingDistribution:
+        """Distribution of embeddings; ``mu, kappa = la(x)``.
 
-    def _choose(self) -> None:
-        """Make the default backend anew, unless the user named one: the encoder may be another than at the last fit."""
-        if not self._chooses_backend:
-            return
-        indices = self.backend.subnetwork_indices
-        self._backend_cls, self._backend = ContrastiveGGN, None
-        # The host's subnetwork classes tell the backend their indices, nobody else.
-        self.backend.subnetwork_indices = indices
-        _log.info("curvature by ContrastiveGGN: the default, exact for every encoder (backend=... takes another)")
+        With all parameters it is computed for a chunk of inputs at a time. A prediction that will take more than a
+        minute says so with a :class:`~contrastive_curvature.progress.LongRunWarning` after its first input.
 
-    def _remember(self, loss: Tensor, cost: float, n_data: int) -> None:
-        """What every fit leaves besides the curvature."""
-        self.loss, self.cost, self.n_data = loss.detach(), cost, n_data
-        self.mean = self._parameter_vector()
-        self.n_outputs = self._encoder_dim()
-        self.model.output_size = self.n_outputs
-        self._posterior_scale = None
+        Args:
+            x: A batch of B inputs.
+            pred_type: ``"glm"``: Gaussian over the raw outputs of the linearised network, in closed form, no samples
+                (exact for a last layer). ``"nn"``: from networks with sampled weights.
+            joint: With ``"glm"``, keep the covariance between inputs, (B D)^2 numbers. It needs the Jacobians of all
+                inputs at once, B D P numbers for P weights, and is refused above
+                :data:`~contrastive_curvature.laplace.prediction.JOINT_ELEMENTS` numbers, 16 GiB in float32.
+            link_approx: Must be left alone: a sphere has no link function.
+            n_samples: Number of networks for ``"nn"``.
+            diagonal_output: With ``"glm"``, compute only the variances of the raw outputs.
+            generator: Source of randomness for ``"nn"``.
+            fitting: Of no effect; laplace-torch passes it.
+            **model_kwargs: Refused.
 
-    def _prepare(self, probe: Inputs) -> None:
-        """What must be known before the backend exists; nothing here."""
+        Returns:
+            The distribution.
 
-    def _parameter_vector(self) -> Tensor:
-        vector = flatten_parameters(self.params)
-        return vector if self.enable_backprop else vector.detach()
+        Raises:
+            InputError: An option is unknown or malformed, an input has no finite output, or ``joint`` needs too much.
+            NotFittedError: Before ``fit``.
+        """
+        self.check_sampling(n_samples, generator)
+        prediction.refuse_link(link_approx)
+        if model_kwargs:
+            raise InputTypeError(expected("la(x)", "no further arguments", str(sorted(model_kwargs))))
+        for name, value in (("joint", joint), ("diagonal_output", diagonal_output), ("fitting", fitting)):
+            check_flag(name, value)
+        if joint and diagonal_output:
+            raise InputError(expected("joint, diagonal_output", "at most one of them", "both"))
+        if prediction.parse_pred_type(pred_type) is PredType.NN:
+            if n_samples < 2:
+                hint = "A concentration is estimated from them."
+                raise InputError(expected("n_samples for pred_type='nn'", "at least 2 samples", n_samples, hint))
+            samples = prediction.joint_samples(self, x, n_samples, generator, linearized=False)
+            return EmbeddingDistribution.from_samples(samples)
+        return self._gaussian(x, joint, diagonal_output)
+
+    def functional_samples(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GLM,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        joint: bool = False,
+    ) -> Tensor:
+        """Draw raw outputs, before normalisation.
+
+        Args:
+            x: A batch of B inputs.
+            pred_type: ``"glm"`` or ``"nn"``, as in calling.
+            n_samples: Number S of samples.
+            diagonal_output: With marginal ``"glm"`` samples, ignore covariances between outputs.
+            generator: Source of randomness.
+            joint: ``True``: sample s comes from the same weights for all inputs, as retrieval metrics need. ``False``
+                with ``"glm"``: every input from its own marginal, from one forward pass and the Jacobians. ``"nn"`` is
+                always joint.
+
+        Returns:
+            Shape (S, B, D).
+
+        Raises:
+            InputError: An option is unknown or malformed, or an input has no finite output.
+            NotFittedError: Before ``fit``.
+        """
+        self.check_sampling(n_samples, generator)
+        linearized = prediction.parse_pred_type(pred_type) is PredType.GLM
+        check_flag("joint", joint)
+        check_flag("diagonal_output", diagonal_output)
+        if joint or not linearized:
+            return prediction.joint_samples(self, x, n_samples, generator, linearized)
+        return self._gaussian(x, False, diagonal_output).raw_samples(n_samples, generator)
+
+    def predictive_samples(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GLM,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        joint: bool = False,
+    ) -> Tensor:
+        """Draw embeddings on the sphere: :meth:`functional_samples`, normalised. Shape (S, B, D)."""
+        raw = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, joint)
+        return normalize(raw.flatten(0, 1))[0].view_as(raw)
+
+    def optimize_prior_precision(
+        self,
+        pred_type: PredType | str = PredType.GLM,
+        method: PriorMethod | str = PriorMethod.AVERAGE_INFORMATION,
+        n_steps: int = 100,
+        lr: float = 1e-1,
+        init_prior_prec: float | Tensor = 1.0,
+        prior_structure: str = "scalar",
+        val_loader: Iterable[Any] | None = None,
+        loss: tuning.RetrievalCriterion | None = None,
+        log_prior_prec_min: float = -4,
+        log_prior_prec_max: float = 4,
+        grid_size: int = 17,
+        link_approx: object = None,
+        n_samples: int = 30,
+        verbose: bool = False,
+        progress_bar: bool = False,
+        log_prior_prec_base: float = 10.0,
+        strength: float | None = None,
+    ) -> None:
+        """Choose the prior precision.
+
+        Args:
+            pred_type: For ``"gridsearch"``: ``"glm"`` or ``"nn"`` samples.
+            method: ``"average_information"`` (default): ``strength`` times the mean diagonal of the curvature, see
+                :func:`~contrastive_curvature.laplace.prior.average_information`; unless the object was constructed with
+                a temperature, that is set too, to the mean loss of a point (the maximum-likelihood scale when the
+                losses of points are read as exponential). ``"unit_information"``: the mean divided by the number of
+                points, the temperature left alone. ``"marglik"``: laplace-torch's maximisation of the marginal
+                likelihood. ``"gridsearch"``: minimise ``loss`` on ``val_loader``.
+            n_steps: Steps of ``"marglik"``.
+            lr: Learning rate of ``"marglik"``.
+            init_prior_prec: Start of ``"marglik"``.
+            prior_structure: ``"scalar"``, ``"layerwise"`` or ``"diag"``.
+            val_loader: Validation data of ``"gridsearch"``, batches ``(x, labels)``.
+            loss: Criterion of ``"gridsearch"``, :data:`~contrastive_curvature.laplace.tuning.RetrievalCriterion`; the
+                default is the Brier score of 1-nearest-neighbour votes of sampled networks,
+                :func:`contrastive_curvature.metrics.retrieval_brier`.
+            log_prior_prec_min: Lower end of the grid, as an exponent.
+            log_prior_prec_max: Upper end of the grid, as an exponent.
+            grid_size: Number of values.
+            link_approx: Of no effect; laplace-torch passes it.
+            n_samples: Sampled networks of ``"gridsearch"``.
+            verbose: Whether to print the result.
+            progress_bar: Whether to show a progress bar.
+            log_prior_prec_base: Base of the grid.
+            strength: Scale of the prior for ``"average_information"``, a positive number; ``None`` for
+                :data:`~contrastive_curvature.laplace.prior.STRENGTH`. A smaller prior precision detects unknown inputs
+                better, a larger one ranks known ones better (``docs/defaults.md``).
+
+        Raises:
+            InputError: An option is unknown, out of range or of no use to the method, or ``"gridsearch"`` has no
+                validation data.
+            NotFittedError: Before ``fit``.
+        """
+        self.check_sampling(n_samples, None)
+        linearized = prediction.parse_pred_type(pred_type) is PredType.GLM
+        check_flag("verbose", verbose)
+        check_flag("progress_bar", progress_bar)
+        method = tuning.check_method(self, method, prior_structure, strength)
+        if method is PriorMethod.MARGLIK:
+            optimize = super().optimize_prior_precision
+            tuning.maximise_marginal_likelihood(
+                self, optimize, n_steps, lr, init_prior_prec, prior_structure, progress_bar
+            )
+        elif method is PriorMethod.GRIDSEARCH:
+            grid = tuning.make_grid(log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base, self._dtype)
+            tuning.search_grid(self, grid, val_loader, prior_structure, loss, linearized, n_samples, progress_bar)
+        else:
+            tuning.set_information(self, method, prior_structure, strength)
+        if verbose:
+            tqdm.write(f"Prior precision: {self.prior_precision}")
+
+    def _glm_predictive_distribution(
+        self, X: Inputs, joint: bool = False, diagonal_output: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """laplace-torch's own form of the Gaussian: means and covariances of the raw outputs."""
+        out = self._gaussian(X, joint, diagonal_output)
+        if joint:
+            return out.mean.flatten(), out.joint_covariance
+        return out.mean, out.variance if diagonal_output else out.covariance
+
+    def _gaussian(self, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistribution:
+        return prediction.gaussian(self, x, joint, diagonal)
+
+    def _sampling_context(self, x: Inputs) -> Any:
+        """What :meth:`_outputs_at` needs of a batch, computed once for all samples."""
+        return x
+
+    def _outputs_at(self, context: Any, theta: Tensor, linearized: bool) -> Tensor:
+        """Raw outputs (S, B, D) at given weights (S, P)."""
+        return prediction.outputs_at(self, context, theta, linearized)
+
+    def _analyse(self, probe: Inputs) -> None:
+        """What must be known of the encoder before the backend exists; nothing where all parameters are."""
+
+    def _prepare_to_load(self, state: Mapping[str, Any]) -> None:
+        """What must be known before a state can be checked; nothing where all parameters are."""
+
+    def _hold(self, encoder: nn.Module) -> None:
+        """Use this encoder; nothing where laplace-torch has not copied it."""
+
+    def _posterior_parameters(self) -> list[Tensor]:
+        """The parameters whose entries are the posterior's mean, in order."""
+        return list(self.params)
+
+    def _parameter_sizes(self) -> list[int]:
+        """Numbers of entries of the parts that a layerwise prior tells apart."""
+        return [p.numel() for p in self._posterior_parameters()]
 
     def _encoder_dim(self) -> int:
         return self.backend.encoder({}).dim
-
-    def _absorb(self, result: DatasetCurvature, earlier: int) -> None:
-        """Add a raw curvature to that of ``earlier`` points, and derive the clamped one that the posterior uses."""
-        raw = result.curvature
-        if earlier:
-            raw = self.H_raw + raw
-        clamped = clamp_curvature(raw)
-        if bool((clamped == 0).all()):
-            warnings.warn(
-                "The clamped curvature is zero everywhere: the posterior is the prior. All negatives may lie inside "
-                "the margin; use pd_fix='positive' or a smaller negative_weight or margin.",
-                stacklevel=3,
-            )
-        self.H_raw, self.H = raw, clamped

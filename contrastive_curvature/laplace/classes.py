@@ -1,43 +1,35 @@
 """The contrastive Laplace classes: one for every combination of weights and structure that laplace-torch offers.
 
 Each has a ``_key`` of its own. laplace-torch looks classes up by ``(subset_of_weights, hessian_structure)`` among all
-subclasses; an inherited key would replace the host's class for every user of the process.
+subclasses; an inherited key would replace laplace-torch's class for every user of the process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-import torch
 from laplace.baselaplace import DiagLaplace, FullLaplace, KronLaplace, LowRankLaplace
 from laplace.lllaplace import DiagLLLaplace, FullLLLaplace, KronLLLaplace
 from laplace.subnetlaplace import DiagSubnetLaplace, FullSubnetLaplace
-from laplace.utils import Kron
 from torch import Tensor, nn
 
 from contrastive_curvature.arguments import check_flag
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.ggn.dataset import DatasetCurvature
-from contrastive_curvature.ggn.kron import clamp_factors
-from contrastive_curvature.laplace.base import CONTRASTIVE, ContrastiveLaplace
+from contrastive_curvature.laplace import fitting
+from contrastive_curvature.laplace.base import ContrastiveLaplace
 from contrastive_curvature.laplace.checks import check_indices
 from contrastive_curvature.laplace.covariance import (
     dense_last_layer_covariance,
     diag_last_layer_variance,
     kron_last_layer_covariance,
 )
-from contrastive_curvature.laplace.decompose import decompose_factors
 from contrastive_curvature.laplace.dense import DensePosterior
+from contrastive_curvature.laplace.forms import DenseForm, DiagonalForm, EigenpairForm, KroneckerForm
 from contrastive_curvature.laplace.last_layer import LastLayerLaplace
-from contrastive_curvature.laplace.options import arguments_by_name
-from contrastive_curvature.laplace.state_curvature import (
-    check_dense,
-    check_diagonal,
-    check_eigenpairs,
-    check_factors,
-)
+from contrastive_curvature.laplace.options import CONTRASTIVE, arguments_by_name
+from contrastive_curvature.laplace.prediction import distribution
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.loader import check_model
 from contrastive_curvature.options import Structure
@@ -57,72 +49,37 @@ __all__ = [
 
 
 class ContrastiveDiagLaplace(ContrastiveLaplace, DiagLaplace):
-    """All parameters, diagonal precision; exact diagonal of the generalised Gauss-Newton."""
+    """All parameters, diagonal precision; exact diagonal of the generalised Gauss-Newton, for every ``pd_fix``."""
 
     _key = ("all", "diag", CONTRASTIVE)
     structure = Structure.DIAG
-
-    def _curvature_diagonal(self) -> Tensor:
-        return self.H
-
-    def _check_curvature(self, state: Mapping[str, Any], like: Tensor) -> None:
-        check_diagonal(state, like, self.n_params)
+    form = DiagonalForm()
 
 
 class ContrastiveFullLaplace(ContrastiveLaplace, DensePosterior, FullLaplace):
-    """All parameters, dense precision; exact generalised Gauss-Newton."""
+    """All parameters, dense precision; exact generalised Gauss-Newton, for every ``pd_fix``."""
 
     _key = ("all", "full", CONTRASTIVE)
     structure = Structure.FULL
-
-    def _curvature_diagonal(self) -> Tensor:
-        return self.H.diagonal()
-
-    def _check_curvature(self, state: Mapping[str, Any], like: Tensor) -> None:
-        check_dense(state, like, self.n_params)
+    form = DenseForm()
 
 
-class _KroneckerFactored(ContrastiveLaplace):
-    """Curvature as Kronecker factors: they add up factor by factor, and are clamped in their eigenbases."""
+class ContrastiveKronLaplace(ContrastiveLaplace, KronLaplace):
+    """All parameters, Kronecker-factored precision (K-FAC).
 
-    structure = Structure.KRON
-    prior_structures = ("scalar", "layerwise")
-
-    def _absorb(self, result: DatasetCurvature, earlier: int) -> None:
-        factors = result.curvature
-        if earlier:
-            # Input factors are means over the data: old and new ones weigh by their numbers of points.
-            share = result.n / (earlier + result.n)
-            factors = [
-                [a[0] + b[0], *(torch.lerp(old, new, share) for old, new in zip(a[1:], b[1:], strict=True))]
-                for a, b in zip(self.H_raw, factors, strict=True)
-            ]
-        decomposed = decompose_factors(factors, self.damping)
-        self.H_raw, self.H_facs, self.H = factors, Kron(factors), decomposed
-
-    def _curvature_diagonal(self) -> Tensor:
-        return Kron(clamp_factors(self.H_raw)).diag()
-
-    def _factored(self) -> list[Tensor]:
-        """The parameters that have factors, in their order."""
-        return self.params
-
-    def _check_curvature(self, state: Mapping[str, Any], like: Tensor) -> None:
-        check_factors(state, like, self._factored())
-
-    def _take_curvature(self, state: Mapping[str, Any]) -> None:
-        factors = [list(group) for group in state["H"]]
-        self.H_facs, self.H = Kron(factors), decompose_factors(factors, self.damping)
-
-
-class ContrastiveKronLaplace(_KroneckerFactored, KronLaplace):
-    """All parameters, Kronecker-factored precision (K-FAC); ``fixed`` and ``psd`` only."""
+    The fixes ``full`` and ``positive`` have cross terms between two points. ``kfac_approx="expand"``, the default,
+    leaves them out and says so; ``"reduce"`` with ``pairs="batch"`` approximates them
+    (:class:`~contrastive_curvature.options.KFACApprox`).
+    """
 
     _key = ("all", "kron", CONTRASTIVE)
+    structure = Structure.KRON
+    form = KroneckerForm()
+    prior_structures = ("scalar", "layerwise")
 
 
 class _LowRankHost(LowRankLaplace):
-    """The host's low-rank algebra without its constructor, which asks for the package of a backend that is not used."""
+    """laplace-torch's low-rank algebra without its constructor, which asks for the package of an unused backend."""
 
     _key: tuple[str, ...] = ("all", "lowrank", CONTRASTIVE, "host")
 
@@ -138,6 +95,7 @@ class ContrastiveLowRankLaplace(ContrastiveLaplace, _LowRankHost):
 
     _key = ("all", "lowrank", CONTRASTIVE)
     structure = None  # type: ignore[assignment]
+    form = EigenpairForm()
     takes_rank = True
 
     def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool | None = None) -> None:
@@ -151,35 +109,23 @@ class ContrastiveLowRankLaplace(ContrastiveLaplace, _LowRankHost):
         if not override:
             msg = "override=False: eigenpairs of two data sets do not add up. Use hessian_structure='diag' or 'kron'."
             raise UnsupportedError(msg)
-        self._begin(train_loader)
+        fitting.begin(self, train_loader)
         result = self.backend.fit_lowrank(train_loader, progress_bar)
-        vectors, values = result.curvature
-        if not values.numel():
+        if not result.curvature[1].numel():
             hint = "All negatives may lie inside the margin; use pd_fix='psd' or 'positive'."
             raise InputError(expected("train_loader", "data with a positive eigenvalue of the curvature", "none", hint))
-        self.H = (vectors, values)
-        self._remember(result.loss, float(result.cost), result.n)
+        self.set_curvature(result)
 
     def square_norm(self, value: Tensor) -> Tensor:
         """``(value - mean)^T P (value - mean)`` for weights (P,)."""
-        self._check_value(value)
+        self.check_weights(value)
         (vectors, values), prior = self.posterior_precision
         delta = value - self.mean
         return (values * (vectors.T @ delta).square()).sum() + (prior * delta.square()).sum()
 
-    def _curvature_diagonal(self) -> Tensor:
-        vectors, values = self.H
-        return vectors.square() @ values
-
-    def _check_curvature(self, state: Mapping[str, Any], like: Tensor) -> None:
-        check_eigenpairs(state, like, self.n_params)
-
-    def _take_curvature(self, state: Mapping[str, Any]) -> None:
-        self.H = tuple(state["H"])
-
 
 class _Subnetwork(ContrastiveLaplace):
-    """Chosen parameters; the host knows one prior precision for all of them, and one mean.
+    """Chosen parameters; laplace-torch knows one prior precision for all of them, and one mean.
 
     Raises:
         InputError: ``subnetwork_indices`` are missing, no whole numbers, out of range or not different.
@@ -196,9 +142,13 @@ class _Subnetwork(ContrastiveLaplace):
 
     def square_norm(self, value: Tensor) -> Tensor:
         """``(value - mean)^T P (value - mean)`` for the chosen weights, shape (K,)."""
-        self._check_value(value)
+        self.check_weights(value)
         delta, precision = value - self.mean_subnet, self.posterior_precision
         return delta @ (precision @ delta if precision.ndim == 2 else precision * delta)
+
+    def prior_mean_sizes(self) -> set[int] | None:
+        """See :meth:`CheckedPosterior.prior_mean_sizes`: one number for all."""
+        return {1}
 
     def _parameter_sizes(self) -> list[int]:
         return [self.n_params_subnet]
@@ -206,41 +156,29 @@ class _Subnetwork(ContrastiveLaplace):
     def _n_weights(self) -> int:
         return self.n_params_subnet
 
-    def _prior_mean_sizes(self) -> set[int]:
-        return {1}
-
 
 class ContrastiveDiagSubnetLaplace(_Subnetwork, DiagSubnetLaplace):
-    """Chosen parameters, diagonal precision; exact."""
+    """Chosen parameters, diagonal precision; exact, for every ``pd_fix``."""
 
     _key = ("subnetwork", "diag", CONTRASTIVE)
     structure = Structure.DIAG
-
-    def _curvature_diagonal(self) -> Tensor:
-        return self.H
-
-    def _check_curvature(self, state: Mapping[str, Any], like: Tensor) -> None:
-        check_diagonal(state, like, self.n_params_subnet)
+    form = DiagonalForm()
 
 
 class ContrastiveFullSubnetLaplace(_Subnetwork, DensePosterior, FullSubnetLaplace):
-    """Chosen parameters, dense precision; exact."""
+    """Chosen parameters, dense precision; exact, for every ``pd_fix``."""
 
     _key = ("subnetwork", "full", CONTRASTIVE)
     structure = Structure.FULL
-
-    def _curvature_diagonal(self) -> Tensor:
-        return self.H.diagonal()
-
-    def _check_curvature(self, state: Mapping[str, Any], like: Tensor) -> None:
-        check_dense(state, like, self.n_params_subnet)
+    form = DenseForm()
 
 
 class ContrastiveDiagLLLaplace(LastLayerLaplace, DiagLLLaplace):
-    """Last linear layer, diagonal precision; curvature and prediction exact and in closed form."""
+    """Last linear layer, diagonal precision; curvature and prediction exact, in closed form, for every ``pd_fix``."""
 
     _key = ("last_layer", "diag", CONTRASTIVE)
     structure = Structure.DIAG
+    form = DiagonalForm()
 
     def _gaussian(self, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistribution:
         if joint:
@@ -250,48 +188,35 @@ class ContrastiveDiagLLLaplace(LastLayerLaplace, DiagLLLaplace):
             z, variance=diag_last_layer_variance(phi, self.posterior_variance, z.shape[1])
         )
 
-    def _curvature_diagonal(self) -> Tensor:
-        return self.H
 
-    def _check_curvature(self, state: Mapping[str, Any], like: Tensor) -> None:
-        check_diagonal(state, like, self.n_params)
+class ContrastiveKronLLLaplace(LastLayerLaplace, KronLLLaplace):
+    """Last linear layer, Kronecker-factored precision (K-FAC); prediction in closed form.
 
-
-class ContrastiveKronLLLaplace(_KroneckerFactored, LastLayerLaplace, KronLLLaplace):
-    """Last linear layer, Kronecker-factored precision (K-FAC); ``fixed`` and ``psd`` only."""
+    See :class:`ContrastiveKronLaplace` for the fixes ``full`` and ``positive``.
+    """
 
     _key = ("last_layer", "kron", CONTRASTIVE)
-
-    def _factored(self) -> list[Tensor]:
-        return list(self.model.last_layer.parameters())
+    structure = Structure.KRON
+    form = KroneckerForm()
+    prior_structures = ("scalar", "layerwise")
 
     def _gaussian(self, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistribution:
         if joint:
             return super()._gaussian(x, joint, diagonal)
         z, phi = self._features(x)
-        covariance = kron_last_layer_covariance(phi, self.posterior_precision)
-        if diagonal:
-            return EmbeddingDistribution.trusted(z, variance=covariance.diagonal(dim1=1, dim2=2))
-        return EmbeddingDistribution.trusted(z, covariance=covariance)
+        return distribution(z, kron_last_layer_covariance(phi, self.posterior_precision), diagonal)
 
 
 class ContrastiveFullLLLaplace(LastLayerLaplace, DensePosterior, FullLLLaplace):
-    """Last linear layer, dense precision; curvature and prediction exact and in closed form."""
+    """Last linear layer, dense precision; curvature and prediction exact, in closed form, for every ``pd_fix``."""
 
     _key = ("last_layer", "full", CONTRASTIVE)
     structure = Structure.FULL
+    form = DenseForm()
 
     def _gaussian(self, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistribution:
         if joint:
             return super()._gaussian(x, joint, diagonal)
         z, phi = self._features(x)
         covariance = dense_last_layer_covariance(phi.double(), self.wide_covariance(), z.shape[1]).to(z.dtype)
-        if diagonal:
-            return EmbeddingDistribution.trusted(z, variance=covariance.diagonal(dim1=1, dim2=2))
-        return EmbeddingDistribution.trusted(z, covariance=covariance)
-
-    def _curvature_diagonal(self) -> Tensor:
-        return self.H.diagonal()
-
-    def _check_curvature(self, state: Mapping[str, Any], like: Tensor) -> None:
-        check_dense(state, like, self.n_params)
+        return distribution(z, covariance, diagonal)

@@ -2,7 +2,7 @@
 
 The precision ``H / T + prior`` has eigenvalues from the prior's to those of the curvature, which goes with
 ``1 / norm^2`` of the outputs. Where outputs are short, float32 cannot hold that range: laplace-torch's Cholesky factor
-fails, or the variances along the largest eigenvalues are made of rounding.
+fails, or the variances along the largest eigenvalues are rounding errors.
 """
 
 from __future__ import annotations
@@ -10,20 +10,22 @@ from __future__ import annotations
 import warnings
 
 import torch
+from laplace.baselaplace import ParametricLaplace
 from laplace.utils import invsqrt_precision
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.laplace.host import Host
 
 __all__ = ["DensePosterior"]
 
 _MOST_ROUNDING = 0.5
-"""Of the prior precision, which is what variances along directions without curvature are made of."""
+"""Of the prior precision, which alone decides the variances along directions without curvature."""
 
 
-class DensePosterior(Host):
+class DensePosterior(ParametricLaplace):
     """Stands in front of laplace-torch's class of dense precisions; takes and gives the encoder's dtype."""
+
+    _posterior_scale: Tensor | None
 
     @property
     def posterior_precision(self) -> Tensor:
@@ -69,16 +71,16 @@ class DensePosterior(Host):
         return self._H_factor * self.H.double() + torch.diag(self._wide_prior())
 
     def _wide_prior(self) -> Tensor:
-        prior: Tensor = self.prior_precision_diag  # type: ignore[attr-defined]
+        prior: Tensor = self.prior_precision_diag
         return prior.double()
 
     def _warn_of_rounding(self) -> None:
         """The curvature itself was summed in the encoder's dtype; a prior below its rounding is lost in it."""
         rounding = torch.finfo(self.H.dtype).eps * float(self._H_factor * self.H.diagonal().max())
-        share = rounding / float(self._wide_prior().min())
-        if share > _MOST_ROUNDING:
+        part = rounding / float(self._wide_prior().min())
+        if part > _MOST_ROUNDING:
             msg = (
-                f"The curvature is rounded to {self.H.dtype}, which is {100 * share:.3g} % of the prior precision, so "
+                f"The curvature is rounded to {self.H.dtype}, which is {100 * part:.3g} % of the prior precision, so "
                 "variances may be off. Fit the encoder in float64, model.double(), or use optimize_prior_precision(), "
                 "whose prior grows with the curvature."
             )
@@ -90,7 +92,7 @@ class DensePosterior(Host):
             try:
                 self._posterior_scale = invsqrt_precision(self._wide_precision())
             except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
-                came = f"one that is not positive definite in float64 ({str(error).splitlines()[0].rstrip('.')})"
+                given = f"one that is not positive definite in float64 ({str(error).splitlines()[0].rstrip('.')})"
                 hint = "Use optimize_prior_precision(), model.double() before fitting, or hessian_structure='diag'."
-                raise InputError(expected("posterior precision", "a positive definite matrix", came, hint)) from error
+                raise InputError(expected("posterior precision", "a positive definite matrix", given, hint)) from error
         return self._posterior_scale

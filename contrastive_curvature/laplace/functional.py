@@ -7,7 +7,7 @@ points: no matrix of the size of the parameters is formed. With all points chose
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,18 +19,24 @@ from torch import Tensor, nn
 from contrastive_curvature.arguments import check_flag
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.ggn.dominance import FEWEST_POINTS, MOST, warn_of_point
-from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.spectrum import eigenpairs
 from contrastive_curvature.ggn.subset import HessianSubset
-from contrastive_curvature.laplace.base import CONTRASTIVE, ContrastiveLaplace
+from contrastive_curvature.laplace import fitting
+from contrastive_curvature.laplace.base import ContrastiveLaplace
 from contrastive_curvature.laplace.checks import check_finite_outputs
+from contrastive_curvature.laplace.forms import KernelForm
+from contrastive_curvature.laplace.kernel import (
+    jacobian_chunks,
+    kernel_between,
+    kernels_of_points,
+    refuse_infinite_jacobian,
+    warn_of_one_point,
+)
 from contrastive_curvature.laplace.last_layer import LastLayerLaplace
-from contrastive_curvature.laplace.state_curvature import check_eigenbasis, check_kernel
-from contrastive_curvature.laplace.state_values import check_takes
+from contrastive_curvature.laplace.options import CONTRASTIVE
+from contrastive_curvature.laplace.prediction import check_joint_size, timed_chunks, to_device
 from contrastive_curvature.network.encoder import evaluation_mode
-from contrastive_curvature.network.inputs import Inputs, input_length
-from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS
+from contrastive_curvature.network.inputs import Inputs
 
 __all__ = ["ContrastiveFunctionalLLLaplace", "ContrastiveFunctionalLaplace"]
 
@@ -54,6 +60,7 @@ class _FunctionSpace(ContrastiveLaplace):
     """
 
     structure = None  # type: ignore[assignment]
+    form = KernelForm()
     prior_structures = ("scalar",)
 
     def __init__(
@@ -78,8 +85,9 @@ class _FunctionSpace(ContrastiveLaplace):
         self.n_subset, self.seed = n_subset, seed
         super().__init__(model, likelihood, *args, **kwargs)
 
-    def _plain_options(self) -> dict[str, Any]:
-        return {**super()._plain_options(), "n_subset": self.n_subset, "seed": self.seed}
+    def plain_options(self) -> dict[str, Any]:
+        """See :meth:`ContrastiveLaplace.plain_options`."""
+        return {**super().plain_options(), "n_subset": self.n_subset, "seed": self.seed}
 
     def _init_H(self) -> None:
         self.H = None
@@ -101,7 +109,7 @@ class _FunctionSpace(ContrastiveLaplace):
         if not override:
             msg = "override=False: two subsets do not add up. Use hessian_structure='diag', 'kron' or 'full'."
             raise UnsupportedError(msg)
-        self._begin(train_loader)
+        fitting.begin(self, train_loader)
         subset, loss, cost, n = self.backend.fit_subset(train_loader, self.n_subset, self.seed, progress_bar)
         columns = subset.columns
         if columns > _KERNEL_LIMIT:
@@ -113,10 +121,10 @@ class _FunctionSpace(ContrastiveLaplace):
             subset = replace(subset, factor=subset.factor.double())
             kernel = self._kernel(context, context)
             if not bool(kernel.isfinite().all()):
-                self._refuse_infinite(context)
+                refuse_infinite_jacobian(self, context)
             gram = subset.project(subset.project(kernel).movedim(2, 0))
             values, vectors = eigenpairs((gram + gram.T) / 2)
-            _warn_of_point(subset, kernel)
+            warn_of_one_point(subset, kernel)
         # Everything that can fail comes before the first assignment, so that a failed fit leaves the last one whole.
         self.H = {
             "inputs": subset.inputs,
@@ -125,7 +133,7 @@ class _FunctionSpace(ContrastiveLaplace):
             "values": values.clamp(min=0),
             "vectors": vectors,
         }
-        self._remember(loss, float(cost), n)
+        fitting.remember(self, loss, float(cost), n)
 
     @property
     def prior_precision(self) -> Tensor:
@@ -154,7 +162,7 @@ class _FunctionSpace(ContrastiveLaplace):
     @property
     def log_det_ratio(self) -> Tensor:
         """``log det(I + (h / p) A A^T)``, the posterior precision over the prior's."""
-        self._check_fitted()
+        self.check_fitted()
         return (self._H_factor * self.H["values"] / self.prior_precision.squeeze()).log1p().sum()
 
     @property
@@ -164,7 +172,7 @@ class _FunctionSpace(ContrastiveLaplace):
 
     def square_norm(self, value: Tensor) -> Tensor:
         """``(value - mean)^T (p I + h A^T A) (value - mean)`` for weights (P,)."""
-        self._check_value(value)
+        self.check_weights(value)
         delta = value - self.mean
         moved = self._project_weights(delta.unsqueeze(0))
         return self.prior_precision.squeeze() * delta.square().sum() + self._H_factor * moved.square().sum()
@@ -174,7 +182,7 @@ class _FunctionSpace(ContrastiveLaplace):
 
         A draw from the prior is corrected by what the data say of it (Matheron's rule).
         """
-        self._check_sampling(n_samples, generator)
+        self.check_sampling(n_samples, generator)
         prior, h = self.prior_precision.squeeze(), self._H_factor
         values, vectors = self.H["values"], self.H["vectors"]
         like: dict[str, Any] = {"dtype": values.dtype, "device": self.mean.device, "generator": generator}
@@ -188,26 +196,40 @@ class _FunctionSpace(ContrastiveLaplace):
         return self.mean.detach() + drawn.to(self.mean.dtype)
 
     def _gaussian(self, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistribution:
-        subset, prior = self._subset(), self.prior_precision.squeeze()
         with evaluation_mode(self.model), torch.set_grad_enabled(self.enable_backprop):
-            z, context = self._embed(self._moved(x))
+            z, context = self._embed(to_device(self, x))
             check_finite_outputs(x, z)
-            (b, d), own = z.shape, self._kernel(context, context)
-            held = self._embed(subset.inputs)[1]
-            k = subset.project(self._kernel(context, held)) @ self.H["vectors"]
-            explained = k / (self.H["values"] + prior / self._H_factor)
+            held = self._embed(self.H["inputs"])[1]
             if joint:
-                flat = k.reshape(b * d, -1)
-                whole = own.reshape(b * d, b * d) - explained.reshape(b * d, -1) @ flat.T
-                return EmbeddingDistribution.trusted(z, joint_covariance=(whole / prior).to(z.dtype))
-            points = torch.arange(b, device=z.device)
-            covariance = (own[points, :, points, :] - explained @ k.mT) / prior
-            # What the prior leaves may be less than the rounding of what it started from.
-            variances = covariance.diagonal(dim1=1, dim2=2)
-            covariance = (covariance + torch.diag_embed(variances.clamp(min=0) - variances)).to(z.dtype)
+                check_joint_size(len(z), z.shape[1], 0)
+                return EmbeddingDistribution.trusted(z, joint_covariance=self._joint(context, held).to(z.dtype))
+            parts = [self._marginals(part, held, diagonal) for part in self._context_chunks(context, *z.shape)]
+            spread = torch.cat(parts).to(z.dtype)
         if diagonal:
-            return EmbeddingDistribution.trusted(z, variance=covariance.diagonal(dim1=1, dim2=2))
-        return EmbeddingDistribution.trusted(z, covariance=covariance)
+            return EmbeddingDistribution.trusted(z, variance=spread)
+        return EmbeddingDistribution.trusted(z, covariance=spread)
+
+    def _explained(self, cross: Tensor) -> tuple[Tensor, Tensor]:
+        """Kernels (B, D, M, D) in the eigenbasis of the data's, and the same over its eigenvalues, both (B, D, R)."""
+        k = self._subset().project(cross) @ self.H["vectors"]
+        return k, k / (self.H["values"] + self.prior_precision.squeeze() / self._H_factor)
+
+    def _joint(self, context: Any, held: Any) -> Tensor:
+        """Covariance of all outputs of B points, shape (B D, B D)."""
+        k, explained = (part.flatten(0, 1) for part in self._explained(self._kernel(context, held)))
+        own = self._kernel(context, context)
+        return (own.reshape(len(k), len(k)) - explained @ k.T) / self.prior_precision.squeeze()
+
+    def _marginals(self, points: Any, held: Any, diagonal: bool) -> Tensor:
+        """Variances (B, D) or covariances (B, D, D) of B points."""
+        own, cross = self._kernels_of_points(points, held, diagonal)
+        (k, explained), prior = self._explained(cross), self.prior_precision.squeeze()
+        # What the prior leaves may be less than the rounding of what it started from, hence the clamp.
+        if diagonal:
+            return ((own - (explained * k).sum(2)) / prior).clamp(min=0)
+        covariance = (own - explained @ k.mT) / prior
+        variances = covariance.diagonal(dim1=1, dim2=2)
+        return covariance + torch.diag_embed(variances.clamp(min=0) - variances)
 
     def functional_variance(self, Js: Tensor) -> Tensor:
         """Never computed from Jacobians.
@@ -227,25 +249,11 @@ class _FunctionSpace(ContrastiveLaplace):
         msg = "functional_covariance: a posterior in function space works with kernels. Use la(x, joint=True)."
         raise UnsupportedError(msg)
 
-    def _check_curvature(self, state: Mapping[str, Any], like: Tensor) -> None:
-        check_kernel(state, like, self.n_subset)
-        parts = state["H"]
-        with evaluation_mode(self.model), torch.no_grad():
-            check_takes("H", parts["inputs"], state["n_outputs"], self.model, self._moved)
-            if self._has_weights(state.get("encoder_norms")):
-                # The object has no curvature of its own yet that could be asked; a refusal puts back what it had.
-                self.H = parts
-                check_eigenbasis(parts, self._kernel_product)
-
     def _kernel_product(self, vector: Tensor) -> Tensor:
         """Kernel matrix times a vector (R,), from one pullback and one product: no matrix is formed."""
         lifted = self._subset().lift(vector)
         rows = (torch.einsum("md,mdp->p", lifted[some], part.double()) for some, part in self._held_jacobians())
         return self._project_weights(torch.stack(list(rows)).sum(0, keepdim=True))[0]
-
-    def _curvature_diagonal(self) -> Tensor:
-        """The mean of the diagonal, shape (1,): the one prior precision needs no more."""
-        return (self.H["values"].sum() / self.n_params).reshape(1)
 
     def _subset(self) -> HessianSubset:
         return HessianSubset(self.H["inputs"], self.H["factor"], self.H["coupled"])
@@ -255,36 +263,18 @@ class _FunctionSpace(ContrastiveLaplace):
         return self.backend.encoder(x)(x), x
 
     def _kernel(self, left: Any, right: Any) -> Tensor:
-        """``J J^T`` between points in float64, shape (A, D, B, D): the posterior is a difference of such numbers."""
-        pullback = self.backend.pullback(left)
-        rows = []
-        for _, some in self._jacobians(pullback, left):
-            mine = some.double()
-            others = (jacobian.double() for _, jacobian in self._jacobians(pullback, right))
-            rows.append(torch.cat([torch.einsum("adp,bep->adbe", mine, other) for other in others], dim=2))
-        return torch.cat(rows)
+        return kernel_between(self, left, right)
 
-    def _jacobians(self, pullback: Any, context: Any) -> Iterator[tuple[slice, Tensor]]:
-        """Jacobians (B, D, P) of points, in chunks of bounded size."""
-        dim, n = self._encoder_dim(), input_length(context)
-        axes = torch.eye(dim, dtype=self._dtype, device=self._device)
-        step = max(1, JACOBIAN_ELEMENTS // (dim * pullback.width))
-        for start in range(0, n, step):
-            rows = slice(start, min(start + step, n))
-            part = pullback.slice_context(context, rows)
-            yield rows, pullback.vjp(part, axes.expand(rows.stop - start, -1, -1))
+    def _kernels_of_points(self, points: Any, held: Any, diagonal: bool) -> tuple[Tensor, Tensor]:
+        return kernels_of_points(self, points, held, diagonal)
 
-    def _refuse_infinite(self, context: Any) -> None:
-        """Name the layer whose Jacobian is not finite at the chosen points."""
+    def _context_chunks(self, context: Any, n: int, dim: int) -> Iterator[Any]:
+        """Parts of a context whose Jacobians fit a chunk."""
         pullback = self.backend.pullback(context)
-        for rows, jacobian in self._jacobians(pullback, context):
-            where = f"the points {rows.start} to {rows.stop - 1} of those that stand for the data"
-            check_finite(jacobian.abs().sum((0, 1)), pullback, where)
+        return (pullback.slice_context(context, rows) for rows in timed_chunks(pullback, n, dim))
 
     def _held_jacobians(self) -> Iterator[tuple[slice, Tensor]]:
-        inputs = self._subset().inputs
-        pullback = self.backend.pullback(inputs)
-        return self._jacobians(pullback, self._embed(inputs)[1])
+        return jacobian_chunks(self, self._embed(self.H["inputs"])[1])
 
     def _project_weights(self, weights: Tensor) -> Tensor:
         """``A w`` for weights (S, P)."""
@@ -292,16 +282,6 @@ class _FunctionSpace(ContrastiveLaplace):
             jacobians = (jacobian.double() for _, jacobian in self._held_jacobians())
             parts = [torch.einsum("mdp,sp->smd", jacobian, weights.double()) for jacobian in jacobians]
         return self._subset().project(torch.cat(parts, dim=1))
-
-
-def _warn_of_point(subset: HessianSubset, kernel: Tensor) -> None:
-    """Warn where one of the chosen points carries most of ``tr(S^T K S)``; the kernel has shape (M, D, M, D)."""
-    points = torch.arange(kernel.shape[0], device=kernel.device)
-    own = kernel[points, :, points, :]
-    parts = torch.einsum("mdr,mde,mer->m", subset.factor, own, subset.factor)
-    share = float(parts.max() / parts.sum()) if bool(parts.sum() > 0) else 0.0
-    if len(parts) >= FEWEST_POINTS and share > MOST:
-        warn_of_point(share, f"point {int(parts.argmax())} of the chosen ones", "of the points that stand for the data")
 
 
 class ContrastiveFunctionalLaplace(_FunctionSpace, ParametricLaplace):
@@ -324,3 +304,12 @@ class ContrastiveFunctionalLLLaplace(_FunctionSpace, LastLayerLaplace, LLLaplace
             features = features + 1
         eye = torch.eye(self._encoder_dim(), dtype=features.dtype, device=features.device)
         return torch.einsum("ab,de->adbe", features, eye)
+
+    def _kernels_of_points(self, points: Any, held: Any, diagonal: bool) -> tuple[Tensor, Tensor]:
+        phi = points.double()
+        own = phi.square().sum(1) + (self.model.last_layer.bias is not None)
+        variances = own.unsqueeze(1).expand(-1, self._encoder_dim())
+        return variances if diagonal else torch.diag_embed(variances), self._kernel(points, held)
+
+    def _context_chunks(self, context: Any, n: int, dim: int) -> Iterator[Any]:
+        return iter((context,))

@@ -1,4 +1,4 @@
-"""What the contrastive classes of the last linear layer share: it is found with the first batch, or a saved one."""
+"""What the contrastive classes of the last linear layer share; a first or a saved batch shows which layer it is."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.laplace.base import CONTRASTIVE, ContrastiveLaplace
+from contrastive_curvature.laplace.base import ContrastiveLaplace
 from contrastive_curvature.laplace.checks import check_finite_outputs, check_text
 from contrastive_curvature.laplace.features import RawFeatureExtractor
-from contrastive_curvature.laplace.options import arguments_by_name
+from contrastive_curvature.laplace.options import CONTRASTIVE, arguments_by_name
+from contrastive_curvature.laplace.prediction import to_device
 from contrastive_curvature.laplace.state_values import check_inputs, check_number_of, check_takes, kind_of, refuse
-from contrastive_curvature.network.encoder import evaluation_mode, flatten_parameters
+from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
 
 __all__ = ["LastLayerLaplace"]
@@ -36,12 +37,12 @@ class LastLayerLaplace(ContrastiveLaplace):
         check_text("last_layer_name", last_layer_name, optional=True)
         super().__init__(model, likelihood, **named)
         self._last_layer_name = last_layer_name
-        self.model = RawFeatureExtractor(self.model.model, last_layer_name, self.enable_backprop)
+        self._hold(self.model.model)
 
-    def _prepare(self, probe: Inputs) -> None:
-        self._know_last_layer(probe)
+    def _hold(self, encoder: nn.Module) -> None:
+        self.model = RawFeatureExtractor(encoder, self._last_layer_name, self.enable_backprop)
 
-    def _know_last_layer(self, probe: Inputs) -> None:
+    def _analyse(self, probe: Inputs) -> None:
         if self.model.last_layer is not None:
             return
         self.model.analyse(probe)
@@ -49,7 +50,7 @@ class LastLayerLaplace(ContrastiveLaplace):
         self.n_params = sum(self._parameter_sizes())
         self.n_layers = len(self._parameter_sizes())
         try:
-            # The host defers these checks until the layer is known.
+            # laplace-torch defers these checks until the layer is known.
             self.prior_precision = self._prior_precision
             self.prior_mean = self._prior_mean
         except ValueError:
@@ -58,14 +59,11 @@ class LastLayerLaplace(ContrastiveLaplace):
             raise
 
     def _find_last_layer(self, data: Any) -> None:
-        self._know_last_layer(self._moved(data))
+        """laplace-torch's name for it."""
+        self._analyse(to_device(self, data))
 
-    def _parameter_vector(self) -> Tensor:
-        vector = flatten_parameters(self.model.last_layer.parameters())
-        return vector if self.enable_backprop else vector.detach()
-
-    def _parameter_sizes(self) -> list[int]:
-        return [p.numel() for p in self.model.last_layer.parameters()]
+    def _posterior_parameters(self) -> list[Tensor]:
+        return list(self.model.last_layer.parameters())
 
     def _encoder_dim(self) -> int:
         return self.model.encoder.dim
@@ -74,8 +72,8 @@ class LastLayerLaplace(ContrastiveLaplace):
     def prior_precision_diag(self) -> Tensor:
         """The prior precision of every parameter of the layer, shape (P,); also from one value a parameter tensor."""
         if self.n_params is None:
-            # Not a matter of the fit: how many parameters there are shows with the first batch.
-            self._check_fitted()
+            # The first batch shows how many parameters there are.
+            self.check_fitted()
         prior = self.prior_precision
         if len(prior) in (1, self.n_params):
             return prior.expand(self.n_params)
@@ -83,9 +81,9 @@ class LastLayerLaplace(ContrastiveLaplace):
 
     def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
         """Means and variances of the raw outputs, shape (B, D) each."""
-        self._check_fitted()
-        found = self._gaussian(X, False, True)
-        return found.mean, found.variance
+        self.check_fitted()
+        out = self._gaussian(X, False, True)
+        return out.mean, out.variance
 
     def _prepare_to_load(self, state: Mapping[str, Any]) -> None:
         missing = [key for key in ("data", "_last_layer_name") if key not in state]
@@ -98,14 +96,14 @@ class LastLayerLaplace(ContrastiveLaplace):
             return
         probe = check_inputs("data", state["data"])
         try:
-            self._know_last_layer(self._moved(probe))
+            self._analyse(to_device(self, probe))
         except UnsupportedError:
             raise
         except Exception as error:  # what an encoder raises at inputs of another kind has no common base
             reason = (str(error) or type(error).__name__).splitlines()[0]
             refuse("data", "inputs that the encoder takes", f"{kind_of(probe)} ({reason})")
         with evaluation_mode(self.model):
-            check_takes("data", probe, self._encoder_dim(), self.model, self._moved)
+            check_takes("data", probe, self._encoder_dim(), self.model, lambda x: to_device(self, x))
         check_number_of(state, "n_outputs")
         if state["n_outputs"] != self._encoder_dim():
             refuse("n_outputs", f"{self._encoder_dim()}, that of the encoder", kind_of(state["n_outputs"]))
@@ -113,7 +111,7 @@ class LastLayerLaplace(ContrastiveLaplace):
 
     def _features(self, x: Inputs) -> tuple[Tensor, Tensor]:
         with evaluation_mode(self.model), torch.set_grad_enabled(self.enable_backprop):
-            z, phi = self.model.forward_with_features(self._moved(x))
+            z, phi = self.model.forward_with_features(to_device(self, x))
         check_finite_outputs(x, z)
         return z, phi
 

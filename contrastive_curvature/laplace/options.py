@@ -25,6 +25,7 @@ from contrastive_curvature.losses.choice import OF_THE_LOSS, choose_loss
 from contrastive_curvature.options import KFACApprox, Structure, parse_kfac_approx
 
 __all__ = [
+    "CONTRASTIVE",
     "arguments_by_name",
     "check_arguments",
     "check_options",
@@ -33,9 +34,12 @@ __all__ = [
     "known_options",
 ]
 
+CONTRASTIVE = "contrastive"
+"""The likelihood's name in ``laplace.Laplace(model, likelihood="contrastive")``."""
+
 
 def arguments_by_name(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments of a constructor that follow model and likelihood, under the names that the host's class has.
+    """All arguments of a constructor that follow model and likelihood, under their names in laplace-torch's class.
 
     Args:
         cls: The contrastive class.
@@ -63,7 +67,7 @@ def arguments_by_name(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def check_arguments(given: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """Check what goes to the host's class, which stores most of it as it comes.
+    """Check what goes to laplace-torch's class, which stores most of it unchecked.
 
     Args:
         given: Names and values.
@@ -134,7 +138,7 @@ def check_options(
         structure: The Hessian structure; ``None`` for those without a curvature in parameter space.
         backend: What the user passed as ``backend``.
         backend_kwargs: What the user passed as ``backend_kwargs``.
-        host_kwargs: Further arguments for the host's class.
+        host_kwargs: Further arguments for laplace-torch's class.
         takes_rank: Whether the structure is one of low rank.
 
     Returns:

@@ -1,7 +1,13 @@
-"""Predictions of the contrastive Laplace classes: distributions and samples of embeddings."""
+"""Predictions of a posterior: the Gaussian over raw outputs of the linearised encoder, and outputs at sampled weights.
+
+The linearised encoder has the covariance ``J_i Sigma J_i^T`` at input i, with the Jacobian ``J_i`` (D, P) of its raw
+outputs. All Jacobians of a batch may be far larger than the encoder, so only a chunk of them exists at any time; a
+diagonal ``Sigma`` may need none (:meth:`~contrastive_curvature.network.pullback.Pullback.output_covariance`).
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,180 +15,261 @@ import torch
 from laplace.utils.enums import LinkApprox, PredType
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_flag
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.laplace.checks import check_finite_outputs
-from contrastive_curvature.laplace.fitted import FittedOnly
-from contrastive_curvature.laplace.tuning import PriorTuning, parse_pred_type
-from contrastive_curvature.network.encoder import Encoder, evaluation_mode
-from contrastive_curvature.network.inputs import Inputs
+from contrastive_curvature.network.encoder import evaluation_mode
+from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.network.module import ModulePullback
+from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS, Pullback
+from contrastive_curvature.options import Structure
+from contrastive_curvature.progress import Progress
 
-__all__ = ["SpherePrediction"]
+__all__ = [
+    "JOINT_ELEMENTS",
+    "check_joint_size",
+    "distribution",
+    "gaussian",
+    "joint_samples",
+    "outputs_at",
+    "parse_pred_type",
+    "refuse_link",
+    "sampled_weights",
+    "timed_chunks",
+    "to_device",
+]
 
+JOINT_ELEMENTS = 2**32
+"""Numbers that ``joint=True`` may hold: the Jacobians of all inputs and their covariance; 16 GiB in float32."""
 
-class SpherePrediction(FittedOnly, PriorTuning):
-    """Part of the contrastive mixin that predicts: embeddings in place of the host's softmax."""
+_FASTER = "Faster: subset_of_weights='last_layer', which needs no Jacobian; fewer inputs; or a GPU."
 
-    def __call__(
-        self,
-        x: Inputs,
-        pred_type: PredType | str = PredType.GLM,
-        joint: bool = False,
-        link_approx: LinkApprox | str | None = None,
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-        fitting: bool = False,
-        **model_kwargs: Any,
-    ) -> EmbeddingDistribution:
-        """Distribution of embeddings; ``mu, kappa = la(x)``.
+_POINTS_AT_ONCE = 16
+"""Inputs of one call of ``output_covariance``, which bounds its own memory: few enough to measure the speed."""
 
-        Args:
-            x: A batch of B inputs.
-            pred_type: ``"glm"``: Gaussian over the raw outputs of the linearised network, in closed form, no samples
-                (exact for a last layer). ``"nn"``: from networks with sampled weights.
-            joint: With ``"glm"``, keep the covariance between inputs, (B D)^2 numbers.
-            link_approx: Must be left alone: a sphere has no link function.
-            n_samples: Number of networks for ``"nn"``.
-            diagonal_output: With ``"glm"``, keep only the variances of the raw outputs.
-            generator: Source of randomness for ``"nn"``.
-            fitting: Of no effect; the host passes it.
-            **model_kwargs: Refused.
-
-        Returns:
-            The distribution.
-
-        Raises:
-            InputError: An option is unknown or malformed, or an input has no finite output.
-            NotFittedError: Before ``fit``.
-        """
-        self._check_sampling(n_samples, generator)
-        _refuse_link(link_approx)
-        if model_kwargs:
-            raise InputTypeError(expected("la(x)", "no further arguments", str(sorted(model_kwargs))))
-        for name, value in (("joint", joint), ("diagonal_output", diagonal_output), ("fitting", fitting)):
-            check_flag(name, value)
-        if joint and diagonal_output:
-            raise InputError(expected("joint, diagonal_output", "at most one of them", "both"))
-        if parse_pred_type(pred_type) is PredType.NN:
-            if n_samples < 2:
-                hint = "A concentration is estimated from them."
-                raise InputError(expected("n_samples for pred_type='nn'", "at least 2 samples", n_samples, hint))
-            return EmbeddingDistribution.from_samples(self._joint_samples(x, n_samples, generator, linearized=False))
-        return self._gaussian(x, joint, diagonal_output)
-
-    def functional_samples(
-        self,
-        x: Inputs,
-        pred_type: PredType | str = PredType.GLM,
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-        joint: bool = False,
-    ) -> Tensor:
-        """Draw raw outputs, before normalisation.
-
-        Args:
-            x: A batch of B inputs.
-            pred_type: ``"glm"`` or ``"nn"``, as in calling.
-            n_samples: Number S of samples.
-            diagonal_output: With marginal ``"glm"`` samples, ignore covariances between outputs.
-            generator: Source of randomness.
-            joint: ``True``: sample s comes from the same weights for all inputs, as retrieval metrics need. ``False``
-                with ``"glm"``: every input from its own marginal, at the price of one forward pass. ``"nn"`` is always
-                joint.
-
-        Returns:
-            Shape (S, B, D).
-
-        Raises:
-            InputError: An option is unknown or malformed, or an input has no finite output.
-            NotFittedError: Before ``fit``.
-        """
-        self._check_sampling(n_samples, generator)
-        linearized = parse_pred_type(pred_type) is PredType.GLM
-        check_flag("joint", joint)
-        check_flag("diagonal_output", diagonal_output)
-        if joint or not linearized:
-            return self._joint_samples(x, n_samples, generator, linearized)
-        return self._gaussian(x, False, diagonal_output).raw_samples(n_samples, generator)
-
-    def predictive_samples(
-        self,
-        x: Inputs,
-        pred_type: PredType | str = PredType.GLM,
-        n_samples: int = 100,
-        diagonal_output: bool = False,
-        generator: torch.Generator | None = None,
-        joint: bool = False,
-    ) -> Tensor:
-        """Draw embeddings on the sphere: :meth:`functional_samples`, normalised. Shape (S, B, D)."""
-        raw = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, joint)
-        return normalize(raw.flatten(0, 1))[0].view_as(raw)
-
-    def _gaussian(self, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistribution:
-        x = self._moved(x)
-        jacobians, z = self.backend.jacobians(x, enable_backprop=self.enable_backprop)
-        check_finite_outputs(x, z)
-        if joint:
-            return EmbeddingDistribution.trusted(z, joint_covariance=self.functional_covariance(jacobians))
-        covariance = self.functional_variance(jacobians)
-        if diagonal:
-            return EmbeddingDistribution.trusted(z, variance=covariance.diagonal(dim1=1, dim2=2))
-        return EmbeddingDistribution.trusted(z, covariance=covariance)
-
-    def _glm_predictive_distribution(
-        self, X: Inputs, joint: bool = False, diagonal_output: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """The host's own form of the Gaussian: means and covariances of the raw outputs."""
-        out = self._gaussian(X, joint, diagonal_output)
-        if joint:
-            return out.mean.flatten(), out.joint_covariance
-        return out.mean, out.variance if diagonal_output else out.covariance
-
-    def _joint_samples(self, x: Inputs, n_samples: int, generator: torch.Generator | None, linearized: bool) -> Tensor:
-        """Raw outputs (S, B, D) of S networks."""
-        moved = self._moved(x)
-        context = self._sampling_context(moved)
-        parts = [self._outputs_at(context, theta, linearized) for theta in self._weights(n_samples, generator)]
-        samples = torch.cat(parts)
-        check_finite_outputs(moved, samples)
-        return samples
-
-    def _weights(self, n_samples: int, generator: torch.Generator | None) -> Iterator[Tensor]:
-        """Sampled weights in chunks of bounded size, each (S, P)."""
-        step = max(1, 2**26 // self.mean.numel())
-        for start in range(0, n_samples, step):
-            yield self.sample(min(step, n_samples - start), generator)
-
-    def _sampling_context(self, x: Inputs) -> Any:
-        return x
-
-    def _outputs_at(self, context: Any, theta: Tensor, linearized: bool) -> Tensor:
-        """Raw outputs (S, B, D) at given weights (S, P)."""
-        with evaluation_mode(self.model), torch.set_grad_enabled(self.enable_backprop):
-            encoder: Encoder = self.backend.encoder(context)
-            pullback = ModulePullback(encoder)
-            if linearized:
-                moved = [pullback.jvp(context, sample - self.mean) for sample in theta]
-                return torch.stack([z + shift for z, shift in moved])
-            return torch.stack([pullback.outputs_at(context, sample) for sample in theta])
-
-    def _moved(self, x: Inputs) -> Inputs:
-        if not isinstance(x, (Tensor, Mapping)):
-            raise InputTypeError(expected("x", "a tensor or a mapping of tensors", f"a {type(x).__name__}"))
-        if isinstance(x, Tensor):
-            return x.to(self._device)
-        return {k: v.to(self._device) if isinstance(v, Tensor) else v for k, v in x.items()}
+_PIECES = 20
+"""Parts that samples are computed in, so that the speed is known after the first of them."""
 
 
-def _refuse_link(link_approx: object) -> None:
+def parse_pred_type(value: PredType | str) -> PredType:
+    """Turn ``"glm"`` or ``"nn"`` into laplace-torch's enumeration.
+
+    Raises:
+        InputError: Neither of them.
+    """
+    try:
+        return PredType(value)
+    except ValueError:
+        raise InputError(expected("pred_type", "'glm' or 'nn'", value)) from None
+
+
+def refuse_link(link_approx: object) -> None:
+    """Refuse a link function; laplace-torch's own default passes.
+
+    Raises:
+        UnsupportedError: There is one.
+    """
     if link_approx is not None and link_approx != LinkApprox.PROBIT:
         msg = (
             f"link_approx={str(link_approx)!r}: embeddings have no link function. Leave it out; pred_type chooses "
             "between the closed form ('glm') and sampled weights ('nn')."
         )
         raise UnsupportedError(msg)
+
+
+def to_device(la: Any, x: Inputs) -> Inputs:
+    """Inputs on the device of the posterior.
+
+    Raises:
+        InputTypeError: Neither a tensor nor a mapping.
+    """
+    if not isinstance(x, (Tensor, Mapping)):
+        raise InputTypeError(expected("x", "a tensor or a mapping of tensors", f"a {type(x).__name__}"))
+    if isinstance(x, Tensor):
+        return x.to(la._device)
+    return {k: v.to(la._device) if isinstance(v, Tensor) else v for k, v in x.items()}
+
+
+def distribution(z: Tensor, covariance: Tensor, diagonal: bool) -> EmbeddingDistribution:
+    """The distribution of embeddings, from means (B, D) and covariances (B, D, D) of the raw outputs.
+
+    Args:
+        z: Means.
+        covariance: Covariances.
+        diagonal: Whether to keep the variances alone.
+
+    Returns:
+        The distribution.
+    """
+    if diagonal:
+        return EmbeddingDistribution.trusted(z, variance=covariance.diagonal(dim1=1, dim2=2))
+    return EmbeddingDistribution.trusted(z, covariance=covariance)
+
+
+def gaussian(la: Any, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistribution:
+    """The Gaussian over raw outputs of the linearised encoder, whatever the structure of the posterior.
+
+    Args:
+        la: A fitted posterior.
+        x: A batch of B inputs.
+        joint: Whether to keep the covariance between inputs.
+        diagonal: Whether to compute the variances alone.
+
+    Returns:
+        The distribution.
+
+    Raises:
+        InputError: An input has no finite output, or ``joint`` needs more than :data:`JOINT_ELEMENTS` numbers.
+    """
+    x = to_device(la, x)
+    if joint:
+        check_joint_size(input_length(x), la.n_outputs, la._n_weights())
+    if la.enable_backprop:
+        # The graph leads through every Jacobian, so all of them have to be kept.
+        jacobians, z = la.backend.jacobians(x, enable_backprop=True)
+        check_finite_outputs(x, z)
+        if joint:
+            return EmbeddingDistribution.trusted(z, joint_covariance=la.functional_covariance(jacobians))
+        return distribution(z, la.functional_variance(jacobians), diagonal)
+    with evaluation_mode(la.model):
+        with torch.no_grad():
+            pullback = la.backend.pullback(x)
+            z, context = pullback.forward(x)
+        check_finite_outputs(x, z)
+        if joint:
+            jacobians = _all_jacobians(pullback, context, z)
+            return EmbeddingDistribution.trusted(z, joint_covariance=la.functional_covariance(jacobians))
+        parts = (_variances if diagonal else _covariances)(la, pullback, context, z)
+        spread = torch.cat(list(parts))
+    if diagonal:
+        return EmbeddingDistribution.trusted(z, variance=spread)
+    return EmbeddingDistribution.trusted(z, covariance=spread)
+
+
+def check_joint_size(n: int, dim: int, n_weights: int) -> None:
+    """Refuse a covariance between inputs that does not fit, before anything is computed.
+
+    Args:
+        n: Number B of inputs.
+        dim: Number D of outputs.
+        n_weights: Number P of weights in a Jacobian; zero where none is formed.
+
+    Raises:
+        InputError: More than :data:`JOINT_ELEMENTS` numbers.
+    """
+    needed = n * dim * n_weights + (n * dim) ** 2
+    if needed > JOINT_ELEMENTS:
+        wanted = f"inputs whose Jacobians and covariance are at most {JOINT_ELEMENTS:,} numbers"
+        came = f"{n} inputs, {needed:,} numbers ({needed * 4 / 2**30:.0f} GiB in float32)"
+        hint = "Use fewer inputs, or functional_samples(x, joint=True), which forms no Jacobian."
+        raise InputError(expected("joint=True", wanted, came, hint))
+
+
+def joint_samples(la: Any, x: Inputs, n_samples: int, generator: torch.Generator | None, linearized: bool) -> Tensor:
+    """Raw outputs (S, B, D) of S encoders with sampled weights.
+
+    Raises:
+        InputError: An input has no finite output.
+    """
+    moved = to_device(la, x)
+    context = la._sampling_context(moved)
+    progress, started, parts, done = Progress(False, _FASTER), time.monotonic(), [], 0
+    for theta in sampled_weights(la, n_samples, generator):
+        for piece in theta.split(max(1, n_samples // _PIECES)):
+            parts.append(la._outputs_at(context, piece, linearized))
+            done += len(piece)
+            progress.extrapolate(started, done, n_samples, f"Outputs of {n_samples} sampled networks")
+    samples = torch.cat(parts)
+    check_finite_outputs(moved, samples)
+    return samples
+
+
+def sampled_weights(la: Any, n_samples: int, generator: torch.Generator | None) -> Iterator[Tensor]:
+    """Sampled weights in chunks of bounded size, each (S, P)."""
+    step = max(1, 2**26 // la.mean.numel())
+    for start in range(0, n_samples, step):
+        yield la.sample(min(step, n_samples - start), generator)
+
+
+def outputs_at(la: Any, x: Inputs, theta: Tensor, linearized: bool) -> Tensor:
+    """Raw outputs (S, B, D) at given weights (S, P), of the encoder or of its linearisation."""
+    with evaluation_mode(la.model), torch.set_grad_enabled(la.enable_backprop):
+        pullback = ModulePullback(la.backend.encoder(x))
+        if linearized:
+            moved = [pullback.jvp(x, sample - la.mean) for sample in theta]
+            return torch.stack([z + shift for z, shift in moved])
+        return torch.stack([pullback.outputs_at(x, sample) for sample in theta])
+
+
+def _covariances(la: Any, pullback: Pullback, context: Any, z: Tensor) -> Iterator[Tensor]:
+    """Covariances (C, D, D) of the outputs, by chunks of points."""
+    variance = _fixed_variance(la)
+    if variance is None:
+        eye = _axes(z)
+        for rows in timed_chunks(pullback, *z.shape):
+            yield la.functional_variance(_jacobians(pullback, context, rows, eye))
+        return
+    for rows in timed_chunks(pullback, len(z), z.shape[1], _POINTS_AT_ONCE):
+        with torch.no_grad():
+            yield pullback.output_covariance(pullback.slice_context(context, rows), variance)
+
+
+def _variances(la: Any, pullback: Pullback, context: Any, z: Tensor) -> Iterator[Tensor]:
+    """Variances (C, D) of the outputs, by chunks of points; and of outputs, where those of one point fill a chunk."""
+    at_once = max(1, JACOBIAN_ELEMENTS // max(1, pullback.width))
+    if z.shape[1] <= at_once or _fixed_variance(la) is not None:
+        for covariance in _covariances(la, pullback, context, z):
+            yield covariance.diagonal(dim1=1, dim2=2)
+        return
+    for rows in timed_chunks(pullback, *z.shape):
+        jacobians = (_jacobians(pullback, context, rows, axes) for axes in _axes(z).split(at_once))
+        yield torch.cat([la.functional_variance(j).diagonal(dim1=1, dim2=2) for j in jacobians], dim=1)
+
+
+def _fixed_variance(la: Any) -> Tensor | None:
+    """Variances (P,) of the weights of a diagonal posterior; ``None`` of others, and where they have a graph."""
+    variance = la.posterior_variance if la.structure is Structure.DIAG else None
+    return None if variance is None or variance.requires_grad else variance
+
+
+def _all_jacobians(pullback: Pullback, context: Any, z: Tensor) -> Tensor:
+    """Jacobians (B, D, P) of all points."""
+    out, eye = z.new_empty(*z.shape, pullback.n_params), _axes(z)
+    for rows in timed_chunks(pullback, *z.shape):
+        out[rows] = _jacobians(pullback, context, rows, eye)
+    return out
+
+
+def _jacobians(pullback: Pullback, context: Any, rows: slice, axes: Tensor) -> Tensor:
+    """Rows of the Jacobians (C, A, P) of some points, for output axes (A, D)."""
+    with torch.no_grad():
+        return pullback.vjp(pullback.slice_context(context, rows), axes.expand(rows.stop - rows.start, -1, -1))
+
+
+def _axes(z: Tensor) -> Tensor:
+    return torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
+
+
+def timed_chunks(pullback: Pullback, n: int, dim: int, least: int = 1) -> Iterator[slice]:
+    """Slices of points whose Jacobians fit a chunk; the first is one point, from which the time of all is told.
+
+    Args:
+        pullback: The pullback.
+        n: Number of points.
+        dim: Number D of outputs.
+        least: Least number of points a slice.
+
+    Yields:
+        Slices; a single one where all points fit.
+    """
+    fits = JACOBIAN_ELEMENTS // max(1, dim * pullback.width)
+    if n <= max(1, fits):
+        yield slice(0, n)
+        return
+    progress, started = Progress(False, _FASTER), time.monotonic()
+    start, step = 0, 1
+    while start < n:
+        stop = min(start + step, n)
+        yield slice(start, stop)
+        progress.extrapolate(started, stop, n, f"The prediction of {n} inputs")
+        start, step = stop, max(least, fits, 1)

@@ -1,4 +1,4 @@
-"""How strong the prior is: what decides the uncertainties of a contrastive encoder more than anything else."""
+"""The scale of the prior, which the uncertainties of a contrastive encoder depend on more than on anything else."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["STRENGTH", "PriorMethod", "average_information"]
+__all__ = ["PRIOR_STRUCTURES", "STRENGTH", "PriorMethod", "average_information"]
+
+PRIOR_STRUCTURES = ("scalar", "layerwise", "diag")
+"""One prior precision in all, one a parameter tensor, or one a parameter."""
 
 STRENGTH = 0.1
-"""How many times the average information the default prior is. Found on data: ``docs/defaults.md``."""
+"""The default prior precision over the average information. Measured: ``docs/defaults.md``."""
 
 
 class PriorMethod(StrEnum):
     """Ways to choose the prior precision."""
 
     AVERAGE_INFORMATION = "average_information"
-    """A tenth as strong as the data on the average weight, at the temperature that the loss itself suggests. The
-    default: closed form, no validation data."""
+    """A tenth of the information of the data on the average weight, at the temperature that the loss itself suggests.
+    The default: closed form, no validation data."""
 
     UNIT_INFORMATION = "unit_information"
-    """As strong as one average observation (Kass and Wasserman, 1995), at the present temperature."""
+    """The information of one average observation (Kass and Wasserman, 1995), at the present temperature."""
 
     MARGLIK = "marglik"
     """laplace-torch's own: maximise the Laplace marginal likelihood."""

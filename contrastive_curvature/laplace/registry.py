@@ -6,15 +6,15 @@ original otherwise. So ``Laplace(...)`` works however it was imported, a class c
 else changes.
 
 ``laplace.Laplace`` itself is replaced by a function that looks at the combination first when the likelihood is
-contrastive, because the host refuses an unknown one before it asks any class. Who imported the name earlier keeps the
-host's own message.
+contrastive, because laplace-torch refuses an unknown one before it asks any class. ``laplace.marglik_training`` is
+replaced by one that refuses this likelihood. A name that was imported before keeps laplace-torch's own error: a
+``ValueError`` from the first, an ``UnboundLocalError`` before the first step of training from the second.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -34,8 +34,9 @@ from laplace.subnetlaplace import DiagSubnetLaplace, FullSubnetLaplace
 
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.laplace import classes, functional
-from contrastive_curvature.laplace.base import CONTRASTIVE, ContrastiveLaplace
+from contrastive_curvature.laplace.base import ContrastiveLaplace
 from contrastive_curvature.laplace.combination import check_combination
+from contrastive_curvature.laplace.options import CONTRASTIVE
 
 __all__ = ["register", "unregister"]
 
@@ -56,7 +57,6 @@ _COUNTERPARTS: dict[type[BaseLaplace], type[ContrastiveLaplace] | None] = {
 }
 
 _undo: list[Callable[[], None]] = []
-_real_marglik_training: Callable[..., Any] = laplace.marglik_training
 
 
 def register() -> None:
@@ -111,7 +111,6 @@ def _redirect(host: type[BaseLaplace], counterpart: type[ContrastiveLaplace] | N
 
 def _guard_lookup() -> Callable[[], None]:
     """Put a function that checks the combination in the place of ``laplace.Laplace``."""
-    places: tuple[Any, ...] = (laplace, sys.modules["laplace.laplace"])
     real: Any = laplace.Laplace
 
     @functools.wraps(real)
@@ -120,55 +119,39 @@ def _guard_lookup() -> Callable[[], None]:
             check_combination(args, kwargs)
         return real(*args, **kwargs)
 
-    for place in places:
-        place.Laplace = guarded
-
-    def undo() -> None:
-        for place in places:
-            place.Laplace = real
-
-    return undo
+    return _replace("Laplace", guarded)
 
 
 def _guard_marglik_training() -> Callable[[], None]:
-    """Give the host's function another body: a name imported before ours is the same object, and is guarded too."""
-    global _real_marglik_training
-    function: Any = laplace.marglik_training
-    before = (function.__code__, function.__defaults__, function.__kwdefaults__)
-    real: Any = types.FunctionType(before[0], function.__globals__, function.__name__, before[1], function.__closure__)
-    real.__kwdefaults__ = before[2]
-    _real_marglik_training = real
-    function.__code__, function.__defaults__, function.__kwdefaults__ = _guarded_body.__code__, None, None
-    function.__wrapped__ = real
+    """Put a function that refuses pair losses in the place of ``laplace.marglik_training``."""
+    real: Any = laplace.marglik_training
+
+    @functools.wraps(real)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("likelihood", args[2] if len(args) > 2 else None) == CONTRASTIVE:
+            msg = (
+                "marglik_training trains with the loss of a point, and has none for pairs. Train the encoder with "
+                "contrastive_curvature.ContrastiveLoss, then Laplace(...).fit(loader) and "
+                "optimize_prior_precision(method='marglik')."
+            )
+            raise UnsupportedError(msg)
+        return real(*args, **kwargs)
+
+    return _replace("marglik_training", guarded)
+
+
+def _replace(name: str, function: Any) -> Callable[[], None]:
+    """Put a function in the place of laplace-torch's, in the package and in the module that defines it."""
+    places: tuple[Any, ...] = (laplace, sys.modules[f"laplace.{name.lower()}"])
+    real = getattr(laplace, name)
+    for place in places:
+        setattr(place, name, function)
 
     def undo() -> None:
-        function.__code__, function.__defaults__, function.__kwdefaults__ = before
-        del function.__wrapped__
+        for place in places:
+            setattr(place, name, real)
 
     return undo
-
-
-def _guarded_body(*args: Any, **kwargs: Any) -> Any:
-    # Runs with the host's globals, so it must find its way back.
-    from contrastive_curvature.laplace.registry import call_marglik_training
-
-    return call_marglik_training(*args, **kwargs)
-
-
-def call_marglik_training(*args: Any, **kwargs: Any) -> Any:
-    """laplace-torch's ``marglik_training``, refused for embeddings.
-
-    Raises:
-        UnsupportedError: With ``likelihood="contrastive"``.
-    """
-    if kwargs.get("likelihood", args[2] if len(args) > 2 else None) == CONTRASTIVE:
-        msg = (
-            "marglik_training trains with the loss of a point, and has none for pairs. Train the encoder with "
-            "contrastive_curvature.ContrastiveLoss, then Laplace(...).fit(loader) and "
-            "optimize_prior_precision(method='marglik')."
-        )
-        raise UnsupportedError(msg)
-    return _real_marglik_training(*args, **kwargs)
 
 
 def _no_approximate_kernel(host: type) -> str:

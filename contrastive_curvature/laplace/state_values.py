@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Never
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.network.encoder import weight_norms
 from contrastive_curvature.network.inputs import Inputs, input_length
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "check_takes",
     "check_tensor",
     "check_type",
+    "has_norms",
     "is_semidefinite",
     "kind_of",
     "refuse",
@@ -149,6 +151,18 @@ def check_takes(key: str, x: Inputs, dim: int, model: Callable[[Any], Any], move
         reason = (str(error) or type(error).__name__).splitlines()[0]
     if reason:
         refuse(key, "inputs that the encoder takes", f"{kind_of(x)} ({reason})")
+
+
+def has_norms(model: nn.Module, saved: Tensor | None) -> bool:
+    """Whether a model is the one that a posterior was saved from, as far as norms of its weights tell.
+
+    Args:
+        model: The encoder.
+        saved: The norms in the state, or ``None``.
+    """
+    now = weight_norms(model)
+    # The tolerance is for other precisions.
+    return saved is not None and saved.shape == now.shape and torch.allclose(now, saved.to(now), rtol=1e-3, atol=1e-12)
 
 
 def check_inputs(key: str, value: object) -> Inputs:

@@ -64,9 +64,7 @@ def few_points(x: Inputs) -> Inputs:
     if isinstance(x, Tensor):
         return x[torch.arange(_POINTS, device=x.device) % n]
     return {
-        k: v[torch.arange(_POINTS, device=v.device) % n]
-        if isinstance(v, Tensor) and v.ndim and v.shape[0] == n
-        else v
+        k: v[torch.arange(_POINTS, device=v.device) % n] if isinstance(v, Tensor) and v.ndim and v.shape[0] == n else v
         for k, v in x.items()
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +85,14 @@ class Tape:
                     out.setdefault(key, []).append(gradient)
         return out
 
+    def by_piece(self, columns: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+        """Pieces with the gradients of columns (K, n, D), without those that none reaches."""
+        found = self.gradients(columns)
+        for piece in self.pieces:
+            b = piece.gradients(found, len(self.z), self.z.dtype)
+            if b is not None:
+                yield piece, b
+
 
 def make_pieces(uses: Sequence[tuple[Use, Layout]], n: int, dtype: torch.dtype) -> tuple[list[Piece], set[int]]:
     """Sort uses by parameter and entries, and prepare what their gradients need.
@@ -129,7 +137,11 @@ def _alike(a: Use, b: Use) -> bool:
     one, other = a.selection.entries, b.selection.entries
     if (one is None) != (other is None):
         return False
-    if one is not None and other is not None and not (one.numel() == other.numel() and torch.equal(one.flatten(), other.flatten())):
+    if (
+        one is not None
+        and other is not None
+        and not (one.numel() == other.numel() and torch.equal(one.flatten(), other.flatten()))
+    ):
         return False
     return a.options.get("groups", 1) == b.options.get("groups", 1)
 

@@ -183,15 +183,19 @@ class LayerwisePullback(ModulePullback):
 
     def backward(self, tape: Tape, columns: Tensor, signs: Tensor) -> Iterator[tuple[Piece, Tensor, Tensor]]:
         """Pieces with the gradients of columns (K, n, D) and with the signs (K, n), several columns at a time."""
+        for group, s in self.backward_together(tape, columns, signs):
+            for piece, b in group:
+                yield piece, b, s
+
+    def backward_together(
+        self, tape: Tape, columns: Tensor, signs: Tensor
+    ) -> Iterator[tuple[Iterator[tuple[Piece, Tensor]], Tensor]]:
+        """The gradients of all pieces, several columns at a time."""
         n = len(tape.z)
         size = 1 if self._layouts is None else self._layouts.gradients
         step = max(1, _CHUNK_ELEMENTS // max(1, n * size))
         for v, s in zip(columns.split(step), signs.split(step), strict=True):
-            found = tape.gradients(v)
-            for piece in tape.pieces:
-                b = piece.gradients(found, n, tape.z.dtype)
-                if b is not None:
-                    yield piece, b, s
+            yield tape.by_piece(v), s
 
     def tape(self, context: Any) -> Tape:
         """One run of the encoder.

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from contrastive_curvature.errors import DivergenceError, InputError
 from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
-from contrastive_curvature.laplace.classes import LastLayerLaplace
-from contrastive_curvature.laplace.features import RawFeatureExtractor
-from contrastive_curvature.network.encoder import evaluation_mode
+from contrastive_curvature.laplace.fitting import posterior_around
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
 from contrastive_curvature.online.discount import DiscountedCurvature
 from contrastive_curvature.options import KFACApprox, Structure
@@ -84,7 +82,7 @@ class OnlinePosterior:
             "temperature": self.temperature,
             "sampling_temperature": self.sampling_temperature,
         }
-        return {**self._carrier._plain_options(), **own}
+        return {**self._carrier.plain_options(), **own}
 
     def fitted(self, discounted: DiscountedCurvature) -> ContrastiveLaplace:
         """A laplace object of the remembered curvature, at the size of the data set, with its prior and temperature."""
@@ -145,7 +143,7 @@ class OnlinePosterior:
         return 1.0 if self.temperature is not None else float(discounted.remembered)
 
     def _update(self, posterior: ContrastiveLaplace, discounted: DiscountedCurvature, strength: float | None) -> None:
-        posterior.adopt(discounted.at_scale(self.n_data))
+        posterior.set_curvature(discounted.at_scale(self.n_data))
         if self.temperature is not None:
             # The carrier's was divided when it was drawn from before.
             posterior.temperature = self.temperature
@@ -155,19 +153,7 @@ class OnlinePosterior:
             posterior.temperature = float(posterior.cost) / self.n_data
 
     def _new(self, **changes: Any) -> ContrastiveLaplace:
-        training = [(module, module.training) for module in self.encoder.modules()]
-        made = self.kind(self.encoder, **{**self._how, **changes})
-        if isinstance(made, LastLayerLaplace):
-            # The host copies the encoder, and a copy would be trained instead of it.
-            made.model = RawFeatureExtractor(self.encoder, None, made.enable_backprop)
-        with evaluation_mode(made.model):
-            made._prepare(self.probe)
-            made._choose(self.probe)
-            made.backend.encoder(self.probe)
-        # laplace-torch puts the encoder in evaluation mode, which a training must not notice.
-        for module, mode in training:
-            module.training = mode
-        return made
+        return posterior_around(self.kind, self.encoder, self.probe, **{**self._how, **changes})
 
 
 def _map_tensors(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from benchmarks.experiments import cli, config, demo, plan, plots, store
+from benchmarks.experiments import cli, config, demo, plan, plots
 from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.online import load_checkpoint
 
@@ -94,20 +94,6 @@ def test_a_seed_gives_the_same_figures_again(run_folder, tmp_path, undrawn):
     name = "seed1/deterministic/model.pt"
     states = [load_checkpoint(folder / name)["state"]["encoder"] for folder in (run_folder, tmp_path)]
     assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())
-
-
-@pytest.mark.slow
-def test_committed_figures_of_the_digits_come_again(tmp_path, undrawn):
-    """Of `benchmarks/results/digits_d8.json`, which the demonstration of an earlier version made."""
-    committed = json.loads((store.Path(__file__).parents[2] / "benchmarks/results/digits_d8.json").read_text())
-    assert cli.main([*DEMO, "--dim", "8", "--quiet", "--out", str(tmp_path)]) == 0
-    cells = {cell["row"]: cell for cell in results_of(tmp_path)["cells"]}
-    for key, name in (("laplace", "own"), ("laplace_angular", "inverse_kappa")):
-        old = committed["seeds"]["0"]["methods"][key]
-        new = cells["laplace_posthoc"]["figures"] | cells["laplace_posthoc"]["variants"][name]
-        assert {figure: new[figure] for figure in plan.QUALITY} == pytest.approx(
-            {figure: old[figure] for figure in plan.QUALITY}, abs=2e-3
-        )
 
 
 def test_other_dimensions_and_options_run(tmp_path):

@@ -13,6 +13,7 @@ from benchmarks.experiments.methods import embed, make_method
 from benchmarks.experiments.methods.training import ContrastiveStep, active_pairs, train, training_loader
 from contrastive_curvature.losses.contrastive import ContrastiveLoss
 from contrastive_curvature.online import Trainer
+from contrastive_curvature.online.randomness import loader_generators
 
 
 class Fragile(TensorSplit):
@@ -165,3 +166,16 @@ def test_active_pairs_are_all_positives_and_the_near_negatives():
     assert sorted(zip(a1.tolist(), p.tolist(), strict=True)) == [(0, 1), (2, 3)]
     assert sorted(zip(a2.tolist(), n.tolist(), strict=True)) == [(0, 3), (1, 3)]
     assert len(active_pairs(z, torch.tensor([0, 0, 1, 1]), None)[2]) == 4
+
+
+def test_the_demonstrations_order_is_that_of_its_committed_results():
+    """Permutations of one generator that nothing else draws from, and that a training that goes on finds again."""
+    data = make_data()
+    batches = training_loader(make_setting(own_order=True), data.train, seed=5)
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(3):
+        order = torch.randperm(len(data.train), generator=generator)
+        for (x, y), rows in zip(batches, order.split(16), strict=True):
+            assert torch.equal(x, data.train.images(rows.tolist()))
+            assert torch.equal(y, data.train.targets[rows])
+    assert any(part is batches.sampler.generator for part in loader_generators(batches))

@@ -11,10 +11,15 @@ from backpack import backpack, extend
 from backpack import extensions as host
 from backpack.extensions.module_extension import ModuleExtension
 from devices import DEVICES
+from strategies import close
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.hosts.backpack import BackPackPullback, DiagCurvature, register, registry, unregister
+from contrastive_curvature.hosts.backpack.subclasses import pair_losses
+from contrastive_curvature.losses import LogisticLoss, PairLoss
+from contrastive_curvature.network.encoder import Encoder
+from contrastive_curvature.testing import dense_jacobian
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -69,20 +74,20 @@ def test_ordinary_results_are_bit_identical(device: str) -> None:
     assert all(torch.equal(registered[k], plain[k]) for k in plain)
 
 
-def test_only_two_entries_are_added_and_undone(device: str) -> None:
+def test_only_our_entries_are_added_and_undone(device: str) -> None:
     unregister()
     constructors = {made: made.__init__ for made in registry._HOSTS}
-    forward = cc.ContrastiveLoss.forward
+    ours = dict(vars(PairLoss)), dict(vars(cc.ContrastiveLoss)), dict(vars(cc.L2Norm))
     plain = {name: set(module_map(made())) for name, made in EXTENSIONS.items()}
     register()
     register()
     for name, made in EXTENSIONS.items():
-        added = {cc.ContrastiveLoss} if name == "PCHMP" else {cc.ContrastiveLoss, cc.L2Norm}
+        added = pair_losses() if name == "PCHMP" else pair_losses() | {cc.L2Norm}
         assert set(module_map(made())) - plain[name] == added
     unregister()
     unregister()
     assert all(made.__init__ is before for made, before in constructors.items())
-    assert cc.ContrastiveLoss.forward is forward
+    assert (dict(vars(PairLoss)), dict(vars(cc.ContrastiveLoss)), dict(vars(cc.L2Norm))) == ours
     assert all(set(module_map(made())) == plain[name] for name, made in EXTENSIONS.items())
 
 
@@ -124,15 +129,37 @@ def test_a_later_wrapper_stays_and_ours_goes_silent(device: str) -> None:
     host.GGNMP.__init__ = ours.__wrapped__
 
 
-def test_keywords_without_registration_are_refused(device: str) -> None:
+def test_a_loss_that_was_written_later(device: str) -> None:
+    """BackPACK looks up a module's own class."""
+
+    class Mine(LogisticLoss):
+        pass
+
+    class Younger(Mine):
+        pass
+
+    x, labels = torch.randn(5, 4, dtype=torch.float64), torch.arange(5) % 2
+    for kind in (LogisticLoss, Mine, Younger):
+        assert kind in pair_losses()
+        torch.manual_seed(0)
+        model, loss = nn.Linear(4, 3).double(), kind(scale=2.0, bias=-0.3, pd_fix="psd")
+        jacobian, z = dense_jacobian(model, x), model(x).detach()
+        truth = (jacobian.T @ loss.output_hessian(z, labels).dense() @ jacobian).diagonal()
+        extend(model.to(device)), extend(loss)
+        for made in (host.DiagGGNExact(), DiagCurvature()):
+            with backpack(made):
+                loss(model(x.to(device)), labels.to(device)).backward()
+            found = torch.cat([getattr(p, made.savefield).flatten() for p in model.parameters()]).cpu()
+            assert close(found, truth)
+
+
+def test_our_extensions_need_no_registration(device: str) -> None:
     model, x = extend(nn.Linear(4, 3).to(device)), torch.randn(5, 4, device=device)
     loss_fn, labels = extend(cc.ContrastiveLoss()), torch.arange(5, device=device) % 2
     unregister()
     with backpack(DiagCurvature()):
-        loss_fn(model(x), labels).backward()
-    assert model.weight.diag_curvature.shape == model.weight.shape
-    with pytest.raises(cc.UnsupportedError, match=r"register\(\)"), backpack(DiagCurvature()):
         loss_fn(model(x), labels=labels).backward()
+    assert model.weight.diag_curvature.shape == model.weight.shape
 
 
 def test_the_pullback_needs_no_registration(device: str) -> None:

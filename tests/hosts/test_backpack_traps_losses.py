@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -16,12 +18,7 @@ from strategies import INPUTS, close
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.hosts.backpack import (
-    CurvatureFactor,
-    DiagCurvature,
-    register,
-    unregister,
-)
+from contrastive_curvature.hosts.backpack import CurvatureFactor, DiagCurvature, register
 from contrastive_curvature.testing import dense_ggn
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -118,41 +115,36 @@ def test_labels_are_those_of_the_inputs(device: str) -> None:
     assert close(diagonal(model), truth)
 
 
-def test_labels_do_not_outlive_the_registration(device: str) -> None:
+def test_labels_of_another_call_are_not_taken(device: str) -> None:
     model, x, labels = extend(nn.Linear(INPUTS, 3).to(device).double()), data(device), LABELS.to(device)
-    loss_fn, z = extend(cc.ContrastiveLoss(None)), model(x)
+    loss_fn, others = extend(cc.ContrastiveLoss(None)), torch.arange(5, device=device) % 2
+    value = loss_fn(model(x), labels=labels)
     with disable():
-        loss_fn(z, labels=torch.arange(5, device=device) % 2)
-    loss_fn(z, labels=torch.arange(5, device=device) % 2).detach()
-    unregister()
-    with pytest.raises(cc.UnsupportedError, match=r"register\(\)"), backpack(DiagCurvature()):
-        loss_fn(z, labels=labels).backward()
+        # BackPACK does not see this one, and keeps what the first was given.
+        loss_fn(model(x), labels=others)
+    with pytest.raises(cc.UnsupportedError, match=r"called again before backward\(\)"), backpack(DiagCurvature()):
+        value.backward()
+    value = loss_fn(model(x), labels)
+    with disable():
+        loss_fn(model(x), labels=others)
     with backpack(DiagCurvature()):
-        loss_fn(model(x), labels).backward()
+        value.backward()
     assert close(diagonal(model), dense_ggn(model, x, labels, margin=None).diagonal())
 
 
-def test_labels_of_a_call_that_was_seen_are_not_those_of_one_that_was_not(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, x, labels = extend(nn.Linear(INPUTS, 3).to(device).double()), data(device), LABELS.to(device)
-    loss_fn = extend(cc.ContrastiveLoss(None))
-    loss_fn(model(x), labels=torch.arange(5, device=device) % 2)
-    monkeypatch.setattr(cc.ContrastiveLoss, "forward", cc.ContrastiveLoss.forward.__wrapped__)
-    with pytest.raises(cc.UnsupportedError, match=r"register\(\)"), backpack(DiagCurvature()):
-        loss_fn(model(x), labels=labels).backward()
-    with backpack(DiagCurvature()):
-        loss_fn(model(x), labels).backward()
-    assert close(diagonal(model), dense_ggn(model, x, labels, margin=None).diagonal())
-
-
-def test_unregistering_lets_go_of_labels(device: str) -> None:
-    loss_fn, labels = extend(cc.ContrastiveLoss()), LABELS.clone().to(device)
+def test_labels_are_kept_as_long_as_the_embeddings(device: str) -> None:
+    loss_fn, labels = cc.ContrastiveLoss(), LABELS.clone().to(device)
     alive = weakref.ref(labels)
-    loss_fn(data(device), labels=labels)
+    z = data(device).requires_grad_()
+    loss_fn(z, labels=labels)
     del labels
-    assert alive() is not None
-    unregister()
+    assert loss_fn.given_with(z)[0] is alive()
+    assert loss_fn.given_with(z.detach()) is None
+    for other in (copy.deepcopy(loss_fn), pickle.loads(pickle.dumps(loss_fn))):
+        assert other.given_with(z) is None
+        assert other(z.detach(), LABELS.to(device)) == loss_fn(z.detach(), LABELS.to(device))
+    assert loss_fn.given_with(z)[0] is alive()
+    del z
     gc.collect()
     assert alive() is None
 

@@ -213,7 +213,7 @@ def test_refuses_networks_it_has_no_answer_for(device: str) -> None:
     with pytest.raises(UnsupportedError, match=r"'1' \(GELU\)"):
         ArccosHessianCalculator().compute_hessian(x, nn.Sequential(nn.Linear(4, 2), nn.GELU()).to(device), tuples)
     conv = nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Conv1d(2, 2, 1), nn.Flatten()).to(device)
-    with pytest.raises(UnsupportedError, match=r"layer '1' \(Conv1d\): StochMan has no Jacobian.*speed='half'"):
+    with pytest.raises(UnsupportedError, match=r"layer '1' \(Conv1d\): StochMan has no sandwich.*speed='half'"):
         ArccosHessianCalculator(speed="fast").compute_hessian(x, conv, tuples)
     soft = nn.Sequential(nn.Softplus(threshold=1), nn.Linear(4, 2)).to(device)
     with pytest.raises(UnsupportedError, match=r"layer '0' \(Softplus\): .*threshold.*speed='half'"):

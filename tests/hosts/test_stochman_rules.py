@@ -31,35 +31,35 @@ LAYERS: dict[str, tuple[Any, tuple[int, ...], tuple[str, ...], tuple[str, ...]]]
     "linear": (lambda: nnj.Linear(4, 3), FLAT, ALL, ALL),
     "linear without bias": (lambda: nnj.Linear(4, 3, bias=False), FLAT, ALL, ALL),
     "linear of tokens": (lambda: nnj.Linear(4, 2), TOKENS, NONE, NONE),
-    "positive linear": (lambda: nnj.PosLinear(4, 2), FLAT, ALL, NONE),
-    "conv2d": (lambda: nnj.Conv2d(2, 3, 2, bias=False), IMAGE, ALL, ("ff", "fd", "dd")),
-    "conv2d padded": (lambda: nnj.Conv2d(2, 2, (3, 2), padding=1, bias=False), IMAGE, ALL, ("ff", "fd", "dd")),
+    "positive linear": (lambda: nnj.PosLinear(4, 2), FLAT, NONE, NONE),
+    "conv2d": (lambda: nnj.Conv2d(2, 3, 2, bias=False), IMAGE, ALL, ALL),
+    "conv2d padded": (lambda: nnj.Conv2d(2, 2, (3, 2), padding=1, bias=False), IMAGE, ALL, ALL),
     "conv2d with a bias": (lambda: nnj.Conv2d(2, 3, 2), IMAGE, ALL, ("dd",)),
     "conv2d strided": (lambda: nnj.Conv2d(2, 3, 2, stride=2, bias=False), IMAGE, ALL, NONE),
-    "conv2d with a rest": (lambda: nnj.Conv2d(2, 3, 3, stride=2, bias=False), IMAGE, ALL, NONE),
+    "conv2d with a rest": (lambda: nnj.Conv2d(2, 3, 3, stride=2, bias=False), IMAGE, NONE, NONE),
     "conv2d dilated": (lambda: nnj.Conv2d(2, 3, 2, dilation=2, bias=False), IMAGE, ALL, NONE),
     "conv2d grouped": (lambda: nnj.Conv2d(2, 4, 2, groups=2, bias=False), IMAGE, ALL, NONE),
     "conv2d of a wide border": (lambda: nnj.Conv2d(2, 3, 2, padding=2, bias=False), IMAGE, ALL, NONE),
-    "conv2d same": (lambda: nn.Conv2d(2, 3, 3, padding="same", bias=False), IMAGE, ALL, NONE),
+    "conv2d same": (lambda: nn.Conv2d(2, 3, 3, padding="same", bias=False), IMAGE, NONE, NONE),
     "conv2d circular": (
         lambda: nnj.Conv2d(2, 3, 3, padding=1, padding_mode="circular", bias=False), IMAGE, NONE, NONE
     ),
-    "conv1d": (lambda: nnj.Conv1d(2, 3, 2, stride=2, padding=1), SERIES, ALL, NONE),
-    "conv3d": (lambda: nnj.Conv3d(2, 2, 2), VOLUME, ALL, NONE),
-    "transposed conv2d": (lambda: nnj.ConvTranspose2d(2, 3, 2), IMAGE, ALL, NONE),
-    "upsample": (lambda: nnj.Upsample(scale_factor=2), IMAGE, ALL, NONE),
-    "upsample bilinear": (lambda: nnj.Upsample(scale_factor=2, mode="bilinear"), IMAGE, ALL, NONE),
+    "conv1d": (lambda: nnj.Conv1d(2, 3, 2, stride=2, padding=1), SERIES, NONE, NONE),
+    "conv3d": (lambda: nnj.Conv3d(2, 2, 2), VOLUME, NONE, NONE),
+    "transposed conv2d": (lambda: nnj.ConvTranspose2d(2, 3, 2), IMAGE, NONE, NONE),
+    "upsample": (lambda: nnj.Upsample(scale_factor=2), IMAGE, ("ff", "fd", "df"), NONE),
+    "upsample bilinear": (lambda: nnj.Upsample(scale_factor=2, mode="bilinear"), IMAGE, NONE, NONE),
     "max pool": (lambda: nnj.MaxPool2d(2), IMAGE, ALL, NONE),
-    "overlapping max pool": (lambda: nnj.MaxPool2d(3, stride=1, padding=1), IMAGE, ALL, NONE),
-    "dilated max pool": (lambda: nnj.MaxPool2d(2, stride=2, dilation=2), IMAGE, ALL, NONE),
-    "max pool 1d": (lambda: nnj.MaxPool1d(2), SERIES, ALL, NONE),
+    "overlapping max pool": (lambda: nnj.MaxPool2d(3, stride=1, padding=1), IMAGE, NONE, NONE),
+    "dilated max pool": (lambda: nnj.MaxPool2d(2, stride=2, dilation=2), IMAGE, NONE, NONE),
+    "max pool 1d": (lambda: nnj.MaxPool1d(2), SERIES, NONE, NONE),
     "flatten": (nnj.Flatten, IMAGE, ALL, NONE),
     "reshape": (lambda: nnj.Reshape(2, 2, 1), FLAT, ALL, NONE),
     "identity": (nnj.Identity, IMAGE, ALL, NONE),
     "batch norm": (lambda: nnj.BatchNorm1d(4), FLAT, ALL, NONE),
     "batch norm 2d": (lambda: nnj.BatchNorm2d(2), IMAGE, ALL, NONE),
     "batch norm without weights": (lambda: nnj.BatchNorm1d(4, affine=False), FLAT, NONE, NONE),
-    "softmax": (lambda: nnj.Softmax(1), FLAT, ALL, NONE),
+    "softmax": (lambda: nnj.Softmax(1), FLAT, NONE, NONE),
     "softmax of tokens": (lambda: nnj.Softmax(2), TOKENS, NONE, NONE),
     "prelu": (nnj.PReLU, FLAT, ALL, NONE),
     "hard tanh": (nnj.Hardtanh, FLAT, ALL, NONE),
@@ -223,7 +223,7 @@ def test_says_what_it_leaves_out(device: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(limits, "WIDEST", 4)
     found = reasons(5, nnj.ReLU())
     assert set(found) == {0}
-    assert found[0] == "layer '1' (Tanh): gives 8 numbers a point, and M is kept up to 4"
+    assert found[0] == "layer '2' (MaxPool2d): M is kept for up to 4 numbers a point, and here are 8"
     monkeypatch.setattr(limits, "WIDEST", 1024)
     monkeypatch.setattr(limits.limits, "JACOBIAN_ELEMENTS", 100)
     assert reasons(5, nnj.ReLU()) == {0: "layer '0' (Conv2d): StochMan would hold 128 numbers for every point"}

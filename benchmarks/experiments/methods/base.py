@@ -35,9 +35,8 @@ class Setting:
         lr: Learning rate of RMSprop at the first epoch; multiplied by exp(-0.1) after each (paper, G.1).
         margin: Of the contrastive loss and its curvature, on the distance; ``None``: every negative counts.
         per_class: Images of each class in a batch, for data with many classes; ``None`` draws images at random.
-        own_order: Whether nothing but the order of the images is drawn from its generator. Otherwise torch's loader draws
-            a number from it at each pass. Committed results of the demonstration are of the first kind, of the tables
-            of the second.
+        own_order: Whether nothing but the order of the images is drawn from its generator, as in the committed results
+            of the demonstration. In those of the tables torch's loader draws a number from it too, at each pass.
         relation: On positions, which images show the same place; ``None`` for class labels.
         n_samples: Sampled networks (or embeddings) for methods that have them.
         dropout_passes: Of MC dropout at most, whose every sample is a pass of the whole network; ``None``: no limit.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,9 +12,7 @@ from benchmarks.experiments.data.split import Split, loader
 from benchmarks.experiments.methods.base import Setting
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 
-__all__ = ["CACHE_BYTES", "image_batches", "map_batches", "timed", "unit"]
-
-T = TypeVar("T")
+__all__ = ["CACHE_BYTES", "image_batches", "map_batches", "unit"]
 
 CACHE_BYTES = 2**30
 """Memory that intermediate results of a split may fill; where they need more they are computed again."""
@@ -67,23 +63,3 @@ def unit(z: Tensor) -> Tensor:
         InputError: One is zero or not finite.
     """
     return normalize(check_outputs(z, "raw outputs"))[0]
-
-
-def timed(work: Callable[[], T], repeats: int = 5) -> tuple[T, float]:
-    """Run something that leaves its result on the CPU.
-
-    Args:
-        work: What to run; it gives the same each time.
-        repeats: How often at most; the quickest run counts. A run of more than a second is not repeated.
-
-    Returns:
-        What ``work`` returns, and the seconds of its quickest run.
-    """
-    best = float("inf")
-    for _ in range(repeats):
-        started = time.perf_counter()
-        result = work()
-        best = min(best, time.perf_counter() - started)
-        if best > 1:
-            break
-    return result, best

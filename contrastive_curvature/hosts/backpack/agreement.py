@@ -6,6 +6,7 @@ BackPACK sees layers only, not what a hook changes; every Jacobian would silentl
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +18,13 @@ from contrastive_curvature.network.threads import private_copy
 
 __all__ = ["POINTS", "attempt", "autograd_product", "check_outputs", "check_product", "random_cotangents"]
 
+_T = TypeVar("_T")
+
 POINTS = 8
 """Points of a batch that autograd runs over."""
 
 
-def attempt(what: str, compute: Callable[[], Tensor]) -> Tensor:
+def attempt(what: str, compute: Callable[[], _T]) -> _T:
     """Run a computation, and turn what the host raises into a refusal.
 
     Args:

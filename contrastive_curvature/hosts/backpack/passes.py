@@ -173,7 +173,7 @@ class Pass:
             refuse(self._hosted.layers[module], module, "it runs twice, so its parameters are used twice")
         self._ran.add(module)
         twin: Any = copy.copy(module)
-        values = {
+        values: dict[str, Any] = {
             name: None if p is None else nn.Parameter(p.detach(), p.requires_grad)
             for name, p in module._parameters.items()
         }
@@ -220,4 +220,8 @@ def _copied(encoder: Encoder) -> Encoder:
     if [type(m) for m in made.modules()] != [type(m) for m in encoder.modules()]:
         msg = f"backend BackPACK: a copy of {type(encoder.model).__name__} has other modules than itself. {ADVICE}"
         raise UnsupportedError(msg)
+    for module in made.modules():
+        # As it was written: a compiled module calls no layers.
+        if type(module).__name__ == "OptimizedModule":
+            vars(module)["forward"] = module.get_submodule("_orig_mod").__call__
     return made

@@ -12,7 +12,7 @@ from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.hessian.sphere import L2Norm
 from contrastive_curvature.network.threads import users_hooks
 
-__all__ = ["convert", "leaves", "to_nnj"]
+__all__ = ["counterpart", "leaves", "refuse", "to_nnj"]
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _HOST = [kind for kind in vars(nnj).values() if isinstance(kind, type) and issubclass(kind, nn.Module)]
@@ -38,21 +38,18 @@ def to_nnj(module: nn.Module) -> nnj.Sequential:
     Raises:
         UnsupportedError: StochMan has no such layer; the message names it.
     """
-    return nnj.Sequential(*(made for _, made in convert(leaves(module)))).eval()
+    return nnj.Sequential(*(counterpart(layer, name) for name, layer in leaves(module))).eval()
 
 
-def leaves(module: nn.Module, name: str = "") -> list[tuple[str, nn.Module]]:
+def leaves(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Names and layers that a module runs one after another, nested sequences taken apart."""
-    return list(_flatten(module, name))
-
-
-def convert(named: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Every layer replaced by its counterpart.
-
-    Raises:
-        UnsupportedError: See :func:`to_nnj`.
-    """
-    return [(name, _counterpart(module, name)) for name, module in named]
+    if isinstance(module, nn.Sequential) and type(module).forward in _PLAIN_FORWARD:
+        _check_hooks(module, name)
+        for key, child in module._modules.items():
+            if child is not None:
+                yield from leaves(child, f"{name}.{key}" if name else key)
+    else:
+        yield name, module
 
 
 def refuse(name: str, module: nn.Module, why: str) -> NoReturn:
@@ -65,17 +62,12 @@ def refuse(name: str, module: nn.Module, why: str) -> NoReturn:
     raise UnsupportedError(msg)
 
 
-def _flatten(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    if isinstance(module, nn.Sequential) and type(module).forward in _PLAIN_FORWARD:
-        _check_hooks(module, name)
-        for key, child in module._modules.items():
-            if child is not None:
-                yield from _flatten(child, f"{name}.{key}" if name else key)
-    else:
-        yield name, module
+def counterpart(module: Any, name: str) -> nn.Module:
+    """A layer of StochMan with the same parameters.
 
-
-def _counterpart(module: Any, name: str) -> nn.Module:
+    Raises:
+        UnsupportedError: See :func:`to_nnj`.
+    """
     _check_hooks(module, name)
     kind = type(module)
     if kind is L2Norm:
@@ -86,7 +78,9 @@ def _counterpart(module: Any, name: str) -> nn.Module:
     if kind is nn.Unflatten and module.dim == 1 and all(isinstance(n, int) and n > 0 for n in module.unflattened_size):
         return nnj.Reshape(*module.unflattened_size)
     if kind not in _SAME:
-        refuse(name, module, "has no counterpart there" + _detail(module))
+        reshapes = isinstance(module, (nn.Flatten, nn.Unflatten))
+        detail = " with these axes: StochMan flattens whole points, and gives vectors a shape without -1"
+        refuse(name, module, f"has no counterpart there{detail if reshapes else ''}")
     if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
         refuse(name, module, "normalises by the statistics of the batch; set track_running_stats=True")
     if getattr(module, "return_indices", False):
@@ -117,9 +111,3 @@ def _check_hooks(module: nn.Module, name: str) -> None:
         refuse(name, module, "has a forward hook, which may change what it computes; remove the hook")
     if "forward" in vars(module):
         refuse(name, module, "has a forward of its own")
-
-
-def _detail(module: nn.Module) -> str:
-    if isinstance(module, (nn.Flatten, nn.Unflatten)):
-        return " with these axes: StochMan flattens whole points, and gives vectors a shape without -1"
-    return ""

@@ -37,29 +37,18 @@ def weight_hessian(
     if speed != "fast" and shape != "block":
         kind = LayerwisePullback if speed == "slow" else StochManPullback
         structure = Structure.DIAG if shape == "diagonal" else Structure.FULL
-        return kind(Encoder(network, x[:8])).curvature(x, hessian, structure)
-    found: dict[int, Tensor] = {}
+        pullback = kind(Encoder(network, x[:8]))
+        # The run tells how many points a tile of cross terms may have.
+        return pullback.curvature(pullback.forward(x)[1], hessian, structure)
     # Cross terms need the Jacobians of all points, which have the blocks for nothing.
-    if speed == "fast" or (speed == "half" and not hessian.coupled):
-        found = _by_layers(network, x, hessian, shape, speed, wanted)
-    parts = [found[k] if k in found else _block(network, k, x, hessian) for k in wanted]
-    return torch.cat(parts) if shape == "diagonal" else parts
-
-
-def _by_layers(
-    network: nn.Sequential, x: Tensor, hessian: OutputHessian, shape: str, speed: str, wanted: list[int]
-) -> dict[int, Tensor]:
-    """What StochMan's rules give for the trainable parameters of the layers, by their numbers."""
-    approximate, diagonal = speed == "fast", _starts_with_diagonal(hessian, speed)
-    sweep = Sweep(list(network), x, wanted, shape=shape, approximate=approximate, diagonal=diagonal)
-    if approximate and sweep.reasons:
-        _refuse_fast(sweep)
-    found = sweep.run(x, lambda rows: _matrix(hessian, rows, diagonal))[0]
+    sweeps = speed == "fast" or (speed == "half" and not hessian.coupled)
+    found = _sweep(network, x, hessian, shape, speed, wanted)[0] if sweeps else {}
     for k, value in found.items():
         flags = [torch.full((p.numel(),), p.requires_grad, device=p.device) for p in network[k].parameters()]
-        chosen = torch.cat(flags).nonzero().squeeze(1)
+        chosen = torch.cat(flags)
         found[k] = value[chosen] if shape == "diagonal" else value[chosen][:, chosen]
-    return found
+    parts = [found[k] if k in found else _block(network, k, x, hessian) for k in wanted]
+    return torch.cat(parts) if shape == "diagonal" else parts
 
 
 def _block(network: nn.Sequential, k: int, x: Tensor, hessian: OutputHessian) -> Tensor:
@@ -80,33 +69,30 @@ def input_hessian(network: nn.Sequential, x: Tensor, hessian: OutputHessian, sha
         curved = torch.einsum("iajb,jbl->iajl", hessian.dense().view(n, dim, n, dim), j)
         return torch.einsum("iak,iajl->ikjl", j, curved).reshape(n * size, n * size)
     if speed != "slow" and len(x) and len(network):
-        approximate, diagonal = speed == "fast", _starts_with_diagonal(hessian, speed)
-        sweep = Sweep(list(network), x, (-1,), shape=shape, approximate=approximate, diagonal=diagonal)
-        if not sweep.reasons:
-            found = sweep.run(x, lambda rows: _matrix(hessian, rows, diagonal))[1]
-            return torch.as_tensor(found).view_as(x) if shape == "diagonal" else torch.as_tensor(found)
-        if approximate:
-            _refuse_fast(sweep)
+        found = _sweep(network, x, hessian, shape, speed, [-1])[1]
+        if found is not None:
+            return found.view_as(x) if shape == "diagonal" else found
     j = _input_jacobian(network, x)
     curved = hessian.blocks.matmul(j)
     return (j * curved).sum(1).view_as(x) if shape == "diagonal" else j.mT @ curved
 
 
-def _refuse_fast(sweep: Sweep) -> None:
-    msg = f"speed='fast': {next(iter(sweep.reasons.values()))}. Use speed='half', which takes any layer."
-    raise UnsupportedError(msg)
+def _sweep(
+    network: nn.Sequential, x: Tensor, hessian: OutputHessian, shape: str, speed: str, wanted: list[int]
+) -> tuple[dict[int, Tensor], Tensor | None]:
+    """What StochMan's rules give; see :meth:`Sweep.run`.
 
-
-def _starts_with_diagonal(hessian: OutputHessian, speed: str) -> bool:
-    """Whether the sweep begins with a diagonal ``M`` at the raw outputs.
-
-    The released code normalises in the network for this distance: its sweep has cut off-diagonals there already.
+    Raises:
+        UnsupportedError: ``"fast"``, and StochMan has no rule for a layer.
     """
-    return speed == "fast" and hessian.distance is Distance.EUCLIDEAN
-
-
-def _matrix(hessian: OutputHessian, rows: slice, diagonal: bool) -> Tensor:
-    return hessian.blocks[rows].diagonal() if diagonal else hessian.blocks[rows].dense()
+    fast, blocks = speed == "fast", hessian.blocks
+    # For this distance the released code normalises in the network: its sweep has cut off-diagonals there already.
+    diagonal = fast and hessian.distance is Distance.EUCLIDEAN
+    sweep = Sweep(list(network), x, wanted, shape=shape, approximate=fast, diagonal=diagonal)
+    if fast and sweep.reasons:
+        msg = f"speed='fast': {next(iter(sweep.reasons.values()))}. Use speed='half', which takes any layer."
+        raise UnsupportedError(msg)
+    return sweep.run(x, lambda rows: blocks[rows].diagonal() if diagonal else blocks[rows].dense())
 
 
 def _input_jacobian(network: nn.Sequential, x: Tensor) -> Tensor:

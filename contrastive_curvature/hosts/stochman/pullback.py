@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.hessian.blocks import Blocks
-from contrastive_curvature.hosts.stochman.convert import convert, leaves, refuse
+from contrastive_curvature.hosts.stochman.convert import counterpart, leaves, refuse
 from contrastive_curvature.hosts.stochman.sweep import Sweep, feature_maps
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.layerwise import LayerwisePullback
@@ -39,9 +39,9 @@ class StochManPullback(LayerwisePullback):
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__(encoder)
-        named = convert(_raw_leaves(encoder))
+        named = _raw_leaves(encoder)
         self._host_names = [name for name, _ in named]
-        self._host_layers = [layer for _, layer in named]
+        self._host_layers = [counterpart(layer, name) for name, layer in named]
         self._slots: dict[int, slice] = {}
         start = 0
         for p in encoder.parameters():
@@ -105,7 +105,7 @@ def owners(layers: Iterable[nn.Module]) -> list[int]:
 
 def _raw_leaves(encoder: Encoder) -> list[tuple[str, nn.Module]]:
     """The layers that make the raw outputs, without the normalisation that the encoder looks through."""
-    found = leaves(encoder.model)
+    found = list(leaves(encoder.model))
     if encoder.tap is None:
         return found
     runs = [k for k, (_, leaf) in enumerate(found) if leaf is encoder.tap]

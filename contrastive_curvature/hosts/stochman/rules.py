@@ -1,8 +1,8 @@
 """StochMan's own rules for one layer, each compared with autograd before its first use.
 
 StochMan writes ``J^T M J`` by hand, four times a layer (from and to a full matrix or a diagonal), for a few layers; for
-every layer it has the product of a matrix with the Jacobian. Some of these rules are wrong or incomplete in 0.3.0
-(``docs/migration.md`` lists them), so a rule is used only where it gives what autograd gives on the user's points.
+elementwise ones it has the derivative. Some of these rules are wrong or incomplete in 0.3.0 (``docs/migration.md``), so
+a rule is used only where it gives what autograd gives on the user's points.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from stochman import nnj
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -55,7 +54,7 @@ def find_rule(of: str, layer: nn.Module, x: Tensor, *, diag_inp: bool, diag_out:
         diag_out: Whether only the diagonal of the result is wanted.
 
     Returns:
-        The layer's sandwich; for inputs of a layer that has none, the definition with StochMan's Jacobian.
+        The layer's sandwich; for inputs of an elementwise layer that has none, the one with StochMan's derivative.
 
     Raises:
         RefusedError: There is no rule, or none that agrees with autograd.
@@ -66,6 +65,10 @@ def find_rule(of: str, layer: nn.Module, x: Tensor, *, diag_inp: bool, diag_out:
         out: Tensor = getattr(layer, name)(x, val, m, diag_inp=diag_inp, diag_out=diag_out)
         return out
 
+    def from_full(layer: Any, x: Tensor, val: Tensor, m: Tensor) -> Tensor:
+        out: Tensor = getattr(layer, name)(x, val, torch.diag_embed(m) if diag_inp else m)
+        return out.diagonal(dim1=1, dim2=2) if diag_out else out
+
     def slope(layer: Any, x: Tensor, val: Tensor, m: Tensor) -> Tensor:
         d = layer._jacobian_wrt_input_mult_left_vec(x, val, torch.ones_like(x)).flatten(1)
         if diag_inp or diag_out:
@@ -73,21 +76,20 @@ def find_rule(of: str, layer: nn.Module, x: Tensor, *, diag_inp: bool, diag_out:
             return m if diag_out else torch.diag_embed(m)
         return d.unsqueeze(2) * m * d.unsqueeze(1)
 
-    def jacobian(layer: Any, x: Tensor, val: Tensor, m: Tensor) -> Tensor:
-        j = layer._jacobian_wrt_input_mult_left_vec(x, val, nnj.identity(x)).reshape(*m.shape[:2], -1)
-        curved = m.unsqueeze(2) * j if diag_inp else m @ j
-        return (j * curved).sum(1) if diag_out else j.mT @ curved
-
-    rules: list[Rule] = [sandwich] if hasattr(layer, name) and not _overlaps(layer) else []
-    if of == "input":
-        rules += [slope, jacobian] if x.shape == layer(x).shape else [jacobian]
-    reason: str | None = "StochMan has no Jacobian of its parameters"
+    rules: list[Rule] = []
+    if hasattr(layer, name) and not _overlaps(layer):
+        # StochMan leaves out some of the four that have one diagonal; a diagonal may be too long for a matrix.
+        rules += [sandwich, from_full] if diag_inp != diag_out else [sandwich]
+    if of == "input" and hasattr(layer, "_jacobian_wrt_input_mult_left_vec") and x.shape == layer(x).shape:
+        rules.append(slope)
+    reasons = []
     for rule in rules:
         made = _in_type(rule)
         reason = _wrong_for_some(layer) or _compare(made, layer, x, of, diag_inp, diag_out)
         if reason is None:
             return made
-    raise RefusedError(reason)
+        reasons.append(reason)
+    raise RefusedError([*reasons, f"StochMan has no sandwich of its {'parameters' if of == 'weight' else 'inputs'}"][0])
 
 
 def _in_type(rule: Rule) -> Rule:

@@ -17,7 +17,7 @@ from contrastive_curvature.network import pullback as limits
 __all__ = ["Sweep", "feature_maps"]
 
 WIDEST = 1024
-"""Numbers of a point that a layer may give for a full ``M``: StochMan multiplies such matrices for every point."""
+"""Numbers of a point between two layers for a full ``M``: StochMan multiplies matrices of that size for every point."""
 
 _POINTS = 2
 """Points that every rule is compared with autograd on; more than one, since a rule may mix up points."""
@@ -65,43 +65,49 @@ class Sweep:
         self._inputs: dict[int, Rule] = {}
         self._held = 1
         with torch.no_grad():
-            maps = feature_maps(layers, x[:_POINTS])
-            for k in reversed(range(max(0, min(wanted, default=len(layers))), len(layers))):
-                cut = shape == "diagonal" if k == 0 else approximate
-                try:
-                    self._plan(k, maps[k], maps[k + 1][0].numel(), diagonal, cut, shape == "diagonal")
-                except RefusedError as error:
-                    left = [j for j in wanted if j not in self._weights and j not in self.reasons]
-                    self.reasons |= dict.fromkeys(left, self._reason(k, error))
-                    return
-                diagonal = cut
+            self._plan(feature_maps(layers, x[:_POINTS]), shape == "diagonal", approximate, diagonal)
+        if -1 not in wanted or -1 in self.reasons:
+            # Further down there is nothing to do.
+            self._inputs = {k: rule for k, rule in self._inputs.items() if k > min(self._weights, default=len(layers))}
 
-    def _plan(self, k: int, x: Tensor, width: int, diagonal: bool, cut: bool, diag_out: bool) -> None:
-        """Find the rules of a layer.
+    def _plan(self, maps: list[Tensor], diag_out: bool, approximate: bool, diagonal: bool) -> None:
+        for k in reversed(range(len(self.layers))):
+            if not any(j <= k for j in self.wanted):
+                return
+            x, cut = maps[k], diag_out if k == 0 else approximate
+            try:
+                self._check_width(maps[k + 1], diagonal)
+                if k in self.wanted:
+                    self._plan_weights(k, x, maps[k + 1][0].numel(), diagonal, diag_out)
+                if any(j < k for j in self.wanted):
+                    self._check_width(x, cut)
+                    self._inputs[k] = find_rule("input", self.layers[k], x, diag_inp=diagonal, diag_out=cut)
+            except RefusedError as error:
+                left = [j for j in self.wanted if j not in self._weights and j not in self.reasons]
+                self.reasons |= dict.fromkeys(left, self._reason(k, error))
+                return
+            diagonal = cut
 
-        Raises:
-            RefusedError: The sweep does not come past it.
-        """
-        layer, size = self.layers[k], x[0].numel()
+    def _plan_weights(self, k: int, x: Tensor, width: int, diagonal: bool, diag_out: bool) -> None:
+        layer = self.layers[k]
+        count = sum(p.numel() for p in layer.parameters())
+        # StochMan forms (P, P) for the diagonal of a convolution too.
+        held = count if diag_out and (diagonal or isinstance(layer, nn.Linear)) else count * (count + width)
+        try:
+            if held > limits.JACOBIAN_ELEMENTS:
+                msg = f"StochMan would hold {held} numbers for every point"
+                raise RefusedError(msg)  # noqa: TRY301  as one from the rule
+            self._weights[k] = find_rule("weight", layer, x, diag_inp=diagonal, diag_out=diag_out)
+            self._held = max(self._held, held)
+        except RefusedError as error:
+            self.reasons[k] = self._reason(k, error)
+
+    def _check_width(self, values: Tensor, diagonal: bool) -> None:
+        width = values[0].numel()
         if not diagonal and width > WIDEST:
-            msg = f"gives {width} numbers a point, and M is kept up to {WIDEST}"
+            msg = f"M is kept for up to {WIDEST} numbers a point, and here are {width}"
             raise RefusedError(msg)
         self._held = max(self._held, width if diagonal else width**2)
-        if k in self.wanted:
-            count = sum(p.numel() for p in layer.parameters())
-            # StochMan forms (P, P) for the diagonal of a convolution too.
-            small = diag_out and (diagonal or isinstance(layer, nn.Linear))
-            held = count if small else count * (count + width)
-            try:
-                _check_size(held)
-                self._weights[k] = find_rule("weight", layer, x, diag_inp=diagonal, diag_out=diag_out)
-                self._held = max(self._held, held)
-            except RefusedError as error:
-                self.reasons[k] = self._reason(k, error)
-        if any(j < k for j in self.wanted):
-            _check_size(size if cut else size**2)
-            self._held = max(self._held, size if cut else size**2)
-            self._inputs[k] = find_rule("input", layer, x, diag_inp=diagonal, diag_out=cut)
 
     def _reason(self, k: int, error: RefusedError) -> str:
         return f"layer {self.names[k]!r} ({type(self.layers[k]).__name__}): {error}"
@@ -134,9 +140,3 @@ class Sweep:
                 else:
                     ends.append(here)
         return total, torch.cat(ends) if ends and -1 in self.wanted else None
-
-
-def _check_size(numbers: int) -> None:
-    if numbers > limits.JACOBIAN_ELEMENTS:
-        msg = f"StochMan would hold {numbers} numbers for every point"
-        raise RefusedError(msg)
