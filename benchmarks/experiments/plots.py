@@ -16,7 +16,7 @@ import torch
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 from torch import Tensor
 
 from benchmarks.experiments.data import RetrievalData
@@ -201,6 +201,9 @@ def _histograms(data: RetrievalData, shown: list[Shown], seed: int) -> Figure:
         axes.set(xscale="log" if wide else "linear", ylabel="images [% a bin]")
         if wide:
             label_logarithmic(axes, float(values.min()), float(values.max()))
+        else:
+            # Scores that hardly differ have long labels.
+            axes.xaxis.set_major_locator(MaxNLocator(4))
     for axes in grid.flat[len(shown) :]:
         axes.set_axis_off()
     # Outside: the peaks stand at another place in every run.

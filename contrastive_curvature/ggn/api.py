@@ -7,11 +7,12 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.arguments import check_flag
+from contrastive_curvature.arguments import check_flag, check_generator
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.ggn.accumulate import clamp_curvature
 from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.kron import clamp_factors
+from contrastive_curvature.ggn.sampling import BlockSampler
 from contrastive_curvature.ggn.sharing import structured_curvature
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.base import PairLoss
@@ -52,6 +53,8 @@ def ggn(
     subset_of_weights: str | Tensor = "all",
     clamp: bool = True,
     kfac_approx: KFACApprox | str = KFACApprox.EXPAND,
+    mc_samples: int | None = None,
+    generator: torch.Generator | None = None,
 ) -> Tensor | KronFactors:
     r"""Generalised Gauss-Newton of a pair loss, ``J^T H J``, over all pairs of a batch.
 
@@ -85,6 +88,11 @@ def ggn(
         kfac_approx: For ``kron``: ``"expand"`` takes the two points of a pair each on its own and drops cross terms;
             ``"reduce"`` keeps them, for ``positive`` and ``full``.
 
+        mc_samples: ``None``: exact, with a backward pass for every output. K: an unbiased estimate of ``diag`` or
+            ``kron`` from K backward passes with random cotangents (twice K where the Hessian is indefinite), for
+            networks with many outputs. Refused for coupled fixes and for the last layer, whose closed form is cheaper.
+        generator: Source of randomness of ``mc_samples``; ``None`` takes the seed 0.
+
     Returns:
         ``diag``: shape (P,), in the order of ``model.parameters()``. ``full``: (P, P). ``kron``: a list of ``[G, A]``
         for every matrix and ``[block]`` for every vector, in the same order. Frozen parameters are left out, except
@@ -106,6 +114,9 @@ def ggn(
     check_flag("clamp", clamp)
     kind = parse_option(Structure, "structure", structure)
     approx = parse_kfac_approx(kfac_approx, chosen.pd_fix, kind)
+    check_generator(generator, torch.device("cpu"))
+    sampler = BlockSampler(mc_samples, generator)
+    sampler.check(chosen.pd_fix.coupled, kind)
     if not isinstance(model, nn.Module):
         raise InputTypeError(expected("model", "a torch.nn.Module", f"a {type(model).__name__}"))
     check_inputs(x)
@@ -117,7 +128,9 @@ def ggn(
         relation = make_relation(input_length(x), next(encoder.parameters()).device, labels, pairs)
         z, context = pullback.forward(x)
         hessian = chosen.hessian_at(check_outputs(z, "model(x)"), relation)
-        found: Tensor | KronFactors = structured_curvature(pullback, context, hessian, kind, len(hessian), approx)
+        found: Tensor | KronFactors = structured_curvature(
+            pullback, context, hessian, kind, len(hessian), approx, sampler
+        )
         check_finite(found, pullback, "this batch")
     if not clamp:
         return found

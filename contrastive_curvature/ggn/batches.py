@@ -18,6 +18,7 @@ from contrastive_curvature.ggn.dominance import Dominance
 from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.kron import add_factors
 from contrastive_curvature.ggn.passes import PassRecord
+from contrastive_curvature.ggn.sampling import BlockSampler
 from contrastive_curvature.ggn.sharing import structured_curvature
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.base import PairLoss
@@ -40,6 +41,7 @@ def batches_curvature(
     relation: RelationFunction | None = None,
     progress: Progress | bool | None = None,
     kfac_approx: KFACApprox = KFACApprox.EXPAND,
+    sampler: BlockSampler | None = None,
 ) -> DatasetCurvature:
     """Sum of the rescaled batch curvatures, unclamped.
 
@@ -52,6 +54,7 @@ def batches_curvature(
         relation: ``None`` for class labels, or a callable on targets.
         progress: Of the fit that this is part of.
         kfac_approx: How ``kron`` treats the two points of a pair.
+        sampler: Of the blocks, for an estimate.
 
     Returns:
         The estimate. Warns where a single point carries most of it.
@@ -87,7 +90,7 @@ def batches_curvature(
         x, y = read(batch)
         y = check_targets(y, input_length(x), relation)
         again.add_targets(y)
-        part = batch_curvature(pullback, x, y, loss, structure, n, totals, relation, kfac_approx, dominance)
+        part = batch_curvature(pullback, x, y, loss, structure, n, totals, relation, kfac_approx, dominance, sampler)
         check_finite(part.curvature, pullback, f"batch {number} (counted from 0)")
         value, cost = value + part.loss, cost + part.cost
         if structure is Structure.KRON:
@@ -111,6 +114,7 @@ def batch_curvature(
     relation: RelationFunction | None = None,
     kfac_approx: KFACApprox = KFACApprox.EXPAND,
     dominance: Dominance | None = None,
+    sampler: BlockSampler | None = None,
 ) -> DatasetCurvature:
     """What one batch adds to the estimate for a data set.
 
@@ -126,13 +130,14 @@ def batch_curvature(
         relation: ``None`` for class labels, or a callable on targets.
         kfac_approx: How ``kron`` treats the two points of a pair.
         dominance: Told of the batch, if given.
+        sampler: Of the blocks, for an estimate.
 
     Returns:
         Unclamped curvature, loss and cost.
     """
     z, context = pullback.forward(x)
     hessian = batch_hessian(loss, check_outputs(z, "model(x)"), targets, n_data, totals, relation)
-    curvature = structured_curvature(pullback, context, hessian, structure, n_data, kfac_approx)
+    curvature = structured_curvature(pullback, context, hessian, structure, n_data, kfac_approx, sampler)
     if dominance is not None and kfac_approx is KFACApprox.EXPAND:
         with_cross_terms = hessian.coupled and structure is not Structure.KRON
         # Cross terms nearly cancel what the points add, so these are compared without them.

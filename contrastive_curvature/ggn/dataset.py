@@ -20,6 +20,7 @@ from contrastive_curvature.ggn.dominance import Dominance
 from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.kron import add_factors
 from contrastive_curvature.ggn.passes import PassRecord
+from contrastive_curvature.ggn.sampling import BlockSampler
 from contrastive_curvature.hessian.dataset import ClassCoupling, DatasetHessian, HessianPart
 from contrastive_curvature.hessian.derivatives import Totals
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
@@ -174,6 +175,7 @@ def dataset_curvature(
     points: DatasetPoints,
     structure: Structure,
     progress: Progress | bool | None = None,
+    sampler: BlockSampler | None = None,
 ) -> DatasetCurvature:
     """Second pass: the curvature of all pairs of the data set, unclamped.
 
@@ -184,6 +186,7 @@ def dataset_curvature(
         points: What the first pass left.
         structure: ``diag``, ``full`` or ``kron``.
         progress: Of the fit that this is part of.
+        sampler: Of the blocks, for an estimate.
 
     Returns:
         The curvature. Warns where a single point carries most of it.
@@ -205,13 +208,14 @@ def dataset_curvature(
         record.add(z, y)
         part = hessian.at(z, y)
         totals = part.totals if totals is None else totals + part.totals
+        sampled = part.blocks if sampler is None else sampler(part.blocks, pullback)
         if structure is Structure.KRON:
-            factors = pullback.kron_factors(context, part.blocks, points.n)
+            factors = pullback.kron_factors(context, sampled, points.n)
             check_finite(factors, pullback, f"batch {number} (counted from 0)")
             dominance.add(context, len(z), part.blocks, factors)
             total = add_factors(total, factors)
             continue
-        blocks = part.blocks
+        blocks = sampled
         if cross is not None:
             blocks = hessian.without_itself(part)
             cross.add(context, part)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.ggn.kron import LayerRun, ModuleKron, sandwich
+from contrastive_curvature.ggn.sampling import BlockSampler
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.network.module import ModulePullback
@@ -40,6 +41,7 @@ def structured_curvature(
     structure: Structure,
     n_data: int,
     approx: KFACApprox = KFACApprox.EXPAND,
+    sampler: BlockSampler | None = None,
 ) -> Any:
     """Unclamped curvature of points that are there at once, in any structure.
 
@@ -50,6 +52,7 @@ def structured_curvature(
         structure: ``diag``, ``full`` or ``kron``.
         n_data: Number of points over which the input factors of ``kron`` are averaged.
         approx: How ``kron`` treats the two points of a pair.
+        sampler: Of the blocks, for an estimate.
 
     Returns:
         Shape (P,) or (P, P), or Kronecker factors.
@@ -57,11 +60,14 @@ def structured_curvature(
     Raises:
         UnsupportedError: ``kron`` for parameters that have no factors.
     """
-    if structure is not Structure.KRON:
-        return pullback.curvature(context, hessian, structure)
     if approx is not KFACApprox.EXPAND:
         return shared_factors(pullback, context, hessian, n_data)
-    return pullback.kron_factors(context, hessian.blocks, n_data)
+    blocks = hessian.blocks if sampler is None else sampler(hessian.blocks, pullback)
+    if structure is Structure.KRON:
+        return pullback.kron_factors(context, blocks, n_data)
+    if blocks is not hessian.blocks:
+        return pullback.block_term(context, blocks, structure)
+    return pullback.curvature(context, hessian, structure)
 
 
 def shared_factors(pullback: Pullback, context: Any, hessian: OutputHessian, n_data: int) -> KronFactors:

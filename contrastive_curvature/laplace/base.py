@@ -161,6 +161,9 @@ class ContrastiveLaplace(CheckedPosterior):
         plain = {k: str(v) if isinstance(v, str) else v for k, v in self._curvature_options.items()}
         if "loss" in plain:
             plain["loss"] = repr(plain["loss"])
+        if plain["mc_samples"] is None:
+            # States from before there was this option do not have it.
+            del plain["mc_samples"]
         return {**plain, "relation": plain["relation"] is not None}
 
     def __call__(

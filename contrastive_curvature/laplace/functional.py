@@ -36,7 +36,7 @@ from contrastive_curvature.laplace.last_layer import LastLayerLaplace
 from contrastive_curvature.laplace.options import CONTRASTIVE
 from contrastive_curvature.laplace.prediction import check_joint_size, timed_chunks, to_device
 from contrastive_curvature.network.encoder import evaluation_mode
-from contrastive_curvature.network.inputs import Inputs
+from contrastive_curvature.network.inputs import Inputs, input_length
 
 __all__ = ["ContrastiveFunctionalLLLaplace", "ContrastiveFunctionalLaplace"]
 
@@ -196,12 +196,14 @@ class _FunctionSpace(ContrastiveLaplace):
         return self.mean.detach() + drawn.to(self.mean.dtype)
 
     def _gaussian(self, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistribution:
+        x = to_device(self, x)
+        if joint:
+            check_joint_size(input_length(x), self.n_outputs, 0)
         with evaluation_mode(self.model), torch.set_grad_enabled(self.enable_backprop):
-            z, context = self._embed(to_device(self, x))
+            z, context = self._embed(x)
             check_finite_outputs(x, z)
             held = self._embed(self.H["inputs"])[1]
             if joint:
-                check_joint_size(len(z), z.shape[1], 0)
                 return EmbeddingDistribution.trusted(z, joint_covariance=self._joint(context, held).to(z.dtype))
             parts = [self._marginals(part, held, diagonal) for part in self._context_chunks(context, *z.shape)]
             spread = torch.cat(parts).to(z.dtype)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from contrastive_curvature.arguments import check_flag
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.ggn.sampling import BlockSampler
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.backends.checks import check_backend_options
 from contrastive_curvature.laplace.checks import (
@@ -166,6 +167,7 @@ def check_options(
     options = {**known, **given}
     check_backend_options(options["pairs"], options["relation"], options["rank"])
     options, parsed = _with_loss(options)
+    BlockSampler(options["mc_samples"]).check(parsed.pd_fix.coupled, structure)
     options["kfac_approx"] = parse_kfac_approx(options["kfac_approx"], parsed.pd_fix, structure, options["pairs"])
     if structure is Structure.KRON and parsed.pd_fix.coupled and options["kfac_approx"] is KFACApprox.EXPAND:
         warnings.warn(

@@ -59,8 +59,8 @@ class Encoder(nn.Module):
         dim: D.
         last_layer: The linear layer whose output is the raw output, or ``None``.
         last_layer_name: Its name in ``model.named_modules()``, or ``None``.
-        tap: The normalisation that takes in the raw outputs, or ``None`` where the model gives them.
-        tap_run: Which of its runs that is, from zero.
+        normalization: The normalisation that takes in the raw outputs, or ``None`` where the model gives them.
+        normalization_run: Which of its runs that is, from zero.
         normalized: Whether the raw outputs have unit norm because nothing rawer can be reached.
 
     Raises:
@@ -72,8 +72,8 @@ class Encoder(nn.Module):
     def __init__(self, model: nn.Module, probe: Inputs, last_layer_name: str | None = None) -> None:
         super().__init__()
         self.model = model
-        self.tap: nn.Module | None = None
-        self.tap_run = 0
+        self.normalization: nn.Module | None = None
+        self.normalization_run = 0
         self._known: str | None = None
         records, out = _trace(model, probe)
         self._known = describe_points(probe)
@@ -114,8 +114,8 @@ class Encoder(nn.Module):
             if not records[k].only_rescales():
                 # A common norm other than one may be a layer norm's, which is no normalisation of embeddings.
                 return raw, bool(((raw.float().norm(dim=1) - 1).abs() < _UNIT_TOLERANCE).all())
-            raw, self.tap = records[k].input, records[k].module
-            self.tap_run = sum(record.module is self.tap for record in records[:k])
+            raw, self.normalization = records[k].input, records[k].module
+            self.normalization_run = sum(record.module is self.normalization for record in records[:k])
         return raw, False
 
     @property
@@ -162,9 +162,9 @@ class Encoder(nn.Module):
             InputError: The model raises an error for inputs of another shape or dtype than the probe.
             UnsupportedError: A layer to look at runs in another thread.
         """
-        if self.tap is None:
+        if self.normalization is None:
             return _lifted(self._run(x))
-        return self._watch(self.tap, x, self.tap_run)[1]
+        return self._watch(self.normalization, x, self.normalization_run)[1]
 
     def features(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """Raw outputs (N, D) and what the last layer makes them from, (N, F)."""

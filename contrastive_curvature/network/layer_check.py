@@ -12,7 +12,7 @@ from torch import Tensor
 
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs, input_length
-from contrastive_curvature.network.layer_parts import MatrixPart
+from contrastive_curvature.network.layer_parts import MatrixPart, Part
 from contrastive_curvature.network.layer_points import Layout, candidates, fits, separates
 from contrastive_curvature.network.layer_runs import Recorder, Use
 from contrastive_curvature.network.layer_tape import Piece, Tape, make_pieces
@@ -182,30 +182,33 @@ def _disagreeing(
     pieces: Sequence[Piece], found: Any, wanted: Sequence[Tensor | None], numbers: frozenset[int], dtype: torch.dtype
 ) -> set[int]:
     """The parameters whose gradients are not those of autograd."""
-    totals: dict[int, Tensor] = {}
-    sizes: Counter[int] = Counter()
+    by_number: dict[int, list[tuple[Part, Tensor]]] = {}
     for piece in pieces:
-        n = _POINTS
-        b = piece.gradients(found, n, dtype)
-        if b is None:
-            continue
-        gradient = wanted[piece.number]
-        whole = b.new_zeros(piece.part.size if gradient is None else gradient.numel())
-        total = totals.setdefault(piece.number, whole)
-        place = slice(None) if piece.part.entries is None else piece.part.entries
-        total[place] += piece.part.total(b)
-        sizes[piece.number] = max(sizes[piece.number], piece.part.magnitude(b))  # type: ignore[call-overload]
+        b = piece.gradients(found, _POINTS, dtype)
+        if b is not None:
+            by_number.setdefault(piece.number, []).append((piece.part, b))
     out = set()
     for number in numbers:
-        gradient, total = wanted[number], totals.get(number)
-        if gradient is None:
-            if total is not None and bool(total.any()):
+        gradient, parts = wanted[number], by_number.get(number, [])
+        if gradient is None or not parts:
+            if any(bool(part.total(b).any()) for part, b in parts) or (gradient is not None and bool(gradient.any())):
                 out.add(number)
-        elif total is None:
-            if bool(gradient.any()):
+            continue
+        total = _total(parts, gradient.numel())
+        if not _agree(total, gradient.flatten(), float(gradient.abs().max()), gradient.dtype):
+            # A gradient that is a cancellation has the rounding error of its terms.
+            size = max(part.magnitude(b) for part, b in parts)
+            if not _agree(total, gradient.flatten(), size, gradient.dtype):
                 out.add(number)
-        elif not _agree(total, gradient.flatten(), sizes[number], gradient.dtype):
-            out.add(number)
+    return out
+
+
+def _total(parts: list[tuple[Part, Tensor]], size: int) -> Tensor:
+    if len(parts) == 1 and parts[0][0].entries is None:
+        return parts[0][0].total(parts[0][1])
+    out = parts[0][1].new_zeros(size)
+    for part, b in parts:
+        out[slice(None) if part.entries is None else part.entries] += part.total(b)
     return out
 
 

@@ -96,7 +96,7 @@ class MatrixPart(Part):
         if self.is_vector:
             if self._squares is None:
                 self._squares = self.inputs[:, 0, 0].square()
-            spread = torch.einsum("knc,kn->nc", b[:, :, 0, 0].square(), signs)
+            spread = b[:, :, 0, 0].square().mul_(signs.unsqueeze(2)).sum(0)
             return (spread.T @ self._squares).flatten()
         out = b.new_zeros(self.size)
         step = max(1, _CACHE_ELEMENTS // self.size)

@@ -19,6 +19,10 @@ Gradients = dict[int, list[Tensor]]
 """By the ``id`` of a run: the gradient at its output for each of K cotangents. A run that none reaches is left out."""
 
 
+Stacks = dict[tuple[int, Layout], Tensor]
+"""By run and layout: the gradients of K cotangents, shape (K, n, ...)."""
+
+
 @dataclass
 class Piece:
     """A part of a parameter, and the uses that it sums over.
@@ -38,8 +42,16 @@ class Piece:
         """The runs whose gradients it needs."""
         return [use.run for use, _ in self.uses]
 
-    def gradients(self, found: Gradients, n: int, dtype: torch.dtype) -> Tensor | None:
-        """Gradients of K cotangents as the part takes them; ``None`` where none reaches it."""
+    def gradients(self, found: Gradients, n: int, dtype: torch.dtype, stacks: Stacks | None = None) -> Tensor | None:
+        """Gradients of K cotangents as the part takes them; ``None`` where none reaches it.
+
+        Args:
+            found: At the runs.
+            n: Number of points.
+            dtype: Of the outputs.
+            stacks: Those of other pieces, which share runs; filled.
+        """
+        stacks = {} if stacks is None else stacks
         present = [found.get(id(use.run)) for use, _ in self.uses]
         if all(p is None for p in present):
             return None
@@ -49,9 +61,11 @@ class Piece:
             if columns is None:
                 zero = next(p[0] for p in present if p is not None).new_zeros(())
                 columns = [zero.expand(use.run.shape)] * many
-            views = [by_point(column.to(dtype), layout, n) for column in columns]
-            stacked = views[0].unsqueeze(0) if many == 1 else torch.stack(views)
-            made.append(_ordered(use, layout, stacked))
+            key = (id(use.run), layout)
+            if key not in stacks:
+                views = [by_point(column.to(dtype), layout, n) for column in columns]
+                stacks[key] = views[0].unsqueeze(0) if many == 1 else torch.stack(views)
+            made.append(_ordered(use, layout, stacks[key]))
         return made[0] if len(made) == 1 else torch.cat(made, dim=made[0].ndim - 2)
 
 
@@ -88,8 +102,12 @@ class Tape:
     def by_piece(self, columns: Tensor) -> Iterator[tuple[Piece, Tensor]]:
         """Pieces with the gradients of columns (K, n, D), without those that none reaches."""
         found = self.gradients(columns)
+        stacks: Stacks = {}
         for piece in self.pieces:
-            b = piece.gradients(found, len(self.z), self.z.dtype)
+            if stacks and not stacks.keys() & {(id(use.run), layout) for use, layout in piece.uses}:
+                # Neighbours share runs, as a weight and its bias.
+                stacks.clear()
+            b = piece.gradients(found, len(self.z), self.z.dtype, stacks)
             if b is not None:
                 yield piece, b
 

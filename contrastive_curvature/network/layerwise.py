@@ -46,6 +46,9 @@ _T = TypeVar("_T")
 _CHUNK_ELEMENTS = 2**25
 """Numbers that the inputs of the layers and one or more gradients of a chunk of points may hold: 128 MiB in float32."""
 
+_COLUMN_ELEMENTS = 2**21
+"""Numbers that the gradients of several columns may hold together: where one has more, stacking them gains nothing."""
+
 _TILE_POINTS = 2048
 """Of a tile of cross terms, where points are small: the pairs of a tile are held too."""
 
@@ -193,7 +196,7 @@ class LayerwisePullback(ModulePullback):
         """The gradients of all pieces, several columns at a time."""
         n = len(tape.z)
         size = 1 if self._layouts is None else self._layouts.gradients
-        step = max(1, _CHUNK_ELEMENTS // max(1, n * size))
+        step = max(1, _COLUMN_ELEMENTS // max(1, n * size))
         for v, s in zip(columns.split(step), signs.split(step), strict=True):
             yield tape.by_piece(v), s
 

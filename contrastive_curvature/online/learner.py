@@ -138,6 +138,9 @@ class OnlineLaplace(nn.Module):
         if options["pairs"] != "batch":
             hint = "A step knows no other pairs; la.fit(loader) after training takes all pairs of the data set."
             raise InputError(expected("backend_kwargs: pairs", "'batch' or nothing", repr(options["pairs"]), hint))
+        if options.get("mc_samples") is not None:
+            hint = "A step has few points, and an interrupted training could not go on with the same samples."
+            raise InputError(expected("backend_kwargs: mc_samples", "nothing in training", options["mc_samples"], hint))
         self.encoder = encoder
         self._posterior = OnlinePosterior(
             encoder,
@@ -244,9 +247,9 @@ class OnlineLaplace(nn.Module):
         self.discounted.check_state(state, f"{prefix}discounted.")
 
     def _loss_of(self, z: Tensor, labels: Tensor) -> Tensor:
-        tap = self._sampled.encoder.tap
+        normalization = self._sampled.encoder.normalization
         # A loss of the user's is given what the encoder gives, normalised if it ends in a normalisation.
-        own = z if tap is None or self._loss is None else tap(z)
+        own = z if normalization is None or self._loss is None else normalization(z)
         if self._loss is not None and self._miner is None:
             return self._loss(own, labels)
         raw = check_outputs(z.detach(), "encoder(x)")

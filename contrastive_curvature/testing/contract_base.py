@@ -48,7 +48,7 @@ class ContractBase:
 
     backend: ClassVar[type[ContrastiveBackend]]
     refused: ClassVar[frozenset[str]] = frozenset()
-    refused_kron: ClassVar[frozenset[str]] = frozenset({"embedding", "attention", "shared"})
+    refused_kron: ClassVar[frozenset[str]] = frozenset()
     options: ClassVar[dict[str, Any]] = {}
 
     def _accepted(self, without: frozenset[str] = frozenset()) -> list[str]:

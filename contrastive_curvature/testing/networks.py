@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-__all__ = ["NETWORKS", "build_network", "make_inputs"]
+__all__ = ["NETWORKS", "build_network", "make_inputs", "repeats_weights"]
 
 _WIDTH = 4
 
@@ -132,3 +132,8 @@ def make_inputs(kind: str, n: int, generator: torch.Generator | None = None) -> 
         return torch.randint(0, 5, (n, _WIDTH), generator=generator)
     shape = {"conv2d": (1, 3, 3), "conv1d": (2, 4)}.get(kind, (_WIDTH,))
     return torch.randn(n, *shape, generator=generator, dtype=torch.float64)
+
+
+def repeats_weights(model: nn.Module) -> bool:
+    """Whether a matrix of a network is applied several times a point: then K-FAC is not exact for one point."""
+    return any(isinstance(module, (nn.MultiheadAttention, _Tied)) for module in model.modules())

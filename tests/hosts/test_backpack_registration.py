@@ -18,7 +18,6 @@ import contrastive_curvature as cc
 from contrastive_curvature.hosts.backpack import BackPackPullback, DiagCurvature, register, registry, unregister
 from contrastive_curvature.hosts.backpack.subclasses import pair_losses
 from contrastive_curvature.losses import LogisticLoss, PairLoss
-from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.testing import dense_jacobian
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)

@@ -188,7 +188,7 @@ def test_overwriting_what_is_used_elsewhere_is_refused(name: str, device: str) -
     nn.init.constant_(model.a.bias, 100.0)
     nn.init.constant_(model.b.bias, 100.0)
     x = data(device, torch.float32)
-    with pytest.raises(cc.UnsupportedError, match="overwrote|no layer put out") as caught:
+    with pytest.raises(cc.UnsupportedError, match=r"overwrote|no layer put out") as caught:
         BackPackPullback(Encoder(model, x)).forward(x)
     assert "ContrastiveGGN" in str(caught.value)
 

@@ -306,7 +306,7 @@ def test_refuses_what_it_cannot_reach(device: str) -> None:
         to_nnj(model)
     odd = nn.Sequential(nn.Linear(4, 3), Residual(nn.Sequential(nn.Linear(3, 3), cc.L2Norm()))).to(device)
     encoder = Encoder(odd, x)
-    encoder.tap = odd[1].inner[1]
+    encoder.normalization = odd[1].inner[1]
     with pytest.raises(UnsupportedError, match="in the midst of another layer"):
         StochManContrastiveGGN(odd).all_parameters(encoder)
 

@@ -25,7 +25,7 @@ from contrastive_curvature.laplace.backends.backpack import BackPackContrastiveG
 from contrastive_curvature.losses import LogisticLoss
 from contrastive_curvature.network import pullback
 from contrastive_curvature.network.encoder import Encoder
-from contrastive_curvature.network.module import ModulePullback
+from contrastive_curvature.network.layerwise import LayerwisePullback
 from contrastive_curvature.options import Structure
 from contrastive_curvature.testing import dense_ggn, dense_jacobian
 
@@ -71,8 +71,7 @@ def test_another_loss_is_as_exact(drawn: Drawn, fix: str, device: str) -> None:
 @given(drawn=hosted(), elements=st.sampled_from((1, 7, 60)))
 def test_bounded_chunks_change_nothing(drawn: Drawn, elements: int, device: str) -> None:
     truth, size = truth_and_size(drawn)
-    grouped = any(getattr(m, "groups", 1) > 1 for m in drawn[0].modules())
-    has_factors = not cc.PDFix(drawn[2].options["pd_fix"]).coupled and not grouped
+    has_factors = not cc.PDFix(drawn[2].options["pd_fix"]).coupled
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pullback, "JACOBIAN_ELEMENTS", elements)
         assert close(curvature(drawn, device, "diag").cpu(), truth.diagonal(), size)
@@ -91,13 +90,13 @@ def test_frozen_parameters_are_left_out(drawn: Drawn, freeze: int, device: str) 
     assert close(curvature(drawn, device, "diag").cpu(), truth.diagonal(), size)
 
 
-@given(drawn=hosted(tuple(k for k in HOSTED if k != "groups")))
+@given(drawn=hosted())
 def test_kron_factors_are_those_of_the_shared_code(drawn: Drawn, device: str) -> None:
     """By the host's KFLR where it has them, of indefinite blocks too."""
     if cc.PDFix(drawn[2].options["pd_fix"]).coupled:
         drawn[2].options["pd_fix"] = "fixed"
     _, size = truth_and_size(drawn)
-    found, wanted = (curvature(drawn, device, "kron", kind) for kind in (BackPackPullback, ModulePullback))
+    found, wanted = (curvature(drawn, device, "kron", kind) for kind in (BackPackPullback, LayerwisePullback))
     for a, b in zip(found, wanted, strict=True):
         assert len(a) == len(b)
         assert all(close(p, q, size) for p, q in zip(a, b, strict=True))
@@ -135,15 +134,6 @@ def test_the_host_does_it(
     else:
         made.block_term(context, hessian.blocks, Structure(structure))
         assert calls == used
-
-
-def test_kron_refuses_what_has_no_factors(device: str) -> None:
-    x = torch.randn(3, INPUTS, dtype=torch.float64, device=device)
-    made = BackPackPullback(Encoder(build("groups", 2).to(device), x))
-    z, context = made.forward(x)
-    blocks = cc.output_hessian(z, torch.tensor([0, 0, 1], device=device)).blocks
-    with pytest.raises(cc.UnsupportedError, match=r"Conv2d\.weight|groups"):
-        made.kron_factors(context, blocks, 3)
 
 
 @given(drawn=hosted(), seed=st.integers(0, 99))
@@ -224,7 +214,6 @@ tied = nn.Linear(INPUTS, INPUTS)
 tied.weight = shared.weight
 replaced = nn.Tanh()
 replaced.forward = torch.sin
-cut = {"Unflatten": nn.Unflatten(1, (1, 4)), "Flatten": nn.Flatten()}
 REFUSED = {
     "GELU": nn.Sequential(nn.Linear(INPUTS, 3), nn.GELU(), nn.Linear(3, 2)),
     "SiLU": nn.Sequential(nn.Linear(INPUTS, 3), nn.SiLU(), nn.Linear(3, 2)),
@@ -236,7 +225,9 @@ REFUSED = {
         nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 1, 3, padding=1, padding_mode="circular"), nn.Flatten()
     ),
     "numbers as padding": nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 1, 3, padding="same"), nn.Flatten()),
-    "has no derivatives": nn.Sequential(nn.Unflatten(1, (1, INPUTS)), nn.ConvTranspose1d(1, 1, 3, 2, 0, 1), nn.Flatten()),
+    "has no derivatives": nn.Sequential(
+        nn.Unflatten(1, (1, INPUTS)), nn.ConvTranspose1d(1, 1, 3, 2, 0, 1), nn.Flatten()
+    ),
     "weight or spectral norm": nn.Sequential(nn.utils.spectral_norm(nn.Linear(INPUTS, 2))),
     "_WeightNorm|ParametrizationList|ParametrizedLinear": nn.Sequential(
         nn.utils.parametrizations.weight_norm(nn.Linear(INPUTS, 2))

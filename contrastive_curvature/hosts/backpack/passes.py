@@ -104,7 +104,7 @@ class Pass:
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
-            watched([] if encoder.tap is None else [encoder.tap], before=self._end),
+            watched([] if encoder.normalization is None else [encoder.normalization], before=self._end),
             watched(hosted.layers, before=self._check_call, after=self._follow),
             watched(hosted.others, after=self._check_other),
         ):
@@ -140,7 +140,7 @@ class Pass:
         """Stop to look where the normalisation takes in the raw outputs; what follows may be anything."""
         if not self._over:
             self._ends.append((*args, *kwargs.values())[0])
-            self._over = len(self._ends) > self._hosted.encoder.tap_run
+            self._over = len(self._ends) > self._hosted.encoder.normalization_run
 
     def _check_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._over:

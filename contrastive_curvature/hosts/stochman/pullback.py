@@ -106,9 +106,9 @@ def owners(layers: Iterable[nn.Module]) -> list[int]:
 def _raw_leaves(encoder: Encoder) -> list[tuple[str, nn.Module]]:
     """The layers that make the raw outputs, without the normalisation that the encoder looks through."""
     found = list(leaves(encoder.model))
-    if encoder.tap is None:
+    if encoder.normalization is None:
         return found
-    runs = [k for k, (_, leaf) in enumerate(found) if leaf is encoder.tap]
-    if len(runs) <= encoder.tap_run:
-        refuse("", encoder.tap, "normalises the outputs in the midst of another layer")
-    return found[: runs[encoder.tap_run]]
+    runs = [k for k, (_, leaf) in enumerate(found) if leaf is encoder.normalization]
+    if len(runs) <= encoder.normalization_run:
+        refuse("", encoder.normalization, "normalises the outputs in the midst of another layer")
+    return found[: runs[encoder.normalization_run]]

@@ -23,6 +23,7 @@ from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.ggn.api import check_encoder, check_trainable, make_pullback
 from contrastive_curvature.ggn.batches import batch_curvature
 from contrastive_curvature.ggn.finite import check_finite
+from contrastive_curvature.ggn.sampling import BlockSampler
 from contrastive_curvature.laplace.backends.checks import check_backend_options
 from contrastive_curvature.laplace.backends.fits import DatasetFits
 from contrastive_curvature.losses.base import PairLoss
@@ -68,6 +69,8 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
         rank: Number of eigenpairs of the low-rank structure.
         kfac_approx: How the Kronecker structure treats the two points of a pair, see
             :class:`~contrastive_curvature.options.KFACApprox`; all but ``"expand"`` need ``pairs="batch"``.
+        mc_samples: ``None``: exact. K: an unbiased estimate of the structures ``diag`` and ``kron`` from K random
+            backward passes, see :func:`contrastive_curvature.ggn`; the same samples at every fit.
 
     Raises:
         InputError: An option is unknown or out of range.
@@ -95,6 +98,7 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
         relation: RelationFunction | None = None,
         rank: int = 64,
         kfac_approx: KFACApprox | str = KFACApprox.EXPAND,
+        mc_samples: int | None = None,
     ) -> None:
         check_model(model)
         self.loss = choose_loss(
@@ -107,6 +111,8 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
         )
         check_backend_options(pairs, relation, rank)
         self.kfac_approx = parse_kfac_approx(kfac_approx, self.loss.pd_fix, pairs=pairs)
+        BlockSampler(mc_samples).check(self.loss.pd_fix.coupled, Structure.DIAG)
+        self.mc_samples = mc_samples
         # The host knows no contrastive likelihood; what it derives from the name is replaced below.
         super().__init__(model, "regression", last_layer, subnetwork_indices, dict_key_x, dict_key_y)
         self.likelihood = likelihood
@@ -221,6 +227,7 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
                 n_data,
                 relation=self.relation,
                 kfac_approx=self.kfac_approx,
+                sampler=self.sampler(structure),
             )
             check_finite(term.curvature, pullback, "this batch")
         scaled = self._scaled(term)

@@ -14,6 +14,7 @@ from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.ggn.batches import batches_curvature
 from contrastive_curvature.ggn.dataset import DatasetCurvature, collect_points, dataset_curvature
 from contrastive_curvature.ggn.lowrank import curvature_product, leading_eigenpairs
+from contrastive_curvature.ggn.sampling import BlockSampler
 from contrastive_curvature.ggn.subset import HessianSubset, subset_hessian
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
@@ -41,6 +42,7 @@ class DatasetFits:
     relation: RelationFunction | None
     rank: int
     kfac_approx: KFACApprox
+    mc_samples: int | None
 
     @abstractmethod
     def encoder(self, probe: Inputs) -> Encoder:
@@ -68,18 +70,29 @@ class DatasetFits:
         """
         check_loader(loader)
         check_whole(loader)
+        sampler = self.sampler(structure)
         probe = self._probe(loader)
         with evaluation_mode(self.model), torch.no_grad():
             encoder, pullback = self.encoder(probe), self.pullback(probe)
             shown = Progress(progress, _FASTER)
             if self.pairs == "batch":
                 out = batches_curvature(
-                    pullback, loader, self.read, self.loss, structure, self.relation, shown, self.kfac_approx
+                    pullback, loader, self.read, self.loss, structure, self.relation, shown, self.kfac_approx, sampler
                 )
             else:
                 found = collect_points(encoder, loader, self.read, self.loss, self.relation, shown)
-                out = dataset_curvature(pullback, loader, self.read, found, structure, shown)
+                out = dataset_curvature(pullback, loader, self.read, found, structure, shown, sampler)
         return self._scaled(out)
+
+    def sampler(self, structure: Structure) -> BlockSampler:
+        """What ``mc_samples`` asks for, with the seed 0.
+
+        Raises:
+            UnsupportedError: The structure has no such estimate.
+        """
+        sampler = BlockSampler(self.mc_samples)
+        sampler.check(self.loss.pd_fix.coupled, structure)
+        return sampler
 
     def fit_lowrank(self, loader: Iterable[Any], progress: bool | None = None) -> DatasetCurvature:
         """Leading eigenvectors (P, R) and eigenvalues (R,) over all pairs of a data set, times its scale.

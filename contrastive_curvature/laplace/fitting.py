@@ -1,0 +1,112 @@
+"""The steps of a fit around the curvature: the backend that computes it, and what a posterior keeps besides it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.laplace.backends.base import ContrastiveBackend
+from contrastive_curvature.laplace.backends.torch_func import ContrastiveGGN
+from contrastive_curvature.laplace.options import CONTRASTIVE
+from contrastive_curvature.network.encoder import evaluation_mode, flatten_parameters
+from contrastive_curvature.network.inputs import Inputs, slice_inputs
+from contrastive_curvature.network.loader import check_loader, check_whole, read_batch
+
+__all__ = ["begin", "construct_backend", "posterior_around", "remember", "renew_backend"]
+
+_log = logging.getLogger("contrastive_curvature")
+
+
+def construct_backend(la: Any) -> ContrastiveBackend:
+    """The backend of the class that a posterior has, around its encoder."""
+    return la._backend_cls(
+        la.model, CONTRASTIVE, dict_key_x=la.dict_key_x, dict_key_y=la.dict_key_y, **la._backend_kwargs
+    )
+
+
+def begin(la: Any, loader: Iterable[Any]) -> None:
+    """Look at the first batch: what has to be known before the backend exists; and construct the backend.
+
+    Args:
+        la: The posterior.
+        loader: Batches ``(x, labels)`` or mappings.
+
+    Raises:
+        InputError: The loader is empty or malformed.
+        UnsupportedError: It gives every process its own part of the data, or the encoder cannot be looked through.
+    """
+    check_loader(loader)
+    check_whole(loader)
+    la.model.eval()
+    for batch in loader:
+        x, _ = read_batch(batch, la._device, la.dict_key_y)
+        probe = slice_inputs(x, slice(0, 8))
+        la._analyse(probe)
+        renew_backend(la)
+        return
+    raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+
+
+def renew_backend(la: Any) -> None:
+    """Construct the default backend anew, unless the user named one: the encoder may not be that of the last fit."""
+    if not la._chooses_backend:
+        return
+    indices = la.backend.subnetwork_indices
+    la._backend_cls, la._backend = ContrastiveGGN, None
+    # laplace-torch's subnetwork classes tell the backend their indices, nobody else.
+    la.backend.subnetwork_indices = indices
+    _log.info("curvature by ContrastiveGGN: the default, exact for every encoder (backend=... takes another)")
+
+
+def remember(la: Any, loss: Tensor, cost: float, n_data: int) -> None:
+    """Set what every fit leaves besides the curvature.
+
+    Args:
+        la: The posterior.
+        loss: Sum of the pair losses.
+        cost: The same, counted so that it is not negative.
+        n_data: Number of points.
+    """
+    la.loss, la.cost, la.n_data = loss.detach(), cost, n_data
+    mean = flatten_parameters(la._posterior_parameters())
+    la.mean = mean if la.enable_backprop else mean.detach()
+    la.n_outputs = la._encoder_dim()
+    la.model.output_size = la.n_outputs
+    la._posterior_scale = None
+
+
+def posterior_around(kind: type[Any], encoder: nn.Module, probe: Inputs, **arguments: Any) -> Any:
+    """A posterior around an encoder that goes on training: it holds the encoder itself, and no curvature yet.
+
+    ``laplace.Laplace`` copies the encoder for a last layer and puts it in evaluation mode; here it stays as it is. The
+    posterior is ready for :meth:`~contrastive_curvature.laplace.base.ContrastiveLaplace.set_curvature`.
+
+    Args:
+        kind: A subclass of :class:`~contrastive_curvature.laplace.base.ContrastiveLaplace`.
+        encoder: The encoder.
+        probe: A batch to analyse it with.
+        **arguments: Further arguments of ``kind``.
+
+    Returns:
+        An object of ``kind``.
+
+    Raises:
+        InputError: An argument is malformed.
+        UnsupportedError: The combination has no correct answer.
+    """
+    training = [(module, module.training) for module in encoder.modules()]
+    try:
+        la = kind(encoder, **arguments)
+        la._hold(encoder)
+        with evaluation_mode(la.model):
+            la._analyse(probe)
+            renew_backend(la)
+            la.backend.encoder(probe)
+    finally:
+        for module, mode in training:
+            module.training = mode
+    return la

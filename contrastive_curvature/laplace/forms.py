@@ -1,0 +1,182 @@
+"""The forms of a posterior's curvature: how two of one form add, the diagonal, and what a saved one must be."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from laplace.utils import Kron
+from torch import Tensor
+
+from contrastive_curvature.ggn.accumulate import clamp_curvature
+from contrastive_curvature.ggn.dataset import DatasetCurvature
+from contrastive_curvature.ggn.kron import clamp_factors
+from contrastive_curvature.laplace.decompose import decompose_factors
+from contrastive_curvature.laplace.prediction import to_device
+from contrastive_curvature.laplace.state_curvature import (
+    check_dense,
+    check_diagonal,
+    check_eigenbasis,
+    check_eigenpairs,
+    check_factors,
+    check_kernel,
+)
+from contrastive_curvature.laplace.state_values import check_takes, has_norms
+from contrastive_curvature.network.encoder import evaluation_mode
+
+__all__ = ["CurvatureForm", "DenseForm", "DiagonalForm", "EigenpairForm", "KernelForm", "KroneckerForm"]
+
+
+class CurvatureForm(ABC):
+    """What a Laplace class keeps as ``H``, and as the unclamped ``H_raw``."""
+
+    @abstractmethod
+    def absorb(self, la: Any, result: DatasetCurvature, earlier: int) -> None:
+        """Set ``H_raw`` and the clamped ``H``.
+
+        Args:
+            la: The posterior.
+            result: Unclamped curvature of ``result.n`` points.
+            earlier: Number of points of ``la.H_raw``, to which the curvature is added; zero to replace it.
+
+        Raises:
+            InputError: The curvature cannot be decomposed. The posterior is as it was.
+        """
+
+    @abstractmethod
+    def diagonal(self, la: Any) -> Tensor:
+        """Diagonal of the clamped curvature, without the likelihood factor, shape (P,)."""
+
+    @abstractmethod
+    def check(self, la: Any, state: Mapping[str, Any], like: Tensor) -> None:
+        """Check ``H`` and ``H_raw`` of a saved posterior.
+
+        Args:
+            la: The posterior that the state is loaded into.
+            state: What the user passed.
+            like: A parameter of the encoder, for dtype and device.
+
+        Raises:
+            InputError: Something in them is malformed.
+        """
+
+    def load(self, la: Any, state: Mapping[str, Any]) -> None:
+        """Set ``H_raw`` and ``H`` from a state that :meth:`check` has accepted."""
+        la.H_raw, la.H = state["H_raw"], state["H"]
+
+
+class _Summed(CurvatureForm):
+    """A tensor that is added entry by entry."""
+
+    def absorb(self, la: Any, result: DatasetCurvature, earlier: int) -> None:
+        """See :meth:`CurvatureForm.absorb`."""
+        raw = la.H_raw + result.curvature if earlier else result.curvature
+        clamped = clamp_curvature(raw)
+        if bool((clamped == 0).all()):
+            warnings.warn(
+                "The clamped curvature is zero everywhere: the posterior is the prior. All negatives may lie inside "
+                "the margin; use pd_fix='positive' or a smaller negative_weight or margin.",
+                stacklevel=3,
+            )
+        la.H_raw, la.H = raw, clamped
+
+
+class DiagonalForm(_Summed):
+    """The diagonal, shape (P,)."""
+
+    def diagonal(self, la: Any) -> Tensor:
+        """See :meth:`CurvatureForm.diagonal`."""
+        return la.H
+
+    def check(self, la: Any, state: Mapping[str, Any], like: Tensor) -> None:
+        """See :meth:`CurvatureForm.check`."""
+        check_diagonal(state, like, la._n_weights())
+
+
+class DenseForm(_Summed):
+    """The matrix, shape (P, P)."""
+
+    def diagonal(self, la: Any) -> Tensor:
+        """See :meth:`CurvatureForm.diagonal`."""
+        return la.H.diagonal()
+
+    def check(self, la: Any, state: Mapping[str, Any], like: Tensor) -> None:
+        """See :meth:`CurvatureForm.check`."""
+        check_dense(state, like, la._n_weights())
+
+
+class KroneckerForm(CurvatureForm):
+    """Kronecker factors: they add factor by factor, and are clamped in their eigenbases."""
+
+    def absorb(self, la: Any, result: DatasetCurvature, earlier: int) -> None:
+        """See :meth:`CurvatureForm.absorb`."""
+        factors = result.curvature
+        if earlier:
+            # Input factors are means over the data: old and new ones weigh by their numbers of points.
+            weight = result.n / (earlier + result.n)
+            factors = [
+                [a[0] + b[0], *(torch.lerp(old, new, weight) for old, new in zip(a[1:], b[1:], strict=True))]
+                for a, b in zip(la.H_raw, factors, strict=True)
+            ]
+        decomposed = decompose_factors(factors, la.damping)
+        la.H_raw, la.H_facs, la.H = factors, Kron(factors), decomposed
+
+    def diagonal(self, la: Any) -> Tensor:
+        """See :meth:`CurvatureForm.diagonal`."""
+        return Kron(clamp_factors(la.H_raw)).diag()
+
+    def check(self, la: Any, state: Mapping[str, Any], like: Tensor) -> None:
+        """See :meth:`CurvatureForm.check`."""
+        check_factors(state, like, la._posterior_parameters())
+
+    def load(self, la: Any, state: Mapping[str, Any]) -> None:
+        """See :meth:`CurvatureForm.load`."""
+        factors = [list(group) for group in state["H"]]
+        la.H_raw, la.H_facs, la.H = state["H_raw"], Kron(factors), decompose_factors(factors, la.damping)
+
+
+class _Replaced(CurvatureForm):
+    """A curvature that is computed whole: two of them do not add, and nothing unclamped is kept."""
+
+    def absorb(self, la: Any, result: DatasetCurvature, earlier: int) -> None:
+        """See :meth:`CurvatureForm.absorb`; there is no earlier one."""
+        la.H_raw, la.H = None, result.curvature
+
+
+class EigenpairForm(_Replaced):
+    """Leading eigenvectors (P, R) and positive eigenvalues (R,)."""
+
+    def diagonal(self, la: Any) -> Tensor:
+        """See :meth:`CurvatureForm.diagonal`."""
+        vectors, values = la.H
+        return vectors.square() @ values
+
+    def check(self, la: Any, state: Mapping[str, Any], like: Tensor) -> None:
+        """See :meth:`CurvatureForm.check`."""
+        check_eigenpairs(state, like, la._n_weights())
+
+    def load(self, la: Any, state: Mapping[str, Any]) -> None:
+        """See :meth:`CurvatureForm.load`."""
+        la.H_raw, la.H = None, tuple(state["H"])
+
+
+class KernelForm(_Replaced):
+    """Some points, a root of their output Hessian, and the eigenpairs of ``A A^T``."""
+
+    def diagonal(self, la: Any) -> Tensor:
+        """The mean of the diagonal, shape (1,): the one prior precision needs no more."""
+        return (la.H["values"].sum() / la.n_params).reshape(1)
+
+    def check(self, la: Any, state: Mapping[str, Any], like: Tensor) -> None:
+        """See :meth:`CurvatureForm.check`."""
+        check_kernel(state, like, la.n_subset)
+        parts = state["H"]
+        with evaluation_mode(la.model), torch.no_grad():
+            check_takes("H", parts["inputs"], state["n_outputs"], la.model, lambda x: to_device(la, x))
+            if has_norms(la.model, state.get("encoder_norms")):
+                # The object has no curvature of its own yet that could be asked; a refusal puts back what it had.
+                la.H = parts
+                check_eigenbasis(parts, la._kernel_product)

@@ -1,0 +1,253 @@
+"""laplace-torch's posterior with its arguments checked: what asks for a fit says so, what is set is checked before.
+
+laplace-torch stores most settings unchecked, and fails in several ways where there is no fit yet.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from laplace.baselaplace import ParametricLaplace
+from torch import Tensor
+
+from contrastive_curvature.arguments import check_count, check_flag, check_generator
+from contrastive_curvature.errors import NotFittedError, UnsupportedError
+from contrastive_curvature.laplace.checks import (
+    check_jacobians,
+    check_prior_mean,
+    check_prior_precision,
+    check_temperature,
+    check_value,
+    plain_number,
+)
+from contrastive_curvature.laplace.options import check_sigma_noise
+from contrastive_curvature.laplace.prior import PRIOR_STRUCTURES
+
+__all__ = ["CheckedPosterior"]
+
+
+def _fitted_only(name: str, meaning: str) -> Any:
+    """laplace-torch's property of that name, once there is a fit."""
+
+    def get(self: CheckedPosterior) -> Any:
+        beneath: Any = super(CheckedPosterior, type(self))
+        if hasattr(beneath, name):
+            self.check_fitted()
+        # Where this structure has no such property, Python says so.
+        return getattr(super(CheckedPosterior, self), name)
+
+    return property(get, doc=meaning)
+
+
+class CheckedPosterior(ParametricLaplace):
+    """Stands in front of one of laplace-torch's classes: checks the arguments and the fit, and passes on.
+
+    Attributes:
+        prior_structures: Values that ``prior_structure`` may have.
+    """
+
+    prior_structures: ClassVar[tuple[str, ...]] = PRIOR_STRUCTURES
+
+    # None until the first batch shows what the last layer is.
+    n_params: Any
+    n_layers: Any
+    _posterior_scale: Tensor | None
+
+    posterior_precision = _fitted_only("posterior_precision", "Precision of the weights, in the structure's own form.")
+    posterior_scale = _fitted_only("posterior_scale", "A root of the covariance of the weights.")
+    posterior_covariance = _fitted_only("posterior_covariance", "Covariance of the weights, shape (P, P).")
+    posterior_variance = _fitted_only("posterior_variance", "Variances of the weights, shape (P,).")
+    log_det_posterior_precision = _fitted_only("log_det_posterior_precision", "Log determinant of the precision.")
+    log_det_ratio = _fitted_only("log_det_ratio", "Log determinant of the posterior precision over the prior's.")
+    log_likelihood = _fitted_only("log_likelihood", "The loss over the temperature, negated.")
+    scatter = _fitted_only("scatter", "Squared distance of the weights to the prior mean, in the prior's units.")
+    mean_subnet = _fitted_only("mean_subnet", "The chosen weights.")
+    V = _fitted_only("V", "A term of the low-rank covariance; see laplace-torch.")
+    Kinv = _fitted_only("Kinv", "A term of the low-rank covariance; see laplace-torch.")
+
+    def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
+        """Draw weights from the posterior.
+
+        Args:
+            n_samples: Number S of samples.
+            generator: Source of randomness, on the encoder's device.
+
+        Returns:
+            Shape (S, P).
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputError: An argument is malformed.
+        """
+        self.check_sampling(n_samples, generator)
+        return super().sample(n_samples, generator)
+
+    def square_norm(self, value: Tensor) -> Tensor:
+        """``(value - mean)^T P (value - mean)`` with the posterior precision.
+
+        Args:
+            value: Weights, shape (P,); of a subnetwork the chosen ones.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputError: ``value`` is malformed.
+        """
+        self.check_weights(value)
+        return super().square_norm(value)
+
+    def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
+        """Log density of the posterior.
+
+        Args:
+            value: Weights, shape (P,); of a subnetwork the chosen ones.
+            normalized: ``False`` leaves out the terms that do not depend on ``value``.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputError: An argument is malformed.
+        """
+        check_flag("normalized", normalized)
+        norm = self.square_norm(value)
+        if not normalized:
+            return -norm / 2
+        return -self._n_weights() / 2 * math.log(2 * math.pi) + self.log_det_posterior_precision / 2 - norm / 2
+
+    def log_marginal_likelihood(
+        self, prior_precision: float | Tensor | None = None, sigma_noise: float | Tensor | None = None
+    ) -> Tensor:
+        """Laplace approximation of the log marginal likelihood, differentiable in the prior precision.
+
+        Args:
+            prior_precision: Set first, where it is given.
+            sigma_noise: Must be left alone.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputError: The prior precision is malformed.
+            UnsupportedError: ``sigma_noise`` is given.
+        """
+        self.check_fitted()
+        if sigma_noise is not None:
+            msg = "sigma_noise: embeddings have no observation noise. Set la.temperature to weaken the likelihood."
+            raise UnsupportedError(msg)
+        return super().log_marginal_likelihood(prior_precision)
+
+    def functional_variance(self, Js: Tensor) -> Tensor:
+        """Covariances of the linearised outputs, shape (B, D, D), from Jacobians (B, D, P).
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputError: The Jacobians are malformed.
+        """
+        self.check_fitted()
+        check_jacobians(Js, self.mean, self._n_weights())
+        return super().functional_variance(Js)
+
+    def functional_covariance(self, Js: Tensor) -> Tensor:
+        """Covariance of all linearised outputs together, shape (B D, B D), from Jacobians (B, D, P).
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputError: The Jacobians are malformed.
+        """
+        self.check_fitted()
+        check_jacobians(Js, self.mean, self._n_weights())
+        return super().functional_covariance(Js)
+
+    @property
+    def temperature(self) -> float:
+        """Temperature of the likelihood: the curvature is divided by it."""
+        return self._temperature
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        self._temperature = check_temperature(value, self._dtype)
+        # laplace-torch keeps a root of the covariance, and does not drop it here.
+        self._posterior_scale = None
+
+    @property
+    def sigma_noise(self) -> Tensor:
+        """Always one: embeddings have no observation noise."""
+        return super().sigma_noise
+
+    @sigma_noise.setter
+    def sigma_noise(self, value: float | Tensor) -> None:
+        check_sigma_noise(value)
+        super(CheckedPosterior, type(self)).sigma_noise.fset(self, value)
+
+    @property
+    def prior_precision(self) -> Tensor:
+        """Precision of the prior: one number, one a parameter tensor, or one a parameter."""
+        return super().prior_precision
+
+    @prior_precision.setter
+    def prior_precision(self, value: float | Tensor) -> None:
+        sizes = self.prior_sizes()
+        check_prior_precision(value, self._dtype, sizes)
+        if sizes is None:
+            # The first batch shows how many parameters there are; then this is set once more.
+            self._prior_precision = value
+            return
+        super(CheckedPosterior, type(self)).prior_precision.fset(self, plain_number(value))
+
+    @property
+    def prior_mean(self) -> Tensor:
+        """Mean of the prior: one number, or one a parameter."""
+        return super().prior_mean
+
+    @prior_mean.setter
+    def prior_mean(self, value: float | Tensor) -> None:
+        sizes = self.prior_mean_sizes()
+        check_prior_mean(value, self._dtype, sizes)
+        if sizes is None:
+            self._prior_mean = value
+            return
+        super(CheckedPosterior, type(self)).prior_mean.fset(self, plain_number(value))
+
+    def prior_sizes(self) -> set[int] | None:
+        """Numbers of prior precisions that the structure takes, besides one; ``None`` while that is not known."""
+        if self.n_params is None:
+            return None
+        per = {"scalar": 1, "layerwise": self.n_layers, "diag": self.n_params}
+        return {per[structure] for structure in self.prior_structures}
+
+    def prior_mean_sizes(self) -> set[int] | None:
+        """Numbers of prior means that the structure takes, besides one; ``None`` while that is not known."""
+        return None if self.n_params is None else {self.n_params}
+
+    def check_fitted(self) -> None:
+        """Refuse a posterior without a curvature.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+        """
+        if not self.n_data:
+            msg = "Laplace not fitted. Run la.fit(train_loader) first, or la.load_state_dict(state)."
+            raise NotFittedError(msg)
+
+    def check_sampling(self, n_samples: object, generator: object) -> None:
+        """Refuse samples before ``fit``, and malformed arguments of them.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputError: An argument is malformed.
+        """
+        self.check_fitted()
+        check_count("n_samples", n_samples)
+        check_generator(generator, self._device)
+
+    def check_weights(self, value: object) -> None:
+        """Refuse what is no vector of weights.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputError: ``value`` is malformed.
+        """
+        self.check_fitted()
+        check_value(value, self.mean, self._n_weights())
+
+    def _n_weights(self) -> int:
+        """Number of weights that the posterior is over."""
+        return int(self.n_params)

@@ -1,0 +1,90 @@
+"""What a posterior writes into its ``state_dict``, and how it takes one back; :mod:`.state` has the checks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from contrastive_curvature.laplace.backends.base import ContrastiveBackend
+from contrastive_curvature.laplace.backends.torch_func import ContrastiveGGN
+from contrastive_curvature.laplace.state import (
+    check_class,
+    check_options_agree,
+    check_settings,
+    find_backend,
+    unchanged_on_error,
+)
+from contrastive_curvature.laplace.state_values import has_norms, refuse
+from contrastive_curvature.network.encoder import weight_norms
+
+__all__ = ["load_state", "saved_parts"]
+
+
+def saved_parts(la: Any) -> dict[str, Any]:
+    """What a posterior saves besides the parts of laplace-torch.
+
+    Args:
+        la: A fitted posterior.
+
+    Returns:
+        Tensors, numbers and strings.
+    """
+    return {
+        "contrastive": la.plain_options(),
+        "H_raw": la.H_raw,
+        "cost": la.cost,
+        "temperature_given": la._temperature_given,
+        "backend": type(la.backend).__name__,
+        "encoder_norms": weight_norms(la.model),
+    }
+
+
+def load_state(la: Any, state: dict[str, Any], likelihood: str) -> None:
+    """Check a state, and only then assign it; a state that is refused leaves the posterior as it was.
+
+    Args:
+        la: The posterior.
+        state: What the user passed.
+        likelihood: The one that the state must be of.
+
+    Raises:
+        InputError: Something in the state is malformed, or belongs to another class, likelihood or options.
+    """
+    check_class(state, type(la).__name__, likelihood)
+    check_options_agree(state, la.plain_options())
+    with unchanged_on_error(la):
+        la._prepare_to_load(state)
+        like = next(la.model.parameters()).detach()
+        check_settings(state, like, la.n_params, la.prior_mean_sizes() or set(), la.prior_sizes() or set())
+        kind = find_backend(state["backend"], ContrastiveGGN if la._chooses_backend else la._backend_cls)
+        if state["enable_backprop"] and not kind.keeps_graph:
+            refuse("enable_backprop", f"False, since {kind.__name__} keeps no graph", True)
+        la.form.check(la, state, like)
+        _assign(la, state, kind)
+
+
+def _assign(la: Any, state: Mapping[str, Any], kind: type[ContrastiveBackend]) -> None:
+    """Assign what has been checked. laplace-torch's own method is not used: it assigns while it checks."""
+    if la._chooses_backend:
+        indices = la.backend.subnetwork_indices
+        la._backend_cls, la._backend = kind, None
+        la.backend.subnetwork_indices = indices
+    if la.enable_backprop != state["enable_backprop"]:
+        msg = "enable_backprop: the state was saved with another value, which now holds."
+        warnings.warn(msg, UserWarning, stacklevel=4)
+    for name in ("mean", "loss", "cost", "prior_mean", "prior_precision", "sigma_noise", "n_data", "n_outputs"):
+        setattr(la, name, state[name])
+    la.temperature, la._temperature_given = state["temperature"], state["temperature_given"]
+    la.enable_backprop = state["enable_backprop"]
+    la.model.output_size = la.n_outputs
+    la.form.load(la, state)
+    la._posterior_scale = None
+    # Files of the first versions have no norms.
+    # The encoder's own weights may be loaded after this, so other ones are no error.
+    if "encoder_norms" in state and not has_norms(la.model, state["encoder_norms"]):
+        msg = (
+            "The encoder has other weights than the one whose posterior is loaded, so predictions will be wrong. "
+            "Load the encoder's state_dict first: laplace-torch keeps it apart from the posterior's."
+        )
+        warnings.warn(msg, UserWarning, stacklevel=4)

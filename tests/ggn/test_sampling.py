@@ -1,0 +1,151 @@
+"""``mc_samples``: the mean of the estimate is the curvature, and what it has no meaning for is refused."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from hypothesis import given
+from hypothesis import strategies as st
+from laplace import Laplace
+from strategies import DISTANCES, close
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+from contrastive_curvature.hessian.blocks import Blocks
+from contrastive_curvature.hessian.sampled_blocks import SampledBlocks
+from contrastive_curvature.hessian.signed import SignedFactor
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+class Residual(nn.Module):
+    """A function in ``forward``, a residual connection and a norm layer."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 4)
+        self.last = nn.Linear(4, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        return self.last(h + torch.sigmoid(self.second(self.norm(h))))
+
+
+def problem(device: str, dim: int, n: int = 5) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(dim)
+    model = Residual(dim).double().to(device)
+    return model, torch.randn(n, 3, dtype=torch.float64, device=device), (torch.arange(n) % 2).to(device)
+
+
+def every_sign(blocks: Blocks) -> SignedFactor:
+    """All sign vectors of a single sample, each point with all of them: the mean over them is the expectation."""
+    exact = blocks.signed_factor()
+    columns, signs = [], []
+    vectors = list(itertools.product((-1.0, 1.0), repeat=exact.signs.shape[0]))
+    for sign in (1, -1):
+        mine = (exact.signs == sign).to(exact.columns.dtype)
+        for vector in vectors:
+            noise = torch.tensor(vector, dtype=mine.dtype, device=mine.device).unsqueeze(1)
+            columns.append(torch.einsum("cn,cnd->nd", noise * mine, exact.columns) / len(vectors) ** 0.5)
+            signs.append(torch.full_like(mine[0], sign))
+    return SignedFactor(torch.stack(columns), torch.stack(signs))
+
+
+def tensors(curvature: Any) -> list[Tensor]:
+    return [curvature] if isinstance(curvature, Tensor) else list(itertools.chain.from_iterable(curvature))
+
+
+@given(
+    dim=st.integers(2, 4),
+    distance=st.sampled_from(DISTANCES),
+    fix=st.sampled_from(("fixed", "psd")),
+    n=st.integers(1, 5),
+)
+def test_the_mean_over_all_samples_is_exact(dim: int, distance: str, fix: str, n: int, device: str) -> None:
+    """Of ``diag`` and of ``kron``, by enumeration: no statistics, no tolerance for luck."""
+    model, x, labels = problem(device, dim, n)
+    for structure in ("diag", "kron"):
+        options: dict[str, Any] = {"distance": distance, "pd_fix": fix, "structure": structure, "clamp": False}
+        truth = cc.ggn(model, x, labels, **options)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SampledBlocks, "signed_factor", lambda self: every_sign(self.exact))
+            mean = cc.ggn(model, x, labels, mc_samples=1, **options)
+        for found, wanted in zip(tensors(mean), tensors(truth), strict=True):
+            assert close(found, wanted, 1e-6)
+
+
+@pytest.mark.parametrize("fix", ["fixed", "psd"])
+@pytest.mark.parametrize("distance", DISTANCES)
+def test_the_sampled_factor_has_the_block_as_its_mean(fix: str, distance: str, device: str) -> None:
+    """4,000 samples: six standard errors of every entry, estimated from the samples themselves."""
+    _, x, labels = problem(device, 3)
+    blocks = cc.output_hessian(x, labels, distance=distance, pd_fix=fix).blocks
+    generator = torch.Generator().manual_seed(1)
+    draws = []
+    for _ in range(4000):
+        factor = SampledBlocks(blocks, 1, generator).signed_factor()
+        draws.append(torch.einsum("kn,knd,kne->nde", factor.signs, factor.columns, factor.columns))
+    stacked = torch.stack(draws)
+    error = (stacked.mean(0) - blocks.dense()).abs()
+    assert bool((error <= 6 * stacked.std(0) / 4000**0.5 + 1e-12).all())
+
+
+def test_samples_follow_the_generator_and_more_are_better(device: str) -> None:
+    model, x, labels = problem(device, 16, n=12)
+    exact = cc.ggn(model, x, labels, pd_fix="psd")
+
+    def estimate(k: int, seed: int) -> Tensor:
+        return cc.ggn(model, x, labels, pd_fix="psd", mc_samples=k, generator=torch.Generator().manual_seed(seed))
+
+    assert torch.equal(estimate(2, 5), estimate(2, 5))
+    assert not torch.equal(estimate(2, 5), estimate(2, 6))
+    default = cc.ggn(model, x, labels, pd_fix="psd", mc_samples=2)
+    assert torch.equal(default, estimate(2, 0))
+    errors = {k: sum(float((estimate(k, s) - exact).norm() / exact.norm()) for s in range(20)) / 20 for k in (1, 8)}
+    # The standard error falls with the square root of K: 2.8 times from 1 to 8.
+    assert 1.8 < errors[1] / errors[8] < 4.4
+
+
+def test_refusals_name_what_to_do(device: str) -> None:
+    model, x, labels = problem(device, 4)
+    for fix in ("positive", "full"):
+        with pytest.raises(cc.UnsupportedError, match="pd_fix='psd' or 'fixed'"):
+            cc.ggn(model, x, labels, mc_samples=1, pd_fix=fix)
+    with pytest.raises(cc.UnsupportedError, match="'diag' and 'kron'"):
+        cc.ggn(model, x, labels, mc_samples=1, structure="full")
+    with pytest.raises(cc.InputError, match="fewer samples than the 4 outputs"):
+        cc.ggn(model, x, labels, mc_samples=4)
+    with pytest.raises(cc.UnsupportedError, match="Leave it out"):
+        cc.ggn(model, x, labels, mc_samples=1, subset_of_weights="last_layer")
+    for wrong in (0, -1, 1.5, True, "2"):
+        with pytest.raises(cc.InputError, match="mc_samples"):
+            cc.ggn(model, x, labels, mc_samples=wrong)
+    with pytest.raises(cc.InputTypeError, match="generator"):
+        cc.ggn(model, x, labels, mc_samples=1, generator=0)
+    for structure in ("full", "lowrank"):
+        with pytest.raises(cc.UnsupportedError, match="mc_samples"):
+            Laplace(model, "contrastive", "all", structure, backend_kwargs={"mc_samples": 1})
+    with pytest.raises(cc.InputError, match="mc_samples"):
+        cc.OnlineLaplace(model, probe=x, n_data=5, backend_kwargs={"mc_samples": 1})
+
+
+@pytest.mark.parametrize("pairs", ["dataset", "batch"])
+@pytest.mark.parametrize("structure", ["diag", "kron"])
+def test_a_fit_with_samples(structure: str, pairs: str, device: str) -> None:
+    model, x, labels = problem(device, 8, n=24)
+    loader = [(x[:12], labels[:12]), (x[12:], labels[12:])]
+    fits = []
+    for options in ({}, {"mc_samples": 4}, {"mc_samples": 4}):
+        la = Laplace(
+            model, "contrastive", "all", structure, backend_kwargs={"pd_fix": "psd", "pairs": pairs, **options}
+        )
+        la.fit(loader)
+        raw = la.H_raw
+        fits.append(raw if isinstance(raw, Tensor) else torch.cat([f.flatten() for f in tensors(raw)]))
+    exact, first, second = fits
+    assert torch.equal(first, second)
+    assert 0 < float((first - exact).norm() / exact.norm()) < 1

@@ -1,0 +1,222 @@
+"""Predictions with all parameters: Jacobians in chunks, variances alone, and what is said before a long one."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from laplace import Laplace
+from strategies import close
+from test_laplace import body, data, fitted
+from test_laplace_predict import PRIOR, TEMPERATURE, jacobian_of
+from test_laplace_predict import posterior as parametric
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+from contrastive_curvature import progress
+from contrastive_curvature.laplace import kernel, prediction
+from contrastive_curvature.network import pullback
+from contrastive_curvature.progress import LongRunWarning
+
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+
+CHUNKED = [
+    ("all", "diag"),
+    ("all", "kron"),
+    ("all", "full"),
+    ("all", "lowrank"),
+    ("all", "gp"),
+    ("subnetwork", "diag"),
+    ("subnetwork", "full"),
+]
+"""Posteriors whose predictions take Jacobians."""
+
+
+def posterior(weights: str, structure: str, device: str = "cpu") -> tuple[Any, Tensor, Tensor]:
+    """A fitted object, its dense precision, and inputs; the Gaussian process stands on all points."""
+    if structure != "gp":
+        return parametric(weights, structure, device)
+    _, precision, x = parametric(weights, "full", device, pd_fix="psd")
+    host = {"prior_precision": PRIOR, "temperature": TEMPERATURE, "n_subset": len(x)}
+    model = body(cc.L2Norm(), device=device)
+    return fitted(model, weights, "gp", *data(device), host=host, pd_fix="psd"), precision, x
+
+
+MODULES = (prediction, pullback, kernel)
+
+
+@on_every_device
+@pytest.mark.parametrize("elements", [1, 200, 400])
+@pytest.mark.parametrize(("weights", "structure"), CHUNKED)
+def test_bounded_chunks_change_nothing(
+    weights: str, structure: str, elements: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One output of a point, a point, or some points at a time: the body has 51 parameters and 3 outputs."""
+    la, precision, x = posterior(weights, structure, device)
+    for module in MODULES:
+        monkeypatch.setattr(module, "JACOBIAN_ELEMENTS", elements)
+    monkeypatch.setattr(prediction, "_POINTS_AT_ONCE", 2)
+    jacobian, covariance = jacobian_of(x, weights), torch.linalg.inv(precision)
+    truth = jacobian @ covariance @ jacobian.mT
+    assert close(la(x).covariance, truth)
+    diagonal = la(x, diagonal_output=True)
+    assert diagonal._covariance is None
+    assert close(diagonal.variance, truth.diagonal(dim1=1, dim2=2))
+    flat = jacobian.flatten(0, 1)
+    assert close(la(x, joint=True).joint_covariance, flat @ covariance @ flat.T)
+    empty = la(x[:0])
+    assert empty.covariance.shape == (0, *truth.shape[1:])
+
+
+class Counting:
+    """A pullback that notes the largest Jacobian it was asked for."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.largest, self.covariances = inner, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def vjp(self, context: Any, cotangents: Tensor) -> Tensor:
+        out: Tensor = self.inner.vjp(context, cotangents)
+        self.largest = max(self.largest, out.numel())
+        return out
+
+    def output_covariance(self, context: Any, variance: Tensor) -> Tensor:
+        self.covariances += 1
+        out: Tensor = self.inner.output_covariance(context, variance)
+        return out
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+@pytest.mark.parametrize(("weights", "structure"), CHUNKED)
+def test_jacobians_stay_within_the_bound(
+    weights: str, structure: str, diagonal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    la, _, x = posterior(weights, structure)
+    counting = Counting(la.backend.pullback(x))
+    monkeypatch.setattr(la.backend, "pullback", lambda _: counting)
+    one_point = la.n_outputs * counting.width
+    for module in MODULES:
+        monkeypatch.setattr(module, "JACOBIAN_ELEMENTS", 2 * one_point)
+    la(x, diagonal_output=diagonal)
+    assert counting.largest + counting.covariances > 0
+    assert counting.largest <= 2 * one_point
+    assert bool(counting.covariances) == (structure == "diag")
+
+
+def test_variances_of_a_wide_output_are_taken_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    la, _, x = posterior("all", "kron")
+    counting = Counting(la.backend.pullback(x))
+    monkeypatch.setattr(la.backend, "pullback", lambda _: counting)
+    monkeypatch.setattr(prediction, "JACOBIAN_ELEMENTS", counting.width)
+    la(x, diagonal_output=True)
+    assert counting.largest == counting.width
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron"])
+def test_a_graph_to_the_prior_precision_is_kept(structure: str) -> None:
+    la, _, x = posterior("all", structure)
+    prior = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    la.prior_precision = prior
+    (gradient,) = torch.autograd.grad(la(x).variance.sum(), prior)
+    step = 1e-5
+    ends = []
+    for value in (1 + step, 1 - step):
+        la.prior_precision = value
+        ends.append(float(la(x).variance.sum()))
+    # Central differences have an error of step^2.
+    assert float(gradient) == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-6)
+
+
+@pytest.mark.parametrize(("weights", "structure"), [("all", "diag"), ("all", "gp"), ("last_layer", "kron")])
+def test_a_joint_covariance_that_does_not_fit_is_refused_before_anything_runs(
+    weights: str, structure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    la, _, x = posterior(weights, structure)
+    needed = (len(x) * la.n_outputs) ** 2 + (0 if structure == "gp" else len(x) * la.n_outputs * la.mean.numel())
+    monkeypatch.setattr(prediction, "JOINT_ELEMENTS", needed)
+    assert la(x, joint=True).joint_covariance.shape == (len(x) * la.n_outputs,) * 2
+    monkeypatch.setattr(prediction, "JOINT_ELEMENTS", needed - 1)
+
+    def fail(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(nn.Linear, "forward", fail)
+    with pytest.raises(cc.InputError, match=rf"joint=True: expected .*got {len(x)} inputs, {needed:,} numbers"):
+        la(x, joint=True)
+
+
+class Clock:
+    """A clock that moves by ``step`` seconds whenever it is read."""
+
+    def __init__(self, step: float) -> None:
+        self.ticks = itertools.count(0, step)
+
+    def monotonic(self) -> float:
+        return next(self.ticks)
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+@pytest.mark.parametrize("structure", ["diag", "kron", "full", "lowrank", "gp"])
+def test_a_long_prediction_is_told_of_after_its_first_input(
+    structure: str, diagonal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    la, _, x = posterior("all", structure)
+    for module in MODULES:
+        monkeypatch.setattr(module, "JACOBIAN_ELEMENTS", 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        la(x, diagonal_output=diagonal)
+    for module in (prediction, progress):
+        monkeypatch.setattr(module, "time", Clock(20))
+    with pytest.warns(LongRunWarning, match=rf"The prediction of {len(x)} inputs will take about .*last_layer"):
+        la(x, diagonal_output=diagonal)
+
+
+def test_long_samples_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    la, _, x = posterior("all", "diag")
+    for module in (prediction, progress):
+        monkeypatch.setattr(module, "time", Clock(20))
+    with pytest.warns(LongRunWarning, match=r"Outputs of 40 sampled networks will take about 7 minutes"):
+        la.functional_samples(x, "nn", n_samples=40)
+
+
+def test_a_marginal_sample_of_variances_alone_forms_no_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
+    la, _, x = posterior("all", "full")
+    asked: list[bool] = []
+    real = prediction.gaussian
+    monkeypatch.setattr(prediction, "gaussian", lambda *args: asked.append(args[3]) or real(*args))
+    samples = la.functional_samples(x, n_samples=3, diagonal_output=True)
+    assert samples.shape == (3, len(x), la.n_outputs)
+    assert asked == [True]
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron"])
+def test_dict_inputs_are_predicted_in_chunks(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+        def forward(self, batch: Any) -> Tensor:
+            out: Tensor = self.layers(batch["input_ids"] * batch["scale"])
+            return out
+
+    x = torch.randn(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": x, "scale": 2.0, "labels": torch.arange(7) % 2}
+    la = Laplace(Takes(), "contrastive", "all", structure)
+    la.fit([batch])
+    la.prior_precision = 0.5
+    before = la(batch)
+    for module in MODULES:
+        monkeypatch.setattr(module, "JACOBIAN_ELEMENTS", 1)
+    monkeypatch.setattr(prediction, "_POINTS_AT_ONCE", 2)
+    after = la(batch)
+    assert close(after.mean, before.mean)
+    assert close(after.covariance, before.covariance)

@@ -1,0 +1,190 @@
+"""What an import of the package does: modules form layers without a cycle, nothing is printed, nothing extra comes."""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fresh import ROOT, run
+
+from contrastive_curvature.host_imports import without_the_warning_of_jit
+
+PACKAGE = "contrastive_curvature"
+
+FORBIDDEN = {
+    "pairs": {"hessian", "losses", "network", "ggn", "hosts", "laplace"},
+    "hessian": {"losses", "network", "ggn", "hosts", "laplace"},
+    "network": {"losses", "ggn", "hosts", "laplace"},
+    "ggn": {"hosts", "laplace"},
+    "hosts": {"laplace"},
+}
+"""Folder -> folders that none of its modules may import at module level: everything above it."""
+
+KNOWN: set[tuple[str, str]] = set()
+"""Edges (importing module, imported module) against the layers that still stand; each goes when its code does."""
+
+
+def module_of(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that run when a module is imported, without those for the type checker alone."""
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            yield from statements(node.orelse)
+            continue
+        yield node
+        for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+            inner = getattr(node, field, [])
+            yield from statements(inner if isinstance(inner, list) else [])
+
+
+def import_graph(root: Path, package: str) -> dict[str, set[str]]:
+    """Module -> modules of the package that its import runs by name."""
+    files = {module_of(path, root): path for path in sorted((root / package).rglob("*.py"))}
+    graph: dict[str, set[str]] = {name: set() for name in files}
+    for name, path in files.items():
+        for node in statements(ast.parse(path.read_text(encoding="utf-8")).body):
+            wanted: list[str] = []
+            if isinstance(node, ast.Import):
+                wanted = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{name}: a relative import"
+                inner = [f"{node.module}.{alias.name}" for alias in node.names]
+                wanted = [module if module in files else str(node.module) for module in inner]
+            graph[name] |= {module for module in wanted if module in files and module != name}
+    return graph
+
+
+def find_cycle(graph: dict[str, set[str]]) -> list[str]:
+    """The modules of one cycle, the first of them at both ends; empty where there is none."""
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module not in done:
+            for other in sorted(graph[module]):
+                if cycle := visit(other, [*path, module]):
+                    return cycle
+            done.add(module)
+        return []
+
+    return next((cycle for module in sorted(graph) if (cycle := visit(module, []))), [])
+
+
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    return import_graph(ROOT, PACKAGE)
+
+
+def test_no_import_cycle(graph: dict[str, set[str]]) -> None:
+    assert len(graph) > 100
+    assert find_cycle(graph) == []
+
+
+def test_layers_point_downwards(graph: dict[str, set[str]]) -> None:
+    def folder(module: str) -> str:
+        return ([*module.split("."), ""])[1]
+
+    edges = {(module, other) for module, others in graph.items() for other in others}
+    wrong = {edge for edge in edges if folder(edge[1]) in FORBIDDEN.get(folder(edge[0]), set())}
+    assert {folder(module) for module in graph} >= FORBIDDEN.keys()
+    assert sorted(wrong - KNOWN) == [], "a module imports what stands above it"
+    assert sorted(KNOWN - wrong) == [], "gone: take it out of KNOWN"
+
+
+def test_the_graph_sees_what_an_import_runs_and_no_more(tmp_path: Path) -> None:
+    package = tmp_path / "p"
+    package.mkdir()
+    lines = {
+        "__init__": "from p import a",
+        "a": "import p.b\nfrom p.c import x\nfrom p import d, y",
+        "b": "def f():\n    from p import a",
+        "c": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p import a\nelse:\n    import p.d",
+        "d": "class C:\n    try:\n        import p.e\n    except ImportError:\n        import os",
+        "e": "with open('x') as f:\n    from p import b",
+    }
+    for name, code in lines.items():
+        (package / f"{name}.py").write_text(code, encoding="utf-8")
+    graph = import_graph(tmp_path, "p")
+    wanted = {"p": {"p.a"}, "p.a": {"p", "p.b", "p.c", "p.d"}, "p.b": set(), "p.c": {"p.d"}, "p.d": {"p.e"}}
+    assert graph == {**wanted, "p.e": {"p.b"}}
+    assert find_cycle(graph) == ["p", "p.a", "p"]
+    graph["p"] = set()
+    assert find_cycle(graph) == []
+
+
+IMPORT = """
+import contextlib, io, json, sys, warnings
+caught = io.StringIO()
+with contextlib.redirect_stdout(caught), contextlib.redirect_stderr(caught):
+    import MODULE
+out = {"filters": [repr(f) for f in warnings.filters], "printed": caught.getvalue()}
+out["modules"] = sorted({m.partition(".")[0] for m in sys.modules})
+shown = io.StringIO()
+with contextlib.redirect_stderr(shown):
+    warnings.warn("`torch.jit.script` is deprecated, says the user", FutureWarning)
+    warnings.warn("another thing is", FutureWarning)
+out["shown"] = shown.getvalue()
+print(json.dumps(out))
+"""
+
+
+@pytest.fixture(scope="module")
+def imported() -> tuple[dict[str, Any], dict[str, Any]]:
+    """What an import of laplace-torch alone leaves, and one of this package, in a process of its own each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONWARNINGS", "default")
+        return run(IMPORT.replace("MODULE", "laplace"))[0], run(IMPORT.replace("MODULE", PACKAGE))[0]
+
+
+def test_import_prints_nothing(imported: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    host, ours = imported
+    assert "torch.jit.script" in host["printed"], "laplace-torch is silent by itself: host_imports has no use any more"
+    assert ours["printed"] == ""
+
+
+def test_import_leaves_the_users_warnings_alone(imported: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    host, ours = imported
+    assert ours["filters"] == host["filters"]
+    assert "says the user" in ours["shown"]
+    assert "another thing" in ours["shown"]
+
+
+def test_import_brings_what_laplace_torch_brings(imported: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    host, ours = imported
+    new = set(ours["modules"]) - set(host["modules"])
+    assert new == {PACKAGE}
+
+
+def test_filters_that_change_meanwhile_are_kept() -> None:
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        before = list(warnings.filters)
+        with without_the_warning_of_jit():
+            warnings.warn("`torch.jit.script` is deprecated. Use another.", FutureWarning, stacklevel=1)
+            warnings.warn("`torch.jit.script` is deprecated. Use another.", UserWarning, stacklevel=1)
+            warnings.simplefilter("error", ResourceWarning)
+        assert [warning.category for warning in shown] == [UserWarning]
+        assert warnings.filters[1:] == before
+        assert warnings.filters[0][2] is ResourceWarning
+        # A user's own filter of this message is not taken away.
+        warnings.filterwarnings("ignore", r"`torch\.jit\.script` is deprecated", FutureWarning)
+        before = list(warnings.filters)
+        with without_the_warning_of_jit():
+            pass
+        assert list(warnings.filters) == before
+
+
+def test_import_works_where_warnings_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONWARNINGS", "error::FutureWarning")
+    assert run(f"import {PACKAGE}; print(1)") == (1, "")
