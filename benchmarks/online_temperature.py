@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.experiments.data import load_data
-from benchmarks.experiments.data.fashionmnist import mnist_images
-from benchmarks.experiments.data.split import RetrievalData, TensorSplit
+from benchmarks.experiments.data.split import RetrievalData
 from benchmarks.experiments.evaluate import evaluate
 from benchmarks.experiments.methods import Setting
 from benchmarks.experiments.methods.laplace_online import LaplaceOnline
@@ -45,10 +44,9 @@ _TITLES = {"1": "of the final posterior", STEPS: "divided by the number of steps
 
 def held_out(root: Path, train_size: int | None) -> RetrievalData:
     """Training images only: some to train on, some to test on, MNIST's as out of distribution."""
-    data = load_data("fashionmnist", root)
+    data, digits = (load_data(name, root, ood="none") for name in ("fashionmnist", "mnist"))
     order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(1))
-    pixels, _ = mnist_images(root, "train", download=False)
-    outside = TensorSplit(pixels[:HELD_OUT], torch.zeros(HELD_OUT, dtype=torch.int64))
+    outside = digits.train.take(torch.arange(min(HELD_OUT, len(digits.train))))
     train, test = data.train.take(order[HELD_OUT:][:train_size]), data.train.take(order[:HELD_OUT])
     return replace(data, train=train, test=test, ood=outside)
 

@@ -11,10 +11,10 @@ __all__ = ["check_count", "check_dense", "check_flag", "check_generator"]
 
 
 def check_count(argument: str, value: object) -> int:
-    """Return a positive whole number.
+    """Return ``value`` if it is a positive whole number.
 
     Raises:
-        InputError: Something else.
+        InputError: ``value`` is anything else.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InputError(expected(argument, "a positive whole number", value))
@@ -22,36 +22,36 @@ def check_count(argument: str, value: object) -> int:
 
 
 def check_flag(argument: str, value: object) -> None:
-    """Refuse what is not ``True`` or ``False``: a string such as ``"no"`` would count as true.
+    """Refuse anything but ``True`` and ``False``: Python would read the string ``"no"`` as true.
 
     Raises:
-        InputTypeError: It is something else.
+        InputTypeError: ``value`` is anything else.
     """
     if not isinstance(value, bool):
         raise InputTypeError(expected(argument, "True or False", f"a {type(value).__name__}"))
 
 
 def check_dense(argument: str, value: Tensor) -> None:
-    """Refuse a tensor that is not dense: a sparse one has neither rows to take nor comparisons.
+    """Refuse a tensor that is not dense: sparse tensors can be neither sliced by rows nor compared.
 
     Raises:
-        InputTypeError: It is not.
+        InputTypeError: The tensor is sparse or has another special layout.
     """
     if value.layout != torch.strided:
         raise InputTypeError(expected(argument, "a dense tensor", f"layout {value.layout}", "Call .to_dense() on it."))
 
 
 def check_generator(generator: object, device: torch.device) -> None:
-    """Refuse a source of randomness that torch would refuse, or another device's.
+    """Refuse a random generator that torch cannot use on ``device``; ``None`` is accepted.
 
     Raises:
-        InputTypeError: Not a ``torch.Generator``.
-        InputError: One of another device.
+        InputTypeError: ``generator`` is not a ``torch.Generator``.
+        InputError: ``generator`` lives on another type of device.
     """
     if generator is None:
         return
     if not isinstance(generator, torch.Generator):
         raise InputTypeError(expected("generator", "a torch.Generator or None", f"a {type(generator).__name__}"))
     if generator.device.type != device.type:
-        hint = f"Make it with torch.Generator({device.type!r})."
+        hint = f"Create it with torch.Generator({device.type!r})."
         raise InputError(expected("generator", f"one on device {device.type}", f"one on {generator.device}", hint))

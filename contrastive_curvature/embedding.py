@@ -1,4 +1,4 @@
-"""What a Bayesian encoder says of an input: a distribution over embeddings on the unit sphere."""
+"""The prediction of a Bayesian encoder for an input: a distribution over embeddings on the unit sphere."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ __all__ = ["EmbeddingDistribution", "gaussian_samples"]
 class EmbeddingDistribution:
     """Distribution of B embeddings on the sphere; ``mu, kappa = distribution`` unpacks its von Mises-Fisher summary.
 
-    Made from a Gaussian over the raw outputs (closed form), or from samples of them (:meth:`from_samples`).
+    Built from a Gaussian over the raw outputs (closed form), or from samples of the raw outputs (:meth:`from_samples`).
 
     Args:
         mean: Mean of the raw outputs, shape (B, D), D >= 2.
-        variance: Their variances, shape (B, D), when the covariance is diagonal.
-        covariance: Their covariances, shape (B, D, D). Exactly one of the three spreads is given.
-        joint_covariance: Covariance of all raw outputs together, shape (B D, B D).
+        variance: Variances of the raw outputs, shape (B, D), for a diagonal covariance.
+        covariance: Covariances of the raw outputs, shape (B, D, D).
+        joint_covariance: Covariance of all raw outputs together, shape (B D, B D). Give exactly one of ``variance``,
+            ``covariance`` and ``joint_covariance``.
 
     Attributes:
         mean: Mean of the raw outputs, shape (B, D).
 
     Raises:
-        InputTypeError: Something is no tensor of floats.
-        InputError: None or several of the spreads are given; a shape, dtype or device disagrees; something is not
-            finite, a row of the mean is zero, a variance negative, or a covariance not symmetric positive semidefinite
-            beyond rounding.
+        InputTypeError: An argument is not a floating-point tensor.
+        InputError: Not exactly one of the three spreads is given; a shape, dtype or device disagrees; an entry is not
+            finite; a row of the mean is zero; a variance is negative; or a covariance is not symmetric positive
+            semidefinite, beyond rounding.
     """
 
     def __init__(
@@ -67,16 +68,18 @@ class EmbeddingDistribution:
         if variance is not None:
             check_spread("variance", variance, mean, mean.shape)
             if bool((variance < 0).any()):
-                raise InputError(expected("variance", "variances >= 0", f"a smallest one of {float(variance.min())}"))
+                raise InputError(
+                    expected("variance", "variances >= 0", f"a smallest variance of {float(variance.min())}")
+                )
         elif covariance is not None:
             check_spread("covariance", covariance, mean, (*mean.shape, mean.shape[1]))
             check_semidefinite("covariance", covariance)
         elif joint_covariance is not None:
             check_spread("joint_covariance", joint_covariance, mean, (mean.numel(), mean.numel()))
             check_semidefinite("joint_covariance", joint_covariance)
-        self._keep(mean, variance, covariance, joint_covariance)
+        self._store(mean, variance, covariance, joint_covariance)
 
-    def _keep(
+    def _store(
         self, mean: Tensor, variance: Tensor | None, covariance: Tensor | None, joint_covariance: Tensor | None
     ) -> None:
         self.mean = mean
@@ -98,19 +101,20 @@ class EmbeddingDistribution:
         covariance: Tensor | None = None,
         joint_covariance: Tensor | None = None,
     ) -> EmbeddingDistribution:
-        """The same without the checks of symmetry and sign: for posteriors, whose spreads fail them by rounding alone.
+        """Build a distribution without checking symmetry and sign, for the library's own posteriors.
 
-        A covariance that is a difference of large matrices has the rounding of those, which no tolerance relative to
-        its own size allows for. And a prediction should not cost a decomposition.
+        Rounding alone could fail these checks: a covariance computed as a difference of large matrices has the rounding
+        errors of the large matrices, which a tolerance relative to the small difference does not cover. The checks
+        would also need a matrix decomposition for every prediction.
 
         Args:
-            mean: Shape (B, D), finite.
-            variance: As in the constructor.
-            covariance: As in the constructor.
-            joint_covariance: As in the constructor.
+            mean: Mean of the raw outputs, shape (B, D), finite.
+            variance: Variances of the raw outputs, shape (B, D).
+            covariance: Covariances of the raw outputs, shape (B, D, D).
+            joint_covariance: Covariance of all raw outputs together, shape (B D, B D).
 
         Raises:
-            InputError: The spread is not finite.
+            InputError: The given spread is not finite.
         """
         for name, spread in (
             ("variance", variance),
@@ -121,7 +125,7 @@ class EmbeddingDistribution:
                 hint = "The prior precision or the temperature may be too small, or an input's Jacobian too large."
                 raise InputError(expected(f"la(x): {name}", "finite numbers", "NaN or infinity", hint))
         out = cls.__new__(cls)
-        out._keep(mean, variance, covariance, joint_covariance)
+        out._store(mean, variance, covariance, joint_covariance)
         return out
 
     @classmethod
@@ -132,12 +136,12 @@ class EmbeddingDistribution:
             samples: Shape (S, B, D), S >= 2; sample s comes from one network for all B inputs.
 
         Returns:
-            A distribution whose ``mu`` and ``kappa`` are those of the normalised samples (Sra 2012; paper, Eq. 42-43),
-            and whose samples are these.
+            A distribution whose ``mu`` and ``kappa`` are estimated from the normalised samples (Sra 2012; paper, Eq.
+            42-43), and whose :meth:`raw_samples` returns the given samples.
 
         Raises:
-            InputTypeError: No tensor of floats.
-            InputError: Another shape, fewer than two samples, or not finite.
+            InputTypeError: ``samples`` is not a floating-point tensor.
+            InputError: The shape is wrong, there are fewer than two samples, or an entry is not finite.
         """
         hint = "Sample s comes from one network for all B inputs, as la.functional_samples(x, joint=True) gives them."
         wanted = "shape (S, B, D) with S >= 2 and D >= 2"
@@ -146,8 +150,8 @@ class EmbeddingDistribution:
             raise InputError(expected("samples", wanted, f"shape {tuple(samples.shape)}", hint))
         check_all_finite("samples", samples)
         out = cls.__new__(cls)
-        # The covariance waits until somebody asks: of very large outputs it is no number any more.
-        out._keep(samples.mean(0), None, None, None)
+        # The covariance is computed on request only: for very large outputs it overflows.
+        out._store(samples.mean(0), None, None, None)
         out._samples = samples
         return out
 
@@ -158,30 +162,35 @@ class EmbeddingDistribution:
 
     @property
     def kappa(self) -> Tensor:
-        """Concentrations, shape (B,); in closed form to second order in the spread, or estimated from samples."""
+        """Concentrations, shape (B,): in closed form to second order in the spread, or estimated from the samples."""
         return self._summary[1]
 
     @property
     def uncertainty(self) -> Tensor:
-        """The scalar to rank and to threshold by, shape (B,): ``E|z| - |E z|``, in units of the raw outputs.
+        """How much the networks of the posterior disagree about the direction of an embedding, shape (B,).
 
-        How much length raw embeddings lose when they are averaged over the posterior; zero when all networks agree on
-        the direction. For the Gaussian it is ``tr(P V P) / (2 n)`` to second order, which is ``n / 2`` times the
-        tangential variance that ``kappa`` is made of. It therefore still sees how far an input drives the outputs,
-        which the angle alone forgets; ``1 / kappa`` is the purely angular score. Comparable within one encoder.
+        Rank inputs by this number, or compare it with a threshold; larger is less certain. It is ``E|z| - |E z|``: the
+        mean norm of the raw outputs under the posterior minus the norm of their mean, in units of the raw outputs. It
+        is zero when all networks give the same direction, and grows with the angle between their outputs and with the
+        norm of their outputs. It is no probability, and it can be compared between inputs of one encoder, not between
+        encoders. ``1 / kappa`` is the score that depends on the angles only.
+
+        For a Gaussian it is computed to second order in the spread: ``tr(P V P) / (2 n)`` with the norm ``n`` of the
+        mean, the covariance ``V`` and the projection ``P`` onto the tangent space, which is ``n / 2`` times
+        :attr:`tangential_variance`.
         """
         if self._samples is not None:
             samples, mean, scale = self._scaled_samples()
             return (samples.norm(dim=2).mean(0) - mean.norm(dim=1)).clamp(min=0) * scale
         u, n = unit("mean", self.mean)
-        # n times the variance is that of a unit mean with V / n: without the square of n, which may leave the numbers.
+        # A unit mean with covariance V / n gives n times the variance, and avoids n^2, which may overflow.
         if self._variance is not None:
             return vmf.tangential_variance(u, variance=self._variance / n.unsqueeze(1)) / 2
         return vmf.tangential_variance(u, covariance=self.covariance / n[:, None, None]) / 2
 
     @property
     def tangential_variance(self) -> Tensor:
-        """Variance across the mean direction over the squared norm, shape (B,), in squared radians."""
+        """Variance perpendicular to the mean, over the squared norm of the mean, shape (B,), in squared radians."""
         if self._variance is not None:
             return vmf.tangential_variance(self.mean, variance=self._variance)
         if self._samples is not None:
@@ -210,10 +219,10 @@ class EmbeddingDistribution:
         """Covariance of all raw outputs together, shape (B D, B D).
 
         Raises:
-            UnsupportedError: Only marginal distributions were asked for.
+            UnsupportedError: The prediction was requested without ``joint=True``.
         """
         if self._joint is None:
-            msg = "joint_covariance: this distribution holds one marginal an input. Ask for la(x, joint=True)."
+            msg = "joint_covariance: this distribution holds one marginal an input. Call la(x, joint=True)."
             raise UnsupportedError(msg)
         return self._joint
 
@@ -222,21 +231,21 @@ class EmbeddingDistribution:
 
         Args:
             n_samples: Number S of samples.
-            generator: Source of randomness.
+            generator: Random generator on the device of the mean; torch's default one if not given.
 
         Returns:
-            Shape (S, B, D). With a joint covariance, or made from samples, a sample comes from the same weights for all
-            inputs; else every input is drawn from its own marginal.
+            Shape (S, B, D). A distribution with a joint covariance, or built from samples, gives outputs of one network
+            for all inputs in each sample; any other draws every input independently from its own marginal.
 
         Raises:
-            InputTypeError: ``generator`` is no ``torch.Generator``.
-            InputError: ``n_samples`` is no positive whole number, or more than there are, when made from samples; or
-                ``generator`` is another device's.
+            InputTypeError: ``generator`` is not a ``torch.Generator``.
+            InputError: ``n_samples`` is not a positive whole number, or exceeds the number of samples that the
+                distribution was built from; or ``generator`` lives on another device.
         """
         check_draw(n_samples, generator, self.mean.device)
         if self._samples is not None:
             if n_samples > self._samples.shape[0]:
-                hint = "This distribution was made from them; ask for more when predicting."
+                hint = "This distribution was built from those samples; request more of them in the prediction."
                 raise InputError(expected("n_samples", f"at most {self._samples.shape[0]}", n_samples, hint))
             return self._samples[:n_samples]
         if self._joint is not None:
@@ -245,28 +254,28 @@ class EmbeddingDistribution:
         return gaussian_samples(self.mean, self._variance, self._covariance, n_samples, generator)
 
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
-        """Draw embeddings: :meth:`raw_samples`, projected on the sphere. Shape (S, B, D)."""
+        """Draw embeddings: :meth:`raw_samples`, each divided by its norm. Shape (S, B, D)."""
         raw = self.raw_samples(n_samples, generator)
         return normalize(raw.flatten(0, 1))[0].view_as(raw)
 
     def __iter__(self) -> Iterator[Tensor]:
-        """``mu`` and ``kappa``."""
+        """Iterate over ``mu`` and ``kappa``."""
         return iter((self.mu, self.kappa))
 
     def __len__(self) -> int:
-        """Two, for ``mu`` and ``kappa``: what unpacking gives."""
+        """Two: unpacking gives ``mu`` and ``kappa``."""
         return 2
 
     def __repr__(self) -> str:
-        """Sizes only."""
+        """Number and dimension of the embeddings, and the kind of the distribution."""
         n, dim = self.mean.shape
         kind = "samples" if self._samples is not None else "joint Gaussian" if self._joint is not None else "Gaussian"
         return f"EmbeddingDistribution({n} embeddings in {dim} dimensions, from {kind})"
 
     def _scaled_samples(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Samples (S, B, D) and their mean (B, D) over the largest entry of each input, and that entry (B,)."""
+        """Samples (S, B, D) and their mean (B, D), both divided by each input's largest entry, and that entry (B,)."""
         if self._samples is None:
-            msg = "this distribution was not made from samples"
+            msg = "this distribution was not built from samples"
             raise TypeError(msg)
         scale = self._samples.detach().abs().amax((0, 2))
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))
@@ -284,7 +293,7 @@ class EmbeddingDistribution:
 
 
 def sample_covariance(samples: Tensor) -> Tensor:
-    """Covariance (B, D, D) of samples (S, B, D)."""
+    """Sample covariance, shape (B, D, D), of samples of shape (S, B, D)."""
     centred = (samples - samples.mean(0)).permute(1, 2, 0)
     return centred @ centred.mT / (samples.shape[0] - 1)
 
@@ -299,7 +308,7 @@ def gaussian_samples(
         variance: Shape (B, D), or ``None``.
         covariance: Shape (B, D, D), positive semidefinite (it may be singular), or ``None``.
         n_samples: Number S of samples.
-        generator: Source of randomness.
+        generator: Random generator; torch's default one if not given.
 
     Returns:
         Shape (S, B, D).

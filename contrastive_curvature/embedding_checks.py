@@ -1,4 +1,4 @@
-"""What may be a mean and a spread of embeddings, up to the rounding of the numbers they came from."""
+"""Checks of the mean, the variance and the covariance of embeddings, with tolerances for rounding."""
 
 from __future__ import annotations
 
@@ -19,10 +19,15 @@ __all__ = [
 
 
 def check_floats(name: str, value: object, wanted: str) -> None:
-    """Refuse what is no tensor of real floating-point numbers.
+    """Refuse anything but a dense floating-point tensor.
+
+    Args:
+        name: Name of the argument.
+        value: The argument.
+        wanted: The shape that is wanted, for the error message.
 
     Raises:
-        InputTypeError: It is not.
+        InputTypeError: ``value`` is anything else.
     """
     if not isinstance(value, Tensor):
         raise InputTypeError(expected(name, f"a torch.Tensor, {wanted}", f"a {type(value).__name__}"))
@@ -35,7 +40,7 @@ def check_all_finite(name: str, value: Tensor) -> None:
     """Refuse NaN and infinity.
 
     Raises:
-        InputError: There is one.
+        InputError: An entry is NaN or infinite.
     """
     bad = int((~value.detach().isfinite()).sum())
     if bad:
@@ -43,11 +48,11 @@ def check_all_finite(name: str, value: Tensor) -> None:
 
 
 def check_mean(mean: object) -> None:
-    """Refuse what is no mean of raw outputs.
+    """Refuse anything but a mean of raw outputs.
 
     Raises:
-        InputTypeError: No tensor of floats.
-        InputError: Not of shape (B, D) with D >= 2, not finite, or with a row of zeros.
+        InputTypeError: ``mean`` is not a floating-point tensor.
+        InputError: The shape is not (B, D) with D >= 2, an entry is not finite, or a row is zero.
     """
     wanted = "shape (B, D) with D >= 2"
     check_floats("mean", mean, wanted)
@@ -61,13 +66,19 @@ def check_mean(mean: object) -> None:
 
 
 def check_spread(name: str, spread: object, mean: Tensor, shape: tuple[int, ...]) -> None:
-    """Refuse a spread that does not go with the mean.
+    """Refuse a variance or a covariance that does not fit the mean.
+
+    Args:
+        name: Name of the argument.
+        spread: The variance or covariance.
+        mean: The mean, shape (B, D).
+        shape: The shape that the spread must have.
 
     Raises:
-        InputTypeError: No tensor of floats.
-        InputError: Another shape, dtype or device, or not finite.
+        InputTypeError: ``spread`` is not a floating-point tensor.
+        InputError: The shape, dtype or device differs from what the mean requires, or an entry is not finite.
     """
-    wanted = f"shape {tuple(shape)} to go with mean {tuple(mean.shape)}"
+    wanted = f"shape {tuple(shape)} to fit mean {tuple(mean.shape)}"
     check_floats(name, spread, wanted)
     if not isinstance(spread, Tensor) or tuple(spread.shape) != tuple(shape):
         raise InputError(expected(name, wanted, f"shape {tuple(getattr(spread, 'shape', ()))}"))
@@ -79,14 +90,14 @@ def check_spread(name: str, spread: object, mean: Tensor, shape: tuple[int, ...]
 
 
 def check_semidefinite(name: str, matrices: Tensor) -> None:
-    """Refuse matrices that are not symmetric positive semidefinite, beyond the rounding of sums of their size.
+    """Refuse matrices that are not symmetric positive semidefinite, beyond the rounding errors of sums of their size.
 
     Args:
-        name: Of the argument.
-        matrices: Finite, shape (D, D) or (B, D, D).
+        name: Name of the argument.
+        matrices: Finite matrices, shape (D, D) or (B, D, D).
 
     Raises:
-        InputError: One of them is not.
+        InputError: A matrix is not symmetric, or has a negative eigenvalue.
     """
     matrices = matrices.detach()
     if matrices.dtype in (torch.float16, torch.bfloat16):
@@ -98,14 +109,14 @@ def check_semidefinite(name: str, matrices: Tensor) -> None:
     dim = matrices.shape[-1]
     rounding = eps**0.5 + 16 * dim * eps
     size = matrices.abs().amax((-2, -1), keepdim=True)
-    # Divided first: products of very large or very small entries would leave the numbers.
+    # Scaled first: products of very large or very small entries would overflow or underflow.
     scaled = matrices / torch.where(size > 0, size, torch.ones_like(size))
     apart = (scaled - scaled.mT).abs().amax((-2, -1))
     if bool((apart > rounding).any()):
         worst = float((apart * size.flatten().view_as(apart)).max())
-        hint = "For a symmetric one, pass (V + V.mT) / 2."
+        hint = "Pass (V + V.mT) / 2, which is symmetric."
         raise InputError(
-            expected(name, "symmetric", f"entries that differ from their mirrored ones by {worst:.3g}", hint)
+            expected(name, "a symmetric matrix", f"entries that differ from the transposed ones by {worst:.3g}", hint)
         )
     eye = torch.eye(dim, dtype=scaled.dtype, device=scaled.device)
     failed = torch.linalg.cholesky_ex((scaled + scaled.mT) / 2 + 2 * rounding * eye).info != 0
@@ -115,11 +126,11 @@ def check_semidefinite(name: str, matrices: Tensor) -> None:
 
 
 def check_draw(n_samples: object, generator: object, device: torch.device) -> None:
-    """Refuse what no samples can be drawn with.
+    """Check the arguments of a method that draws samples.
 
     Raises:
-        InputTypeError: ``generator`` is no ``torch.Generator``.
-        InputError: ``n_samples`` is no positive whole number, or ``generator`` is another device's.
+        InputTypeError: ``generator`` is not a ``torch.Generator``.
+        InputError: ``n_samples`` is not a positive whole number, or ``generator`` lives on another type of device.
     """
     check_count("n_samples", n_samples)
     check_generator(generator, device)

@@ -1,6 +1,6 @@
-"""What the library raises, and how a message is built.
+"""The exceptions of the library, and the one form of their messages.
 
-Every message names the argument, what came, what was expected and, where there is one, what to do instead.
+Every message names the argument, what was expected, what was received and, where it helps, what to do instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = [
 
 
 class ContrastiveCurvatureError(Exception):
-    """Base class of everything that this library raises on purpose."""
+    """Base class of all exceptions of this library."""
 
 
 class InputError(ContrastiveCurvatureError, ValueError):
@@ -29,18 +29,18 @@ class InputTypeError(InputError, TypeError):
 
 
 class UnsupportedError(ContrastiveCurvatureError, ValueError, NotImplementedError):
-    """A valid request that this combination of options cannot answer correctly, and therefore refuses."""
+    """The request is valid, but this combination of options has no correct answer to it."""
 
 
 class NotFittedError(ContrastiveCurvatureError, AttributeError, ValueError):
-    """Something was asked of a posterior that only ``fit`` gives; ``AttributeError`` is what laplace-torch raises."""
+    """A posterior was used before ``fit``. It is an ``AttributeError`` too, which laplace-torch raises here."""
 
 
 class DivergenceError(ContrastiveCurvatureError, ArithmeticError):
-    """Training has left the finite numbers.
+    """Training has diverged: a loss, an output or a curvature is NaN or infinite, or a precision is not positive.
 
     Args:
-        reason: What is no number any more, and what to do, as a sentence.
+        reason: What is not finite or not positive, and what to do about it, as a sentence.
         step: Number of the training step, counted from one.
     """
 
@@ -49,17 +49,17 @@ class DivergenceError(ContrastiveCurvatureError, ArithmeticError):
         self.reason, self.step = reason, step
 
 
-def expected(argument: str, wanted: str, came: object, instead: str = "") -> str:
-    """Build an error message of the library's one form.
+def expected(argument: str, wanted: str, received: object, hint: str = "") -> str:
+    """Build an error message in the form that all messages of the library have.
 
     Args:
         argument: Name of the argument as the caller typed it.
         wanted: What is allowed.
-        came: What was given; shown with ``repr``, or as it is when it is a string.
-        instead: What to do about it, a sentence; may be empty.
+        received: What the caller gave. A string is shown as it is, anything else with ``repr``.
+        hint: What to do about it, a sentence; may be empty.
 
     Returns:
-        ``"<argument>: expected <wanted>, got <came>. <instead>"``.
+        ``"<argument>: expected <wanted>, got <received>. <hint>"``.
     """
-    shown = came if isinstance(came, str) else repr(came)
-    return f"{argument}: expected {wanted}, got {shown}.{' ' + instead if instead else ''}"
+    shown = received if isinstance(received, str) else repr(received)
+    return f"{argument}: expected {wanted}, got {shown}.{' ' + hint if hint else ''}"

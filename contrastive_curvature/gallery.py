@@ -1,4 +1,4 @@
-"""How uncertain a retrieval is, given the gallery that is searched."""
+"""The uncertainty of a retrieval, given the gallery that is searched."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from contrastive_curvature.metrics._checks import check_count, check_embeddings,
 __all__ = ["RetrievalUncertainty", "neighbor_distance"]
 
 _ENTRIES = 2**24
-"""Of differences to neighbours that are held at once: 64 MiB in float32."""
+"""Numbers in one block of differences to neighbours: 64 MiB in float32."""
 
 
 class RetrievalUncertainty:
-    """One score that knows both unknown inputs and ambiguous ones.
+    """One score for two causes of wrong matches: inputs unlike the training data, and inputs between classes.
 
-    A match is right if the input is of a known kind, and its neighbours are of its class: ``P(match) = P(known)
-    P(match | known)``. The posterior's uncertainty speaks of the first, the distance to the gallery of the second, and
-    each is poor at the other's: uncertainty ranks inputs of a known kind worse than the distance does, and the distance
-    takes an unknown input for its nearest class. So the uncertainty only decides who is unknown: the most uncertain
-    ``share`` of known inputs, and whatever is beyond, are ranked last, by uncertainty; all others by distance.
+    A match is right if the input is of a known kind and if its neighbours are of its class: ``P(match) = P(known)
+    P(match | known)``. The posterior's uncertainty measures the first factor, the distance to the gallery the second.
+    Neither can replace the other: among inputs of a known kind the uncertainty ranks worse than the distance, and the
+    distance of an unknown input to its nearest class may be small. So the uncertainty only decides which inputs are
+    unknown, by a threshold that flags the fraction ``share`` of the known inputs. Inputs above the threshold are ranked
+    last, ordered by uncertainty; all others are ordered by distance.
 
     Args:
-        gallery: Embeddings that are searched, any length, shape (M, D).
-        calibration: Uncertainties of inputs of the known kind, such as a validation set, shape (C,).
-        k: Neighbours.
-        share: Of the known inputs, how many may be taken for unknown, in (0, 1).
+        gallery: Embeddings that are searched, of any norm, shape (M, D).
+        calibration: Uncertainties of inputs of a known kind, such as a validation set, shape (C,).
+        k: Number of neighbours.
+        share: Fraction of known inputs that may be flagged as unknown (false-positive rate), in (0, 1).
 
     Attributes:
         threshold: Uncertainty above which an input counts as unknown.
 
     Raises:
-        InputTypeError: Something is no tensor of floats.
-        InputError: A shape or a value is out of range.
+        InputTypeError: An argument has a wrong type.
+        InputError: A shape is wrong, or a value is out of range.
     """
 
     def __init__(self, gallery: Tensor, calibration: Tensor, *, k: int = 10, share: float = 0.1) -> None:
@@ -49,19 +50,20 @@ class RetrievalUncertainty:
         known = check_scores("calibration", calibration)
         self.threshold = float(known.double().quantile(1 - share))
         if not self.threshold > 0:
-            hint = "An uncertainty that is zero for so many inputs cannot tell them apart."
+            hint = "An uncertainty that is zero for so many inputs cannot separate known from unknown ones."
             raise InputError(expected("calibration", "a positive quantile", self.threshold, hint))
 
     def __call__(self, embeddings: Tensor, uncertainty: Tensor) -> Tensor:
         """Score queries.
 
         Args:
-            embeddings: Of any length, shape (N, D); not of the gallery, where an input would find itself.
-            uncertainty: Of the same inputs, from the same source as the calibration's, shape (N,).
+            embeddings: Embeddings of N inputs, of any norm, shape (N, D). The inputs must not be in the gallery: each
+                would be its own nearest neighbour.
+            uncertainty: Uncertainties of the same inputs, computed as those in ``calibration``, shape (N,).
 
         Returns:
-            Shape (N,): for an input of a known kind its mean cosine distance to its neighbours, in [0, 2]; for another
-            one 2 plus its uncertainty in units of the threshold. Larger is less certain.
+            Scores, shape (N,); larger is less certain. The score of a known input is its mean cosine distance to its
+            neighbours, in [0, 2]. The score of an unknown input is 2 plus its uncertainty divided by the threshold.
 
         Raises:
             InputError: The arguments are malformed.
@@ -81,12 +83,12 @@ class RetrievalUncertainty:
 def neighbor_distance(queries: Tensor, gallery: Tensor, k: int = 10) -> Tensor:
     """Mean cosine distance to the k nearest gallery points.
 
-    For unit embeddings that is half the mean squared Euclidean distance, so the two rank alike.
+    For unit embeddings it is half the mean squared Euclidean distance, so both give the same order.
 
     Args:
-        queries: Embeddings of any length, shape (N, D).
-        gallery: The same, shape (M, D), M >= k.
-        k: Neighbours.
+        queries: Embeddings of any norm, shape (N, D).
+        gallery: Embeddings that are searched, of any norm, shape (M, D), M >= k.
+        k: Number of neighbours.
 
     Returns:
         Shape (N,), in [0, 2].
@@ -94,12 +96,12 @@ def neighbor_distance(queries: Tensor, gallery: Tensor, k: int = 10) -> Tensor:
     Raises:
         InputError: The arguments are malformed.
     """
-    found = metrics.nearest_neighbors(queries, gallery, k=k)
+    neighbors = metrics.nearest_neighbors(queries, gallery, k=k)
     v = normalize(gallery)[0]
     rows = max(1, _ENTRIES // (k * v.shape[1]))
-    # From differences, not as 1 - cosine: close neighbours would cancel in float32.
+    # Differences, because 1 - cosine loses all digits in float32 when neighbours are close.
     near = [
         (normalize(block)[0].unsqueeze(1) - v[nearest]).square().sum(2).mean(1) / 2
-        for block, nearest in zip(queries.split(rows), found.split(rows), strict=True)
+        for block, nearest in zip(queries.split(rows), neighbors.split(rows), strict=True)
     ]
     return torch.cat(near)

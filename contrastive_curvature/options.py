@@ -1,6 +1,6 @@
-"""The closed options of the contrastive curvature, each with its meaning, and the checks of the open ones.
+"""Options of the contrastive curvature: enumerations with the meaning of each value, and checks of numbers.
 
-The Hessian of the pair loss is the same object wherever it is used, so its options are checked once, here.
+The Hessian of the pair loss has the same options wherever it is used, so all checks of them are here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ __all__ = [
 ]
 
 LARGEST_DISTANCE = 2.0
-"""Between two points of the unit sphere. A margin of this size masks nothing, so no rounding may decide about it."""
+"""Largest distance of two points on the unit sphere. A margin of this size masks no pair: rounding must not change
+that."""
 
 _E = TypeVar("_E", bound="_Option")
 
@@ -37,33 +38,34 @@ class _Option(StrEnum):
 
 
 class Distance(_Option):
-    """Where the l2-normalisation sits, which decides the split of the generalised Gauss-Newton (paper, appendix F)."""
+    """Whether the generalised Gauss-Newton treats the l2-normalisation as loss or as network (paper, appendix F)."""
 
     ARCCOS = "arccos"
-    """Inside the loss: the second derivative of the normalisation is kept (appendix F.2)."""
+    """Normalisation as part of the loss: its second derivative is kept (appendix F.2)."""
 
     EUCLIDEAN = "euclidean"
-    """Inside the network, which is linearised: its second derivative is dropped (appendix F.1)."""
+    """Normalisation as part of the network, which is linearised: its second derivative is dropped (appendix F.1)."""
 
 
 class PDFix(_Option):
-    """How the indefinite Hessian is brought towards positive definiteness (paper, appendix F.3)."""
+    """How the indefinite Hessian is changed towards a positive definite one (paper, appendix F.3)."""
 
     POSITIVE = "positive"
-    """Only attracting pairs, cross terms kept (Eq. 109; ``pos`` in the authors' code)."""
+    """Only positive (attracting) pairs; cross terms are kept (Eq. 109; ``pos`` in the authors' code)."""
 
     FIXED = "fixed"
-    """All pairs inside the margin, one point of a pair held fixed: no cross terms (Eq. 110-112; ``fix``)."""
+    """All pairs inside the margin, each with one of its points held fixed, so without cross terms (Eq. 110-112;
+    ``fix``)."""
 
     FULL = "full"
-    """All pairs inside the margin, cross terms kept; the parameter curvature is clamped (Eq. 108)."""
+    """All pairs inside the margin; cross terms are kept, and the parameter curvature is clamped (Eq. 108)."""
 
     PSD = "psd"
-    """``fixed`` with every point's block projected on the positive semidefinite cone (ours): safe in any structure."""
+    """As ``fixed``, with every point's block projected onto the positive semidefinite matrices. Not in the paper."""
 
     @property
     def coupled(self) -> bool:
-        """Whether the cross terms between two points survive."""
+        """Whether the Hessian has cross terms between two points."""
         return self in (PDFix.POSITIVE, PDFix.FULL)
 
     @property
@@ -73,21 +75,22 @@ class PDFix(_Option):
 
 
 class Normalization(_Option):
-    """What a pair's weight is divided by."""
+    """The number by which a pair's weight is divided."""
 
     SUM = "sum"
-    """Nothing: every unordered pair counts once (the authors' code)."""
+    """One: the loss is a plain sum over unordered pairs (the authors' code)."""
 
     TYPE = "type"
-    """The number of pairs of its type: positives average to one, negatives too (Eq. 23 and 30)."""
+    """The number of pairs of its type: the weights of all positive pairs sum to one, and so do those of all negative
+    pairs (Eq. 23 and 30)."""
 
     ANCHOR = "anchor"
-    """The number of pairs of its type at each of its two points, averaged over the two: each point's positives sum to
-    one, its negatives too (Eq. 119)."""
+    """The number of pairs of its type at one of its points, as anchor; a pair gets the mean of the quotients of its two
+    points (Eq. 119)."""
 
 
 class Structure(_Option):
-    """What is kept of the (P, P) parameter curvature."""
+    """Which approximation of the (P, P) parameter curvature is stored."""
 
     DIAG = "diag"
     FULL = "full"
@@ -98,22 +101,22 @@ class KFACApprox(_Option):
     """How Kronecker factors treat the two points of a pair (:mod:`contrastive_curvature.ggn.sharing`)."""
 
     EXPAND = "expand"
-    """Each point on its own: the cross terms of coupled fixes are left out."""
+    """Each point by itself: the cross terms of coupled fixes are dropped."""
 
     REDUCE = "reduce"
-    """The two points are summed first, for coupled fixes: the cross terms enter the curvature factor."""
+    """For coupled fixes, the two points of a pair are summed first: the curvature factor includes their cross terms."""
 
 
 _ALIASES = {"pos": "positive", "fix": "fixed"}
 
 
 def parse_option(kind: type[_E], argument: str, value: str) -> _E:
-    """Turn a string into a member of ``kind``.
+    """Convert a string to a member of the enumeration ``kind``.
 
     Args:
         kind: The option's enumeration.
         argument: Name of the argument, for the error message.
-        value: A member, its string, or (for ``PDFix``) the name in the authors' code.
+        value: A member, its string, or (for ``PDFix``) its name in the authors' code.
 
     Returns:
         The member.
@@ -130,7 +133,7 @@ def parse_option(kind: type[_E], argument: str, value: str) -> _E:
 
 
 class Default:
-    """A default that can be told from the same value given by the user.
+    """A default value that the library can distinguish from the same value given by the user.
 
     Args:
         value: The default.
@@ -147,16 +150,16 @@ class Default:
 
 
 def default(value: object) -> Any:
-    """A default of an argument of any type, see :class:`Default`."""
+    """Wrap a default in :class:`Default`, typed as ``Any`` so that it fits an argument of any type."""
     return Default(value)
 
 
 def check_margin(margin: object) -> None:
-    """Refuse a margin that no distance between unit vectors can cross.
+    """Refuse a margin that is not a possible distance between unit vectors.
 
     Raises:
-        InputTypeError: Not a number.
-        InputError: Outside (0, 2].
+        InputTypeError: The margin is neither a number nor ``None``.
+        InputError: The margin is outside (0, 2].
     """
     wanted = "None (every negative counts) or a number in (0, 2]"
     hint = "It is a threshold on the distance |u_i - u_j| of unit embeddings, which never exceeds 2."
@@ -169,11 +172,11 @@ def check_margin(margin: object) -> None:
 
 
 def check_negative_weight(weight: object) -> None:
-    """Refuse a bias correction outside [0, 1] (Eq. 10).
+    """Refuse a weight of the negative pairs outside [0, 1] (Eq. 10).
 
     Raises:
-        InputTypeError: Not a number.
-        InputError: Outside [0, 1].
+        InputTypeError: The weight is not a number.
+        InputError: The weight is outside [0, 1].
     """
     wanted = "a number in [0, 1]"
     hint = "0.5 is unbiased sampling, 0 ignores the negatives (Eq. 10)."
@@ -186,20 +189,20 @@ def check_negative_weight(weight: object) -> None:
 def parse_kfac_approx(
     value: KFACApprox | str, pd_fix: PDFix, structure: Structure | None = Structure.KRON, pairs: str = "batch"
 ) -> KFACApprox:
-    """Turn a string into a member, and refuse an approximation of cross terms where it has no meaning.
+    """Convert a string to a member, and refuse an approximation of cross terms where there are none.
 
     Args:
         value: The approximation.
         pd_fix: The fix.
-        structure: What is asked for; ``None`` for another structure than those of :class:`Structure`.
-        pairs: ``"batch"``, or ``"dataset"``, whose points are never there at once.
+        structure: The requested structure; ``None`` stands for one that is not in :class:`Structure`.
+        pairs: ``"batch"``, or ``"dataset"``, whose points are never in memory at the same time.
 
     Returns:
         The member.
 
     Raises:
-        UnsupportedError: The fix drops the cross terms, or the points are not there at once.
-        InputError: It is unknown, or the structure has no Kronecker factors.
+        UnsupportedError: The fix drops the cross terms, or the points are not in memory at the same time.
+        InputError: The approximation is unknown, or the structure has no Kronecker factors.
     """
     approx = parse_option(KFACApprox, "kfac_approx", value)
     if approx is KFACApprox.EXPAND:
@@ -210,7 +213,8 @@ def parse_kfac_approx(
     if not pd_fix.coupled:
         msg = (
             f"kfac_approx={str(approx)!r} with pd_fix={str(pd_fix)!r}: this fix drops the cross terms between the two "
-            "points of a pair, so there is nothing to share. Use kfac_approx='expand', or pd_fix='positive' or 'full'."
+            "points of a pair, so there is nothing to approximate. Use kfac_approx='expand', or pd_fix='positive' or "
+            "'full'."
         )
         raise UnsupportedError(msg)
     if pairs == "dataset":

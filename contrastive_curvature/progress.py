@@ -1,4 +1,4 @@
-"""How long a computation takes: said in advance where it is long, and shown while it runs."""
+"""Progress bars, and a warning in advance when a computation will take long."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ _T = TypeVar("_T")
 
 _SHOW_AFTER = 10.0
 _WARN_FROM = 60.0
-_TRIAL = 3.0
-"""Seconds after which the speed of a loop says how long the rest of it will take."""
+_ESTIMATE_AFTER = 3.0
+"""Seconds. Before that, the speed of a loop is too uncertain to predict its total time."""
 _FEWEST_STEPS = 3
 
 
 class LongRunWarning(UserWarning):
-    """A computation will take more than a minute; the message says how long, and what would be faster."""
+    """A computation will take more than a minute; the message gives the expected time and a faster alternative."""
 
 
 class Progress:
     """The progress of one computation, which may have several loops.
 
     Args:
-        show: ``True``: bars from the start. ``None``: bars from the tenth second of the computation on. ``False``: no
-            bars.
-        faster: What the user can do about a long run, a sentence for the warning.
+        show: ``True`` shows bars from the start, ``None`` from the tenth second of the computation on, ``False`` never.
+        faster: How the user can avoid a long run, a sentence for the warning.
     """
 
     def __init__(self, show: bool | None = None, faster: str = "") -> None:
@@ -40,52 +39,52 @@ class Progress:
 
     @classmethod
     def of(cls, given: Progress | bool | None, faster: str = "") -> Progress:
-        """The progress that a caller passes on, or a new one."""
+        """``given`` itself if it is a :class:`Progress`, which joins its computation; otherwise a new one."""
         return given if isinstance(given, Progress) else cls(given, faster)
 
     def bar(self, desc: str, total: int | None = None) -> Any:
-        """A bar to be moved by hand."""
-        return tqdm(desc=desc, total=total, **self._how())
+        """A bar whose ``update`` the caller calls."""
+        return tqdm(desc=desc, total=total, **self._bar_options())
 
     def over(self, items: Iterable[_T], desc: str) -> Iterator[_T]:
-        """Iterate under a bar, and warn once the first steps show that all of them will take long."""
+        """Iterate with a bar, and warn as soon as the first steps show that the whole loop will take long."""
         total = _length(items)
         started: float | None = None
-        for count, item in enumerate(tqdm(items, desc=desc, **self._how())):
+        for count, item in enumerate(tqdm(items, desc=desc, **self._bar_options())):
             if started is None:
-                # Not before the first item: until then, worker processes start and files are opened.
+                # The time before the first item is not typical: worker processes start and files are opened.
                 started = time.monotonic()
             elif total is not None and count >= _FEWEST_STEPS:
                 self.extrapolate(started, count, total, desc)
             yield item
 
     def extrapolate(self, started: float, done: int, total: int, what: str) -> None:
-        """Warn of a long run once the speed of a loop says how long the rest of it will take.
+        """Warn of a long run if the speed of a loop so far predicts one.
 
         Args:
             started: Reading of ``time.monotonic()`` before the first step.
-            done: Steps, or parts of the work, taken since then.
-            total: All of them.
-            what: What takes so long.
+            done: Steps, or parts of the work, finished since then.
+            total: Number of all steps or parts.
+            what: Name of the computation, the subject of the warning.
         """
         seconds = time.monotonic() - started
-        if done and seconds >= _TRIAL:
+        if done and seconds >= _ESTIMATE_AFTER:
             self.expect(seconds / done * total, what)
 
     def expect(self, seconds: float, what: str) -> None:
         """Warn of a long run, once per computation.
 
         Args:
-            seconds: How long it will take.
-            what: What takes so long.
+            seconds: Expected duration of the whole computation.
+            what: Name of the computation, the subject of the warning.
         """
         if seconds < _WARN_FROM or self._warned:
             return
         self._warned = True
-        msg = f"{what} will take about {_in_words(seconds)}. {self.faster}".rstrip()
+        msg = f"{what} will take about {_format_duration(seconds)}. {self.faster}".rstrip()
         warnings.warn(msg, LongRunWarning, stacklevel=2)
 
-    def _how(self) -> dict[str, Any]:
+    def _bar_options(self) -> dict[str, Any]:
         waited = time.monotonic() - self._start
         return {
             "disable": self._show is False,
@@ -95,18 +94,18 @@ class Progress:
 
 
 def late_bar(items: Iterable[_T], desc: str) -> Iterable[_T]:
-    """Iterate under a bar that shows itself after ten seconds, and goes when it is done."""
+    """Iterate with a bar that appears after ten seconds and disappears at the end."""
     return tqdm(items, desc=desc, delay=_SHOW_AFTER, leave=False)
 
 
 def _length(items: Iterable[Any]) -> int | None:
     try:
         return len(items)  # type: ignore[arg-type]
-    except TypeError:  # torch's DataLoader has a length in name only where its data set has none
+    except TypeError:  # torch's DataLoader always has __len__, which raises if its data set has no length
         return None
 
 
-def _in_words(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     for size, name in ((86400, "days"), (3600, "hours")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {name}"

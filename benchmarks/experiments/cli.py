@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.experiments.config import DEFAULTS, TABLE_DATA, Config, check_config, defaults_of, read_data
+from benchmarks.experiments.config import Config, check_config, read_data
 from benchmarks.experiments.data import RetrievalData
 from benchmarks.experiments.data.registry import NONE, OUTSIDE, SHUFFLED
+from benchmarks.experiments.defaults import DEFAULTS, TABLE_DATA, defaults_of
 from benchmarks.experiments.networks import NETWORKS
 from benchmarks.experiments.plan import DEMO, Table, known_rows, plan_cells, table_rows
 from contrastive_curvature import Distance, PDFix

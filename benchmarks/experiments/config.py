@@ -1,4 +1,4 @@
-"""What one run is asked to do, the defaults of each data set, and the checks before anything is computed."""
+"""What one run is asked to do, and the checks before anything is computed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.experiments.data import RetrievalData, load_data
 from benchmarks.experiments.data.ood import check_ood
+from benchmarks.experiments.defaults import TABLE_DATA
 from benchmarks.experiments.methods import Setting
 from benchmarks.experiments.methods.knn import NEIGHBORS
 from benchmarks.experiments.networks import NETWORKS
@@ -19,87 +20,18 @@ from benchmarks.experiments.plan import DEMO, MEMBERS, Table
 from contrastive_curvature import output_hessian
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 
-__all__ = [
-    "DEFAULTS",
-    "TABLE_DATA",
-    "Config",
-    "DataDefaults",
-    "check_config",
-    "check_data",
-    "defaults_of",
-    "read_data",
-    "settings",
-]
+__all__ = ["Config", "check_config", "check_data", "read_data", "settings"]
 
 _LEAST_IMAGES = 20
-
-
-@dataclass(frozen=True)
-class DataDefaults:
-    """What is right for one data set when the user says nothing.
-
-    From the paper's G.1 and G.2 and, where they are silent (batch size, margin), the released configurations.
-
-    Args:
-        network: For :func:`benchmarks.experiments.networks.make_network`.
-        dim: Latent dimension.
-        epochs: Passes over the training images.
-        batch_size: Images a step.
-        lr: Learning rate of the first epoch.
-        margin: Of the contrastive loss.
-        per_class: Images of each class in a batch. Ours: of classes with few images, batches drawn at random hold no
-            positive pair, and all pairs of a batch count where the paper mines triplets.
-    """
-
-    network: str
-    dim: int = 2048
-    epochs: int = 20
-    batch_size: int = 64
-    lr: float = 1e-7
-    margin: float | None = 1.0
-    per_class: int | None = None
-
-
-DEFAULTS = {
-    "digits": DataDefaults("digits", dim=3, epochs=15, lr=1e-3, margin=0.7),
-    "fashionmnist": DataDefaults("fashionmnist", dim=3, lr=1e-3, margin=0.7),
-    "mnist": DataDefaults("fashionmnist", dim=3, lr=1e-3, margin=0.7),
-    "cifar10": DataDefaults("cifar10", dim=16, batch_size=256, lr=1e-5, margin=0.7),
-    "omniglot": DataDefaults("fashionmnist", dim=32, lr=1e-3, margin=0.7, per_class=4),
-    "omniglot_full": DataDefaults("fashionmnist", dim=32, lr=1e-3, margin=0.7, per_class=4),
-    "cub200": DataDefaults("resnet50", per_class=4),
-    "lfw": DataDefaults("resnet50", epochs=200, per_class=4),
-    "folder": DataDefaults("resnet50", per_class=4),
-    "msls": DataDefaults("resnet50", epochs=200, margin=0.1, per_class=4),
-}
-
-_DEMO_EPOCHS = 3
-"""Of the demonstration on 60,000 images. They reach an mAP@1 of about 0.82, the paper's twenty epochs with its pair
-sampling 0.78."""
-
-TABLE_DATA: dict[Table, tuple[str, ...]] = {
-    DEMO: ("digits", "fashionmnist", "mnist", "cifar10"),
-    1: ("lfw", "fashionmnist", "mnist", "cifar10", "digits", "cub200", "omniglot", "omniglot_full", "folder"),
-    2: ("fashionmnist", "mnist", "cifar10", "digits"),
-    3: ("cub200", "lfw", "omniglot", "omniglot_full", "folder"),
-    4: ("msls",),
-}
-"""Data sets that a table can be made on, the default first."""
 
 # Not part of what a run folder must agree on: they change no figure, threads no more than its last digits. Workers are
 # part of it, since random augmentations draw other numbers in them.
 _FREE = ("data_root", "download", "out", "seeds", "methods", "threads", "progress")
 
 
-def defaults_of(table: Table, data: str) -> DataDefaults:
-    """What is right for one data set in one table."""
-    short = table == DEMO and data in ("fashionmnist", "mnist")
-    return dataclasses.replace(DEFAULTS[data], epochs=_DEMO_EPOCHS) if short else DEFAULTS[data]
-
-
 @dataclass(frozen=True)
 class Config:
-    """One run; what :class:`~benchmarks.experiments.methods.Setting` and :class:`DataDefaults` have too is said there.
+    """One run; fields that ``methods.Setting`` or ``defaults.DataDefaults`` have too are explained there.
 
     Args:
         table: Which one.

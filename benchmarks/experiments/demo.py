@@ -38,12 +38,14 @@ def demo_markdown(results: dict[str, Any]) -> str:
     head = f"latent dimension {config['dim']}, {config['epochs']} epochs; out of distribution: {outside}"
     parts = [f"# contrastive_curvature demo: {config['data']}, {head}\n"]
     seeds = sorted({found["seed"] for found in results["cells"]})
+    # The paper's figures are of its own images out of distribution.
+    paper = config["data"] if config["ood"] is None else ""
     for seed in seeds:
         mine = [found for found in results["cells"] if found["seed"] == seed]
         alone = {found["row"]: summarize_cells([found]) for found in mine}
-        parts += [f"Seed {seed}\n", _table(alone, config["data"] if len(seeds) == 1 else "")]
+        parts += [f"Seed {seed}\n", _table(alone, paper if len(seeds) == 1 else "")]
     if len(seeds) > 1:
-        parts += [f"Mean ± standard deviation over {len(seeds)} seeds\n", _table(rows, config["data"])]
+        parts += [f"Mean ± standard deviation over {len(seeds)} seeds\n", _table(rows, paper)]
     parts += [_notes(config), _seconds(rows)]
     parts += [f"**Failed**: {found['row']}, seed {found['seed']}: {found['failed']}\n" for found in results["failed"]]
     return "\n".join([*parts, *(f"{machine}\n" for machine in machines(results["cells"]))])

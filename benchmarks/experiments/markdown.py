@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.experiments.config import DEFAULTS
 from benchmarks.experiments.data import DATASETS
+from benchmarks.experiments.defaults import DEFAULTS
 from benchmarks.experiments.paper import PaperTable, paper_table
 from benchmarks.experiments.plan import COLUMNS, MEMBERS, OWN, Row, known_rows
 

@@ -1,7 +1,7 @@
-"""The cheap estimate of a data set's curvature: only the pairs inside a batch, rescaled (paper, Proposition B.1).
+"""The cheap estimate of a data set's curvature, from the pairs inside each batch, rescaled (paper, Proposition B.1).
 
-How a batch is rescaled is a matter of the loss (:func:`contrastive_curvature.losses.dataset.batch_hessian`). A batch
-without a pair of one type contributes nothing of that type.
+The loss determines the scale (:func:`contrastive_curvature.losses.dataset.batch_hessian`). A batch without positive, or
+without negative, pairs contributes nothing to the estimate for these pairs.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ def batches_curvature(
     """Sum of the rescaled batch curvatures, unclamped.
 
     Args:
-        pullback: The parameters.
-        loader: Batches; a first pass only counts pairs and runs no network.
-        read: Takes a batch apart.
+        pullback: Pullback to the parameters.
+        loader: Batches, iterated twice. The first pass only counts pairs and does not run the network.
+        read: Converts what the loader yields into inputs and targets.
         loss: The loss, with the distance and the fix of its curvature.
         structure: ``diag``, ``full`` or ``kron``.
         relation: ``None`` for class labels, or a callable on targets.
-        progress: Of the fit that this is part of.
+        progress: Progress of the whole fit, or whether to show progress.
         kfac_approx: How ``kron`` treats the two points of a pair.
         sampler: Of the blocks, for an estimate.
 
     Returns:
-        The estimate. Warns where a single point carries most of it.
+        The estimate. If a single point contributes most of the curvature, there is a warning.
 
     Raises:
-        InputError: No data, fewer than two points, no positive pair inside any batch, malformed targets, other targets
-            in the second pass, or a curvature that is not finite.
-        UnsupportedError: ``kron`` for a layer that has no factors.
+        InputError: The loader is empty or has one point only, no batch has a positive pair, targets are malformed or
+            differ in the second pass, or a curvature is not finite.
+        UnsupportedError: ``kron`` is requested for a layer that has no Kronecker factors.
     """
     progress = Progress.of(progress)
     n, inside = 0, 0.0
@@ -116,31 +116,33 @@ def batch_curvature(
     dominance: Dominance | None = None,
     sampler: BlockSampler | None = None,
 ) -> DatasetCurvature:
-    """What one batch adds to the estimate for a data set.
+    """The contribution of one batch to the estimate for a data set.
 
     Args:
-        pullback: The parameters.
+        pullback: Pullback to the parameters.
         x: A batch of B points.
-        targets: Their labels or targets.
+        targets: Labels or targets of the points.
         loss: The loss, with the distance and the fix of its curvature.
         structure: ``diag``, ``full`` or ``kron``.
         n_data: Number N of points in the data set.
-        totals: Number of positive and negative pairs in the data set; ``None`` takes the batch for representative of
-            both, ``N (N - 1) / (B (B - 1))`` times its own.
+        totals: Number of positive and negative pairs in the data set; ``None`` estimates both numbers from the batch,
+            as ``N (N - 1) / (B (B - 1))`` times those of the batch.
         relation: ``None`` for class labels, or a callable on targets.
         kfac_approx: How ``kron`` treats the two points of a pair.
-        dominance: Told of the batch, if given.
+        dominance: Records the contribution of the batch, if given.
         sampler: Of the blocks, for an estimate.
 
     Returns:
-        Unclamped curvature, loss and cost.
+        Unclamped curvature, loss and non-negative loss.
     """
     z, context = pullback.forward(x)
     hessian = batch_hessian(loss, check_outputs(z, "model(x)"), targets, n_data, totals, relation)
     curvature = structured_curvature(pullback, context, hessian, structure, n_data, kfac_approx, sampler)
     if dominance is not None and kfac_approx is KFACApprox.EXPAND:
         with_cross_terms = hessian.coupled and structure is not Structure.KRON
-        # Cross terms nearly cancel what the points add, so these are compared without them.
-        alone = pullback.block_term(context, hessian.blocks, Structure.DIAG) if with_cross_terms else curvature
-        dominance.add(context, len(hessian), hessian.blocks, alone)
+        # Cross terms nearly cancel the terms of single points, so points are compared without cross terms.
+        without_cross_terms = (
+            pullback.block_term(context, hessian.blocks, Structure.DIAG) if with_cross_terms else curvature
+        )
+        dominance.add(context, len(hessian), hessian.blocks, without_cross_terms)
     return DatasetCurvature(curvature, *hessian.loss_and_cost(), n_data)

@@ -1,8 +1,8 @@
-"""The parameter curvature of a whole data set, exactly, over all its pairs and not only those inside a batch.
+"""The exact parameter curvature of a whole data set, over all its pairs and not only those inside batches.
 
-Two passes over the loader, which may shuffle between them: the first collects raw outputs and targets, O(N D); the
-second pulls every point's block back as it arrives. Coupled fixes add cross terms, from sums per class where the pair
-weight depends on the classes only, else from blocks of points streamed against each other.
+It needs two passes over the loader, which may shuffle between them. The first collects raw outputs and targets, O(N D).
+The second computes ``J_i^T H_ii J_i`` for every point i, batch by batch. Coupled fixes add the cross terms ``J_i^T H_ij
+J_j``: from sums per class if the pair weight depends on the classes only, else from all pairs of blocks of points.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ _CLASS_SUM_ELEMENTS = 2**28
 _FEATURE_ELEMENTS = 2**27
 
 BatchReader = Callable[[Any], tuple[Inputs, Tensor]]
-"""Turns what the loader yields into a batch on the model's device and its targets."""
+"""Converts what the loader yields into a batch on the model's device, and its targets."""
 
 
 @dataclass(frozen=True)
 class DatasetPoints:
-    """What the first pass leaves: the output Hessian over all pairs of the data set.
+    """The result of the first pass: the output Hessian over all pairs of the data set.
 
     Args:
-        hessian: Of all N points, in the order of the first pass.
+        hessian: Output Hessian of all N points, in the order of the first pass.
         function: The callable that relates targets; ``None`` for class labels.
-        record: To recognise the data in later passes.
+        record: Summary of the data, to check that later passes see the same data.
     """
 
     hessian: DatasetHessian
@@ -76,7 +76,7 @@ class DatasetCurvature:
     Args:
         curvature: (P,), (P, P), Kronecker factors, or eigenvectors and eigenvalues.
         loss: Value of the loss.
-        cost: Its non-negative version, see :meth:`DatasetHessian.loss_and_cost`.
+        cost: Value of the non-negative loss, see :meth:`DatasetHessian.loss_and_cost`.
         n: Number of points.
     """
 
@@ -99,16 +99,17 @@ def collect_points(
     Args:
         encoder: The analysed encoder, in evaluation mode.
         loader: Batches.
-        read: Takes a batch apart.
+        read: Converts what the loader yields into inputs and targets.
         loss: The loss, with the distance and the fix of its curvature.
         relation: ``None`` for class labels, or a callable on targets.
-        progress: Of the fit that this is part of.
+        progress: Progress of the whole fit, or whether to show progress.
 
     Returns:
-        The output Hessian, O(N D) numbers.
+        The output Hessian, stored in O(N D) numbers.
 
     Raises:
-        InputError: No data, fewer than two points, no positive pair, or malformed outputs or targets.
+        InputError: The loader is empty, has one point only, or has no positive pair; or outputs or targets are
+            malformed.
     """
     progress = Progress.of(progress)
     outputs, targets, record = [], [], PassRecord()
@@ -119,19 +120,19 @@ def collect_points(
         targets.append(check_targets(y, input_length(x), relation))
         record.add(outputs[-1], targets[-1])
         if len(outputs) == 1 and relation is None:
-            # With the first outputs at hand, and before the others take their time.
-            loss.announce_labelled(_points_to_come(loader), outputs[0], progress)
+            # The first outputs are needed for the estimate, which should precede the rest of the pass.
+            loss.announce_labelled(_expected_points(loader), outputs[0], progress)
     if not outputs:
         raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
     z = torch.cat(outputs)
-    made = make_relation(z.shape[0], z.device, torch.cat(targets), relation)
-    loss.announce(made, normalize(z)[0], progress)
-    check_fittable(z.shape[0], float(made.counts()[0].sum()))
-    return DatasetPoints(dataset_hessian(loss, z, made), relation, record)
+    related = make_relation(z.shape[0], z.device, torch.cat(targets), relation)
+    loss.announce(related, normalize(z)[0], progress)
+    check_fittable(z.shape[0], float(related.counts()[0].sum()))
+    return DatasetPoints(dataset_hessian(loss, z, related), relation, record)
 
 
-def _points_to_come(loader: Iterable[Any]) -> int:
-    """Number of points of a loader's data set, or 0 where it does not say."""
+def _expected_points(loader: Iterable[Any]) -> int:
+    """Number of points of a loader's data set, or 0 if it is unknown."""
     try:
         return len(loader.dataset)  # type: ignore[attr-defined]
     except (AttributeError, TypeError):  # a list of batches; a data set without a length
@@ -145,26 +146,28 @@ def check_targets(y: object, n: int, relation: RelationFunction | None) -> Tenso
         The targets, class labels as int64.
 
     Raises:
-        InputError: They are not class labels (without a relation), or disagree with the batch in length.
+        InputError: There is no relation and the targets are not class labels, or there is not one target per point.
     """
     if relation is None:
         return check_labels(y, n)
     if not isinstance(y, Tensor) or y.ndim == 0 or y.shape[0] != n:
-        came = f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
-        raise InputError(expected("train_loader", f"one target for each of the {n} points of a batch", came))
+        received = f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
+        raise InputError(expected("train_loader", f"one target for each of the {n} points of a batch", received))
     return y
 
 
 def check_fittable(n: int, positives: float) -> None:
-    """Refuse data that say nothing about an embedding.
+    """Refuse data whose curvature has no positive part.
 
     Raises:
-        InputError: One point, or no positive pair.
+        InputError: There is one point only, or no positive pair.
     """
     if n < 2:
-        raise InputError(expected("train_loader", "at least two points, since the loss is one of pairs", f"{n} point"))
+        raise InputError(
+            expected("train_loader", "at least two points, because the loss is a sum over pairs", f"{n} point")
+        )
     if not positives:
-        hint = "Without attraction the curvature has nothing positive; check the labels."
+        hint = "The positive part of the curvature is a sum over positive pairs. Check the labels."
         raise InputError(expected("train_loader", "at least one positive pair", "none", hint))
 
 
@@ -180,20 +183,20 @@ def dataset_curvature(
     """Second pass: the curvature of all pairs of the data set, unclamped.
 
     Args:
-        pullback: The parameters.
+        pullback: Pullback to the parameters.
         loader: The same data as in the first pass, in any order.
-        read: Takes a batch apart.
-        points: What the first pass left.
+        read: Converts what the loader yields into inputs and targets.
+        points: Result of the first pass.
         structure: ``diag``, ``full`` or ``kron``.
-        progress: Of the fit that this is part of.
+        progress: Progress of the whole fit, or whether to show progress.
         sampler: Of the blocks, for an estimate.
 
     Returns:
-        The curvature. Warns where a single point carries most of it.
+        The curvature. If a single point contributes most of it, there is a warning.
 
     Raises:
         InputError: The loader gave other data than in the first pass, or the curvature of a batch is not finite.
-        UnsupportedError: ``kron`` for a layer that has no factors.
+        UnsupportedError: ``kron`` is requested for a layer that has no Kronecker factors.
     """
     hessian, progress = points.hessian, Progress.of(progress)
     total: Any = None
@@ -228,7 +231,7 @@ def dataset_curvature(
         total = total + cross.finish(loader, read, progress)
     check_finite(total, pullback, "the sum over all batches")
     dominance.warn()
-    # The sums over all pairs are the expensive part, and were made above.
+    # The sums over all pairs, the expensive part of the loss, were computed above.
     return DatasetCurvature(total, *hessian.loss_and_cost(totals), points.n)
 
 
@@ -242,7 +245,7 @@ def _make_cross(pullback: Pullback, points: DatasetPoints, structure: Structure)
 
 
 class _ClassCross:
-    """``sum_ij J_i^T H_ij J_j`` where the blocks depend on the classes: from sums over the points of every class."""
+    """``sum_ij J_i^T H_ij J_j`` for pair weights that depend on the classes only, from one sum of rows per class."""
 
     def __init__(self, pullback: Pullback, coupling: ClassCoupling, structure: Structure) -> None:
         self.pullback, self.coupling, self.structure = pullback, coupling, structure
@@ -265,22 +268,22 @@ class _ClassCross:
 
 
 class _StreamedCross:
-    """``sum_ij J_i^T H_ij J_j`` from blocks of points, each held while the whole loader runs past it."""
+    """``sum_ij J_i^T H_ij J_j`` block by block: a block of points i stays in memory during a pass over all points j."""
 
     def __init__(self, pullback: Pullback, points: DatasetPoints, structure: Structure) -> None:
         self.pullback, self.points, self.structure = pullback, points, structure
 
     def add(self, context: Any, part: HessianPart) -> None:
-        """Nothing: the blocks are formed in :meth:`finish`."""
+        """Do nothing: :meth:`finish` computes all blocks."""
 
     def finish(self, loader: Iterable[Any], read: BatchReader, progress: Progress) -> Tensor:
         total: Any = 0
         entries = self.points.n**2
         started, done = time.monotonic(), 0
         with progress.bar("[cross terms]", total=entries) as bar:
-            for held in _grouped(self._parts(loader, read)):
+            for block in _grouped(self._parts(loader, read)):
                 for context, columns in self._parts(loader, read):
-                    for row_context, rows in held:
+                    for row_context, rows in block:
                         cross = self.points.hessian.cross(rows, columns)
                         total = total + self.pullback.cross_term(row_context, context, cross, self.structure)
                         bar.update(cross.y.numel())
@@ -289,7 +292,7 @@ class _StreamedCross:
         return torch.as_tensor(total)
 
     def _parts(self, loader: Iterable[Any], read: BatchReader) -> Iterator[tuple[Any, HessianPart]]:
-        """One pass over the data, which must be that of the first one: its outputs are joined with others' targets."""
+        """One pass over the data, which must be the data of the first pass."""
         record = PassRecord()
         for batch in loader:
             x, y = read(batch)
@@ -305,16 +308,16 @@ class _StreamedCross:
 
 
 def _grouped(points: Iterator[tuple[Any, HessianPart]]) -> Iterator[list[tuple[Any, HessianPart]]]:
-    """Group batches until their contexts fill the memory that may be held."""
-    held: list[tuple[Any, HessianPart]] = []
+    """Group batches into blocks whose contexts have at least ``_FEATURE_ELEMENTS`` numbers."""
+    block: list[tuple[Any, HessianPart]] = []
     numbers = 0
     for item in points:
-        held.append(item)
+        block.append(item)
         context = item[0]
         tensors = context.values() if isinstance(context, Mapping) else [context]
         numbers += sum(t.numel() for t in tensors if isinstance(t, Tensor))
         if numbers >= _FEATURE_ELEMENTS:
-            yield held
-            held, numbers = [], 0
-    if held:
-        yield held
+            yield block
+            block, numbers = [], 0
+    if block:
+        yield block

@@ -1,9 +1,9 @@
-"""Whether few points carry most of a curvature, which then says little about all the others.
+"""Detection of a few points that contribute most of a curvature, which then says little about all other points.
 
-Two causes are looked for. A point whose output is next to zero has a Hessian that goes with ``1 / norm^2``; it is found
-from what the batches add: where one batch outweighs all others together, it is halved, again and again. And few points
-with huge inputs make up the input factors of Kronecker pairs, however small their own curvature is; the sizes of all
-layer inputs are taken from one run of the encoder a batch.
+There are two causes. The first is a point whose output is nearly zero: its Hessian grows with ``1 / norm^2``. If one
+batch contributes more than all others together, a binary search in this batch finds the point. The second is a few
+points with huge inputs, which dominate the input factors of Kronecker pairs even if their own curvature is small. One
+run of the encoder per batch measures the inputs of all layers.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from contrastive_curvature.options import Structure
 __all__ = ["FEWEST_POINTS", "MOST", "Dominance", "warn_of_point"]
 
 FEWEST_POINTS = 32
-"""Of fewer points, one may well carry most of the curvature."""
+"""With fewer points than this, one point may well contribute most of the curvature, so there is no warning."""
 
 MOST = 0.8
-"""Share of a curvature from which on points are said to carry it. Outputs that happen to be short reach a half."""
+"""Fraction of a curvature above which points are said to dominate it. Ordinary outputs of small norm can reach 0.5."""
 
-_FEW = 0.1
-"""Share of the points that are called few."""
+_FEW_FRACTION = 0.1
+"""Largest fraction of the points that counts as a few points."""
 
-_KEPT = 16
-"""Largest inputs of a layer that are kept."""
+_STORED = 16
+"""How many of the largest inputs of a layer are stored."""
 
 
 class _Place(NamedTuple):
@@ -48,11 +48,11 @@ class _Batch(NamedTuple):
 
 
 class Dominance:
-    """Watches the terms of a fit.
+    """Records how much each batch and each large input contributes to a curvature, and warns of dominating points.
 
     Args:
-        pullback: The parameters.
-        structure: Of the terms.
+        pullback: Pullback to the parameters.
+        structure: Structure of the curvature.
         n_data: Number of points over which the input factors of ``kron`` are averaged.
     """
 
@@ -61,17 +61,17 @@ class Dominance:
         self._total: Tensor | None = None
         self._count = self._batches = 0
         self._first: _Batch | None = None
-        self._found: dict[int, tuple[float, _Place]] = {}
+        self._dominating: dict[int, tuple[float, _Place]] = {}
         self._inputs: dict[str, _LargestInputs] = {}
 
     def add(self, context: Any, size: int, blocks: Blocks, term: Tensor | KronFactors) -> None:
-        """Take in what a batch adds.
+        """Record the contribution of one batch.
 
         Args:
-            context: Of its points.
-            size: How many these are.
-            blocks: Their diagonal blocks.
-            term: What was made of these alone.
+            context: Context of the pullback for the batch.
+            size: Number of points in the batch.
+            blocks: Diagonal blocks of the Hessian at these points.
+            term: Curvature computed from these blocks alone.
         """
         start = _Place(self._batches, 0, self._count)
         if self._structure is Structure.KRON:
@@ -82,52 +82,52 @@ class Dominance:
         batch = _Batch(start, context, size, blocks, sizes)
         self._count, self._batches = self._count + size, self._batches + 1
         if self._first is None:
-            # It is all there is so far, and says nothing before others have come.
+            # The first batch always exceeds the others so far. It is compared in warn(), when all others are known.
             self._first = batch
         elif bool((sizes > MOST * self._total).any()):
-            self._search(batch)
+            self._search_batch(batch)
 
     def warn(self) -> None:
-        """Say which points carry most of the curvature, if few do."""
+        """Warn if a few points contribute most of the curvature, and name them."""
         if self._total is None or self._first is None or self._count < FEWEST_POINTS:
             return
-        few = max(1, int(_FEW * self._count))
-        large = [(*inputs.few_that_carry_most(few), layer) for layer, inputs in self._inputs.items()]
+        few = max(1, int(_FEW_FRACTION * self._count))
+        large = [(*inputs.fewest_dominating(few), layer) for layer, inputs in self._inputs.items()]
         if large and max(large)[0] > MOST:
-            share, places, layer = max(large)
-            _warn_of_inputs(share, places, layer)
+            fraction, places, layer = max(large)
+            _warn_of_inputs(fraction, places, layer)
             return
         if bool((self._first.sizes > MOST * self._total).any()):
-            self._search(self._first)
-        shares = {k: size / float(self._total[k]) for k, (size, _) in self._found.items()}
-        part = max(shares, key=lambda k: shares[k], default=None)
-        if part is not None and shares[part] > MOST:
-            place = self._found[part][1]
+            self._search_batch(self._first)
+        fractions = {k: size / float(self._total[k]) for k, (size, _) in self._dominating.items()}
+        part = max(fractions, key=lambda k: fractions[k], default=None)
+        if part is not None and fractions[part] > MOST:
+            place = self._dominating[part][1]
             where = f"point {place.point} of the pass over the data (row {place.row} of batch {place.batch})"
-            warn_of_point(shares[part], where, self._part_name(part))
+            warn_of_point(fractions[part], where, self._part_name(part))
 
-    def _search(self, batch: _Batch) -> None:
+    def _search_batch(self, batch: _Batch) -> None:
         if self._total is None:
             return
-        enough = MOST * self._total
+        threshold = MOST * self._total
 
-        def halve(start: int, stop: int, sizes: Tensor) -> None:
-            parts = (sizes > enough).nonzero().flatten().tolist()
+        def bisect(start: int, stop: int, sizes: Tensor) -> None:
+            parts = (sizes > threshold).nonzero().flatten().tolist()
             if not parts:
                 return
             if stop - start == 1:
                 place = _Place(batch.place.batch, start, batch.place.point + start)
                 for k in parts:
-                    if k not in self._found or float(sizes[k]) > self._found[k][0]:
-                        self._found[k] = float(sizes[k]), place
+                    if k not in self._dominating or float(sizes[k]) > self._dominating[k][0]:
+                        self._dominating[k] = float(sizes[k]), place
                 return
             middle = (start + stop) // 2
             rows = slice(start, middle)
             left = _sizes(self._measure(self._pullback.slice_context(batch.context, rows), batch.blocks[rows]))
-            halve(start, middle, left)
-            halve(middle, stop, sizes - left)
+            bisect(start, middle, left)
+            bisect(middle, stop, sizes - left)
 
-        halve(0, batch.size, batch.sizes)
+        bisect(0, batch.size, batch.sizes)
 
     def _measure(self, context: Any, blocks: Blocks) -> Tensor | KronFactors:
         if self._structure is Structure.KRON:
@@ -149,55 +149,56 @@ class _LargestInputs:
 
     def add(self, sizes: Tensor, start: _Place) -> None:
         self._total += float(sizes.sum())
-        values, rows = sizes.topk(min(_KEPT, sizes.numel()))
+        values, rows = sizes.topk(min(_STORED, sizes.numel()))
         new = [
             (value, _Place(start.batch, row, start.point + row))
             for value, row in zip(values.tolist(), rows.tolist(), strict=True)
         ]
-        self._largest = sorted([*self._largest, *new], reverse=True)[:_KEPT]
+        self._largest = sorted([*self._largest, *new], reverse=True)[:_STORED]
 
-    def few_that_carry_most(self, few: int) -> tuple[float, list[_Place]]:
-        """The share of as few points as carry most, and which they are; of at most so many."""
-        share, places = 0.0, []
+    def fewest_dominating(self, few: int) -> tuple[float, list[_Place]]:
+        """Fraction and points of the smallest dominating set, or of the ``few`` largest points if none dominates."""
+        fraction, places = 0.0, []
         for size, place in self._largest[:few]:
-            share += size / self._total if self._total else 0.0
+            fraction += size / self._total if self._total else 0.0
             places.append(place)
-            if share > MOST:
+            if fraction > MOST:
                 break
-        return share, places
+        return fraction, places
 
 
-def _warn_of_inputs(share: float, places: list[_Place], layer: str) -> None:
+def _warn_of_inputs(fraction: float, places: list[_Place], layer: str) -> None:
     shown = ", ".join(f"{place.point} (row {place.row} of batch {place.batch})" for place in places[:5])
     which = f"point {shown}" if len(places) == 1 else f"points {shown}" + (" and others" if len(places) > 5 else "")
-    whose = "One point carries" if len(places) == 1 else f"{len(places)} points carry"
+    subject = "One point contributes" if len(places) == 1 else f"{len(places)} points contribute"
     msg = (
-        f"{whose} {100 * share:.0f} % of the curvature (input factor of layer {layer!r}): {which} of the pass over the "
-        "data. Inputs so much larger than all others make the posterior, and a prior that is chosen from it, too "
-        "certain of everything else. Leave them out, or clip them."
+        f"{subject} {100 * fraction:.0f} % of the curvature (input factor of layer {layer!r}): {which} of the "
+        "pass over the data. Inputs so much larger than all others make the posterior, and a prior that is chosen from the "
+        "curvature, too certain for all other inputs. Leave these points out, or clip their inputs."
     )
     warnings.warn(msg, UserWarning, stacklevel=2)
 
 
-def warn_of_point(share: float, point: str, part: str = "") -> None:
-    """Warn that one point carries most of a curvature.
+def warn_of_point(fraction: float, point: str, part: str = "") -> None:
+    """Warn that one point contributes most of a curvature.
 
     Args:
-        share: Of the curvature, or of a part of it.
-        point: Which point.
-        part: Which part; empty for the whole.
+        fraction: Fraction of the curvature, or of the named part of it, that the point contributes.
+        point: Description of the point, for the message.
+        part: Description of the part of the curvature; empty for the whole.
     """
     whole = f"the curvature ({part})" if part else "the curvature"
     msg = (
-        f"One point carries {100 * share:.0f} % of {whole}: {point}. Its output may be next to zero, where the Hessian "
-        "grows with 1 / norm^2. The posterior, and a prior that is chosen from it, say more about this point than "
-        "about all others. Look at its input and at the norm of its output; leave it out if it is no example."
+        f"One point contributes {100 * fraction:.0f} % of {whole}: {point}. Its output may be nearly zero, where the "
+        "Hessian grows with 1 / norm^2. The posterior, and a prior that is chosen from the curvature, say more about "
+        "this point than about all others. Check its input and the norm of its output; leave the point out if it is "
+        "not a valid example."
     )
     warnings.warn(msg, UserWarning, stacklevel=2)
 
 
 def _sizes(term: Tensor | KronFactors) -> Tensor:
-    """Sum of the absolute diagonal: of the whole, shape (1,), or of every curvature factor."""
+    """Sum of the absolute diagonal: of the whole matrix, shape (1,), or of each of G curvature factors, shape (G,)."""
     if isinstance(term, Tensor):
         return (term if term.ndim == 1 else term.diagonal()).abs().sum().reshape(1)
     return torch.stack([group[0].diagonal().abs().sum() for group in term])

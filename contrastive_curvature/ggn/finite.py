@@ -1,4 +1,4 @@
-"""Every curvature is checked before it is kept: what is not finite is named by its layer and its batch."""
+"""The check that every curvature is finite; its error names the layer and the batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["check_finite", "is_finite"]
 
 
 def is_finite(curvature: Tensor | KronFactors) -> Tensor:
-    """Whether all entries are finite, a boolean tensor of one entry."""
+    """Whether all entries are finite, as a boolean tensor with one entry."""
     flat = [curvature] if isinstance(curvature, Tensor) else [factor for group in curvature for factor in group]
     return torch.stack([tensor.isfinite().all() for tensor in flat]).all()
 
@@ -22,11 +22,11 @@ def check_finite(curvature: Tensor | KronFactors, pullback: Pullback, where: str
 
     Args:
         curvature: (P,), (P, P) or (P, K), or Kronecker factors.
-        pullback: The parameters that it belongs to.
-        where: What it is the curvature of, for the message.
+        pullback: Pullback to the parameters of the curvature.
+        where: Description of the data of the curvature, for the message.
 
     Raises:
-        InputError: An entry is not finite; the message names the layer of the first one.
+        InputError: An entry is not finite; the message names the layer of the first such entry.
     """
     if bool(is_finite(curvature)):
         return
@@ -34,7 +34,7 @@ def check_finite(curvature: Tensor | KronFactors, pullback: Pullback, where: str
         bad = ~curvature.isfinite()
         entries = bad if bad.ndim == 1 else bad.any(dim=1)
         if bad.ndim == 2 and bad.shape[0] == bad.shape[1] and bool(bad.diagonal().any()):
-            # A row of the matrix also holds products with other layers; its own entry says whose fault it is.
+            # A row also holds products with other layers; the diagonal entry belongs to one parameter alone.
             entries = bad.diagonal()
         name = pullback.parameter_at(int(entries.nonzero()[0]))
     else:
@@ -42,8 +42,8 @@ def check_finite(curvature: Tensor | KronFactors, pullback: Pullback, where: str
         name = pullback.parameter_name(groups.index(True))
     layer = name.rpartition(".")[0] or name
     hint = (
-        "Look for inputs that are not finite, or whose squares overflow (beyond 1e19 in float32). Leave them out or "
+        "Check for inputs that are not finite, or whose squares overflow (beyond 1e19 in float32). Leave them out or "
         "scale them; float64 reaches 1e154."
     )
-    came = f"NaN or infinity in layer {layer!r} (parameter {name!r}), first in {where}"
-    raise InputError(expected("curvature", "finite numbers", came, hint))
+    received = f"NaN or infinity in layer {layer!r} (parameter {name!r}), first in {where}"
+    raise InputError(expected("curvature", "finite numbers", received, hint))

@@ -52,6 +52,9 @@ FACTOR_SIZE = 16384
 _CHUNK_ELEMENTS = 2**23
 """Numbers in a chunk of Jacobians."""
 
+Columns = Callable[[slice], tuple[Tensor, Tensor]]
+"""Cotangents ``v`` (K, n, D) and their signs (K, n) of the points in some rows."""
+
 
 @dataclass(frozen=True)
 class LayerRun:
@@ -96,22 +99,24 @@ class ModuleKron:
             {id(m): m for (m, _), p in zip(self.owners, self.params, strict=True) if p.ndim > 1}.values()
         )
 
-    def factors(self, x: Inputs, blocks: Blocks, n_data: int) -> KronFactors:
+    def factors(self, x: Inputs, blocks: Blocks, n_data: int, columns: Columns | None = None) -> KronFactors:
         """Factors of a batch.
 
         Args:
             x: N points.
             blocks: Their Hessian blocks.
             n_data: Number of points over which the ``A`` are averaged.
+            columns: What stands for the blocks, see :meth:`signed_factors`; by default the blocks themselves.
 
         Returns:
             The factors; those of batches add up.
         """
 
-        def columns(rows: slice) -> tuple[Tensor, Tensor]:
+        def of_blocks(rows: slice) -> tuple[Tensor, Tensor]:
             factor = blocks[rows].signed_factor()
             return factor.columns, factor.signs
 
+        columns = of_blocks if columns is None else columns
         out = self.signed_factors(x, columns, n_data)
         for number in sorted(self.pullback.by_func):
             p = self.params[number]

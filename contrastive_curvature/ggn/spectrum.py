@@ -1,4 +1,4 @@
-"""Eigenvalues of symmetric matrices, with an error of this library where they cannot be computed."""
+"""Eigenvalues of symmetric matrices, with a clear error if the decomposition fails."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["eigenpairs"]
 
 
 def eigenpairs(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors of a symmetric matrix; its upper triangle is read.
+    """Eigenvalues and eigenvectors of a symmetric matrix; only the upper triangle is read.
 
     Args:
         matrix: Shape (P, P).
@@ -20,7 +20,7 @@ def eigenpairs(matrix: Tensor) -> tuple[Tensor, Tensor]:
         Eigenvalues in ascending order, shape (P,), and eigenvectors as columns, shape (P, P).
 
     Raises:
-        InputError: An entry is not finite, or the decomposition fails in float64 too.
+        InputError: An entry is not finite, or the decomposition fails even in float64.
     """
     if not bool(matrix.isfinite().all()):
         raise InputError(expected("curvature", "finite numbers", "NaN or infinity"))
@@ -32,6 +32,6 @@ def eigenpairs(matrix: Tensor) -> tuple[Tensor, Tensor]:
         values, vectors = values.to(matrix.dtype), vectors.to(matrix.dtype)
         if bool(values.isfinite().all() & vectors.isfinite().all()):
             return values, vectors
-    came = f"one of shape {tuple(matrix.shape)} with entries up to {float(matrix.abs().max()):.3g}"
+    received = f"one of shape {tuple(matrix.shape)} with entries up to {float(matrix.abs().max()):.3g}"
     hint = "Scale the inputs, or use hessian_structure='diag', which needs no eigenvalues."
-    raise InputError(expected("curvature", "a matrix whose eigenvalues can be computed", came, hint))
+    raise InputError(expected("curvature", "a matrix whose eigenvalues can be computed", received, hint))

@@ -1,8 +1,8 @@
-"""The output Hessian of some points of a data set that stand for all of it, for posteriors in function space.
+"""The output Hessian of a random subset of a data set, as an estimate for the whole, for posteriors in function space.
 
-For fixes whose Hessian is block-diagonal, each chosen point keeps its block over ALL pairs of the data, times N / M;
-for coupled ones the pairs among the chosen points stand for the others (as in Proposition B.1). With M = N both are the
-Hessian of the data set.
+If the Hessian is block-diagonal, each chosen point keeps its block over ALL pairs of the data set, times N / M. If it
+is coupled, the estimate is computed from the pairs among the chosen points (as in Proposition B.1). With M = N both are
+the Hessian of the data set.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class HessianSubset:
     """M points of a data set and a square root of their output Hessian.
 
     Args:
-        inputs: The points, a tensor or a mapping of tensors.
-        factor: Block-diagonal fixes: ``S_i`` (M, D, D) with ``H_ii = S_i S_i^T``. Coupled ones: (M, D, R) with
-            ``H_ij = S_i S_j^T``.
-        coupled: Which of the two.
+        inputs: The M points, a tensor or a mapping of tensors.
+        factor: For block-diagonal fixes ``S_i`` (M, D, D) with ``H_ii = S_i S_i^T``; for coupled fixes ``S_i`` (M, D,
+            R) with ``H_ij = S_i S_j^T``.
+        coupled: Whether the fix is coupled.
     """
 
     inputs: Inputs
@@ -67,22 +67,22 @@ def subset_hessian(
     seed: int = 0,
     progress: Progress | bool | None = None,
 ) -> HessianSubset:
-    """Draw points without replacement, and take the square root of their Hessian.
+    """Draw points without replacement, and compute a square root of their Hessian.
 
     Args:
         encoder: The analysed encoder, in evaluation mode.
         loader: The same data as in the first pass, in any order.
-        read: Takes a batch apart.
-        points: What the first pass left.
+        read: Converts what the loader yields into inputs and targets.
+        points: Result of the first pass.
         size: Number M of points.
-        seed: Of the draw.
-        progress: Of the fit that this is part of.
+        seed: Seed of the random draw.
+        progress: Progress of the whole fit, or whether to show progress.
 
     Returns:
-        The points and the factor, times the square root of N / M.
+        The points, and the factor times the square root of N / M.
 
     Raises:
-        InputError: More points than there are, or the loader gave other data than in the first pass.
+        InputError: The data set has fewer than M points, or the loader gave other data than in the first pass.
         UnsupportedError: The Hessian is not positive semidefinite.
     """
     if size > points.n:
@@ -98,26 +98,26 @@ def subset_hessian(
         y = check_targets(y, input_length(x), points.function)
         z = check_outputs(encoder(x), "model(x)")
         record.add(z, y)
-        mine = chosen[start : start + input_length(x)].to(y.device)
+        in_subset = chosen[start : start + input_length(x)].to(y.device)
         start += input_length(x)
-        if len(mine) == len(z) and bool(mine.any()):
-            parts.append(_select(x, mine))
-            outputs.append(z[mine])
-            targets.append(y[mine])
+        if len(in_subset) == len(z) and bool(in_subset.any()):
+            parts.append(_select_rows(x, in_subset))
+            outputs.append(z[in_subset])
+            targets.append(y[in_subset])
     points.record.check_same(record)
-    inputs, z, y = _join(parts), torch.cat(outputs), torch.cat(targets)
+    inputs, z, y = _concatenate(parts), torch.cat(outputs), torch.cat(targets)
     factor = hessian.among(z, y).factor() if hessian.coupled else hessian.at(z, y).blocks.factor()
     return HessianSubset(inputs, (points.n / size) ** 0.5 * factor, hessian.coupled)
 
 
-def _select(x: Inputs, rows: Tensor) -> Inputs:
+def _select_rows(x: Inputs, rows: Tensor) -> Inputs:
     if isinstance(x, Tensor):
         return x[rows]
     n = input_length(x)
     return {k: v[rows] if isinstance(v, Tensor) and v.ndim and v.shape[0] == n else v for k, v in x.items()}
 
 
-def _join(parts: list[Inputs]) -> Inputs:
+def _concatenate(parts: list[Inputs]) -> Inputs:
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat([part for part in parts if isinstance(part, Tensor)])

@@ -1,6 +1,6 @@
 """Diagonal blocks with a random square root: K columns a point in place of one an output.
 
-A block ``H = V+ V+^T - V- V-^T`` has the sampled columns ``V+ e / sqrt(K)``, K of them with the sign +1, and, where some
+A block ``H = V+ V+^T - V- V-^T`` has the sampled columns ``V+ e / sqrt(K)``, K of them with the sign +1, and, if some
 block has a negative eigenvalue, K columns ``V- e / sqrt(K)`` with the sign -1, for vectors ``e`` of random signs. The
 sum over the columns of ``sign v v^T`` has the mean ``H``; of all noise of unit covariance, random signs have the
 smallest fourth moment.

@@ -19,7 +19,7 @@ from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.ggn.dataset import DatasetCurvature
 from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.laplace import fitting, prediction, saving, tuning
+from contrastive_curvature.laplace import fitting, prediction, sampling, saving, tuning
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.backends.torch_func import ContrastiveGGN
 from contrastive_curvature.laplace.forms import CurvatureForm
@@ -37,19 +37,19 @@ class ContrastiveLaplace(CheckedPosterior):
     """A laplace-torch class for the posterior of a contrastive encoder.
 
     Args:
-        model: The encoder; an l2-normalisation module at its end is looked through.
+        model: The encoder. Where it ends in an l2-normalisation module, the raw outputs are what that takes in.
         likelihood: ``"contrastive"``.
         *args: As in laplace-torch's class.
         backend: ``ContrastiveGGN``, ``BackPackContrastiveGGN``, ``CurvlinopsContrastiveGGN``,
             ``StochManContrastiveGGN`` or a :class:`~contrastive_curvature.ContrastiveBackend` of your own. The default,
-            ``ContrastiveGGN``, is exact for every encoder and needs no host.
+            ``ContrastiveGGN``, is exact for every encoder and needs no other package.
         backend_kwargs: ``loss``, ``distance``, ``pd_fix``, ``margin``, ``negative_weight``, ``normalization``,
-            ``pairs``, ``relation``, ``rank``, ``kfac_approx``: see the backend.
+            ``pairs``, ``relation``, ``rank``, ``kfac_approx``, ``mc_samples``: see the backend.
         **kwargs: As in laplace-torch's class (``prior_precision``, ``prior_mean``, ``temperature``, ...).
 
     Attributes:
-        cost: Value of the contrastive loss over the data, each repelling pair counted from the margin (from the largest
-            distance, 2, without one), so that it is never negative.
+        cost: Value of the pair loss over the data, shifted so that it is never negative: the contrastive loss counts
+            each repelling pair from the margin, or from the largest distance, 2, without one.
 
     Raises:
         InputError: An option is unknown or out of range.
@@ -112,8 +112,8 @@ class ContrastiveLaplace(CheckedPosterior):
         Raises:
             InputError: No data, one point, no positive pair, malformed batches, other data in the second pass, or a
                 curvature that is not finite.
-            UnsupportedError: The encoder cannot be looked through, the structure has no answer for the fix, or the
-                loader gives every process its own part of the data.
+            UnsupportedError: The encoder's raw outputs cannot be reached, the structure has no answer for the fix, or
+                the loader gives every process its own part of the data.
         """
         check_flag("override", override)
         if progress_bar is not None:
@@ -121,7 +121,7 @@ class ContrastiveLaplace(CheckedPosterior):
         fitting.begin(self, train_loader)
         result = self.backend.fit(train_loader, self.structure, progress_bar)
         earlier = 0 if override else self.n_data
-        # Everything that can fail comes before the first assignment, so that a failed fit leaves the last one whole.
+        # Everything that can fail runs before the first assignment, so that a failed fit leaves the last one whole.
         self.form.absorb(self, result, earlier)
         loss, cost = (self.loss, float(self.cost)) if earlier else (0.0, 0.0)
         fitting.remember(self, result.loss + loss, float(result.cost) + cost, result.n + earlier)
@@ -145,7 +145,7 @@ class ContrastiveLaplace(CheckedPosterior):
         return {**super().state_dict(), **saving.saved_parts(self)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave, into an object made with the same options.
+        """Load what :meth:`state_dict` gave, into an object constructed with the same options.
 
         Everything in it is checked first, so that a state that is refused leaves this object as it was. Warns where the
         encoder has other weights than the one it was saved from.
@@ -216,7 +216,7 @@ class ContrastiveLaplace(CheckedPosterior):
             if n_samples < 2:
                 hint = "A concentration is estimated from them."
                 raise InputError(expected("n_samples for pred_type='nn'", "at least 2 samples", n_samples, hint))
-            samples = prediction.joint_samples(self, x, n_samples, generator, linearized=False)
+            samples = sampling.joint_samples(self, x, n_samples, generator, linearized=False)
             return EmbeddingDistribution.from_samples(samples)
         return self._gaussian(x, joint, diagonal_output)
 
@@ -237,7 +237,7 @@ class ContrastiveLaplace(CheckedPosterior):
             n_samples: Number S of samples.
             diagonal_output: With marginal ``"glm"`` samples, ignore covariances between outputs.
             generator: Source of randomness.
-            joint: ``True``: sample s comes from the same weights for all inputs, as retrieval metrics need. ``False``
+            joint: ``True``: sample s has the same weights for all inputs, as retrieval metrics need. ``False``
                 with ``"glm"``: every input from its own marginal, from one forward pass and the Jacobians. ``"nn"`` is
                 always joint.
 
@@ -253,7 +253,7 @@ class ContrastiveLaplace(CheckedPosterior):
         check_flag("joint", joint)
         check_flag("diagonal_output", diagonal_output)
         if joint or not linearized:
-            return prediction.joint_samples(self, x, n_samples, generator, linearized)
+            return sampling.joint_samples(self, x, n_samples, generator, linearized)
         return self._gaussian(x, False, diagonal_output).raw_samples(n_samples, generator)
 
     def predictive_samples(
@@ -360,7 +360,7 @@ class ContrastiveLaplace(CheckedPosterior):
 
     def _outputs_at(self, context: Any, theta: Tensor, linearized: bool) -> Tensor:
         """Raw outputs (S, B, D) at given weights (S, P)."""
-        return prediction.outputs_at(self, context, theta, linearized)
+        return sampling.outputs_at(self, context, theta, linearized)
 
     def _analyse(self, probe: Inputs) -> None:
         """What must be known of the encoder before the backend exists; nothing where all parameters are."""

@@ -1,4 +1,4 @@
-"""Checks of what a user hands to a contrastive Laplace object, before anything is computed or changed."""
+"""Checks of the arguments of a contrastive Laplace object, before anything is computed or changed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_number(argument: str, value: object, *, positive: bool = False, most: 
 
     Args:
         argument: Its name.
-        value: What came.
+        value: What the user passed.
         positive: Whether it has to be above zero.
         most: How large its absolute value may be.
 
@@ -54,7 +54,7 @@ def check_number(argument: str, value: object, *, positive: bool = False, most: 
 
 
 def check_text(argument: str, value: object, *, optional: bool = False) -> None:
-    """Refuse what is no name.
+    """Refuse an argument that is not a name.
 
     Raises:
         InputTypeError: Not a string.
@@ -86,7 +86,7 @@ def check_temperature(value: object, dtype: torch.dtype) -> float:
 def check_prior_precision(
     value: object, dtype: torch.dtype, sizes: Collection[int] | None = None, argument: str = "prior_precision"
 ) -> None:
-    """Refuse what is no precision.
+    """Refuse an argument that is not a precision.
 
     Args:
         value: A number, or a tensor of at most one dimension.
@@ -100,12 +100,12 @@ def check_prior_precision(
     """
     given = _vector(argument, "a positive number or a tensor of them", value, dtype, sizes)
     if not bool(((given > 0) & given.isfinite()).all()):
-        came = str(value) if given.numel() == 1 else f"a smallest value of {float(given.min())}"
-        raise InputError(expected(argument, f"positive numbers, finite in {dtype}", came))
+        shown = str(value) if given.numel() == 1 else f"a smallest value of {float(given.min())}"
+        raise InputError(expected(argument, f"positive numbers, finite in {dtype}", shown))
 
 
 def check_prior_mean(value: object, dtype: torch.dtype, sizes: Collection[int] | None = None) -> None:
-    """Refuse what is no mean; see :func:`check_prior_precision`.
+    """Refuse an argument that is not a mean; see :func:`check_prior_precision`.
 
     Raises:
         InputTypeError: Neither a number nor a tensor of numbers.
@@ -113,12 +113,12 @@ def check_prior_mean(value: object, dtype: torch.dtype, sizes: Collection[int] |
     """
     given = _vector("prior_mean", "a finite number or a tensor of them", value, dtype, sizes)
     if not bool(given.isfinite().all()):
-        came = str(value) if given.numel() == 1 else "NaN or infinity"
-        raise InputError(expected("prior_mean", f"finite numbers in {dtype}", came))
+        shown = str(value) if given.numel() == 1 else "NaN or infinity"
+        raise InputError(expected("prior_mean", f"finite numbers in {dtype}", shown))
 
 
 def plain_number(value: float | Tensor) -> float | Tensor:
-    """A number as Python's own: of NumPy's, laplace-torch takes some and not others."""
+    """A number as a Python float: laplace-torch accepts only some of NumPy's numbers."""
     return value if isinstance(value, Tensor) else float(value)
 
 
@@ -177,7 +177,7 @@ def check_indices(value: object, n_params: int) -> Tensor:
 
 
 def check_value(value: object, like: Tensor, size: int) -> None:
-    """Refuse what is no point in the space of the weights that the posterior is over.
+    """Refuse an argument that is not a vector of the posterior's weights.
 
     Args:
         value: What the user passed.
@@ -189,8 +189,8 @@ def check_value(value: object, like: Tensor, size: int) -> None:
         InputError: Not of shape (P,), on another device, or not finite.
     """
     if not isinstance(value, Tensor) or value.dtype != like.dtype:
-        came = f"{value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise InputTypeError(expected("value", f"a tensor of {like.dtype}", came))
+        shown = f"{value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise InputTypeError(expected("value", f"a tensor of {like.dtype}", shown))
     if tuple(value.shape) != (size,):
         raise InputError(expected("value", f"weights of shape ({size},)", f"shape {tuple(value.shape)}"))
     if value.device != like.device:
@@ -200,15 +200,15 @@ def check_value(value: object, like: Tensor, size: int) -> None:
 
 
 def check_jacobians(value: object, like: Tensor, size: int) -> None:
-    """Refuse what are no Jacobians of the posterior's weights.
+    """Refuse an argument that does not hold Jacobians with respect to the posterior's weights.
 
     Raises:
         InputTypeError: No tensor of the encoder's dtype.
         InputError: Not of shape (B, D, P), or on another device.
     """
     if not isinstance(value, Tensor) or value.dtype != like.dtype:
-        came = f"{value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise InputTypeError(expected("Js", f"Jacobians as a tensor of {like.dtype}", came))
+        shown = f"{value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise InputTypeError(expected("Js", f"Jacobians as a tensor of {like.dtype}", shown))
     if value.ndim != 3 or value.shape[2] != size:
         raise InputError(expected("Js", f"Jacobians of shape (B, D, {size})", f"shape {tuple(value.shape)}"))
     if value.device != like.device:
@@ -216,7 +216,7 @@ def check_jacobians(value: object, like: Tensor, size: int) -> None:
 
 
 def check_finite_outputs(x: Inputs, z: Tensor) -> None:
-    """Refuse inputs that the encoder has no finite outputs for.
+    """Refuse inputs whose outputs are not finite.
 
     Args:
         x: The inputs.

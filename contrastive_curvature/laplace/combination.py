@@ -1,4 +1,4 @@
-"""Which weights go with which structure, said before laplace-torch looks for a class."""
+"""Which weights go with which structure; checked before laplace-torch looks for a class."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_combination(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         kwargs: Keyword arguments.
 
     Raises:
-        InputTypeError: The model is missing, or an argument comes twice.
+        InputTypeError: The model is missing, or an argument is given twice.
         InputError: Weights, structure or approximation are unknown.
         UnsupportedError: All are known, but there is no such combination.
     """
@@ -62,7 +62,7 @@ def check_combination(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
 
 
 def _one_of(argument: str, value: object, known: tuple[str, ...]) -> str:
-    # The host's own enumerations are strings, and compare equal to their values.
+    # laplace-torch's own enumerations are strings, and compare equal to their values.
     for name in known:
         if isinstance(value, str) and value == name:
             return name

@@ -1,4 +1,4 @@
-"""The eigendecomposition of Kronecker factors, without the host's: that one ends the process where it fails."""
+"""The eigendecomposition of Kronecker factors; laplace-torch's own ends the process where it fails."""
 
 from __future__ import annotations
 

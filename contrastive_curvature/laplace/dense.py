@@ -75,7 +75,7 @@ class DensePosterior(ParametricLaplace):
         return prior.double()
 
     def _warn_of_rounding(self) -> None:
-        """The curvature itself was summed in the encoder's dtype; a prior below its rounding is lost in it."""
+        """The curvature was summed in the encoder's dtype; a prior precision below its rounding has no effect."""
         rounding = torch.finfo(self.H.dtype).eps * float(self._H_factor * self.H.diagonal().max())
         part = rounding / float(self._wide_prior().min())
         if part > _MOST_ROUNDING:

@@ -12,10 +12,9 @@ __all__ = ["RawFeatureExtractor"]
 
 
 class RawFeatureExtractor(FeatureExtractor):
-    """laplace-torch's feature extractor, on the layer that makes the raw outputs.
+    """laplace-torch's feature extractor, on the layer whose outputs are the raw outputs.
 
-    The host takes the last module that runs, which for an encoder is often a normalisation, and its output for the last
-    layer's.
+    laplace-torch takes the last module that runs for the last layer; in an encoder that is often a normalisation.
 
     Args:
         model: The encoder; owned by the extractor.

@@ -37,7 +37,7 @@ def begin(la: Any, loader: Iterable[Any]) -> None:
 
     Raises:
         InputError: The loader is empty or malformed.
-        UnsupportedError: It gives every process its own part of the data, or the encoder cannot be looked through.
+        UnsupportedError: It gives every process a part of the data, or the encoder's raw outputs cannot be reached.
     """
     check_loader(loader)
     check_whole(loader)
@@ -68,7 +68,7 @@ def remember(la: Any, loss: Tensor, cost: float, n_data: int) -> None:
     Args:
         la: The posterior.
         loss: Sum of the pair losses.
-        cost: The same, counted so that it is not negative.
+        cost: The sum shifted so that it is not negative.
         n_data: Number of points.
     """
     la.loss, la.cost, la.n_data = loss.detach(), cost, n_data

@@ -15,6 +15,7 @@ from contrastive_curvature.ggn.accumulate import clamp_curvature
 from contrastive_curvature.ggn.dataset import DatasetCurvature
 from contrastive_curvature.ggn.kron import clamp_factors
 from contrastive_curvature.laplace.decompose import decompose_factors
+from contrastive_curvature.laplace.kernel import kernel_product
 from contrastive_curvature.laplace.prediction import to_device
 from contrastive_curvature.laplace.state_curvature import (
     check_dense,
@@ -179,4 +180,4 @@ class KernelForm(_Replaced):
             if has_norms(la.model, state.get("encoder_norms")):
                 # The object has no curvature of its own yet that could be asked; a refusal puts back what it had.
                 la.H = parts
-                check_eigenbasis(parts, la._kernel_product)
+                check_eigenbasis(parts, lambda vector: kernel_product(la, vector))

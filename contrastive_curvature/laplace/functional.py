@@ -20,15 +20,18 @@ from contrastive_curvature.arguments import check_flag
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.ggn.spectrum import eigenpairs
-from contrastive_curvature.ggn.subset import HessianSubset
 from contrastive_curvature.laplace import fitting
 from contrastive_curvature.laplace.base import ContrastiveLaplace
 from contrastive_curvature.laplace.checks import check_finite_outputs
 from contrastive_curvature.laplace.forms import KernelForm
 from contrastive_curvature.laplace.kernel import (
-    jacobian_chunks,
+    held_jacobians,
+    held_subset,
+    joint_spread,
     kernel_between,
     kernels_of_points,
+    marginal_spread,
+    project_weights,
     refuse_infinite_jacobian,
     warn_of_one_point,
 )
@@ -49,14 +52,14 @@ class _FunctionSpace(ContrastiveLaplace):
     Args:
         model: The encoder.
         likelihood: ``"contrastive"``.
-        n_subset: Number M of points that stand for the data set.
+        n_subset: Number M of points that represent the data set.
         *args: As in laplace-torch's other classes.
-        seed: Of the draw of the points.
+        seed: Seed of the random choice of the points.
         independent_outputs: Refused: the covariance between outputs is part of the kernel.
         **kwargs: As in laplace-torch's other classes.
 
     Raises:
-        InputError: ``n_subset`` is missing or no positive whole number, or ``seed`` no whole number.
+        InputError: ``n_subset`` is missing or not a positive whole number, or ``seed`` is not a whole number.
     """
 
     structure = None  # type: ignore[assignment]
@@ -125,7 +128,7 @@ class _FunctionSpace(ContrastiveLaplace):
             gram = subset.project(subset.project(kernel).movedim(2, 0))
             values, vectors = eigenpairs((gram + gram.T) / 2)
             warn_of_one_point(subset, kernel)
-        # Everything that can fail comes before the first assignment, so that a failed fit leaves the last one whole.
+        # Everything that can fail runs before the first assignment, so that a failed fit leaves the last one whole.
         self.H = {
             "inputs": subset.inputs,
             "factor": subset.factor,
@@ -174,13 +177,13 @@ class _FunctionSpace(ContrastiveLaplace):
         """``(value - mean)^T (p I + h A^T A) (value - mean)`` for weights (P,)."""
         self.check_weights(value)
         delta = value - self.mean
-        moved = self._project_weights(delta.unsqueeze(0))
+        moved = project_weights(self, delta.unsqueeze(0))
         return self.prior_precision.squeeze() * delta.square().sum() + self._H_factor * moved.square().sum()
 
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
         """Draw weights from the posterior, shape (n_samples, P).
 
-        A draw from the prior is corrected by what the data say of it (Matheron's rule).
+        A sample of the prior is corrected by its residual at the data (Matheron's rule).
         """
         self.check_sampling(n_samples, generator)
         prior, h = self.prior_precision.squeeze(), self._H_factor
@@ -188,10 +191,10 @@ class _FunctionSpace(ContrastiveLaplace):
         like: dict[str, Any] = {"dtype": values.dtype, "device": self.mean.device, "generator": generator}
         drawn = torch.randn(n_samples, self.n_params, **like) / prior.sqrt()
         noise = torch.randn(n_samples, values.numel(), **like) / h**0.5
-        residual = (self._project_weights(drawn) + noise) @ vectors / (values + prior / h)
-        lifted = self._subset().lift(residual @ vectors.T)
+        residual = (project_weights(self, drawn) + noise) @ vectors / (values + prior / h)
+        lifted = held_subset(self).lift(residual @ vectors.T)
         with evaluation_mode(self.model), torch.no_grad():
-            for rows, jacobian in self._held_jacobians():
+            for rows, jacobian in held_jacobians(self):
                 drawn -= torch.einsum("smd,mdp->sp", lifted[:, rows], jacobian.double())
         return self.mean.detach() + drawn.to(self.mean.dtype)
 
@@ -204,34 +207,12 @@ class _FunctionSpace(ContrastiveLaplace):
             check_finite_outputs(x, z)
             held = self._embed(self.H["inputs"])[1]
             if joint:
-                return EmbeddingDistribution.trusted(z, joint_covariance=self._joint(context, held).to(z.dtype))
-            parts = [self._marginals(part, held, diagonal) for part in self._context_chunks(context, *z.shape)]
+                return EmbeddingDistribution.trusted(z, joint_covariance=joint_spread(self, context, held).to(z.dtype))
+            parts = [marginal_spread(self, part, held, diagonal) for part in self._context_chunks(context, *z.shape)]
             spread = torch.cat(parts).to(z.dtype)
         if diagonal:
             return EmbeddingDistribution.trusted(z, variance=spread)
         return EmbeddingDistribution.trusted(z, covariance=spread)
-
-    def _explained(self, cross: Tensor) -> tuple[Tensor, Tensor]:
-        """Kernels (B, D, M, D) in the eigenbasis of the data's, and the same over its eigenvalues, both (B, D, R)."""
-        k = self._subset().project(cross) @ self.H["vectors"]
-        return k, k / (self.H["values"] + self.prior_precision.squeeze() / self._H_factor)
-
-    def _joint(self, context: Any, held: Any) -> Tensor:
-        """Covariance of all outputs of B points, shape (B D, B D)."""
-        k, explained = (part.flatten(0, 1) for part in self._explained(self._kernel(context, held)))
-        own = self._kernel(context, context)
-        return (own.reshape(len(k), len(k)) - explained @ k.T) / self.prior_precision.squeeze()
-
-    def _marginals(self, points: Any, held: Any, diagonal: bool) -> Tensor:
-        """Variances (B, D) or covariances (B, D, D) of B points."""
-        own, cross = self._kernels_of_points(points, held, diagonal)
-        (k, explained), prior = self._explained(cross), self.prior_precision.squeeze()
-        # What the prior leaves may be less than the rounding of what it started from, hence the clamp.
-        if diagonal:
-            return ((own - (explained * k).sum(2)) / prior).clamp(min=0)
-        covariance = (own - explained @ k.mT) / prior
-        variances = covariance.diagonal(dim1=1, dim2=2)
-        return covariance + torch.diag_embed(variances.clamp(min=0) - variances)
 
     def functional_variance(self, Js: Tensor) -> Tensor:
         """Never computed from Jacobians.
@@ -251,15 +232,6 @@ class _FunctionSpace(ContrastiveLaplace):
         msg = "functional_covariance: a posterior in function space works with kernels. Use la(x, joint=True)."
         raise UnsupportedError(msg)
 
-    def _kernel_product(self, vector: Tensor) -> Tensor:
-        """Kernel matrix times a vector (R,), from one pullback and one product: no matrix is formed."""
-        lifted = self._subset().lift(vector)
-        rows = (torch.einsum("md,mdp->p", lifted[some], part.double()) for some, part in self._held_jacobians())
-        return self._project_weights(torch.stack(list(rows)).sum(0, keepdim=True))[0]
-
-    def _subset(self) -> HessianSubset:
-        return HessianSubset(self.H["inputs"], self.H["factor"], self.H["coupled"])
-
     def _embed(self, x: Inputs) -> tuple[Tensor, Any]:
         """Raw outputs (B, D), and what a pullback needs of the points."""
         return self.backend.encoder(x)(x), x
@@ -274,16 +246,6 @@ class _FunctionSpace(ContrastiveLaplace):
         """Parts of a context whose Jacobians fit a chunk."""
         pullback = self.backend.pullback(context)
         return (pullback.slice_context(context, rows) for rows in timed_chunks(pullback, n, dim))
-
-    def _held_jacobians(self) -> Iterator[tuple[slice, Tensor]]:
-        return jacobian_chunks(self, self._embed(self.H["inputs"])[1])
-
-    def _project_weights(self, weights: Tensor) -> Tensor:
-        """``A w`` for weights (S, P)."""
-        with evaluation_mode(self.model), torch.no_grad():
-            jacobians = (jacobian.double() for _, jacobian in self._held_jacobians())
-            parts = [torch.einsum("mdp,sp->smd", jacobian, weights.double()) for jacobian in jacobians]
-        return self._subset().project(torch.cat(parts, dim=1))
 
 
 class ContrastiveFunctionalLaplace(_FunctionSpace, ParametricLaplace):

@@ -14,10 +14,23 @@ from torch import Tensor
 from contrastive_curvature.ggn.dominance import FEWEST_POINTS, MOST, warn_of_point
 from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.subset import HessianSubset
+from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import input_length
 from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS
 
-__all__ = ["jacobian_chunks", "kernel_between", "kernels_of_points", "refuse_infinite_jacobian", "warn_of_one_point"]
+__all__ = [
+    "held_jacobians",
+    "held_subset",
+    "jacobian_chunks",
+    "joint_spread",
+    "kernel_between",
+    "kernel_product",
+    "kernels_of_points",
+    "marginal_spread",
+    "project_weights",
+    "refuse_infinite_jacobian",
+    "warn_of_one_point",
+]
 
 
 def jacobian_chunks(la: Any, context: Any) -> Iterator[tuple[slice, Tensor]]:
@@ -66,6 +79,56 @@ def _times(la: Any, mine: Tensor, right: Any) -> Tensor:
     """Products of Jacobians (A, D, P) with those of B points, shape (A, D, B, D)."""
     others = (other.double() for _, other in jacobian_chunks(la, right))
     return torch.cat([torch.einsum("adp,bep->adbe", mine, other) for other in others], dim=2)
+
+
+def joint_spread(la: Any, points: Any, held: Any) -> Tensor:
+    """Covariance of all outputs of B points together, shape (B D, B D); see :func:`kernels_of_points`."""
+    k, explained = (part.flatten(0, 1) for part in _explained(la, la._kernel(points, held)))
+    own = la._kernel(points, points)
+    return (own.reshape(len(k), len(k)) - explained @ k.T) / la.prior_precision.squeeze()
+
+
+def marginal_spread(la: Any, points: Any, held: Any, diagonal: bool) -> Tensor:
+    """Variances (B, D) or covariances (B, D, D) of the outputs of B points; see :func:`kernels_of_points`."""
+    own, cross = la._kernels_of_points(points, held, diagonal)
+    (k, explained), prior = _explained(la, cross), la.prior_precision.squeeze()
+    # A difference of large numbers: rounding can make a small variance negative.
+    if diagonal:
+        return ((own - (explained * k).sum(2)) / prior).clamp(min=0)
+    covariance = (own - explained @ k.mT) / prior
+    variances = covariance.diagonal(dim1=1, dim2=2)
+    return covariance + torch.diag_embed(variances.clamp(min=0) - variances)
+
+
+def _explained(la: Any, cross: Tensor) -> tuple[Tensor, Tensor]:
+    """Kernels (B, D, M, D) in the eigenbasis of the data's, and the same over its eigenvalues, both (B, D, R)."""
+    k = held_subset(la).project(cross) @ la.H["vectors"]
+    return k, k / (la.H["values"] + la.prior_precision.squeeze() / la._H_factor)
+
+
+def held_subset(la: Any) -> HessianSubset:
+    """The points that represent the data, with the root of their output Hessian."""
+    return HessianSubset(la.H["inputs"], la.H["factor"], la.H["coupled"])
+
+
+def held_jacobians(la: Any) -> Iterator[tuple[slice, Tensor]]:
+    """Jacobians of the points that represent the data; see :func:`jacobian_chunks`."""
+    return jacobian_chunks(la, la._embed(la.H["inputs"])[1])
+
+
+def project_weights(la: Any, weights: Tensor) -> Tensor:
+    """``A w`` with ``A = S^T J`` of the points that represent the data, shape (S, R), for weights (S, P)."""
+    with evaluation_mode(la.model), torch.no_grad():
+        jacobians = (jacobian.double() for _, jacobian in held_jacobians(la))
+        parts = [torch.einsum("mdp,sp->smd", jacobian, weights.double()) for jacobian in jacobians]
+    return held_subset(la).project(torch.cat(parts, dim=1))
+
+
+def kernel_product(la: Any, vector: Tensor) -> Tensor:
+    """``A A^T v`` for a vector (R,), from one vector-Jacobian product and one product: no matrix is formed."""
+    lifted = held_subset(la).lift(vector)
+    rows = (torch.einsum("md,mdp->p", lifted[some], part.double()) for some, part in held_jacobians(la))
+    return project_weights(la, torch.stack(list(rows)).sum(0, keepdim=True))[0]
 
 
 def refuse_infinite_jacobian(la: Any, context: Any) -> None:

@@ -1,4 +1,4 @@
-"""What is refused before a contrastive Laplace object exists."""
+"""Checks of the constructor's arguments of a contrastive Laplace object."""
 
 from __future__ import annotations
 

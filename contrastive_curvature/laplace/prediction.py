@@ -1,4 +1,4 @@
-"""Predictions of a posterior: the Gaussian over raw outputs of the linearised encoder, and outputs at sampled weights.
+"""The Gaussian over raw outputs that a posterior over weights gives the linearised encoder.
 
 The linearised encoder has the covariance ``J_i Sigma J_i^T`` at input i, with the Jacobian ``J_i`` (D, P) of its raw
 outputs. All Jacobians of a batch may be far larger than the encoder, so only a chunk of them exists at any time; a
@@ -20,21 +20,18 @@ from contrastive_curvature.errors import InputError, InputTypeError, Unsupported
 from contrastive_curvature.laplace.checks import check_finite_outputs
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, input_length
-from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS, Pullback
 from contrastive_curvature.options import Structure
 from contrastive_curvature.progress import Progress
 
 __all__ = [
+    "FASTER",
     "JOINT_ELEMENTS",
     "check_joint_size",
     "distribution",
     "gaussian",
-    "joint_samples",
-    "outputs_at",
     "parse_pred_type",
     "refuse_link",
-    "sampled_weights",
     "timed_chunks",
     "to_device",
 ]
@@ -42,13 +39,11 @@ __all__ = [
 JOINT_ELEMENTS = 2**32
 """Numbers that ``joint=True`` may hold: the Jacobians of all inputs and their covariance; 16 GiB in float32."""
 
-_FASTER = "Faster: subset_of_weights='last_layer', which needs no Jacobian; fewer inputs; or a GPU."
+FASTER = "Faster: subset_of_weights='last_layer', which needs no Jacobian; fewer inputs; or a GPU."
+"""What a user can do about a long prediction."""
 
 _POINTS_AT_ONCE = 16
 """Inputs of one call of ``output_covariance``, which bounds its own memory: few enough to measure the speed."""
-
-_PIECES = 20
-"""Parts that samples are computed in, so that the speed is known after the first of them."""
 
 
 def parse_pred_type(value: PredType | str) -> PredType:
@@ -160,45 +155,9 @@ def check_joint_size(n: int, dim: int, n_weights: int) -> None:
     needed = n * dim * n_weights + (n * dim) ** 2
     if needed > JOINT_ELEMENTS:
         wanted = f"inputs whose Jacobians and covariance are at most {JOINT_ELEMENTS:,} numbers"
-        came = f"{n} inputs, {needed:,} numbers ({needed * 4 / 2**30:.0f} GiB in float32)"
+        shown = f"{n} inputs, {needed:,} numbers ({needed * 4 / 2**30:.0f} GiB in float32)"
         hint = "Use fewer inputs, or functional_samples(x, joint=True), which forms no Jacobian."
-        raise InputError(expected("joint=True", wanted, came, hint))
-
-
-def joint_samples(la: Any, x: Inputs, n_samples: int, generator: torch.Generator | None, linearized: bool) -> Tensor:
-    """Raw outputs (S, B, D) of S encoders with sampled weights.
-
-    Raises:
-        InputError: An input has no finite output.
-    """
-    moved = to_device(la, x)
-    context = la._sampling_context(moved)
-    progress, started, parts, done = Progress(False, _FASTER), time.monotonic(), [], 0
-    for theta in sampled_weights(la, n_samples, generator):
-        for piece in theta.split(max(1, n_samples // _PIECES)):
-            parts.append(la._outputs_at(context, piece, linearized))
-            done += len(piece)
-            progress.extrapolate(started, done, n_samples, f"Outputs of {n_samples} sampled networks")
-    samples = torch.cat(parts)
-    check_finite_outputs(moved, samples)
-    return samples
-
-
-def sampled_weights(la: Any, n_samples: int, generator: torch.Generator | None) -> Iterator[Tensor]:
-    """Sampled weights in chunks of bounded size, each (S, P)."""
-    step = max(1, 2**26 // la.mean.numel())
-    for start in range(0, n_samples, step):
-        yield la.sample(min(step, n_samples - start), generator)
-
-
-def outputs_at(la: Any, x: Inputs, theta: Tensor, linearized: bool) -> Tensor:
-    """Raw outputs (S, B, D) at given weights (S, P), of the encoder or of its linearisation."""
-    with evaluation_mode(la.model), torch.set_grad_enabled(la.enable_backprop):
-        pullback = ModulePullback(la.backend.encoder(x))
-        if linearized:
-            moved = [pullback.jvp(x, sample - la.mean) for sample in theta]
-            return torch.stack([z + shift for z, shift in moved])
-        return torch.stack([pullback.outputs_at(x, sample) for sample in theta])
+        raise InputError(expected("joint=True", wanted, shown, hint))
 
 
 def _covariances(la: Any, pullback: Pullback, context: Any, z: Tensor) -> Iterator[Tensor]:
@@ -266,7 +225,7 @@ def timed_chunks(pullback: Pullback, n: int, dim: int, least: int = 1) -> Iterat
     if n <= max(1, fits):
         yield slice(0, n)
         return
-    progress, started = Progress(False, _FASTER), time.monotonic()
+    progress, started = Progress(False, FASTER), time.monotonic()
     start, step = 0, 1
     while start < n:
         stop = min(start + step, n)

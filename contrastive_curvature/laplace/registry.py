@@ -156,7 +156,7 @@ def _replace(name: str, function: Any) -> Callable[[], None]:
 
 def _no_approximate_kernel(host: type) -> str:
     return (
-        f"functional_approximation of {host.__name__} with likelihood='contrastive': the host builds it from the "
+        f"functional_approximation of {host.__name__} with likelihood='contrastive': laplace-torch builds it from the "
         "likelihood of single points, and a pair loss has none. Use functional_approximation='sod' (the default) with "
         "n_subset=..., or hessian_structure='diag', 'kron' or 'full'."
     )

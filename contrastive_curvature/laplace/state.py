@@ -1,4 +1,4 @@
-"""What a saved posterior must hold before any of it is believed: keys, types, shapes, and numbers that can be right.
+"""Checks of a saved posterior before any of it is used: keys, types, shapes, and the range of the numbers.
 
 ``torch.load(..., weights_only=True)`` runs no code, but it reads whatever stands in the file. Nothing of an object
 changes before everything here has passed.
@@ -50,7 +50,7 @@ _KNOWN_BACKENDS = (
 
 
 def check_class(state: object, name: str, likelihood: str) -> None:
-    """Refuse what is no state of this class.
+    """Refuse an argument that is not a state of this class.
 
     Args:
         state: What the user passed.
@@ -77,7 +77,7 @@ def check_class(state: object, name: str, likelihood: str) -> None:
 
 
 def check_options_agree(state: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse a state that was made with other options.
+    """Refuse a state that was saved with other options.
 
     Raises:
         InputError: An option differs; the message names those that do.
@@ -95,9 +95,9 @@ def check_options_agree(state: Mapping[str, Any], now: Mapping[str, Any]) -> Non
         or was[name] != now.get(name, missing)
     ]
     if differ:
-        wanted, came = (", ".join(f"{name}={given.get(name)!r}" for name in differ) for given in (now, was))
+        wanted, saved = (", ".join(f"{name}={given.get(name)!r}" for name in differ) for given in (now, was))
         hint = "Give this object the same backend_kwargs."
-        raise InputError(expected("state_dict", f"this object's options {wanted}", came, hint))
+        raise InputError(expected("state_dict", f"this object's options {wanted}", saved, hint))
 
 
 def check_settings(
@@ -143,7 +143,7 @@ def check_settings(
     _check_scalar("cost", state["cost"])
     if float(state["cost"]) < 0:
         refuse("cost", "a number that is not negative", float(state["cost"]))
-    if "encoder_norms" in state:  # files written before this check was have none
+    if "encoder_norms" in state:  # the files of the first versions have none
         norms = state["encoder_norms"]
         if not isinstance(norms, Tensor) or norms.dtype != torch.float64 or norms.ndim != 1:
             refuse("encoder_norms", "a tensor of torch.float64, shape (K,)", kind_of(norms))
@@ -152,7 +152,7 @@ def check_settings(
 
 
 def find_backend(name: object, own: type[ContrastiveBackend]) -> type[ContrastiveBackend]:
-    """The backend of an object that loads a state: its own, whichever the state was made with, as all are exact.
+    """The backend of an object that loads a state: its own, whichever the state was saved with, as all are exact.
 
     Args:
         name: What the state says.
@@ -162,7 +162,7 @@ def find_backend(name: object, own: type[ContrastiveBackend]) -> type[Contrastiv
         InputError: Nobody knows a backend of that name.
     """
     if type(name) is not str or name not in (*_KNOWN_BACKENDS, own.__name__):
-        hint = "Where it is a backend of your own, make this object with backend=... of it."
+        hint = "Where it is a backend of your own, construct this object with backend=... of it."
         refuse("backend", f"one of {', '.join(_KNOWN_BACKENDS)}", kind_of(name), hint)
     return own
 
@@ -185,8 +185,8 @@ def unchanged_on_error(posterior: Any) -> Iterator[None]:
 
 
 def _check_floats(key: str, value: object, like: Tensor) -> None:
-    found = isinstance(value, Tensor) and value.layout == torch.strided
-    if not found or (value.dtype, value.device) != (like.dtype, like.device):  # type: ignore[attr-defined]
+    dense = isinstance(value, Tensor) and value.layout == torch.strided
+    if not dense or (value.dtype, value.device) != (like.dtype, like.device):  # type: ignore[attr-defined]
         refuse(key, f"a dense tensor of {like.dtype} on {like.device}", kind_of(value))
 
 

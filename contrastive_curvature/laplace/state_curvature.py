@@ -1,4 +1,4 @@
-"""What the curvature in a saved posterior must be, structure by structure."""
+"""Checks of the curvature in a saved posterior, structure by structure."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def check_kernel(state: Mapping[str, Any], like: Tensor, size: int) -> None:
     check_nothing(state)
     parts = state["H"]
     if type(parts) is not dict or set(parts) != set(_PARTS):
-        came = f"the keys {sorted(parts, key=str)}" if isinstance(parts, dict) else kind_of(parts)
-        refuse("H", f"a dictionary with {', '.join(_PARTS)}", came)
+        shown = f"the keys {sorted(parts, key=str)}" if isinstance(parts, dict) else kind_of(parts)
+        refuse("H", f"a dictionary with {', '.join(_PARTS)}", shown)
     inputs = check_inputs("H", parts["inputs"])
     if input_length(inputs) != size:
         refuse("H", f"inputs of n_subset = {size} points", f"{input_length(inputs)} points")
@@ -138,7 +138,7 @@ def check_kernel(state: Mapping[str, Any], like: Tensor, size: int) -> None:
 
 
 def check_eigenbasis(parts: Mapping[str, Any], product: Callable[[Tensor], Tensor]) -> None:
-    """Refuse eigenpairs that are not those of the kernel matrix that inputs and factor make.
+    """Refuse eigenpairs that are not those of the kernel matrix of the inputs and the factor.
 
     Args:
         parts: The curvature in function space.
@@ -160,14 +160,14 @@ def check_nothing(state: Mapping[str, Any]) -> None:
     """Refuse an unclamped curvature where the structure has none.
 
     Raises:
-        InputError: There is one.
+        InputError: ``H_raw`` is not ``None``.
     """
     if state["H_raw"] is not None:
         refuse("H_raw", "None: this structure keeps nothing unclamped", kind_of(state["H_raw"]))
 
 
 def _mix(a: Tensor, b: Tensor) -> float:
-    """How large ``a b w`` is for a random ``w``, relative to the sizes of the matrices."""
+    """Norm of ``a b w`` for a random ``w``, relative to the norms of the matrices."""
     w = _random(a.shape[0]).to(a)
     return float((a @ (b @ w)).norm() / (w.norm() * (a.norm() + b.norm())))
 

@@ -1,4 +1,4 @@
-"""Single values of a saved posterior: their types, shapes and sizes, and the one error of those that are not right."""
+"""Checks of single values of a saved posterior: types, shapes and ranges; and the error that they all raise."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ __all__ = [
 ]
 
 _MOST = 2**63 - 1
-"""Points that can be counted: what torch can hold."""
+"""Largest number of points: torch's largest integer."""
 
 
-def refuse(key: str, wanted: str, came: object, instead: str = "") -> Never:
-    """Raise the one error of a state that is not right.
+def refuse(key: str, wanted: str, got: object, instead: str = "") -> Never:
+    """Raise the error of a malformed state.
 
     Raises:
         InputError: Always; it names the key.
     """
-    raise InputError(expected(f"state_dict[{key!r}]", wanted, came, instead)) from None
+    raise InputError(expected(f"state_dict[{key!r}]", wanted, got, instead)) from None
 
 
 def check_type(state: Mapping[str, Any], key: str, kind: type, wanted: str) -> None:
-    """Refuse a value of another type; ``True`` is no number.
+    """Refuse a value of another type; ``True`` does not count as a number.
 
     Raises:
-        InputError: It is.
+        InputError: The type is another.
     """
     if type(state[key]) is not kind:
         refuse(key, wanted, kind_of(state[key]))
 
 
 def check_number_of(state: Mapping[str, Any], key: str) -> None:
-    """Refuse what counts nothing.
+    """Refuse a value that is not a positive whole number.
 
     Raises:
         InputError: Not a positive whole number.
@@ -78,9 +78,9 @@ def check_tensor(
     wanted = f"a tensor of shape {shown}"
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         refuse(key, wanted, kind_of(value))
-    came = tuple(value.shape)
-    if len(came) != len(shape) or any(n is not None and n != m for n, m in zip(shape, came, strict=True)):
-        refuse(key, wanted, f"shape {came}", "The encoder must be the one that the posterior was saved from.")
+    got = tuple(value.shape)
+    if len(got) != len(shape) or any(n is not None and n != m for n, m in zip(shape, got, strict=True)):
+        refuse(key, wanted, f"shape {got}", "The encoder must be the one that the posterior was saved from.")
     if value.dtype != (dtype or like.dtype):
         hint = "Bring the encoder to the precision of the posterior."
         refuse(key, f"{dtype or like.dtype}", f"{value.dtype}", hint)
@@ -101,7 +101,7 @@ def check_symmetric(key: str, matrix: Tensor, *, semidefinite: bool) -> None:
         semidefinite: Whether eigenvalues are looked at.
 
     Raises:
-        InputError: It is neither.
+        InputError: The matrix is not symmetric, or has a negative eigenvalue.
     """
     size = float(matrix.abs().max()) if matrix.numel() else 0.0
     if size == 0:
@@ -116,7 +116,7 @@ def check_symmetric(key: str, matrix: Tensor, *, semidefinite: bool) -> None:
 
 
 def rounding_of(matrix: Tensor) -> float:
-    """What a matrix (P, P) may be off by, relative to its largest entry."""
+    """Largest rounding error of a matrix (P, P), relative to its largest entry."""
     eps = torch.finfo(matrix.dtype).eps
     # Sums over a data set may cancel, so that their rounding is not that of the result.
     return 16 * len(matrix) * eps + eps**0.5
@@ -130,7 +130,7 @@ def is_semidefinite(matrix: Tensor, size: float) -> bool:
 
 
 def check_takes(key: str, x: Inputs, dim: int, model: Callable[[Any], Any], moved: Callable[[Any], Any]) -> None:
-    """Refuse inputs that the encoder does not make embeddings of.
+    """Refuse inputs that the encoder has no embeddings for.
 
     Args:
         key: Where they stand.
@@ -180,7 +180,7 @@ def check_inputs(key: str, value: object) -> Inputs:
 
 
 def kind_of(value: object) -> str:
-    """What a value is, short enough for a message."""
+    """A short description of a value, for a message."""
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype}, shape {tuple(value.shape)}, on {value.device}"
     if isinstance(value, (str, int, float)) or value is None:

@@ -16,8 +16,8 @@ from contrastive_curvature.arguments import check_count
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.laplace.checks import check_number, check_prior_precision
-from contrastive_curvature.laplace.prediction import sampled_weights
 from contrastive_curvature.laplace.prior import PRIOR_STRUCTURES, STRENGTH, PriorMethod, average_information
+from contrastive_curvature.laplace.sampling import sampled_weights
 from contrastive_curvature.network.loader import check_batches, check_whole
 
 __all__ = [

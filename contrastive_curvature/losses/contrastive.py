@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from contrastive_curvature.losses import effort
 from contrastive_curvature.losses.base import PairLoss, Terms
 from contrastive_curvature.losses.contrastive_derivatives import ContrastiveDerivatives
-from contrastive_curvature.losses import effort
 from contrastive_curvature.losses.label_sums import TILE_COLUMNS, TILE_ROWS, add_inside
 from contrastive_curvature.losses.mining import active_pairs
 from contrastive_curvature.options import LARGEST_DISTANCE, Distance, Normalization, PDFix, check_margin
@@ -112,7 +112,8 @@ class ContrastiveLoss(PairLoss):
 
     def _inside_seconds(self, n: int, columns: Tensor) -> float:
         """Only a margin needs the pairs: without one, sums over classes are enough."""
-        if n < effort.FEWEST_POINTS or self.threshold is None or not self.negative_weight or self.pd_fix.attracting_only:
+        repels = self.negative_weight and not self.pd_fix.attracting_only
+        if n < effort.FEWEST_POINTS or self.threshold is None or not repels:
             return 0.0
         threshold, rows = self.threshold, columns[:TILE_ROWS]
         out = rows.new_zeros(rows.shape[0], columns.shape[1] + 1, dtype=torch.float64)

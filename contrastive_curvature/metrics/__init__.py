@@ -1,9 +1,9 @@
-"""Metrics of retrieval and of its uncertainty (Warburg et al. 2023, appendix G.3).
+"""Metrics of retrieval, and of the uncertainty of retrieval (Warburg et al. 2023, appendix G.3).
 
 Shape letters: ``N`` points (or queries), ``M`` gallery points, ``K`` retrieved neighbours, ``S`` samples, ``D``
-embedding dimension. The way through: embeddings -> ``nearest_neighbors`` -> ``rank_by_labels`` -> ``recall_at_k``,
-``map_at_k``, ``ausc``; sampled embeddings -> ``retrieval_votes`` -> ``calibration_bins``, ``retrieval_ece``,
-``retrieval_brier``.
+embedding dimension. The usual order of calls: embeddings -> ``nearest_neighbors`` -> ``rank_by_labels`` ->
+``recall_at_k``, ``map_at_k``, ``ausc``; sampled embeddings -> ``retrieval_votes`` -> ``calibration_bins``,
+``retrieval_ece``, ``retrieval_brier``.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ def check_tensor(name: str, value: object) -> Tensor:
     """Return ``value``, detached, if it is a tensor.
 
     Raises:
-        InputTypeError: If it is not.
+        InputTypeError: If ``value`` is not a tensor.
     """
     if not isinstance(value, Tensor):
         raise InputTypeError(expected(name, "a torch.Tensor", type(value).__name__))
@@ -24,11 +24,11 @@ def check_tensor(name: str, value: object) -> Tensor:
 
 
 def check_count(name: str, value: object, least: int, most: int | None = None, why: str = "") -> int:
-    """Return an int between ``least`` and ``most``.
+    """Return ``value`` if it is an int from ``least`` to ``most``.
 
     Raises:
-        InputTypeError: If it is not an int.
-        InputError: If it is out of range.
+        InputTypeError: If ``value`` is not an int.
+        InputError: If ``value`` is out of range.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise InputTypeError(expected(name, "an int", value))
@@ -42,8 +42,9 @@ def check_embeddings(name: str, value: object) -> Tensor:
     """Return embeddings (N, D) if they are finite, not empty and have no zero row.
 
     Raises:
-        InputTypeError: If it is not a floating-point tensor.
-        InputError: If the shape is not (N, D), an entry is not finite, or a row is zero (it has no cosine).
+        InputTypeError: If ``value`` is not a floating-point tensor.
+        InputError: If the shape is not (N, D), an entry is not finite, or a row is zero, which has no cosine
+            similarity.
     """
     checked = check_tensor(name, value)
     if not checked.is_floating_point():
@@ -54,7 +55,7 @@ def check_embeddings(name: str, value: object) -> Tensor:
         raise InputError(expected(name, "finite entries", "NaN or infinity"))
     zeros = int((checked == 0).all(1).sum())
     if zeros:
-        raise InputError(expected(name, "non-zero rows", f"{zeros} zero rows", "Zero has no cosine similarity."))
+        raise InputError(expected(name, "non-zero rows", f"{zeros} zero rows", "A zero row has no cosine similarity."))
     return checked
 
 
@@ -62,8 +63,8 @@ def check_labels(name: str, value: object, length: int | None = None) -> Tensor:
     """Return labels (N,) as int64.
 
     Raises:
-        InputTypeError: If it is not a tensor of an integer dtype.
-        InputError: If it is not one-dimensional, is empty, or has not ``length`` entries.
+        InputTypeError: If ``value`` is not a tensor of an integer dtype.
+        InputError: If ``value`` is not one-dimensional, is empty, or does not have ``length`` entries.
     """
     checked = check_tensor(name, value)
     if checked.is_floating_point() or checked.is_complex() or checked.dtype == torch.bool:
@@ -78,8 +79,8 @@ def check_scores(name: str, value: object, length: int | None = None) -> Tensor:
     """Return finite scores (N,) in float64.
 
     Raises:
-        InputTypeError: If it is not a real tensor.
-        InputError: If it is not one-dimensional, is empty, has not ``length`` entries, or holds NaN or infinity.
+        InputTypeError: If ``value`` is not a real tensor.
+        InputError: If ``value`` is not one-dimensional, is empty, does not have ``length`` entries, or is not finite.
     """
     checked = check_tensor(name, value)
     if checked.is_complex():

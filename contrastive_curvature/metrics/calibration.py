@@ -1,4 +1,4 @@
-"""Is the agreement of the sampled networks an honest probability? Calibration bins, ECE and Brier score."""
+"""Calibration of the sampled networks' votes, read as probabilities: calibration bins, ECE and Brier score."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["CalibrationBins", "brier_score", "calibration_bins", "retrieval_brie
 
 @dataclass(frozen=True)
 class CalibrationBins:
-    """The calibration curve, ready to plot. Bin b holds confidences in (b/n, (b+1)/n].
+    """The calibration curve. Bin b holds confidences in (b/n, (b+1)/n].
 
     Attributes:
         edges: Bin edges from 0 to 1, float64, shape (n_bins + 1,).
         count: Points in each bin, int64, shape (n_bins,).
         confidence: Mean confidence in each bin, float64, shape (n_bins,); NaN where empty.
-        accuracy: Share of right predictions in each bin, float64, shape (n_bins,); NaN where empty.
+        accuracy: Fraction of right predictions in each bin, float64, shape (n_bins,); NaN where empty.
     """
 
     edges: Tensor
@@ -38,26 +38,28 @@ class CalibrationBins:
         return float((self.count * gap).sum() / self.count.sum())
 
 
-_HOW = (
-    "Votes are labels: retrieval_votes(samples, labels) makes them of sampled embeddings (S, N, D), as "
-    "la.predictive_samples(x, n_samples=..., joint=True) gives them; retrieval_ece and retrieval_brier do both."
+_HINT = (
+    "Votes are labels: retrieval_votes(samples, labels) computes them from sampled embeddings (S, N, D), such as "
+    "la.predictive_samples(x, n_samples=..., joint=True); retrieval_ece and retrieval_brier do both steps."
 )
 
 
 def _check_votes(votes: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     if not isinstance(votes, Tensor):
-        raise InputTypeError(expected("votes", "an integer tensor of labels (S, N)", f"a {type(votes).__name__}", _HOW))
+        raise InputTypeError(
+            expected("votes", "an integer tensor of labels (S, N)", f"a {type(votes).__name__}", _HINT)
+        )
     checked = check_tensor("votes", votes)
     if checked.is_floating_point() or checked.is_complex() or checked.dtype == torch.bool:
-        came = f"{checked.dtype}, shape {tuple(checked.shape)}"
-        raise InputTypeError(expected("votes", "an integer tensor of labels (S, N)", came, _HOW))
+        received = f"{checked.dtype}, shape {tuple(checked.shape)}"
+        raise InputTypeError(expected("votes", "an integer tensor of labels (S, N)", received, _HINT))
     if checked.ndim != 2 or checked.numel() == 0:
-        raise InputError(expected("votes", "shape (S, N), not empty", f"shape {tuple(checked.shape)}", _HOW))
+        raise InputError(expected("votes", "shape (S, N), not empty", f"shape {tuple(checked.shape)}", _HINT))
     return checked.long(), check_labels("labels", labels, checked.shape[1]).to(checked.device)
 
 
-def _tally(votes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each point's votes, sorted, and how many agree with each vote: both (N, S), with no (N, classes) table."""
+def _count_agreement(votes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each point's sorted votes, and how many votes agree with each: both (N, S), without a table of classes."""
     ordered = votes.T.contiguous().sort(1).values
     agree = torch.searchsorted(ordered, ordered, right=True) - torch.searchsorted(ordered, ordered)
     return ordered, agree
@@ -66,9 +68,9 @@ def _tally(votes: Tensor) -> tuple[Tensor, Tensor]:
 def calibration_bins(votes: Tensor, labels: Tensor, n_bins: int = 10) -> CalibrationBins:
     """Bin the points by the confidence of their majority vote.
 
-    The prediction of a point is the mode of its votes, the smallest label among equals; its confidence is the share of
-    votes for it. Bins have equal width and hold their upper edge (the authors' released code drops full agreement,
-    which falls on the last edge).
+    The prediction of a point is the label with the most votes, the smallest label in a tie. The confidence of the point
+    is the fraction of its votes for this label. Bins have equal width and include their upper edge. (The authors'
+    released code drops points on which all votes agree, which are on the last edge.)
 
     Args:
         votes: Labels voted for, int, shape (S, N), from ``retrieval_votes``.
@@ -87,12 +89,12 @@ def calibration_bins(votes: Tensor, labels: Tensor, n_bins: int = 10) -> Calibra
     checked, truth = _check_votes(votes, labels)
     n_bins = check_count("n_bins", n_bins, 1)
     n_samples = len(checked)
-    ordered, agree = _tally(checked)
-    # argmax gives the first of equals, and the votes are sorted: the smallest label
+    ordered, agree = _count_agreement(checked)
+    # In a tie argmax gives the first position, which is the smallest label because the votes are sorted.
     best = agree.argmax(1, keepdim=True)
-    prediction, share = ordered.gather(1, best).squeeze(1), agree.gather(1, best).squeeze(1)
-    # in integers, because 0.6 * 10 need not round to 6
-    position = (share * n_bins + n_samples - 1) // n_samples - 1
+    prediction, majority = ordered.gather(1, best).squeeze(1), agree.gather(1, best).squeeze(1)
+    # In integers, because floating-point rounding could put a confidence on an edge into the next bin.
+    position = (majority * n_bins + n_samples - 1) // n_samples - 1
     count = torch.bincount(position, minlength=n_bins)
 
     def mean(values: Tensor) -> Tensor:
@@ -100,14 +102,15 @@ def calibration_bins(votes: Tensor, labels: Tensor, n_bins: int = 10) -> Calibra
         return total.index_add_(0, position, values.double()) / count
 
     edges = torch.linspace(0, 1, n_bins + 1, dtype=torch.float64, device=checked.device)
-    return CalibrationBins(edges, count, mean(share) / n_samples, mean(prediction == truth))
+    return CalibrationBins(edges, count, mean(majority) / n_samples, mean(prediction == truth))
 
 
 def brier_score(votes: Tensor, labels: Tensor) -> float:
-    """Return the Brier score of the shares of the votes, ``mean_i sum_c (p_ic - 1[y_i = c])^2``.
+    """Return the Brier score of the fractions of votes ``p_ic``, ``mean_i sum_c (p_ic - 1[y_i = c])^2``.
 
-    A proper score: unlike the ECE it cannot be made small by giving up on accuracy. In expectation over votes it
-    exceeds that of infinitely many votes by ``(1 - sum_c p_c^2) / S``, so compare at equal S.
+    The Brier score is a proper score: unlike the ECE, it cannot be small for inaccurate predictions. Its expectation
+    over S votes exceeds the score of infinitely many votes by ``(1 - sum_c p_c^2) / S``, so compare scores of equal S
+    only.
 
     Args:
         votes: Labels voted for, int, shape (S, N), from ``retrieval_votes``.
@@ -124,8 +127,8 @@ def brier_score(votes: Tensor, labels: Tensor) -> float:
     """
     checked, truth = _check_votes(votes, labels)
     n_samples = len(checked)
-    _, agree = _tally(checked)
-    # each of the n_c votes for class c agrees with n_c votes, so the sum of agreements is sum_c n_c^2
+    _, agree = _count_agreement(checked)
+    # Each of the n_c votes for class c agrees with n_c votes, so the sum of agreements is sum_c n_c^2.
     squares = agree.sum(1).double() / n_samples**2
     right = (checked == truth).double().mean(0)
     return float((squares - 2 * right + 1).mean())
@@ -142,22 +145,23 @@ def retrieval_ece(
 ) -> float:
     """Return the expected calibration error of retrieval from sampled embeddings.
 
-    To have the curve too, or several scores of the same votes, call ``retrieval_votes`` and ``calibration_bins``.
+    For the calibration curve, or for several scores of the same votes, call ``retrieval_votes`` and
+    ``calibration_bins``.
 
     Args:
         samples: Sampled embeddings, (S, N, D) or an iterable of (N, D); see ``retrieval_votes``.
         labels: Labels of the points, int, shape (N,).
-        gallery: Where to look for neighbours; ``None`` is leave-one-out among the points.
+        gallery: Embeddings that are searched, as for ``retrieval_votes``; ``None`` is leave-one-out among the points.
         gallery_labels: Labels of the gallery, int, shape (M,).
         n_bins: Number of bins, >= 1.
-        backend: As for ``nearest_neighbors``.
+        backend: ``"auto"``, ``"faiss"`` or ``"sklearn"``, see ``nearest_neighbors``.
 
     Returns:
         A number in [0, 1]; 0 is perfectly calibrated.
 
     Raises:
         InputTypeError: If an argument has a wrong type.
-        InputError: As for ``retrieval_votes`` and ``calibration_bins``.
+        InputError: For the reasons given in ``retrieval_votes`` and ``calibration_bins``.
 
     Source: Warburg et al. (2023), Eq. 121, with ``1/|B|`` corrected to ``|B|/N``.
     """
@@ -179,15 +183,15 @@ def retrieval_brier(
     Args:
         samples: Sampled embeddings, (S, N, D) or an iterable of (N, D); see ``retrieval_votes``.
         labels: Labels of the points, int, shape (N,).
-        gallery: Where to look for neighbours; ``None`` is leave-one-out among the points.
+        gallery: Embeddings that are searched, as for ``retrieval_votes``; ``None`` is leave-one-out among the points.
         gallery_labels: Labels of the gallery, int, shape (M,).
-        backend: As for ``nearest_neighbors``.
+        backend: ``"auto"``, ``"faiss"`` or ``"sklearn"``, see ``nearest_neighbors``.
 
     Returns:
         A number in [0, 2]; 0 is perfect. See ``brier_score``.
 
     Raises:
         InputTypeError: If an argument has a wrong type.
-        InputError: As for ``retrieval_votes``.
+        InputError: For the reasons given in ``retrieval_votes``.
     """
     return brier_score(retrieval_votes(samples, labels, gallery, gallery_labels, backend=backend), labels)

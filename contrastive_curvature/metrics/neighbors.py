@@ -1,4 +1,4 @@
-"""Nearest neighbours by cosine similarity, on faiss or scikit-learn."""
+"""Nearest neighbours by cosine similarity, with faiss or scikit-learn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["nearest_neighbors"]
 Backend = Literal["auto", "faiss", "sklearn"]
 
 
-def _choose(backend: str, double: bool) -> str:
+def _choose_backend(backend: str, double: bool) -> str:
     if not isinstance(backend, str) or backend not in ("auto", "faiss", "sklearn"):
         raise InputError(expected("backend", "'auto', 'faiss' or 'sklearn'", backend))
     installed = importlib.util.find_spec("faiss") is not None
@@ -34,21 +34,21 @@ def _search(queries: Tensor, gallery: Tensor, k: int, backend: str) -> Tensor:
         faiss = importlib.import_module("faiss")
         index = faiss.IndexFlatIP(gallery.shape[1])
         index.add(gallery.float().contiguous().numpy())
-        _, found = index.search(queries.float().contiguous().numpy(), k)
+        _, neighbors = index.search(queries.float().contiguous().numpy(), k)
     else:
-        from sklearn.neighbors import NearestNeighbors  # costs a second; not needed by every import
+        from sklearn.neighbors import NearestNeighbors  # the import takes a second, so it waits for the first use
 
-        # on unit vectors the Euclidean order is the cosine order, and its search is chunked and needs no N x M matrix
+        # For unit vectors the Euclidean order is the cosine order, and this search needs no N x M matrix.
         search = NearestNeighbors(n_neighbors=k, algorithm="brute", metric="euclidean").fit(gallery.numpy())
-        found = search.kneighbors(queries.numpy(), return_distance=False)
-    return torch.from_numpy(found).long()
+        neighbors = search.kneighbors(queries.numpy(), return_distance=False)
+    return torch.from_numpy(neighbors).long()
 
 
-def _drop_self(found: Tensor) -> Tensor:
-    """Remove each query from its own row (N, k + 1), by index; where duplicates crowded it out, drop the last entry."""
-    own = found == torch.arange(len(found)).unsqueeze(1)
+def _drop_self(neighbors: Tensor) -> Tensor:
+    """Remove each query from its own row (N, k + 1); if duplicates of the query left no place for it, drop the last."""
+    own = neighbors == torch.arange(len(neighbors)).unsqueeze(1)
     own[:, -1] |= ~own.any(1)
-    return found[~own].reshape(len(found), -1)
+    return neighbors[~own].reshape(len(neighbors), -1)
 
 
 def nearest_neighbors(queries: Tensor, gallery: Tensor | None = None, *, k: int, backend: Backend = "auto") -> Tensor:
@@ -56,14 +56,13 @@ def nearest_neighbors(queries: Tensor, gallery: Tensor | None = None, *, k: int,
 
     Exact search on the CPU. With ``backend="auto"``: faiss (``IndexFlatIP``) if it is installed and the embeddings are
     not float64, because faiss computes in float32; else scikit-learn (brute force), in the dtype given. The order of
-    exactly equal similarities is the backend's.
+    exactly equal similarities depends on the backend.
 
     Args:
-        queries: Embeddings, shape (N, D); need not be normalised, no zero row. Half precision is lifted to float32.
-        gallery: Embeddings to search, shape (M, D). ``None`` searches the queries themselves, leaving each query out of
-            its
-            own result: by index, so an exact duplicate of a query is still found.
-        k: Neighbours per query, 1 <= k <= M (``N - 1`` without a gallery).
+        queries: Embeddings of any norm, without zero rows, shape (N, D). Half precision is converted to float32.
+        gallery: Embeddings that are searched, shape (M, D). ``None`` searches the queries themselves and removes each
+            query from its own result, by its index: an exact duplicate of a query remains in the result.
+        k: Number of neighbours per query, 1 <= k <= M (``N - 1`` without a gallery).
         backend: ``"auto"``, ``"faiss"`` or ``"sklearn"``.
 
     Returns:
@@ -74,19 +73,19 @@ def nearest_neighbors(queries: Tensor, gallery: Tensor | None = None, *, k: int,
         InputError: If a shape is wrong, an entry is not finite, a row is zero, D disagrees, or ``k`` is too large.
         UnsupportedError: If ``backend="faiss"`` and faiss is not installed.
     """
-    searched = check_embeddings("queries", queries)
+    points = check_embeddings("queries", queries)
     leave_one_out = gallery is None
-    held = searched if gallery is None else check_embeddings("gallery", gallery)
-    if held.shape[1] != searched.shape[1]:
-        raise InputError(expected("gallery", f"D = {searched.shape[1]}, that of queries", held.shape[1]))
-    available = len(held) - leave_one_out
+    searched_gallery = points if gallery is None else check_embeddings("gallery", gallery)
+    if searched_gallery.shape[1] != points.shape[1]:
+        raise InputError(expected("gallery", f"D = {points.shape[1]}, that of queries", searched_gallery.shape[1]))
+    available = len(searched_gallery) - leave_one_out
     k = check_count("k", k, 1, available, f"There are {available} gallery points per query.")
-    chosen = _choose(backend, searched.dtype == torch.float64)
-    dtype = torch.float64 if searched.dtype == torch.float64 else torch.float32
-    # the largest entry goes first, so that the squared norm neither overflows nor underflows
+    chosen_backend = _choose_backend(backend, points.dtype == torch.float64)
+    dtype = torch.float64 if points.dtype == torch.float64 else torch.float32
+    # Divided by the largest entry first, so that the squared norm neither overflows nor underflows.
     units = [
         torch.nn.functional.normalize(x / x.abs().amax(1, keepdim=True), dim=1)
-        for x in (e.to("cpu", dtype) for e in ((searched,) if leave_one_out else (searched, held)))
+        for x in (e.to("cpu", dtype) for e in ((points,) if leave_one_out else (points, searched_gallery)))
     ]
-    found = _search(units[0], units[-1], k + leave_one_out, chosen)
-    return (_drop_self(found) if leave_one_out else found).to(searched.device)
+    neighbors = _search(units[0], units[-1], k + leave_one_out, chosen_backend)
+    return (_drop_self(neighbors) if leave_one_out else neighbors).to(points.device)

@@ -1,4 +1,4 @@
-"""Recall and mean average precision among the k nearest neighbours."""
+"""Recall at k and mean average precision at k."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ def _check_integers(name: str, value: object) -> Tensor:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Which of the retrieved neighbours are right; build it from any notion of "positive", or use ``rank_by_labels``.
+    """Which retrieved neighbours are positives of their query, by any definition; for labels use ``rank_by_labels``.
 
     Attributes:
         relevant: Whether the neighbour at each rank is a positive of the query, bool, shape (N, K), nearest first.
-        n_positives: How many positives each query has in the whole gallery (itself not counted), int, shape (N,). A
-            query
-            with none cannot be answered: every metric leaves it out.
+        n_positives: How many positives each query has in the whole gallery (itself not counted), int, shape (N,). Every
+            metric leaves out queries without a positive, which no retrieval can answer.
 
     Raises:
         InputTypeError: If ``relevant`` is not boolean or ``n_positives`` not integer.
@@ -40,7 +39,7 @@ class Ranking:
     n_positives: Tensor
 
     def __post_init__(self) -> None:
-        """Check the two fields against each other."""
+        """Check that the two fields fit together."""
         relevant, counts = check_tensor("relevant", self.relevant), _check_integers("n_positives", self.n_positives)
         if relevant.dtype != torch.bool:
             raise InputTypeError(expected("relevant", "a bool tensor", str(relevant.dtype)))
@@ -57,7 +56,7 @@ class Ranking:
 
 
 def rank_by_labels(neighbors: Tensor, labels: Tensor, gallery_labels: Tensor | None = None) -> Ranking:
-    """Call a neighbour positive when its label is that of the query.
+    """Build a ranking in which a neighbour is positive if it has the label of the query.
 
     Args:
         neighbors: Gallery indices, nearest first, int, shape (N, K), from ``nearest_neighbors``.
@@ -73,23 +72,27 @@ def rank_by_labels(neighbors: Tensor, labels: Tensor, gallery_labels: Tensor | N
             no query has a positive.
     """
     query_labels = check_labels("labels", labels)
-    held = query_labels if gallery_labels is None else check_labels("gallery_labels", gallery_labels)
-    held = held.to(query_labels.device)
-    found = _check_integers("neighbors", neighbors).to(query_labels.device).long()
-    if found.ndim != 2 or found.numel() == 0 or len(found) != len(query_labels):
-        raise InputError(expected("neighbors", f"shape ({len(query_labels)}, K), K >= 1", tuple(found.shape)))
-    if bool(((found < 0) | (found >= len(held))).any()):
+    labels_in_gallery = query_labels if gallery_labels is None else check_labels("gallery_labels", gallery_labels)
+    labels_in_gallery = labels_in_gallery.to(query_labels.device)
+    indices = _check_integers("neighbors", neighbors).to(query_labels.device).long()
+    if indices.ndim != 2 or indices.numel() == 0 or len(indices) != len(query_labels):
+        raise InputError(expected("neighbors", f"shape ({len(query_labels)}, K), K >= 1", tuple(indices.shape)))
+    if bool(((indices < 0) | (indices >= len(labels_in_gallery))).any()):
         raise InputError(
-            expected("neighbors", f"indices in [0, {len(held)})", f"{int(found.min())} to {int(found.max())}")
+            expected(
+                "neighbors",
+                f"indices in [0, {len(labels_in_gallery)})",
+                f"{int(indices.min())} to {int(indices.max())}",
+            )
         )
-    own = torch.arange(len(found), device=found.device).unsqueeze(1)
-    if gallery_labels is None and bool((found == own).any()):
+    own = torch.arange(len(indices), device=indices.device).unsqueeze(1)
+    if gallery_labels is None and bool((indices == own).any()):
         raise InputError(expected("neighbors", "no query among its own neighbours", "some", "Leave each query out."))
-    classes, positions = torch.unique(held, return_inverse=True)
+    classes, positions = torch.unique(labels_in_gallery, return_inverse=True)
     sizes = torch.bincount(positions, minlength=len(classes))
     place = torch.searchsorted(classes, query_labels).clamp(max=len(classes) - 1)
     counts = torch.where(classes[place] == query_labels, sizes[place], torch.zeros_like(place))
-    return Ranking(held[found] == query_labels.unsqueeze(1), counts - int(gallery_labels is None))
+    return Ranking(labels_in_gallery[indices] == query_labels.unsqueeze(1), counts - int(gallery_labels is None))
 
 
 def _check_k(ranking: Ranking, k: int) -> int:
@@ -98,9 +101,9 @@ def _check_k(ranking: Ranking, k: int) -> int:
 
 
 def recall_at_k(ranking: Ranking, k: int) -> float:
-    """Return the share of queries with at least one positive among their k nearest neighbours.
+    """Return the fraction of queries with at least one positive among their k nearest neighbours.
 
-    This is the recall of the metric-learning and place-recognition literature, not the share of the positives found.
+    This is the recall of the metric-learning and place-recognition literature, not the fraction of retrieved positives.
 
     Args:
         ranking: The retrieved neighbours, K of them.
@@ -123,11 +126,12 @@ def recall_at_k(ranking: Ranking, k: int) -> float:
 def average_precision_at_k(ranking: Ranking, k: int) -> Tensor:
     """Return the average precision at k of every query.
 
-    ``AP@k = sum_(r <= k) relevant_r * precision_r / min(k, n_positives)``, with ``precision_r`` the share of positives
-    among the first r. The denominator is the best that could have been retrieved, so a query is perfect only if its
-    first ``min(k, n_positives)`` neighbours are all positive. This is what the authors' released ``apk`` computes, and
-    MAP@R for k = n_positives. torchmetrics' ``retrieval_average_precision(top_k=k)`` divides by the positives RETRIEVED
-    instead, and so never punishes a missed one: multiply it by ``retrieved / min(k, n_positives)`` to compare.
+    ``AP@k = sum_(r <= k) relevant_r * precision_r / min(k, n_positives)``, with ``precision_r`` the fraction of positives
+    among the first r. The denominator is the largest possible number of retrieved positives, so AP@k = 1 only if the
+    first ``min(k, n_positives)`` neighbours are all positive. This is what the authors'
+    released ``apk`` computes, and MAP@R for k = n_positives. torchmetrics' ``retrieval_average_precision(top_k=k)``
+    divides by the positives RETRIEVED instead, which does not penalise missed ones: multiply it by ``retrieved / min(k,
+    n_positives)`` to compare.
 
     Args:
         ranking: The retrieved neighbours, K of them.
@@ -146,7 +150,7 @@ def average_precision_at_k(ranking: Ranking, k: int) -> Tensor:
     k = _check_k(ranking, k)
     hits = ranking.relevant[:, :k].double()
     precision = hits.cumsum(1) / torch.arange(1, k + 1, device=hits.device, dtype=torch.float64)
-    # 0 / 0 is the NaN of a query without positives
+    # 0 / 0 gives NaN for a query without positives, as documented.
     return (hits * precision).sum(1) / ranking.n_positives.clamp(max=k)
 
 

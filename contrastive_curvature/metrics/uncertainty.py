@@ -1,4 +1,4 @@
-"""Does the uncertainty know what is strange (AUROC, AUPRC) and what is wrong (AUSC)?"""
+"""How well an uncertainty detects out-of-distribution inputs (AUROC, AUPRC) and wrong retrievals (AUSC)."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def _out_of_distribution(uncertainty_id: Tensor, uncertainty_ood: Tensor) -> tup
 
 
 def auroc(uncertainty_id: Tensor, uncertainty_ood: Tensor) -> float:
-    """Return the area under the ROC curve of telling out-of-distribution points by their uncertainty.
+    """Return the area under the ROC curve for detecting out-of-distribution points by their uncertainty.
 
-    Out-of-distribution is the positive class. The area is the chance that such a point is more uncertain than one from
-    the distribution, ties counting one half. Computed by scikit-learn: torchmetrics passes scores outside [0, 1]
-    through a sigmoid first, which makes large uncertainties tie.
+    Out-of-distribution is the positive class. The area is the probability that an out-of-distribution point has a
+    larger uncertainty than an in-distribution point, where a tie counts one half. scikit-learn computes it:
+    torchmetrics first applies a sigmoid to scores outside [0, 1], which makes large uncertainties equal.
 
     Args:
         uncertainty_id: Uncertainty (larger is less certain, any unit) of in-distribution points, shape (N,), finite.
-        uncertainty_ood: The same of out-of-distribution points, shape (M,), finite.
+        uncertainty_ood: Uncertainty of out-of-distribution points, in the same unit, shape (M,), finite.
 
     Returns:
-        A number in [0, 1]; 0.5 is chance.
+        A number in [0, 1]; a random score has 0.5.
 
     Raises:
         InputTypeError: If an argument is not a real tensor.
@@ -41,24 +41,24 @@ def auroc(uncertainty_id: Tensor, uncertainty_ood: Tensor) -> float:
 
     Source: Warburg et al. (2023), appendix G.3.
     """
-    from sklearn.metrics import roc_auc_score  # costs a second; not needed by every import
+    from sklearn.metrics import roc_auc_score  # the import takes a second, so it waits for the first use
 
     return float(roc_auc_score(*_out_of_distribution(uncertainty_id, uncertainty_ood)))
 
 
 def auprc(uncertainty_id: Tensor, uncertainty_ood: Tensor) -> float:
-    """Return the area under the precision-recall curve of telling out-of-distribution points by their uncertainty.
+    """Return the area under the precision-recall curve for detecting out-of-distribution points by their uncertainty.
 
     Out-of-distribution is the positive class. The area is the average precision (a step function, scikit-learn's
-    ``average_precision_score``); the trapezoidal rule, which the authors' released code uses, is too optimistic. Chance
-    level is M / (N + M), so values are comparable only at equal sizes.
+    ``average_precision_score``); the trapezoidal rule, which the authors' released code uses, is too optimistic. A
+    random score has M / (N + M), so compare values only between data of the same sizes.
 
     Args:
         uncertainty_id: Uncertainty (larger is less certain, any unit) of in-distribution points, shape (N,), finite.
-        uncertainty_ood: The same of out-of-distribution points, shape (M,), finite.
+        uncertainty_ood: Uncertainty of out-of-distribution points, in the same unit, shape (M,), finite.
 
     Returns:
-        A number in (0, 1].
+        A number in (0, 1]; larger is better.
 
     Raises:
         InputTypeError: If an argument is not a real tensor.
@@ -66,13 +66,13 @@ def auprc(uncertainty_id: Tensor, uncertainty_ood: Tensor) -> float:
 
     Source: Warburg et al. (2023), appendix G.3.
     """
-    from sklearn.metrics import average_precision_score  # costs a second; not needed by every import
+    from sklearn.metrics import average_precision_score  # the import takes a second, so it waits for the first use
 
     return float(average_precision_score(*_out_of_distribution(uncertainty_id, uncertainty_ood)))
 
 
 class SparsificationCurve(NamedTuple):
-    """Performance of the queries that remain, as the most uncertain are removed.
+    """Mean performance of the remaining queries while the most uncertain queries are removed one by one.
 
     Attributes:
         removed: Fraction of the queries removed, float64, shape (N,): 0, 1/N, ..., (N-1)/N.
@@ -84,15 +84,15 @@ class SparsificationCurve(NamedTuple):
 
 
 def sparsification_curve(uncertainty: Tensor, performance: Tensor) -> SparsificationCurve:
-    """Remove the most uncertain query, again and again, and follow the mean performance of the rest.
+    """Remove the most uncertain query one after the other, and record the mean performance of the remaining queries.
 
-    Queries of equal uncertainty each count with the mean performance of their group. That is the expectation over all
-    orders of removal, so the curve depends neither on the order of the input nor on chance.
+    Queries of equal uncertainty form a group, and each counts with the mean performance of the group. This is the
+    expectation over all orders of removal, so the curve does not depend on the order of the input.
 
     Args:
         uncertainty: Uncertainty of each query (larger is less certain, any unit), shape (N,), finite.
         performance: Performance of each query, shape (N,), for example ``average_precision_at_k(ranking, 1)``. Queries
-            with NaN, the mark of a query without positives, are left out.
+            with NaN, which have no positive in the gallery, are left out.
 
     Returns:
         The curve over the queries that were not left out.
@@ -124,7 +124,7 @@ def sparsification_curve(uncertainty: Tensor, performance: Tensor) -> Sparsifica
 def ausc(uncertainty: Tensor, performance: Tensor) -> float:
     """Return the area under the sparsification curve.
 
-    Trapezoidal rule over the removed fraction, stretched to [0, 1] so that a constant performance c has area c.
+    Trapezoidal rule over the removed fraction, rescaled to [0, 1] so that a constant performance c has area c.
 
     Args:
         uncertainty: Uncertainty of each query (larger is less certain, any unit), shape (N,), finite.
@@ -135,10 +135,10 @@ def ausc(uncertainty: Tensor, performance: Tensor) -> float:
 
     Raises:
         InputTypeError: If an argument is not a real tensor.
-        InputError: As for ``sparsification_curve``.
+        InputError: For the reasons given in ``sparsification_curve``.
 
-    Source: Warburg et al. (2023), appendix G.3 and Table 2; the authors' released code takes 99 percentiles of the same
-        curve.
+    Source: Warburg et al. (2023), appendix G.3 and Table 2; the authors' released code evaluates the
+        same curve at 99 percentiles.
     """
     values = sparsification_curve(uncertainty, performance).performance
     if len(values) == 1:

@@ -1,14 +1,13 @@
-"""What the curvature needs to know of an encoder: its raw outputs, and the linear layer that makes them.
+"""Analysis of an encoder: its raw outputs, and the linear layer that computes them.
 
-An encoder may end in an l2-normalisation module, ours or anybody's; the curvature lives on what goes into it. Where the
-raw outputs cannot be reached (``F.normalize`` inside ``forward``) the encoder is refused, because every Jacobian would
-silently be that of another function.
+An encoder may end in an l2-normalisation module, of any class; the curvature is that of the inputs of this module. An
+encoder whose raw outputs cannot be reached (``F.normalize`` inside ``forward``) is refused: every Jacobian would be
+that of another function, without any sign of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -33,40 +32,42 @@ _UNIT_TOLERANCE = 1e-4
 def flatten_parameters(parameters: Iterable[Tensor]) -> Tensor:
     """All entries as one vector, shape (P,), in the order of their indices.
 
-    torch's ``parameters_to_vector`` refuses weights in another memory format, as channels_last.
+    torch's ``parameters_to_vector`` refuses weights in other memory formats, such as channels_last.
     """
     return torch.cat([p.reshape(-1) for p in parameters])
 
 
 def weight_norms(model: nn.Module) -> Tensor:
-    """Norms of all parameters, sorted, float64 on the CPU: enough to tell one trained encoder from another.
+    """Norms of all parameters, float64 on the CPU: enough to distinguish one trained encoder from another.
 
-    Sorted, because wrappers around an encoder list its modules in another order.
+    The norms are sorted, because wrappers around an encoder may list its modules in another order.
     """
     return torch.stack([p.detach().norm().cpu().double() for p in model.parameters()]).sort().values
 
 
 class Encoder(nn.Module):
-    """An encoder, analysed: calling it gives raw outputs, before any l2-normalisation.
+    """An analysed encoder; calling it gives the raw outputs, before any l2-normalisation.
 
     Args:
         model: Any module that maps a batch to (N, D); parameters are shared, not copied.
-        probe: A batch (one point is enough; two or more tell more) to run once, to see the order of execution.
-        last_layer_name: Name of the linear layer that makes the raw outputs, when it should not be found by itself.
+        probe: A batch that is run once to record the order of execution. One point is enough; with two or more, common
+            norms and dependence on the batch are detected too.
+        last_layer_name: Name of the linear layer that computes the raw outputs; ``None`` detects the layer.
 
     Attributes:
         model: The wrapped module.
         dim: D.
         last_layer: The linear layer whose output is the raw output, or ``None``.
         last_layer_name: Its name in ``model.named_modules()``, or ``None``.
-        normalization: The normalisation that takes in the raw outputs, or ``None`` where the model gives them.
-        normalization_run: Which of its runs that is, from zero.
-        normalized: Whether the raw outputs have unit norm because nothing rawer can be reached.
+        normalization: The module whose input is the raw output, or ``None`` if the model returns the raw output.
+        normalization_run: Which run of ``normalization`` takes the raw output, counted from zero; a module may run
+            several times in one ``forward``.
+        normalized: Whether the raw outputs have unit norm, because no earlier output could be reached.
 
     Raises:
         InputTypeError: The model does not return a tensor.
-        InputError: It cannot take the probe, does not return (N, D), or there is no layer of that name.
-        UnsupportedError: It normalises inside ``forward``.
+        InputError: The model cannot process the probe, does not return (N, D), or has no layer of that name.
+        UnsupportedError: The model normalises inside ``forward``, or a point's output depends on the rest of its batch.
     """
 
     def __init__(self, model: nn.Module, probe: Inputs, last_layer_name: str | None = None) -> None:
@@ -74,13 +75,15 @@ class Encoder(nn.Module):
         self.model = model
         self.normalization: nn.Module | None = None
         self.normalization_run = 0
-        self._known: str | None = None
+        self._probe_points: str | None = None
         records, out = _trace(model, probe)
-        self._known = describe_points(probe)
+        self._probe_points = describe_points(probe)
         self.dim = out.shape[1]
         _check_finite(out)
-        raw, self.normalized = self._look_through(records, out)
-        layers = [r for r in records if isinstance(r.module, nn.Linear) and torch.equal(_or_empty(r.output), raw)]
+        raw, self.normalized = self._undo_normalizations(records, out)
+        layers = [
+            r for r in records if isinstance(r.module, nn.Linear) and torch.equal(_tensor_or_empty(r.output), raw)
+        ]
         named = dict(model.named_modules())
         if last_layer_name is not None and not isinstance(named.get(last_layer_name), nn.Linear):
             linear = [name for name, module in named.items() if isinstance(module, nn.Linear)]
@@ -89,22 +92,24 @@ class Encoder(nn.Module):
             )
         if last_layer_name is not None and not any(r.module is named[last_layer_name] for r in layers):
             hint = "Its output must be the raw embedding, which only an l2-normalisation may follow."
-            raise InputError(expected("last_layer_name", "the layer that makes the raw outputs", last_layer_name, hint))
+            raise InputError(
+                expected("last_layer_name", "the layer that computes the raw outputs", last_layer_name, hint)
+            )
         self.last_layer_name: str | None = None
         if layers:
             module = layers[-1].module if last_layer_name is None else named[last_layer_name]
             self.last_layer_name = next(name for name, other in named.items() if other is module)
             self._runs = sum(r.module is module for r in records)
 
-    def _look_through(self, records: list[_Record], out: Tensor) -> tuple[Tensor, bool]:
-        """Walk back from the output over normalisations, and over what passes them on unchanged.
+    def _undo_normalizations(self, records: list[_Record], out: Tensor) -> tuple[Tensor, bool]:
+        """Go back from the output through normalisations, and through modules that return their input unchanged.
 
         Returns:
-            The raw outputs of the probe, and whether they are still normalised.
+            The raw outputs of the probe, and whether the raw outputs are still normalised.
         """
         raw, k = out, len(records)
         while _has_constant_norm(raw):
-            k = next((i for i in reversed(range(k)) if torch.equal(_or_empty(records[i].output), raw)), -1)
+            k = next((i for i in reversed(range(k)) if torch.equal(_tensor_or_empty(records[i].output), raw)), -1)
             if k < 0:
                 if raw.shape[1] > 1:
                     raise UnsupportedError(_NORMALIZES_INSIDE)
@@ -112,7 +117,7 @@ class Encoder(nn.Module):
             if isinstance(records[k].module, nn.Linear):
                 return raw, False
             if not records[k].only_rescales():
-                # A common norm other than one may be a layer norm's, which is no normalisation of embeddings.
+                # A layer norm gives rows of a common norm other than one; that is no l2-normalisation.
                 return raw, bool(((raw.float().norm(dim=1) - 1).abs() < _UNIT_TOLERANCE).all())
             raw, self.normalization = records[k].input, records[k].module
             self.normalization_run = sum(record.module is self.normalization for record in records[:k])
@@ -120,20 +125,21 @@ class Encoder(nn.Module):
 
     @property
     def last_layer(self) -> nn.Linear | None:
-        """The linear layer that makes the raw outputs."""
+        """The linear layer that computes the raw outputs."""
         if self.last_layer_name is None:
             return None
         layer = self.model.get_submodule(self.last_layer_name)
         if not isinstance(layer, nn.Linear):
-            msg = f"{self.last_layer_name} was a linear layer when the encoder was analysed, and is a {type(layer)} now"
+            msg = f"{self.last_layer_name} was a linear layer when the encoder was analysed, and is now a {type(layer)}"
             raise TypeError(msg)
         return layer
 
     def require_last_layer(self) -> nn.Linear:
-        """The last layer.
+        """The last layer, if a last-layer curvature of it is exact.
 
         Raises:
-            UnsupportedError: There is none, or it runs more than once.
+            UnsupportedError: There is no last layer, the last layer runs more than once, or its weight is
+                reparametrised.
         """
         hint = (
             "End the encoder in nn.Linear (followed at most by a normalisation module such as "
@@ -141,7 +147,7 @@ class Encoder(nn.Module):
         )
         layer = self.last_layer
         if layer is None:
-            msg = f"subset_of_weights='last_layer': no linear layer makes the raw outputs of this encoder. {hint}"
+            msg = f"subset_of_weights='last_layer': no linear layer computes the raw outputs of this encoder. {hint}"
             raise UnsupportedError(msg)
         if self._runs > 1:
             msg = f"subset_of_weights='last_layer': layer {self.last_layer_name!r} runs {self._runs} times. {hint}"
@@ -160,52 +166,50 @@ class Encoder(nn.Module):
 
         Raises:
             InputError: The model raises an error for inputs of another shape or dtype than the probe.
-            UnsupportedError: A layer to look at runs in another thread.
+            UnsupportedError: The normalisation did not run in this thread.
         """
         if self.normalization is None:
-            return _lifted(self._run(x))
-        return self._watch(self.normalization, x, self.normalization_run)[1]
+            return _at_least_float32(self._run(x))
+        return self._output_and_input(self.normalization, x, self.normalization_run)[1]
 
     def features(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        """Raw outputs (N, D) and what the last layer makes them from, (N, F)."""
-        return self._watch(self.require_last_layer(), x)
+        """Raw outputs (N, D), and the inputs of the last layer, (N, F)."""
+        return self._output_and_input(self.require_last_layer(), x)
 
-    def _watch(self, module: nn.Module, x: Inputs, run: int = 0) -> tuple[Tensor, Tensor]:
-        """Output and input of one run of a module; copies, because it or what follows may work in place."""
-        came: list[Tensor] = []
-        went: list[Tensor] = []
+    def _output_and_input(self, module: nn.Module, x: Inputs, run: int = 0) -> tuple[Tensor, Tensor]:
+        """Output and input of one run of a module; copies, because a later in-place operation may change them."""
+        inputs: list[Tensor] = []
+        outputs: list[Tensor] = []
         with watched(
             [module],
-            before=lambda _, args, kwargs: came.append(_lifted((args[0] if args else kwargs["input"]).clone())),
-            after=lambda _, __, out: went.append(_lifted(out.clone())),
+            before=lambda _, args, kwargs: inputs.append(
+                _at_least_float32((args[0] if args else kwargs["input"]).clone())
+            ),
+            after=lambda _, __, out: outputs.append(_at_least_float32(out.clone())),
         ):
             self._run(x)
-        if len(went) <= run:
+        if len(outputs) <= run:
             msg = (
                 f"model: its {type(module).__name__} did not run as when the encoder was analysed, or ran in another "
-                "thread (nn.DataParallel over several devices?). Pass the module inside of it."
+                "thread (nn.DataParallel over several devices?). Pass the module inside nn.DataParallel."
             )
             raise UnsupportedError(msg)
-        return went[run], came[run]
-
-    def naming(self, x: Inputs) -> AbstractContextManager[None]:
-        """A context in which an error that ``x`` causes in the model's layers becomes one that names ``x``."""
-        return naming_the_input(x, self._known)
+        return outputs[run], inputs[run]
 
     def _run(self, x: Inputs) -> Tensor:
-        """What the model returns."""
-        with self.naming(x):
+        """The outputs of the model; an error that ``x`` causes inside the model becomes one that names ``x``."""
+        with naming_the_input(x, self._probe_points):
             out: Tensor = self.model(x)
         return out
 
 
-def _lifted(t: Tensor) -> Tensor:
-    """A tensor that a model made in half precision (under autocast) as float32, in which curvatures are summed."""
+def _at_least_float32(t: Tensor) -> Tensor:
+    """Half precision (as under autocast) becomes float32, because sums of curvatures need that precision."""
     return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
 
 
 class _Record:
-    """One run of a module. Copies, because it or what follows may work in place."""
+    """Input and output of one run of a module; copies, because a later in-place operation may change them."""
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.module = module
@@ -213,7 +217,7 @@ class _Record:
         self.output: Any = None
 
     def only_rescales(self) -> bool:
-        """Whether every row of the output is a positive multiple of the row that came in, without parameters."""
+        """Whether the module has no parameters, and every row of its output is a positive multiple of its input row."""
         z, out = self.input, self.output
         if (
             not isinstance(z, Tensor)
@@ -288,14 +292,14 @@ def _check_batch_independence(model: nn.Module, probe: Inputs, out: Tensor) -> N
     if float((alone - out[:1]).abs().max()) > 1e-2 * size:
         msg = (
             "model: in evaluation mode the embedding of a point depends on the rest of its batch (batch "
-            "normalisation without running statistics?), so it has no Jacobian of its own. Use "
+            "normalisation without running statistics?), so a point has no Jacobian of its own. Use "
             "track_running_stats=True, or LayerNorm."
         )
         raise UnsupportedError(msg)
 
 
 def _has_constant_norm(out: Tensor) -> bool:
-    """Whether the rows have norm one, or, from two rows on, one common norm."""
+    """Whether all rows have norm one or, if there are two rows or more, one common norm."""
     norms = out.float().norm(dim=1)
     if not out.shape[0]:
         return False
@@ -303,13 +307,13 @@ def _has_constant_norm(out: Tensor) -> bool:
     return one or (out.shape[0] > 1 and bool(((norms / norms[0] - 1).abs() < _UNIT_TOLERANCE).all()))
 
 
-def _or_empty(output: Any) -> Tensor:
+def _tensor_or_empty(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else torch.empty(0)
 
 
 _NORMALIZES_INSIDE = (
     "model: the encoder normalises its output inside forward (every output has norm 1, and no module at its end does "
-    "it). The curvature is that of the raw outputs, whose Jacobian cannot be reached there. Drop F.normalize from "
+    "it). The curvature needs the Jacobian of the raw outputs, which are hidden there. Remove F.normalize from "
     "forward and end the encoder in the module contrastive_curvature.L2Norm(), or in no normalisation at all: the "
     "predictions and the curvature are those of the unit embeddings either way."
 )

@@ -1,7 +1,7 @@
-"""An encoder as a function of its parameters, without a trace in the user's modules or in torch's settings.
+"""An encoder as a function of its parameters, without side effects on the user's modules or on torch's settings.
 
-``torch.func.functional_call`` puts tensors in place of a module's parameters while it runs, for every thread: one that
-runs the model at that time gets outputs of other weights. So it is called on a copy of the modules.
+While ``torch.func.functional_call`` runs, it replaces the parameters of the module for every thread: another thread
+that runs the model at that time would get outputs of other weights. So it is called on a copy of the modules.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def math_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` in plain operations, which have a batching rule and second derivatives."""
+    """``F.scaled_dot_product_attention`` in plain operations, which support vmap and second derivatives."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        # The plain operations would add ones and zeros.
+        # The plain operations add the mask to the scores, so a boolean mask would add ones and zeros.
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
     out: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
@@ -42,46 +42,46 @@ def math_attention(
 
 
 def _with_math_attention(function: Any) -> Any:
-    """A copy of a function of ``torch.nn.functional`` for which attention is :func:`math_attention`."""
+    """A copy of a function of ``torch.nn.functional`` that calls :func:`math_attention` for attention."""
     names = {**function.__globals__, F.scaled_dot_product_attention.__name__: math_attention}
-    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
+    copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
 
 
-_INSTEAD: dict[Any, Any] = {
+_REPLACEMENTS: dict[Any, Any] = {
     F.scaled_dot_product_attention: math_attention,
     F.multi_head_attention_forward: _with_math_attention(F.multi_head_attention_forward),
 }
 
 
 class MathAttention(TorchFunctionMode):
-    """Attention in plain operations, in this thread; torch's own switches between kernels are those of the process.
+    """Computes attention in plain operations, in this thread only; torch's own settings hold for the whole process.
 
     Args:
-        originals: Tensors of which it notes whether something uses them.
+        originals: Tensors to watch for, by their ``id``.
 
     Attributes:
-        met: Whether something did.
+        original_used: Whether an operation has used one of these tensors.
     """
 
     def __init__(self, originals: dict[int, Tensor] | None = None) -> None:
         super().__init__()
         self._originals = originals or {}
-        self.met = False
+        self.original_used = False
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run a function of torch, or what stands for it."""
+        """Run a function of torch, or its replacement."""
         kwargs = kwargs or {}
         for argument in (*args, *kwargs.values()):
             if id(argument) in self._originals or isinstance(argument, (list, tuple)):
-                # Asking for a shape or a dtype is no use.
-                self.met |= self._meets(argument) and getattr(func, "__name__", "") != "__get__"
-        return _INSTEAD.get(func, func)(*args, **kwargs)
+                # Reading an attribute such as the shape does not count.
+                self.original_used |= self._uses_original(argument) and getattr(func, "__name__", "") != "__get__"
+        return _REPLACEMENTS.get(func, func)(*args, **kwargs)
 
-    def _meets(self, argument: Any) -> bool:
+    def _uses_original(self, argument: Any) -> bool:
         if isinstance(argument, (list, tuple)):
-            return any(self._meets(a) for a in argument)
+            return any(self._uses_original(a) for a in argument)
         return id(argument) in self._originals
 
 
@@ -89,54 +89,54 @@ class FunctionalEncoder:
     """Raw outputs of an encoder at given values of its parameters.
 
     Args:
-        encoder: The analysed encoder. Where its modules cannot be copied, or a closure holds one of them, they are used
-            themselves, and no other thread may run them meanwhile.
+        encoder: The analysed encoder. If its modules cannot be copied, or a copy still uses an original parameter, the
+            modules themselves are used, and no other thread may run the modules at the same time.
     """
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
         self._originals: dict[int, Tensor] = {id(p): p for p in encoder.parameters()}
-        self._idle: list[Encoder] = []
-        self._copies = True
+        self._free_copies: list[Encoder] = []
+        self._can_be_copied = True
 
     def __call__(self, values: dict[str, Tensor], x: Inputs) -> Tensor:
         """Run the encoder.
 
         Args:
-            values: Of all parameters and buffers, in every place that they have.
-            x: A batch.
+            values: Values of all parameters and buffers, under every name that each of them has.
+            x: A batch of N points.
 
         Returns:
             Raw outputs, shape (N, D).
         """
-        own = self._take()
+        own = self._free_copy()
         if own is not None:
-            noting = MathAttention(self._originals)
+            watching = MathAttention(self._originals)
             try:
-                out = _call(noting, own, values, x)
+                out = _call(watching, own, values, x)
             finally:
-                self._idle.append(own)
-            if not noting.met:
+                self._free_copies.append(own)
+            if not watching.original_used:
                 return out
-            self._copies = False
+            self._can_be_copied = False
         return _call(MathAttention(), self._encoder, values, x)
 
-    def _take(self) -> Encoder | None:
-        """A copy that nobody runs at the moment; ``None`` where there can be none."""
-        if not self._copies:
+    def _free_copy(self) -> Encoder | None:
+        """A copy that no thread runs at the moment; ``None`` if the encoder cannot be copied."""
+        if not self._can_be_copied:
             return None
         try:
-            return self._idle.pop()
+            return self._free_copies.pop()
         except IndexError:
             pass
         try:
             return private_copy(self._encoder)
         except Exception:
-            self._copies = False
+            self._can_be_copied = False
             return None
 
 
 def _call(mode: MathAttention, encoder: Encoder, values: dict[str, Tensor], x: Inputs) -> Tensor:
     with mode:
-        # Left to torch, ties of a module that has two names would leave its tensors in the modules.
+        # Tied by torch, a module with two names would keep the replaced tensors afterwards.
         return torch.func.functional_call(encoder, values, (x,), tie_weights=False)

@@ -17,7 +17,7 @@ Inputs = Tensor | Mapping[str, Any]
 
 
 def check_inputs(x: object, argument: str = "x") -> Inputs:
-    """Refuse what cannot be a batch of inputs.
+    """Refuse anything that cannot be a batch of inputs.
 
     Args:
         x: The batch.
@@ -27,19 +27,21 @@ def check_inputs(x: object, argument: str = "x") -> Inputs:
         The batch.
 
     Raises:
-        InputTypeError: Neither a tensor nor a mapping, or a tensor that is not dense.
-        InputError: No point in it.
+        InputTypeError: ``x`` is neither a tensor nor a mapping, or holds a tensor that is not dense.
+        InputError: The batch is empty.
     """
     wanted = "a tensor or a mapping of tensors, one point a row"
     if not isinstance(x, (Tensor, Mapping)):
         raise InputTypeError(expected(argument, wanted, f"a {type(x).__name__}"))
     for value in x.values() if isinstance(x, Mapping) else [x]:
         if isinstance(value, Tensor) and value.layout != torch.strided:
-            hint = "Batches are cut into rows, which sparse tensors cannot be. Call .to_dense() on it."
+            hint = "Sparse tensors cannot be sliced by rows. Call .to_dense() on it."
             raise InputTypeError(expected(argument, "dense tensors", f"layout {value.layout}", hint))
     if not input_length(x):
-        came = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else "a mapping without a tensor, or of no point"
-        raise InputError(expected(argument, "a batch of at least one point", came))
+        received = (
+            f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else "a mapping without tensors, or without points"
+        )
+        raise InputError(expected(argument, "a batch of at least one point", received))
     return x
 
 
@@ -51,7 +53,7 @@ def input_length(x: Inputs) -> int:
 
 
 def slice_inputs(x: Inputs, rows: slice) -> Inputs:
-    """Some points of a batch."""
+    """The points of a batch in the given rows; entries of a mapping without a batch axis stay whole."""
     if not isinstance(x, Mapping):
         return x[rows]
     n = input_length(x)

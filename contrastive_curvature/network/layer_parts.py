@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from itertools import repeat
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from contrastive_curvature.hessian.cross import CrossBlocks
 
 __all__ = ["EmbeddingPart", "EntryPart", "MatrixPart", "Part"]
 
-_CACHE_ELEMENTS = 2**19
+_CACHE_ELEMENTS = 2**18
 """Numbers in a temporary Jacobian that is squared at once; more would leave the cache."""
 
 _CHUNK_ELEMENTS = 2**23
@@ -52,7 +54,12 @@ class Part(ABC):
 
     @abstractmethod
     def jacobians(self, b: Tensor, points: int | None = None) -> Iterator[tuple[Entries, Tensor]]:
-        """``J_i`` in chunks of entries: places, and (n, K, entries); chunks are those of this many points, n by default."""
+        """``J_i^T v_ki`` in chunks of entries: places, and (n, K, entries).
+
+        Args:
+            b: Gradients of K columns.
+            points: Chunks are those of this many points, n by default.
+        """
 
     def cross(self, left: Tensor, right_part: Part, right: Tensor, blocks: CrossBlocks) -> Tensor:
         """Diagonal of ``sum_ij J_i^T H_ij J_j``, from the gradients of the D axes at the rows i and the columns j."""
@@ -65,6 +72,27 @@ class Part(ABC):
         sides = self.jacobians(left, points), right_part.jacobians(right, points)
         for (entries, a), (_, b) in zip(*sides, strict=True):
             out[entries] += _dot(a, blocks.matmul(b))
+        return out
+
+    def weighted(self, left: Tensor, right_part: Part, right: Tensor, weight: Tensor) -> Tensor:
+        """``sum_kij weight_ij (J_i^T v_ki) (J_j^T v_kj)`` of every entry, from the gradients of K columns at both sides.
+
+        Args:
+            left: Gradients at R points.
+            right_part: The same part at the other points.
+            right: Gradients at C points; may be the same object.
+            weight: Shape (R, C).
+
+        Returns:
+            Shape (size,).
+        """
+        out = left.new_zeros(self.size)
+        # Small chunks: they are read four times.
+        points = max(left.shape[1], right.shape[1]) * (_CHUNK_ELEMENTS // _CACHE_ELEMENTS)
+        others: Iterator[Any] = repeat(None) if right is left else iter(right_part.jacobians(right, points))
+        for (entries, a), other in zip(self.jacobians(left, points), others, strict=False):
+            b = a if other is None else other[1]
+            out[entries] += ((weight @ b.flatten(1)).view_as(a).mul_(a)).sum((0, 1))
         return out
 
     def covariance(self, b: Tensor, variance: Tensor) -> Tensor:
@@ -99,19 +127,16 @@ class MatrixPart(Part):
             spread = b[:, :, 0, 0].square().mul_(signs.unsqueeze(2)).sum(0)
             return (spread.T @ self._squares).flatten()
         out = b.new_zeros(self.size)
-        step = max(1, _CACHE_ELEMENTS // self.size)
+        step = max(1, min(len(self.inputs), _CACHE_ELEMENTS // self.size))
+        # New memory for every chunk would take as long as the products.
+        buffer = b.new_empty(step * self.groups, self.channels, self.width)
         for column, sign in zip(b.unbind(), signs.unbind(), strict=True):
             for start in range(0, len(sign), step):
                 rows = slice(start, start + step)
-                jacobian = self._jacobian(column[rows], self.inputs[rows])
-                out.addmv_(jacobian.square_().T, sign[rows])
+                few = column[rows].flatten(0, 1).mT
+                jacobian = torch.bmm(few, self.inputs[rows].flatten(0, 1), out=buffer[: len(few)])
+                out.addmv_(jacobian.view(-1, self.size).square_().T, sign[rows])
         return out
-
-    def _jacobian(self, b: Tensor, a: Tensor) -> Tensor:
-        """Shape (n, size) from one column (n, G, T, C)."""
-        if self.groups == 1:
-            return torch.bmm(b[:, 0].mT, a[:, 0]).flatten(1)
-        return torch.matmul(b.mT, a).flatten(1)
 
     def total(self, b: Tensor) -> Tensor:
         """See :meth:`Part.total`."""
@@ -161,6 +186,39 @@ class MatrixPart(Part):
                 i, j = chunk.unbind(1)
                 both = a[i] * b[j] if products is None else products
                 out[channels].addmm_(forms[:, i, j], both, alpha=factor)
+        return out.flatten()
+
+    def weighted(self, left: Tensor, right_part: Part, right: Tensor, weight: Tensor) -> Tensor:
+        """See :meth:`Part.weighted`; with one position without a Jacobian."""
+        if self.groups == 1 and self.positions > 1 and right is left:
+            return self._weighted_by_channels(left[:, :, 0], weight)
+        if not self.is_vector or not isinstance(right_part, MatrixPart):
+            return super().weighted(left, right_part, right, weight)
+        a, b = self.inputs[:, 0, 0], right_part.inputs[:, 0, 0]
+        forms = torch.bmm(left[:, :, 0, 0].permute(2, 1, 0), right[:, :, 0, 0].permute(2, 0, 1)).mul_(weight)
+        out = left.new_zeros(self.channels, self.width)
+        if right is left:
+            out.addmm_(forms.diagonal(dim1=1, dim2=2), a.square())
+        pairs = ((weight.triu(1) if right is left else weight) != 0).nonzero()
+        for i, j in (chunk.unbind(1) for chunk in pairs.split(max(1, _CACHE_ELEMENTS // max(1, self.width)))):
+            out.addmm_(forms[:, i, j], a[i] * b[j], alpha=2 if right is left else 1)
+        return out.flatten()
+
+    def _weighted_by_channels(self, b: Tensor, weight: Tensor) -> Tensor:
+        """See :meth:`Part.weighted`, for gradients (K, n, T, C) of one side."""
+        out = b.new_zeros(self.channels, self.width)
+        a, n = self.inputs[:, 0], b.shape[1]
+        step = max(1, min(self.channels, _CACHE_ELEMENTS // (n * self.width)))
+        buffers = b.new_empty(2, n * step * self.width)
+        for column in b.unbind():
+            for start in range(0, self.channels, step):
+                some = column[..., start : start + step].mT
+                one, other = (
+                    buffer[: n * some.shape[1] * self.width].view(n, some.shape[1], self.width) for buffer in buffers
+                )
+                torch.bmm(some, a, out=one)
+                torch.mm(weight, one.flatten(1), out=other.flatten(1))
+                out[start : start + step] += one.mul_(other).sum(0)
         return out.flatten()
 
     def covariance(self, b: Tensor, variance: Tensor) -> Tensor:
@@ -277,15 +335,30 @@ class EmbeddingPart(Part):
         """See :meth:`Part.cross`."""
         if right is left or not isinstance(right_part, EmbeddingPart):
             return super().cross(left, right_part, right, blocks)
-        # A token that only one side has does not count.
+        out = left.new_zeros(self.size)
+        for entries, a, b in self._together(left, right_part, right):
+            out[entries] += _dot(a, blocks.matmul(b))
+        return out
+
+    def weighted(self, left: Tensor, right_part: Part, right: Tensor, weight: Tensor) -> Tensor:
+        """See :meth:`Part.weighted`."""
+        if right is left or not isinstance(right_part, EmbeddingPart):
+            return super().weighted(left, right_part, right, weight)
+        out = left.new_zeros(self.size)
+        for entries, a, b in self._together(left, right_part, right):
+            out[entries] += _dot(a, (weight @ b.flatten(1)).view_as(a))
+        return out
+
+    def _together(
+        self, left: Tensor, right_part: EmbeddingPart, right: Tensor
+    ) -> Iterator[tuple[Entries, Tensor, Tensor]]:
+        """Jacobians of two sets of points, of the tokens that both have."""
         both = self._token.unique()
         both = both[torch.isin(both, right_part._token)]
         points = max(self._points, right_part._points)
-        out = left.new_zeros(self.size)
         sides = self._jacobians_of(left, both, points), right_part._jacobians_of(right, both, points)
         for (entries, a), (_, b) in zip(*sides, strict=True):
-            out[entries] += _dot(a, blocks.matmul(b))
-        return out
+            yield entries, a, b
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

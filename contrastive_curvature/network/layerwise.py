@@ -15,6 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any, TypeVar
 
 import torch
@@ -22,9 +23,10 @@ from torch import Tensor
 
 from contrastive_curvature.errors import ContrastiveCurvatureError
 from contrastive_curvature.hessian.blocks import Blocks
-from contrastive_curvature.hessian.cross import CrossBlocks
+from contrastive_curvature.hessian.cross import CrossBlocks, tangent_axes
+from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.network.encoder import Encoder
-from contrastive_curvature.network.inputs import Inputs, input_length, slice_inputs
+from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.network.layer_check import (
     Layouts,
     NotVerifiedError,
@@ -32,11 +34,13 @@ from contrastive_curvature.network.layer_check import (
     find_layouts,
     with_layouts,
 )
-from contrastive_curvature.network.layer_cross import cross_diagonals
+from contrastive_curvature.network.layer_cross import check_alike, cross_diagonals, shared_columns
 from contrastive_curvature.network.layer_runs import Recorder
+from contrastive_curvature.network.layer_samples import check_samples, sample_columns
 from contrastive_curvature.network.layer_tape import Piece, Tape, make_pieces
 from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.network.pullback import KronFactors, own_name
+from contrastive_curvature.network.threads import private_copy
 from contrastive_curvature.options import Structure
 
 __all__ = ["LayerwisePullback"]
@@ -75,6 +79,7 @@ class LayerwisePullback(ModulePullback):
         self._by_func: set[int] = set()
         self.general: ModulePullback | None = None
         self._values_kept = False
+        self._running = _without_backward_hooks(encoder)
 
     def keep_values(self) -> None:
         """See :meth:`ModulePullback.keep_values`; from then on, everything is computed there."""
@@ -97,8 +102,71 @@ class LayerwisePullback(ModulePullback):
             return factor.columns, factor.signs
 
         out = self.run_layers(context, lambda: self._diagonal(context, columns))
-        if self.general is not None:
-            self.insert_general(out, self.general.block_term(context, blocks, structure))
+        self.insert_general(out, lambda general: general.block_term(context, blocks, structure))
+        return out
+
+    def sampled_block_term(
+        self,
+        context: Any,
+        blocks: Blocks,
+        structure: Structure,
+        mc_samples: int,
+        generator: torch.Generator | None = None,
+        n_data: int | None = None,
+    ) -> Tensor | KronFactors:
+        """An unbiased estimate of :meth:`block_term` or :meth:`kron_factors` from a few backward passes.
+
+        Args:
+            context: Of N points.
+            blocks: Their Hessian blocks; where these are indefinite, the passes are twice as many.
+            structure: ``diag`` or ``kron``; of ``kron``, the inputs' factors are exact.
+            mc_samples: Number K of random vectors of the positive part and of the negative part of each block.
+            generator: Source of the random signs, on the CPU; torch's own by default.
+            n_data: Of ``kron``: number of points over which the input factors are averaged; N by default.
+
+        Returns:
+            Shape (P,), or the factors.
+
+        Raises:
+            InputError: K is not from 1 to D - 1.
+            UnsupportedError: The structure is ``full``.
+        """
+        check_samples(mc_samples, blocks.u.shape[1], structure)
+        drawn = sample_columns(blocks.signed_factor(), mc_samples, generator)
+
+        def columns(rows: slice) -> tuple[Tensor, Tensor]:
+            return drawn.columns[:, rows], drawn.signs[:, rows]
+
+        if structure is Structure.KRON:
+            from contrastive_curvature.ggn.kron import ModuleKron
+
+            kron = ModuleKron(self.encoder, self)
+            return kron.factors(context, blocks, len(blocks) if n_data is None else n_data, columns)
+        out = self.run_layers(context, lambda: self._diagonal(context, columns))
+        self.insert_general(out, lambda general: general.block_term(context, blocks, structure))
+        return out
+
+    def curvature(self, context: Any, hessian: OutputHessian, structure: Structure) -> Tensor:
+        """See :meth:`Pullback.curvature`; blocks and cross terms from the same backward passes where one tile is enough."""
+        n = len(hessian)
+        diagonal = structure is Structure.DIAG and hessian.coupled and n > 0 and not self._values_kept
+        shared = shared_columns(hessian) if diagonal and n <= self.tile_size(structure, hessian.z.shape[1]) else None
+        if shared is None:
+            return super().curvature(context, hessian, structure)
+        columns, weight, rest = shared
+
+        def compute() -> Tensor:
+            out = hessian.z.new_zeros(self.n_params)
+            pieces = self.split(out)
+            tape = self.tape(context)
+            for piece, b, _ in self.backward(tape, columns, columns[..., 0]):
+                _add(pieces[piece.number], piece, piece.part.weighted(b, piece.part, b, weight))
+            for piece, b, signs in self.backward(tape, rest.columns, rest.signs):
+                _add(pieces[piece.number], piece, piece.part.diagonal(b, signs))
+            return out
+
+        out = self.run_layers(context, compute)
+        self.insert_general(out, lambda general: general.curvature(context, hessian, structure))
         return out
 
     def cross_term(self, rows_context: Any, columns_context: Any, cross: CrossBlocks, structure: Structure) -> Tensor:
@@ -111,6 +179,22 @@ class LayerwisePullback(ModulePullback):
             pieces = self.split(out)
             left = self.tape(rows_context)
             right = left if cross.symmetric else self.tape(columns_context)
+            if cross.c is None:
+                # One axis at a time; the gradients of all axes at all layers are never held.
+                check_alike(left, right)
+                axes = [tangent_axes(cross.u_rows, cross.n_rows).transpose(0, 1)]
+                if right is not left:
+                    axes.append(tangent_axes(cross.u_columns, cross.n_columns).transpose(0, 1))
+                for k in range(axes[0].shape[0]):
+                    one = left.by_piece(axes[0][k : k + 1])
+                    other = repeat(None) if right is left else right.by_piece(axes[1][k : k + 1])
+                    for (piece, a), right_side in zip(one, other, strict=False):
+                        other_piece, b = (piece, a) if right_side is None else right_side
+                        if other_piece.number != piece.number:
+                            raise NotVerifiedError({piece.number, other_piece.number})
+                        found = piece.part.weighted(a, other_piece.part, b, -cross.y)
+                        _add(pieces[piece.number], piece, found)
+                return out
             for piece, found in cross_diagonals(left, right, cross):
                 _add(pieces[piece.number], piece, found)
             return out
@@ -118,8 +202,7 @@ class LayerwisePullback(ModulePullback):
         if not all(cross.shape):
             return cross.u_rows.new_zeros(self.n_params)
         out = self.run_layers(rows_context, compute)
-        if self.general is not None:
-            self.insert_general(out, self.general.cross_term(rows_context, columns_context, cross, structure))
+        self.insert_general(out, lambda general: general.cross_term(rows_context, columns_context, cross, structure))
         return out
 
     def kron_factors(self, context: Any, blocks: Blocks, n_data: int) -> KronFactors:
@@ -154,7 +237,8 @@ class LayerwisePullback(ModulePullback):
         covariance = self.run_layers(context, compute)
         if self.general is not None:
             mine = torch.cat([own[k] for k in sorted(self._by_func)])
-            covariance += self.general.output_covariance(context, mine)
+            with torch.no_grad():
+                covariance += self.general.output_covariance(context, mine)
         return covariance
 
     def tile_size(self, structure: Structure, dim: int) -> int:
@@ -208,7 +292,7 @@ class LayerwisePullback(ModulePullback):
         """
         layouts = self._verified(context)
         with torch.enable_grad(), Recorder(list(self.trainable), layouts.lookups) as recorder:
-            z = self.encoder(_plain(context))
+            z = self._running(_plain(context))
         if recorder.unknown - self._by_func:
             raise NotVerifiedError(recorder.unknown - self._by_func)
         uses = with_layouts(recorder.uses, layouts.places, len(z), frozenset(self._by_func))
@@ -221,8 +305,12 @@ class LayerwisePullback(ModulePullback):
         """Views of a vector (P,), one a parameter."""
         return flat.split([p.numel() for p in self.trainable])
 
-    def insert_general(self, flat: Tensor, found: Tensor) -> None:
-        """Put what ``torch.func`` computed in the places of its parameters."""
+    def insert_general(self, flat: Tensor, compute: Callable[[ModulePullback], Tensor]) -> None:
+        """Put what ``torch.func`` computes in the places of its parameters."""
+        if self.general is None:
+            return
+        with torch.no_grad():
+            found = compute(self.general)
         start, taken = 0, 0
         for number, p in enumerate(self.trainable):
             if number in self._by_func:
@@ -262,7 +350,7 @@ class LayerwisePullback(ModulePullback):
         if self._layouts is None:
             few = _plain(few_points(context))
             try:
-                self._layouts = find_layouts(self.encoder, self.trainable, few)
+                self._layouts = find_layouts(self._running, self.trainable, few)
             except (ContrastiveCurvatureError, torch.OutOfMemoryError):
                 raise
             except Exception:
@@ -294,6 +382,16 @@ def _add(target: Tensor, piece: Piece, found: Tensor) -> None:
         target += found
     else:
         target.index_add_(0, piece.part.entries, found)
+
+
+def _without_backward_hooks(encoder: Encoder) -> Encoder:
+    """The encoder, or a copy where hooks would compute for the user in every backward pass (BackPACK's do)."""
+    if not any(module._backward_hooks or module._backward_pre_hooks for module in encoder.modules()):
+        return encoder
+    try:
+        return private_copy(encoder, backward_hooks=False)
+    except Exception:
+        return encoder
 
 
 @contextmanager

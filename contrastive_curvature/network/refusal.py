@@ -1,4 +1,4 @@
-"""An encoder that cannot take its inputs: torch's message about two matrices becomes one about ``x``."""
+"""Errors of an encoder on wrong inputs: torch's message about two matrices becomes one about ``x``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from contrastive_curvature.errors import ContrastiveCurvatureError, InputError, 
 __all__ = ["describe_points", "naming_the_input"]
 
 _RAISED = (RuntimeError, TypeError, LookupError, ValueError, AssertionError)
-"""What torch's modules raise for inputs of a wrong shape or dtype."""
+"""The errors that torch's modules raise for inputs of a wrong shape or dtype."""
 
-_OF_THE_MACHINE = ("out of memory", "allocat", "same device", "cuda error", "hip error", "cudnn", "cublas", "nccl")
+_HARDWARE_WORDS = ("out of memory", "allocat", "same device", "cuda error", "hip error", "cudnn", "cublas", "nccl")
 
 
 def describe_points(x: Any) -> str:
@@ -31,16 +31,16 @@ def describe_points(x: Any) -> str:
 
 @contextmanager
 def naming_the_input(x: Any, known: str | None = None) -> Iterator[None]:
-    """Run the user's model, and say of which inputs it raised something.
+    """Convert errors that the user's model raises on ``x`` to errors that name ``x``.
 
     Args:
         x: The batch.
-        known: Points that the model has taken before, as :func:`describe_points` puts it. An error for points like
-            these is not about their shape, and stays what it is.
+        known: Description by :func:`describe_points` of points that the model could process before. An error on points
+            of the same description has another cause than their shape, and is raised unchanged.
 
     Raises:
-        InputError: The model raised an error for points of another kind. Errors of this library, of the memory, of
-            the device and of torch.compile stay what they are.
+        InputError: The model raised an error on points of another description. Errors of this library, of the memory,
+            of the device and of torch.compile are raised unchanged.
     """
     try:
         yield
@@ -48,15 +48,17 @@ def naming_the_input(x: Any, known: str | None = None) -> Iterator[None]:
         raise
     except _RAISED as error:
         lines = str(error).strip().splitlines()
-        if _is_of_the_machine(error) or known == describe_points(x):
+        if _is_hardware_error(error) or known == describe_points(x):
             raise
-        wanted = "inputs that the model can take" if known is None else f"points of {known}, as when it was analysed"
+        wanted = "inputs that the model can process"
+        if known is not None:
+            wanted = f"points of {known}, as when the model was analysed"
         raised = f"The model raised {type(error).__name__}" + (f": {lines[0].rstrip('.')}." if lines else ".")
         raise InputError(expected("x", wanted, f"points of {describe_points(x)}", raised)) from error
 
 
-def _is_of_the_machine(error: Exception) -> bool:
+def _is_hardware_error(error: Exception) -> bool:
     message = str(error).lower()
     if type(error).__module__.startswith("torch._dynamo"):
         return True
-    return isinstance(error, torch.AcceleratorError) or any(word in message for word in _OF_THE_MACHINE)
+    return isinstance(error, torch.AcceleratorError) or any(word in message for word in _HARDWARE_WORDS)

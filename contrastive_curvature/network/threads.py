@@ -1,7 +1,7 @@
-"""Using a module that other threads use at the same time: modes, hooks and copies that they do not notice.
+"""Modes, hooks and copies of a module that do not disturb other threads, which may use the module at the same time.
 
-A module is shared by all threads of a process: its mode, its hooks and its table of parameters. Other threads may run
-the user's own code on it, so a lock of ours around our work would help nobody.
+The mode, the hooks and the parameters of a module are shared by all threads of a process. A lock would not protect
+them: other threads run the user's code, which does not know the lock.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["OwnThreadHook", "evaluation_mode", "private_copy", "users_hooks", "w
 _Module = TypeVar("_Module", bound=nn.Module)
 
 _DEPTH = 5
-"""How deep lists and dictionaries of a module are searched: they may hold themselves."""
+"""Depth to which lists and dictionaries in a module are searched; a list may contain itself."""
 
 
-class _Hold:
-    """A module that was in training mode, and how many are keeping it in evaluation mode."""
+class _SwitchedModule:
+    """A module in evaluation mode, its mode before, and the number of callers that need evaluation mode now."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -37,78 +37,79 @@ class _Hold:
         self.users = 0
 
 
-_held: dict[int, _Hold] = {}
-_counting = threading.RLock()
-"""Around the counting alone, never around code of the user's."""
+_switched: dict[int, _SwitchedModule] = {}
+_switched_lock = threading.RLock()
+"""Protects ``_switched`` only, and is never held while user code runs."""
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put every module in evaluation mode, and each one back afterwards.
+    """Put every module in evaluation mode, and restore its mode afterwards.
 
-    Where several threads do this to one module, the last to finish puts it back: nobody computes in a mode that another
-    one chose, and the mode that stays is that before the first. A module in evaluation mode is not written to.
+    If several threads do this to one module, the last thread to finish restores the mode that the module had before the
+    first: no thread computes in a mode chosen by another. Modules already in evaluation mode are left alone.
     """
     modules = list(model.modules())
-    holds: list[_Hold] = []
-    with _counting:
+    entries: list[_SwitchedModule] = []
+    with _switched_lock:
         for module in modules:
-            if id(module) in _held or module.training:
-                hold = _held.setdefault(id(module), _Hold(module))
-                hold.users += 1
-                holds.append(hold)
+            if id(module) in _switched or module.training:
+                entry = _switched.setdefault(id(module), _SwitchedModule(module))
+                entry.users += 1
+                entries.append(entry)
     try:
-        if holds:
-            # Also where another thread holds all of them: it may not have come to this line yet.
+        if entries:
+            # Needed even if another thread has registered all of them: that thread may not have called eval() yet.
             model.eval()
         yield
     finally:
-        with _counting:
-            for hold in holds:
-                hold.users -= 1
-                if not hold.users:
-                    del _held[id(hold.module)]
-                    hold.module.training = hold.mode
+        with _switched_lock:
+            for entry in entries:
+                entry.users -= 1
+                if not entry.users:
+                    del _switched[id(entry.module)]
+                    entry.module.training = entry.mode
 
 
 class OwnThreadHook:
-    """A hook on a module that only acts in the thread that made it, and only until it is stopped.
+    """A hook on a module that acts only in the thread that created the hook, and only until :meth:`stop`.
 
     Args:
-        function: What to call, with the arguments of the hook.
+        function: Called with the arguments of the hook; ``None`` for a hook that does nothing.
     """
 
-    _hidden: ClassVar[bool] = False
+    _hidden_from_compiler: ClassVar[bool] = False
 
     def __init__(self, function: Callable[..., Any] | None) -> None:
         self._function = function
         self._thread = threading.get_ident()
 
     def __call__(self, module: nn.Module, *rest: Any) -> Any:
-        """Run the function in its own thread; elsewhere do nothing."""
-        # Another thread may come between a hook and the note that it takes keywords, hence any number of arguments.
+        """Run the function if this is the thread that created the hook."""
+        # torch registers a hook before it notes that the hook takes keywords. Another thread may run the module between
+        # the two, without the keywords: hence any number of arguments.
         if self._function is None or threading.get_ident() != self._thread:
             return None
         return self._function(module, *rest)
 
     @classmethod
     def hide(cls) -> None:
-        """Let no compiler look into hooks: it would take the thread that it compiles in for every thread."""
-        # Without torch.compile in use there is nothing to hide from, and loading it takes a second.
-        if "torch._dynamo" in sys.modules and not cls._hidden:
-            cls._hidden = True
+        """Exclude hooks from torch.compile, which would treat the identity of the compiling thread as a constant."""
+        # If torch.compile is not in use there is nothing to exclude, and importing its compiler takes a second.
+        if "torch._dynamo" in sys.modules and not cls._hidden_from_compiler:
+            cls._hidden_from_compiler = True
             cls.__call__ = torch.compiler.disable(cls.__call__)  # type: ignore[method-assign]
 
     def stop(self) -> None:
-        """Never act again, also where the table of hooks was copied."""
+        """Disable the hook, including every copy of the table of hooks that refers to it."""
         self._function = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnThreadHook:
-        """Another thread that copies the module gets nothing of ours."""
+        """A copy of the module, made by another thread, gets a hook that does nothing."""
         return OwnThreadHook(None)
 
     def __reduce__(self) -> Any:
-        """Another thread that saves the module saves nothing of ours."""
+        """A saved module, written by another thread, holds a hook that does nothing."""
         return OwnThreadHook, (None,)
 
 
@@ -118,12 +119,14 @@ def watched(
     before: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any] | None = None,
     after: Callable[[nn.Module, tuple[Any, ...], Any], Any] | None = None,
 ) -> Iterator[None]:
-    """Look at runs of some modules in this thread; those of other threads are none of our business.
+    """Register hooks that observe runs of some modules in this thread, and remove the hooks afterwards.
 
     Args:
-        modules: The modules.
-        before: Called with module, positional and keyword arguments; what it returns replaces them unless ``None``.
-        after: Called with module, positional arguments and output; what it returns replaces that unless ``None``.
+        modules: The modules to observe.
+        before: Called with module, positional and keyword arguments before a run. A return value other than ``None``
+            replaces the arguments.
+        after: Called with module, positional arguments and output after a run. A return value other than ``None``
+            replaces the output.
     """
     OwnThreadHook.hide()
     with ExitStack() as undo:
@@ -140,97 +143,100 @@ def watched(
 
 
 def users_hooks(module: nn.Module, before_only: bool = False) -> list[Any]:
-    """The forward hooks of a module that are not ours; ``before_only`` leaves out those that see the output."""
+    """The forward hooks that the user has registered on a module; ``before_only`` gives the forward pre-hooks only."""
     tables = [module._forward_pre_hooks] if before_only else [module._forward_pre_hooks, module._forward_hooks]
     return [hook for table in tables for hook in list(table.values()) if not isinstance(hook, OwnThreadHook)]
 
 
 def private_copy(module: _Module, *, forward_hooks: bool = True, backward_hooks: bool = True) -> _Module:
-    """A copy with modules of its own, in evaluation mode, that shares every tensor with the original.
+    """A copy in evaluation mode, with new module objects that share every tensor with the original.
 
-    What it is given in place of its parameters, and the hooks that it gets, nobody else sees.
+    Replacing the parameters of the copy, or registering hooks on the copy, does not change the original.
 
     Args:
         module: The original.
-        forward_hooks: Whether the copy has the user's forward hooks.
-        backward_hooks: Whether it has the backward hooks.
+        forward_hooks: Whether the copy keeps the user's forward hooks.
+        backward_hooks: Whether the copy keeps the user's backward hooks.
 
     Returns:
-        The copy. A function that finds a module of the original elsewhere than in its closure still runs that.
+        The copy. Functions stored in the modules refer to the copied modules through their closures and defaults. A
+        function that reaches a module in another way, such as a global variable, still runs the original.
 
     Raises:
-        UnsupportedError: It copies itself in a way of its own, parameters and all.
-        Exception: Something in it cannot be copied, in the words of its own class.
+        UnsupportedError: The module has a ``__deepcopy__`` that copies its parameters.
+        Exception: An object in the module cannot be copied; the error is that of its class.
     """
     memo: dict[int, Any] = {}
     shared: list[Any] = [*module.parameters(), *module.buffers()]
     replaced: list[Any] = []
     for part in module.modules():
-        # Another thread may set an attribute meanwhile, or register a hook.
+        # A list, because another thread may set an attribute or register a hook during the iteration.
         for name, value in list(vars(part).items()):
             if isinstance(value, OrderedDict) and "_hooks" in name:
                 keeps = (forward_hooks and name.startswith("_forward")) or (
                     backward_hooks and name.startswith("_backward")
                 )
                 replaced.append(value)
-                # A hook may hold anything, and is not copied itself.
-                memo[id(value)] = _without_ours(value.copy()) if keeps else OrderedDict()
+                # The hooks themselves are not copied: a hook may refer to objects that cannot be copied.
+                memo[id(value)] = _without_own_hooks(value.copy()) if keeps else OrderedDict()
             else:
-                # Activations that a forward stored cannot be copied, and need not be.
+                # Activations that a forward pass stored as attributes have a graph, and cannot be copied.
                 shared.extend(_tensors(value))
     memo.update((id(tensor), tensor) for tensor in shared)
-    made = copy.deepcopy(module, memo)
-    if [id(p) for p in made.parameters()] != [id(p) for p in module.parameters()]:
-        msg = f"model: a copy of its {type(module).__name__} has parameters of its own. Give it no __deepcopy__."
+    copied = copy.deepcopy(module, memo)
+    if [id(p) for p in copied.parameters()] != [id(p) for p in module.parameters()]:
+        msg = f"model: a copy of its {type(module).__name__} has other parameters. Remove __deepcopy__ from its class."
         raise UnsupportedError(msg)
-    twins = {id(part): memo[id(part)] for part in module.modules() if id(part) in memo}
+    copies = {id(part): memo[id(part)] for part in module.modules() if id(part) in memo}
     functions: dict[int, FunctionType] = {}
-    for part in made.modules():
-        # Not eval(), which a user may have overridden to write to weights.
+    for part in copied.modules():
+        # Not eval(): the user may have overridden it with a method that changes the weights.
         part.training = False
         for name, value in vars(part).items():
             if name not in ("_parameters", "_buffers", "_modules") and "_hooks" not in name:
-                vars(part)[name] = _rebound(value, twins, functions)
-    return made
+                vars(part)[name] = _rebind(value, copies, functions)
+    return copied
 
 
-def _rebound(value: Any, twins: dict[int, nn.Module], functions: dict[int, FunctionType], depth: int = 0) -> Any:
-    """A value of the copy with functions that hold modules of the copy, where they held those of the original."""
+def _rebind(value: Any, copies: dict[int, nn.Module], functions: dict[int, FunctionType], depth: int = 0) -> Any:
+    """Replace functions in ``value`` that refer to modules of the original by functions that refer to their copies."""
     if type(value) in (list, tuple, dict, OrderedDict) and depth < _DEPTH:
         items = value.values() if isinstance(value, dict) else value
-        made = [_rebound(item, twins, functions, depth + 1) for item in items]
-        # Most hold none; theirs stay the same objects, which two modules may share.
-        if all(new is old for new, old in zip(made, items, strict=True)):
+        rebound = [_rebind(item, copies, functions, depth + 1) for item in items]
+        # A container without such functions stays the same object, because two modules may share it.
+        if all(new is old for new, old in zip(rebound, items, strict=True)):
             return value
-        return type(value)(zip(value, made, strict=True) if isinstance(value, dict) else made)
-    if not isinstance(value, FunctionType) or not _holds(value, twins):
-        return twins.get(id(value), value)
+        return type(value)(zip(value, rebound, strict=True) if isinstance(value, dict) else rebound)
+    if not isinstance(value, FunctionType) or not _refers_to_module(value, copies):
+        return copies.get(id(value), value)
     if id(value) not in functions:
         cells = tuple(CellType() for _ in value.__closure__ or ())
-        twin = FunctionType(value.__code__, value.__globals__, value.__name__, None, cells)
-        # Before its cells are filled: a function may hold itself.
-        functions[id(value)] = twin
-        twin.__dict__.update(value.__dict__)
-        twin.__defaults__ = _rebound(value.__defaults__, twins, functions)
-        twin.__kwdefaults__ = _rebound(value.__kwdefaults__, twins, functions)
+        rebound_function = FunctionType(value.__code__, value.__globals__, value.__name__, None, cells)
+        # Registered before the cells are filled, because a function may refer to itself.
+        functions[id(value)] = rebound_function
+        rebound_function.__dict__.update(value.__dict__)
+        rebound_function.__defaults__ = _rebind(value.__defaults__, copies, functions)
+        rebound_function.__kwdefaults__ = _rebind(value.__kwdefaults__, copies, functions)
         for cell, old in zip(cells, value.__closure__ or (), strict=True):
             if old != CellType():
-                cell.cell_contents = _rebound(old.cell_contents, twins, functions)
+                cell.cell_contents = _rebind(old.cell_contents, copies, functions)
     return functions[id(value)]
 
 
-def _holds(function: FunctionType, twins: dict[int, nn.Module], seen: tuple[FunctionType, ...] = ()) -> bool:
+def _refers_to_module(
+    function: FunctionType, copies: dict[int, nn.Module], seen: tuple[FunctionType, ...] = ()
+) -> bool:
     """Whether a function reaches a module of the original through its closure or its defaults."""
     cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
     for item in (*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-        if id(item) in twins:
+        if id(item) in copies:
             return True
-        if isinstance(item, FunctionType) and item not in seen and _holds(item, twins, (*seen, function)):
+        if isinstance(item, FunctionType) and item not in seen and _refers_to_module(item, copies, (*seen, function)):
             return True
     return False
 
 
-def _without_ours(hooks: OrderedDict[int, Any]) -> OrderedDict[int, Any]:
+def _without_own_hooks(hooks: OrderedDict[int, Any]) -> OrderedDict[int, Any]:
     for key in [key for key, hook in hooks.items() if isinstance(hook, OwnThreadHook)]:
         del hooks[key]
     return hooks

@@ -1,7 +1,7 @@
 """Laplace posteriors that are learned while the encoder is trained (paper, Eq. 4-5 and 79-80).
 
-:class:`OnlineLaplace` is called once per training step, in any loop; :class:`Trainer` is such a loop, which survives
-being killed.
+:class:`OnlineLaplace` is called once per training step, in any loop. :class:`Trainer` is a loop that can be killed and
+resumed.
 """
 
 from __future__ import annotations

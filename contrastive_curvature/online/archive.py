@@ -1,4 +1,4 @@
-"""What a checkpoint file must be before torch reads it: an archive that claims no more than it has."""
+"""Checks of a checkpoint file before torch reads it, so that a damaged or malicious file does no harm."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import BinaryIO
 
 import torch
 
-__all__ = ["flaw"]
+__all__ = ["archive_flaw"]
 
-_REBUILT = {
+_ALLOWED_CALLS = {
     "collections Counter",
     "collections OrderedDict",
     "torch Size",
@@ -19,25 +19,25 @@ _REBUILT = {
     "torch._utils _rebuild_tensor_v3",
     "torch.storage UntypedStorage",
 }
-# Names that are not in a GLOBAL, and calls that the list above does not see.
-_OTHER_CALLS = {"STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4", "PERSID"}
+# Opcodes that name or call functions in other ways than GLOBAL, which the list above cannot check.
+_FORBIDDEN_OPCODES = {"STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4", "PERSID"}
 
 
-def flaw(file: BinaryIO, size: int) -> str | None:
-    """What is wrong with an archive, without reading more of it than there is.
+def archive_flaw(file: BinaryIO, size: int) -> str | None:
+    """Find a flaw of an archive, without reading or unpacking more bytes than the file has.
 
-    torch reads past flipped bits and unpacks compressed entries, and the names that it lets a file call include
-    ``bytearray``, which makes terabytes of a few bytes.
+    torch does not notice flipped bits, and it unpacks compressed entries. The functions that torch allows a file to
+    call include ``bytearray``, with which a few bytes can allocate terabytes.
 
     Args:
-        file: Open for reading.
-        size: Its bytes.
+        file: The file, open for reading.
+        size: Size of the file in bytes.
 
     Returns:
-        A few words, or ``None`` if nothing is wrong.
+        A short description of the flaw, or ``None``.
 
     Raises:
-        Exception: What a damaged archive raises has no common base.
+        Exception: The archive is damaged; the errors of ``zipfile`` and ``pickletools`` have no common base class.
     """
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
@@ -58,14 +58,14 @@ def flaw(file: BinaryIO, size: int) -> str | None:
 
 def _foreign_call(pickled: bytes) -> str | None:
     for opcode, argument, _ in pickletools.genops(pickled):
-        if opcode.name in _OTHER_CALLS:
+        if opcode.name in _FORBIDDEN_OPCODES:
             return opcode.name
-        if opcode.name == "GLOBAL" and argument not in _REBUILT and not _is_kind_of_tensor(str(argument)):
+        if opcode.name == "GLOBAL" and argument not in _ALLOWED_CALLS and not _is_tensor_type(str(argument)):
             return str(argument)
     return None
 
 
-def _is_kind_of_tensor(called: str) -> bool:
+def _is_tensor_type(called: str) -> bool:
     module, _, name = called.partition(" ")
     if module != "torch":
         return False

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and leave nothing behind when the writer is killed."""
+"""Atomic writing of files: a file is written completely or not at all, also if the writing process is killed."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if sys.platform != "win32":
 
 __all__ = ["final_target", "write_whole"]
 
-_LEFT_FOR = 24 * 3600.0
-"""Seconds after which nobody still writes a file."""
+_ABANDONED_AFTER = 24 * 3600.0
+"""Seconds after which an unfinished file of an earlier release counts as abandoned."""
 
 
 def final_target(path: Path | str) -> Path:
-    """Where a file of that name is kept: the end of its symbolic links.
+    """The path of a file after all symbolic links are followed.
 
     Raises:
-        InputError: The links go in a circle, the folder does not exist, or something that is no file has that name.
+        InputError: The links form a circle, the folder does not exist, or the path is no regular file.
     """
     target = Path(os.path.realpath(path))
     if target.is_symlink():
-        raise InputError(expected(str(path), "a file or a link to one", "symbolic links that go in a circle"))
+        raise InputError(expected(str(path), "a file or a link to one", "symbolic links that form a circle"))
     if not target.parent.is_dir():
         raise InputError(expected(str(path), "a file in a folder that exists", f"no folder {target.parent}"))
     if target.exists() and not target.is_file():
@@ -42,38 +42,38 @@ def final_target(path: Path | str) -> Path:
 
 
 def write_whole(path: Path | str, write: Callable[[BinaryIO], None]) -> None:
-    """Write a file so that its name stands at every moment for the old content or for the new.
+    """Write a file such that at every moment its name refers to the complete old content or to the complete new one.
 
-    A symbolic link stays, and its target is replaced. A file that is there keeps its mode; another one gets the mode
-    that the user's umask gives to new files. What killed writers of the same file have left is removed.
+    If the path is a symbolic link, the link stays and its target is replaced. An existing file keeps its mode; a new
+    file gets the mode of the user's umask. Unfinished files of killed writers of the same file are removed.
 
     Args:
-        path: The file; its folder exists.
-        write: Writes the content.
+        path: The file; its folder must exist.
+        write: Writes the content to the open file.
 
     Raises:
-        InputError: See :func:`final_target`.
-        OSError: The file cannot be written, on a full disk for instance. The old one stays.
+        InputError: The links of the path form a circle, its folder does not exist, or it is no regular file.
+        OSError: The file cannot be written, for example because the disk is full. The old file stays.
     """
     target = final_target(path)
-    _remove_leftovers(target)
+    _remove_abandoned(target)
     handle, name = _open_temporary(target)
     try:
         with os.fdopen(handle, "wb") as file:
             _keep_mode(file, target)
             write(file)
             file.flush()
-            # Without it a power cut could leave the new name on an empty file.
+            # Without fsync, a power cut could leave an empty file under the new name.
             os.fsync(file.fileno())
             if sys.platform != "win32":
-                # While the file is still locked: an unlocked one is there to be removed.
+                # Renamed while the file is locked, because other writers remove unlocked unfinished files.
                 os.replace(name, target)
         if sys.platform == "win32":
             os.replace(name, target)
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(name)
-        # torch's writer hides why it could not write.
+        # torch's writer replaces the OSError by a RuntimeError that does not give the reason.
         if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
@@ -82,13 +82,14 @@ def write_whole(path: Path | str, write: Callable[[BinaryIO], None]) -> None:
 def _open_temporary(target: Path) -> tuple[int, str]:
     while True:
         name = str(target.parent / f".{target.name}.{secrets.token_hex(6)}.tmp")
-        # Not tempfile.mkstemp, whose files nobody else may read; nor os.umask, which is the whole process's.
+        # tempfile.mkstemp would create a file that other users cannot read, and os.umask would affect all threads.
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0)
         handle = os.open(name, flags, 0o666)
         if sys.platform == "win32":
             return handle, name
         try:
-            # The lock goes with the process, however that ends. Where files cannot be locked, nobody removes them.
+            # The system releases the lock when the process ends. On a file system without locks, no writer removes
+            # unfinished files.
             with contextlib.suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_EX)
             if os.fstat(handle).st_nlink:
@@ -96,7 +97,7 @@ def _open_temporary(target: Path) -> tuple[int, str]:
         except BaseException:
             os.close(handle)
             raise
-        # Another writer took it for a leftover before it was locked.
+        # Another writer removed the file as abandoned before it was locked.
         os.close(handle)
 
 
@@ -106,14 +107,14 @@ def _keep_mode(file: BinaryIO, target: Path) -> None:
             os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
 
 
-def _remove_leftovers(target: Path) -> None:
-    ours = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{12}}\.tmp")
-    former = re.compile(rf"\.{re.escape(target.name)}\.[a-z0-9_]{{8}}")
-    # What cannot be listed or removed harms nobody.
+def _remove_abandoned(target: Path) -> None:
+    unfinished = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{12}}\.tmp")
+    earlier = re.compile(rf"\.{re.escape(target.name)}\.[a-z0-9_]{{8}}")
+    # Unfinished files that cannot be listed or removed do no harm.
     with contextlib.suppress(OSError):
         for name in os.listdir(target.parent):
             path = target.parent / name
-            if ours.fullmatch(name) or (former.fullmatch(name) and _is_former_leftover(path)):
+            if unfinished.fullmatch(name) or (earlier.fullmatch(name) and _is_abandoned_by_earlier_release(path)):
                 with contextlib.suppress(OSError):
                     _remove_unless_locked(path)
 
@@ -130,16 +131,16 @@ def _remove_unless_locked(path: Path) -> None:
         os.close(handle)
 
 
-def _is_former_leftover(path: Path) -> bool:
-    """Whether a file is an unfinished one of the releases that did not lock: private, old, and unreadable by anything.
+def _is_abandoned_by_earlier_release(path: Path) -> bool:
+    """Whether a file is an unfinished one of an earlier release, which did not lock: private, old, no complete archive.
 
-    A user's own file may have such a name, and is none of these.
+    The name alone is not enough: a file of the user may have such a name.
     """
     with contextlib.suppress(OSError):
-        found = path.lstat()
-        if not stat.S_ISREG(found.st_mode) or stat.S_IMODE(found.st_mode) != 0o600:
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode) or stat.S_IMODE(status.st_mode) != 0o600:
             return False
-        if time.time() - found.st_mtime < _LEFT_FOR or zipfile.is_zipfile(path):
+        if time.time() - status.st_mtime < _ABANDONED_AFTER or zipfile.is_zipfile(path):
             return False
         with open(path, "rb") as file:
             return file.read(4) in (b"", b"PK\x03\x04")

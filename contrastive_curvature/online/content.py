@@ -1,4 +1,4 @@
-"""What a checkpoint of a training holds, how it is checked as a whole, and how it is put back or not at all."""
+"""The content of a training's checkpoint: how it is checked, and how it is restored completely or not at all."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from contrastive_curvature.online.schema import (
 )
 from contrastive_curvature.online.states import check_module, check_optimizer, check_scheduler
 
-__all__ = ["check_frame", "check_states", "merged", "refused", "restore"]
+__all__ = ["check_frame", "check_states", "refused", "restore", "states_of_process"]
 
 
 def _dictionary(value: Any, where: str) -> None:
@@ -43,7 +43,7 @@ def _dictionary(value: Any, where: str) -> None:
 
 
 def _key(value: Any, where: str) -> None:
-    # True is equal to 1, and so is a tensor.
+    # The type is compared, because True and a tensor can equal 1.
     if type(value) not in (int, str):
         fail(where, "the number or the name of a parameter", value)
 
@@ -75,12 +75,12 @@ _FRAME = {
 
 
 def check_frame(content: dict[str, Any], file: Path) -> None:
-    """Check that all parts of a checkpoint are there, and its counts such as a training can have.
+    """Check that a checkpoint has all its parts, and that its counts are possible.
 
-    What the states hold comes later, as it is compared with objects that must be of the right kind first.
+    The states of the parts are checked later, by :func:`check_states`, against the objects that will load them.
 
     Raises:
-        InputError: Something is not so; the file and the path of keys are named.
+        InputError: A part is missing or wrong; the error names the file and the path of keys.
     """
     if "made_with" not in content:
         hint = "Remove it, or name another file."
@@ -95,10 +95,10 @@ def check_frame(content: dict[str, Any], file: Path) -> None:
         raise refused(file, flaw) from None
 
 
-def merged(content: dict[str, Any], rank: int) -> dict[str, Any]:
-    """The states of one process: those that all share, and what it has of its own."""
+def states_of_process(content: dict[str, Any], rank: int) -> dict[str, Any]:
+    """The states for one process: those shared by all processes, updated with those of this process only."""
     own = content["processes"][rank]
-    # Not a dictionary's own copy, which loses the versions of the modules.
+    # copy.copy and not dict.copy, which drops the attribute _metadata with the versions of the modules.
     step = copy.copy(content["step"])
     step.update(own["step"])
     optimizer = content["optimizer"] if own["optimizer"] is None else own["optimizer"]
@@ -114,17 +114,17 @@ def check_states(
     scheduler: Any,
     loader: Iterable[Any],
 ) -> None:
-    """Check all states of :func:`merged` against the objects that are to take them.
+    """Check all states of :func:`states_of_process` against the objects that will load them.
 
     Raises:
-        Flaw: One does not fit; its path of keys is named.
-        InputError: The step refuses its own.
+        Flaw: A state does not fit; the flaw names the path of keys.
+        InputError: ``step`` refuses its state.
     """
     check_module(step, states["step"], "content['step']")
     check_optimizer(optimizer, states["optimizer"], "content['optimizer']", scheduler)
     stateful = list(states["optimizer"]["state"])
     if stateful != states["stateful"]:
-        # Without its state a parameter would begin anew, and no error would tell.
+        # A parameter without optimiser state would silently start with a new state.
         refuse("content['optimizer']['state']", f"the parameters {states['stateful']}"[:80], f"{stateful}"[:80])
     check_scheduler(scheduler, states["scheduler"], "content['scheduler']")
     generators = loader_generators(loader)
@@ -135,8 +135,8 @@ def check_states(
 
 
 def refused(file: Path, flaw: Flaw) -> InputError:
-    """The error of a flaw in a file."""
-    return InputError(expected(f"{file}: {flaw.where}", flaw.wanted, flaw.came, "Remove it to start anew."))
+    """The error for a flaw in a file."""
+    return InputError(expected(f"{file}: {flaw.where}", flaw.wanted, flaw.received, "Remove it to start anew."))
 
 
 def restore(
@@ -146,17 +146,18 @@ def restore(
     scheduler: Any,
     loader: Iterable[Any],
 ) -> None:
-    """Put all states back, or, if one is refused after all, none.
+    """Restore all states; if one of them is refused, restore none.
 
     Args:
-        states: From :func:`merged`, checked; the random numbers become those at the start of the epoch.
-        step: What is trained.
-        optimizer: Its optimiser.
-        scheduler: Its scheduler, or ``None``.
-        loader: Its data.
+        states: From :func:`states_of_process`, checked. The random generators get their states at the start of the
+            epoch.
+        step: The module that is trained.
+        optimizer: The optimiser of the module.
+        scheduler: The learning-rate scheduler, or ``None``.
+        loader: The data loader.
 
     Raises:
-        Exception: What a module, an optimiser or a scheduler of the user raises.
+        Exception: The error of a module, an optimiser or a scheduler of the user that refuses its state.
     """
     generators = loader_generators(loader)
     weights = {name: t.detach().clone() for name, t in step.state_dict().items() if isinstance(t, Tensor)}

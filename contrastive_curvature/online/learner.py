@@ -1,4 +1,4 @@
-"""Online Laplace: Monte-Carlo EM over the weights of an encoder while it is trained (paper, Eq. 4-5 and 79-80)."""
+"""Online Laplace: Monte-Carlo EM over the weights of an encoder during training (paper, Eq. 4-5 and 79-80)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ the miners of pytorch-metric-learning do."""
 
 
 class OnlineLaplace(nn.Module):
-    """An encoder whose weight posterior is learned with it; call it once per training step, in any loop.
+    """Trains an encoder together with its weight posterior; call it once per training step, in any loop.
 
     ::
 
@@ -50,52 +50,56 @@ class OnlineLaplace(nn.Module):
         la = online.laplace()              # a fitted laplace object
         out = la(x)                        # out.mu, out.kappa, out.uncertainty
 
-    Each call samples weights from the present posterior ``q_t = N(theta_t, P_t^-1)``, returns the mean of their losses,
-    whose gradient with respect to ``theta`` is the expected gradient of Eq. 79, and adds the mean of their curvatures,
-    clamped, to a discounted sum (Eq. 80): ``R_{t+1} = (1 - alpha) R_t + E_q[H_t]``. A discounted count of points
-    ``w_{t+1} = (1 - alpha) w_t + B`` brings the sum to the size of the data set, ``H = (N / w) R``, so that the
-    posterior is as strong as the post-hoc one, however long the memory is; and as for Adam there is no bias from the
-    start, where the memory is empty.
+    Each call samples weights from the present posterior ``q_t = N(theta_t, P_t^-1)`` and returns the mean loss of the
+    sampled networks. The gradient of this mean with respect to ``theta`` is the expected gradient of Eq. 79. Each call
+    also adds the mean clamped curvature of the sampled networks to a discounted sum (Eq. 80): ``R_{t+1} = (1 - alpha) R_t
+    + E_q[H_t]``. A discounted number of points ``w_{t+1} = (1 - alpha) w_t + B`` rescales the sum to the size of the data
+    set, ``H = (N / w) R``. The posterior precision therefore has the size of the post-hoc one for every ``alpha``, and
+    the zero start value of the sum causes no bias (as in Adam).
 
-    :meth:`laplace` gives ``P = H / T + prior`` with the rule of ``la.optimize_prior_precision()``: ``T`` is the mean
-    loss of a point, and the prior a tenth of the mean diagonal of ``H / T``. While training, the prior is that mean,
-    and ``q_t`` has the precision of the sum and not of the mean, as in Eq. 80: ``T`` is divided by the discounted
-    number of steps, which grows towards ``1 / alpha``, so the noise becomes small. (At the temperature of the final
-    posterior the noise is as large as the weights, and the encoder retrieves worse: ``docs/online.md``.) The first
-    step, which has no curvature to make a prior of, is deterministic.
+    :meth:`laplace` returns a posterior with precision ``P = H / T + prior``, by the rule of
+    ``la.optimize_prior_precision()``: the temperature ``T`` is the mean loss of a point, and the prior precision is a
+    tenth of the mean diagonal of ``H / T``. During training the prior precision is this mean diagonal itself, and ``T``
+    is divided by the discounted number of steps, which grows towards ``1 / alpha``: ``q_t`` has the precision of the sum
+    over steps, as in Eq. 80, and the sampled noise becomes small. (At the temperature of the final posterior the noise is
+    as large as the weights, and the encoder retrieves worse: ``docs/online.md``.) The first step is deterministic,
+    because there is no curvature for a prior yet.
 
-    It is a ``torch.nn.Module`` with the encoder as ``encoder`` and the posterior as buffers, so an optimiser, Lightning
-    or Accelerate treats it as any model. Where ``torch.distributed`` runs, the curvatures of all processes are added,
-    so that they share one posterior; pairs are formed within the batch of each. In evaluation mode a call returns the
-    loss of the mean weights and leaves the posterior as it is.
+    The object is a ``torch.nn.Module`` that contains the encoder as ``encoder`` and the posterior as buffers, so
+    optimisers, Lightning and Accelerate treat it as any model. If ``torch.distributed`` runs, the curvatures of all
+    processes are added, so that the processes share one posterior; pairs are formed within the batch of each process. In
+    evaluation mode, a call returns the loss of the mean weights and does not update the posterior.
 
     Args:
-        encoder: Any module that maps a batch to (N, D); an l2-normalisation module at its end is looked through.
-        probe: A batch of inputs to analyse the encoder with; two points or more.
+        encoder: Any module that maps a batch to (N, D). It may end in an l2-normalisation module; the posterior is then
+            that of the outputs before the normalisation.
+        probe: A batch of two inputs or more, for the analysis of the encoder.
         n_data: Number N of training points.
-        loss: ``loss(z, labels)`` of what the encoder puts out, or, with a ``miner``, ``loss(z, labels, indices)``, as
-            the losses of pytorch-metric-learning. By default the contrastive loss (Eq. 1), positives and negatives
-            averaged each.
-        miner: Pairs of the loss. By default all positives and the negatives inside the margin.
-        curvature_miner: Pairs of the curvature. By default all pairs of the batch, by the options of the curvature.
-        memory_factor: ``alpha`` in [0, 1): what of the past is forgotten at each step. The paper's 0.0001; a released
-            ``hessian_memory_factor`` of 0.999 is 0.001 here.
-        n_samples: Sampled networks a step.
+        loss: ``loss(z, labels)`` of the outputs ``z`` of the encoder or, with a ``miner``, ``loss(z, labels, indices)``,
+            as the losses of pytorch-metric-learning. By default the contrastive loss (Eq. 1), as the sum of its mean over
+            positive pairs and its mean over negative pairs.
+        miner: Selects the pairs of the loss. By default all positive pairs, and the negative pairs inside the margin.
+        curvature_miner: Selects the pairs of the curvature. By default all pairs of the batch, by the options of the
+            curvature.
+        memory_factor: ``alpha`` in [0, 1), the fraction of the sum that each step forgets. The paper has 0.0001;
+            ``hessian_memory_factor=0.999`` of the released code is 0.001 here.
+        n_samples: Number of sampled networks per step.
         subset_of_weights: ``"last_layer"`` or ``"all"``.
-        hessian_structure: ``"diag"``; ``"full"`` and ``"kron"`` invert or decompose matrices at every step.
+        hessian_structure: ``"diag"``, ``"full"`` or ``"kron"``; the last two decompose matrices at every step, which is
+            slower.
         prior_precision: A positive number, of ``q_t`` and of the final posterior; ``None`` for the rule above.
         temperature: A positive number, the constant ``T`` of both; ``None`` for the rule above.
         sampling_temperature: How many times the temperature of the final posterior that of ``q_t`` is; 1 samples from
             the final posterior's width, 0 trains deterministically and only keeps track of the curvature. ``None`` for
             the rule above (with ``temperature``: 1).
-        backend: As in ``laplace.Laplace``; by default the fastest one that is exact for the encoder.
+        backend: As in ``laplace.Laplace``; by default ``ContrastiveGGN``, which is exact for every encoder.
         backend_kwargs: ``distance``, ``pd_fix``, ``margin``, ``negative_weight``, ``normalization``, ``relation``,
             ``kfac_approx``: see the backend. The margin and the relation also hold for the default loss.
 
     Raises:
         InputError: An option is unknown or out of range.
-        InputTypeError: Something is not of the kind it should be.
-        UnsupportedError: The combination has no correct answer.
+        InputTypeError: An argument has a wrong type.
+        UnsupportedError: The combination of options has no correct answer.
     """
 
     discounted: DiscountedCurvature
@@ -133,10 +137,10 @@ class OnlineLaplace(nn.Module):
             if function is not None and not callable(function):
                 raise InputTypeError(expected(name, "a callable", f"a {type(function).__name__}"))
         self.n_data, self.n_samples = n_data, n_samples
-        # A step has the pairs of its batch and no others.
+        # A training step sees the pairs of its batch only.
         options = {"pairs": "batch", **given_options(backend_kwargs)}
         if options["pairs"] != "batch":
-            hint = "A step knows no other pairs; la.fit(loader) after training takes all pairs of the data set."
+            hint = "A training step sees no other pairs; la.fit(loader) after training uses all pairs of the data set."
             raise InputError(expected("backend_kwargs: pairs", "'batch' or nothing", repr(options["pairs"]), hint))
         if options.get("mc_samples") is not None:
             hint = "A step has few points, and an interrupted training could not go on with the same samples."
@@ -152,45 +156,44 @@ class OnlineLaplace(nn.Module):
             temperature,
             sampling_temperature,
         )
-        curved = self._posterior.backend
-        if curved.relation is not None and curvature_miner is not None:
-            came = "both"
-            raise InputError(expected("curvature_miner, backend_kwargs: relation", "one of them", came))
+        backend_object = self._posterior.backend
+        if backend_object.relation is not None and curvature_miner is not None:
+            raise InputError(expected("curvature_miner, backend_kwargs: relation", "one of them", "both"))
         self._loss, self._miner, self._curvature_miner = loss, miner, curvature_miner
-        # Trained on means over the pairs, as metric learning usually does.
-        self._own_loss = curved.loss.replaced(normalization=Normalization.TYPE, negative_weight=0.5)
+        # The loss is a mean over pairs of each type, as usual in metric learning.
+        self._default_loss = backend_object.loss.replaced(normalization=Normalization.TYPE, negative_weight=0.5)
         kind = LastLayer if subset_of_weights == "last_layer" else AllParameters
-        self._sampled: SampledEncoder = kind(curved, self._posterior.probe, n_data, self._posterior.structure)
-        self.discounted = DiscountedCurvature(self._curvature_of_nothing(), memory_factor)
+        self._sampled: SampledEncoder = kind(backend_object, self._posterior.probe, n_data, self._posterior.structure)
+        self.discounted = DiscountedCurvature(self._empty_curvature(), memory_factor)
         own: dict[str, Any] = {"memory_factor": memory_factor, "n_samples": n_samples, "n_data": n_data}
         own |= {"subset_of_weights": subset_of_weights, "hessian_structure": hessian_structure}
-        functions = {"loss": loss, "miner": miner, "curvature_miner": curvature_miner, "relation": curved.relation}
+        functions = {"loss": loss, "miner": miner, "curvature_miner": curvature_miner, "relation": backend_object.relation}
         own |= {name: describe_callable(function) for name, function in functions.items()}
-        said = describe_options({**self._posterior.options(), **own})
-        # As text in a buffer: a saved state says which options it belongs to, in every format that can hold tensors.
-        self.register_buffer("options", torch.tensor(list(said.encode()), dtype=torch.uint8))
+        description = describe_options({**self._posterior.options(), **own})
+        # Text in a buffer, so that a saved state contains its options in every file format that can store tensors.
+        self.register_buffer("options", torch.tensor(list(description.encode()), dtype=torch.uint8))
         self.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
             lambda module, state, prefix, *_: module.check_state(state, prefix)
         )
 
     def forward(self, x: Inputs, labels: Tensor) -> Tensor:
-        """One step: the expected loss of a batch, with its graph; in training mode the posterior takes in the batch.
+        """Compute the expected loss of a batch, with its graph; in training mode also update the posterior.
 
         Args:
             x: A batch of B inputs.
             labels: Class labels (B,), or targets of the relation.
 
         Returns:
-            The loss, one number.
+            The loss, a tensor with one number.
 
         Raises:
             InputError: The batch is malformed.
-            DivergenceError: An output, a curvature or a posterior is not finite, or a precision is not positive.
+            DivergenceError: An output, a loss or a curvature is not finite, or the posterior precision is not positive.
         """
-        exactly = torch.autocast(next(self.encoder.parameters()).device.type, enabled=False)
+        full_precision = torch.autocast(next(self.encoder.parameters()).device.type, enabled=False)
         noise: list[Tensor | None] = [None]
         if self.training:
-            with exactly:
+            with full_precision:
                 noise = self._posterior.draw(self.discounted, self.n_samples)
         losses: list[Tensor] = []
         terms: list[DatasetCurvature] = []
@@ -210,37 +213,37 @@ class OnlineLaplace(nn.Module):
                     raise self._diverged(msg) from error
         if self.training:
             self._check_finite(losses, terms)
-            with exactly:
+            with full_precision:
                 self.discounted.add(terms)
         return torch.stack(losses).mean()
 
     def laplace(self) -> ContrastiveLaplace:
-        """The posterior as a fitted laplace object around the encoder, as it is now.
+        """Return the present posterior as a fitted Laplace object around the encoder.
 
-        Predictions, samples, the marginal likelihood and saving are those of a post-hoc one. It holds the encoder, not
-        a copy of it: take it when training is over. ``la.fit(loader)`` replaces the discounted curvature by that of the
-        final weights.
+        Predictions, samples, the marginal likelihood and saving work as after a post-hoc fit. The object refers to the
+        encoder and does not copy it, so call this method after training. ``la.fit(loader)`` replaces the discounted
+        curvature by that of the final weights.
 
         Raises:
-            InputError: No step has been taken, or no curvature came.
+            InputError: No training step was made, or no step had a positive curvature.
         """
         if not bool(self.discounted.positive):
-            came = f"{int(self.discounted.steps)} steps, and no positive curvature"
+            received = f"{int(self.discounted.steps)} steps, and no positive curvature"
             hint = "With pairs in every batch, use pd_fix='positive' or a smaller negative_weight or margin."
             raise InputError(
-                expected("laplace()", "at least one training step on a batch with positive pairs", came, hint)
+                expected("laplace()", "at least one training step on a batch with positive pairs", received, hint)
             )
         return self._posterior.fitted(self.discounted)
 
     def check_state(self, state: Mapping[str, Any], prefix: str = "") -> None:
-        """Check a saved state before any of it is loaded, as ``load_state_dict`` does.
+        """Check a saved state; ``load_state_dict`` calls this method before it loads any entry.
 
         Args:
-            state: A ``state_dict``, of this module or one around it.
-            prefix: What stands before the names of this module.
+            state: A ``state_dict`` of this module or of a module that contains it.
+            prefix: Prefix of the names of this module in ``state``.
 
         Raises:
-            InputError: It is of other options, or its curvature is none that steps can have left.
+            InputError: The state was saved with other options, or training steps cannot have produced its curvature.
         """
         if f"{prefix}options" in state:
             _refuse_other_options(self, state[f"{prefix}options"], f"state_dict[{f'{prefix}options'!r}]")
@@ -248,39 +251,39 @@ class OnlineLaplace(nn.Module):
 
     def _loss_of(self, z: Tensor, labels: Tensor) -> Tensor:
         normalization = self._sampled.encoder.normalization
-        # A loss of the user's is given what the encoder gives, normalised if it ends in a normalisation.
-        own = z if normalization is None or self._loss is None else normalization(z)
+        # The user's loss gets the outputs of the whole encoder, including a normalisation at its end.
+        embeddings = z if normalization is None or self._loss is None else normalization(z)
         if self._loss is not None and self._miner is None:
-            return self._loss(own, labels)
+            return self._loss(embeddings, labels)
         raw = check_outputs(z.detach(), "encoder(x)")
         if self._miner is None:
             backend = self._posterior.backend
             pairs: tuple[Tensor, ...] = backend.loss.mine(raw, labels, backend.relation)
         else:
             pairs = self._miner(normalize(raw)[0], labels)
-        return self._own_loss(z, pairs=pairs) if self._loss is None else self._loss(own, labels, pairs)
+        return self._default_loss(z, pairs=pairs) if self._loss is None else self._loss(embeddings, labels, pairs)
 
-    def _curvature_of_nothing(self) -> Any:
-        """The curvature of no pairs, which has its shape."""
-        probe, none = self._posterior.probe, torch.zeros(0, dtype=torch.int64)
+    def _empty_curvature(self) -> Any:
+        """The curvature of no pairs, which is zero and has the right shape."""
+        probe, no_pairs = self._posterior.probe, torch.zeros(0, dtype=torch.int64)
         with torch.no_grad(), evaluation_mode(self.encoder):
             (z, context), *_ = self._sampled.outputs(probe, [None])
             labels = torch.zeros(input_length(probe), dtype=torch.int64, device=z.device)
-            return self._sampled.curvature(probe, z, context, labels, (none,) * 4).curvature
+            return self._sampled.curvature(probe, z, context, labels, (no_pairs,) * 4).curvature
 
     def _check_finite(self, losses: list[Tensor], terms: list[DatasetCurvature]) -> None:
-        fine = {
+        checks = {
             "loss": torch.stack([loss.detach().isfinite().all() for loss in losses]).all(),
             "curvature": torch.stack([_is_finite(term) for term in terms]).all(),
         }
-        # Read together: each reading waits for the device.
-        for name, finite in zip(fine, torch.stack(list(fine.values())).tolist(), strict=True):
+        # All checks are transferred at once, because each transfer waits for the device.
+        for name, finite in zip(checks, torch.stack(list(checks.values())).tolist(), strict=True):
             if not finite:
                 msg = f"the {name} is not finite."
                 raise self._diverged(msg)
 
-    def _diverged(self, why: str) -> DivergenceError:
-        return DivergenceError(why, int(self.discounted.steps) + 1)
+    def _diverged(self, reason: str) -> DivergenceError:
+        return DivergenceError(reason, int(self.discounted.steps) + 1)
 
 
 def _is_finite(term: DatasetCurvature) -> Tensor:
@@ -291,13 +294,13 @@ def _refuse_other_options(module: OnlineLaplace, saved: Any, name: str) -> None:
     try:
         was = dict(line.split("=", 1) for line in _text(saved).split("\n"))
     except (AttributeError, TypeError, ValueError):
-        came = f"a tensor of {saved.dtype}" if isinstance(saved, Tensor) else f"a {type(saved).__name__}"
-        raise InputError(expected(name, "the options of an OnlineLaplace as text in bytes", came)) from None
+        received = f"a tensor of {saved.dtype}" if isinstance(saved, Tensor) else f"a {type(saved).__name__}"
+        raise InputError(expected(name, "the options of an OnlineLaplace as text in bytes", received)) from None
     now = dict(line.split("=", 1) for line in _text(module.options).split("\n"))
     differ = sorted(name for name in was | now if was.get(name) != now.get(name))
     if differ:
-        wanted, came = (", ".join(f"{name}={given.get(name)}" for name in differ) for given in (now, was))
-        raise InputError(expected("state_dict", f"one of an OnlineLaplace with {wanted}", came))
+        wanted, received = (", ".join(f"{name}={given.get(name)}" for name in differ) for given in (now, was))
+        raise InputError(expected("state_dict", f"one of an OnlineLaplace with {wanted}", received))
 
 
 def _text(tensor: Tensor) -> str:

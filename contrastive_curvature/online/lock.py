@@ -1,4 +1,4 @@
-"""One training at a time for one checkpoint."""
+"""A lock that lets only one training at a time use a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,52 +18,53 @@ if sys.platform != "win32":
 else:
     import msvcrt
 
-__all__ = ["in_use"]
+__all__ = ["lock_checkpoint"]
 
-_HELD: set[Path] = set()
-"""Of this process: the system's locks are the process's, and do not tell its threads apart."""
-_GUARD = threading.Lock()
+_LOCKED: set[Path] = set()
+"""Checkpoints that threads of this process use: the locks of the system do not distinguish threads."""
+_LOCKED_GUARD = threading.Lock()
 
 
 @contextlib.contextmanager
-def in_use(checkpoint: Path) -> Iterator[None]:
-    """Keep other trainings off a checkpoint.
+def lock_checkpoint(checkpoint: Path) -> Iterator[None]:
+    """Prevent other trainings from using a checkpoint.
 
-    The system holds the lock for this process alone and drops it when the process ends, however it does. The empty file
-    ``.NAME.lock`` that a killed process leaves beside the checkpoint stops nobody, and goes with the next training.
-    (A lock of ``flock``'s kind would pass to the worker processes of a data loader, which live on for a while.)
+    The lock belongs to this process alone, and the system releases it when the process ends for any reason. A killed
+    process leaves an empty file ``.NAME.lock`` beside the checkpoint. This file does not block later trainings, and the
+    next one removes it. (``flock`` is not used: the worker processes of a data loader would inherit the lock, and they
+    may live longer than the training.)
 
     Args:
-        checkpoint: The file, which may not be there yet.
+        checkpoint: The file, which need not exist yet.
 
     Raises:
-        InputError: Another training uses it, or its folder cannot be written to.
+        InputError: Another training uses the checkpoint, or its folder is not writable.
     """
     target = final_target(checkpoint)
-    with _GUARD:
-        if target in _HELD:
+    with _LOCKED_GUARD:
+        if target in _LOCKED:
             raise _refused(checkpoint, "this process")
-        _HELD.add(target)
+        _LOCKED.add(target)
     try:
-        handle = _locked(checkpoint, target.parent / f".{target.name}.lock")
+        handle = _open_locked(checkpoint, target.parent / f".{target.name}.lock")
         try:
             yield
         finally:
             _release(handle, target.parent / f".{target.name}.lock")
     finally:
-        with _GUARD:
-            _HELD.discard(target)
+        with _LOCKED_GUARD:
+            _LOCKED.discard(target)
 
 
-def _locked(checkpoint: Path, name: Path) -> int | None:
+def _open_locked(checkpoint: Path, name: Path) -> int | None:
     while True:
         try:
             handle = os.open(name, os.O_CREAT | os.O_RDWR, 0o666)
         except OSError as error:
-            hint = f"Its folder must be one to write to; if {name} is another user's, remove it."
+            hint = f"Its folder must be writable; if {name} belongs to another user, remove it."
             raise InputError(expected("checkpoint", "a file that can be written", f"{error}", hint)) from error
         try:
-            if not _take(handle):
+            if not _try_lock(handle):
                 raise _refused(checkpoint, "another process")
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(handle), os.stat(name)):
@@ -79,11 +80,11 @@ def _locked(checkpoint: Path, name: Path) -> int | None:
         except InputError:
             os.close(handle)
             raise
-        # Who held it before has removed the file, so that a third one would make another.
+        # The previous owner has removed this lock file, so a third training could create and lock a new one.
         os.close(handle)
 
 
-def _take(handle: int) -> bool:
+def _try_lock(handle: int) -> bool:
     try:
         if sys.platform == "win32":
             msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
@@ -97,13 +98,13 @@ def _take(handle: int) -> bool:
 def _release(handle: int | None, name: Path) -> None:
     if handle is None:
         return
-    # Removed while it is held: afterwards it may be another's. Windows removes no open file, which then stays.
+    # Removed before the release, after which the lock may belong to another training. Windows cannot remove open files.
     with contextlib.suppress(OSError):
         os.unlink(name)
     os.close(handle)
 
 
 def _refused(checkpoint: Path, who: str) -> InputError:
-    hint = "Wait until it has ended, or give each training, and each process, a checkpoint of its own."
-    came = f"{checkpoint}, which another training in {who} is using"
-    return InputError(expected("checkpoint", "a file that no other training uses", came, hint))
+    hint = "Wait until that training has ended, or use another checkpoint for each training and each process."
+    received = f"{checkpoint}, which another training in {who} is using"
+    return InputError(expected("checkpoint", "a file that no other training uses", received, hint))

@@ -1,4 +1,4 @@
-"""What is refused before an online Laplace exists, and which laplace object carries its posterior."""
+"""Checks of the options of an online Laplace, their description as text, and the class of its posterior."""
 
 from __future__ import annotations
 
@@ -45,15 +45,16 @@ CLASSES: dict[tuple[str, str], type[ContrastiveLaplace]] = {
 def check_options(
     memory_factor: object, n_samples: object, n_data: object, subset_of_weights: str, hessian_structure: str
 ) -> None:
-    """Check what decides over the posterior and its memory.
+    """Check the options of the posterior and of its discounted sum.
 
     Raises:
+        InputTypeError: ``subset_of_weights`` or ``hessian_structure`` is not a string.
         InputError: An option is unknown or out of range.
-        UnsupportedError: A structure that has no discounted sum.
+        UnsupportedError: The structure has no discounted sum.
     """
     number = isinstance(memory_factor, (int, float)) and not isinstance(memory_factor, bool)
     if not (number and 0 <= memory_factor < 1):  # type: ignore[operator]
-        hint = "It is what a step forgets; a released hessian_memory_factor of 0.999 is 0.001 here."
+        hint = "It is the fraction that a step forgets; hessian_memory_factor=0.999 of the released code is 0.001 here."
         raise InputError(expected("memory_factor", "a number in [0, 1)", memory_factor, hint))
     for name, value, least in (("n_samples", n_samples, 1), ("n_data", n_data, 2)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -61,14 +62,14 @@ def check_options(
     wanted = "'last_layer' or 'all', and 'diag', 'full' or 'kron'"
     names = "subset_of_weights, hessian_structure"
     if not (isinstance(subset_of_weights, str) and isinstance(hessian_structure, str)):
-        came = f"a {type(subset_of_weights).__name__}, a {type(hessian_structure).__name__}"
-        raise InputTypeError(expected(names, wanted, came))
+        received = f"a {type(subset_of_weights).__name__}, a {type(hessian_structure).__name__}"
+        raise InputTypeError(expected(names, wanted, received))
     if (subset_of_weights, hessian_structure) in CLASSES:
         return
     if subset_of_weights == "subnetwork" or hessian_structure in ("lowrank", "gp"):
         msg = (
-            f"subset_of_weights={subset_of_weights!r}, hessian_structure={hessian_structure!r}: batches of it do not "
-            "add up to a discounted curvature. Use 'last_layer' or 'all' with 'diag', 'full' or 'kron'; after "
+            f"subset_of_weights={subset_of_weights!r}, hessian_structure={hessian_structure!r}: curvatures of batches "
+            "cannot be added up in this form. Use 'last_layer' or 'all' with 'diag', 'full' or 'kron'; after "
             "training, Laplace(online.encoder, likelihood='contrastive', ...) fits any structure post hoc."
         )
         raise UnsupportedError(msg)
@@ -79,22 +80,22 @@ def check_numbers(**given: object) -> None:
     """Check that every argument is ``None`` or a positive, finite number.
 
     Raises:
-        InputError: One is not.
+        InputError: An argument is anything else.
     """
     for name, value in given.items():
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if value is not None and not (number and 0 < value < math.inf):  # type: ignore[operator]
-            came = f"a {type(value).__name__}" if isinstance(value, Tensor) else value
+            received = f"a {type(value).__name__}" if isinstance(value, Tensor) else value
             hint = "Other priors can be set on the object that laplace() returns."
-            raise InputError(expected(name, "a positive number, or None", came, hint))
+            raise InputError(expected(name, "a positive number, or None", received, hint))
 
 
 def check_probe(probe: object) -> None:
     """Check that the probe is a batch of two inputs or more.
 
     Raises:
-        InputTypeError: Not a tensor or a mapping.
-        InputError: Too few.
+        InputTypeError: The probe is neither a tensor nor a mapping.
+        InputError: The probe has fewer than two inputs.
     """
     wanted = "a batch of two inputs or more, a tensor or a mapping of tensors"
     if not isinstance(probe, (Tensor, Mapping)):
@@ -104,16 +105,16 @@ def check_probe(probe: object) -> None:
 
 
 def describe_callable(function: object) -> str:
-    """What can be told of a loss, a miner or a relation in one line, to know it again.
+    """Describe a loss, a miner or a relation in one line, to recognise it in a saved state.
 
-    The name of a function; of other objects the type and what their constructor was given, where they keep it under
-    the same name. What a function refers to besides its arguments is not seen.
+    A function is described by its name. Another object is described by its type and by those constructor arguments that
+    it stores under the same name. Global variables and closures of a function are not part of the description.
 
     Args:
         function: The callable, or ``None``.
 
     Returns:
-        The line.
+        The description, one line.
     """
     if function is None:
         return "the default"
@@ -135,12 +136,12 @@ def describe_callable(function: object) -> str:
 
 
 def describe_options(options: Mapping[str, Any]) -> str:
-    """All options that a discounted curvature depends on, as text, a line each.
+    """Format options as text, one line each.
 
     Args:
         options: Strings and numbers by name.
 
     Returns:
-        The text.
+        Lines ``name=value``, sorted by name.
     """
     return "\n".join(f"{name}={value!s}" for name, value in sorted(options.items()))

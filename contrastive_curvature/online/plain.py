@@ -1,4 +1,4 @@
-"""Plain content: what a checkpoint file may hold, a form of it that can always be read back, and its checksum."""
+"""Plain content, which a checkpoint file may hold: its check, a form that can always be read back, and its checksum."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _NUMBERS = (str, bool, int, float, type(None))
 _TENSORS = (Tensor, nn.Parameter)
 _MAPPINGS = (dict, OrderedDict, Counter)
 _SEQUENCES = (list, tuple, torch.Size)
-_DEEPEST = 100
+_MAX_DEPTH = 100
 
 
 def check_plain(content: Any, where: str, limit: int | None = None) -> None:
-    """Refuse what could not be read back without executing code, or not without running out of memory.
+    """Refuse content that cannot be read back without executing code, or could exhaust the memory when read.
 
     Args:
-        content: Anything.
-        where: How errors name it.
-        limit: Size of the file that it was read from, in bytes. Content that claims more than its file can hold is
-            refused: a few bytes can describe a tensor of 2^45 entries, or lists in lists that are all the same list.
+        content: The content, of any type.
+        where: Name of the content in error messages.
+        limit: Size in bytes of the file that the content was read from, if any. Content larger than its file is
+            refused: a few bytes can describe a tensor of 2^45 entries, or nested lists that are all the same list.
 
     Raises:
-        InputTypeError: Something in it is not plain, or claims too much; it is named by its path.
+        InputTypeError: An entry is not plain, or is too large; the error names the path of the entry.
     """
     _check(content, where, limit, [0], 0)
 
@@ -41,17 +41,17 @@ def _check(value: Any, where: str, limit: int | None, count: list[int], depth: i
     count[0] += 1
     if limit is not None and count[0] > limit:
         raise InputTypeError(expected(where, f"at most {limit} values, as many as the file has bytes", "more"))
-    if depth > _DEEPEST:
-        # Python's own limit depends on who calls.
-        came = f"one that is nested more than {_DEEPEST} levels deep"
-        raise InputTypeError(expected(where[:60], "plain content", came))
+    if depth > _MAX_DEPTH:
+        # Python's recursion limit would depend on the depth of the caller's stack.
+        received = f"one that is nested more than {_MAX_DEPTH} levels deep"
+        raise InputTypeError(expected(where[:60], "plain content", received))
     if type(value) in _MAPPINGS:
         for key, item in value.items():
             if type(key) in _TENSORS:
                 raise InputTypeError(expected(f"a key of {where}", "a string or a number", "a tensor"))
             _check(key, f"a key of {where}", limit, count, depth + 1)
             _check(item, f"{where}[{key!r}]", limit, count, depth + 1)
-        # A module's state_dict carries the versions of its modules so.
+        # The state_dict of a module stores the versions of its modules in an attribute, _metadata.
         for name, item in getattr(value, "__dict__", {}).items():
             _check(item, f"{where}.{name}", limit, count, depth + 1)
     elif type(value) in _SEQUENCES:
@@ -69,27 +69,27 @@ def _check_tensor(tensor: Tensor, where: str, limit: int | None) -> None:
     wanted = "a dense tensor"
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         kind = "without data" if tensor.is_meta else f"of layout {tensor.layout}"
-        came = "a quantised one" if tensor.is_quantized else f"one {kind}"
-        raise InputTypeError(expected(where, wanted, came, "Pass tensor.to_dense(), or its parts."))
+        received = "a quantised one" if tensor.is_quantized else f"one {kind}"
+        raise InputTypeError(expected(where, wanted, received, "Pass tensor.to_dense(), or its parts."))
     if tensor.__dict__:
-        came = f"one with the attributes {sorted(tensor.__dict__)}"
-        raise InputTypeError(expected(where, "a tensor", came, "They would be lost; pass tensor.detach()."))
+        received = f"one with the attributes {sorted(tensor.__dict__)}"
+        raise InputTypeError(expected(where, "a tensor", received, "They would be lost; pass tensor.detach()."))
     if limit is not None and tensor.numel() * tensor.element_size() > limit:
-        came = f"one of shape {tuple(tensor.shape)}, which is larger than the file"
-        raise InputTypeError(expected(where, wanted, came))
+        received = f"one of shape {tuple(tensor.shape)}, which is larger than the file"
+        raise InputTypeError(expected(where, wanted, received))
 
 
 def portable(content: Any, kinds: dict[int, torch.dtype] | None = None) -> Any:
-    """Copy content in the form in which it is written: no tensor has more entries than it stores.
+    """Copy content to the form in which it is written: no tensor has more entries than its storage.
 
-    Containers are new ones, as one that stands in two places would be written once, and read as more than was written.
+    Every container is copied. A container that occurs twice would be written once but counted twice when it is read.
 
     Args:
-        content: Passed by :func:`check_plain`.
-        kinds: Type of the numbers at every address of memory so far: torch writes no memory as two types.
+        content: Content that has passed :func:`check_plain`.
+        kinds: Dtype of the tensors at every memory address so far; torch cannot write one memory as two dtypes.
 
     Returns:
-        The copy; its tensors are those of ``content``, except expanded ones, and views of one memory as another type.
+        The copy. Its tensors are those of ``content``; only expanded tensors and views as another dtype are copied.
     """
     kinds = {} if kinds is None else kinds
     kind = type(content)
@@ -117,10 +117,10 @@ def _stored(tensor: Tensor, kinds: dict[int, torch.dtype]) -> Tensor:
 
 
 def checksum(content: Any) -> str:
-    """Sum up content, the same wherever it was made: types, keys in their order, numbers, strings, and tensors' bits.
+    """Compute a checksum of types, keys in their order, numbers, strings and bits of tensors, equal on every machine.
 
     Args:
-        content: Passed by :func:`check_plain`.
+        content: Content that has passed :func:`check_plain`.
 
     Returns:
         32 hexadecimal digits.

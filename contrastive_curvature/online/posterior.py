@@ -1,4 +1,4 @@
-"""The laplace objects around a discounted curvature: the one that ``q_t`` is drawn from, and those handed out."""
+"""Laplace posteriors of a discounted curvature: the sampling posterior ``q_t``, and posteriors for the user."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ from contrastive_curvature.options import KFACApprox, Structure
 
 __all__ = ["OnlinePosterior"]
 
-_STRENGTH = 1.0
-"""Of the prior that weights are sampled with in training: as strong as the data, so that a weight of which the steps so
-far say nothing is not drawn from afar. The figures of online LAM were all taken with it."""
+_SAMPLING_PRIOR_SCALE = 1.0
+"""Prior scale for sampling weights during training: the prior precision equals the mean diagonal of the curvature.
+Weights without curvature so far are therefore not sampled far from their mean. All published results of online LAM in
+this repository use this value."""
 
 
 class OnlinePosterior:
-    """Makes laplace objects around an encoder that is being trained, and leaves the encoder as it is.
+    """Creates Laplace posteriors around an encoder that is being trained, without changing the encoder.
 
     Args:
         encoder: The encoder.
-        probe: A batch to analyse it with.
+        probe: A batch of inputs for the analysis of the encoder.
         n_data: Number N of training points.
-        kind: The class of laplace objects.
-        how: Further arguments for it.
-        prior_precision: See :class:`~contrastive_curvature.OnlineLaplace`, as for the two that follow.
-        temperature: A positive number, or ``None``.
-        sampling_temperature: A number, or ``None``.
+        kind: The class of the posteriors.
+        arguments: Further arguments of this class.
+        prior_precision: A positive number, or ``None`` for a prior that follows the curvature.
+        temperature: A positive number, or ``None`` for the mean loss of a point.
+        sampling_temperature: Temperature of ``q_t`` divided by that of the final posterior, or ``None`` for the rule of
+            :class:`~contrastive_curvature.OnlineLaplace`.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class OnlinePosterior:
         probe: Inputs,
         n_data: int,
         kind: type[ContrastiveLaplace],
-        how: dict[str, Any],
+        arguments: dict[str, Any],
         prior_precision: float | None,
         temperature: float | None,
         sampling_temperature: float | None,
@@ -52,73 +54,74 @@ class OnlinePosterior:
         self.prior_precision, self.temperature = prior_precision, temperature
         self.sampling_temperature = sampling_temperature
         given = {"prior_precision": prior_precision, "temperature": temperature}
-        self._how = {**how, **{name: value for name, value in given.items() if value is not None}}
-        # Copies: a view would keep all of the data set that it was cut from, in memory and in saved files.
+        self._arguments = {**arguments, **{name: value for name, value in given.items() if value is not None}}
+        # Copied, because a view would keep the whole tensor behind it in memory and in saved files.
         self._given_probe = _map_tensors(slice_inputs(probe, slice(0, 8)), lambda t: t.detach().clone())
-        self._carrier = self._new()
-        # The choice tries the encoder out, which once is enough.
-        self._how["backend"] = type(self._carrier.backend)
+        self._sampling_posterior = self._new()
+        # The choice of a backend runs the encoder; once is enough.
+        self._arguments["backend"] = type(self._sampling_posterior.backend)
 
     @property
     def probe(self) -> Inputs:
-        """The probe, on the device and in the precision that the encoder has now."""
+        """The probe, on the present device and in the present dtype of the encoder."""
         like = next(self.encoder.parameters())
         return _map_tensors(self._given_probe, lambda t: t.to(like if t.is_floating_point() else like.device))
 
     @property
     def backend(self) -> ContrastiveBackend:
         """The curvature backend."""
-        return self._carrier.backend
+        return self._sampling_posterior.backend
 
     @property
     def structure(self) -> Structure:
         """The Hessian structure."""
-        return self._carrier.structure
+        return self._sampling_posterior.structure
 
     def options(self) -> dict[str, Any]:
-        """Strings and numbers that say what the posterior is."""
+        """All options of the posterior, as strings and numbers."""
         own = {
             "prior_precision": self.prior_precision,
             "temperature": self.temperature,
             "sampling_temperature": self.sampling_temperature,
         }
-        return {**self._carrier.plain_options(), **own}
+        return {**self._sampling_posterior.plain_options(), **own}
 
     def fitted(self, discounted: DiscountedCurvature) -> ContrastiveLaplace:
-        """A laplace object of the remembered curvature, at the size of the data set, with its prior and temperature."""
-        options = self._how["backend_kwargs"]
-        # What it is asked to fit later is a data set; only these factors can be made of batches alone.
+        """A posterior for the user: the curvature rescaled to the data set, with its prior and temperature."""
+        options = self._arguments["backend_kwargs"]
+        # The user may call fit(loader) later, which uses all pairs; other factors than 'expand' exist for batches only.
         pairs = "batch" if options.get("kfac_approx", KFACApprox.EXPAND) != KFACApprox.EXPAND else "dataset"
-        made = self._new(backend_kwargs={**options, "pairs": pairs})
-        self._update(made, discounted, None)
-        return made
+        posterior = self._new(backend_kwargs={**options, "pairs": pairs})
+        self._update(posterior, discounted, None)
+        return posterior
 
     def draw(self, discounted: DiscountedCurvature, n_samples: int) -> list[Tensor | None]:
-        """Deviations from the mean weights, drawn from ``q_t``.
+        """Draw deviations from the mean weights, from ``q_t``.
 
         Args:
-            discounted: The remembered curvature.
+            discounted: The discounted curvature.
             n_samples: Number S of networks.
 
         Returns:
-            S tensors of shape (P,), or one ``None`` while ``q_t`` has no width to draw from.
+            S tensors of shape (P,), or one ``None`` if ``q_t`` has no variance: at sampling temperature 0, and at
+            first, without a curvature or a prior precision.
 
         Raises:
-            DivergenceError: A precision is not positive, or not finite.
+            DivergenceError: The posterior precision is not positive definite, or not finite.
         """
         step = int(discounted.steps) + 1
         if self.sampling_temperature == 0:
             return [None]
         if bool(discounted.positive):
             try:
-                drawn = self._draw_remembered(discounted, n_samples)
+                drawn = self._draw_from_curvature(discounted, n_samples)
             except (InputError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
                 msg = f"the posterior precision is not positive definite ({error})."
                 raise DivergenceError(msg, step) from error
         elif self.prior_precision is not None:
-            # q_0 is the prior's width around the initial weights.
+            # Without any curvature, q_0 has the variance of the prior, around the initial weights.
             like = next(self.encoder.parameters())
-            drawn = like.new_empty(n_samples, self._carrier.n_params).normal_() / self.prior_precision**0.5
+            drawn = like.new_empty(n_samples, self._sampling_posterior.n_params).normal_() / self.prior_precision**0.5
         else:
             return [None]
         if not bool(drawn.isfinite().all()):
@@ -126,34 +129,36 @@ class OnlinePosterior:
             raise DivergenceError(msg, step)
         return list(drawn.unbind())
 
-    def _draw_remembered(self, discounted: DiscountedCurvature, n_samples: int) -> Tensor:
-        carrier = self._carrier
-        self._update(carrier, discounted, _STRENGTH)
-        colder = self._colder(discounted)
-        carrier.temperature /= colder
+    def _draw_from_curvature(self, discounted: DiscountedCurvature, n_samples: int) -> Tensor:
+        posterior = self._sampling_posterior
+        self._update(posterior, discounted, _SAMPLING_PRIOR_SCALE)
+        cooling = self._cooling(discounted)
+        posterior.temperature /= cooling
         if self.prior_precision is None:
-            carrier.prior_precision = carrier.prior_precision * colder
-        carrier.mean = torch.zeros_like(carrier.mean)
-        return carrier.sample(n_samples)
+            posterior.prior_precision = posterior.prior_precision * cooling
+        posterior.mean = torch.zeros_like(posterior.mean)
+        return posterior.sample(n_samples)
 
-    def _colder(self, discounted: DiscountedCurvature) -> float:
-        """How many times the temperature of ``q_t`` is below that of the final posterior."""
+    def _cooling(self, discounted: DiscountedCurvature) -> float:
+        """Temperature of the final posterior divided by that of ``q_t``."""
         if self.sampling_temperature is not None:
             return 1 / self.sampling_temperature
         return 1.0 if self.temperature is not None else float(discounted.remembered)
 
-    def _update(self, posterior: ContrastiveLaplace, discounted: DiscountedCurvature, strength: float | None) -> None:
+    def _update(
+        self, posterior: ContrastiveLaplace, discounted: DiscountedCurvature, prior_scale: float | None
+    ) -> None:
         posterior.set_curvature(discounted.at_scale(self.n_data))
         if self.temperature is not None:
-            # The carrier's was divided when it was drawn from before.
+            # The previous draw divided the temperature of the sampling posterior.
             posterior.temperature = self.temperature
         if self.prior_precision is None:
-            posterior.optimize_prior_precision(strength=strength)
+            posterior.optimize_prior_precision(strength=prior_scale)
         elif self.temperature is None and posterior.cost > 0:
             posterior.temperature = float(posterior.cost) / self.n_data
 
     def _new(self, **changes: Any) -> ContrastiveLaplace:
-        return posterior_around(self.kind, self.encoder, self.probe, **{**self._how, **changes})
+        return posterior_around(self.kind, self.encoder, self.probe, **{**self._arguments, **changes})
 
 
 def _map_tensors(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:

@@ -1,4 +1,4 @@
-"""Several processes (``torch.distributed``) that share one training, and so one checkpoint."""
+"""Communication between the processes (``torch.distributed``) that share one training, and so one checkpoint."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from contrastive_curvature.online.plain import checksum
 
 __all__ = ["Processes"]
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 class Processes:
-    """The processes of one training, which is this one alone unless ``torch.distributed`` runs and the step shares.
+    """The processes that share one training: several if ``torch.distributed`` runs and the step is shared, else one.
 
-    Every method is called by all of them at the same time.
+    All processes must call each method at the same time.
 
     Args:
-        step: What is trained. It shares its training if it holds a ``DistributedDataParallel``, whose gradients are
-            those of all, or an ``OnlineLaplace``, whose curvature is.
+        step: The module that is trained. It is shared if it contains a ``DistributedDataParallel``, which averages the
+            gradients over all processes, or an ``OnlineLaplace``, which adds the curvatures of all processes.
 
     Attributes:
-        count: How many they are.
-        rank: The number of this one.
+        count: Number of processes.
+        rank: Rank of this process.
     """
 
     def __init__(self, step: nn.Module) -> None:
@@ -40,75 +40,81 @@ class Processes:
         self.rank = torch.distributed.get_rank() if self.count > 1 else 0
 
     def gather(self, value: Any) -> list[Any]:
-        """What every process has passed, in the order of their ranks, in every process."""
+        """Return the values that all processes have passed, in the order of their ranks, to every process."""
         if self.count == 1:
             return [value]
-        found: list[Any] = [None] * self.count
-        torch.distributed.all_gather_object(found, value)
-        return found
+        values: list[Any] = [None] * self.count
+        torch.distributed.all_gather_object(values, value)
+        return values
 
     def gather_plain(self, content: dict[str, Any]) -> list[dict[str, Any]]:
-        """The same for content with tensors, which come to the CPU."""
+        """Return the contents of all processes as :meth:`gather` does, with all tensors on the CPU."""
         if self.count == 1:
             return [content]
         raw = io.BytesIO()
         torch.save(content, raw)
-        found = self.gather(raw.getvalue())
-        return [torch.load(io.BytesIO(one), map_location="cpu", weights_only=True) for one in found]
+        files = self.gather(raw.getvalue())
+        return [torch.load(io.BytesIO(file), map_location="cpu", weights_only=True) for file in files]
 
-    def own(self, state: dict[str, Any]) -> dict[str, Any]:
-        """What of a state is another than in the process of rank 0, such as the statistics of a batch normalisation."""
+    def differences(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Entries of a state that differ from those in the process of rank 0, such as batch normalisation statistics."""
         if self.count == 1:
             return {}
         sums = {name: checksum(value) for name, value in state.items()}
         first = self.gather(sums)[0]
-        return {name: state[name] for name, one in sums.items() if first.get(name) != one}
+        return {name: state[name] for name, own in sums.items() if first.get(name) != own}
 
-    def together(self, act: Callable[[], Made]) -> Made:
-        """Do something in every process, and go on when it has succeeded in all.
-
-        Raises:
-            Exception: See :meth:`agree`.
-        """
-        made, error = None, None
-        try:
-            made = act()
-        except Exception as raised:
-            error = raised
-        self.agree(error)
-        return made  # type: ignore[return-value]
-
-    def agree(self, error: Exception | None) -> None:
-        """Raise in all processes what came in one of them, which would otherwise leave the others waiting for it.
+    def run_in_all(self, act: Callable[[], Result]) -> Result:
+        """Call a function in every process, and return its result if the function succeeds in all processes.
 
         Args:
-            error: What came in this process.
+            act: The function.
+
+        Returns:
+            The result in this process.
 
         Raises:
-            Exception: That error, or one that names the first process that had one.
+            Exception: The function failed in this process, or in another one, which the error names.
         """
-        said = self.gather(None if error is None else _packed(error))
+        result, error = None, None
+        try:
+            result = act()
+        except Exception as raised:
+            error = raised
+        self.raise_in_all(error)
+        return result  # type: ignore[return-value]
+
+    def raise_in_all(self, error: Exception | None) -> None:
+        """Raise an error in all processes if it occurred in one, because the others would wait for that one forever.
+
+        Args:
+            error: The error in this process, or ``None``.
+
+        Raises:
+            Exception: The error of this process; or an error that names the first process that had one.
+        """
+        errors = self.gather(None if error is None else _packed(error))
         if error is not None:
             raise error
-        for rank, one in enumerate(said):
-            if one is not None:
-                raise _unpacked(rank, one)
+        for rank, packed in enumerate(errors):
+            if packed is not None:
+                raise _unpacked(rank, packed)
 
-    def same(self, name: str, value: Any, hint: str) -> None:
+    def require_same(self, name: str, value: Any, hint: str) -> None:
         """Refuse values that are not the same in all processes.
 
         Args:
-            name: How the error names the value.
-            value: Of this process; plain.
-            hint: What to do.
+            name: Name of the value in the error message.
+            value: The value in this process, plain content.
+            hint: What the user can do, a sentence.
 
         Raises:
-            InputError: In all processes.
+            InputError: The values differ; raised in all processes.
         """
-        found = self.gather(value)
-        if any(other != found[0] for other in found):
-            came = ", ".join(f"{other} in process {rank}" for rank, other in enumerate(found))
-            raise InputError(expected(name, f"the same in all {self.count} processes", came, hint))
+        values = self.gather(value)
+        if any(other != values[0] for other in values):
+            received = ", ".join(f"{other} in process {rank}" for rank, other in enumerate(values))
+            raise InputError(expected(name, f"the same in all {self.count} processes", received, hint))
 
 
 def _packed(error: Exception) -> tuple[str, int | None, str]:

@@ -1,4 +1,4 @@
-"""Where the random numbers of a training stand: torch's, NumPy's, Python's and the data loader's."""
+"""States of all random generators of a training: torch's, NumPy's, Python's and the data loader's."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ __all__ = [
 
 
 def random_state(generators: list[torch.Generator]) -> dict[str, Any]:
-    """States of all sources of randomness, as tensors, numbers and strings.
+    """States of all random generators, as tensors, numbers and strings.
 
     Args:
-        generators: Those of the data loader.
+        generators: Generators of the data loader.
 
     Returns:
-        What :func:`restore_random_state` takes.
+        The states, for :func:`restore_random_state`.
     """
     name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002  samplers of miners draw from it
     return {
@@ -58,11 +58,11 @@ def random_state(generators: list[torch.Generator]) -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any], generators: list[torch.Generator]) -> None:
-    """Put all sources of randomness back.
+    """Restore the states of all random generators.
 
     Args:
-        state: From :func:`random_state`.
-        generators: Those of the data loader, in the same order.
+        state: Result of :func:`random_state`.
+        generators: Generators of the data loader, in the same order.
     """
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
@@ -82,26 +82,26 @@ RANDOM_FRAME: dict[str, Check] = {
     "python": each(anything, 3, tuple),
     "loader": each(anything),
 }
-"""Where the parts of a :func:`random_state` are; :func:`check_random_state` looks at what they hold."""
+"""Schema of a :func:`random_state` without its values, which :func:`check_random_state` checks."""
 
 _WORD = 2**32 - 1
 
 
 def check_random_state(state: dict[str, Any], generators: list[torch.Generator], where: str) -> None:
-    """Check that all generators take their states, by generators that nobody uses.
+    """Check that all generators accept their states, by loading the states into temporary generators.
 
     Args:
-        state: From a file, with the parts of :data:`RANDOM_FRAME`.
-        generators: Those of the data loader.
-        where: How flaws name it.
+        state: A state from a file, with the parts of :data:`RANDOM_FRAME`.
+        generators: Generators of the data loader.
+        where: Path of the state, for flaws.
 
     Raises:
-        Flaw: A state has another type, shape or range than those of its generator.
+        Flaw: A state has a type, shape or range that its generator does not accept.
     """
     mapping(RANDOM_FRAME)(state, where)
     _check_generator(state["torch"], torch.default_generator, f"{where}['torch']")
     for place, one in enumerate(state["cuda"]):
-        # Sixteen bytes, whatever machine this is: a seed and an offset.
+        # On every machine the state is sixteen bytes: a seed and an offset.
         tensor_like(torch.empty(16, dtype=torch.uint8), False)(one, f"{where}['cuda'][{place}]")
     name, keys, position, has_gauss, cached = state["numpy"]
     here = f"{where}['numpy']"
@@ -133,15 +133,15 @@ def _check_generator(state: Any, like_this: torch.Generator, where: str) -> None
 
 
 def check_sampler_state(loader: Iterable[Any], states: Any, where: str) -> None:
-    """Check that the samplers of a data loader hold, under the same names, what :func:`changed_state` gave.
+    """Check that the samplers of a data loader have attributes for the saved result of :func:`changed_state`.
 
     Args:
-        loader: See :func:`loader_generators`.
-        states: From a file.
-        where: How flaws name it.
+        loader: The data loader, torch's or any iterable.
+        states: The states from a file.
+        where: Path of the states, for flaws.
 
     Raises:
-        Flaw: A name, a type, or a shape of an array is another one.
+        Flaw: A name, a type, or the shape of an array differs.
     """
     present = sampler_state(loader)
     each(anything, len(present))(states, where)
@@ -173,38 +173,38 @@ def loader_generators(loader: Iterable[Any]) -> list[torch.Generator]:
     """The generators that a data loader and its samplers draw from, each once.
 
     Args:
-        loader: torch's, or any iterable; one that is not torch's draws from the global generators or not at all.
+        loader: The data loader, torch's or any iterable. An iterable of another class has no generators of its own.
 
     Returns:
         The generators.
     """
-    found: list[torch.Generator] = []
+    generators: list[torch.Generator] = []
     for part in _parts(loader):
         generator = getattr(part, "generator", None)
-        if isinstance(generator, torch.Generator) and all(generator is not other for other in found):
-            found.append(generator)
-    return found
+        if isinstance(generator, torch.Generator) and all(generator is not other for other in generators):
+            generators.append(generator)
+    return generators
 
 
 def begin_epoch(loader: Iterable[Any], epoch: int) -> None:
-    """Tell the samplers of a data loader which epoch comes, if they ask for it, as ``DistributedSampler`` does.
+    """Call ``set_epoch`` of all samplers of a data loader that have this method, such as ``DistributedSampler``.
 
-    One that is not told has the same order in every epoch.
+    Without this call, such a sampler has the same order in every epoch.
     """
     for part in _parts(loader):
-        tell = getattr(part, "set_epoch", None)
-        if callable(tell):
-            tell(epoch)
+        set_epoch = getattr(part, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
 
 
 def sampler_state(loader: Iterable[Any]) -> list[dict[str, Any]]:
-    """Lists and arrays that the samplers of a data loader hold; some shuffle theirs in place, epoch after epoch.
+    """Copies of the lists and arrays of the samplers of a data loader; some samplers shuffle them in place every epoch.
 
     Args:
-        loader: See :func:`loader_generators`.
+        loader: The data loader, torch's or any iterable.
 
     Returns:
-        For every sampler its tensors and lists by name.
+        For every sampler a dictionary of its lists and arrays, by attribute name.
     """
     states = []
     for part in _parts(loader)[1:]:
@@ -214,7 +214,7 @@ def sampler_state(loader: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def changed_state(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What of a :func:`sampler_state` is another than before: not what the user has chosen, which stays."""
+    """The entries of a :func:`sampler_state` that differ from those before; settings of the user do not change."""
     return [
         {name: value for name, value in new.items() if name not in old or not _equal(old[name], value)}
         for old, new in zip(before, now, strict=True)
@@ -222,7 +222,7 @@ def changed_state(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> li
 
 
 def restore_sampler_state(loader: Iterable[Any], states: list[dict[str, Any]]) -> None:
-    """Put back what :func:`changed_state` gave, in place."""
+    """Restore the entries of :func:`changed_state`, in place."""
     for part, state in zip(_parts(loader)[1:], states, strict=True):
         for name, value in state.items():
             held = getattr(part, name)

@@ -1,4 +1,4 @@
-"""What an optimiser will remember of its parameters, found out without a step of the real one."""
+"""The state that an optimiser will have after a step, computed without a step of the optimiser itself."""
 
 from __future__ import annotations
 
@@ -10,65 +10,65 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["is_of_torch", "remembered"]
+__all__ = ["is_torch_optimizer", "state_after_step"]
 
 
-def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is torch's own; a class that a user derives from one of torch's is not."""
+def is_torch_optimizer(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the class of the optimiser is one of torch's; a subclass by the user is not."""
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
-def remembered(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]] | None:
-    """The state after a first step, for the names, shapes and types in it.
+def state_after_step(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]] | None:
+    """The state after a first step, of which only names, shapes and types have a meaning.
 
     Args:
-        optimizer: Left as it is.
+        optimizer: The optimiser, which is not changed.
 
     Returns:
-        For every parameter its entries, with numbers of no meaning; ``None`` for an optimiser that is not torch's, as
-        its step may do anything, and for one whose step needs more than gradients.
+        The entries of every parameter. ``None`` for an optimiser that is not torch's, whose step may have side effects,
+        and for one whose step needs more than gradients.
     """
-    if not is_of_torch(optimizer):
+    if not is_torch_optimizer(optimizer):
         return None
-    # Without memory first. Some read numbers, which tensors without memory have not.
+    # Meta tensors need no memory, but some optimisers read values, which meta tensors do not have.
     for device in ("meta", "cpu"):
         try:
-            return _after_a_step(optimizer, torch.device(device))
-        except Exception:  # what a step refuses has no common base, and the next device may do
+            return _step_of_copy(optimizer, torch.device(device))
+        except Exception:  # the errors of a step have no common base class, and the next device may succeed
             continue
     return None
 
 
-def _after_a_step(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[int, dict[str, Any]]:
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    # A scheduler's wrapper, and the user's hooks, belong to the real one.
-    twin.__dict__.pop("step", None)
-    for name in [name for name in twin.__dict__ if name.startswith("_optimizer_") and name.endswith("_hooks")]:
-        twin.__dict__[name] = OrderedDict()
-    doubles: dict[Tensor, Tensor] = {}
+def _step_of_copy(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[int, dict[str, Any]]:
+    replica = object.__new__(type(optimizer))
+    replica.__dict__.update(optimizer.__dict__)
+    # A scheduler has wrapped the method ``step`` of the real optimiser; the wrapper and hooks must not run.
+    replica.__dict__.pop("step", None)
+    for name in [name for name in replica.__dict__ if name.startswith("_optimizer_") and name.endswith("_hooks")]:
+        replica.__dict__[name] = OrderedDict()
+    substitutes: dict[Tensor, Tensor] = {}
     for group in optimizer.param_groups:
         for p in group["params"]:
-            double = torch.zeros_like(p, device=device, requires_grad=False)
-            double.grad = torch.zeros_like(double)
-            doubles[p] = double
-    twin.param_groups = [
+            substitute = torch.zeros_like(p, device=device, requires_grad=False)
+            substitute.grad = torch.zeros_like(substitute)
+            substitutes[p] = substitute
+    replica.param_groups = [
         {
             **{name: copy.deepcopy(value) for name, value in group.items() if name != "params"},
-            "params": [doubles[p] for p in group["params"]],
+            "params": [substitutes[p] for p in group["params"]],
         }
         for group in optimizer.param_groups
     ]
-    twin.state = defaultdict(dict)
+    replica.state = defaultdict(dict)
     for p, entry in optimizer.state.items():
-        twin.state[doubles[p]] = {name: _moved(value, p, device) for name, value in entry.items()}
+        replica.state[substitutes[p]] = {name: _copy_entry(value, p, device) for name, value in entry.items()}
     with torch.no_grad():
-        # Below the decorators: hooks that are registered for all optimisers are not for this one.
-        inspect.unwrap(type(optimizer).step)(twin)
-    return twin.state_dict()["state"]
+        # Unwrapped, because the decorators would run hooks registered for all optimisers.
+        inspect.unwrap(type(optimizer).step)(replica)
+    return replica.state_dict()["state"]
 
 
-def _moved(value: Any, p: Tensor, device: torch.device) -> Any:
+def _copy_entry(value: Any, p: Tensor, device: torch.device) -> Any:
     if isinstance(value, Tensor) and value.shape == p.shape and p.dim():
         return torch.zeros_like(value, device=device)
     return copy.deepcopy(value)

@@ -1,4 +1,4 @@
-"""An encoder with sampled weights: its outputs with their graph, and the curvature at these weights."""
+"""An encoder with sampled weights: its outputs, with their graph, and the curvature at these weights."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ __all__ = ["AllParameters", "LastLayer", "SampledEncoder"]
 
 
 class SampledEncoder(ABC):
-    """What a training step needs of the weights that are random.
+    """Runs an encoder with sampled weights, for a training step.
 
     Args:
         backend: The curvature backend.
-        probe: A batch, to analyse the encoder with.
+        probe: A batch of inputs, for the analysis of the encoder.
         n_data: Number N of training points.
     """
 
@@ -41,29 +41,29 @@ class SampledEncoder(ABC):
 
     @abstractmethod
     def outputs(self, x: Inputs, noise: list[Tensor | None]) -> Iterator[tuple[Tensor, Any]]:
-        """Run the encoder at shifted weights, in the mode that it is in.
+        """Run the encoder at sampled weights, in its present mode.
 
         Args:
             x: A batch of B inputs.
-            noise: For every network what is added to the random weights, shape (P,), or ``None``.
+            noise: For every network the deviation from the mean weights, shape (P,), or ``None`` for the mean weights.
 
         Yields:
-            Raw outputs (B, D), whose graph leads to the weights themselves, and what :meth:`curvature` needs.
+            Raw outputs (B, D), whose graph leads to the mean weights, and a context for :meth:`curvature`.
         """
 
     @abstractmethod
     def curvature(self, x: Inputs, z: Tensor, context: Any, targets: Tensor, pairs: Any) -> DatasetCurvature:
-        """What a batch adds to the curvature of a data set, at shifted weights.
+        """The contribution of a batch to the curvature of a data set, at sampled weights.
 
         Args:
-            x: The batch.
-            z: Its raw outputs, without graph.
-            context: What :meth:`outputs` gave with them.
+            x: A batch of B inputs.
+            z: Raw outputs of the batch, without graph.
+            context: The context that :meth:`outputs` has returned with ``z``.
             targets: Labels, or targets of the relation.
-            pairs: Index tuples of a miner, or ``None``.
+            pairs: Index tuples of a miner, or ``None`` for all pairs.
 
         Returns:
-            Unclamped curvature, loss, cost and number B of points; input factors of Kronecker pairs are sums over them.
+            Unclamped curvature, loss, non-negative loss, and B. Input factors of Kronecker pairs are sums over points.
         """
 
     def _term(
@@ -72,20 +72,20 @@ class SampledEncoder(ABC):
         backend = self.backend
         hessian = batch_hessian(backend.loss, z, targets, self.n_data, None, backend.relation, pairs)
         value = structured_curvature(pullback, context, hessian, structure, 1, backend.kfac_approx)
-        # The scale of a data set of N points, for the share that B of them are.
-        scaled = backend._scaled(DatasetCurvature(value, *hessian.loss_and_cost(), self.n_data))
+        # Scaled as the part of a data set of N points that the B points of this batch contribute.
+        scaled = backend.at_data_scale(DatasetCurvature(value, *hessian.loss_and_cost(), self.n_data))
         return DatasetCurvature(scaled.curvature, scaled.loss, scaled.cost, len(hessian))
 
 
 class LastLayer(SampledEncoder):
-    """Only the last linear layer is random, so that all networks share one pass up to it."""
+    """Samples the last linear layer only, so that all networks share one pass through the other layers."""
 
     def __init__(self, backend: ContrastiveBackend, probe: Inputs, n_data: int, structure: Structure) -> None:
         super().__init__(backend, probe, n_data)
         self.structure = structure
 
     def outputs(self, x: Inputs, noise: list[Tensor | None]) -> Iterator[tuple[Tensor, Any]]:
-        """See :meth:`SampledEncoder.outputs`."""
+        """Run the encoder once, and the last layer for every network; yields raw outputs (B, D) and features (B, F)."""
         layer = self.encoder.require_last_layer()
         mean, features = self.encoder.features(x)
         size = layer.weight.numel()
@@ -98,7 +98,7 @@ class LastLayer(SampledEncoder):
             yield linear(features, weight, bias), features.detach()
 
     def curvature(self, x: Inputs, z: Tensor, context: Any, targets: Tensor, pairs: Any) -> DatasetCurvature:
-        """See :meth:`SampledEncoder.curvature`."""
+        """The contribution of a batch to the curvature, from the features in ``context``, shape (B, F)."""
         dtype = self.encoder.require_last_layer().weight.dtype
         with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
             pullback, features = self.backend.pullback(x), context.to(dtype)
@@ -106,7 +106,7 @@ class LastLayer(SampledEncoder):
 
 
 class AllParameters(SampledEncoder):
-    """All trainable parameters are random."""
+    """Samples all trainable parameters."""
 
     def __init__(self, backend: ContrastiveBackend, probe: Inputs, n_data: int, structure: Structure) -> None:
         super().__init__(backend, probe, n_data)
@@ -115,13 +115,13 @@ class AllParameters(SampledEncoder):
         self._size = sum(p.numel() for p in self.encoder.parameters() if p.requires_grad)
 
     def outputs(self, x: Inputs, noise: list[Tensor | None]) -> Iterator[tuple[Tensor, Any]]:
-        """See :meth:`SampledEncoder.outputs`."""
+        """Run the encoder for every network; yields raw outputs (B, D) and the deviation from the mean weights."""
         named = [(name, p) for name, p in self.encoder.named_parameters() if p.requires_grad]
         sizes = [p.numel() for _, p in named]
         if sum(sizes) != self._size:
-            hint = "Freeze and unfreeze before making OnlineLaplace, or make another one."
-            came = f"{sum(sizes)} of them"
-            raise InputError(expected("encoder", f"{self._size} trainable numbers, as at first", came, hint))
+            hint = "Freeze or unfreeze parameters before creating OnlineLaplace, or create another one."
+            received = f"{sum(sizes)} of them"
+            raise InputError(expected("encoder", f"{self._size} trainable numbers, as when OnlineLaplace was created", received, hint))
         for shift in noise:
             if shift is None:
                 yield self.encoder(x), None
@@ -129,11 +129,15 @@ class AllParameters(SampledEncoder):
             parts = shift.split(sizes)
             moved = {name: p + part.view_as(p) for (name, p), part in zip(named, parts, strict=True)}
             everywhere = {place: value for name, value in moved.items() for place in self._places[name]}
-            # Left to torch, ties of a module that has two names would leave its tensors in the user's model.
+            # Tied by torch, a module with two names would keep the replaced tensors in the user's model afterwards.
             yield functional_call(self.encoder, everywhere, (x,), tie_weights=False), shift
 
     def curvature(self, x: Inputs, z: Tensor, context: Any, targets: Tensor, pairs: Any) -> DatasetCurvature:
-        """See :meth:`SampledEncoder.curvature`; in evaluation mode, as a point has no Jacobian of its own otherwise."""
+        """The contribution of a batch to the curvature, computed in evaluation mode.
+
+        In training mode, batch normalisation would make the output of a point depend on the whole batch, and a point
+        would have no Jacobian of its own.
+        """
         with (
             self._shifted(context),
             evaluation_mode(self.encoder),
@@ -146,7 +150,7 @@ class AllParameters(SampledEncoder):
 
     @contextmanager
     def _shifted(self, shift: Tensor | None) -> Iterator[None]:
-        """Shift the weights, and put the very same bits back."""
+        """Add ``shift`` to the weights, and restore the original tensors afterwards."""
         if shift is None:
             yield
             return
@@ -154,7 +158,7 @@ class AllParameters(SampledEncoder):
         before = [p.data for p in trainable]
         try:
             for p, part in zip(trainable, shift.split([p.numel() for p in trainable]), strict=True):
-                # Another tensor, not other numbers in the same one: the graph of the loss holds the old one.
+                # A new tensor instead of an in-place change, because the graph of the loss refers to the old tensor.
                 p.data = p.data + part.view_as(p)
             yield
         finally:

@@ -1,4 +1,4 @@
-"""What saved content must look like, said in small checks that are put together."""
+"""A schema of saved content, composed of small checks."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ Check = Callable[[Any, str], None]
 """``check(value, where)`` raises :class:`Flaw`."""
 
 _LARGEST = 2**63 - 1
-"""Python's whole numbers have no end, torch's have."""
+"""Integers in Python have no limit; torch's have 64 bits."""
 
 
 class Flaw(Exception):
-    """What is wrong with content, and where.
+    """A wrong entry of saved content.
 
     Args:
-        where: The path of keys to it.
+        where: The path of keys to the entry.
         wanted: What is allowed.
-        came: What was found.
+        received: What the entry is.
     """
 
-    def __init__(self, where: str, wanted: str, came: str) -> None:
-        super().__init__(f"{where}: expected {wanted}, got {came}")
-        self.where, self.wanted, self.came = where, wanted, came
+    def __init__(self, where: str, wanted: str, received: str) -> None:
+        super().__init__(f"{where}: expected {wanted}, got {received}")
+        self.where, self.wanted, self.received = where, wanted, received
 
 
-def refuse(where: str, wanted: str, came: str) -> NoReturn:
-    """Raise the flaw."""
-    raise Flaw(where, wanted, came)
+def refuse(where: str, wanted: str, received: str) -> NoReturn:
+    """Raise a :class:`Flaw`."""
+    raise Flaw(where, wanted, received)
 
 
 def fail(where: str, wanted: str, value: Any) -> NoReturn:
-    """Raise the flaw, with the value in a few words."""
+    """Raise a :class:`Flaw` with a short description of the value."""
     if isinstance(value, Tensor):
         shown = f"a tensor {tuple(value.shape)} of {value.dtype}"
         if value.numel() == 1:
@@ -65,29 +65,29 @@ def fail(where: str, wanted: str, value: Any) -> NoReturn:
 
 
 def anything(value: Any, where: str) -> None:
-    """Accept all: another check has its turn later."""
+    """Accept every value, for entries that are checked elsewhere."""
 
 
 def text(value: Any, where: str) -> None:
-    """A string."""
+    """Check that the value is a string."""
     if type(value) is not str:
         fail(where, "a string", value)
 
 
 def flag(value: Any, where: str) -> None:
-    """``True`` or ``False``."""
+    """Check that the value is ``True`` or ``False``."""
     if type(value) is not bool:
         fail(where, "True or False", value)
 
 
 def number(value: Any, where: str) -> None:
-    """A finite number."""
+    """Check that the value is a finite number."""
     if type(value) not in (int, float) or not math.isfinite(value):
         fail(where, "a finite number", value)
 
 
 def whole(least: int, most: int | None = None) -> Check:
-    """A whole number in a range; ``True`` is none."""
+    """Make a check for an int from ``least`` to ``most``; ``True`` and ``False`` are refused."""
 
     def check(value: Any, where: str) -> None:
         if type(value) is int and abs(value) > _LARGEST:
@@ -100,7 +100,7 @@ def whole(least: int, most: int | None = None) -> Check:
 
 
 def nothing_or(inner: Check) -> Check:
-    """``None``, or what the inner check takes."""
+    """Make a check that accepts ``None`` and whatever ``inner`` accepts."""
 
     def check(value: Any, where: str) -> None:
         if value is not None:
@@ -110,7 +110,7 @@ def nothing_or(inner: Check) -> Check:
 
 
 def each(inner: Check, length: int | None = None, kind: type[list[Any]] | type[tuple[Any, ...]] = list) -> Check:
-    """A list, or a tuple, of that length, all of whose items pass."""
+    """Make a check for a list (or a tuple) of the given length, all of whose items pass ``inner``."""
 
     def check(value: Any, where: str) -> None:
         if type(value) is not kind or (length is not None and len(value) != length):
@@ -123,30 +123,36 @@ def each(inner: Check, length: int | None = None, kind: type[list[Any]] | type[t
 
 
 def mapping(items: Mapping[str, Check]) -> Check:
-    """A dictionary with exactly these keys."""
+    """Make a check for a dictionary with exactly the keys of ``items``, whose values pass the checks in ``items``."""
 
     def check(value: Any, where: str) -> None:
         if type(value) is not dict:
             fail(where, "a dictionary", value)
         same_keys(value, items, where)
         for name, inner in items.items():
-            inner(value[name], _below(where, name))
+            inner(value[name], _path(where, name))
 
     return check
 
 
 def same_keys(value: Iterable[Any], wanted: Iterable[Any], where: str, more: bool = False) -> None:
-    """Refuse keys that are missing, and unknown ones unless there may be ``more``."""
+    """Refuse missing keys, and unknown keys unless ``more`` is true."""
     missing = [name for name in wanted if name not in set(value)]
     unknown = [] if more else [name for name in value if name not in set(wanted)]
     if missing:
-        refuse(_below(where, missing[0]), "an entry of that name", "none")
+        refuse(_path(where, missing[0]), "an entry of that name", "none")
     if unknown:
-        refuse(_below(where, unknown[0]), "no entry of that name", "one")
+        refuse(_path(where, unknown[0]), "no entry of that name", "one")
 
 
 def tensor_like(present: Tensor, finite: bool, least: float | None = None) -> Check:
-    """A tensor of the same shape and type, with finite numbers, and none below ``least``."""
+    """Make a check for a tensor of the shape and dtype of ``present``, with no number below ``least``.
+
+    Args:
+        present: The tensor to compare with.
+        finite: Whether NaN and infinity are refused.
+        least: Smallest allowed number, or ``None``.
+    """
 
     def check(value: Any, where: str) -> None:
         if not isinstance(value, Tensor) or value.shape != present.shape or value.dtype != present.dtype:
@@ -160,12 +166,12 @@ def tensor_like(present: Tensor, finite: bool, least: float | None = None) -> Ch
 
 
 def like(present: Any, strict: bool, signed: bool = False) -> Check:
-    """What the same object has now, after other steps: the same keys and types, and numbers of the same kind.
+    """Make a check for the state of an object after other steps: the same keys and types as its present state.
 
     Args:
-        present: What it has now.
-        strict: Whether keys and lengths are the same too. Otherwise there may be more, as nobody knows the object.
-        signed: Whether numbers may be negative where the present ones are not.
+        present: The present state of the object.
+        strict: Whether keys and lengths must be equal. Otherwise more keys are allowed, for classes of other libraries.
+        signed: Whether numbers may be negative if the present ones are not.
     """
 
     def check(value: Any, where: str) -> None:
@@ -182,7 +188,7 @@ def like(present: Any, strict: bool, signed: bool = False) -> Check:
         elif isinstance(present, dict):
             same_keys(value, present, where, more=not strict)
             for name, item in present.items():
-                like(item, strict, signed)(value[name], _below(where, name))
+                like(item, strict, signed)(value[name], _path(where, name))
         elif isinstance(present, (list, tuple)) and strict:
             if len(value) != len(present):
                 fail(where, f"{len(present)} items", value)
@@ -196,7 +202,7 @@ _COUNTS = ("last_epoch", "_step_count", "step")
 
 
 def _number_like(value: Any, present: float, where: str, signed: bool) -> None:
-    # A learning rate of 1 becomes one of 0.5.
+    # An int may become a float: a scheduler changes a learning rate of 1 to 0.5.
     if type(value) not in (int, float) or (math.isfinite(present) and not math.isfinite(value)):
         fail(where, "a finite number", value)
     if type(value) is int and abs(value) > _LARGEST:
@@ -207,5 +213,5 @@ def _number_like(value: Any, present: float, where: str, signed: bool) -> None:
         fail(where, "a number of at least 0", value)
 
 
-def _below(where: str, name: Any) -> str:
+def _path(where: str, name: Any) -> str:
     return f"{where}[{name!r}]"

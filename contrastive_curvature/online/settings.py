@@ -1,4 +1,4 @@
-"""What a training was made with, which a resumed program has to make it with again."""
+"""The settings of a training, which must be the same when the training is resumed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
-__all__ = ["check_kinds", "refuse_changes", "settings_of"]
+__all__ = ["check_types", "refuse_changes", "settings_of"]
 
 
 def settings_of(step: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
-    """Numbers and strings that say how a training begins, as they are before the first step."""
+    """The settings of optimiser and scheduler, and a description of the module, taken before the first step."""
     return {
         "optimizer": {
             f"group {number}: {name}": _plain(value)
@@ -30,25 +30,30 @@ def settings_of(step: nn.Module, optimizer: torch.optim.Optimizer, scheduler: An
 
 
 def refuse_changes(before: dict[str, Any], present: dict[str, Any], hint: str) -> None:
-    """Compare two of :func:`settings_of`.
+    """Compare two results of :func:`settings_of`.
+
+    Args:
+        before: The settings in the checkpoint.
+        present: The settings of this program.
+        hint: What the user can do, a sentence.
 
     Raises:
-        InputError: They differ; the first difference is named, and the hint follows.
+        InputError: The settings differ; the error names the first difference.
     """
     for name, was, now in zip(("optimizer", "scheduler"), before["kinds"], present["kinds"], strict=True):
         if was != now:
             raise InputError(expected(name, f"{was}, as before", now, hint))
     for part in ("optimizer", "scheduler"):
         was, now = before[part], present[part]
-        # As text: a file may hold tensors, which do not compare to one truth.
+        # Compared as text, because == of tensors gives a tensor and not one truth value.
         differ = sorted(name for name in was | now if repr(was.get(name)) != repr(now.get(name)))
         if differ:
-            wanted, came = (", ".join(f"{name} = {given.get(name)}" for name in differ) for given in (was, now))
-            raise InputError(expected(part, f"{wanted}, as before", came, hint))
+            wanted, received = (", ".join(f"{name} = {given.get(name)}" for name in differ) for given in (was, now))
+            raise InputError(expected(part, f"{wanted}, as before", received, hint))
     was, now = (given["step"].splitlines() for given in (before, present))
     if was != now:
-        wanted, came = next((a, b) for a, b in zip_longest(was, now, fillvalue="nothing") if a != b)
-        raise InputError(expected("step", f"the modules as before: {wanted.strip()}", came.strip(), hint))
+        wanted, received = next((a, b) for a, b in zip_longest(was, now, fillvalue="nothing") if a != b)
+        raise InputError(expected("step", f"the modules as before: {wanted.strip()}", received.strip(), hint))
 
 
 def _plain(value: object) -> Any:
@@ -59,11 +64,11 @@ def _plain(value: object) -> Any:
     return value if isinstance(value, (str, bool, int, float, type(None))) else repr(type(value).__name__)
 
 
-def check_kinds(step: object, optimizer: object, checkpoint: object, dict_key_y: object) -> None:
-    """Check that the parts of a training are what they should be.
+def check_types(step: object, optimizer: object, checkpoint: object, dict_key_y: object) -> None:
+    """Check the types of the arguments of a trainer.
 
     Raises:
-        InputTypeError: One is not.
+        InputTypeError: An argument has a wrong type.
     """
     for name, value, kind, wanted in (
         ("step", step, nn.Module, "a torch.nn.Module that returns a loss"),

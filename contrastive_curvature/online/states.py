@@ -1,4 +1,4 @@
-"""Whether the saved states of a module, an optimiser and a scheduler are such as these could have."""
+"""Checks of the saved states of a module, an optimiser and a scheduler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from contrastive_curvature.online.learner import OnlineLaplace
-from contrastive_curvature.online.rehearsal import is_of_torch, remembered
+from contrastive_curvature.online.rehearsal import is_torch_optimizer, state_after_step
 from contrastive_curvature.online.schema import (
     each,
     fail,
@@ -25,7 +25,7 @@ from contrastive_curvature.online.schema import (
 
 __all__ = ["check_module", "check_optimizer", "check_scheduler"]
 
-# Sums of squares, and sizes of steps.
+# Entries of optimiser states that are sums of squares or step sizes.
 _NOT_NEGATIVE = {"acc_delta", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "row_var", "col_var", "variance"}
 _NOT_NEGATIVE |= {"exp_inf", "step_size", "step", "eta", "mu", "mu_product"}
 
@@ -34,13 +34,13 @@ def check_module(module: nn.Module, state: Any, where: str) -> None:
     """Check that a module can load a state and be trained with it.
 
     Args:
-        module: As its program has made it.
+        module: The module of this program, before loading.
         state: A ``state_dict``.
-        where: How flaws name it.
+        where: Path of the state, for flaws.
 
     Raises:
-        Flaw: Names, shapes or types differ, or a parameter, or a statistic of a batch normalisation, is not finite.
-        InputError: An :class:`~contrastive_curvature.OnlineLaplace` in it refuses its part.
+        Flaw: Names, shapes or types differ; or a parameter, or a statistic of a batch normalisation, is not finite.
+        InputError: An :class:`~contrastive_curvature.OnlineLaplace` in the module refuses its part of the state.
     """
     present = module.state_dict()
     if type(state) is not type(present):
@@ -71,17 +71,18 @@ def check_optimizer(
     """Check that an optimiser can load a state and make a step with it.
 
     Args:
-        optimizer: As its program has made it.
+        optimizer: The optimiser of this program, before loading.
         state: A ``state_dict``.
-        where: How flaws name it.
-        scheduler: Its scheduler, or ``None``.
-        rehearse: Whether to find out what torch's optimisers remember. Of others only what all have in common is known.
+        where: Path of the state, for flaws.
+        scheduler: The scheduler of the optimiser, or ``None``.
+        rehearse: Whether to compare with the state of torch's optimisers after a step. Of other optimisers, only the
+            entries that all optimisers have are checked.
 
     Raises:
         Flaw: Keys, shapes or types differ, a number is not finite, or a count is negative.
     """
     present = optimizer.state_dict()
-    known = is_of_torch(optimizer)
+    known = is_torch_optimizer(optimizer)
     if type(state) is not dict:
         fail(where, "a dictionary", state)
     same_keys(state, present, where, more=not known)
@@ -91,15 +92,15 @@ def check_optimizer(
     each(_any_dict, len(groups))(state["param_groups"], f"{where}['param_groups']")
     for place, (group, now) in enumerate(zip(state["param_groups"], groups, strict=True)):
         here = f"{where}['param_groups'][{place}]"
-        like(now, known, _goes_below_zero(scheduler))(group, here)
+        like(now, known, _may_be_negative(scheduler))(group, here)
         each(whole(0))(group["params"], f"{here}['params']")
         if group["params"] != now["params"]:
             refuse(f"{here}['params']", f"{now['params']}"[:60], f"{group['params']}"[:60])
-    expected = remembered(optimizer) if rehearse else None
+    expected = state_after_step(optimizer) if rehearse else None
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     _any_dict(state["state"], f"{where}['state']")
     for index, entry in state["state"].items():
-        # Optimisers of others may keep what belongs to no parameter.
+        # Optimisers of other libraries may have entries that belong to no parameter.
         if known:
             whole(0, len(parameters) - 1)(index, f"a key of {where}['state']")
             _any_dict(entry, f"{where}['state'][{index!r}]")
@@ -108,7 +109,7 @@ def check_optimizer(
 
 def _check_entry(entry: Any, where: str, wanted: Mapping[str, Any] | None) -> None:
     if not isinstance(entry, dict):
-        # Again, not torch's.
+        # Only optimisers of other libraries have such entries.
         _check_finite(entry, where)
         return
     if wanted is not None:
@@ -134,7 +135,7 @@ def _check_count(value: Any, where: str) -> None:
 
 
 def _check_finite(value: Any, where: str) -> None:
-    # Numbers that are no tensors may be infinite in another library's optimiser, as the best loss before the first is.
+    # Only tensors are checked: optimisers of other libraries may start a number, such as their best loss, at infinity.
     if isinstance(value, Tensor):
         tensor_like(value, True)(value, where)
     elif isinstance(value, (list, tuple)):
@@ -151,13 +152,13 @@ def check_scheduler(scheduler: Any, state: Any, where: str) -> None:
     """Check that a scheduler can load a state.
 
     Args:
-        scheduler: As its program has made it, or ``None``.
+        scheduler: The scheduler of this program, before loading, or ``None``.
         state: A ``state_dict``, or ``None``.
-        where: How flaws name it.
+        where: Path of the state, for flaws.
 
     Raises:
-        Flaw: Keys or types differ from the present ones (of a scheduler that is not torch's: those that it has now), or
-            a number is not finite.
+        Flaw: Keys or types differ from those of the scheduler, or a number is not finite. A scheduler that is not
+            torch's may have additional keys in ``state``.
     """
     if scheduler is None or state is None:
         if (scheduler is None) != (state is None):
@@ -165,14 +166,14 @@ def check_scheduler(scheduler: Any, state: Any, where: str) -> None:
         return
     present = scheduler.state_dict()
     known = type(scheduler).__module__ == "torch.optim.lr_scheduler"
-    like(present, known, _goes_below_zero(scheduler))(state, where)
+    like(present, known, _may_be_negative(scheduler))(state, where)
     for name in ("last_epoch", "_step_count"):
         if name in present:
             whole(0)(state[name], f"{where}[{name!r}]")
 
 
-def _goes_below_zero(scheduler: Any) -> bool:
-    """Whether learning rates are what a function of the user says, or a scheduler of another library."""
+def _may_be_negative(scheduler: Any) -> bool:
+    """Whether learning rates may be negative: set by a function of the user, or by a scheduler of another library."""
     if scheduler is None:
         return False
     return type(scheduler).__module__ != "torch.optim.lr_scheduler" or "lr_lambda" in str(scheduler.state_dict())

@@ -18,8 +18,8 @@ from contrastive_curvature.arguments import check_count, check_flag
 from contrastive_curvature.errors import DivergenceError, InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.network.loader import check_loader, read_batch
 from contrastive_curvature.online.checkpoint import load_checkpoint, save_checkpoint
-from contrastive_curvature.online.content import check_frame, check_states, merged, refused, restore
-from contrastive_curvature.online.lock import in_use
+from contrastive_curvature.online.content import check_frame, check_states, refused, restore, states_of_process
+from contrastive_curvature.online.lock import lock_checkpoint
 from contrastive_curvature.online.plain import checksum
 from contrastive_curvature.online.processes import Processes
 from contrastive_curvature.online.randomness import (
@@ -31,7 +31,7 @@ from contrastive_curvature.online.randomness import (
     sampler_state,
 )
 from contrastive_curvature.online.schema import Flaw
-from contrastive_curvature.online.settings import check_kinds, refuse_changes, settings_of
+from contrastive_curvature.online.settings import check_types, refuse_changes, settings_of
 from contrastive_curvature.online.states import check_module, check_optimizer
 
 __all__ = ["Trainer"]
@@ -82,7 +82,7 @@ class Trainer:
         progress: bool = False,
     ) -> None:
         check_count("checkpoint_every", checkpoint_every)
-        check_kinds(step, optimizer, checkpoint, dict_key_y)
+        check_types(step, optimizer, checkpoint, dict_key_y)
         check_flag("progress", progress)
         self.checkpoint = None if checkpoint is None else Path(checkpoint)
         if self.checkpoint is not None and not self.checkpoint.parent.is_dir():
@@ -120,7 +120,7 @@ class Trainer:
         """
         processes = Processes(self.step)
         with contextlib.ExitStack() as stack:
-            processes.together(lambda: self._begin(train_loader, epochs, processes, stack))
+            processes.run_in_all(lambda: self._begin(train_loader, epochs, processes, stack))
             batches = _length(train_loader)
             self._refuse_disagreement(processes, epochs, batches)
             self._run(train_loader, epochs, batches, processes)
@@ -139,15 +139,15 @@ class Trainer:
             )
             raise UnsupportedError(msg)
         if processes.rank == 0:
-            stack.enter_context(in_use(self.checkpoint))
+            stack.enter_context(lock_checkpoint(self.checkpoint))
 
     def _refuse_disagreement(self, processes: Processes, epochs: int, batches: int | None) -> None:
         hint = "Pass the same in all of them; the one of rank 0 writes for all."
-        processes.same("checkpoint", "none" if self.checkpoint is None else "a file", hint)
+        processes.require_same("checkpoint", "none" if self.checkpoint is None else "a file", hint)
         hint = "Make the trainers alike, and their loaders equally long, as DistributedSampler does."
-        processes.same("checkpoint_every", self.checkpoint_every, hint)
-        processes.same("epochs", epochs, hint)
-        processes.same("train_loader: number of batches", batches, hint)
+        processes.require_same("checkpoint_every", self.checkpoint_every, hint)
+        processes.require_same("epochs", epochs, hint)
+        processes.require_same("train_loader: number of batches", batches, hint)
 
     def _run(self, train_loader: Iterable[Any], epochs: int, batches: int | None, processes: Processes) -> None:
         generators, unused = loader_generators(train_loader), sampler_state(train_loader)
@@ -226,7 +226,7 @@ class Trainer:
         generators: list[torch.Generator],
         processes: Processes,
     ) -> None:
-        processes.together(lambda: self._refuse_divergence(epoch))
+        processes.run_in_all(lambda: self._refuse_divergence(epoch))
         if self.checkpoint is None:
             return
         step, optimizer = self.step.state_dict(), self.optimizer.state_dict()
@@ -234,8 +234,8 @@ class Trainer:
             "epoch_start": start,
             "now": random_state(generators),
             "stateful": list(optimizer["state"]),
-            "step": processes.own(step),
-            "optimizer": processes.own({"optimizer": optimizer}).get("optimizer"),
+            "step": processes.differences(step),
+            "optimizer": processes.differences({"optimizer": optimizer}).get("optimizer"),
         }
         content = {
             "step": step,
@@ -250,7 +250,7 @@ class Trainer:
             "processes": processes.gather_plain(mine),
         }
         file = self.checkpoint
-        processes.together(lambda: save_checkpoint(file, content) if processes.rank == 0 else None)
+        processes.run_in_all(lambda: save_checkpoint(file, content) if processes.rank == 0 else None)
         self._saved = self.steps
 
     def _refuse_divergence(self, epoch: int) -> None:
@@ -273,15 +273,15 @@ class Trainer:
         self, loader: Iterable[Any], epochs: int, batches: int | None, processes: Processes
     ) -> tuple[int, int, dict[str, Any] | None]:
         """Epoch, finished batches of it, and states of the random numbers; from the checkpoint if there is one."""
-        found = processes.together(lambda: self._found(loader, epochs, batches, processes))
+        found = processes.run_in_all(lambda: self._found(loader, epochs, batches, processes))
         if processes.count > 1 and self.checkpoint is not None:
             seen = "no file" if found is None else f"that of step {found[0]['steps']} ({checksum(found[0])[:6]})"
             hint = "It must be on a file system that all processes share, under the same name."
-            processes.same(str(self.checkpoint), seen, hint)
+            processes.require_same(str(self.checkpoint), seen, hint)
         if found is None:
             return self._epoch, 0, None
         content, states = found
-        processes.together(lambda: self._restore(states, loader))
+        processes.run_in_all(lambda: self._restore(states, loader))
         self.steps = self._saved = content["steps"]
         self._epoch = content["epoch"]
         if self.progress and processes.rank == 0:
@@ -305,7 +305,7 @@ class Trainer:
         if content["batches"] != batches:
             hint = f"Train with the same data and batch size, or {anew}"
             raise InputError(expected("train_loader", f"{content['batches']} batches, as before", f"{batches}", hint))
-        states = merged(content, processes.rank)
+        states = states_of_process(content, processes.rank)
         held = [len(states["random"]["epoch_start"][name]) for name in ("loader", "samplers")]
         parts = [len(loader_generators(loader)), len(sampler_state(loader))]
         if held != parts:

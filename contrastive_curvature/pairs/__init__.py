@@ -1,6 +1,6 @@
-"""Labels, miner tuples or a relation -> the symmetric pair weights ``Y``.
+"""Which pairs are positive and which negative: from class labels, a miner's index tuples, masks or a callable.
 
-The only place that knows ordered from unordered pairs, the margin, the negative weight and the normalisation.
+Everything here is about unordered pairs. Embeddings, the margin, weights and normalisation belong to ``losses``.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _WANTED = "index tensors (a, p, n) or (a1, p, a2, n), boolean masks (positive, n
 
 
 def make_relation(n: int, device: torch.device, labels: Tensor | None = None, pairs: Pairs | None = None) -> Relation:
-    """Build the relation of N points from what the user has.
+    """Build the relation of N points from the user's ``labels`` or ``pairs``.
 
     Args:
         n: Number of points.
-        device: Where the embeddings live; everything is brought there.
+        device: Device of the embeddings; labels and pairs are moved to it.
         labels: Integer class labels (N,); with a callable ``pairs``, any targets of shape (N, ...).
-        pairs: Instead of class labels: index tuples as the miners of pytorch-metric-learning return them (repeated
+        pairs: Used instead of class labels: index tuples as the miners of pytorch-metric-learning return them (repeated
             pairs add up), two boolean masks (N, N), or ``function(targets_a, targets_b)`` that returns two boolean
-            masks (A, B). A callable without ``labels`` is given the indices of the points.
+            masks (A, B). Without ``labels``, the targets given to a callable are the indices of the points.
 
     Returns:
         The relation.
 
     Raises:
-        InputError: Neither or both are given, or one is malformed; the message says which.
+        InputError: Neither or both of ``labels`` and ``pairs`` are given, or one is malformed; the message names it.
     """
     if pairs is None:
         if labels is None:

@@ -23,14 +23,14 @@ class EdgeRelation(Relation):
         device: Device of the points.
 
     Raises:
-        InputTypeError: Not integers.
-        InputError: Wrong number or lengths, or an index outside ``0..n-1``.
+        InputTypeError: A tensor does not hold integers.
+        InputError: The lengths differ, a tensor is not one-dimensional, or an index is outside ``0..n-1``.
 
     Attributes:
         i: Smaller index of every distinct pair, shape (K,).
-        j: Larger index, shape (K,).
+        j: Larger index of every distinct pair, shape (K,).
         positive: How often the pair is listed as positive, shape (K,).
-        negative: How often as negative, shape (K,).
+        negative: How often the pair is listed as negative, shape (K,).
     """
 
     def __init__(self, tuples: tuple[Tensor, ...], n: int, device: torch.device) -> None:
@@ -43,7 +43,7 @@ class EdgeRelation(Relation):
             raise InputError(expected("pairs", "index tensors of equal length", f"lengths {lengths}"))
         key_pos, key_neg = _pair_keys(a1, p, n), _pair_keys(a2, neg, n)
         if n * n <= BLOCK_ELEMENTS:
-            # A batch: a counter for every pair there could be costs less than sorting the listed ones.
+            # For a batch, counting in a table of all possible pairs is faster than sorting the listed ones.
             positive, negative = (torch.bincount(keys, minlength=n * n) for keys in (key_pos, key_neg))
             keys = (positive + negative).nonzero().squeeze(1)
             self.positive, self.negative = positive[keys], negative[keys]
@@ -56,7 +56,7 @@ class EdgeRelation(Relation):
         self.device = device
 
     def counts(self) -> tuple[Tensor, Tensor]:
-        """See :meth:`Relation.counts`."""
+        """Number of positive and of negative listings at every point, each (n,) int64."""
         out = []
         for weight in (self.positive, self.negative):
             count = torch.zeros(self.n, dtype=torch.int64, device=self.device)
@@ -64,7 +64,7 @@ class EdgeRelation(Relation):
         return out[0], out[1]
 
     def rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """See :meth:`Relation.rows`."""
+        """How often each pair of points ``start..stop`` with every point is listed, see :meth:`Relation.rows`."""
         positive = torch.zeros(stop - start, self.n, dtype=torch.int64, device=self.device)
         negative = torch.zeros_like(positive)
         for here, there in ((self.i, self.j), (self.j, self.i)):
@@ -83,11 +83,12 @@ def _pair_keys(a: Tensor, b: Tensor, n: int) -> Tensor:
 def _check_indices(tensor: object, n: int) -> None:
     kinds = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
     if not isinstance(tensor, Tensor) or tensor.dtype not in kinds or tensor.layout != torch.strided:
-        came = f"dtype {tensor.dtype}, {tensor.layout}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
-        raise InputTypeError(expected("pairs", "integer index tensors", came))
+        is_tensor = isinstance(tensor, Tensor)
+        received = f"dtype {tensor.dtype}, {tensor.layout}" if is_tensor else f"a {type(tensor).__name__}"
+        raise InputTypeError(expected("pairs", "integer index tensors", received))
     if tensor.ndim != 1:
         raise InputError(expected("pairs", "index tensors of shape (K,)", f"shape {tuple(tensor.shape)}"))
     low, high = (int(end) for end in tensor.aminmax()) if tensor.numel() else (0, -1)
     if low < 0 or high >= n:
-        came = f"{low}..{high}"
-        raise InputError(expected("pairs", f"indices in 0..{n - 1} for {n} points", came))
+        received = f"{low}..{high}"
+        raise InputError(expected("pairs", f"indices in 0..{n - 1} for {n} points", received))

@@ -1,8 +1,7 @@
 """Which pairs of points are positive, which negative, and how often each is listed.
 
-A relation is symmetric: it speaks of unordered pairs ``{i, j}``, ``i != j``. A point paired with itself has distance
-zero whatever the encoder does; such pairs are left out of every count. This file knows nothing of embeddings, margins
-or weights.
+A relation is symmetric: it is about unordered pairs ``{i, j}``, ``i != j``. A point paired with itself has distance
+zero for every encoder, so such pairs are never counted. Embeddings, margins and weights are not used here.
 """
 
 from __future__ import annotations
@@ -31,7 +30,8 @@ __all__ = [
 RelationFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 BLOCK_ELEMENTS = 2**22
-"""Size that a streamed block of pairs may have: large enough to hide Python, small enough for any machine."""
+"""Largest number of entries in one block of pairs: large enough that Python's overhead is small, small enough for any
+machine."""
 
 
 class Relation(ABC):
@@ -39,7 +39,7 @@ class Relation(ABC):
 
     Attributes:
         n: Number of points.
-        device: Where the relation lives.
+        device: Device of the relation's tensors.
     """
 
     n: int
@@ -54,12 +54,19 @@ class Relation(ABC):
             stop: One past the last point.
 
         Returns:
-            Positive and negative multiplicities, each (stop - start, n) of an integer or boolean type, zero where a
-            point meets itself.
+            Positive and negative multiplicities, each (stop - start, n) of an integer or boolean type; zero for a point
+            paired with itself.
         """
 
     def row_blocks(self, width: int = 1) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Stream all rows in blocks of bounded size, where every pair takes ``width`` numbers."""
+        """Iterate over all rows in blocks of bounded size.
+
+        Args:
+            width: How many numbers the caller stores for every pair.
+
+        Yields:
+            The rows as a slice, and their positive and negative multiplicities.
+        """
         step = max(1, BLOCK_ELEMENTS // max(1, self.n * width))
         for start in range(0, self.n, step):
             stop = min(start + step, self.n)
@@ -76,7 +83,7 @@ class Relation(ABC):
 
 
 class TargetRelation(Relation):
-    """A relation that follows from a target per point, so that points from outside can be held against it.
+    """A relation computed from one target per point, which therefore also relates points outside the data set.
 
     Attributes:
         targets: One entry a point, shape (n, ...).
@@ -86,7 +93,7 @@ class TargetRelation(Relation):
 
     @abstractmethod
     def relate(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Relate any points to any others; a point that occurs on both sides meets itself.
+        """Relate any points to any others; a point that occurs on both sides is also related to itself.
 
         Args:
             a: Targets of A points, shape (A, ...).
@@ -98,14 +105,14 @@ class TargetRelation(Relation):
 
     @abstractmethod
     def self_relation(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Relate every given point to itself: boolean positives and negatives, each (B,)."""
+        """The relation of every given point to itself: boolean positives and negatives, each (B,)."""
 
     @abstractmethod
     def of(self, targets: Tensor) -> TargetRelation:
-        """The same relation between other points, by their targets, shape (B, ...)."""
+        """The same relation between other points, given by their targets, shape (B, ...)."""
 
     def rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """See :meth:`Relation.rows`."""
+        """Which pairs of points ``start..stop`` with every point are positive and negative, each (stop - start, n)."""
         positive, negative = self.relate(self.targets[start:stop], self.targets)
         here = torch.arange(start, stop, device=self.device)
         positive[here - start, here] = False
@@ -114,7 +121,7 @@ class TargetRelation(Relation):
 
 
 class LabelRelation(TargetRelation):
-    """Positive: the same class label. Negative: another label (paper, Eq. 14-15).
+    """Pairs of the same class label are positive, all others negative (paper, Eq. 14-15).
 
     Args:
         labels: Integer class labels, shape (n,).
@@ -126,21 +133,21 @@ class LabelRelation(TargetRelation):
         self.device = labels.device
 
     def relate(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`TargetRelation.relate`."""
+        """Whether labels (A,) and (B,) are equal, and whether they differ, each (A, B)."""
         same = a.unsqueeze(1) == b.unsqueeze(0)
         return same, ~same
 
     def self_relation(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`TargetRelation.self_relation`."""
+        """All true, and all false: every point has its own label. Each (B,)."""
         same = torch.ones(targets.shape[0], dtype=torch.bool, device=self.device)
         return same, ~same
 
     def of(self, targets: Tensor) -> LabelRelation:
-        """See :meth:`TargetRelation.of`."""
+        """The relation of other points with these class labels, shape (B,)."""
         return LabelRelation(targets)
 
     def counts(self) -> tuple[Tensor, Tensor]:
-        """Closed form: class sizes."""
+        """Number of positive and of negative pairs at every point, each (n,) int64, from the sizes of the classes."""
         _, inverse, sizes = self.targets.unique(return_inverse=True, return_counts=True)
         own = sizes[inverse]
         return own - 1, self.n - own
@@ -155,8 +162,8 @@ class CallableRelation(TargetRelation):
             (A, B); it must be symmetric.
 
     Raises:
-        InputError: What the function returns has a wrong type or shape, overlaps or is not symmetric; checked on the
-            first block and whenever a block is made.
+        InputError: The function returns masks of a wrong type or shape, masks that overlap, or masks that are not
+            symmetric. Symmetry is checked for the first points only, everything else at every call.
     """
 
     def __init__(self, targets: Tensor, function: RelationFunction) -> None:
@@ -170,30 +177,30 @@ class CallableRelation(TargetRelation):
                 raise InputError(expected("pairs", "a symmetric relation", f"a callable with asymmetric {name}"))
 
     def of(self, targets: Tensor) -> CallableRelation:
-        """See :meth:`TargetRelation.of`."""
+        """The relation of other points with these targets, shape (B, ...)."""
         return CallableRelation(targets, self.function)
 
     def self_relation(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`TargetRelation.self_relation`."""
+        """Whether the function calls each point positive, and whether negative, to itself. Each (B,)."""
         positive, negative = self.relate(targets, targets)
         return positive.diagonal(), negative.diagonal()
 
     def relate(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`TargetRelation.relate`."""
+        """Call the function on targets (A, ...) and (B, ...), and check its two masks, each (A, B)."""
         shape = (a.shape[0], b.shape[0])
         try:
-            answer = self.function(a, b)
+            masks = self.function(a, b)
         except TypeError as error:
-            came = f"one that raised TypeError ({error})"
-            raise InputTypeError(expected("pairs", "a callable (targets_a, targets_b)", came)) from error
-        if not (isinstance(answer, tuple) and len(answer) == 2):
+            received = f"one that raised TypeError ({error})"
+            raise InputTypeError(expected("pairs", "a callable (targets_a, targets_b)", received)) from error
+        if not (isinstance(masks, tuple) and len(masks) == 2):
             raise InputTypeError(
-                expected("pairs", "a callable that returns (positives, negatives)", f"a {type(answer).__name__}")
+                expected("pairs", "a callable that returns (positives, negatives)", f"a {type(masks).__name__}")
             )
-        for name, mask in zip(("positives", "negatives"), answer, strict=True):
+        for name, mask in zip(("positives", "negatives"), masks, strict=True):
             _check_mask(mask, shape, f"pairs (callable, {name})")
-        _check_disjoint(*answer)
-        return answer[0].clone(), answer[1].clone()
+        _check_disjoint(*masks)
+        return masks[0].clone(), masks[1].clone()
 
 
 class MaskRelation(Relation):
@@ -205,7 +212,7 @@ class MaskRelation(Relation):
         n: Number of points.
 
     Raises:
-        InputError: Wrong shape, not symmetric, or a pair is both positive and negative.
+        InputError: A shape is wrong, a mask is not symmetric, or a pair is both positive and negative.
     """
 
     def __init__(self, positive: Tensor, negative: Tensor, n: int) -> None:
@@ -228,7 +235,7 @@ class MaskRelation(Relation):
         self.device = positive.device
 
     def rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """See :meth:`Relation.rows`."""
+        """Which pairs of points ``start..stop`` with every point are positive and negative, each (stop - start, n)."""
         return self._positive[start:stop], self._negative[start:stop]
 
 
@@ -238,17 +245,17 @@ def make_target_relation(
     """Relate points by their targets.
 
     Args:
-        targets: Class labels, shape (n,), or what ``function`` takes, shape (n, ...).
+        targets: Class labels, shape (n,), or targets for ``function``, shape (n, ...).
         n: Number of points.
-        device: Where the relation lives.
+        device: Device of the relation's tensors.
         function: ``None`` for class labels, or a callable on targets that returns two boolean masks.
 
     Returns:
         The relation.
 
     Raises:
-        InputTypeError: The targets are no tensor of the kind that is wanted, or the function is not callable.
-        InputError: There is not one target a point, or the function's answer is malformed.
+        InputTypeError: The targets have a wrong type, or the function is not callable.
+        InputError: There is not one target per point, or the function returns something else than two masks.
     """
     if function is None:
         return LabelRelation(check_labels(targets, n).to(device))
@@ -256,8 +263,8 @@ def make_target_relation(
         wanted = "a callable (targets_a, targets_b) -> (positives, negatives)"
         raise InputTypeError(expected("relation", wanted, f"a {type(function).__name__}"))
     if not isinstance(targets, Tensor) or targets.ndim == 0 or targets.shape[0] != n:
-        came = f"shape {tuple(targets.shape)}" if isinstance(targets, Tensor) else f"a {type(targets).__name__}"
-        raise InputError(expected("labels", f"one target for each of the {n} embeddings", came))
+        received = f"shape {tuple(targets.shape)}" if isinstance(targets, Tensor) else f"a {type(targets).__name__}"
+        raise InputError(expected("labels", f"one target for each of the {n} embeddings", received))
     return CallableRelation(targets.to(device), function)
 
 
@@ -272,8 +279,8 @@ def check_labels(labels: object, n: int | None = None) -> Tensor:
         The labels.
 
     Raises:
-        InputTypeError: Not an integer tensor.
-        InputError: Not of shape (N,), or another N than the embeddings'.
+        InputTypeError: ``labels`` is not an integer tensor.
+        InputError: The shape is not (N,), or N is not the number of embeddings.
     """
     if not isinstance(labels, Tensor):
         raise InputTypeError(expected("labels", "an integer tensor of shape (N,)", f"a {type(labels).__name__}"))
@@ -293,8 +300,8 @@ def check_labels(labels: object, n: int | None = None) -> Tensor:
 
 def _check_mask(mask: object, shape: tuple[int, int], argument: str) -> None:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.layout != torch.strided:
-        came = f"dtype {mask.dtype}, {mask.layout}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
-        raise InputTypeError(expected(argument, f"a boolean tensor of shape {shape}", came))
+        received = f"dtype {mask.dtype}, {mask.layout}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        raise InputTypeError(expected(argument, f"a boolean tensor of shape {shape}", received))
     if tuple(mask.shape) != shape:
         raise InputError(expected(argument, f"shape {shape}", f"shape {tuple(mask.shape)}"))
 

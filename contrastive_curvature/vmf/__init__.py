@@ -3,7 +3,7 @@
 The density of a direction ``u`` on the sphere of R^D (D >= 2), with respect to the surface measure, is
 ``C_D(kappa) exp(kappa <mu, u>)`` (Warburg et al. 2023, appendix C). Shape letters: ``S`` samples, ``D`` ambient
 dimension, ``...`` any batch shape. Directions (``samples``, ``mean``, ``mu``, ``z``) may be given unnormalised: they
-are divided by their norm, and a zero vector is refused. Half precision is lifted to float32.
+are divided by their norm, and a zero vector is refused. Half precision is converted to float32.
 """
 
 from __future__ import annotations

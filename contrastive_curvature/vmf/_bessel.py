@@ -1,11 +1,11 @@
-"""The Bessel quantities behind the normaliser, for any order and argument, in plain float64 torch operations.
+"""The Bessel functions of the normaliser, for any order and argument, in plain float64 torch operations.
 
-Why not ``scipy.special.ive``: it underflows for large orders, has no GPU version, and the derivatives built from it
-cancel. Here the uniform expansion gives everything at an order m >= START_ORDER, for ALL arguments at once, and the
-recurrence ``r_k = x / (2 (k + 1) + x r_(k+1))`` (r_k = I_(k+1) / I_k) is run downwards, its stable direction, at
-most START_ORDER times. The complement and the derivatives obey recurrences of their own, in which no subtraction
-loses more than a factor of about 2 m / (2 order + 1): the textbook ``A' = 1 - A^2 - (D - 1) A / kappa`` loses every
-digit at kappa = 1e8.
+``scipy.special.ive`` is no alternative: it underflows for large orders, has no GPU version, and derivatives computed
+from it suffer from cancellation. Here the uniform expansion gives all functions at an order m >= START_ORDER, for ALL
+arguments at once. From there the recurrence ``r_k = x / (2 (k + 1) + x r_(k+1))`` (r_k = I_(k+1) / I_k) leads to the
+wanted order downwards, its stable direction, in at most START_ORDER steps. The complement and the derivatives have
+their own recurrences, in which no subtraction loses more than a factor of about 2 m / (2 order + 1). The textbook
+formula ``A' = 1 - A^2 - (D - 1) A / kappa`` loses every digit at kappa = 1e8.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["BesselDerivatives", "BesselValues", "bessel_derivatives", "bessel_va
 
 
 class BesselValues(NamedTuple):
-    """Functions of x at the order D/2 - 1, each with the shape of x.
+    """The functions of x at the order D/2 - 1, each with the shape of x.
 
     Attributes:
         gain: ``x - log 0F1(; D/2; x^2 / 4)``, which is 0 at x = 0 and grows like ``(D - 1)/2 log x``.
@@ -54,7 +54,7 @@ def _horner(coefficients: tuple[float, ...], p: Tensor) -> Tensor:
 
 
 def _uniform_values(x: Tensor, twice_order: int) -> BesselValues:
-    """Evaluate the uniform expansion at one order; every term is a sum of non-cancelling parts."""
+    """Evaluate the uniform expansion at one order, as sums without cancellation."""
     m = twice_order / 2
     log, g, _, _ = debye_polynomials(twice_order)
     z = x / m
@@ -78,14 +78,14 @@ def _uniform_derivatives(x: Tensor, twice_order: int) -> BesselDerivatives:
 
 
 def _orders(dim: int) -> tuple[int, range]:
-    """Return twice the order to start from, and twice the orders to come down through."""
+    """Return twice the order where the recurrence starts, and twice the following orders, down to the wanted one."""
     wanted = dim - 2
     start = wanted + 2 * max(0, START_ORDER - wanted // 2)
     return start, range(start - 2, wanted - 2, -2)
 
 
 def bessel_values(x: Tensor, dim: int) -> BesselValues:
-    """Evaluate the functions.
+    """Evaluate the functions in :class:`BesselValues`.
 
     Args:
         x: Arguments >= 0, any shape, float64.
@@ -108,7 +108,7 @@ def bessel_values(x: Tensor, dim: int) -> BesselValues:
 
 
 def bessel_derivatives(x: Tensor, dim: int) -> BesselDerivatives:
-    """Evaluate the derivatives of the ratio.
+    """Evaluate the derivatives in :class:`BesselDerivatives`.
 
     Args:
         x: Arguments >= 0, any shape, float64.

@@ -1,4 +1,4 @@
-"""Input checks of the von Mises-Fisher functions, and the one division by a norm."""
+"""Input checks of the von Mises-Fisher functions, and the division of vectors by their norm."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["broadcast_batch", "check_dim", "check_finite", "check_kappa", "check
 
 
 def check_real(name: str, value: object) -> Tensor:
-    """Return ``value`` if it is a floating-point tensor, half precision lifted to float32.
+    """Return ``value`` if it is a floating-point tensor; half precision is converted to float32.
 
     Raises:
-        InputTypeError: If it is not a tensor, or its dtype is not a real floating-point one.
+        InputTypeError: If ``value`` is not a tensor of a real floating-point dtype.
     """
     if not isinstance(value, Tensor):
         raise InputTypeError(expected(name, "a torch.Tensor", type(value).__name__, "Wrap it with torch.tensor(...)."))
@@ -40,8 +40,8 @@ def check_dim(dim: object) -> int:
     """Return the ambient dimension if it is an integer of at least 2.
 
     Raises:
-        InputTypeError: If it is not an int.
-        InputError: If it is below 2; the sphere of R^1 is two points and carries no von Mises-Fisher density.
+        InputTypeError: If ``dim`` is not an int.
+        InputError: If ``dim`` is below 2. The unit sphere of R^1 is two points, on which there is no density.
     """
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise InputTypeError(expected("dim", "an int, the ambient dimension D", dim))
@@ -54,14 +54,14 @@ def check_kappa(kappa: object) -> Tensor:
     """Return the concentration if it is a finite, non-negative floating-point tensor.
 
     Raises:
-        InputTypeError: If it is not a floating-point tensor.
+        InputTypeError: If ``kappa`` is not a floating-point tensor.
         InputError: If an entry is negative, NaN or infinite.
     """
     checked = check_real("kappa", kappa)
     check_finite("kappa", checked)
     if bool((checked < 0).any()):
         lowest = float(checked.min())
-        raise InputError(expected("kappa", ">= 0", lowest, "To point the other way, negate mu instead."))
+        raise InputError(expected("kappa", ">= 0", lowest, "For the opposite direction, negate mu instead."))
     return checked
 
 
@@ -69,7 +69,7 @@ def unit(name: str, value: object) -> tuple[Tensor, Tensor]:
     """Divide vectors by their norm, without overflow or underflow of the squared norm.
 
     Args:
-        name: Argument name for the messages.
+        name: Name of the argument, for the error messages.
         value: Vectors, shape (..., D), D >= 2, none of them zero.
 
     Returns:
@@ -86,7 +86,7 @@ def unit(name: str, value: object) -> tuple[Tensor, Tensor]:
     scale = vectors.detach().abs().amax(-1, keepdim=True)
     zeros = int((scale == 0).sum())
     if zeros:
-        raise InputError(expected(name, "non-zero vectors", f"{zeros} zero vectors", "Zero has no direction."))
+        raise InputError(expected(name, "non-zero vectors", f"{zeros} zero vectors", "A zero vector has no direction."))
     scaled = vectors / scale
     norm = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
     return scaled / norm, (norm * scale).squeeze(-1)

@@ -5,8 +5,8 @@ With ``p = 1 / sqrt(1 + z^2)`` (Olver; NIST DLMF 10.41(ii)),
     I_m(m z) ~ exp(m eta) / (sqrt(2 pi m) (1 + z^2)^(1/4)) * sum_k U_k(p) / m^k.
 
 Two derived series are used: ``log sum_k U_k / m^k``, and ``G`` in ``I_(m+1)(m z) / I_m(m z) = z / (1 + w) - z p^2 G``
-with ``w = 1 / p``. ``G = (V - U) / U / (-z^2 p^2)`` carries the part of ``V`` (DLMF 10.41.9) that cancels for small
-z, so nothing is left to cancel. All polynomials are exact fractions until the order m is put in.
+with ``w = 1 / p``. In ``G = (V - U) / U / (-z^2 p^2)`` (``V``: DLMF 10.41.9) the difference that would cancel for small
+z is formed exactly: all polynomials have exact fractions as coefficients until the order m is inserted.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _fractions(*coefficients: int) -> _Poly:
 
 @lru_cache(maxsize=1)
 def _series() -> tuple[list[_Poly], list[_Poly]]:
-    """Return the coefficients, of 1/m to the powers 1 to ``_TERMS``, of ``log sum_k U_k / m^k`` and of ``G``."""
+    """Return the coefficients of the powers 1 to ``_TERMS`` of 1/m in ``log sum_k U_k / m^k`` and in ``G``."""
     u = [_fractions(1)]
     for _ in range(_TERMS):  # DLMF 10.41.9
         step = _scale(_mul(_fractions(0, 0, 1, 0, -1), _derivative(u[-1])), Fraction(1, 2))

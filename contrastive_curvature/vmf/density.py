@@ -1,4 +1,4 @@
-"""The von Mises-Fisher density and the divergence between two of them."""
+"""The von Mises-Fisher density, and the Kullback-Leibler divergence between two of them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ def _same_dim(**tensors: Tensor) -> int:
 
 
 def log_prob(z: Tensor, mu: Tensor, kappa: Tensor) -> Tensor:
-    """Return the log-density of directions, with respect to the surface measure of the unit sphere.
+    """Return the log-density at directions, with respect to the surface measure of the unit sphere.
 
     Computed as ``log_density_at_mode(kappa) - kappa/2 |u - m|^2`` with ``u = z/|z|`` and ``m = mu/|mu|``, which equals
     ``log C_D(kappa) + kappa <u, m>`` and does not cancel for large kappa.
 
     Args:
-        z: Directions, shape (..., D); normalised here, so the gradient by ``z`` is tangential to the sphere.
+        z: Directions, shape (..., D); normalised here, so the gradient with respect to ``z`` is tangential to the
+            sphere.
         mu: Mean directions, shape (..., D); normalised here.
         kappa: Concentrations, shape (...), finite and >= 0.
 
@@ -51,8 +52,8 @@ def log_prob(z: Tensor, mu: Tensor, kappa: Tensor) -> Tensor:
 def kl_divergence(mu: Tensor, kappa: Tensor, other_mu: Tensor, other_kappa: Tensor) -> Tensor:
     """Return the Kullback-Leibler divergence from (mu, kappa) to (other_mu, other_kappa).
 
-    ``KL = E_p[log p - log q]``, with ``E_p[u] = A_D(kappa) mu``; written with ``1 - A_D`` so that large kappa do not
-    cancel.
+    ``KL = E_p[log p - log q]``, with ``E_p[u] = A_D(kappa) mu``. It is computed from ``1 - A_D``, which avoids
+    cancellation for large kappa.
 
     Args:
         mu: Mean directions of p, shape (..., D); normalised here.

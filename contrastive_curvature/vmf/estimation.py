@@ -12,10 +12,11 @@ __all__ = ["concentration", "fit", "mean_direction"]
 
 
 def sra(rbar: Tensor, spread: Tensor, dim: int) -> Tensor:
-    """Return Sra's estimate from ``rbar`` and ``spread = 1 - rbar^2``, given apart because their difference cancels.
+    """Return Sra's estimate of kappa from ``rbar`` and ``spread = 1 - rbar^2``.
 
-    ``spread`` is held at or above eps^2 of its dtype, the smallest that samples of that dtype can resolve; so kappa is
-    at most ``(D - 1) / eps^2``, and the gradient is zero below that floor.
+    ``spread`` is a separate argument because the difference would cancel for ``rbar`` near 1. It is clamped to at least
+    eps^2 of its dtype, the smallest spread that samples of this dtype can resolve; so kappa is at most ``(D - 1) /
+    eps^2``, and the gradient is zero for smaller spreads.
     """
     eps = torch.finfo(spread.dtype).eps
     floored = spread.clamp(min=eps * eps)
@@ -41,12 +42,12 @@ def mean_direction(samples: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean direction and the mean resultant length of samples.
 
     Args:
-        samples: Shape (S, ..., D), S >= 1, D >= 2. Each is divided by its norm first, so raw encoder outputs and unit
-            embeddings are both fine; zero vectors are refused.
+        samples: Shape (S, ..., D), S >= 1, D >= 2, no zero vectors. Each sample is divided by its norm first, so raw
+            encoder outputs and unit embeddings are both allowed.
 
     Returns:
-        ``mu`` (..., D), unit vectors, and ``Rbar`` (...) in [0, 1]. Where ``Rbar`` is zero to rounding the samples have
-        no mean direction; the first sample then stands in, so that ``mu`` is always a unit vector.
+        ``mu`` (..., D), unit vectors, and ``Rbar`` (...) in [0, 1]. If ``Rbar`` is zero up to rounding, the
+        samples have no mean direction, and ``mu`` is the first sample, so that it is always a unit vector.
 
     Raises:
         InputTypeError: If ``samples`` is not a floating-point tensor.
@@ -60,12 +61,12 @@ def mean_direction(samples: Tensor) -> tuple[Tensor, Tensor]:
 def concentration(rbar: Tensor, dim: int) -> Tensor:
     """Return Sra's estimate ``kappa = Rbar (D - Rbar^2) / (1 - Rbar^2)``.
 
-    ``Rbar`` is held at or below ``1 - eps`` of its dtype, so kappa is at most about ``(D - 1) / (2 eps)`` (float64:
-    2.3e15 (D - 1)); values and gradients are finite everywhere, and the gradient is zero beyond that cap. ``fit`` and
-    ``concentration_from_gaussian`` know ``1 - Rbar^2`` to full precision and go further.
+    ``Rbar`` is clamped to at most ``1 - eps`` of its dtype, so kappa is at most about ``(D - 1) / (2 eps)`` (float64:
+    2.3e15 (D - 1)); values and gradients are finite everywhere, and the gradient is zero above this bound. ``fit`` and
+    ``concentration_from_gaussian`` compute ``1 - Rbar^2`` to full precision and have a larger bound.
 
     Args:
-        rbar: Mean resultant lengths, any shape, in [0, 1]; an excess over 1 of up to 8 eps is taken for rounding.
+        rbar: Mean resultant lengths, any shape, in [0, 1]; an excess over 1 of up to 8 eps is accepted as rounding.
         dim: Ambient dimension D >= 2.
 
     Returns:
@@ -83,18 +84,18 @@ def concentration(rbar: Tensor, dim: int) -> Tensor:
     outside = (checked < 0) | (checked > 1 + 8 * eps)
     if bool(outside.any()):
         raise InputError(expected("rbar", "values in [0, 1]", float(checked[outside].flatten()[0])))
-    held = checked.clamp(max=1 - eps)
-    return sra(held, (1 - held) * (1 + held), dim)
+    clamped = checked.clamp(max=1 - eps)
+    return sra(clamped, (1 - clamped) * (1 + clamped), dim)
 
 
 def fit(samples: Tensor) -> tuple[Tensor, Tensor]:
     """Estimate mean direction and concentration from samples.
 
-    ``1 - Rbar^2`` is taken as the mean squared distance of the (normalised) samples to their mean, which is the same
-    number on the sphere and keeps its digits when the samples almost agree.
+    ``1 - Rbar^2`` is computed as the mean squared distance of the normalised samples to their mean. On the sphere this
+    is the same number, and it stays accurate if the samples almost agree.
 
     Args:
-        samples: Shape (S, ..., D), S >= 2, D >= 2; each is divided by its norm first.
+        samples: Shape (S, ..., D), S >= 2, D >= 2; each sample is divided by its norm first.
 
     Returns:
         ``mu`` (..., D), unit vectors (see ``mean_direction``), and ``kappa`` (...), at most ``(D - 1) / eps^2`` of the
@@ -102,7 +103,7 @@ def fit(samples: Tensor) -> tuple[Tensor, Tensor]:
 
     Raises:
         InputTypeError: If ``samples`` is not a floating-point tensor.
-        InputError: If the shape is not (S, ..., D), S < 2 (one sample says nothing of the spread), D < 2, an entry is
+        InputError: If the shape is not (S, ..., D), S < 2 (one sample has no spread), D < 2, an entry is
             not finite, or a sample is zero.
 
     Source: Sra (2012); Warburg et al. (2023), Eq. 42-43.

@@ -1,4 +1,4 @@
-"""Concentration of a normalised Gaussian, in closed form, with no samples."""
+"""Concentration of the direction of a Gaussian vector, in closed form."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["concentration_from_gaussian", "tangential_variance"]
 
 def _checked_spread(mean: Tensor, variance: Tensor | None, covariance: Tensor | None) -> Tensor:
     if (variance is None) == (covariance is None):
-        came = "neither" if variance is None else "both"
-        raise InputError(expected("variance, covariance", "exactly one of the two", came))
+        received = "neither" if variance is None else "both"
+        raise InputError(expected("variance, covariance", "exactly one of the two", received))
     name, given = ("variance", variance) if covariance is None else ("covariance", covariance)
     checked = check_real(name, given)
     wanted = tuple(mean.shape) if covariance is None else (*mean.shape, mean.shape[-1])
     if tuple(checked.shape) != wanted:
-        raise InputError(expected(name, f"shape {wanted} to go with mean {tuple(mean.shape)}", tuple(checked.shape)))
+        raise InputError(expected(name, f"shape {wanted} to fit mean {tuple(mean.shape)}", tuple(checked.shape)))
     if checked.device != mean.device:
         raise InputError(expected(name, f"device {mean.device}, that of mean", str(checked.device)))
     check_finite(name, checked)
@@ -31,11 +31,11 @@ def _checked_spread(mean: Tensor, variance: Tensor | None, covariance: Tensor | 
 
 
 def tangential_variance(mean: Tensor, *, variance: Tensor | None = None, covariance: Tensor | None = None) -> Tensor:
-    """Return the variance of ``z ~ N(mean, V)`` across the direction of its mean, relative to ``|mean|^2``.
+    """Return the variance of ``z ~ N(mean, V)`` perpendicular to its mean, divided by ``|mean|^2``.
 
-    ``tv = tr(P V P) / n^2 = (tr V - u^T V u) / n^2`` with ``n = |mean|``, ``u = mean / n`` and ``P = I - u u^T``. A
-    variance along ``u`` does not turn the direction and does not count. Rounding is of the order of eps ``tr V / n^2``:
-    a ``V`` that is radial but for less than that is taken for radial.
+    ``tv = tr(P V P) / n^2 = (tr V - u^T V u) / n^2`` with ``n = |mean|``, ``u = mean / n`` and ``P = I - u u^T``. The
+    variance along ``u`` does not change the direction and does not count. The rounding error is of the order of eps
+    ``tr V / n^2``: a smaller tangential variance may be returned as zero.
 
     Args:
         mean: Raw encoder outputs (not normalised), shape (..., D), D >= 2, none zero.
@@ -48,12 +48,12 @@ def tangential_variance(mean: Tensor, *, variance: Tensor | None = None, covaria
     Raises:
         InputTypeError: If an argument is not a floating-point tensor.
         InputError: If both or neither of ``variance`` and ``covariance`` are given, a shape or device disagrees, an
-            entry is not finite, a variance is negative, ``covariance`` is seen not to be positive semidefinite, a mean
-            is zero, or D < 2.
+            entry is not finite, a variance is negative, ``covariance`` has a negative variance along or perpendicular
+            to the mean, a mean is zero, or D < 2.
     """
     u, norm = unit("mean", mean)
     spread = _checked_spread(u, variance, covariance)
-    # divided twice, because the square of a tiny or huge norm underflows or overflows
+    # Divided twice, because the square of a tiny or huge norm underflows or overflows.
     if covariance is None:
         relative = spread / norm.unsqueeze(-1) / norm.unsqueeze(-1)
         total = relative.sum(-1)
@@ -65,8 +65,8 @@ def tangential_variance(mean: Tensor, *, variance: Tensor | None = None, covaria
     across = total - radial
     rounding = 64 * u.shape[-1] * torch.finfo(u.dtype).eps * total.detach()
     if bool((across < -rounding).any() | (radial < -rounding).any()):
-        came = f"u^T V u = {float(radial.min()):.3g}, tr V - u^T V u = {float(across.min()):.3g}"
-        raise InputError(expected("covariance", "a positive semidefinite matrix", came))
+        received = f"u^T V u = {float(radial.min()):.3g}, tr V - u^T V u = {float(across.min()):.3g}"
+        raise InputError(expected("covariance", "a positive semidefinite matrix", received))
     return across.clamp(min=0.0)
 
 
@@ -76,12 +76,12 @@ def concentration_from_gaussian(
     """Return kappa of the direction of ``z ~ N(mean, V)``, over RAW outputs, in closed form.
 
     The tangential variance tv gives ``Rbar = 1 / sqrt(1 + tv)``, and Sra's estimate gives kappa. ``1 - Rbar^2`` is
-    computed as ``tv / (1 + tv)``, never by a subtraction, so kappa keeps its digits for tiny tv, where it is ``(D - 1)
-    / tv`` to leading order.
+    computed as ``tv / (1 + tv)`` without a subtraction, so kappa stays accurate for tiny tv, where it is ``(D - 1) /
+    tv`` to leading order.
 
     This is a second-order result: relative to the exact distribution of ``z / |z|`` the error of ``1 - Rbar^2`` is of
-    the order of tv and of ``u^T V u / n^2``. It is good while the spread of z is small against ``|mean|``; else draw
-    samples and use ``fit``.
+    the order of tv and of ``u^T V u / n^2``. It is accurate if the spread of z is small compared with ``|mean|``;
+    otherwise draw samples and use ``fit``.
 
     Args:
         mean: Raw encoder outputs, shape (..., D), D >= 2, none zero.
@@ -94,9 +94,10 @@ def concentration_from_gaussian(
 
     Raises:
         InputTypeError: If an argument is not a floating-point tensor.
-        InputError: As for ``tangential_variance``.
+        InputError: For the reasons given in ``tangential_variance``.
 
-    Source: derived here, by projecting the Gaussian on the tangent space at its mean; kappa from Rbar as in Sra (2012).
+    Source: derived for this library, by projecting the Gaussian onto the tangent space at its mean; kappa from Rbar as
+    in Sra (2012).
     """
     tv = tangential_variance(mean, variance=variance, covariance=covariance)
     return sra((1 + tv).rsqrt(), tv / (1 + tv), mean.shape[-1])

@@ -25,9 +25,9 @@ _DERIVATIVE = {
 
 
 class _OfKappa(torch.autograd.Function):
-    """One function of kappa whose derivative is another one, each computed on its own and none by autograd.
+    """A function of kappa whose derivative is another such function, evaluated directly and not by autograd.
 
-    Differentiating through the recurrence would cancel for large kappa; see ``_bessel``.
+    Autograd through the recurrence would suffer from cancellation for large kappa; see ``_bessel``.
     """
 
     generate_vmap_rule = True
@@ -52,7 +52,9 @@ class _OfKappa(torch.autograd.Function):
     @staticmethod
     def _derivative(ctx: Any) -> Tensor:
         if ctx.name not in _DERIVATIVE:
-            message = "von Mises-Fisher: only three derivatives of the log-normaliser by kappa are available."
+            message = (
+                "von Mises-Fisher: the log-normaliser can be differentiated at most three times with respect to kappa."
+            )
             raise UnsupportedError(message)
         name, sign = _DERIVATIVE[ctx.name]
         (kappa,) = ctx.saved_tensors
@@ -70,7 +72,7 @@ class _OfKappa(torch.autograd.Function):
 
 
 def of_kappa(kappa: Tensor, dim: int, name: str) -> Tensor:
-    """Evaluate one of the functions of ``_bessel``, or the log-normaliser less its constant, in float64."""
+    """Evaluate one of the functions of ``_bessel``, or the log-normaliser minus its value at 0, in float64."""
     value: Tensor = _OfKappa.apply(kappa.double(), dim, name)
     return value
 
@@ -86,7 +88,8 @@ def log_normalizer(kappa: Tensor, dim: int) -> Tensor:
     ``C_D(kappa) = kappa^(D/2-1) / ((2 pi)^(D/2) I_(D/2-1)(kappa))`` with respect to the surface measure; at kappa = 0
     it is one over the surface area. Its derivative is ``-A_D(kappa)``, and it can be differentiated three times.
 
-    For large kappa it is close to ``-kappa``: a density near its mode is better had from ``log_density_at_mode``.
+    For large kappa it is close to ``-kappa``; ``log_density_at_mode`` gives densities near the mode without
+    cancellation.
 
     Args:
         kappa: Concentrations (dimensionless), any shape, finite and >= 0, any floating dtype and device with float64.
@@ -107,7 +110,7 @@ def log_normalizer(kappa: Tensor, dim: int) -> Tensor:
 
 
 def log_density_at_mode(kappa: Tensor, dim: int) -> Tensor:
-    """Return ``log C_D(kappa) + kappa``, the log-density at ``z = mu``, without the cancellation of that sum.
+    """Return ``log C_D(kappa) + kappa``, the log-density at ``z = mu``, without cancellation.
 
     Args:
         kappa: Concentrations, any shape, finite and >= 0.
@@ -126,7 +129,7 @@ def log_density_at_mode(kappa: Tensor, dim: int) -> Tensor:
 
 
 def mean_resultant_length(kappa: Tensor, dim: int) -> Tensor:
-    """Return ``A_D(kappa) = I_(D/2)(kappa) / I_(D/2-1)(kappa)``, the length of the mean of the distribution.
+    """Return ``A_D(kappa) = I_(D/2)(kappa) / I_(D/2-1)(kappa)``, the norm of the mean of the distribution.
 
     Args:
         kappa: Concentrations, any shape, finite and >= 0.

@@ -1,4 +1,4 @@
-"""Exact sampling by Wood's rejection (Wood 1994; Ulrich 1984), rewritten so that nothing cancels for huge kappa."""
+"""Exact sampling by Wood's rejection (Wood 1994; Ulrich 1984), in a form without cancellation for huge kappa."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["sample"]
 
 
 def _uniform(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    # 1 - [0, 1) is (0, 1], so that the logarithms are finite
+    # 1 minus a number in [0, 1) is in (0, 1], so that the logarithms are finite.
     return 1 - torch.rand(like.shape, dtype=like.dtype, device=like.device, generator=generator)
 
 
@@ -23,7 +23,7 @@ def _propose(kappa: Tensor, dim: int, generator: torch.Generator | None) -> tupl
     """Return ``1 - cos`` of one proposal per entry of ``kappa`` (M,), and whether it is accepted."""
     b = (dim - 1) / (2 * kappa + torch.hypot(2 * kappa, torch.full_like(kappa, dim - 1)))
     # T = rho cos(phi) is a coordinate of a uniform direction, so (1 + T)/2 is the symmetric Beta variable of Wood's
-    # envelope (Ulrich 1984); both halves are formed without cancellation.
+    # envelope (Ulrich 1984); both (1 + T)/2 and (1 - T)/2 are computed without cancellation.
     power = math.inf if dim == 2 else 2 / (dim - 2)
     tail = _uniform(kappa, generator).pow(power)  # 1 - rho^2
     half_phi = math.pi * _uniform(kappa, generator)
@@ -56,9 +56,9 @@ def sample(mu: Tensor, kappa: Tensor, n_samples: int, generator: torch.Generator
     the dtype; no gradient flows through the draw.
 
     Args:
-        mu: Mean directions, shape (..., D), D >= 2; normalised here, zero refused.
+        mu: Mean directions, shape (..., D), D >= 2; normalised here, so none may be zero.
         kappa: Concentrations, finite and >= 0, whose shape broadcasts with the batch shape of ``mu``.
-        n_samples: How many to draw, >= 1.
+        n_samples: Number of directions to draw from each distribution, >= 1.
         generator: Random generator on the device of ``mu``; torch's default one if not given.
 
     Returns:
@@ -67,7 +67,7 @@ def sample(mu: Tensor, kappa: Tensor, n_samples: int, generator: torch.Generator
     Raises:
         InputTypeError: If ``mu`` or ``kappa`` is not a floating-point tensor, or ``n_samples`` not an int.
         InputError: If ``n_samples`` < 1, a mean direction is zero or not finite, ``kappa`` is negative or not finite,
-            the shapes do not broadcast, or the devices (the generator's too) differ.
+            the shapes do not broadcast, or the devices of the arguments differ.
 
     Source: Wood, A. T. A. (1994), Simulation of the von Mises Fisher distribution, algorithm VM*.
     """

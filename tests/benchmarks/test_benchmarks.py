@@ -1,6 +1,9 @@
 """The benchmark runs, and its pairwise algorithm is an oracle of the listed pairs."""
 
 import json
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,18 @@ import contrastive_curvature as cc
 from benchmarks import backends, kron_error, lam_cost, online_temperature
 from benchmarks.curvature import main
 from benchmarks.pairwise import pairwise_curvature
+
+PROJECT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_make_names_every_benchmark():
+    printed = subprocess.run(["make", "-s", "help"], cwd=PROJECT, check=True, capture_output=True, text=True).stdout
+    named = printed.split("benchmarks: ")[1].split()
+    scripts = [path.stem for path in PROJECT.glob("benchmarks/*.py") if "\nif __name__ ==" in path.read_text()]
+    assert sorted(named) == sorted([*scripts, "experiments"])
+    refused = subprocess.run(["make", "-n", "bench", "BENCH=retrieval"], cwd=PROJECT, capture_output=True, text=True)
+    assert "BENCH: expected one of" in refused.stdout
 
 
 @pytest.mark.parametrize("distance", ["arccos", "euclidean"])

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from benchmarks import prior_scale
-from benchmarks.experiments import cli, config, plan, plots, store
+from benchmarks.experiments import cli, config, defaults, plan, plots, store
 from contrastive_curvature.errors import DivergenceError, InputError
 from contrastive_curvature.online import Trainer
 from tests.devices import DEVICES
@@ -289,8 +289,8 @@ def test_defaults_are_those_of_the_table_and_the_data():
     assert cli.parse(["--table", "1"]).data == "lfw"
     assert cli.parse(["--table", "4"]).epochs == 200
     assert cli.parse(["--table", "2", "--n-samples", "7"]).ece_samples == 7
-    for names in config.TABLE_DATA.values():
-        assert set(names) <= set(config.DEFAULTS)
+    for names in defaults.TABLE_DATA.values():
+        assert set(names) <= set(defaults.DEFAULTS)
 
 
 def test_help_names_every_row(capsys):

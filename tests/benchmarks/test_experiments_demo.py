@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from benchmarks.experiments import cli, config, demo, plan, plots
+from benchmarks.experiments import cli, config, defaults, demo, plan, plots
 from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.online import load_checkpoint
 
@@ -239,7 +239,7 @@ def test_the_default_prior_of_a_demonstration(run_folder, tmp_path, monkeypatch,
 
 
 def test_every_table_can_be_made_on_its_data():
-    for table, names in config.TABLE_DATA.items():
+    for table, names in defaults.TABLE_DATA.items():
         for name in names:
             given = cli.parse(["--table", str(table), "--data", name])
             config.check_config(given)

@@ -54,7 +54,7 @@ def batches(x: Tensor, labels: Tensor, size: int) -> list[tuple[Tensor, Tensor]]
 
 
 def short_output(model: nn.Sequential, x: Tensor, row: int) -> Tensor:
-    """Inputs of which one has an output next to zero, whose Hessian goes with the inverse of its square."""
+    """Inputs of which one has a nearly zero output, whose Hessian grows with the inverse of its squared norm."""
     moved = x.clone().double()
     twin = encoder(x.device.type).double()
     twin.load_state_dict(model.state_dict())
@@ -77,7 +77,7 @@ def test_a_point_next_to_zero(weights: str, structure: str, more: dict[str, Any]
     x, labels = data(device)
     x = short_output(model, x, 23)
     la = Laplace(model, "contrastive", weights, structure, **more)
-    with pytest.warns(UserWarning, match=r"One point carries \d+ % of the curvature.*point \d+ of") as caught:
+    with pytest.warns(UserWarning, match=r"One point contributes \d+ % of the curvature.*point \d+ of") as caught:
         la.fit(batches(x, labels, size))
     if structure != "gp":
         assert "point 23 of" in str(caught[0].message)
@@ -103,12 +103,14 @@ def test_a_huge_input_in_kronecker_factors(kind: str, weights: str, size: int, d
 @pytest.mark.parametrize("size", [7, N])
 @pytest.mark.parametrize("backend", [None, *BACKENDS])
 def test_several_huge_inputs(backend: Any, size: int, device: str) -> None:
-    """None of them alone carries most."""
+    """Neither of the points dominates alone."""
     x, labels = data(device)
     x[[4, 9, 30], 2] = torch.tensor([1e15, 1.1e15, 1.05e15], device=device)
     la = Laplace(encoder(device), "contrastive", "all", "kron", backend=backend)
     where = rf"points 9 \(row {9 % size} of batch {9 // size}\), 30 .*, 4 .* of the pass over the data"
-    with pytest.warns(UserWarning, match=rf"3 points carry 100 % of the curvature \(input factor of layer .*{where}"):
+    with pytest.warns(
+        UserWarning, match=rf"3 points contribute 100 % of the curvature \(input factor of layer .*{where}"
+    ):
         la.fit(batches(x, labels, size))
 
 

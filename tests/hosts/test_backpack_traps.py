@@ -20,6 +20,7 @@ import contrastive_curvature as cc
 from contrastive_curvature.hosts.backpack import BackPackPullback, DiagCurvature, passes
 from contrastive_curvature.hosts.backpack import pullback as pullback_file
 from contrastive_curvature.laplace.backends.backpack import BackPackContrastiveGGN
+from contrastive_curvature.laplace.backends.curvlinops import CurvlinopsContrastiveGGN
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.testing import dense_ggn
 
@@ -97,16 +98,19 @@ def test_what_is_cut_off_has_no_gradient(device: str) -> None:
         assert not truth.diagonal()[: model[0].weight.numel() if model is hooked else model.a.weight.numel()].any()
 
 
-def test_an_extended_model_stays_as_it_was(device: str) -> None:
+@pytest.mark.parametrize("kind", [BackPackContrastiveGGN, cc.ContrastiveGGN, CurvlinopsContrastiveGGN])
+@pytest.mark.parametrize("fix", ["psd", "full"])
+def test_an_extended_model_stays_as_it_was(kind: Any, fix: str, device: str) -> None:
     """A backward pass is still to come, and its extensions find what they stored."""
     model, x, labels = build("smooth", 3).to(device), data(device), LABELS.to(device)
-    truth = dense_ggn(model, x, labels, pd_fix="psd").diagonal()
+    truth = dense_ggn(model, x, labels, pd_fix=fix).diagonal()
     extend(model)
-    value = extend(cc.ContrastiveLoss(pd_fix="psd"))(model(x), labels)
+    value = extend(cc.ContrastiveLoss(pd_fix=fix))(model(x), labels)
     state = torch.random.get_rng_state()
     handles = len(CTX.hook_handles)
     with backpack(DiagCurvature()):
-        found = BackPackContrastiveGGN(model, pd_fix="psd").diag(x, labels)[1]
+        found = kind(model, pd_fix=fix).diag(x, labels)[1]
+        kind(model, pd_fix=fix).kron(x, labels)
         assert torch.equal(state, torch.random.get_rng_state())
         assert not any(hasattr(p, "diag_curvature") for p in model.parameters())
         value.backward()

@@ -120,7 +120,7 @@ RULES = {
     "conv": ({"Linear.weight": 1, "Linear.input": 1, "MaxPool2d.input": 1, "Tanh.input": 1, "Conv2d.weight": 1}, ()),
     "biased conv": (
         {"Linear.weight": 1, "Linear.input": 1, "Conv2d.weight": 1},
-        ("layer '1' (Conv2d): StochMan's rule gives (2, 2) where there is (2, 4)",),
+        ("layer '1' (Conv2d): StochMan's rule gives (3, 2) where there is (3, 4)",),
     ),
     "norms": (
         {"Linear.weight": 2, "Linear.input": 1},

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature import progress
-from contrastive_curvature.laplace import kernel, prediction
+from contrastive_curvature.laplace import kernel, prediction, sampling
 from contrastive_curvature.network import pullback
 from contrastive_curvature.progress import LongRunWarning
 
@@ -180,7 +180,7 @@ def test_a_long_prediction_is_told_of_after_its_first_input(
 
 def test_long_samples_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     la, _, x = posterior("all", "diag")
-    for module in (prediction, progress):
+    for module in (sampling, progress):
         monkeypatch.setattr(module, "time", Clock(20))
     with pytest.warns(LongRunWarning, match=r"Outputs of 40 sampled networks will take about 7 minutes"):
         la.functional_samples(x, "nn", n_samples=40)

@@ -67,15 +67,15 @@ def test_length_does_not_matter_to_neighbors() -> None:
 def test_backend_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     from contrastive_curvature.metrics import neighbors
 
-    assert neighbors._choose("auto", double=True) == "sklearn"
+    assert neighbors._choose_backend("auto", double=True) == "sklearn"
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert neighbors._choose("auto", double=False) == "sklearn"
+    assert neighbors._choose_backend("auto", double=False) == "sklearn"
     with pytest.raises(UnsupportedError, match="pip install faiss-cpu"):
-        neighbors._choose("faiss", double=False)
+        neighbors._choose_backend("faiss", double=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
-    assert neighbors._choose("auto", double=False) == "faiss"
+    assert neighbors._choose_backend("auto", double=False) == "faiss"
     with pytest.raises(InputError, match="backend"):
-        neighbors._choose("annoy", double=False)
+        neighbors._choose_backend("annoy", double=False)
 
 
 def test_average_precision_by_hand() -> None:

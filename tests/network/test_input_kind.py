@@ -67,7 +67,7 @@ def test_laplace(kind: str, backend: Any, subset: str, structure: str) -> None:
         good = torch.rand(6, 4)
         refused(lambda la=la, good=good: la.fit([(good, LABELS), (x, LABELS)]), *words)
         la.fit([(good, LABELS)])
-        refused(lambda la=la: la(x), "points of shape (4,) and dtype torch.float32, as when it was analysed", *words)
+        refused(lambda la=la: la(x), "points of shape (4,) and dtype torch.float32, as when the model was analysed", *words)
         refused(lambda la=la: la.predictive_samples(x, n_samples=2, joint=True), *words)
         assert la(good).mean.shape == (6, 3)
 
@@ -115,7 +115,7 @@ def test_an_error_of_the_users_own_stays_what_it_is(kind: type[Exception]) -> No
         encoder.features(torch.rand(6, 4))
     error = refused(lambda: encoder(torch.rand(6, 5)), "shape (4,)", "shape (5,)", f"{kind.__name__}: a mood.")
     assert error.__cause__ is model[0].error
-    refused(lambda: Encoder(model, torch.rand(5, 4)), "inputs that the model can take", "a mood")
+    refused(lambda: Encoder(model, torch.rand(5, 4)), "inputs that the model can process", "a mood")
     for machine in (
         torch.OutOfMemoryError("CUDA out of memory"),
         RuntimeError("DefaultCPUAllocator: can't allocate memory"),

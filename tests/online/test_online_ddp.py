@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import contrastive_curvature as cc
 from contrastive_curvature.online import OnlineLaplace, Trainer, load_checkpoint, save_checkpoint
 from contrastive_curvature.online import trainer as trainer_file
-from contrastive_curvature.online.lock import in_use
+from contrastive_curvature.online.lock import lock_checkpoint
 from contrastive_curvature.online.plain import checksum
 
 PROCESSES, EPOCHS = 2, 3
@@ -128,7 +128,7 @@ def several(rank: int, folder: Path) -> None:
 
         # A second start by accident: rank 0 cannot have the file, and all are told.
         trainer, loader = make(rank, folder / "full.pt")
-        with in_use(folder / "full.pt") if rank == 0 else contextlib.nullcontext():
+        with lock_checkpoint(folder / "full.pt") if rank == 0 else contextlib.nullcontext():
             distributed.barrier()
             said["in use"] = refusal(lambda: trainer.fit(loader, EPOCHS))
         # Steps that share nothing.

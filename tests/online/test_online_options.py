@@ -37,7 +37,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"encoder": "net"}, InputTypeError, r"encoder: expected a torch.nn.Module, got a str"),
     ({"encoder": nn.Tanh()}, cc.InputError, "model: expected an encoder with parameters"),
     ({"encoder": nn.Linear(4, 2).bfloat16()}, cc.InputError, r"model\.float\(\)"),
-    ({"encoder": nn.Sequential(nn.Linear(4, 2), nn.Tanh())}, cc.UnsupportedError, "no linear layer makes the raw"),
+    ({"encoder": nn.Sequential(nn.Linear(4, 2), nn.Tanh())}, cc.UnsupportedError, "no linear layer computes the raw"),
     ({"probe": torch.zeros(1, 4)}, cc.InputError, "probe: expected a batch of two inputs or more"),
     ({"probe": [1, 2]}, InputTypeError, "probe: expected .* got a list"),
     ({"n_data": 1}, cc.InputError, "n_data: expected a whole number of at least 2, got 1"),

@@ -15,7 +15,7 @@ from benchmarks.experiments.data.options import LoadOptions
 from benchmarks.experiments.data.split import RetrievalData, TensorSplit
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["cifar10_test", "load_cifar10", "svhn_test"]
+__all__ = ["load_cifar10", "svhn_test"]
 
 
 def load_cifar10(root: Path, options: LoadOptions) -> RetrievalData:
@@ -36,12 +36,6 @@ def load_cifar10(root: Path, options: LoadOptions) -> RetrievalData:
         part: _split(np.moveaxis(made.data, 3, 1), made.targets) for part, made in (("train", train), ("test", test))
     }
     return RetrievalData("cifar10", "CIFAR10", "", **images, classes=tuple(test.classes))
-
-
-def cifar10_test(root: Path, options: LoadOptions) -> TensorSplit:
-    """The 10,000 test images alone; torchvision wants the other files all the same."""
-    made = _cifar10(root, options, train=False)
-    return _split(np.moveaxis(made.data, 3, 1), made.targets)
 
 
 def svhn_test(root: Path, options: LoadOptions) -> TensorSplit:

@@ -13,7 +13,7 @@ from benchmarks.experiments.data.options import LoadOptions
 from benchmarks.experiments.data.split import RetrievalData, TensorSplit
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["CLOTHES", "idx_test", "load_fashionmnist", "load_mnist", "mnist_images"]
+__all__ = ["CLOTHES", "idx_test", "load_fashionmnist", "load_mnist"]
 
 CLOTHES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot")
 """Names of the ten classes."""
@@ -51,21 +51,6 @@ def load_mnist(root: Path, options: LoadOptions) -> RetrievalData:
 def idx_test(name: str, root: Path, options: LoadOptions) -> TensorSplit:
     """The test images of ``"MNIST"`` or ``"FashionMNIST"`` alone; the training files need not be there."""
     return _split(root, options, name, "test")
-
-
-def mnist_images(root: Path, part: str, download: bool) -> tuple[Tensor, Tensor]:
-    """MNIST's images, uint8 (N, 1, 28, 28), bright ink on black, and their digits, int64 (N,).
-
-    Args:
-        root: The data root.
-        part: ``"train"`` or ``"test"``.
-        download: Whether they may be fetched.
-
-    Raises:
-        InputError: Files are missing or damaged.
-    """
-    made = _split(root, LoadOptions(download=download), "MNIST", part)
-    return made.pixels, made.targets
 
 
 def _load(root: Path, options: LoadOptions, name: str, classes: tuple[str, ...]) -> RetrievalData:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.experiments.data.cars196 import car_split
-from benchmarks.experiments.data.cifar10 import cifar10_test, load_cifar10, svhn_test
+from benchmarks.experiments.data.cifar10 import load_cifar10, svhn_test
 from benchmarks.experiments.data.cub200 import bird_split, load_cub200
 from benchmarks.experiments.data.digits import load_digits_data
 from benchmarks.experiments.data.fashionmnist import idx_test, load_fashionmnist, load_mnist
@@ -62,7 +62,7 @@ DATASETS: dict[str, DatasetEntry] = {
         load_fashionmnist, "FashionMNIST", "fashionmnist", "mnist", partial(idx_test, "FashionMNIST")
     ),
     "mnist": DatasetEntry(load_mnist, "MNIST", "fashionmnist", "fashionmnist", partial(idx_test, "MNIST")),
-    "cifar10": DatasetEntry(load_cifar10, "CIFAR10", "cifar10", "svhn", cifar10_test),
+    "cifar10": DatasetEntry(load_cifar10, "CIFAR10", "cifar10", "svhn"),
     "omniglot": DatasetEntry(load_omniglot, "Omniglot", "fashionmnist", "mnist", largest=105),
     "omniglot_full": DatasetEntry(load_omniglot_full, "Omniglot, full", "fashionmnist", "mnist", largest=105),
     "cub200": DatasetEntry(load_cub200, "CUB200", ood="cars196", test=bird_split, **_PHOTOS),

@@ -165,7 +165,7 @@ def own_copy(encoder: Encoder, x: Inputs) -> Encoder | None:
         The copy; ``None`` where it cannot be made, or does not run the layers that the encoder runs.
     """
     try:
-        made = private_copy(encoder)
+        made = private_copy(encoder, backward_hooks=False)
     except Exception:
         return None
     own = {module for module in made.modules() if any(p.requires_grad for p in module.parameters(recurse=False))}

@@ -34,6 +34,6 @@ class CurvlinopsPullback(LayerwisePullback):
 
     def _all_used(self, context: Any) -> bool:
         with torch.enable_grad():
-            z = self.encoder(context)
+            z = self._running(context)
             found = torch.autograd.grad(z.sum(), self.trainable, allow_unused=True)
         return all(g is not None for g in found)

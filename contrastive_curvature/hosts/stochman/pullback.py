@@ -42,13 +42,8 @@ class StochManPullback(LayerwisePullback):
         named = _raw_leaves(encoder)
         self._host_names = [name for name, _ in named]
         self._host_layers = [counterpart(layer, name) for name, layer in named]
-        self._slots: dict[int, slice] = {}
-        start = 0
-        for p in encoder.parameters():
-            if p.requires_grad:
-                self._slots[id(p)] = slice(start, start + p.numel())
-                start += p.numel()
         self._sweep: Sweep | None = None
+        self._rest: LayerwisePullback | None = None
 
     @property
     def reasons(self) -> list[str]:
@@ -61,22 +56,23 @@ class StochManPullback(LayerwisePullback):
         Raises:
             UnsupportedError: StochMan's layers give other outputs than the encoder.
         """
-        if structure is not Structure.DIAG or not len(context):
+        if structure is not Structure.DIAG or self._values_kept or not len(context):
             return super().block_term(context, blocks, structure)
-        sweep = self._planned(context)
-        found = sweep.run(context, lambda rows: blocks[rows].dense())[0]
+        found, _ = self._planned(context).run(context, lambda rows: blocks[rows].dense())
         out = blocks.u.new_zeros(self.n_params)
-        left = dict(self._slots)
+        places = dict(zip(map(id, self.trainable), self.split(out), strict=True))
         for k, value in found.items():
             params = list(self._host_layers[k].parameters())
             for p, piece in zip(params, value.split([p.numel() for p in params]), strict=True):
-                if id(p) in self._slots:
-                    out[left.pop(id(p))] = piece
-        if left:
-            names = {name for name, p in self.encoder.named_parameters() if id(p) in left}
-            rest = LayerwisePullback(self.encoder, only=names).block_term(context, blocks, structure)
-            for at, piece in zip(left.values(), rest.split([s.stop - s.start for s in left.values()]), strict=True):
-                out[at] = piece
+                if id(p) in places:
+                    places.pop(id(p)).copy_(piece)
+        if places:
+            if self._rest is None:
+                names = {name for name, p in zip(self.names, self.trainable, strict=True) if id(p) in places}
+                self._rest = LayerwisePullback(self.encoder, only=names)
+            rest = self._rest.block_term(context, blocks, structure)
+            for p, piece in zip(self._rest.trainable, self._rest.split(rest), strict=True):
+                places[id(p)].copy_(piece)
         return out
 
     def _planned(self, x: Tensor) -> Sweep:

@@ -2,7 +2,7 @@
 
 StochMan writes ``J^T M J`` by hand, four times a layer (from and to a full matrix or a diagonal), for a few layers; for
 elementwise ones it has the derivative. Some of these rules are wrong or incomplete in 0.3.0 (``docs/migration.md``), so
-a rule is used only where it gives what autograd gives on the user's points.
+a rule is used only where it gives what autograd gives.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def find_rule(of: str, layer: nn.Module, x: Tensor, *, diag_inp: bool, diag_out:
     Args:
         of: ``"input"`` or ``"weight"``: what the Jacobian is of; all parameters of the layer, in their order.
         layer: A layer of StochMan, private to the caller: pooling layers keep the indices of their last run.
-        x: A few inputs (B, *input) of it, to compare with autograd on.
+        x: Inputs (B, *input) of it; the rule is compared with autograd on the first and on random ones.
         diag_inp: Whether ``M`` is given by its diagonal.
         diag_out: Whether only the diagonal of the result is wanted.
 
@@ -76,16 +76,22 @@ def find_rule(of: str, layer: nn.Module, x: Tensor, *, diag_inp: bool, diag_out:
             return m if diag_out else torch.diag_embed(m)
         return d.unsqueeze(2) * m * d.unsqueeze(1)
 
+    reason = _wrong_for_some(layer)
+    if reason is not None:
+        raise RefusedError(reason)
     rules: list[Rule] = []
-    if hasattr(layer, name) and not _overlaps(layer):
+    if hasattr(layer, name):
         # StochMan leaves out some of the four that have one diagonal; a diagonal may be too long for a matrix.
         rules += [sandwich, from_full] if diag_inp != diag_out else [sandwich]
     if of == "input" and hasattr(layer, "_jacobian_wrt_input_mult_left_vec") and x.shape == layer(x).shape:
         rules.append(slope)
+    # The user's points may be empty images, on which a wrong rule is right.
+    drawn = torch.randn(2, *x.shape[1:], generator=torch.Generator().manual_seed(0)).to(x)
+    probes = torch.cat([x[:1], drawn])
     reasons = []
     for rule in rules:
         made = _in_type(rule)
-        reason = _wrong_for_some(layer) or _compare(made, layer, x, of, diag_inp, diag_out)
+        reason = _compare(made, layer, probes, of, diag_inp, diag_out)
         if reason is None:
             return made
         reasons.append(reason)
@@ -100,20 +106,18 @@ def _in_type(rule: Rule) -> Rule:
     return run
 
 
-def _overlaps(layer: nn.Module) -> bool:
-    """Whether one input may be the largest of several windows, which the sandwich of StochMan counts once."""
-    if not isinstance(layer, nn.MaxPool2d):
-        return False
-    sizes = [nn.modules.utils._pair(size) for size in (layer.stride, layer.kernel_size, layer.dilation)]
-    return any(stride < kernel or dilation > 1 for stride, kernel, dilation in zip(*sizes, strict=True))
-
-
 def _wrong_for_some(layer: nn.Module) -> str | None:
-    """What is wrong with a derivative for some inputs only, so that a few points may not show it."""
+    """What is wrong with a rule for some inputs only, so that a few points may not show it."""
+    if isinstance(layer, nn.MaxPool2d):
+        sizes = [nn.modules.utils._pair(size) for size in (layer.stride, layer.kernel_size, layer.dilation)]
+        if any(stride <= dilation * (kernel - 1) for stride, kernel, dilation in zip(*sizes, strict=True)):
+            return "StochMan's sandwich has an input that is the largest of two windows in one of them"
     if isinstance(layer, nn.Softplus) and layer.threshold < 20:
         return "StochMan's derivative does not know its threshold"
     if isinstance(layer, nn.Hardtanh) and (layer.min_val, layer.max_val) != (-1.0, 1.0):
         return "StochMan's derivative is that of the limits -1 and 1"
+    if isinstance(layer, (nn.LeakyReLU, nn.PReLU)):
+        return "StochMan's derivative at zero is not torch's"
     return None
 
 

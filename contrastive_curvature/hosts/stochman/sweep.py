@@ -19,9 +19,6 @@ __all__ = ["Sweep", "feature_maps"]
 WIDEST = 1024
 """Numbers of a point between two layers for a full ``M``: StochMan multiplies matrices of that size for every point."""
 
-_POINTS = 2
-"""Points that every rule is compared with autograd on; more than one, since a rule may mix up points."""
-
 
 def feature_maps(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     """The input, and what every layer makes of it."""
@@ -32,7 +29,7 @@ def feature_maps(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
 
 
 class Sweep:
-    """A sweep, planned on the first points of a batch.
+    """A sweep, planned on the first point of a batch.
 
     Args:
         layers: Layers of StochMan that run one after another, private to the caller.
@@ -65,7 +62,7 @@ class Sweep:
         self._inputs: dict[int, Rule] = {}
         self._held = 1
         with torch.no_grad():
-            self._plan(feature_maps(layers, x[:_POINTS]), shape == "diagonal", approximate, diagonal)
+            self._plan(feature_maps(layers, x[:1]), shape == "diagonal", approximate, diagonal)
         if -1 not in wanted or -1 in self.reasons:
             # Further down there is nothing to do.
             self._inputs = {k: rule for k, rule in self._inputs.items() if k > min(self._weights, default=len(layers))}

@@ -30,8 +30,8 @@ from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.choice import DISTANCE, MARGIN, NEGATIVE_WEIGHT, NORMALIZATION, PD_FIX, choose_loss
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
-from contrastive_curvature.network.loader import check_model, read_batch
 from contrastive_curvature.network.last_layer import LastLayerPullback
+from contrastive_curvature.network.loader import check_model, read_batch
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.network.subnetwork import SubnetworkPullback
 from contrastive_curvature.options import (
@@ -230,5 +230,5 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
                 sampler=self.sampler(structure),
             )
             check_finite(term.curvature, pullback, "this batch")
-        scaled = self._scaled(term)
+        scaled = self.at_data_scale(term)
         return scaled.loss, scaled.curvature

@@ -11,12 +11,12 @@ __all__ = ["CurvlinopsContrastiveGGN"]
 
 
 class CurvlinopsContrastiveGGN(ContrastiveBackend):
-    """Generalised Gauss-Newton of the contrastive loss by curvlinops; see :class:`ContrastiveBackend`.
+    """Generalised Gauss-Newton of a pair loss by curvlinops; see :class:`ContrastiveBackend`.
 
     ``kron`` is curvlinops' K-FAC where the blocks are positive semidefinite and it knows the layers, else the equal
     factors of :mod:`contrastive_curvature.ggn.kron`; ``lowrank`` takes the products of
-    :class:`~contrastive_curvature.hosts.curvlinops.ContrastiveGGNLinearOperator`; ``diag`` and ``full`` come from
-    Jacobians, as in laplace-torch's own adapter.
+    :class:`~contrastive_curvature.hosts.curvlinops.ContrastiveGGNLinearOperator`. ``diag`` and ``full``, which an
+    operator has column by column only, come from the shared code.
     """
 
     def all_parameters(self, encoder: Encoder) -> Pullback:

@@ -82,7 +82,7 @@ class DatasetFits:
             else:
                 found = collect_points(encoder, loader, self.read, self.loss, self.relation, shown)
                 out = dataset_curvature(pullback, loader, self.read, found, structure, shown, sampler)
-        return self._scaled(out)
+        return self.at_data_scale(out)
 
     def sampler(self, structure: Structure) -> BlockSampler:
         """What ``mc_samples`` asks for, with the seed 0.
@@ -192,7 +192,8 @@ class DatasetFits:
     def _data_scale(self, n: int) -> float:
         return n / 2 if self.loss.normalization is Normalization.TYPE else 1.0
 
-    def _scaled(self, out: DatasetCurvature) -> DatasetCurvature:
+    def at_data_scale(self, out: DatasetCurvature) -> DatasetCurvature:
+        """Times N / 2 where the loss is a mean over pairs, so that it grows with the data; see :meth:`fit`."""
         scale = self._data_scale(out.n)
         if isinstance(out.curvature, Tensor):
             scaled: Any = scale * out.curvature

@@ -1,4 +1,4 @@
-"""The adapter for StochMan: its layers pull the output Hessian back."""
+"""The adapter for StochMan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ class StochManContrastiveGGN(ContrastiveBackend):
     """Generalised Gauss-Newton of the contrastive loss through StochMan's layers; see :class:`ContrastiveBackend`.
 
     The encoder is converted by :func:`~contrastive_curvature.hosts.stochman.to_nnj`, parameters shared; one with a
-    layer that has no counterpart is refused when it is fitted.
+    layer that StochMan does not have is refused when it is fitted. The diagonal is StochMan's as far as its rules are
+    exact (``docs/migration.md``); everything else is computed as :class:`ContrastiveGGN` does it.
     """
 
     def all_parameters(self, encoder: Encoder) -> Pullback:

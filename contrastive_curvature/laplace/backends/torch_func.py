@@ -1,4 +1,4 @@
-"""The adapter that works for any encoder: ``torch.func`` alone."""
+"""The adapter that works for any encoder, by torch alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["ContrastiveGGN"]
 
 
 class ContrastiveGGN(ContrastiveBackend):
-    """Generalised Gauss-Newton of the contrastive loss through any module; see :class:`ContrastiveBackend`."""
+    """Generalised Gauss-Newton of a pair loss through any module; see :class:`ContrastiveBackend`."""
 
     keeps_graph: ClassVar[bool] = True
 
