@@ -87,7 +87,6 @@ def ggn(
             ``False`` returns the raw sum.
         kfac_approx: For ``kron``: ``"expand"`` takes the two points of a pair each on its own and drops cross terms;
             ``"reduce"`` keeps them, for ``positive`` and ``full``.
-
         mc_samples: ``None``: exact, with a backward pass for every output. K: an unbiased estimate of ``diag`` or
             ``kron`` from K backward passes with random cotangents (twice K where the Hessian is indefinite), for
             networks with many outputs. Refused for coupled fixes and for the last layer, whose closed form is cheaper.

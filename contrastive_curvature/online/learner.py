@@ -52,32 +52,32 @@ class OnlineLaplace(nn.Module):
 
     Each call samples weights from the present posterior ``q_t = N(theta_t, P_t^-1)`` and returns the mean loss of the
     sampled networks. The gradient of this mean with respect to ``theta`` is the expected gradient of Eq. 79. Each call
-    also adds the mean clamped curvature of the sampled networks to a discounted sum (Eq. 80): ``R_{t+1} = (1 - alpha) R_t
-    + E_q[H_t]``. A discounted number of points ``w_{t+1} = (1 - alpha) w_t + B`` rescales the sum to the size of the data
-    set, ``H = (N / w) R``. The posterior precision therefore has the size of the post-hoc one for every ``alpha``, and
-    the zero start value of the sum causes no bias (as in Adam).
+    also adds the mean clamped curvature of the sampled networks to a discounted sum (Eq. 80): ``R_{t+1} = (1 - alpha)
+    R_t + E_q[H_t]``. A discounted number of points ``w_{t+1} = (1 - alpha) w_t + B`` rescales the sum to the size of
+    the data set, ``H = (N / w) R``. The posterior precision therefore has the size of the post-hoc one for every
+    ``alpha``, and the zero start value of the sum causes no bias (as in Adam).
 
     :meth:`laplace` returns a posterior with precision ``P = H / T + prior``, by the rule of
     ``la.optimize_prior_precision()``: the temperature ``T`` is the mean loss of a point, and the prior precision is a
     tenth of the mean diagonal of ``H / T``. During training the prior precision is this mean diagonal itself, and ``T``
-    is divided by the discounted number of steps, which grows towards ``1 / alpha``: ``q_t`` has the precision of the sum
-    over steps, as in Eq. 80, and the sampled noise becomes small. (At the temperature of the final posterior the noise is
-    as large as the weights, and the encoder retrieves worse: ``docs/online.md``.) The first step is deterministic,
-    because there is no curvature for a prior yet.
+    is divided by the discounted number of steps, which grows towards ``1 / alpha``: ``q_t`` has the precision of the
+    sum over steps, as in Eq. 80, and the sampled noise becomes small. (At the temperature of the final posterior the
+    noise is as large as the weights, and the encoder retrieves worse: ``docs/online.md``.) The first step is
+    deterministic, because there is no curvature for a prior yet.
 
     The object is a ``torch.nn.Module`` that contains the encoder as ``encoder`` and the posterior as buffers, so
     optimisers, Lightning and Accelerate treat it as any model. If ``torch.distributed`` runs, the curvatures of all
-    processes are added, so that the processes share one posterior; pairs are formed within the batch of each process. In
-    evaluation mode, a call returns the loss of the mean weights and does not update the posterior.
+    processes are added, so that the processes share one posterior; pairs are formed within the batch of each process.
+    In evaluation mode, a call returns the loss of the mean weights and does not update the posterior.
 
     Args:
         encoder: Any module that maps a batch to (N, D). It may end in an l2-normalisation module; the posterior is then
             that of the outputs before the normalisation.
         probe: A batch of two inputs or more, for the analysis of the encoder.
         n_data: Number N of training points.
-        loss: ``loss(z, labels)`` of the outputs ``z`` of the encoder or, with a ``miner``, ``loss(z, labels, indices)``,
-            as the losses of pytorch-metric-learning. By default the contrastive loss (Eq. 1), as the sum of its mean over
-            positive pairs and its mean over negative pairs.
+        loss: ``loss(z, labels)`` of the outputs ``z`` of the encoder or, with a ``miner``, ``loss(z, labels,
+            indices)``, as the losses of pytorch-metric-learning. By default the contrastive loss (Eq. 1), as the sum of
+            its mean over positive pairs and its mean over negative pairs.
         miner: Selects the pairs of the loss. By default all positive pairs, and the negative pairs inside the margin.
         curvature_miner: Selects the pairs of the curvature. By default all pairs of the batch, by the options of the
             curvature.
@@ -87,14 +87,16 @@ class OnlineLaplace(nn.Module):
         subset_of_weights: ``"last_layer"`` or ``"all"``.
         hessian_structure: ``"diag"``, ``"full"`` or ``"kron"``; the last two decompose matrices at every step, which is
             slower.
-        prior_precision: A positive number, of ``q_t`` and of the final posterior; ``None`` for the rule above.
-        temperature: A positive number, the constant ``T`` of both; ``None`` for the rule above.
-        sampling_temperature: How many times the temperature of the final posterior that of ``q_t`` is; 1 samples from
-            the final posterior's width, 0 trains deterministically and only keeps track of the curvature. ``None`` for
-            the rule above (with ``temperature``: 1).
-        backend: As in ``laplace.Laplace``; by default ``ContrastiveGGN``, which is exact for every encoder.
-        backend_kwargs: ``distance``, ``pd_fix``, ``margin``, ``negative_weight``, ``normalization``, ``relation``,
-            ``kfac_approx``: see the backend. The margin and the relation also hold for the default loss.
+        prior_precision: A positive number, used for ``q_t`` and for the final posterior; ``None`` for the rule above.
+        temperature: A positive number, the constant ``T`` of both posteriors; ``None`` for the rule above.
+        sampling_temperature: Temperature of ``q_t`` divided by that of the final posterior. 1 samples with the variance
+            of the final posterior; 0 trains deterministically and only accumulates the curvature. ``None`` for the rule
+            above, or 1 if ``temperature`` is given.
+        backend: The class that computes curvatures, as in ``laplace.Laplace``; by default ``ContrastiveGGN``, which is
+            exact for every encoder.
+        backend_kwargs: Options of the curvature, documented in the backend: ``distance``, ``pd_fix``, ``margin``,
+            ``negative_weight``, ``normalization``, ``relation``, ``kfac_approx``. The default loss uses the margin and
+            the relation too.
 
     Raises:
         InputError: An option is unknown or out of range.
@@ -167,7 +169,12 @@ class OnlineLaplace(nn.Module):
         self.discounted = DiscountedCurvature(self._empty_curvature(), memory_factor)
         own: dict[str, Any] = {"memory_factor": memory_factor, "n_samples": n_samples, "n_data": n_data}
         own |= {"subset_of_weights": subset_of_weights, "hessian_structure": hessian_structure}
-        functions = {"loss": loss, "miner": miner, "curvature_miner": curvature_miner, "relation": backend_object.relation}
+        functions = {
+            "loss": loss,
+            "miner": miner,
+            "curvature_miner": curvature_miner,
+            "relation": backend_object.relation,
+        }
         own |= {name: describe_callable(function) for name, function in functions.items()}
         description = describe_options({**self._posterior.options(), **own})
         # Text in a buffer, so that a saved state contains its options in every file format that can store tensors.

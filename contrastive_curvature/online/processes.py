@@ -57,7 +57,7 @@ class Processes:
         return [torch.load(io.BytesIO(file), map_location="cpu", weights_only=True) for file in files]
 
     def differences(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Entries of a state that differ from those in the process of rank 0, such as batch normalisation statistics."""
+        """Entries of a state that differ from those of rank 0, such as the statistics of a batch normalisation."""
         if self.count == 1:
             return {}
         sums = {name: checksum(value) for name, value in state.items()}

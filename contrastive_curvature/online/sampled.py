@@ -121,7 +121,11 @@ class AllParameters(SampledEncoder):
         if sum(sizes) != self._size:
             hint = "Freeze or unfreeze parameters before creating OnlineLaplace, or create another one."
             received = f"{sum(sizes)} of them"
-            raise InputError(expected("encoder", f"{self._size} trainable numbers, as when OnlineLaplace was created", received, hint))
+            raise InputError(
+                expected(
+                    "encoder", f"{self._size} trainable numbers, as when OnlineLaplace was created", received, hint
+                )
+            )
         for shift in noise:
             if shift is None:
                 yield self.encoder(x), None

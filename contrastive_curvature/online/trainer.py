@@ -1,4 +1,4 @@
-"""A training loop that goes on where it was interrupted, with the same result as if it had not been."""
+"""A training loop that continues after an interruption, with the same result as without the interruption."""
 
 from __future__ import annotations
 
@@ -40,34 +40,36 @@ __all__ = ["Trainer"]
 class Trainer:
     """Trains any module that returns the loss of a batch, such as :class:`OnlineLaplace`.
 
-    A training that was killed and is started again by the same program goes on from its last checkpoint. On a CPU the
-    result is the same to the last bit, the order of the data and the sampled weights included; data that augmentations
-    change must draw their randomness from torch, NumPy or Python, and what the step remembers outside its
-    ``state_dict`` is not saved. One file is one training: the seed is the checkpoint's, whatever the program's is.
-    Optimiser, scheduler and modules that are made with other settings are refused, and so is a file whose content no
-    training can have left; a refused file changes nothing.
+    If a training is killed and the same program starts it again, it continues from its last checkpoint. On a CPU the
+    result is the same to the last bit, including the order of the data and the sampled weights. For this, random
+    augmentations must use the generators of torch, NumPy or Python, and the step must keep its whole state in its
+    ``state_dict``. One file belongs to one training: the random seed comes from the checkpoint and not from the
+    program. A checkpoint is refused if optimiser, scheduler or modules have other settings now, or if no training can
+    have produced its content. A refused checkpoint changes nothing.
 
     Processes that share a training (``torch.distributed`` with a ``DistributedDataParallel`` or an ``OnlineLaplace`` in
-    the step) share the file: rank 0 writes what all need, and each goes on with its own random numbers. They must be as
-    many as before, and see the same file. Any other training that uses a file at the same time is refused.
+    the step) share the file: rank 0 writes the states of all processes, and each process restores its own random
+    generators. The number of processes must be the same as before, and all must see the same file. A second training
+    that uses the file at the same time is refused.
 
     Args:
-        step: ``step(x, targets)`` returns the loss of a batch, with its graph.
-        optimizer: Of its parameters.
-        scheduler: Stepped after every epoch.
-        checkpoint: File to go on from if it is there, written every ``checkpoint_every`` steps and at every epoch's
-            end; ``None`` keeps none.
-        checkpoint_every: Training steps between two checkpoints.
-        dict_key_y: Where a batch that is a mapping keeps its labels.
+        step: Module to train; ``step(x, targets)`` returns the loss of a batch, with its graph.
+        optimizer: Optimiser of the parameters of ``step``.
+        scheduler: Learning-rate scheduler, stepped after every epoch.
+        checkpoint: File of the checkpoint. If it exists, the training continues from it. It is written every
+            ``checkpoint_every`` steps and at the end of every epoch. ``None`` writes no file.
+        checkpoint_every: Number of training steps between two checkpoints.
+        dict_key_y: Key of the labels in a batch that is a mapping.
         progress: Whether to show a progress bar.
 
     Attributes:
         steps: Training steps taken so far.
 
     Raises:
-        InputError: ``checkpoint_every`` is no positive number, or the folder of ``checkpoint`` does not exist.
-        InputTypeError: ``step`` is no module.
-        UnsupportedError: The scheduler waits for a validation loss.
+        InputError: ``checkpoint_every`` is not a positive whole number, the folder of ``checkpoint`` does not exist, or
+            ``step`` has no parameters.
+        InputTypeError: An argument has a wrong type.
+        UnsupportedError: The scheduler needs a validation loss.
     """
 
     def __init__(
@@ -91,31 +93,32 @@ class Trainer:
             raise InputError(expected("step", "a module with parameters to train", "one without"))
         if isinstance(scheduler, ReduceLROnPlateau):
             msg = (
-                "scheduler: ReduceLROnPlateau needs a validation loss, which this loop has not. Use another scheduler."
+                "scheduler: ReduceLROnPlateau needs a validation loss, which this loop does not compute. Use another "
+                "scheduler."
             )
             raise UnsupportedError(msg)
         self.step, self.optimizer, self.scheduler = step, optimizer, scheduler
         self.checkpoint_every, self.dict_key_y, self.progress = checkpoint_every, dict_key_y, progress
         self.steps = 0
         self._epoch = 0
-        self._saved: int | None = None
+        self._saved_step: int | None = None
         self._workers = 0
-        # As they are before the first step: what a resumed program must have made them with again.
-        self._made_with = settings_of(step, optimizer, scheduler)
+        # Taken before the first step, to compare them with the settings of a resumed program.
+        self._settings = settings_of(step, optimizer, scheduler)
 
     def fit(self, train_loader: Iterable[Any], epochs: int) -> None:
         """Train.
 
         Args:
-            train_loader: Batches ``(x, targets)`` or mappings; iterated once an epoch, and after an interruption in the
-                middle of one, that epoch's first batches once more.
-            epochs: Passes over the loader, those of an earlier, interrupted training counted in.
+            train_loader: Batches ``(x, targets)`` or mappings, iterated once per epoch. A training that was interrupted
+                within an epoch iterates over the first batches of that epoch again, without training on them.
+            epochs: Total number of epochs, including those before an interruption.
 
         Raises:
-            InputError: The loader is empty or can run only once; or the checkpoint is damaged, belongs to another or a
-                longer training, is in use, or is not the same in all processes that share it.
-            UnsupportedError: Persistent workers, with a checkpoint.
-            DivergenceError: The loss, or what a checkpoint would hold, is not finite. The last good checkpoint stays.
+            InputError: The loader is empty or can be iterated only once; or the checkpoint is damaged, belongs to
+                another or a longer training, is used by another training, or differs between the processes.
+            UnsupportedError: The loader has persistent workers, and there is a checkpoint.
+            DivergenceError: The loss or a state is not finite. The last good checkpoint stays.
             OSError: The checkpoint cannot be written. The last one stays.
         """
         processes = Processes(self.step)
@@ -134,7 +137,7 @@ class Trainer:
             return
         if getattr(train_loader, "persistent_workers", False):
             msg = (
-                "train_loader: persistent workers keep random numbers from epoch to epoch that no checkpoint can hold. "
+                "train_loader: persistent workers keep random states between epochs that a checkpoint cannot contain. "
                 "Use persistent_workers=False, or checkpoint=None."
             )
             raise UnsupportedError(msg)
@@ -142,9 +145,9 @@ class Trainer:
             stack.enter_context(lock_checkpoint(self.checkpoint))
 
     def _refuse_disagreement(self, processes: Processes, epochs: int, batches: int | None) -> None:
-        hint = "Pass the same in all of them; the one of rank 0 writes for all."
+        hint = "Pass the same value in all processes; rank 0 writes the file for all."
         processes.require_same("checkpoint", "none" if self.checkpoint is None else "a file", hint)
-        hint = "Make the trainers alike, and their loaders equally long, as DistributedSampler does."
+        hint = "Use equal trainers in all processes, and loaders of equal length, as with DistributedSampler."
         processes.require_same("checkpoint_every", self.checkpoint_every, hint)
         processes.require_same("epochs", epochs, hint)
         processes.require_same("train_loader: number of batches", batches, hint)
@@ -170,21 +173,21 @@ class Trainer:
                     count += 1
                     if count <= done:
                         if count == done and state is not None:
-                            # Only now: the batches up to here drew their numbers once more, to be passed over.
+                            # Restored here, because skipping the finished batches has drawn their random numbers again.
                             restore_random_state(state["now"], generators)
                         continue
-                    loss = self._one(batch, epoch)
+                    loss = self._train_on_batch(batch, epoch)
                     if self.steps % 20 == 0 and self.progress:
                         bar.set_postfix(epoch=f"{epoch + 1}/{epochs}", loss=f"{loss:.4f}", refresh=False)
                     bar.update()
-                    # After the last batch follows the checkpoint of the epoch.
+                    # Not after the last batch, where the checkpoint of the epoch follows.
                     if self.steps % self.checkpoint_every == 0 and (batches is None or count < batches):
                         self._save(epoch, count, batches, start, generators, processes)
                 if not count:
                     raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
                 if count < done:
-                    came = f"{count} batches"
-                    raise InputError(expected("train_loader", f"at least {done} batches, as before", came))
+                    received = f"{count} batches"
+                    raise InputError(expected("train_loader", f"at least {done} batches, as before", received))
                 if self.scheduler is not None:
                     self.scheduler.step()
                 self._epoch = epoch = epoch + 1
@@ -192,7 +195,7 @@ class Trainer:
                 start = {**random_state(generators), "samplers": changed_state(unused, sampler_state(train_loader))}
                 self._save(epoch, 0, batches, start, generators, processes)
 
-    def _one(self, batch: Any, epoch: int) -> float:
+    def _train_on_batch(self, batch: Any, epoch: int) -> float:
         device = next(self.step.parameters()).device
         x, targets = read_batch(batch, device, self.dict_key_y)
         try:
@@ -200,8 +203,8 @@ class Trainer:
         except DivergenceError as error:
             raise self._diverged(error.reason, epoch) from error
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            came = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise InputTypeError(expected("step(x, targets)", "a loss, one number in a tensor", came))
+            received = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise InputTypeError(expected("step(x, targets)", "a loss, one number in a tensor", received))
         value = float(loss.detach())
         if not math.isfinite(value):
             msg = f"the loss is {value}."
@@ -212,10 +215,14 @@ class Trainer:
         self.steps += 1
         return value
 
-    def _diverged(self, why: str, epoch: int) -> DivergenceError:
-        kept = "" if self._saved is None else f" The last good checkpoint, of step {self._saved}, is {self.checkpoint}."
-        advice = " In a training started anew, a smaller learning rate or a larger batch usually helps."
-        return DivergenceError(f"(epoch {epoch + 1}) {why}{kept}{advice}", self.steps + 1)
+    def _diverged(self, reason: str, epoch: int) -> DivergenceError:
+        kept = (
+            ""
+            if self._saved_step is None
+            else f" The last good checkpoint, of step {self._saved_step}, is {self.checkpoint}."
+        )
+        advice = " In a new training, a smaller learning rate or a larger batch usually helps."
+        return DivergenceError(f"(epoch {epoch + 1}) {reason}{kept}{advice}", self.steps + 1)
 
     def _save(
         self,
@@ -230,7 +237,7 @@ class Trainer:
         if self.checkpoint is None:
             return
         step, optimizer = self.step.state_dict(), self.optimizer.state_dict()
-        mine = {
+        own = {
             "epoch_start": start,
             "now": random_state(generators),
             "stateful": list(optimizer["state"]),
@@ -241,17 +248,17 @@ class Trainer:
             "step": step,
             "optimizer": optimizer,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "made_with": self._made_with,
+            "made_with": self._settings,
             "steps": self.steps,
             "epoch": epoch,
             "batch": batch,
             "batches": batches,
             "workers": self._workers,
-            "processes": processes.gather_plain(mine),
+            "processes": processes.gather_plain(own),
         }
         file = self.checkpoint
         processes.run_in_all(lambda: save_checkpoint(file, content) if processes.rank == 0 else None)
-        self._saved = self.steps
+        self._saved_step = self.steps
 
     def _refuse_divergence(self, epoch: int) -> None:
         bad = [name for name, p in self.step.named_parameters() if not bool(p.isfinite().all())]
@@ -261,7 +268,7 @@ class Trainer:
         if self.checkpoint is None:
             return
         try:
-            # What would be refused when it is read again is not written.
+            # The same checks as at loading, so that no checkpoint is written that would be refused later.
             check_module(self.step, self.step.state_dict(), "step")
             optimizer = self.optimizer.state_dict()
             check_optimizer(self.optimizer, optimizer, "optimizer", self.scheduler, rehearse=False)
@@ -272,52 +279,52 @@ class Trainer:
     def _resume(
         self, loader: Iterable[Any], epochs: int, batches: int | None, processes: Processes
     ) -> tuple[int, int, dict[str, Any] | None]:
-        """Epoch, finished batches of it, and states of the random numbers; from the checkpoint if there is one."""
-        found = processes.run_in_all(lambda: self._found(loader, epochs, batches, processes))
+        """The epoch, the number of its finished batches, and the random states; from the checkpoint if it exists."""
+        loaded = processes.run_in_all(lambda: self._load(loader, epochs, batches, processes))
         if processes.count > 1 and self.checkpoint is not None:
-            seen = "no file" if found is None else f"that of step {found[0]['steps']} ({checksum(found[0])[:6]})"
+            seen = "no file" if loaded is None else f"that of step {loaded[0]['steps']} ({checksum(loaded[0])[:6]})"
             hint = "It must be on a file system that all processes share, under the same name."
             processes.require_same(str(self.checkpoint), seen, hint)
-        if found is None:
+        if loaded is None:
             return self._epoch, 0, None
-        content, states = found
+        content, states = loaded
         processes.run_in_all(lambda: self._restore(states, loader))
-        self.steps = self._saved = content["steps"]
+        self.steps = self._saved_step = content["steps"]
         self._epoch = content["epoch"]
         if self.progress and processes.rank == 0:
-            tqdm.write(f"going on from {self.checkpoint}, step {self.steps}")
+            tqdm.write(f"continuing from {self.checkpoint}, step {self.steps}")
         return content["epoch"], content["batch"], states["random"]
 
-    def _found(
+    def _load(
         self, loader: Iterable[Any], epochs: int, batches: int | None, processes: Processes
     ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """The checkpoint, and the states of this process in it, after all that could be wrong with them."""
+        """Read the checkpoint, and check it completely; returns its content and the states for this process."""
         file = self.checkpoint
         if file is None or not file.exists():
             return None
         content = load_checkpoint(file)
         check_frame(content, file)
         anew = f"remove {file} to start anew."
-        was = len(content["processes"])
-        if was != processes.count:
+        before = len(content["processes"])
+        if before != processes.count:
             hint = f"Start as many as before, or {anew}"
-            raise InputError(expected("processes", f"{was} that share the training", f"{processes.count}", hint))
+            raise InputError(expected("processes", f"{before} that share the training", f"{processes.count}", hint))
         if content["batches"] != batches:
             hint = f"Train with the same data and batch size, or {anew}"
             raise InputError(expected("train_loader", f"{content['batches']} batches, as before", f"{batches}", hint))
         states = states_of_process(content, processes.rank)
-        held = [len(states["random"]["epoch_start"][name]) for name in ("loader", "samplers")]
-        parts = [len(loader_generators(loader)), len(sampler_state(loader))]
-        if held != parts:
-            wanted, came = (f"{pair[0]} random generators and {pair[1]} samplers" for pair in (held, parts))
+        saved = [len(states["random"]["epoch_start"][name]) for name in ("loader", "samplers")]
+        present = [len(loader_generators(loader)), len(sampler_state(loader))]
+        if saved != present:
+            wanted, received = (f"{pair[0]} random generators and {pair[1]} samplers" for pair in (saved, present))
             hint = f"Train with the same kind of loader, or {anew}"
-            raise InputError(expected("train_loader", f"{wanted}, as before", came, hint))
+            raise InputError(expected("train_loader", f"{wanted}, as before", received, hint))
         began = f"A training goes on as it began; remove {file}, or name another file, to start anew."
-        refuse_changes(content["made_with"], self._made_with, began)
-        begun = content["epoch"] + (content["batch"] > 0)
-        if begun > epochs:
+        refuse_changes(content["made_with"], self._settings, began)
+        started = content["epoch"] + (content["batch"] > 0)
+        if started > epochs:
             hint = f"R{anew[1:]}"
-            raise InputError(expected("epochs", f"at least the {begun} that the checkpoint has", epochs, hint))
+            raise InputError(expected("epochs", f"at least the {started} that the checkpoint has", epochs, hint))
         try:
             check_states(states, self.step, self.optimizer, self.scheduler, loader)
         except Flaw as flaw:
@@ -328,7 +335,7 @@ class Trainer:
         if content["workers"] != self._workers:
             msg = (
                 f"train_loader: num_workers was {content['workers']} and is {self._workers}. Data that draw random "
-                "numbers, as augmentations do, come out otherwise than in a training that was not interrupted."
+                "numbers, as augmentations do, will differ from those of a training without interruption."
             )
             warnings.warn(msg, UserWarning, stacklevel=7)
         return content, states
@@ -337,13 +344,13 @@ class Trainer:
         try:
             restore(states, self.step, self.optimizer, self.scheduler, loader)
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-            came = f"one that does not fit ({' '.join(str(error).split())[:300]})"
+            received = f"one that does not fit ({' '.join(str(error).split())[:300]})"
             wanted, hint = "a checkpoint of this training", "Remove it to start anew."
-            raise InputError(expected(str(self.checkpoint), wanted, came, hint)) from None
+            raise InputError(expected(str(self.checkpoint), wanted, received, hint)) from None
 
 
 def _length(loader: Iterable[Any]) -> int | None:
     try:
         return len(loader)  # type: ignore[arg-type]
-    except TypeError:  # torch's DataLoader has a length in name only where its data set has none
+    except TypeError:  # torch's DataLoader always has __len__, which raises if its data set has no length
         return None

@@ -83,8 +83,9 @@ def _pair_keys(a: Tensor, b: Tensor, n: int) -> Tensor:
 def _check_indices(tensor: object, n: int) -> None:
     kinds = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
     if not isinstance(tensor, Tensor) or tensor.dtype not in kinds or tensor.layout != torch.strided:
-        is_tensor = isinstance(tensor, Tensor)
-        received = f"dtype {tensor.dtype}, {tensor.layout}" if is_tensor else f"a {type(tensor).__name__}"
+        received = f"a {type(tensor).__name__}"
+        if isinstance(tensor, Tensor):
+            received = f"dtype {tensor.dtype}, {tensor.layout}"
         raise InputTypeError(expected("pairs", "integer index tensors", received))
     if tensor.ndim != 1:
         raise InputError(expected("pairs", "index tensors of shape (K,)", f"shape {tuple(tensor.shape)}"))

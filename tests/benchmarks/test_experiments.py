@@ -132,7 +132,7 @@ def test_finished_cells_are_not_computed_again(whole, undrawn, monkeypatch):
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(stop_at, tmp_path, undrawn, monkeypatch):
     options = ["--table", "2", *TINY, "--epochs", "2", "--methods", "deterministic", "laplace_online", "norm"]
     assert cli.main([*options, "--out", str(tmp_path / "whole")]) == 0
-    step, steps = Trainer._one, []
+    step, steps = Trainer._train_on_batch, []
 
     def stops(self, batch, epoch):
         steps.append(epoch)
@@ -141,7 +141,7 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(stop_at, tmp_path, undr
         return step(self, batch, epoch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_one", stops)
+        patch.setattr(Trainer, "_train_on_batch", stops)
         assert cli.main([*options, "--out", str(tmp_path / "parts")]) == 130
         steps.clear()
         interrupted, stop_at = stop_at, 100

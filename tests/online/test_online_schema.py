@@ -22,7 +22,7 @@ import contrastive_curvature as cc
 from contrastive_curvature.online import OnlineLaplace, Trainer, load_checkpoint, save_checkpoint
 from contrastive_curvature.online.plain import checksum
 from contrastive_curvature.online.randomness import random_state
-from contrastive_curvature.online.rehearsal import remembered
+from contrastive_curvature.online.rehearsal import state_after_step
 
 EPOCHS = 3
 _BASE: dict[str, Any] = {}
@@ -241,7 +241,7 @@ def test_what_optimisers_will_remember_is_known_beforehand(make: Any, wrap: bool
     hooked: list[int] = []
     handle = register_optimizer_step_post_hook(lambda *_: hooked.append(1))
     before = checksum({"net": net.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()})
-    wanted = remembered(optimizer)
+    wanted = state_after_step(optimizer)
     handle.remove()
     after = checksum({"net": net.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()})
     assert before == after
