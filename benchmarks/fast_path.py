@@ -1,9 +1,10 @@
 """Claim: the exact diagonal of all parameters takes little more than the backward passes that exactness needs.
 
 For an MLP and the paper's convolutional network: ``cc.ggn`` of every fix beside BackPACK's ``DiagGGNExact`` of a
-cross-entropy loss with as many outputs (target: 1.5 times). For a small vision transformer and a small residual network,
-which BackPACK refuses: beside one backward pass of the batch for each output (target: 3 times, below 2 GiB). For a network
-that is one linear layer: seconds (targets: 0.05 s and 2 s, below 4 GiB). Both sides run in one process, in turns.
+cross-entropy loss with as many outputs (target: 1.5 times). For a small vision transformer and a small residual
+network, which BackPACK refuses: beside one backward pass of the batch for each output (target: 3 times, below 2 GiB).
+For a network that is one linear layer: seconds (targets: 0.05 s and 2 s, below 4 GiB). Both sides run in one process,
+in turns.
 
     python -m benchmarks.fast_path [--quick]
 """

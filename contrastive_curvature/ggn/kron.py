@@ -72,9 +72,9 @@ class LayerRun:
 class ModuleKron:
     """Factors of every parameter of an encoder, from the gradients at its layers.
 
-    A matrix that multiplies the inputs of every position has ``[G, A]``; several runs of it count as more positions. A
-    vector has its exact block. Other parameters (tokens and tables that are added, embeddings, grouped convolutions) have
-    their exact block up to :data:`BLOCK_ENTRIES` entries, and above that ``[G, A]`` too: their first axis takes the place
+    A matrix that multiplies the inputs of every position has ``[G, A]``; several runs of it count as more positions.
+    A vector has its exact block. Other parameters (tokens and tables that are added, embeddings, grouped convolutions)
+    have their exact block up to :data:`BLOCK_ENTRIES` entries, and above that ``[G, A]`` too: their first axis takes the place
     of a layer's outputs, and the other axes that of positions whose inputs are unit vectors.
 
     Args:
@@ -99,24 +99,22 @@ class ModuleKron:
             {id(m): m for (m, _), p in zip(self.owners, self.params, strict=True) if p.ndim > 1}.values()
         )
 
-    def factors(self, x: Inputs, blocks: Blocks, n_data: int, columns: Columns | None = None) -> KronFactors:
+    def factors(self, x: Inputs, blocks: Blocks, n_data: int) -> KronFactors:
         """Factors of a batch.
 
         Args:
             x: N points.
             blocks: Their Hessian blocks.
             n_data: Number of points over which the ``A`` are averaged.
-            columns: What stands for the blocks, see :meth:`signed_factors`; by default the blocks themselves.
 
         Returns:
             The factors; those of batches add up.
         """
 
-        def of_blocks(rows: slice) -> tuple[Tensor, Tensor]:
+        def columns(rows: slice) -> tuple[Tensor, Tensor]:
             factor = blocks[rows].signed_factor()
             return factor.columns, factor.signs
 
-        columns = of_blocks if columns is None else columns
         out = self.signed_factors(x, columns, n_data)
         for number in sorted(self.pullback.by_func):
             p = self.params[number]
@@ -133,8 +131,8 @@ class ModuleKron:
 
         Args:
             x: N points.
-            columns: Of the points in some rows: cotangents ``v`` (K, n, D) and their signs (K, n), such that the sum over
-                k of ``sign_ki v_ki v_ki^T`` stands for the block of point i.
+            columns: Of the points in some rows: cotangents ``v`` (K, n, D) and their signs (K, n), such that the sum
+                over k of ``sign_ki v_ki v_ki^T`` is the block of point i.
             n_data: Number of points over which the ``A`` are averaged.
 
         Returns:
@@ -186,8 +184,8 @@ class ModuleKron:
             x: N points.
 
         Returns:
-            By the ``id`` of every layer with a matrix; layers that never run are left out. By the ``id`` of the parameter
-            for other parameters of more than :data:`BLOCK_ENTRIES` entries.
+            By the ``id`` of every layer with a matrix; layers that never run are left out. By the ``id`` of the
+            parameter for other parameters of more than :data:`BLOCK_ENTRIES` entries.
         """
         return self.pullback.run_layers(x, lambda: self._runs(x))
 

@@ -20,7 +20,7 @@ from contrastive_curvature.network.layer_tape import Piece, Tape, make_pieces
 __all__ = ["Layouts", "NotVerifiedError", "few_points", "find_layouts", "with_layouts"]
 
 _POINTS = 5
-"""A prime, so that an axis of this length is rarely one of positions. With two points a sum could not tell them apart."""
+"""A prime, so that an axis of this length is rarely one of positions."""
 
 
 class NotVerifiedError(Exception):
@@ -156,7 +156,7 @@ def with_layouts(
 
 
 def _places(uses: Sequence[Use], z: Tensor, v: Tensor) -> tuple[dict[tuple[int, int], Layout], Any, Any, list[Use]]:
-    """Where the points lie at every use, the gradients that tell it, and the uses where no axis is that of the points."""
+    """Where the points lie at every use, the gradients that tell it, and the uses without an axis of points."""
     tape = Tape(z, [Piece(0, _NO_PART, [(use, Layout(0)) for use in uses])])
     of_first, of_others = v.clone(), v.clone()
     of_first[1:], of_others[0] = 0, 0

@@ -17,7 +17,7 @@ from contrastive_curvature.network.layer_tape import Piece, Tape
 __all__ = ["check_alike", "cross_diagonals", "shared_columns"]
 
 _HELD_ELEMENTS = 2**27
-"""Numbers that the gradients of all outputs at some layers may hold: 512 MiB in float32. Fewer would need more passes."""
+"""Numbers that the gradients of all outputs at some layers may hold: 512 MiB in float32; fewer need more passes."""
 
 
 def cross_diagonals(left: Tape, right: Tape, cross: CrossBlocks) -> Iterator[tuple[Piece, Tensor]]:
@@ -59,9 +59,9 @@ def check_alike(left: Tape, right: Tape) -> None:
 def shared_columns(hessian: OutputHessian) -> tuple[Tensor, Tensor, SignedFactor] | None:
     """A coupled Hessian as columns that all points share, and columns of each point.
 
-    ``H_ij = sum_k w_ij a_ki a_kj^T + [i = j] sum_c sign_ci v_ci v_ci^T`` with the tangent axes ``a_ki = P_i e_k / n_i``:
-    the multiple of the projector in the diagonal blocks is one more weight of these axes, so that two columns stay for the
-    rest of the blocks.
+    ``H_ij = sum_k w_ij a_ki a_kj^T + [i = j] sum_c sign_ci v_ci v_ci^T`` with the tangent axes
+    ``a_ki = P_i e_k / n_i``: the multiple of the projector in the diagonal blocks is one more weight of these axes, so
+    that two columns stay for the rest of the blocks.
 
     Args:
         hessian: Of N points.

@@ -1,9 +1,9 @@
 """The Jacobian of the outputs with respect to one parameter, from the gradients at what its layers put out.
 
 With ``B_i`` the Jacobian of the raw outputs of point i with respect to a layer's output, a matrix has
-``J_i = sum_t B_it a_it^T`` over positions t with inputs ``a``, a bias, a scale or a token ``J_i = sum_t B_it h_it``, and an
-embedding the sum of ``B_it`` over the positions of each token. No Jacobian of a matrix is formed where it has one
-position; elsewhere a few at a time.
+``J_i = sum_t B_it a_it^T`` over positions t with inputs ``a``, a bias, a scale or a token ``J_i = sum_t B_it h_it``,
+and an embedding the sum of ``B_it`` over the positions of each token. No Jacobian of a matrix is formed where it has
+one position; elsewhere a few at a time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Part(ABC):
 
     @abstractmethod
     def diagonal(self, b: Tensor, signs: Tensor) -> Tensor:
-        """``sum_ki sign_ki (J_i^T v_ki)^2``, shape (size,), from the gradients ``b`` of K columns and ``signs`` (K, n)."""
+        """``sum_ki sign_ki (J_i^T v_ki)^2``, shape (size,), from gradients ``b`` of K columns and ``signs`` (K, n)."""
 
     @abstractmethod
     def total(self, b: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class Part(ABC):
         return out
 
     def weighted(self, left: Tensor, right_part: Part, right: Tensor, weight: Tensor) -> Tensor:
-        """``sum_kij weight_ij (J_i^T v_ki) (J_j^T v_kj)`` of every entry, from the gradients of K columns at both sides.
+        """``sum_kij weight_ij (J_i^T v_ki) (J_j^T v_kj)`` of every entry, from gradients of K columns at both sides.
 
         Args:
             left: Gradients at R points.

@@ -1,7 +1,7 @@
 """Where the points of a batch lie along the axes of a tensor that a layer puts out.
 
-Most layers have them in front; attention of torch has positions in front, windows and frames are folded into the axis of
-the points, and tables of positions have none.
+Most layers have them in front; attention of torch has positions in front, windows and frames are folded into the axis
+of the points, and tables of positions have none.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ themselves are not touched.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -219,7 +219,7 @@ def _never(_: Any) -> bool:
 
 
 def _look_inside(function: Any) -> Any:
-    """A copy of a function of ``torch.nn.functional`` that runs its own body under a mode, which then sees its calls."""
+    """A copy of a function of ``torch.nn.functional`` whose body runs under a mode, which then sees its calls."""
     names = {**function.__globals__, "has_torch_function": _never}
     made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__
@@ -308,10 +308,7 @@ def _has_graph(out: Any) -> bool:
 
 def _on_cpu(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments of an indexing function for indices on the CPU."""
-    return tuple(
-        a.cpu() if isinstance(a, Tensor) else (_on_cpu(a) if isinstance(a, tuple) else a)  # type: ignore[misc]
-        for a in args
-    )
+    return tuple(a.cpu() if isinstance(a, Tensor) else (_on_cpu(a) if isinstance(a, tuple) else a) for a in args)
 
 
 def _point_axes(kind: str, given: dict[str, Any], out: Tensor) -> tuple[int, ...]:
@@ -334,7 +331,7 @@ def _normalized(kind: str, given: dict[str, Any]) -> Tensor:
     """What a norm multiplies with its scale."""
     plain = {k: v.detach() if isinstance(v, Tensor) else v for k, v in given.items() if k not in ("weight", "bias")}
     with torch.no_grad():
-        functions = {
+        functions: dict[str, Callable[..., Tensor]] = {
             "layer norm": F.layer_norm,
             "rms norm": F.rms_norm,
             "group norm": F.group_norm,

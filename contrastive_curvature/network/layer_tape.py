@@ -277,7 +277,7 @@ def _windows(a: Tensor, use: Use) -> Tensor:
     if any(p for pair in pads for p in pair):
         a = F.pad(a, [p for pair in reversed(pads) for p in pair])
     if kernel == (1,) * axes:
-        return a[(..., *(slice(None, None, s) for s in stride))].flatten(2)
+        return a[(slice(None), slice(None), *(slice(None, None, s) for s in stride))].flatten(2)
     if axes == 1:
         a, kernel, stride, dilation = a.unsqueeze(2), (1, *kernel), (1, *stride), (1, *dilation)
     return F.unfold(a, kernel, dilation, 0, stride)

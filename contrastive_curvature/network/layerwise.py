@@ -1,13 +1,13 @@
 """The pullback to all trainable parameters of any module, layer by layer: no Jacobian of the whole network is formed.
 
-One forward pass notes every function that applies parameters (:mod:`contrastive_curvature.network.layer_runs`), and one
-backward pass for every column of the signed factor of the Hessian's blocks gives the gradients at what those functions put
-out. From these and from the inputs the diagonal follows exactly
+One forward pass notes every function that applies parameters (:mod:`contrastive_curvature.network.layer_runs`). One
+backward pass for every column of the signed factor of the Hessian's blocks gives the gradients at the outputs of those
+functions. From these and from the inputs the diagonal follows exactly
 (:mod:`contrastive_curvature.network.layer_parts`), whatever connects the layers.
 
-What has no rule (a parameter that a function changes before it is applied, a layer that runs in another thread or in a
-script) goes through ``torch.func`` instead, that parameter alone, with one warning. It is noticed where a function without
-a rule takes a parameter, and by a comparison with autograd on a few points, once.
+A parameter without a rule (a function changes it before it is applied, its layer runs in another thread or in a script)
+goes through ``torch.func`` instead, that parameter alone, with one warning. It is noticed where a function without a
+rule takes a parameter, and by a comparison with autograd on a few points, once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from contrastive_curvature.network.layer_check import (
 )
 from contrastive_curvature.network.layer_cross import check_alike, cross_diagonals, shared_columns
 from contrastive_curvature.network.layer_runs import Recorder
-from contrastive_curvature.network.layer_samples import check_samples, sample_columns
 from contrastive_curvature.network.layer_tape import Piece, Tape, make_pieces
 from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.network.pullback import KronFactors, own_name
@@ -105,49 +104,8 @@ class LayerwisePullback(ModulePullback):
         self.insert_general(out, lambda general: general.block_term(context, blocks, structure))
         return out
 
-    def sampled_block_term(
-        self,
-        context: Any,
-        blocks: Blocks,
-        structure: Structure,
-        mc_samples: int,
-        generator: torch.Generator | None = None,
-        n_data: int | None = None,
-    ) -> Tensor | KronFactors:
-        """An unbiased estimate of :meth:`block_term` or :meth:`kron_factors` from a few backward passes.
-
-        Args:
-            context: Of N points.
-            blocks: Their Hessian blocks; where these are indefinite, the passes are twice as many.
-            structure: ``diag`` or ``kron``; of ``kron``, the inputs' factors are exact.
-            mc_samples: Number K of random vectors of the positive part and of the negative part of each block.
-            generator: Source of the random signs, on the CPU; torch's own by default.
-            n_data: Of ``kron``: number of points over which the input factors are averaged; N by default.
-
-        Returns:
-            Shape (P,), or the factors.
-
-        Raises:
-            InputError: K is not from 1 to D - 1.
-            UnsupportedError: The structure is ``full``.
-        """
-        check_samples(mc_samples, blocks.u.shape[1], structure)
-        drawn = sample_columns(blocks.signed_factor(), mc_samples, generator)
-
-        def columns(rows: slice) -> tuple[Tensor, Tensor]:
-            return drawn.columns[:, rows], drawn.signs[:, rows]
-
-        if structure is Structure.KRON:
-            from contrastive_curvature.ggn.kron import ModuleKron
-
-            kron = ModuleKron(self.encoder, self)
-            return kron.factors(context, blocks, len(blocks) if n_data is None else n_data, columns)
-        out = self.run_layers(context, lambda: self._diagonal(context, columns))
-        self.insert_general(out, lambda general: general.block_term(context, blocks, structure))
-        return out
-
     def curvature(self, context: Any, hessian: OutputHessian, structure: Structure) -> Tensor:
-        """See :meth:`Pullback.curvature`; blocks and cross terms from the same backward passes where one tile is enough."""
+        """See :meth:`Pullback.curvature`; in one tile, blocks and cross terms share their backward passes."""
         n = len(hessian)
         diagonal = structure is Structure.DIAG and hessian.coupled and n > 0 and not self._values_kept
         shared = shared_columns(hessian) if diagonal and n <= self.tile_size(structure, hessian.z.shape[1]) else None

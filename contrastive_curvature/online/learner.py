@@ -232,7 +232,7 @@ class OnlineLaplace(nn.Module):
         curvature by that of the final weights.
 
         Raises:
-            InputError: No training step was made, or no step had a positive curvature.
+            InputError: No call in training mode has happened yet, or no step had a positive curvature.
         """
         if not bool(self.discounted.positive):
             received = f"{int(self.discounted.steps)} steps, and no positive curvature"

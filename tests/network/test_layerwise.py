@@ -1,4 +1,4 @@
-"""The layerwise pullback against the dense oracle: networks of every kind, all fixes and distances, and what falls back."""
+"""The layerwise pullback against the dense oracle: networks of every kind, all fixes, and what falls back."""
 
 from __future__ import annotations
 
@@ -201,7 +201,9 @@ def lacking() -> dict[str, tuple[nn.Module, Any, set[str]]]:
             {"c.weight"},
         ),
         "transposed": (
-            Lambda(lambda m, x: m.c(F.linear(torch.tanh(m.a(x)), m.a.weight.t())), a=nn.Linear(4, 4), c=nn.Linear(4, 3)),
+            Lambda(
+                lambda m, x: m.c(F.linear(torch.tanh(m.a(x)), m.a.weight.t())), a=nn.Linear(4, 4), c=nn.Linear(4, 3)
+            ),
             torch.randn(6, 4),
             {"a.weight"},
         ),
@@ -235,7 +237,13 @@ def _double(x: Any) -> Any:
 
 
 def moved(x: Any, device: str) -> Any:
-    return {k: moved(v, device) for k, v in x.items()} if isinstance(x, dict) else x.to(device) if isinstance(x, Tensor) else x
+    return (
+        {k: moved(v, device) for k, v in x.items()}
+        if isinstance(x, dict)
+        else x.to(device)
+        if isinstance(x, Tensor)
+        else x
+    )
 
 
 def check(model: nn.Module, x: Any, device: str, **options: Any) -> LayerwisePullback:
@@ -330,7 +338,9 @@ def test_second_derivatives_of_the_loss_in_the_cosines(device: str) -> None:
         hessian = cc.output_hessian(z.to(device), LABELS.to(device), pd_fix="full", margin=None)
         cross = hessian.cross(slice(0, 6), slice(0, 6))
         c = torch.linspace(-1, 1, 36, dtype=z.dtype, device=device).view(6, 6)
-        cross = type(cross)(*(getattr(cross, k) for k in ("u_rows", "n_rows", "u_columns", "n_columns", "y")), c + c.T, True)
+        cross = type(cross)(
+            *(getattr(cross, k) for k in ("u_rows", "n_rows", "u_columns", "n_columns", "y")), c + c.T, True
+        )
         model, x = model.to(device), moved(x, device)
         pullback = LayerwisePullback(Encoder(model, x))
         found = pullback.cross_term(x, x, cross, Structure.DIAG)
