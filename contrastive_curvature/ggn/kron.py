@@ -74,8 +74,8 @@ class ModuleKron:
 
     A matrix that multiplies the inputs of every position has ``[G, A]``; several runs of it count as more positions.
     A vector has its exact block. Other parameters (tokens and tables that are added, embeddings, grouped convolutions)
-    have their exact block up to :data:`BLOCK_ENTRIES` entries, and above that ``[G, A]`` too: their first axis takes the place
-    of a layer's outputs, and the other axes that of positions whose inputs are unit vectors.
+    have their exact block up to :data:`BLOCK_ENTRIES` entries, and above that ``[G, A]`` too: their first axis takes
+    the place of a layer's outputs, and the other axes that of positions whose inputs are unit vectors.
 
     Args:
         encoder: The analysed encoder, in evaluation mode.

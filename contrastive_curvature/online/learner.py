@@ -76,8 +76,8 @@ class OnlineLaplace(nn.Module):
         probe: A batch of two inputs or more, for the analysis of the encoder.
         n_data: Number N of training points.
         loss: ``loss(z, labels)`` of the outputs ``z`` of the encoder or, with a ``miner``, ``loss(z, labels,
-            indices)``, as the losses of pytorch-metric-learning. By default the contrastive loss (Eq. 1), as the sum of
-            its mean over positive pairs and its mean over negative pairs.
+            indices)``, as the losses of pytorch-metric-learning. By default the contrastive loss (Eq. 1), averaged over
+            positive pairs and over negative pairs separately.
         miner: Selects the pairs of the loss. By default all positive pairs, and the negative pairs inside the margin.
         curvature_miner: Selects the pairs of the curvature. By default all pairs of the batch, by the options of the
             curvature.

@@ -13,6 +13,7 @@ from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.fitting import posterior_around
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
+from contrastive_curvature.network.loader import check_model
 from contrastive_curvature.online.discount import DiscountedCurvature
 from contrastive_curvature.options import KFACApprox, Structure
 
@@ -50,6 +51,7 @@ class OnlinePosterior:
         temperature: float | None,
         sampling_temperature: float | None,
     ) -> None:
+        check_model(encoder)
         self.encoder, self.n_data, self.kind = encoder, n_data, kind
         self.prior_precision, self.temperature = prior_precision, temperature
         self.sampling_temperature = sampling_temperature

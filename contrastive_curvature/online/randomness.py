@@ -143,29 +143,29 @@ def check_sampler_state(loader: Iterable[Any], states: Any, where: str) -> None:
     Raises:
         Flaw: A name, a type, or the shape of an array differs.
     """
-    present = sampler_state(loader)
-    each(anything, len(present))(states, where)
-    for place, (state, held) in enumerate(zip(states, present, strict=True)):
+    samplers = sampler_state(loader)
+    each(anything, len(samplers))(states, where)
+    for place, (state, present) in enumerate(zip(states, samplers, strict=True)):
         here = f"{where}[{place}]"
         if type(state) is not dict:
             fail(here, "a dictionary", state)
         for name, value in state.items():
-            if name not in held:
+            if name not in present:
                 refuse(f"{here}[{name!r}]", "no entry of that name", "one")
-            like(held[name], False)(value, f"{here}[{name!r}]")
+            like(present[name], False)(value, f"{here}[{name!r}]")
             if isinstance(value, list):
-                _check_items(value, held[name], f"{here}[{name!r}]")
+                _check_items(value, present[name], f"{here}[{name!r}]")
 
 
-def _check_items(values: list[Any], held: list[Any], where: str) -> None:
-    kinds = {type(item) for item in held} or {bool, int, float, str}
-    negative = any(isinstance(item, (int, float)) and item < 0 for item in held)
+def _check_items(values: list[Any], present: list[Any], where: str) -> None:
+    kinds = {type(item) for item in present} or {bool, int, float, str}
+    negative = any(isinstance(item, (int, float)) and item < 0 for item in present)
     for place, item in enumerate(values):
         if type(item) not in kinds:
             fail(f"{where}[{place}]", " or ".join(sorted(kind.__name__ for kind in kinds)), item)
         if isinstance(item, (int, float)):
             number(int(item) if isinstance(item, bool) else item, f"{where}[{place}]")
-            if held and not negative and item < 0:
+            if present and not negative and item < 0:
                 fail(f"{where}[{place}]", "a number of at least 0", item)
 
 
@@ -225,13 +225,13 @@ def restore_sampler_state(loader: Iterable[Any], states: list[dict[str, Any]]) -
     """Restore the entries of :func:`changed_state`, in place."""
     for part, state in zip(_parts(loader)[1:], states, strict=True):
         for name, value in state.items():
-            held = getattr(part, name)
-            if isinstance(held, Tensor):
-                held.copy_(value)
-            elif isinstance(held, np.ndarray):
-                held[...] = value.numpy()
+            present = getattr(part, name)
+            if isinstance(present, Tensor):
+                present.copy_(value)
+            elif isinstance(present, np.ndarray):
+                present[...] = value.numpy()
             else:
-                held[:] = value
+                present[:] = value
 
 
 def _parts(loader: Iterable[Any]) -> list[object]:

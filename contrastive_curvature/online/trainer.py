@@ -319,8 +319,10 @@ class Trainer:
             wanted, received = (f"{pair[0]} random generators and {pair[1]} samplers" for pair in (saved, present))
             hint = f"Train with the same kind of loader, or {anew}"
             raise InputError(expected("train_loader", f"{wanted}, as before", received, hint))
-        began = f"A training goes on as it began; remove {file}, or name another file, to start anew."
-        refuse_changes(content["made_with"], self._settings, began)
+        unchanged = (
+            f"A training must keep the settings it began with; remove {file}, or name another file, to start anew."
+        )
+        refuse_changes(content["made_with"], self._settings, unchanged)
         started = content["epoch"] + (content["batch"] > 0)
         if started > epochs:
             hint = f"R{anew[1:]}"
@@ -330,7 +332,7 @@ class Trainer:
         except Flaw as flaw:
             raise refused(file, flaw) from None
         except InputError as error:
-            msg = f"step: {error} {began}"
+            msg = f"step: {error} {unchanged}"
             raise InputError(msg) from None
         if content["workers"] != self._workers:
             msg = (

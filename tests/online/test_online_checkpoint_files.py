@@ -54,7 +54,7 @@ def test_names_that_no_file_can_have(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     for name, message in (
-        ("circle", "links that go in a circle"),
+        ("circle", "links that form a circle"),
         ("lost", "a file in a folder that exists, got no folder .*nowhere"),
         ("folder", "expected a file, got a folder"),
         ("pipe", "expected a file, got a folder, a device or a pipe"),

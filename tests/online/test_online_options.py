@@ -56,7 +56,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"temperature": math.inf}, cc.InputError, "temperature: expected a positive number, or None, got inf"),
     ({"temperature": "warm"}, cc.InputError, "temperature: expected a positive number"),
     ({"hessian_structure": "lowrank"}, cc.UnsupportedError, "'diag', 'full' or 'kron'.*post hoc"),
-    ({"hessian_structure": "gp"}, cc.UnsupportedError, "discounted curvature"),
+    ({"hessian_structure": "gp"}, cc.UnsupportedError, "cannot be added up"),
     ({"subset_of_weights": "subnetwork"}, cc.UnsupportedError, "'last_layer' or 'all'"),
     ({"subset_of_weights": "first_layer"}, cc.InputError, "'last_layer' or 'all'.*got 'first_layer', 'diag'"),
     ({"subset_of_weights": ["all"]}, cc.InputError, "'last_layer' or 'all'"),

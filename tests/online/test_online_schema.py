@@ -409,7 +409,7 @@ STATES: list[tuple[str, Any, str]] = [
     ("discounted.steps", torch.tensor(-2), "expected numbers of at least 0"),
     ("discounted.steps", torch.tensor(2.0), r"expected a tensor \(\) of torch.int64"),
     ("discounted.cost", torch.tensor(float("inf")), "expected finite numbers"),
-    ("discounted.positive", torch.tensor(False), "expected steps and points of the curvature that is there"),
+    ("discounted.positive", torch.tensor(False), "expected steps and points that explain the positive curvature"),
     ("options", torch.zeros(5), "expected the options of an OnlineLaplace as text in bytes, got a tensor of"),
     ("options", torch.full((5,), 255, dtype=torch.uint8), "expected the options of an OnlineLaplace"),
     ("options", "pd_fix=psd", "expected the options of an OnlineLaplace as text in bytes, got a str"),
