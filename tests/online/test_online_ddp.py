@@ -273,7 +273,7 @@ def test_the_same_program_started_twice(tmp_path: Path) -> None:
     trainer.step.register_forward_pre_hook(meanwhile)
     trainer.fit(loader, 1)
     assert said[0].startswith("InputError checkpoint: expected a file that no other training uses, got ")
-    assert "which another training in another process is using. Wait until it has ended" in said[0]
+    assert "which another training in another process is using. Wait until that training has ended" in said[0]
     assert "which another training in this process is using" in said[1]
     assert sorted(os.listdir(tmp_path)) == ["link.pt", "run.pt"]
     assert second(file).split() == ["trained", "8"]
