@@ -1,12 +1,20 @@
-"""The clamp that comes last, on an accumulated curvature."""
+"""Curvatures of batches are added as they are, and clamped once, at the end."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from contrastive_curvature.ggn.spectrum import eigenpairs
+from contrastive_curvature.network.pullback import KronFactors
 
-__all__ = ["clamp_curvature"]
+__all__ = ["add_factors", "clamp_curvature", "clamp_factors"]
+
+
+def add_factors(a: KronFactors | None, b: KronFactors) -> KronFactors:
+    """Add the Kronecker factors of two sets of points, factor by factor."""
+    if a is None:
+        return b
+    return [[x + y for x, y in zip(f, g, strict=True)] for f, g in zip(a, b, strict=True)]
 
 
 def clamp_curvature(curvature: Tensor) -> Tensor:
@@ -29,3 +37,8 @@ def clamp_curvature(curvature: Tensor) -> Tensor:
     if not values.numel() or values[0] >= 0:
         return symmetric
     return (vectors * values.clamp(min=0)) @ vectors.T
+
+
+def clamp_factors(factors: KronFactors) -> KronFactors:
+    """Set the negative eigenvalues of the curvature factors to zero; the input factors have none."""
+    return [[clamp_curvature(f[0]), *f[1:]] for f in factors]

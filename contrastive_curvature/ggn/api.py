@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from contrastive_curvature.arguments import check_flag, check_generator
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.ggn.accumulate import clamp_curvature
+from contrastive_curvature.ggn.accumulate import clamp_curvature, clamp_factors
 from contrastive_curvature.ggn.finite import check_finite
-from contrastive_curvature.ggn.kron import clamp_factors
 from contrastive_curvature.ggn.sampling import BlockSampler
 from contrastive_curvature.ggn.sharing import structured_curvature
 from contrastive_curvature.hessian.sphere import check_outputs
@@ -63,7 +62,7 @@ def ggn(
     was; a model in half precision is computed in float32.
 
     ``diag`` and ``full`` are exact for every distance and fix. ``kron`` is the K-FAC approximation
-    (:mod:`contrastive_curvature.ggn.kron`); ``kfac_approx`` says how it treats the cross terms of ``positive`` and
+    (:mod:`contrastive_curvature.network.kron`); ``kfac_approx`` says how it treats the cross terms of ``positive`` and
     ``full`` (:mod:`contrastive_curvature.ggn.sharing`).
 
     Args:

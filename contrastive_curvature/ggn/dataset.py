@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.ggn.accumulate import add_factors
 from contrastive_curvature.ggn.dominance import Dominance
 from contrastive_curvature.ggn.finite import check_finite
-from contrastive_curvature.ggn.kron import add_factors
 from contrastive_curvature.ggn.passes import PassRecord
 from contrastive_curvature.ggn.sampling import BlockSampler
 from contrastive_curvature.hessian.dataset import ClassCoupling, DatasetHessian, HessianPart

@@ -5,7 +5,7 @@ The exact block of a layer's weight over the pairs of a coupled fix is
 of the raw outputs with respect to what the layer puts out, and the pair's own Hessian ``H^{ij}``. Two
 approximations of it, after the K-FAC of layers with weight sharing:
 
-- ``expand`` (:mod:`contrastive_curvature.ggn.kron`) drops the cross terms: ``G = sum_i B_i^T H_ii B_i``,
+- ``expand`` (:mod:`contrastive_curvature.network.kron`) drops the cross terms: ``G = sum_i B_i^T H_ii B_i``,
   ``A = mean_i a_i a_i^T``. It overstates a coupled curvature several times, since what it drops nearly cancels what it
   keeps (``benchmarks/kron_error.py``).
 - ``reduce`` sums the two points first: ``G = sum_ij B_i^T H_ij B_j``, and ``A`` is the second moment of the pairs' mean
@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.ggn.kron import LayerRun, ModuleKron, sandwich
 from contrastive_curvature.ggn.sampling import BlockSampler
 from contrastive_curvature.hessian.output import OutputHessian
+from contrastive_curvature.network.kron import LayerRun, ModuleKron, sandwich
 from contrastive_curvature.network.last_layer import LastLayerPullback
-from contrastive_curvature.network.module import ModulePullback
+from contrastive_curvature.network.layerwise import LayerwisePullback
 from contrastive_curvature.network.pullback import KronFactors, Pullback
 from contrastive_curvature.options import KFACApprox, Structure
 
@@ -99,15 +99,13 @@ def shared_factors(pullback: Pullback, context: Any, hessian: OutputHessian, n_d
         eye = torch.eye(dim, dtype=hessian.z.dtype, device=hessian.z.device).view(1, dim, 1, dim)
         run = LayerRun(context.unsqueeze(1), eye.expand(len(hessian), -1, -1, -1))
         return [weight(run), [bias(run)]] if pullback.bias else [weight(run)]
-    if not isinstance(pullback, ModulePullback):
+    if not isinstance(pullback, LayerwisePullback):
         msg = (
-            "kfac_approx='reduce': this backend has factors of each point on its own only. Use "
-            "kfac_approx='expand', or backend=ContrastiveGGN (torch.func) with all parameters or the last layer."
+            "kfac_approx='reduce': a subnetwork has no Kronecker factors, and a pullback of your own has those of each "
+            "point alone. Use kfac_approx='expand', or backend=ContrastiveGGN with all parameters or the last layer."
         )
         raise UnsupportedError(msg)
-    if pullback.indices is not None:
-        return pullback.kron_factors(context, hessian.blocks, n_data)
-    kron = ModuleKron(pullback.encoder)
+    kron = ModuleKron(pullback)
 
     def vector(p: nn.Parameter) -> Tensor:
         return kron.vector_pullback(p).curvature(context, hessian, Structure.FULL)

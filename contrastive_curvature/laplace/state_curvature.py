@@ -72,7 +72,7 @@ def check_dense(state: Mapping[str, Any], like: Tensor, size: int) -> None:
 
 
 def check_factors(state: Mapping[str, Any], like: Tensor, parameters: Sequence[Tensor]) -> None:
-    """Check the Kronecker factors of every parameter: ``[G, A]`` of a matrix, ``[block]`` of a vector.
+    """Check the Kronecker factors of every parameter: ``[G, A]``, or one ``[block]``, as of a vector.
 
     Raises:
         InputError: Something is malformed, or ``H`` and ``H_raw`` differ.
@@ -82,9 +82,10 @@ def check_factors(state: Mapping[str, Any], like: Tensor, parameters: Sequence[T
         if not isinstance(groups, (list, tuple)) or len(groups) != len(parameters):
             refuse(key, f"a list of factors for {len(parameters)} parameters", kind_of(groups))
         for number, (group, p) in enumerate(zip(groups, parameters, strict=True)):
-            sizes = (p.numel(),) if p.ndim <= 1 else (len(p), p[0].numel())
-            if not isinstance(group, (list, tuple)) or len(group) != len(sizes):
-                refuse(key, f"{len(sizes)} factors for parameter {number}", kind_of(group))
+            if not isinstance(group, (list, tuple)) or len(group) not in ((1,) if p.ndim <= 1 else (1, 2)):
+                wanted = "one factor" if p.ndim <= 1 else "one or two factors"
+                refuse(key, f"{wanted} for parameter {number}", kind_of(group))
+            sizes = _factor_sizes(p, group)
             for place, (factor, size) in enumerate(zip(group, sizes, strict=True)):
                 checked = check_tensor(key, factor, like, (size, size))
                 # The curvature's factor may be indefinite until it is clamped; the inputs' is a mean of squares.
@@ -92,6 +93,15 @@ def check_factors(state: Mapping[str, Any], like: Tensor, parameters: Sequence[T
     pairs = [(a, b) for f, g in zip(state["H"], state["H_raw"], strict=True) for a, b in zip(f, g, strict=True)]
     if not all(torch.equal(a, b) for a, b in pairs):
         refuse("H", "the factors in H_raw", "other numbers")
+
+
+def _factor_sizes(p: Tensor, group: Sequence[object]) -> tuple[int, ...]:
+    """Rows of the factors of a parameter: those of a layer, or any two whose product is its number of entries."""
+    if len(group) == 1:
+        return (p.numel(),)
+    first = group[0]
+    rows = len(first) if isinstance(first, Tensor) and first.ndim == 2 else 0
+    return (rows, p.numel() // rows) if rows and p.numel() % rows == 0 else (len(p), p[0].numel())
 
 
 def check_eigenpairs(state: Mapping[str, Any], like: Tensor, size: int) -> None:

@@ -81,11 +81,11 @@ def find_layouts(encoder: Encoder, params: Sequence[Tensor], few: Inputs) -> Lay
         What was noticed.
     """
     every = frozenset(range(len(params)))
-    plain = encoder(few)
-    v = torch.randn(plain.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(plain)
-    wanted: Sequence[Tensor | None] = [None] * len(params)
-    if plain.requires_grad:
-        wanted = torch.autograd.grad(plain, params, v, allow_unused=True)
+    plain, v, wanted = _by_autograd(encoder, params, few)
+    if any(gradient is not None and not bool(gradient.isfinite().all()) for gradient in wanted):
+        # Inputs that overflow say nothing about the layers; the curvature of their batch is refused later.
+        few = _tamed(few)
+        plain, v, wanted = _by_autograd(encoder, params, few)
     lookups: frozenset[int] = frozenset()
     while True:
         with Recorder(list(params), lookups) as recorder:
@@ -122,6 +122,24 @@ def find_layouts(encoder: Encoder, params: Sequence[Tensor], few: Inputs) -> Lay
         inputs // len(z),
         frozenset(lacking),
     )
+
+
+def _by_autograd(
+    encoder: Encoder, params: Sequence[Tensor], few: Inputs
+) -> tuple[Tensor, Tensor, Sequence[Tensor | None]]:
+    """Outputs, random cotangents of them, and the gradients of all parameters."""
+    plain = encoder(few)
+    v = torch.randn(plain.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(plain)
+    if not plain.requires_grad:
+        return plain, v, [None] * len(params)
+    return plain, v, torch.autograd.grad(plain, params, v, allow_unused=True)
+
+
+def _tamed(x: Inputs) -> Inputs:
+    """Inputs without infinite, missing and huge numbers."""
+    if not isinstance(x, Tensor):
+        return {k: _tamed(v) if isinstance(v, Tensor) else v for k, v in x.items()}
+    return x.nan_to_num(0.0, 0.0, 0.0).clamp(-10, 10) if x.is_floating_point() else x
 
 
 def with_layouts(

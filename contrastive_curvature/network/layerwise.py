@@ -27,6 +27,7 @@ from contrastive_curvature.hessian.cross import CrossBlocks, tangent_axes
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs, input_length
+from contrastive_curvature.network.kron import ModuleKron
 from contrastive_curvature.network.layer_check import (
     Layouts,
     NotVerifiedError,
@@ -165,10 +166,7 @@ class LayerwisePullback(ModulePullback):
 
     def kron_factors(self, context: Any, blocks: Blocks, n_data: int) -> KronFactors:
         """See :meth:`Pullback.kron_factors`."""
-        # Imported here: the factors are made from this class.
-        from contrastive_curvature.ggn.kron import ModuleKron
-
-        return ModuleKron(self.encoder, self).factors(context, blocks, n_data)
+        return ModuleKron(self).factors(context, blocks, n_data)
 
     def output_covariance(self, context: Any, variance: Tensor) -> Tensor:
         """See :meth:`Pullback.output_covariance`; without a Jacobian of the network."""

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError
-from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.functional import FunctionalEncoder
 from contrastive_curvature.network.inputs import Inputs, input_length, slice_inputs
-from contrastive_curvature.network.pullback import KronFactors, Pullback, own_name
+from contrastive_curvature.network.pullback import Pullback, own_name
 
 __all__ = ["ModulePullback", "parameter_places"]
 
@@ -90,15 +89,6 @@ class ModulePullback(Pullback):
         else:
             flat = self._vjp_one_by_one(context, cotangents)
         return flat if self.indices is None else flat[..., self.indices]
-
-    def kron_factors(self, context: Any, blocks: Blocks, n_data: int) -> KronFactors:
-        """See :meth:`Pullback.kron_factors`."""
-        if self.indices is not None:
-            return super().kron_factors(context, blocks, n_data)
-        # Imported here: the factors of layers take exact blocks of vectors from this class.
-        from contrastive_curvature.ggn.kron import ModuleKron
-
-        return ModuleKron(self.encoder).factors(context, blocks, n_data)
 
     def outputs_at(self, x: Inputs, theta: Tensor) -> Tensor:
         """Raw outputs (N, D) at other values (P,) of all trainable parameters."""

@@ -216,7 +216,7 @@ class Pullback(ABC):
         return out
 
     def kron_factors(self, context: Any, blocks: Blocks, n_data: int) -> KronFactors:
-        """Kronecker factors of a set of points (:mod:`contrastive_curvature.ggn.kron`); those of batches add up.
+        """Kronecker factors of a set of points (:mod:`contrastive_curvature.network.kron`); those of batches add up.
 
         Args:
             context: Of N points.

@@ -113,9 +113,21 @@ WITHOUT_FACTORS = ("attention", "embedding", "shared")
 
 
 @given(drawn=network_cases(networks=WITHOUT_FACTORS))
-def test_layers_without_kron_factors_are_refused(drawn: Drawn, device: str) -> None:
-    with pytest.raises(cc.UnsupportedError, match=r"structure 'kron'.*'diag'"):
-        ggn(drawn, device, structure="kron")
+def test_parameters_outside_layers_have_factors_too(drawn: Drawn, device: str) -> None:
+    """One factor is the exact block; two are of sizes that multiply to the number of entries."""
+    model, _, case = drawn
+    coupled = case.options["pd_fix"] in ("positive", "full")
+    truth, size = truth_and_size(drawn)
+    factors = [[f.cpu() for f in group] for group in ggn(drawn, device, structure="kron")]
+    start = 0
+    for p, group in zip((p for p in model.parameters() if p.requires_grad), factors, strict=True):
+        block = truth[start : start + p.numel(), start : start + p.numel()]
+        start += p.numel()
+        if len(group) == 1 and not coupled:
+            assert close(group[0], block, size)
+        if len(group) == 2:
+            assert len(group[0]) * len(group[1]) == p.numel()
+            assert torch.linalg.eigvalsh(group[1])[0] >= -1e-12 * float(group[1].abs().max())
 
 
 @given(drawn=network_cases(networks=tuple(kind for kind in NETWORKS if kind not in WITHOUT_FACTORS)))

@@ -67,7 +67,9 @@ def test_laplace(kind: str, backend: Any, subset: str, structure: str) -> None:
         good = torch.rand(6, 4)
         refused(lambda la=la, good=good: la.fit([(good, LABELS), (x, LABELS)]), *words)
         la.fit([(good, LABELS)])
-        refused(lambda la=la: la(x), "points of shape (4,) and dtype torch.float32, as when the model was analysed", *words)
+        refused(
+            lambda la=la: la(x), "points of shape (4,) and dtype torch.float32, as when the model was analysed", *words
+        )
         refused(lambda la=la: la.predictive_samples(x, n_samples=2, joint=True), *words)
         assert la(good).mean.shape == (6, 3)
 

@@ -171,7 +171,9 @@ def test_a_loss_of_another_margin_is_refused_with_what_to_do(device: str, tmp_pa
         cc.Trainer(online, optimizer, checkpoint=tmp_path / "run.pt").fit([(x, labels)] * 2, epochs)
 
     run(0.5, 1)
-    with pytest.raises(cc.InputError, match=r"margin=0\.7.*margin=0\.5.*must keep the settings it began with; remove .*run\.pt"):
+    with pytest.raises(
+        cc.InputError, match=r"margin=0\.7.*margin=0\.5.*must keep the settings it began with; remove .*run\.pt"
+    ):
         run(0.7, 2)
     run(0.5, 2)
 

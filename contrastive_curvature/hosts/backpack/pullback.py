@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.ggn.finite import check_finite
-from contrastive_curvature.ggn.kron import zero_factors
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hosts.backpack.agreement import (
     POINTS,
@@ -26,6 +25,7 @@ from contrastive_curvature.hosts.backpack.passes import HostedEncoder, Pass
 from contrastive_curvature.network import pullback
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs
+from contrastive_curvature.network.kron import zero_factors
 from contrastive_curvature.network.layerwise import LayerwisePullback
 from contrastive_curvature.network.pullback import KronFactors
 from contrastive_curvature.options import Structure

@@ -14,29 +14,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.ggn.accumulate import clamp_curvature
 from contrastive_curvature.hessian.blocks import Blocks
-from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.layer_parts import MatrixPart
 from contrastive_curvature.network.layer_tape import Piece
-from contrastive_curvature.network.layerwise import LayerwisePullback
 from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.network.pullback import KronFactors, own_name
 from contrastive_curvature.options import Structure
+
+if TYPE_CHECKING:
+    from contrastive_curvature.network.layerwise import LayerwisePullback
 
 __all__ = [
     "BLOCK_ENTRIES",
     "FACTOR_SIZE",
     "LayerRun",
     "ModuleKron",
-    "add_factors",
-    "clamp_factors",
     "refuse_kron",
     "sandwich",
     "zero_factors",
@@ -78,19 +77,17 @@ class ModuleKron:
     the place of a layer's outputs, and the other axes that of positions whose inputs are unit vectors.
 
     Args:
-        encoder: The analysed encoder, in evaluation mode.
-        pullback: The layerwise pullback of the encoder; by default a new one.
+        pullback: The layerwise pullback of the encoder.
 
     Raises:
         UnsupportedError: A factor would have more than :data:`FACTOR_SIZE` rows.
     """
 
-    def __init__(self, encoder: Encoder, pullback: LayerwisePullback | None = None) -> None:
-        self.encoder = encoder
-        self.pullback = LayerwisePullback(encoder) if pullback is None else pullback
+    def __init__(self, pullback: LayerwisePullback) -> None:
+        self.encoder, self.pullback = pullback.encoder, pullback
         self.params: list[nn.Parameter] = self.pullback.trainable
         owners: dict[int, tuple[nn.Module, str]] = {}
-        for module in encoder.modules():
+        for module in self.encoder.modules():
             for name, p in module.named_parameters(recurse=False):
                 owners.setdefault(id(p), (module, name))
         self.owners = [owners[id(p)] for p in self.params]
@@ -296,18 +293,6 @@ def zero_factors(p: Tensor) -> list[Tensor]:
     """What a parameter without curvature has: ``[G, A]`` of a matrix, ``[block]`` of a vector."""
     sizes = (p.numel(),) if p.ndim <= 1 else (len(p), p[0].numel())
     return [p.new_zeros(size, size) for size in sizes]
-
-
-def add_factors(a: KronFactors | None, b: KronFactors) -> KronFactors:
-    """Add the factors of two sets of points, factor by factor."""
-    if a is None:
-        return b
-    return [[x + y for x, y in zip(f, g, strict=True)] for f, g in zip(a, b, strict=True)]
-
-
-def clamp_factors(factors: KronFactors) -> KronFactors:
-    """Set the negative eigenvalues of the curvature factors to zero; the input factors have none."""
-    return [[clamp_curvature(f[0]), *f[1:]] for f in factors]
 
 
 def sandwich(b: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
