@@ -54,7 +54,7 @@ def batches_curvature(
         relation: ``None`` for class labels, or a callable on targets.
         progress: Progress of the whole fit, or whether to show progress.
         kfac_approx: How ``kron`` treats the two points of a pair.
-        sampler: Of the blocks, for an estimate.
+        sampler: Samples the blocks of the Hessian for an estimate; ``None`` uses the exact blocks.
 
     Returns:
         The estimate. If a single point contributes most of the curvature, there is a warning.
@@ -130,7 +130,7 @@ def batch_curvature(
         relation: ``None`` for class labels, or a callable on targets.
         kfac_approx: How ``kron`` treats the two points of a pair.
         dominance: Records the contribution of the batch, if given.
-        sampler: Of the blocks, for an estimate.
+        sampler: Samples the blocks of the Hessian for an estimate; ``None`` uses the exact blocks.
 
     Returns:
         Unclamped curvature, loss and non-negative loss.

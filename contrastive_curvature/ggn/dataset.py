@@ -189,7 +189,7 @@ def dataset_curvature(
         points: Result of the first pass.
         structure: ``diag``, ``full`` or ``kron``.
         progress: Progress of the whole fit, or whether to show progress.
-        sampler: Of the blocks, for an estimate.
+        sampler: Samples the blocks of the Hessian for an estimate; ``None`` uses the exact blocks.
 
     Returns:
         The curvature. If a single point contributes most of it, there is a warning.

@@ -173,8 +173,8 @@ def _warn_of_inputs(fraction: float, places: list[_Place], layer: str) -> None:
     subject = "One point contributes" if len(places) == 1 else f"{len(places)} points contribute"
     msg = (
         f"{subject} {100 * fraction:.0f} % of the curvature (input factor of layer {layer!r}): {which} of the "
-        "pass over the data. Inputs so much larger than all others make the posterior, and a prior that is chosen from the "
-        "curvature, too certain for all other inputs. Leave these points out, or clip their inputs."
+        "pass over the data. Inputs so much larger than all others make the posterior, and a prior that is chosen "
+        "from the curvature, too certain for all other inputs. Leave these points out, or clip their inputs."
     )
     warnings.warn(msg, UserWarning, stacklevel=2)
 

@@ -126,12 +126,12 @@ def recall_at_k(ranking: Ranking, k: int) -> float:
 def average_precision_at_k(ranking: Ranking, k: int) -> Tensor:
     """Return the average precision at k of every query.
 
-    ``AP@k = sum_(r <= k) relevant_r * precision_r / min(k, n_positives)``, with ``precision_r`` the fraction of positives
-    among the first r. The denominator is the largest possible number of retrieved positives, so AP@k = 1 only if the
-    first ``min(k, n_positives)`` neighbours are all positive. This is what the authors'
-    released ``apk`` computes, and MAP@R for k = n_positives. torchmetrics' ``retrieval_average_precision(top_k=k)``
-    divides by the positives RETRIEVED instead, which does not penalise missed ones: multiply it by ``retrieved / min(k,
-    n_positives)`` to compare.
+    ``AP@k = sum_(r <= k) relevant_r * precision_r / min(k, n_positives)``, with ``precision_r`` the fraction of
+    positives among the first r. The denominator is the largest possible number of retrieved positives, so AP@k = 1 only
+    if the first ``min(k, n_positives)`` neighbours are all positive. This is what the authors' released ``apk``
+    computes, and MAP@R for k = n_positives. torchmetrics' ``retrieval_average_precision(top_k=k)`` divides by the
+    positives RETRIEVED instead, which does not penalise missed ones: multiply it by ``retrieved / min(k, n_positives)``
+    to compare.
 
     Args:
         ranking: The retrieved neighbours, K of them.

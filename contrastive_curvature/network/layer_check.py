@@ -101,7 +101,7 @@ def find_layouts(encoder: Encoder, params: Sequence[Tensor], few: Inputs) -> Lay
     uses = with_layouts(recorder.uses, places, len(z), frozenset(lacking))
     pieces, failed = make_pieces(uses, len(z), z.dtype)
     both = {key: [a + b for a, b in zip(first[key], others[key], strict=True)] for key in first}
-    lacking |= failed | _disagreeing(pieces, both, wanted, every - lacking - failed, z.dtype)
+    lacking |= failed | _disagreeing(pieces, both, wanted, every - lacking - failed, _coarsest(uses, z.dtype))
     counts = Counter(piece.number for piece in pieces)
     matrices = {
         piece.number
@@ -122,6 +122,11 @@ def find_layouts(encoder: Encoder, params: Sequence[Tensor], few: Inputs) -> Lay
         inputs // len(z),
         frozenset(lacking),
     )
+
+
+def _coarsest(uses: Sequence[tuple[Use, Layout]], dtype: torch.dtype) -> torch.dtype:
+    """The type of the outputs, or of a layer that autocast computes in fewer digits."""
+    return max((dtype, *(use.run.dtype for use, _ in uses)), key=lambda kind: torch.finfo(kind).eps)
 
 
 def _by_autograd(

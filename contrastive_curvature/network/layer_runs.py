@@ -48,12 +48,14 @@ class Run:
         shape: Of the output.
         axes: Axes of the output that points can lie along.
         device: Of the output.
+        dtype: Of the output.
     """
 
     edge: GradientEdge
     shape: torch.Size
     axes: tuple[int, ...]
     device: torch.device
+    dtype: torch.dtype
 
 
 @dataclass
@@ -154,7 +156,7 @@ class Recorder(TorchFunctionMode):
             return 0
         if kind == "entrywise":
             return self._entrywise(func, given, out)
-        run = Run(get_gradient_edge(out), out.shape, _point_axes(kind, given, out), out.device)
+        run = Run(get_gradient_edge(out), out.shape, _point_axes(kind, given, out), out.device, out.dtype)
         noted = 0
         for name in ("weight", "bias"):
             selection = self._selection(given.get(name))
@@ -193,7 +195,7 @@ class Recorder(TorchFunctionMode):
         if any(size not in (1, whole) for size, whole in zip(aligned, out.shape, strict=True)):
             return 0
         axes = tuple(j for j, size in enumerate(aligned) if size == 1)
-        run = Run(get_gradient_edge(out), out.shape, axes, out.device)
+        run = Run(get_gradient_edge(out), out.shape, axes, out.device, out.dtype)
         self._add(run, selection, "entrywise", aligned, other if func in _PRODUCTS else None)
         return 1
 

@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import ContrastiveCurvatureError
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.cross import CrossBlocks, tangent_axes
 from contrastive_curvature.hessian.output import OutputHessian
@@ -307,9 +306,9 @@ class LayerwisePullback(ModulePullback):
             few = _plain(few_points(context))
             try:
                 self._layouts = find_layouts(self._running, self.trainable, few)
-            except (ContrastiveCurvatureError, torch.OutOfMemoryError):
+            except torch.OutOfMemoryError:
                 raise
-            except Exception:
+            except RuntimeError:
                 # Whatever autograd refuses (checkpoints that run backward passes of their own): torch.func either works
                 # or raises the encoder's own error.
                 every = frozenset(range(len(self.trainable)))
