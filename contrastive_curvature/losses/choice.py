@@ -54,7 +54,8 @@ def choose_loss(
     of_the_loss: dict[str, Any] = {"margin": margin, "negative_weight": negative_weight, "normalization": normalization}
     split: dict[str, Any] = {"distance": distance, "pd_fix": pd_fix}
     if loss is None:
-        values: dict[str, Any] = {name: v.value if isinstance(v, Default) else v for name, v in {**of_the_loss, **split}.items()}
+        given = {**of_the_loss, **split}.items()
+        values: dict[str, Any] = {name: v.value if isinstance(v, Default) else v for name, v in given}
         return ContrastiveLoss(**values)
     if not isinstance(loss, PairLoss):
         wanted = "a contrastive_curvature.losses.PairLoss, or None"

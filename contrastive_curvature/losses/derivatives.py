@@ -60,9 +60,7 @@ class PairDerivatives(DatasetDerivatives):
         if isinstance(self.relation, EdgeRelation):
             sums = self._listed_sums(self.relation)
         else:
-            parts = [
-                self._row_sums(block, self.u) for _, block in self._blocks(value=not self.loss.value_from_sums)
-            ]
+            parts = [self._row_sums(block, self.u) for _, block in self._blocks(value=not self.loss.value_from_sums)]
             sums = _joined(parts, self.u)
         # The value of the loss is often asked for next.
         self._summed = sums.totals(self.u)

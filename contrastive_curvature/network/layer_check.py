@@ -90,7 +90,8 @@ def find_layouts(encoder: Encoder, params: Sequence[Tensor], few: Inputs) -> Lay
     while True:
         with Recorder(list(params), lookups) as recorder:
             z = encoder(few)
-        if not _agree(z.detach(), plain.detach(), float(plain.detach().abs().max()), z.dtype):
+        coarsest = _coarsest(recorder.uses, z.dtype)
+        if not _agree(z.detach(), plain.detach(), float(plain.detach().abs().max()), coarsest):
             return Layouts({}, lookups, frozenset(), every, 1, 1, every)
         places, first, others, without = _places(recorder.uses, z, v)
         tables = {use.selection.number for use in without if use.kind == "embedding"} - lookups
@@ -101,7 +102,7 @@ def find_layouts(encoder: Encoder, params: Sequence[Tensor], few: Inputs) -> Lay
     uses = with_layouts(recorder.uses, places, len(z), frozenset(lacking))
     pieces, failed = make_pieces(uses, len(z), z.dtype)
     both = {key: [a + b for a, b in zip(first[key], others[key], strict=True)] for key in first}
-    lacking |= failed | _disagreeing(pieces, both, wanted, every - lacking - failed, _coarsest(uses, z.dtype))
+    lacking |= failed | _disagreeing(pieces, both, wanted, every - lacking - failed, z.dtype, coarsest)
     counts = Counter(piece.number for piece in pieces)
     matrices = {
         piece.number
@@ -124,9 +125,9 @@ def find_layouts(encoder: Encoder, params: Sequence[Tensor], few: Inputs) -> Lay
     )
 
 
-def _coarsest(uses: Sequence[tuple[Use, Layout]], dtype: torch.dtype) -> torch.dtype:
+def _coarsest(uses: Sequence[Use], dtype: torch.dtype) -> torch.dtype:
     """The type of the outputs, or of a layer that autocast computes in fewer digits."""
-    return max((dtype, *(use.run.dtype for use, _ in uses)), key=lambda kind: torch.finfo(kind).eps)
+    return max((dtype, *(use.run.dtype for use in uses)), key=lambda kind: torch.finfo(kind).eps)
 
 
 def _by_autograd(
@@ -202,7 +203,12 @@ def _places(uses: Sequence[Use], z: Tensor, v: Tensor) -> tuple[dict[tuple[int, 
 
 
 def _disagreeing(
-    pieces: Sequence[Piece], found: Any, wanted: Sequence[Tensor | None], numbers: frozenset[int], dtype: torch.dtype
+    pieces: Sequence[Piece],
+    found: Any,
+    wanted: Sequence[Tensor | None],
+    numbers: frozenset[int],
+    dtype: torch.dtype,
+    coarsest: torch.dtype,
 ) -> set[int]:
     """The parameters whose gradients are not those of autograd."""
     by_number: dict[int, list[tuple[Part, Tensor]]] = {}
@@ -218,10 +224,10 @@ def _disagreeing(
                 out.add(number)
             continue
         total = _total(parts, gradient.numel())
-        if not _agree(total, gradient.flatten(), float(gradient.abs().max()), gradient.dtype):
+        if not _agree(total, gradient.flatten(), float(gradient.abs().max()), coarsest):
             # A gradient that is a cancellation has the rounding error of its terms.
             size = max(part.magnitude(b) for part, b in parts)
-            if not _agree(total, gradient.flatten(), size, gradient.dtype):
+            if not _agree(total, gradient.flatten(), size, coarsest):
                 out.add(number)
     return out
 

@@ -175,12 +175,16 @@ def test_other_data_in_the_second_pass_are_refused(device: str) -> None:
         fit(model, loader, {}, Structure.DIAG, False)
 
 
-def test_low_rank_refuses_a_shuffling_loader(device: str) -> None:
+def test_low_rank_takes_a_shuffling_loader_in_its_own_order(device: str) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(INPUTS, 3), nn.Tanh(), nn.Linear(3, 2)).to(device)
-    loader = DataLoader(TensorDataset(torch.randn(32, INPUTS), torch.arange(32) % 2), batch_size=3, shuffle=True)
-    with pytest.raises(cc.InputError, match="shuffle=False"):
-        cc.ContrastiveGGN(model, rank=2).fit_lowrank(loader)
+    model = nn.Sequential(nn.Linear(INPUTS, 3), nn.Tanh(), nn.Linear(3, 2)).double().to(device)
+    data = TensorDataset(torch.randn(32, INPUTS, dtype=torch.float64), torch.arange(32) % 2)
+    fits = []
+    for shuffle in (False, True):
+        loader = DataLoader(data, batch_size=3, shuffle=shuffle)
+        vectors, values = cc.ContrastiveGGN(model, rank=2).fit_lowrank(loader).curvature
+        fits.append((vectors * values) @ vectors.T)
+    assert close(*fits, tolerance=1e-12)
 
 
 def test_memory_of_a_last_layer_fit_does_not_grow_with_pairs(device: str) -> None:
