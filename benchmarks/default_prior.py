@@ -1,8 +1,8 @@
 """The default prior, temperature and score are right for several encoders, and what the alternatives cost.
 
 Takes run folders of the demonstration (``python -m benchmarks.experiments --table demo --out FOLDER``), loads their
-posteriors, and compares rules for the prior, each with two scores: the lost length (``uncertainty``) and the angle (``1
-/ kappa``).
+posteriors, and compares rules for the prior, each with two scores, ``uncertainty``
+and ``1 / kappa``.
 
     python -m benchmarks.default_prior FOLDER [FOLDER ...] --data-root ../shared/data --out benchmarks/results
 """
@@ -28,7 +28,7 @@ _ROW = "laplace_posthoc"
 
 
 def of_strength(strength: float) -> Callable[[Any], None]:
-    """The default rule with another strength of the prior."""
+    """The default rule with another prior scale."""
     return lambda la: la.optimize_prior_precision(strength=strength)
 
 
@@ -121,7 +121,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         mine = [row for row in rows if (row["dataset"], row["dim"]) == (dataset, dim)]
         seeds = sorted({row["seed"] for row in mine})
         out += [f"## {dataset}, dimension {dim}, seeds {', '.join(map(str, seeds))}", ""]
-        head = "rule | lost length: AUROC | AUPRC | AUSC | angle: AUROC | AUPRC | AUSC | ECE"
+        head = "rule | `uncertainty`: AUROC | AUPRC | AUSC | `1 / kappa`: AUROC | AUPRC | AUSC | ECE"
         out += [f"| {head} |", "|---" * 8 + "|"]
         for name in RULES:
             same = [row for row in mine if row["rule"] == name]

@@ -13,8 +13,7 @@ __all__ = ["check_finite", "is_finite"]
 
 def is_finite(curvature: Tensor | KronFactors) -> Tensor:
     """Whether all entries are finite, as a boolean tensor with one entry."""
-    flat = [curvature] if isinstance(curvature, Tensor) else [factor for group in curvature for factor in group]
-    return torch.stack([tensor.isfinite().all() for tensor in flat]).all()
+    return torch.stack([tensor.isfinite().all() for tensor in _tensors(curvature)]).all()
 
 
 def check_finite(curvature: Tensor | KronFactors, pullback: Pullback, where: str) -> None:
@@ -28,7 +27,10 @@ def check_finite(curvature: Tensor | KronFactors, pullback: Pullback, where: str
     Raises:
         InputError: An entry is not finite; the message names the layer of the first such entry.
     """
-    if bool(is_finite(curvature)):
+    # A sum takes a third of the time of asking every entry. It is finite only where all entries are; large ones may
+    # overflow in it.
+    total = torch.stack([tensor.sum() for tensor in _tensors(curvature)]).sum()
+    if bool(total.isfinite()) or bool(is_finite(curvature)):
         return
     if isinstance(curvature, Tensor):
         bad = ~curvature.isfinite()
@@ -47,3 +49,7 @@ def check_finite(curvature: Tensor | KronFactors, pullback: Pullback, where: str
     )
     received = f"NaN or infinity in layer {layer!r} (parameter {name!r}), first in {where}"
     raise InputError(expected("curvature", "finite numbers", received, hint))
+
+
+def _tensors(curvature: Tensor | KronFactors) -> list[Tensor]:
+    return [curvature] if isinstance(curvature, Tensor) else [factor for group in curvature for factor in group]

@@ -99,10 +99,10 @@ class ContrastiveLowRankLaplace(ContrastiveLaplace, _LowRankHost):
     takes_rank = True
 
     def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool | None = None) -> None:
-        """Fit; the loader must not shuffle, because Lanczos multiplies with the curvature many times.
+        """Fit; of a shuffling ``DataLoader`` the data set is taken in its own order, in every pass of Lanczos.
 
         Raises:
-            InputError: No data, one point, no positive pair, a shuffling loader, or no positive eigenvalue.
+            InputError: No data, one point, no positive pair, batches in another order, or no positive eigenvalue.
             UnsupportedError: ``override=False``: eigenpairs of two data sets do not add up.
         """
         check_flag("override", override)
