@@ -123,12 +123,12 @@ def measure_prediction(data: Any, dim: int, epochs: int, rounds: int, n_samples:
         kappa, drawn = (predicted.variants[key] for key in ("inverse_kappa", "inverse_kappa_sampled"))
         out[name] = {
             "inverse_kappa": float(spearmanr(kappa, drawn).statistic),
-            "uncertainty": float(spearmanr(predicted.uncertainty, norm_lost_by_averaging(la, split, n_samples)).statistic),
+            "uncertainty": float(spearmanr(predicted.uncertainty, lost_norm(la, split, n_samples)).statistic),
         }
     return out
 
 
-def norm_lost_by_averaging(la: Any, split: Any, n_samples: int) -> Tensor:
+def lost_norm(la: Any, split: Any, n_samples: int) -> Tensor:
     """``E|z| - |E z|`` over sampled networks, the sampled form of ``EmbeddingDistribution.uncertainty``."""
     out = []
     for x, _ in loader(split, 200):
