@@ -229,7 +229,10 @@ class Pullback(ABC):
         Raises:
             UnsupportedError: These parameters have none.
         """
-        msg = "structure 'kron': a subnetwork has no Kronecker factors. Use the structure 'diag' or 'full'."
+        msg = (
+            "structure 'kron': this pullback has no Kronecker factors (a subnetwork has none). Use the structure 'diag' or "
+            "'full', or all parameters with backend=ContrastiveGGN."
+        )
         raise UnsupportedError(msg)
 
     def class_sums(self, context: Any, cotangents: Tensor, index: Tensor, n_classes: int) -> Tensor:

@@ -52,14 +52,14 @@ def test_an_interrupted_training_ends_as_an_uninterrupted_one(name, changes, rea
     setting, data = make_setting(epochs=3, checkpoint_every=1, **changes), fragile_data()
     options = {"members": 2} if name == "deep_ensemble" else {}
     base = fit("deterministic", setting, tmp_path / "base", data) if name == "pfe" else None
-    step, steps = Trainer._one, []
+    step, steps = Trainer._train_on_batch, []
 
     def counted(*given):
         loss = step(*given)
         steps.append(loss)
         return loss
 
-    monkeypatch.setattr(Trainer, "_one", counted)
+    monkeypatch.setattr(Trainer, "_train_on_batch", counted)
     whole, folder = make_method(name, setting, **options), tmp_path / "parts"
     for made in (tmp_path / "whole", folder):
         made.mkdir()

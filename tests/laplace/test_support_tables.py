@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import contrastive_curvature as cc
-from contrastive_curvature.network.module import ModulePullback
+from contrastive_curvature.network.layerwise import LayerwisePullback
 from contrastive_curvature.testing import support
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +50,7 @@ def test_every_backend_and_structure_has_its_place(tables: dict[str, str]) -> No
 
 
 def test_wrong_factors_are_no_approximation() -> None:
-    class Sevens(ModulePullback):
+    class Sevens(LayerwisePullback):
         def kron_factors(self, *args: Any) -> Any:
             return [[torch.full_like(f, 7.0) for f in group] for group in super().kron_factors(*args)]
 
