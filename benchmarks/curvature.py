@@ -12,19 +12,19 @@ Run: ``python -m benchmarks.curvature [--quick] [--data-root ../shared/data] [--
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from benchmarks.curvature_report import CHUNKS, TARGETS, render
+from benchmarks.experiments.data import load_data
+from benchmarks.experiments.networks import make_network
 from benchmarks.machine import describe, measure_peak, measure_time, run_apart
 from benchmarks.pairwise import pairwise_curvature
 from contrastive_curvature.hessian.sphere import normalize
@@ -159,12 +159,8 @@ def run_dataset(case: Case) -> Case:
     """Case 3: all pairs of a training set, against one forward pass of the encoder over it."""
     torch.manual_seed(0)
     images, labels, source = load_images(case["data_root"], case["points"])
-    body = nn.Sequential(
-        *(nn.Conv2d(1, 32, 3), nn.ReLU(inplace=True), nn.Conv2d(32, 64, 3), nn.ReLU(inplace=True)),
-        *(nn.MaxPool2d(2), nn.Flatten()),
-    )
-    layer = nn.Linear(9216, 3)
-    encoder = nn.Sequential(body, layer)
+    encoder = make_network("fashionmnist", 3)
+    body, layer = encoder[:-1], encoder[-1]
     train(encoder, images, labels, case["steps"])
     encoder.requires_grad_(False)
     n, batch = len(images), 250
@@ -205,13 +201,9 @@ def load_images(root: str | None, points: int) -> tuple[Tensor, Tensor, str]:
         labels = torch.arange(points) % 10
         patterns = nn.functional.interpolate(torch.rand(10, 1, 4, 4), size=28, mode="bilinear")
         return patterns[labels] + 0.3 * torch.rand(points, 1, 28, 28), labels, "synthetic images of the same shape"
-    folder = Path(root) / "FashionMNIST" / "raw"
-    arrays = []
-    for name, header in (("images-idx3", 16), ("labels-idx1", 8)):
-        with gzip.open(folder / f"train-{name}-ubyte.gz") as file:
-            arrays.append(torch.from_numpy(np.frombuffer(file.read(), dtype=np.uint8, offset=header).copy()))
-    images, labels = arrays[0].view(-1, 1, 28, 28)[:points], arrays[1][:points]
-    return images.float() / 255, labels.long(), "Fashion-MNIST, training set"
+    data = load_data("fashionmnist", root, ood="none").train
+    images, labels = zip(*(data[k] for k in range(min(points, len(data)))), strict=True)
+    return torch.stack(images), torch.as_tensor(labels), "Fashion-MNIST, training set"
 
 
 def train(encoder: nn.Module, images: Tensor, labels: Tensor, steps: int) -> None:

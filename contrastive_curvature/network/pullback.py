@@ -230,8 +230,8 @@ class Pullback(ABC):
             UnsupportedError: These parameters have none.
         """
         msg = (
-            "structure 'kron': this pullback has no Kronecker factors (a subnetwork has none). Use the structure 'diag' "
-            "or 'full', or all parameters with backend=ContrastiveGGN."
+            "structure 'kron': this pullback has no Kronecker factors (a subnetwork has none). Use the structure "
+            "'diag' or 'full', or all parameters with backend=ContrastiveGGN."
         )
         raise UnsupportedError(msg)
 
