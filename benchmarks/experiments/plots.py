@@ -204,6 +204,8 @@ def _histograms(data: RetrievalData, shown: list[Shown], seed: int) -> Figure:
         else:
             # Scores that hardly differ have long labels.
             axes.xaxis.set_major_locator(MaxNLocator(4))
+    for axes in grid[-1]:
+        axes.set_xlabel("score (larger: less certain)")
     for axes in grid.flat[len(shown) :]:
         axes.set_axis_off()
     # Outside: the peaks stand at another place in every run.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,18 @@ from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.network.layer_parts import MatrixPart, Part
 from contrastive_curvature.network.layer_points import Layout, candidates, fits, separates
-from contrastive_curvature.network.layer_runs import Recorder, Use
-from contrastive_curvature.network.layer_tape import Piece, Tape, make_pieces
+from contrastive_curvature.network.layer_runs import Recorder, Run, Use
+from contrastive_curvature.network.layer_tape import Gradients, Piece, Tape, make_pieces
 
-__all__ = ["Layouts", "NotVerifiedError", "few_points", "find_layouts", "with_layouts"]
+__all__ = [
+    "Layouts",
+    "NotVerifiedError",
+    "coarsest_dtype",
+    "disagreeing",
+    "few_points",
+    "find_layouts",
+    "with_layouts",
+]
 
 _POINTS = 5
 """A prime, so that an axis of this length is rarely one of positions."""
@@ -91,8 +99,8 @@ def find_layouts(encoder: Encoder, params: Sequence[Tensor], few: Inputs) -> Lay
     while True:
         with Recorder(list(params), lookups) as recorder:
             z = encoder(few)
-        coarsest = _coarsest(recorder.uses, z.dtype)
-        if not _agree(z.detach(), plain.detach(), float(plain.detach().abs().max()), coarsest):
+        coarsest = coarsest_dtype((use.run for use in recorder.uses), z.dtype)
+        if not _agree(z.detach(), plain.detach(), _largest(plain.detach()), coarsest):
             return Layouts({}, lookups, frozenset(), every, 1, 1, every)
         places, first, others, without = _places(recorder.uses, z, v)
         tables = {use.selection.number for use in without if use.kind == "embedding"} - lookups
@@ -100,10 +108,14 @@ def find_layouts(encoder: Encoder, params: Sequence[Tensor], few: Inputs) -> Lay
             break
         lookups |= tables
     lacking = recorder.unknown | {use.selection.number for use in without}
-    uses = with_layouts(recorder.uses, places, len(z), frozenset(lacking))
+    try:
+        uses = with_layouts(recorder.uses, places, len(z), frozenset(lacking))
+    except NotVerifiedError as error:
+        lacking |= error.numbers
+        uses = with_layouts(recorder.uses, places, len(z), frozenset(lacking))
     pieces, failed = make_pieces(uses, len(z), z.dtype)
     both = {key: [a + b for a, b in zip(first[key], others[key], strict=True)] for key in first}
-    lacking |= failed | _disagreeing(pieces, both, wanted, every - lacking - failed, z.dtype, coarsest)
+    lacking |= failed | disagreeing(pieces, both, wanted, every - lacking - failed, z, coarsest)
     counts = Counter(piece.number for piece in pieces)
     matrices = {
         piece.number
@@ -126,9 +138,9 @@ def find_layouts(encoder: Encoder, params: Sequence[Tensor], few: Inputs) -> Lay
     )
 
 
-def _coarsest(uses: Sequence[Use], dtype: torch.dtype) -> torch.dtype:
+def coarsest_dtype(runs: Iterable[Run], dtype: torch.dtype) -> torch.dtype:
     """The type of the outputs, or of a layer that autocast computes in fewer digits."""
-    return max((dtype, *(use.run.dtype for use in uses)), key=lambda kind: torch.finfo(kind).eps)
+    return max((dtype, *(run.dtype for run in runs)), key=lambda kind: torch.finfo(kind).eps)
 
 
 def _by_autograd(
@@ -171,7 +183,12 @@ def with_layouts(
             continue
         layout = places.get((number, seen[number]))
         seen[number] += 1
-        if layout is None or not fits(use.run.shape, layout, n) or not use.intact():
+        if (
+            layout is None
+            or layout.axis not in use.run.axes
+            or not fits(use.run.shape, layout, n)
+            or not use.intact()
+        ):
             wrong.add(number)
         else:
             out.append((use, layout))
@@ -203,34 +220,50 @@ def _places(uses: Sequence[Use], z: Tensor, v: Tensor) -> tuple[dict[tuple[int, 
     return places, first, others, without
 
 
-def _disagreeing(
+def disagreeing(
     pieces: Sequence[Piece],
-    found: Any,
+    found: Gradients,
     wanted: Sequence[Tensor | None],
     numbers: frozenset[int],
-    dtype: torch.dtype,
+    z: Tensor,
     coarsest: torch.dtype,
 ) -> set[int]:
-    """The parameters whose gradients are not those of autograd."""
-    by_number: dict[int, list[tuple[Part, Tensor]]] = {}
+    """The parameters whose gradients are not those of autograd.
+
+    Args:
+        pieces: Of a run.
+        found: Its gradients of one cotangent.
+        wanted: Those of the parameters, by autograd.
+        numbers: Of the parameters to compare.
+        z: The outputs (n, D) of the run.
+        coarsest: From :func:`coarsest_dtype`.
+    """
+    by_number: dict[int, list[Piece]] = {}
     for piece in pieces:
-        b = piece.gradients(found, _POINTS, dtype)
-        if b is not None:
-            by_number.setdefault(piece.number, []).append((piece.part, b))
+        by_number.setdefault(piece.number, []).append(piece)
     out = set()
     for number in numbers:
-        gradient, parts = wanted[number], by_number.get(number, [])
+        gradient = wanted[number]
+        parts = []
+        for piece in by_number.get(number, []):
+            b = piece.gradients(found, len(z), z.dtype)
+            if b is not None:
+                parts.append((piece.part, b))
         if gradient is None or not parts:
             if any(bool(part.total(b).any()) for part, b in parts) or (gradient is not None and bool(gradient.any())):
                 out.add(number)
             continue
         total = _total(parts, gradient.numel())
-        if not _agree(total, gradient.flatten(), float(gradient.abs().max()), coarsest):
+        if not _agree(total, gradient.flatten(), _largest(gradient), coarsest):
             # A gradient that is a cancellation has the rounding error of its terms.
             size = max(part.magnitude(b) for part, b in parts)
             if not _agree(total, gradient.flatten(), size, coarsest):
                 out.add(number)
     return out
+
+
+def _largest(t: Tensor) -> float:
+    return float(t.abs().max()) if t.numel() else 0.0
 
 
 def _total(parts: list[tuple[Part, Tensor]], size: int) -> Tensor:

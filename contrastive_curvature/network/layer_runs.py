@@ -138,8 +138,11 @@ class Recorder(TorchFunctionMode):
         parts = [out] if isinstance(out, Tensor) else list(out)
         if first is None or len(found) != 1 or not all(isinstance(part, Tensor) for part in parts):
             return False
-        indices = first.indices(args[0].shape)
-        moved = indices if func in _KEEPING else func(indices, *_on_cpu(args[1:]), **kwargs)
+        if func in _KEEPING:
+            self._tracked[id(out)] = first
+            self._kept.append(out)
+            return True
+        moved = func(first.indices(args[0].shape), *_on_cpu(args[1:]), **kwargs)
         for part, entries in zip(parts, [moved] if isinstance(moved, Tensor) else moved, strict=True):
             self._tracked[id(part)] = Selection(first.number, entries)
             self._kept.append(part)

@@ -150,7 +150,7 @@ def make_pieces(uses: Sequence[tuple[Use, Layout]], n: int, dtype: torch.dtype) 
 
 def _alike(a: Use, b: Use) -> bool:
     """Whether two uses are of the same entries in the same way, so that their positions can be put in one row."""
-    if a.selection.number != b.selection.number or _family(a) != _family(b) or a.shape[-2:] != b.shape[-2:]:
+    if a.selection.number != b.selection.number or _family(a) != _family(b) or _own_shape(a) != _own_shape(b):
         return False
     one, other = a.selection.entries, b.selection.entries
     if (one is None) != (other is None):
@@ -166,6 +166,12 @@ def _alike(a: Use, b: Use) -> bool:
 
 def _family(use: Use) -> str:
     return "matrix" if use.kind in ("linear", "convolution") else use.kind
+
+
+def _own_shape(use: Use) -> tuple[int, ...]:
+    """Shape of the entries, without axes that were only aligned with an output."""
+    start = next((j for j, size in enumerate(use.shape) if size > 1), len(use.shape)) if use.kind == "entrywise" else 0
+    return tuple(use.shape[start:])
 
 
 def _disjoint(parts: list[Part]) -> bool:

@@ -35,6 +35,7 @@ from contrastive_curvature.network.layer_check import (
     with_layouts,
 )
 from contrastive_curvature.network.layer_cross import check_alike, cross_diagonals, shared_columns
+from contrastive_curvature.network.layer_proof import unproven
 from contrastive_curvature.network.layer_runs import Recorder
 from contrastive_curvature.network.layer_tape import Piece, Tape, make_pieces
 from contrastive_curvature.network.module import ModulePullback
@@ -254,7 +255,11 @@ class LayerwisePullback(ModulePullback):
         pieces, failed = make_pieces(uses, len(z), z.dtype)
         if failed:
             raise NotVerifiedError(failed)
-        return Tape(z, pieces)
+        tape = Tape(z, pieces)
+        wrong = unproven(tape, self.trainable, self._by_func)
+        if wrong:
+            raise NotVerifiedError(wrong)
+        return tape
 
     def split(self, flat: Tensor) -> Sequence[Tensor]:
         """Views of a vector (P,), one a parameter."""
