@@ -7,14 +7,28 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, UnsupportedError
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.hessian.signed import SignedFactor
 
 __all__ = ["Blocks", "UnrepresentableError"]
 
 
 class UnrepresentableError(InputError):
-    """The dtype cannot hold a Hessian of outputs of these norms."""
+    """The dtype cannot hold the Hessian: of outputs of these norms, or with these derivatives of the loss."""
+
+    @classmethod
+    def at(cls, n: Tensor, held: Tensor) -> UnrepresentableError:
+        """The error for some points.
+
+        Args:
+            n: Norms of the raw outputs, shape (N,).
+            held: Whether the dtype holds the block of a point, shape (N,).
+        """
+        rows = (~held).nonzero().flatten()[:5].tolist()
+        wanted = f"embeddings whose Hessian, which goes with 1 / norm^2, {n.dtype} can hold"
+        came = f"norms {[float(f'{float(n[row]):.3g}') for row in rows]} in rows {rows}"
+        hint = "Use float64, or rescale the outputs: their directions, the embeddings, stay the same."
+        return cls(expected("raw outputs", wanted, came, hint))
 
 
 class Blocks(ABC):

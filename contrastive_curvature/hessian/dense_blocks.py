@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from contrastive_curvature.hessian.blocks import Blocks
+from contrastive_curvature.hessian.blocks import Blocks, UnrepresentableError
 from contrastive_curvature.hessian.signed import SignedFactor
 from contrastive_curvature.hessian.sphere import project_tangent
 
@@ -40,10 +40,17 @@ class DenseBlocks(Blocks):
 
         Returns:
             The blocks of the loss.
+
+        Raises:
+            UnrepresentableError: The norms are so small that the dtype cannot hold the second-order part.
         """
         moments = moments.to(first.u.dtype)
         second = project_tangent(first.u, project_tangent(first.u, moments).mT)
-        return cls(first.u, first.dense() + second / (n * n).view(-1, 1, 1))
+        matrices = first.dense() + second / (n * n).view(-1, 1, 1)
+        held = matrices.isfinite().flatten(1).all(1)
+        if not bool(held.all()):
+            raise UnrepresentableError.at(n, held)
+        return cls(first.u, matrices)
 
     def __getitem__(self, rows: slice | Tensor) -> DenseBlocks:
         return DenseBlocks(self.u[rows], self.matrices[rows])

@@ -81,8 +81,14 @@ class CosineDerivatives(ABC):
         """Sums over the neighbours of every point."""
 
     @abstractmethod
-    def rows(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        """Rows ``start..stop`` of ``y`` and of ``c``, each (stop - start, N); ``None`` where ``c`` is zero."""
+    def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
+        """Rows ``start..stop`` of ``y`` and of ``c``, each (stop - start, C); ``None`` where ``c`` is zero.
+
+        Args:
+            start: First row.
+            stop: One past the last row.
+            columns: Some of the columns (C of them), a slice of step one; by default all.
+        """
 
     @abstractmethod
     def row_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:

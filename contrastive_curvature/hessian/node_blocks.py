@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import expected
 from contrastive_curvature.hessian.blocks import Blocks, UnrepresentableError
 from contrastive_curvature.hessian.signed import SignedFactor
 from contrastive_curvature.hessian.sphere import project_tangent
@@ -72,6 +71,12 @@ class NodeBlocks(Blocks):
         t = project_tangent(u, project_tangent(wide, s).to(u.dtype))
         length = t.norm(dim=1)
         direction = t / torch.where(length > 0, length, torch.ones_like(length)).unsqueeze(1)
+        # Where s is along u, what is left is rounding, which may be along u too: no tangent, then.
+        direction = project_tangent(u, direction)
+        tangent = direction.norm(dim=1)
+        moves = tangent > 0.5
+        direction = torch.where(moves.unsqueeze(1), direction / tangent.unsqueeze(1), 0.0)
+        length = torch.where(moves, length, 0.0)
         return cls(u, direction, a / n / n, zero, length / n / n, zero)._representable(n)
 
     def _representable(self, n: Tensor) -> NodeBlocks:
@@ -79,13 +84,11 @@ class NodeBlocks(Blocks):
         info = torch.finfo(n.dtype)
         low, high = info.tiny**0.5, info.tiny**-0.5
         size = torch.maximum(self.c.abs(), self.q.abs())
-        held = (n >= low) & (n <= high) & ((size == 0) | (size >= info.tiny)) & size.isfinite()
+        # Weights that vanish in the loss already, as of a far pair in a logistic loss, may lose digits.
+        lost = (size > 0) & (size < info.tiny) & (size * n * n >= info.tiny)
+        held = (n >= low) & (n <= high) & ~lost & size.isfinite()
         if not bool(held.all()):
-            rows = (~held).nonzero().flatten()[:5].tolist()
-            wanted = f"embeddings whose Hessian, which goes with 1 / norm^2, {n.dtype} can hold"
-            came = f"norms {[float(f'{float(n[row]):.3g}') for row in rows]} in rows {rows}"
-            hint = "Use float64, or rescale the outputs: their directions, the embeddings, stay the same."
-            raise UnrepresentableError(expected("raw outputs", wanted, came, hint))
+            raise UnrepresentableError.at(n, held)
         return self
 
     def __getitem__(self, rows: slice | Tensor) -> NodeBlocks:

@@ -99,10 +99,12 @@ class OutputHessian:
             The blocks; zero where i = j, whose blocks are :attr:`blocks`.
         """
         start, stop, _ = rows.indices(len(self))
-        # All at once, listed pairs need not be looked for.
-        y, c = self.derivatives.dense() if stop - start == len(self) else self.derivatives.rows(start, stop)
-        second = None if c is None else c[:, columns]
         parts = (self.u[rows], self.n[rows], self.u[columns], self.n[columns])
+        if stop - start < len(self):
+            return CrossBlocks(*parts, *self.derivatives.rows(start, stop, columns), symmetric=rows == columns)
+        # All at once, listed pairs need not be looked for.
+        y, c = self.derivatives.dense()
+        second = None if c is None else c[:, columns]
         return CrossBlocks(*parts, y[:, columns], second, symmetric=rows == columns)
 
     def linked(self) -> Tensor:
@@ -140,7 +142,7 @@ class OutputHessian:
         if self.coupled:
             inverse = (1 / self.n).view(-1, *[1] * (v.ndim - 1))
             tangent = inverse * project_tangent(self.u, v)
-            mixed = -self.derivatives.matmul(tangent.reshape(v.shape[0], -1)).view_as(v)
+            mixed = -self.derivatives.matmul(tangent.flatten(1)).view_as(v)
             second = self.derivatives.second_matmul(tangent if v.ndim == 3 else tangent.unsqueeze(2))
             if second is not None:
                 mixed = mixed + second.view_as(v)

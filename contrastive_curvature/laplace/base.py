@@ -160,7 +160,8 @@ class ContrastiveLaplace(CheckedPosterior):
         """The options of the curvature as strings and numbers; of a relation only whether there is one."""
         plain = {k: str(v) if isinstance(v, str) else v for k, v in self._curvature_options.items()}
         if "loss" in plain:
-            plain["loss"] = repr(plain["loss"])
+            # On one line, as the states of OnlineLaplace keep one option a line.
+            plain["loss"] = " ".join(repr(plain["loss"]).split())
         if plain["mc_samples"] is None:
             # States from before there was this option do not have it.
             del plain["mc_samples"]

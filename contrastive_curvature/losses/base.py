@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import time
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, NamedTuple, Self
@@ -14,8 +15,9 @@ from torch.nn.modules.loss import _Loss
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.losses.derivatives import PairDerivatives
-from contrastive_curvature.losses.effort import FASTER, block_seconds, labelled_seconds
+from contrastive_curvature.losses.effort import FASTER, block_seconds, labelled_seconds, moment_seconds
 from contrastive_curvature.losses.last_call import LastCall
+from contrastive_curvature.losses.rules import value_of
 from contrastive_curvature.losses.weighting import PairFactors, Shares, count_shares
 from contrastive_curvature.options import Distance, Normalization, PDFix, check_negative_weight, parse_option
 from contrastive_curvature.pairs import Pairs, make_relation
@@ -130,7 +132,7 @@ class PairLoss(_Loss, ABC):
             i, j = relation.i, relation.j
             weights = factors.weigh(relation.positive, relation.negative, shares[i], shares[j])
             # From the difference: its gradient keeps the digits of points that are close together.
-            return self._value(1 - (u[i] - u[j]).square().sum(1) / 2, *weights)
+            return value_of(self, 1 - (u[i] - u[j]).square().sum(1) / 2, *weights)
         return self._all_pairs(u, relation, factors, shares)
 
     def given_with(self, z: Tensor) -> tuple[Tensor | None, Pairs | None] | None:
@@ -264,17 +266,22 @@ class PairLoss(_Loss, ABC):
         progress.expect(self._labelled_seconds(n, like), f"Forming the {n * (n - 1) // 2:.3g} pairs of {n} points")
 
     def _pair_seconds(self, relation: Relation, u: Tensor) -> float:
-        return block_seconds(relation, u)
+        moments = 0.0 if self.linear or isinstance(relation, EdgeRelation) else moment_seconds(relation.n, u)
+        return block_seconds(relation, u) + moments
 
     def _labelled_seconds(self, n: int, like: Tensor) -> float:
-        return labelled_seconds(n, like)
+        return labelled_seconds(n, like) + (0.0 if self.linear else moment_seconds(n, like))
 
     def extra_repr(self) -> str:
-        """The options, as they were given."""
-        return (
-            f"negative_weight={self.negative_weight}, normalization={str(self.normalization)!r}, "
-            f"distance={str(self.distance)!r}, pd_fix={str(self.pd_fix)!r}"
-        )
+        """The options: every argument of the constructor that the loss keeps under the same name.
+
+        Saved posteriors contain this text, and load into an object whose loss has the same.
+        """
+        kinds = [kind for kind in type(self).__mro__ if issubclass(kind, PairLoss)]
+        names = dict.fromkeys(name for kind in kinds for name in inspect.signature(kind.__init__).parameters)
+        given = {name: vars(self)[name] for name in names if name in vars(self)}
+        plain = {name: str(value) if isinstance(value, str) else value for name, value in given.items()}
+        return ", ".join(f"{name}={value!r}" for name, value in plain.items())
 
     def _all_pairs(self, u: Tensor, relation: Relation, factors: PairFactors, shares: Shares) -> Tensor:
         if relation.n == 0:
@@ -286,7 +293,7 @@ class PairLoss(_Loss, ABC):
             progress.extrapolate(started, rows.start, relation.n, f"The loss over all pairs of {relation.n} points")
             weights = factors.weigh(positive, negative, shares[rows], shares)
             # Every unordered pair stands in the matrix twice.
-            total = total + self._value(u[rows] @ u.T, *weights).double() / 2
+            total = total + value_of(self, u[rows] @ u.T, *weights).double() / 2
         return total.to(u.dtype)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from contrastive_curvature.errors import InputTypeError, expected
 from contrastive_curvature.losses import effort
 from contrastive_curvature.losses.base import PairLoss, Terms
 from contrastive_curvature.losses.contrastive_derivatives import ContrastiveDerivatives
@@ -45,6 +48,13 @@ class ContrastiveLoss(PairLoss):
 
     linear = True
     value_from_sums = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = [name for name in ("_value", "_terms") if name in cls.__dict__]
+        if own:
+            hint = "The sums over class labels are those of the contrastive loss. Subclass PairLoss instead."
+            raise InputTypeError(expected(f"{cls.__name__}", "the two rules of ContrastiveLoss", ", ".join(own), hint))
 
     def __init__(
         self,
@@ -97,10 +107,6 @@ class ContrastiveLoss(PairLoss):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """See :meth:`PairLoss.mine`; negatives inside the margin only."""
         return active_pairs(z, targets, self.margin, relation)
-
-    def extra_repr(self) -> str:
-        """The options, as they were given."""
-        return f"margin={self.margin}, {super().extra_repr()}"
 
     def _pair_seconds(self, relation: Relation, u: Tensor) -> float:
         if isinstance(relation, LabelRelation):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.hessian.derivatives import DatasetDerivatives, NodeSums, Totals
+from contrastive_curvature.losses.rules import check_sums, terms_of, value_of
 from contrastive_curvature.losses.weighting import ClassShares, PairFactors, Shares, batch_scale, count_shares
 from contrastive_curvature.pairs.edges import EdgeRelation
 from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS, LabelRelation, Relation, TargetRelation
@@ -62,15 +63,16 @@ class PairDerivatives(DatasetDerivatives):
         else:
             parts = [self._row_sums(block, self.u) for _, block in self._blocks(value=not self.loss.value_from_sums)]
             sums = _joined(parts, self.u)
+        check_sums(self.loss, sums)
         # The value of the loss is often asked for next.
         self._summed = sums.totals(self.u)
         return sums
 
-    def rows(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+    def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
         """See :meth:`CosineDerivatives.rows`."""
-        positive, negative = self.relation.rows(start, stop)
-        cosine = self.u[start:stop] @ self.u.T
-        return self._block(positive, negative, cosine, self.shares[start:stop], self.shares)[:2]
+        positive, negative = self.relation.rows(start, stop, columns)
+        cosine = self.u[start:stop] @ self.u[columns].T
+        return self._block(positive, negative, cosine, self.shares[start:stop], self.shares[columns])[:2]
 
     def row_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
         """See :meth:`CosineDerivatives.row_blocks`."""
@@ -104,17 +106,19 @@ class PairDerivatives(DatasetDerivatives):
 
     def second_matmul(self, t: Tensor) -> Tensor | None:
         """See :meth:`CosineDerivatives.second_matmul`."""
-        if self.loss.linear:
-            return None
         out = torch.zeros_like(t)
         if isinstance(self.relation, EdgeRelation):
             for i, j, (_, c, _) in self._listed(self.relation, t[0].numel()):
+                if c is None:
+                    return None
                 for a, b in ((i, j), (j, i)):
-                    along = _given(c).unsqueeze(1) * torch.einsum("ed,edk->ek", self.u[a], t[b])
+                    along = c.unsqueeze(1) * torch.einsum("ed,edk->ek", self.u[a], t[b])
                     out.index_add_(0, a, self.u[b].unsqueeze(2) * along.unsqueeze(1))
             return out
         for rows, (_, c, _) in self._blocks(t.shape[2]):
-            along = _given(c).unsqueeze(2) * torch.einsum("rd,cdk->rck", self.u[rows], t)
+            if c is None:
+                return None
+            along = c.unsqueeze(2) * torch.einsum("rd,cdk->rck", self.u[rows], t)
             out[rows] = torch.einsum("rck,cd->rdk", along, self.u)
         return out
 
@@ -131,7 +135,7 @@ class PairDerivatives(DatasetDerivatives):
             value = not self.loss.value_from_sums
             block = self._block(positive, negative, u[rows] @ self.u.T, shares[rows], columns, value)
             parts.append(self._row_sums(block, u[rows]))
-        sums = _joined(parts, u)
+        sums = check_sums(self.loss, _joined(parts, u))
         # c needs no correction: its part along u is projected away.
         return NodeSums(
             sums.degree - itself[0],
@@ -200,10 +204,10 @@ class PairDerivatives(DatasetDerivatives):
         nothing = cosine.new_zeros(())
         if self.attracting_only and self.loss.linear:
             repel = nothing
-        first, second = self.loss._terms(cosine, attract, repel)
+        first, second = terms_of(self.loss, cosine, attract, repel)
         if self.attracting_only and not self.loss.linear:
-            first = self.loss._terms(cosine, attract, nothing).first
-        return -first, second, self.loss._value(cosine, attract, repel) if value else nothing
+            first, _ = terms_of(self.loss, cosine, attract, nothing)
+        return -first, second, value_of(self.loss, cosine, attract, repel) if value else nothing
 
     def _blocks(self, width: int = 1, value: bool = False) -> Iterator[tuple[slice, _Block]]:
         for rows, positive, negative in self.relation.row_blocks(width):
@@ -244,9 +248,9 @@ class PairDerivatives(DatasetDerivatives):
             for a, b in ((i, j), (j, i)):
                 degree.index_add_(0, a, y)
                 neighbors.index_add_(0, a, y.unsqueeze(1) * self.u[b])
-                if moments is not None:
+                if moments is not None and c is not None:
                     outer = self.u[b].unsqueeze(2) * self.u[b].unsqueeze(1)
-                    moments.index_add_(0, a, _given(c).view(-1, 1, 1) * outer)
+                    moments.index_add_(0, a, c.view(-1, 1, 1) * outer)
         return NodeSums(degree, neighbors, moments, value)
 
     def _listed(
@@ -270,13 +274,6 @@ class PairDerivatives(DatasetDerivatives):
             msg = "Points of a listed or masked relation have no target to be recognised by."
             raise TypeError(msg)
         return self.relation
-
-
-def _given(c: Tensor | None) -> Tensor:
-    if c is None:
-        msg = "a loss that is not linear in the cosines gave no second derivative"
-        raise TypeError(msg)
-    return c
 
 
 def _joined(parts: list[NodeSums], u: Tensor) -> NodeSums:

@@ -12,13 +12,16 @@ from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.pairs.edges import EdgeRelation
 from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS, LabelRelation, Relation
 
-__all__ = ["FASTER", "FEWEST_POINTS", "block_seconds", "drawn", "labelled_seconds", "seconds"]
+__all__ = ["FASTER", "FEWEST_POINTS", "block_seconds", "drawn", "labelled_seconds", "moment_seconds", "seconds"]
 
 FASTER = "Faster: fewer points; margin=None, which needs sums over classes only (with class labels); or a GPU."
 """Advice to who asks for the pairs of points that are there at once."""
 
 FEWEST_POINTS = 30_000
 """Fewer points have pairs that any machine is through with in seconds."""
+
+FEWEST_PRODUCTS = 10**11
+"""Fewer products of numbers take seconds on any machine."""
 
 _ROUNDS = 3
 """How often a relation is formed over all pairs: counts, shares, sums."""
@@ -68,6 +71,29 @@ def block_seconds_of(relation: Relation, u: Tensor) -> float:
         u @ u.T
 
     return _ROUNDS * seconds(block, u)
+
+
+def moment_seconds(n: int, like: Tensor) -> float:
+    """Estimate how long a loss with a second derivative takes for its sums ``sum_j c_ij u_j u_j^T`` over all pairs.
+
+    Args:
+        n: Number N of points.
+        like: A tensor of the embeddings' type and device, shape (..., D).
+
+    Returns:
+        Seconds; zero where they are few.
+    """
+    dim = like.shape[-1]
+    if (n * dim) ** 2 < FEWEST_PRODUCTS:
+        return 0.0
+    height, width = max(1, BLOCK_ELEMENTS // n), max(1, min(n, BLOCK_ELEMENTS // dim**2))
+    u = drawn(width, like)
+    weights, out = u.new_ones(height, width), u.new_zeros(height, dim * dim)
+
+    def block() -> None:
+        out.addmm_(weights, (u.unsqueeze(2) * u.unsqueeze(1)).flatten(1))
+
+    return seconds(block, u) * (n / height) * (n / width)
 
 
 def drawn(count: int, like: Tensor) -> Tensor:

@@ -66,7 +66,3 @@ class LogisticLoss(PairLoss):
         other = torch.sigmoid(-self.scale * cosine - self.bias)
         first = self.scale * (repel * same - attract * other)
         return Terms(first, self.scale**2 * (attract + repel) * same * other)
-
-    def extra_repr(self) -> str:
-        """The options, as they were given."""
-        return f"scale={self.scale}, bias={self.bias}, {super().extra_repr()}"

@@ -82,7 +82,7 @@ class Encoder(nn.Module):
         _check_finite(out)
         raw, self.normalized = self._undo_normalizations(records, out)
         layers = [
-            r for r in records if isinstance(r.module, nn.Linear) and torch.equal(_tensor_or_empty(r.output), raw)
+            r for r in records if isinstance(r.module, nn.Linear) and _is_same(r.output, raw)
         ]
         named = dict(model.named_modules())
         if last_layer_name is not None and not isinstance(named.get(last_layer_name), nn.Linear):
@@ -109,7 +109,7 @@ class Encoder(nn.Module):
         """
         raw, k = out, len(records)
         while _has_constant_norm(raw):
-            k = next((i for i in reversed(range(k)) if torch.equal(_tensor_or_empty(records[i].output), raw)), -1)
+            k = next((i for i in reversed(range(k)) if _is_same(records[i].output, raw)), -1)
             if k < 0:
                 if raw.shape[1] > 1:
                     raise UnsupportedError(_NORMALIZES_INSIDE)
@@ -245,7 +245,12 @@ def _trace(model: nn.Module, probe: Inputs) -> tuple[list[_Record], Any]:
         records.append(record)
 
     _refuse_batch_statistics(model)
-    leaves = [module for module in model.modules() if next(module.children(), None) is None]
+    leaves = [
+        module
+        for module in model.modules()
+        # Modules in script have no hooks.
+        if next(module.children(), None) is None and not isinstance(module, torch.jit.ScriptModule)
+    ]
     with (
         torch.no_grad(),
         evaluation_mode(model),
@@ -307,8 +312,11 @@ def _has_constant_norm(out: Tensor) -> bool:
     return one or (out.shape[0] > 1 and bool(((norms / norms[0] - 1).abs() < _UNIT_TOLERANCE).all()))
 
 
-def _tensor_or_empty(output: Any) -> Tensor:
-    return output if isinstance(output, Tensor) else torch.empty(0)
+def _is_same(output: Any, raw: Tensor) -> bool:
+    """Whether a module put out these numbers; nested tensors, and those within ``torch.vmap``, have no ``equal``."""
+    if not isinstance(output, Tensor) or output.is_nested or output.shape != raw.shape:
+        return False
+    return torch.equal(output, raw)
 
 
 _NORMALIZES_INSIDE = (

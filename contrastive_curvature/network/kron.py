@@ -123,6 +123,14 @@ class ModuleKron:
                 out[number] = [sandwich(run.jacobian, blocks.matmul), _identity(p, len(blocks) / n_data)]
         return out
 
+    def kinds(self) -> list[str]:
+        """What the factors of every parameter are; those of batches add up where it stays the same."""
+        matrices = self._matrices
+        return [
+            "block" if self._is_block(k) else "matrix" if k in matrices else "entries" if k in self._used else "none"
+            for k in range(len(self.params))
+        ]
+
     def signed_factors(self, x: Inputs, columns: Callable[[slice], tuple[Tensor, Tensor]], n_data: int) -> KronFactors:
         """Factors of all parameters that are seen in layers, those of the others are zero.
 
@@ -255,7 +263,7 @@ class ModuleKron:
         if self._is_block(number):
             sizes: tuple[int, ...] = (p.numel(),)
         elif number in self._matrices or number not in self._used:
-            sizes = (len(p), p[0].numel())
+            sizes = (len(p), p.shape[1:].numel())
         else:
             sizes = (_rows(p), p.numel() // _rows(p))
         if max(sizes) > FACTOR_SIZE:
@@ -291,7 +299,7 @@ def refuse_kron(why: str) -> None:
 
 def zero_factors(p: Tensor) -> list[Tensor]:
     """What a parameter without curvature has: ``[G, A]`` of a matrix, ``[block]`` of a vector."""
-    sizes = (p.numel(),) if p.ndim <= 1 else (len(p), p[0].numel())
+    sizes = (p.numel(),) if p.ndim <= 1 else (len(p), p.shape[1:].numel())
     return [p.new_zeros(size, size) for size in sizes]
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "Layouts",
     "NotVerifiedError",
     "coarsest_dtype",
+    "dense_gradient",
     "disagreeing",
     "few_points",
     "find_layouts",
@@ -101,7 +102,7 @@ def find_layouts(encoder: Encoder, params: Sequence[Tensor], few: Inputs) -> Lay
             z = encoder(few)
         coarsest = coarsest_dtype((use.run for use in recorder.uses), z.dtype)
         if not _agree(z.detach(), plain.detach(), _largest(plain.detach()), coarsest):
-            return Layouts({}, lookups, frozenset(), every, 1, 1, every)
+            return Layouts({}, frozenset(), frozenset(), every, 1, 1, every)
         places, first, others, without = _places(recorder.uses, z, v)
         tables = {use.selection.number for use in without if use.kind == "embedding"} - lookups
         if not tables:
@@ -151,7 +152,12 @@ def _by_autograd(
     v = torch.randn(plain.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(plain)
     if not plain.requires_grad:
         return plain, v, [None] * len(params)
-    return plain, v, torch.autograd.grad(plain, params, v, allow_unused=True)
+    return plain, v, [dense_gradient(g) for g in torch.autograd.grad(plain, params, v, allow_unused=True)]
+
+
+def dense_gradient(gradient: Tensor | None) -> Tensor | None:
+    """A gradient that is no sparse tensor (those of ``nn.Embedding(sparse=True)`` are)."""
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
 def _tamed(x: Inputs) -> Inputs:

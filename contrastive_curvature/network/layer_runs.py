@@ -99,7 +99,7 @@ class Recorder(TorchFunctionMode):
 
     def __init__(self, parameters: list[Tensor], lookups: frozenset[int] = frozenset()) -> None:
         super().__init__()
-        self._tracked: dict[int, Selection] = {id(p): Selection(k) for k, p in enumerate(parameters)}
+        self._tracked: dict[int, Selection] = {id(p): Selection(k) for k, p in enumerate(parameters) if p.numel()}
         # The identity of a tensor that is gone may be another one's.
         self._kept: list[Tensor] = list(parameters)
         self._lookups = lookups
@@ -142,7 +142,11 @@ class Recorder(TorchFunctionMode):
             self._tracked[id(out)] = first
             self._kept.append(out)
             return True
-        moved = func(first.indices(args[0].shape), *_on_cpu(args[1:]), **kwargs)
+        try:
+            moved = func(first.indices(args[0].shape), *_on_cpu(args[1:]), **kwargs)
+        except RuntimeError:
+            # A view that needs the parameter's own order of memory.
+            return False
         for part, entries in zip(parts, [moved] if isinstance(moved, Tensor) else moved, strict=True):
             self._tracked[id(part)] = Selection(first.number, entries)
             self._kept.append(part)

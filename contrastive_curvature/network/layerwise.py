@@ -21,12 +21,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.cross import CrossBlocks, tangent_axes
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs, input_length
-from contrastive_curvature.network.kron import ModuleKron
+from contrastive_curvature.network.kron import ModuleKron, refuse_kron
 from contrastive_curvature.network.layer_check import (
     Layouts,
     NotVerifiedError,
@@ -35,7 +36,7 @@ from contrastive_curvature.network.layer_check import (
     with_layouts,
 )
 from contrastive_curvature.network.layer_cross import check_alike, cross_diagonals, shared_columns
-from contrastive_curvature.network.layer_proof import unproven
+from contrastive_curvature.network.layer_proof import check_fast_path, refuse_gradients, unproven
 from contrastive_curvature.network.layer_runs import Recorder
 from contrastive_curvature.network.layer_tape import Piece, Tape, make_pieces
 from contrastive_curvature.network.module import ModulePullback
@@ -68,10 +69,14 @@ class LayerwisePullback(ModulePullback):
     Args:
         encoder: The analysed encoder, in evaluation mode.
         only: Names of the parameters to take; ``None`` takes all trainable ones.
+
+    Raises:
+        UnsupportedError: Gradients of a parameter are no derivatives.
     """
 
     def __init__(self, encoder: Encoder, only: set[str] | None = None) -> None:
         super().__init__(encoder, only=only)
+        refuse_gradients(encoder)
         self.names = list(self.params)
         self.trainable = [p for name, p in encoder.named_parameters() if name in self.params]
         self._layouts: Layouts | None = None
@@ -79,6 +84,7 @@ class LayerwisePullback(ModulePullback):
         self._by_func: set[int] = set()
         self.general: ModulePullback | None = None
         self._values_kept = False
+        self._kinds: list[str] | None = None
         self._running = _without_backward_hooks(encoder)
 
     def keep_values(self) -> None:
@@ -165,11 +171,32 @@ class LayerwisePullback(ModulePullback):
         return out
 
     def kron_factors(self, context: Any, blocks: Blocks, n_data: int) -> KronFactors:
-        """See :meth:`Pullback.kron_factors`."""
-        return ModuleKron(self).factors(context, blocks, n_data)
+        """See :meth:`Pullback.kron_factors`.
+
+        Raises:
+            UnsupportedError: A parameter has other factors in this batch than in the batches before, so that their sum
+                would have no meaning.
+        """
+        kron = ModuleKron(self)
+        factors = kron.factors(context, blocks, n_data)
+        kinds = kron.kinds()
+        if self._kinds is not None and kinds != self._kinds:
+            changed = [k for k, (old, new) in enumerate(zip(self._kinds, kinds, strict=True)) if old != new]
+            name = own_name(self.names[changed[0]])
+            refuse_kron(f"a later batch uses the parameter {name!r} in another way than the first")
+        self._kinds = kinds
+        return factors
 
     def output_covariance(self, context: Any, variance: Tensor) -> Tensor:
-        """See :meth:`Pullback.output_covariance`; without a Jacobian of the network."""
+        """See :meth:`Pullback.output_covariance`; without a Jacobian of the network.
+
+        Raises:
+            InputError: There is not one variance a trainable parameter.
+        """
+        if variance.shape != (self.n_params,):
+            hint = "Was a parameter frozen, added or replaced since the variances were computed?"
+            wanted = f"the {variance.numel()} trainable parameters that have variances"
+            raise InputError(expected("model", wanted, f"{self.n_params} of them", hint))
         if self._values_kept:
             return super().output_covariance(context, variance)
         dim = self.encoder.dim
@@ -245,10 +272,13 @@ class LayerwisePullback(ModulePullback):
 
         Raises:
             NotVerifiedError: It uses parameters in another way than the batch that was compared with autograd.
+            UnsupportedError: The encoder puts out something else where no gradients are asked for.
         """
         layouts = self._verified(context)
+        x = _plain(context)
         with torch.enable_grad(), Recorder(list(self.trainable), layouts.lookups) as recorder:
-            z = self._running(_plain(context))
+            z = self._running(x)
+        check_fast_path(self._running, x, z)
         if recorder.unknown - self._by_func:
             raise NotVerifiedError(recorder.unknown - self._by_func)
         uses = with_layouts(recorder.uses, layouts.places, len(z), frozenset(self._by_func))
@@ -308,16 +338,7 @@ class LayerwisePullback(ModulePullback):
     def _verified(self, context: Any) -> Layouts:
         """Once, with the first batch: compare with autograd."""
         if self._layouts is None:
-            few = _plain(few_points(context))
-            try:
-                self._layouts = find_layouts(self._running, self.trainable, few)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError:
-                # Whatever autograd refuses (checkpoints that run backward passes of their own): torch.func either works
-                # or raises the encoder's own error.
-                every = frozenset(range(len(self.trainable)))
-                self._layouts = Layouts({}, frozenset(), frozenset(), every, 1, 1, every)
+            self._layouts = find_layouts(self._running, self.trainable, _plain(few_points(context)))
             if self._layouts.lacking:
                 self._give_up(set(self._layouts.lacking))
         return self._layouts

@@ -173,7 +173,7 @@ class ModulePullback(Pullback):
     def _flat_vjp(self, x: Inputs, v: Tensor) -> Tensor:
         pull = torch.func.vjp(self._function(x), self.params)[1]
         (gradients,) = torch.func.vmap(pull)(v)
-        return torch.cat([g.flatten(1) for g in gradients.values()], dim=1)
+        return torch.cat([g.unsqueeze(-1).flatten(1) for g in gradients.values()], dim=1)
 
     def _flat_vjp_single(self, x: Inputs, v: Tensor) -> Tensor:
         found = self._pull(*self._graph(x), v.unsqueeze(0), create_graph=torch.is_grad_enabled())

@@ -95,8 +95,9 @@ class OnlineLaplace(nn.Module):
         backend: The class that computes curvatures, as in ``laplace.Laplace``; by default ``ContrastiveGGN``, which is
             exact for every encoder.
         backend_kwargs: Options of the curvature, documented in the backend: ``distance``, ``pd_fix``, ``margin``,
-            ``negative_weight``, ``normalization``, ``relation``, ``kfac_approx``. The default loss uses the margin and
-            the relation too.
+            ``negative_weight``, ``normalization``, ``relation``, ``kfac_approx``, or ``loss``, a
+            :class:`~contrastive_curvature.losses.PairLoss`: the curvature is that of this loss, whatever ``loss`` above
+            is. The default loss uses the margin (or this pair loss) and the relation too.
 
     Raises:
         InputError: An option is unknown or out of range.
@@ -162,8 +163,9 @@ class OnlineLaplace(nn.Module):
         if backend_object.relation is not None and curvature_miner is not None:
             raise InputError(expected("curvature_miner, backend_kwargs: relation", "one of them", "both"))
         self._loss, self._miner, self._curvature_miner = loss, miner, curvature_miner
-        # The loss is a mean over pairs of each type, as usual in metric learning.
-        self._default_loss = backend_object.loss.replaced(normalization=Normalization.TYPE, negative_weight=0.5)
+        # The loss is a mean over pairs of each type, as usual in metric learning. Checkpoints contain the attribute's
+        # name, which is older than the other pair losses.
+        self._contrastive = backend_object.loss.replaced(normalization=Normalization.TYPE, negative_weight=0.5)
         kind = LastLayer if subset_of_weights == "last_layer" else AllParameters
         self._sampled: SampledEncoder = kind(backend_object, self._posterior.probe, n_data, self._posterior.structure)
         self.discounted = DiscountedCurvature(self._empty_curvature(), memory_factor)
@@ -268,7 +270,7 @@ class OnlineLaplace(nn.Module):
             pairs: tuple[Tensor, ...] = backend.loss.mine(raw, labels, backend.relation)
         else:
             pairs = self._miner(normalize(raw)[0], labels)
-        return self._default_loss(z, pairs=pairs) if self._loss is None else self._loss(embeddings, labels, pairs)
+        return self._contrastive(z, pairs=pairs) if self._loss is None else self._loss(embeddings, labels, pairs)
 
     def _empty_curvature(self) -> Any:
         """The curvature of no pairs, which is zero and has the right shape."""

@@ -63,14 +63,15 @@ class EdgeRelation(Relation):
             out.append(count.index_add(0, self.i, weight).index_add(0, self.j, weight))
         return out[0], out[1]
 
-    def rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """How often each pair of points ``start..stop`` with every point is listed, see :meth:`Relation.rows`."""
-        positive = torch.zeros(stop - start, self.n, dtype=torch.int64, device=self.device)
+    def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """How often pairs of points ``start..stop`` with those of ``columns`` are listed, see :meth:`Relation.rows`."""
+        first, last, _ = columns.indices(self.n)
+        positive = torch.zeros(stop - start, max(0, last - first), dtype=torch.int64, device=self.device)
         negative = torch.zeros_like(positive)
         for here, there in ((self.i, self.j), (self.j, self.i)):
-            inside = (here >= start) & (here < stop)
-            positive[here[inside] - start, there[inside]] = self.positive[inside]
-            negative[here[inside] - start, there[inside]] = self.negative[inside]
+            inside = (here >= start) & (here < stop) & (there >= first) & (there < last)
+            place = here[inside] - start, there[inside] - first
+            positive[place], negative[place] = self.positive[inside], self.negative[inside]
         return positive, negative
 
 

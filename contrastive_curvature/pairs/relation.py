@@ -46,15 +46,16 @@ class Relation(ABC):
     device: torch.device
 
     @abstractmethod
-    def rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """How often each pair of points ``start..stop`` with every point is listed.
+    def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """How often each pair of points ``start..stop`` with some of the points is listed.
 
         Args:
             start: First point.
             stop: One past the last point.
+            columns: The other points (C of them), a slice of step one; by default all.
 
         Returns:
-            Positive and negative multiplicities, each (stop - start, n) of an integer or boolean type; zero for a point
+            Positive and negative multiplicities, each (stop - start, C) of an integer or boolean type; zero for a point
             paired with itself.
         """
 
@@ -111,12 +112,13 @@ class TargetRelation(Relation):
     def of(self, targets: Tensor) -> TargetRelation:
         """The same relation between other points, given by their targets, shape (B, ...)."""
 
-    def rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Which pairs of points ``start..stop`` with every point are positive and negative, each (stop - start, n)."""
-        positive, negative = self.relate(self.targets[start:stop], self.targets)
-        here = torch.arange(start, stop, device=self.device)
-        positive[here - start, here] = False
-        negative[here - start, here] = False
+    def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Which pairs of points ``start..stop`` with those of ``columns`` are positive and negative, each (rows, C)."""
+        positive, negative = self.relate(self.targets[start:stop], self.targets[columns])
+        first, last, _ = columns.indices(self.n)
+        itself = torch.arange(max(start, first), max(start, first, min(stop, last)), device=self.device)
+        positive[itself - start, itself - first] = False
+        negative[itself - start, itself - first] = False
         return positive, negative
 
 
@@ -234,9 +236,9 @@ class MaskRelation(Relation):
         self.n = n
         self.device = positive.device
 
-    def rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Which pairs of points ``start..stop`` with every point are positive and negative, each (stop - start, n)."""
-        return self._positive[start:stop], self._negative[start:stop]
+    def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Which pairs of points ``start..stop`` with those of ``columns`` are positive and negative, each (rows, C)."""
+        return self._positive[start:stop, columns], self._negative[start:stop, columns]
 
 
 def make_target_relation(

@@ -207,7 +207,7 @@ def dense_jacobian(model: nn.Module, x: Any) -> Tensor:
         return torch.func.functional_call(model, places, (x,), tie_weights=False)
 
     jacobians = torch.autograd.functional.jacobian(outputs, tuple(values[name].detach() for name in names))
-    return torch.cat([j.flatten(2).flatten(0, 1) for j in jacobians], dim=1)
+    return torch.cat([j.unsqueeze(-1).flatten(2).flatten(0, 1) for j in jacobians], dim=1)
 
 
 def dense_ggn(model: nn.Module, x: Any, labels: Tensor | None = None, **options: Any) -> Tensor:
