@@ -11,7 +11,7 @@ __all__ = ["LastCall"]
 
 
 class LastCall:
-    """Labels and pairs of a call, kept as long as the embeddings that they came with.
+    """Labels and pairs of a call, kept as long as the embeddings of that call.
 
     A copy or a saved file of the loss has none.
 

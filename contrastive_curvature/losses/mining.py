@@ -1,4 +1,4 @@
-"""The pairs of a batch that cost something."""
+"""The pairs of a batch that add to the loss."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def active_pairs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """All positive pairs of a batch, and the negative ones inside the margin, each once.
 
-    Negatives outside the margin cost nothing, but would count in the mean and make the repulsion weaker the better the
-    classes are apart; so the mean is taken over those inside, as metric learning usually does. On Fashion-MNIST, one
-    epoch then reaches mAP@1 0.73 where the mean over all negatives reaches 0.61.
+    Negatives outside the margin add nothing to the loss, but would count in the mean and make the repulsion weaker the
+    better the classes are apart; so the mean is taken over those inside, as metric learning usually does. On
+    Fashion-MNIST, one epoch then reaches mAP@1 0.73 where the mean over all negatives reaches 0.61.
 
     Args:
         z: Raw outputs, shape (N, D).

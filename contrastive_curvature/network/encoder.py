@@ -81,9 +81,7 @@ class Encoder(nn.Module):
         self.dim = out.shape[1]
         _check_finite(out)
         raw, self.normalized = self._undo_normalizations(records, out)
-        layers = [
-            r for r in records if isinstance(r.module, nn.Linear) and _is_same(r.output, raw)
-        ]
+        layers = [r for r in records if isinstance(r.module, nn.Linear) and _is_same(r.output, raw)]
         named = dict(model.named_modules())
         if last_layer_name is not None and not isinstance(named.get(last_layer_name), nn.Linear):
             linear = [name for name, module in named.items() if isinstance(module, nn.Linear)]

@@ -189,12 +189,7 @@ def with_layouts(
             continue
         layout = places.get((number, seen[number]))
         seen[number] += 1
-        if (
-            layout is None
-            or layout.axis not in use.run.axes
-            or not fits(use.run.shape, layout, n)
-            or not use.intact()
-        ):
+        if layout is None or layout.axis not in use.run.axes or not fits(use.run.shape, layout, n) or not use.intact():
             wrong.add(number)
         else:
             out.append((use, layout))

@@ -15,7 +15,6 @@ __all__ = [
     "anything",
     "each",
     "fail",
-    "flag",
     "like",
     "mapping",
     "nothing_or",
@@ -72,12 +71,6 @@ def text(value: Any, where: str) -> None:
     """Check that the value is a string."""
     if type(value) is not str:
         fail(where, "a string", value)
-
-
-def flag(value: Any, where: str) -> None:
-    """Check that the value is ``True`` or ``False``."""
-    if type(value) is not bool:
-        fail(where, "True or False", value)
 
 
 def number(value: Any, where: str) -> None:

@@ -173,3 +173,10 @@ def flat(value: object) -> object:
     if isinstance(value, dict):
         return {key: flat(item) for key, item in value.items()}
     return [flat(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def test_names_of_earlier_checkpoints(tmp_path: Path) -> None:
+    # A checkpoint contains the names of the modules, so that other names would refuse every one that exists.
+    trainer, _ = make_training(CHANCES[0], tmp_path / "run.pt", 1, "last_layer", "diag")
+    modules = {name for name, _ in trainer.step.named_modules() if not name.startswith("encoder")}
+    assert modules == {"", "_contrastive", "discounted"}

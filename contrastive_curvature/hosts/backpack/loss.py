@@ -34,7 +34,7 @@ def hessian_of(module: Any) -> OutputHessian:
     if labels is None and pairs is None:
         msg = (
             f"{type(module).__name__}: it was called again before backward(), and BackPACK does not store labels or "
-            "pairs that came by keyword. Call backward() first, or give labels by position."
+            "pairs that were given by keyword. Call backward() first, or give labels by position."
         )
         raise UnsupportedError(msg)
     with torch.no_grad():

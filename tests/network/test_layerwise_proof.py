@@ -1,0 +1,359 @@
+"""Networks that use parameters, or order points, in another way in a later batch or at a later point."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from strategies import FIXES, close
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode
+
+import contrastive_curvature as cc
+from contrastive_curvature.network.encoder import Encoder
+from contrastive_curvature.network.layerwise import LayerwisePullback
+from contrastive_curvature.options import Structure
+from contrastive_curvature.testing import dense_ggn, dense_jacobian
+
+pytestmark = [
+    pytest.mark.parametrize("device", DEVICES),
+    pytest.mark.filterwarnings(
+        "ignore:There is a performance drop",
+        "ignore:Jacobians are taken point by point",
+        "ignore:.*nested tensors",
+        "ignore:Initializing zero",
+    ),
+]
+
+LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
+
+
+class Lambda(nn.Module):
+    """Modules and parameters by name, and a function of them and the input."""
+
+    def __init__(self, forward: Callable[..., Tensor], **parts: Any) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self._forward = forward
+
+    def forward(self, x: Any) -> Tensor:
+        return self._forward(self, x)
+
+
+class Product(torch.autograd.Function):
+    """A function that no function mode sees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return gradients[0] * w, (gradients[0] * x).sum(0)
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape))
+
+
+def sorted_points(m: Any, x: Tensor) -> Tensor:
+    """The first point stays in front, as the longest sequence of a sorted batch may."""
+    order = torch.cat([torch.zeros(1, dtype=torch.long, device=x.device), 1 + x[1:, 0].argsort()])
+    return m.c(torch.tanh(m.a(x[order])))[order.argsort()]
+
+
+def sorted_once_of_two(m: Any, x: Tensor) -> Tensor:
+    order = torch.cat([torch.zeros(1, dtype=torch.long, device=x.device), 1 + x[1:, 0].argsort()])
+    return m.c(torch.tanh(m.a(torch.tanh(m.a(x[order]))[order.argsort()])))
+
+
+def without_padding(m: Any, x: Tensor) -> Tensor:
+    """The first five points have no padding; that of the others leaves a multiple of eight tokens."""
+    kept = x[..., 0] < 50
+    out = x.new_zeros(*x.shape[:2], 4)
+    out[kept] = torch.tanh(m.a(x[kept]))
+    return m.c(out.sum(1))
+
+
+def hidden_branch(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x) * m.p
+    far = (x > 50).any(1, keepdim=True)
+    if bool(far.any()):
+        h = h + torch.where(far, Product.apply(h, m.p), torch.zeros_like(h))
+    return m.c(torch.tanh(h))
+
+
+def assigned_branch(m: Any, x: Tensor) -> Tensor:
+    h = torch.tanh(m.a(x) + m.p).unsqueeze(1).repeat(1, 2, 1)
+    far = (x > 50).any(1)
+    if bool(far.any()):
+        h[far, 0] = m.p
+    return m.c(h.mean(1))
+
+
+def positions_of_points(m: Any, x: Tensor) -> Tensor:
+    positions = torch.arange(x.shape[1], device=x.device)
+    if len(x) > 5:
+        positions = positions.expand(len(x), -1)
+    return m.c(torch.tanh(m.a(x) + m.table(positions)).mean(1))
+
+
+def networks() -> dict[str, tuple[nn.Module, Tensor, set[str]]]:
+    """Inputs of eight points, and what has to be taken point by point."""
+    torch.manual_seed(0)
+    x, sequences = torch.randn(8, 4), torch.randn(8, 4, 4)
+    far = x.clone()
+    far[6, 1] = 60
+    padded = sequences.clone()
+    padded[5, :, 0] = padded[6, :, 0] = 60
+
+    def layers() -> dict[str, nn.Module]:
+        return {"a": nn.Linear(4, 4), "c": nn.Linear(4, 3)}
+
+    every = {"a.weight", "a.bias", "c.weight", "c.bias"}
+    return {
+        "sorted": (Lambda(sorted_points, **layers()), x, every),
+        "sorted, one of two uses": (Lambda(sorted_once_of_two, **layers()), x, {"a.weight", "a.bias"}),
+        "without padding": (Lambda(without_padding, **layers()), padded, {"a.weight", "a.bias"}),
+        "hidden branch": (Lambda(hidden_branch, p=parameter(4), **layers()), far, {"p"}),
+        "assigned branch": (Lambda(assigned_branch, p=parameter(4), **layers()), far, {"p"}),
+        "positions of every point": (
+            Lambda(positions_of_points, table=nn.Embedding(4, 4), **layers()),
+            sequences,
+            {"table.weight"},
+        ),
+    }
+
+
+def found_names(caught: list[warnings.WarningMessage]) -> set[str]:
+    text = " ".join(str(w.message) for w in caught if "exact and slow" in str(w.message))
+    return set(text.split("'")[1::2])
+
+
+@pytest.mark.parametrize("pd_fix", FIXES)
+@pytest.mark.parametrize("kind", list(networks()))
+def test_what_a_later_point_does_is_noticed_and_exact(kind: str, pd_fix: str, device: str) -> None:
+    model, x, names = networks()[kind]
+    model, x = model.double().to(device), x.double().to(device)
+    truth = dense_ggn(model, x, LABELS.to(device), pd_fix=pd_fix, margin=None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = cc.ggn(model, x, LABELS.to(device), pd_fix=pd_fix, margin=None, clamp=False)
+    assert found_names(caught) == names
+    assert close(found, truth.diagonal(), float(truth.abs().max()), 1e-9)
+
+
+@pytest.mark.parametrize("kind", list(networks()))
+def test_covariances_of_a_later_batch(kind: str, device: str) -> None:
+    model, x, _ = networks()[kind]
+    model, x = model.double().to(device), x.double().to(device)
+    pullback = LayerwisePullback(Encoder(model, x[:2]))
+    with torch.no_grad():
+        for rows in (slice(0, 2), slice(0, 8), slice(5, 7)):
+            _, context = pullback.forward(x[rows])
+            jacobian = dense_jacobian(model, x[rows]).view(len(x[rows]), 3, -1)
+            variance = torch.linspace(0.1, 2, jacobian.shape[2], dtype=x.dtype, device=device)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found = pullback.output_covariance(context, variance)
+            assert close(found, (jacobian * variance) @ jacobian.mT, tolerance=1e-9)
+
+
+def test_ordinary_networks_keep_their_speed(device: str) -> None:
+    """Every row is its point's own: no warning, whatever the number of points."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4), nn.Linear(4, 2)).to(device)
+    for n in (2, 5, 16, 17, 300):
+        x, y = torch.randn(n, 4, device=device), torch.arange(n, device=device) % 2
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*point by point")
+            for fix in FIXES:
+                cc.ggn(model, x, y, pd_fix=fix)
+
+
+@pytest.mark.parametrize("pd_fix", FIXES)
+def test_scalars_and_empty_parameters(pd_fix: str, device: str) -> None:
+    torch.manual_seed(0)
+    model = Lambda(
+        lambda m, x: m.c(torch.tanh(torch.cat([m.a(x) * m.scale, m.nothing(x)], 1))) * m.temperature.exp(),
+        a=nn.Linear(4, 4),
+        nothing=nn.Linear(4, 0),
+        scale=parameter(),
+        temperature=parameter(),
+        c=nn.Linear(4, 3),
+    )
+    model, x = model.double().to(device), torch.randn(8, 4, dtype=torch.float64, device=device)
+    truth = dense_ggn(model, x, LABELS.to(device), pd_fix=pd_fix, margin=None)
+    with pytest.warns(UserWarning, match=r"1 parameters \('temperature'\)"):
+        found = cc.ggn(model, x, LABELS.to(device), pd_fix=pd_fix, margin=None, clamp=False)
+    assert close(found, truth.diagonal(), float(truth.abs().max()), 1e-9)
+
+
+def test_sparse_gradients(device: str) -> None:
+    torch.manual_seed(0)
+    model = Lambda(lambda m, x: m.c(torch.tanh(m.e(x).sum(1))), e=nn.Embedding(5, 4, sparse=True), c=nn.Linear(4, 3))
+    model, x = model.double().to(device), torch.randint(0, 5, (8, 3), device=device)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*point by point")
+        found = cc.ggn(model, x, LABELS.to(device), margin=None, clamp=False)
+    # The oracle cannot reshape sparse gradients.
+    model.e.sparse = False
+    truth = dense_ggn(model, x, LABELS.to(device), margin=None)
+    assert close(found, truth.diagonal(), float(truth.abs().max()), 1e-9)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_layers_in_vmap(shared: bool, device: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4)
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = torch.func.vmap(lambda row: torch.tanh(m.a(row)))(x)
+        return m.c(y + m.a(x) if shared else y)
+
+    model = Lambda(forward, a=layer, c=nn.Linear(4, 3)).double().to(device)
+    x = torch.randn(8, 4, dtype=torch.float64, device=device)
+    truth = dense_ggn(model, x, LABELS.to(device), margin=None)
+    with pytest.warns(UserWarning, match="'a.weight'"):
+        found = cc.ggn(model, x, LABELS.to(device), margin=None, clamp=False)
+    assert close(found, truth.diagonal(), float(truth.abs().max()), 1e-9)
+
+
+def padded_transformer(masked: bool) -> nn.Module:
+    torch.manual_seed(0)
+
+    def forward(m: Any, x: dict[str, Tensor]) -> Tensor:
+        kept = (~x["padding"]).to(x["x"]).unsqueeze(2) if masked else torch.ones_like(x["x"][..., :1])
+        return m.c((m.body(x["x"], src_key_padding_mask=x["padding"]) * kept).sum(1))
+
+    body = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 5, batch_first=True), 2)
+    return Lambda(forward, body=body, c=nn.Linear(4, 3)).double().eval()
+
+
+def test_transformers_with_padding(device: str) -> None:
+    """torch takes another path without gradients, which puts zeros in padded positions."""
+    if device != "cpu":
+        pytest.skip("the path is that of the CPU here")
+    padding = torch.zeros(8, 4, dtype=torch.bool)
+    padding[6, 2:] = padding[2, 3:] = True
+    x = {"x": torch.randn(8, 4, 4, dtype=torch.float64), "padding": padding}
+    model = padded_transformer(masked=True)
+    truth = dense_ggn(model, x, LABELS, margin=None)
+    assert close(cc.ggn(model, x, LABELS, margin=None, clamp=False), truth.diagonal(), float(truth.abs().max()), 1e-9)
+    with pytest.raises(cc.UnsupportedError, match="enable_nested_tensor=False"):
+        cc.ggn(padded_transformer(masked=False), x, LABELS)
+
+
+def test_gradients_that_are_no_derivatives_are_refused(device: str) -> None:
+    ids = torch.randint(0, 5, (8, 3), device=device)
+    embedding = nn.Embedding(5, 4, scale_grad_by_freq=True)
+    model = nn.Sequential(embedding, nn.Flatten(), nn.Linear(12, 3)).to(device)
+    with pytest.raises(cc.UnsupportedError, match="'0' has scale_grad_by_freq"):
+        cc.ggn(model, ids, LABELS.to(device))
+    embedding.weight.requires_grad_(False)
+    model = Lambda(
+        lambda m, x: m.c(torch.view_as_real(x * m.w).flatten(1)),
+        w=nn.Parameter(torch.randn(4, dtype=torch.cfloat)),
+        c=nn.Linear(8, 3),
+    ).to(device)
+    with pytest.raises(cc.UnsupportedError, match="'w' is complex"):
+        cc.ggn(model, torch.randn(8, 4, device=device), LABELS.to(device))
+
+
+def test_factors_of_another_kind_are_not_added_up(device: str) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x)
+        return m.c(torch.tanh(h @ m.a.weight if bool((x > 50).any()) else h))
+
+    torch.manual_seed(0)
+    model = Lambda(forward, a=nn.Linear(4, 4), c=nn.Linear(4, 3)).double().to(device)
+    x = torch.randn(8, 4, dtype=torch.float64, device=device)
+    pullback = LayerwisePullback(Encoder(model, x))
+    hessian = cc.output_hessian(model(x).detach(), LABELS.to(device), margin=None)
+    with torch.no_grad():
+        pullback.kron_factors(x, hessian.blocks, 16)
+        with (
+            pytest.warns(UserWarning, match="'a.weight'"),
+            pytest.raises(cc.UnsupportedError, match=r"'a\.weight' in another way"),
+        ):
+            pullback.kron_factors(x + 60, hessian.blocks, 16)
+
+
+def test_variances_of_other_parameters_are_refused(device: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).to(device)
+    x = torch.randn(8, 4, device=device)
+    model[0].bias.requires_grad_(False)
+    pullback = LayerwisePullback(Encoder(model, x))
+    with pytest.raises(cc.InputError, match="the 35 trainable parameters that have variances, got 31"):
+        pullback.output_covariance(x, torch.ones(35, device=device))
+
+
+def test_an_error_in_any_call_leaves_nothing_behind(device: str) -> None:
+    count, wrong = 0, 0
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        if count == wrong:
+            msg = "out of order"
+            raise ValueError(msg)
+        return m.c(torch.tanh(m.a(x)))
+
+    model = Lambda(forward, a=nn.Linear(4, 4), c=nn.Linear(4, 3)).to(device).train()
+    x, labels = torch.randn(8, 4, device=device), LABELS.to(device)
+    cc.ggn(model, x, labels)
+    calls = count
+    assert calls > 4
+    for k in range(1, calls + 1):
+        count, wrong = 0, k
+        with pytest.raises(ValueError, match="out of order"):
+            cc.ggn(model, x, labels)
+        assert _get_current_function_mode() is None
+        assert torch.is_grad_enabled()
+        assert all(module.training for module in model.modules())
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_runs_are_freed_without_a_collection(device: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).to(device)
+    x = torch.randn(8, 4, device=device)
+    hessian = cc.output_hessian(model(x).detach(), LABELS.to(device))
+    pullback = LayerwisePullback(Encoder(model, x))
+    made: list[weakref.ref[Any]] = []
+    gc.disable()
+    try:
+        for rows, tape in pullback.tapes(x):
+            assert rows == slice(0, 8)
+            made.append(weakref.ref(tape))
+            made.extend(weakref.ref(piece.part) for piece in tape.pieces)
+        del tape
+        pullback.curvature(x, hessian, Structure.DIAG)
+        assert len(made) > 1
+        assert all(reference() is None for reference in made)
+    finally:
+        gc.enable()
+
+
+def test_one_layer_in_two_shapes(device: str) -> None:
+    torch.manual_seed(0)
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        first = torch.tanh(F.conv2d(x, m.w)).flatten(2).mean(2)
+        return m.c(first + F.conv2d(x[:, :1], m.w.reshape(8, 1, 3, 3)).flatten(2)[:, :4].mean(2))
+
+    model = Lambda(forward, w=parameter(4, 2, 3, 3), c=nn.Linear(4, 3)).double().to(device)
+    x = torch.randn(8, 2, 5, 5, dtype=torch.float64, device=device)
+    truth = dense_ggn(model, x, LABELS.to(device), margin=None)
+    with pytest.warns(UserWarning, match=r"1 parameters \('w'\)"):
+        found = cc.ggn(model, x, LABELS.to(device), margin=None, clamp=False)
+    assert close(found, truth.diagonal(), float(truth.abs().max()), 1e-9)
