@@ -21,7 +21,7 @@ from benchmarks.experiments.finished import Finished, read_run
 from benchmarks.experiments.methods.sampled import PosteriorMethod, draw_embeddings, read_features
 from benchmarks.machine import describe, write_atomically
 from contrastive_curvature import EmbeddingDistribution, metrics
-from contrastive_curvature.laplace.covariance import diag_last_layer_variance
+from contrastive_curvature.network.last_layer import diag_last_layer_variance
 
 COLUMNS = ("auroc", "auprc", "ausc")
 _ROW = "laplace_posthoc"

@@ -22,7 +22,6 @@ from contrastive_curvature.laplace.base import ContrastiveLaplace
 from contrastive_curvature.laplace.checks import check_indices
 from contrastive_curvature.laplace.covariance import (
     dense_last_layer_covariance,
-    diag_last_layer_variance,
     kron_last_layer_covariance,
 )
 from contrastive_curvature.laplace.dense import DensePosterior
@@ -31,6 +30,7 @@ from contrastive_curvature.laplace.last_layer import LastLayerLaplace
 from contrastive_curvature.laplace.options import CONTRASTIVE, arguments_by_name
 from contrastive_curvature.laplace.prediction import distribution
 from contrastive_curvature.network.inputs import Inputs
+from contrastive_curvature.network.last_layer import diag_last_layer_variance
 from contrastive_curvature.network.loader import check_model
 from contrastive_curvature.options import Structure
 

@@ -6,23 +6,7 @@ import torch
 from laplace.utils.matrix import KronDecomposed
 from torch import Tensor
 
-__all__ = ["dense_last_layer_covariance", "diag_last_layer_variance", "kron_last_layer_covariance"]
-
-
-def diag_last_layer_variance(phi: Tensor, variance: Tensor, dim: int) -> Tensor:
-    """``v_k = sum_f var(W_kf) phi_f^2 + var(b_k)``.
-
-    Args:
-        phi: Features, shape (B, F).
-        variance: Posterior variances of ``[W.flatten(), b]``, shape (P,).
-        dim: Number D of outputs.
-
-    Returns:
-        Shape (B, D).
-    """
-    weights = dim * phi.shape[1]
-    out = phi.square() @ variance[:weights].view(dim, -1).T
-    return out + variance[weights:] if variance.numel() > weights else out
+__all__ = ["dense_last_layer_covariance", "kron_last_layer_covariance"]
 
 
 def kron_last_layer_covariance(phi: Tensor, precision: KronDecomposed) -> Tensor:

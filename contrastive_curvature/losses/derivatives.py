@@ -106,6 +106,9 @@ class PairDerivatives(DatasetDerivatives):
 
     def second_matmul(self, t: Tensor) -> Tensor | None:
         """See :meth:`CosineDerivatives.second_matmul`."""
+        if self.loss.linear:
+            # Before any block of pairs is formed: every product with a Hessian asks.
+            return None
         out = torch.zeros_like(t)
         if isinstance(self.relation, EdgeRelation):
             for i, j, (_, c, _) in self._listed(self.relation, t[0].numel()):

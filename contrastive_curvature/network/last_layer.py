@@ -17,7 +17,7 @@ from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS, KronFactors, Pullback
 from contrastive_curvature.options import Structure
 
-__all__ = ["LastLayerPullback"]
+__all__ = ["LastLayerPullback", "diag_last_layer_variance"]
 
 _PAIR_OVERHEAD = 40
 """Making the product phi_i phi_j of a pair costs about as much memory traffic as this many multiply-adds."""
@@ -123,11 +123,8 @@ class LastLayerPullback(Pullback):
         return torch.cat([out[:, :-1].flatten(), out[:, -1]]) if self.bias else out.flatten()
 
     def output_covariance(self, context: Any, variance: Tensor) -> Tensor:
-        """See :meth:`Pullback.output_covariance`: diagonal, ``sum_f var(W_kf) phi_f^2 + var(b_k)``."""
-        layer = self.encoder.require_last_layer()
-        size = layer.weight.numel()
-        out = context.square() @ variance[:size].view_as(layer.weight).T
-        return torch.diag_embed(out + variance[size:] if self.bias else out)
+        """See :meth:`Pullback.output_covariance`; the outputs are independent."""
+        return torch.diag_embed(diag_last_layer_variance(context, variance, self.encoder.dim))
 
     def tile_size(self, structure: Structure, dim: int) -> int:
         """See :meth:`Pullback.tile_size`; without Jacobians only the pair weights are held."""
@@ -152,6 +149,22 @@ class LastLayerPullback(Pullback):
 
     def _extended(self, phi: Tensor) -> Tensor:
         return torch.cat([phi, torch.ones_like(phi[:, :1])], dim=1) if self.bias else phi
+
+
+def diag_last_layer_variance(phi: Tensor, variance: Tensor, dim: int) -> Tensor:
+    """``v_k = sum_f var(W_kf) phi_f^2 + var(b_k)``.
+
+    Args:
+        phi: Features, shape (B, F).
+        variance: Posterior variances of ``[W.flatten(), b]``, shape (P,).
+        dim: Number D of outputs.
+
+    Returns:
+        Shape (B, D).
+    """
+    weights = dim * phi.shape[1]
+    out = phi.square() @ variance[:weights].view(dim, -1).T
+    return out + variance[weights:] if variance.numel() > weights else out
 
 
 def _cross_by_points(cross: CrossBlocks, left: Tensor, right: Tensor) -> Tensor:

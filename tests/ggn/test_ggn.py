@@ -109,6 +109,13 @@ def test_both_routes_of_the_coupled_last_layer_agree(drawn: Drawn, overhead: int
     assert close(found, truth.diagonal()[-count:], size)
 
 
+def parameter_blocks(model: nn.Module, matrix: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """The trainable parameters, and the diagonal block of a matrix (P, P) that belongs to each."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    ends = torch.tensor([p.numel() for p in params]).cumsum(0).tolist()
+    return params, [matrix[end - p.numel() : end, end - p.numel() : end] for p, end in zip(params, ends, strict=True)]
+
+
 WITHOUT_FACTORS = ("attention", "embedding", "shared")
 
 
@@ -119,10 +126,7 @@ def test_parameters_outside_layers_have_factors_too(drawn: Drawn, device: str) -
     coupled = case.options["pd_fix"] in ("positive", "full")
     truth, size = truth_and_size(drawn)
     factors = [[f.cpu() for f in group] for group in ggn(drawn, device, structure="kron")]
-    start = 0
-    for p, group in zip((p for p in model.parameters() if p.requires_grad), factors, strict=True):
-        block = truth[start : start + p.numel(), start : start + p.numel()]
-        start += p.numel()
+    for p, block, group in zip(*parameter_blocks(model, truth), factors, strict=True):
         if len(group) == 1 and not coupled:
             assert close(group[0], block, size)
         if len(group) == 2:
@@ -137,10 +141,7 @@ def test_kron_factors(drawn: Drawn, device: str) -> None:
     coupled = case.options["pd_fix"] in ("positive", "full")
     truth, size = truth_and_size(drawn)
     factors = [[f.cpu() for f in group] for group in ggn(drawn, device, structure="kron")]
-    start = 0
-    for p, group in zip((p for p in model.parameters() if p.requires_grad), factors, strict=True):
-        block = truth[start : start + p.numel(), start : start + p.numel()]
-        start += p.numel()
+    for p, block, group in zip(*parameter_blocks(model, truth), factors, strict=True):
         if p.ndim == 1 and (not coupled or len(x) == 1):
             assert close(group[0], block, size)
         elif p.ndim == 1:
