@@ -23,12 +23,16 @@ from contrastive_curvature.gallery import RetrievalUncertainty
 from contrastive_curvature.ggn import ggn
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import L2Norm
+from contrastive_curvature.known import OptimisticPValueWarning
+from contrastive_curvature.laplace import FeatureNormWarning
 from contrastive_curvature.laplace.backends import ContrastiveBackend, ContrastiveGGN
 from contrastive_curvature.losses import ContrastiveLoss, LogisticLoss, PairLoss
 from contrastive_curvature.losses.choice import output_hessian
+from contrastive_curvature.matching import MatchProbability
 from contrastive_curvature.online import OnlineLaplace, Trainer
 from contrastive_curvature.options import Distance, Normalization, PDFix
 from contrastive_curvature.registration import register, unregister
+from contrastive_curvature.similarity import CosineDistribution, similarity
 
 if TYPE_CHECKING:
     from contrastive_curvature.hosts.curvlinops import ContrastiveGGNLinearOperator
@@ -63,6 +67,10 @@ __all__ = [
     "Trainer",
     "EmbeddingDistribution",
     "RetrievalUncertainty",
+    # two embeddings: how similar, and the same class or not
+    "similarity",
+    "CosineDistribution",
+    "MatchProbability",
     "L2Norm",
     # the sphere, and how good it all is
     "vmf",
@@ -74,6 +82,9 @@ __all__ = [
     "InputTypeError",
     "NotFittedError",
     "UnsupportedError",
+    # warnings
+    "FeatureNormWarning",
+    "OptimisticPValueWarning",
 ]
 
 _BY_HOST = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +16,11 @@ from contrastive_curvature.embedding_checks import (
     check_mean,
     check_semidefinite,
     check_spread,
+    check_typical_norm,
 )
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.hessian.sphere import normalize
+from contrastive_curvature.known import Judge
 from contrastive_curvature.vmf._checks import unit
 
 __all__ = ["EmbeddingDistribution", "gaussian_samples"]
@@ -34,6 +37,8 @@ class EmbeddingDistribution:
         covariance: Covariances of the raw outputs, shape (B, D, D).
         joint_covariance: Covariance of all raw outputs together, shape (B D, B D). Give exactly one of ``variance``,
             ``covariance`` and ``joint_covariance``.
+        typical_norm: Typical norm of the encoder's raw outputs, positive, for :attr:`uncertainty`; predictions of a
+            posterior have the mean over its training inputs.
 
     Attributes:
         mean: Mean of the raw outputs, shape (B, D).
@@ -41,8 +46,8 @@ class EmbeddingDistribution:
     Raises:
         InputTypeError: An argument is not a floating-point tensor.
         InputError: Not exactly one of the three spreads is given; a shape, dtype or device disagrees; an entry is not
-            finite; a row of the mean is zero; a variance is negative; or a covariance is not symmetric positive
-            semidefinite, beyond rounding.
+            finite; a row of the mean is zero; a variance is negative; a covariance is not symmetric positive
+            semidefinite, beyond rounding; or the typical norm is not positive.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class EmbeddingDistribution:
         variance: Tensor | None = None,
         covariance: Tensor | None = None,
         joint_covariance: Tensor | None = None,
+        typical_norm: float | None = None,
     ) -> None:
         given = [
             name
@@ -78,6 +84,7 @@ class EmbeddingDistribution:
             check_spread("joint_covariance", joint_covariance, mean, (mean.numel(), mean.numel()))
             check_semidefinite("joint_covariance", joint_covariance)
         self._store(mean, variance, covariance, joint_covariance)
+        self.relative_to(typical_norm)
 
     def _store(
         self, mean: Tensor, variance: Tensor | None, covariance: Tensor | None, joint_covariance: Tensor | None
@@ -86,6 +93,8 @@ class EmbeddingDistribution:
         self._variance = variance
         self._joint = joint_covariance
         self._samples: Tensor | None = None
+        self._judge: Judge | None = None
+        self._typical_norm: float | None = None
         if joint_covariance is not None:
             n, dim = mean.shape
             points = torch.arange(n, device=mean.device)
@@ -155,6 +164,17 @@ class EmbeddingDistribution:
         out._samples = samples
         return out
 
+    def relative_to(self, typical_norm: float | None) -> EmbeddingDistribution:
+        """This object, with another typical norm of the raw outputs; ``None`` for none.
+
+        Raises:
+            InputTypeError: The norm is no number.
+            InputError: The norm is not positive.
+        """
+        check_typical_norm(typical_norm)
+        self._typical_norm = typical_norm
+        return self
+
     @property
     def mu(self) -> Tensor:
         """Mean directions on the sphere, shape (B, D)."""
@@ -167,26 +187,23 @@ class EmbeddingDistribution:
 
     @property
     def uncertainty(self) -> Tensor:
-        """How much the networks of the posterior disagree about the direction of an embedding, shape (B,).
+        """Angle by which a network of the posterior typically turns the embedding, in radians, in [0, pi / 2].
 
-        Rank inputs by this number, or compare it with a threshold; larger is less certain. It is ``E|z| - |E z|``: the
-        mean norm of the raw outputs under the posterior minus the norm of their mean, in units of the raw outputs. It
-        is zero when all networks give the same direction, and grows with the angle between their outputs and with the
-        norm of their outputs. It is no probability, and it can be compared between inputs of one encoder, not between
-        encoders. ``1 / kappa`` is the score that depends on the angles only.
+        Rank embeddings by it: the larger, the less certain is the direction, and the less likely is its nearest
+        neighbour of its class. Whether an input is of a known kind is another question; ask :attr:`p_value`.
 
-        For a Gaussian it is computed to second order in the spread: ``tr(P V P) / (2 n)`` with the norm ``n`` of the
-        mean, the covariance ``V`` and the projection ``P`` onto the tangent space, which is ``n / 2`` times
-        :attr:`tangential_variance`.
+        It is ``arctan(sqrt(V / n^2) sqrt(t / n))`` with the variance ``V`` tangential to the mean, the norm ``n`` of
+        the mean and the typical norm ``t``. A step of length ``sqrt(V)`` across a vector of length ``n`` turns it by
+        ``arctan(sqrt(V) / n)``. The factor ``sqrt(t / n)`` is empirical: training gives short outputs to inputs that it
+        places badly, which the posterior does not know (``docs/defaults.md``). Without a typical norm it is 1.
         """
-        if self._samples is not None:
-            samples, mean, scale = self._scaled_samples()
-            return (samples.norm(dim=2).mean(0) - mean.norm(dim=1)).clamp(min=0) * scale
-        u, n = unit("mean", self.mean)
-        # A unit mean with covariance V / n gives n times the variance, and avoids n^2, which may overflow.
-        if self._variance is not None:
-            return vmf.tangential_variance(u, variance=self._variance / n.unsqueeze(1)) / 2
-        return vmf.tangential_variance(u, covariance=self.covariance / n[:, None, None]) / 2
+        spread = self.tangential_variance
+        # Where there is none, the root has no derivative.
+        angle = torch.where(spread > 0, spread, 1).sqrt() * (spread > 0)
+        if self._typical_norm is not None:
+            # The quotient first: either norm may be near the limits of its dtype.
+            angle = angle * (self._typical_norm / unit("mean", self.mean)[1]).sqrt()
+        return angle.arctan()
 
     @property
     def tangential_variance(self) -> Tensor:
@@ -197,6 +214,65 @@ class EmbeddingDistribution:
             samples, mean, _ = self._scaled_samples()
             return vmf.tangential_variance(mean, covariance=sample_covariance(samples))
         return vmf.tangential_variance(self.mean, covariance=self._covariance)
+
+    @property
+    def novelty(self) -> Tensor:
+        """How unlike the known inputs an input is, float64, shape (B,); larger is less like them, without a unit.
+
+        It ranks inputs as :attr:`p_value` does, in reverse, and tells apart those that are further out than all known
+        inputs, where p-values end. See :func:`contrastive_curvature.known.components` for what it is made of. The
+        posterior of a last layer needs no calibration for it.
+
+        Raises:
+            UnsupportedError: This is no plain prediction ``la(x)``.
+            NotFittedError: The posterior is not calibrated, and has no training inputs to compare with.
+            InputError: The posterior has changed since this prediction.
+        """
+        return self._require_judge("novelty").novelty(self)
+
+    @property
+    def p_value(self) -> Tensor:
+        """Conformal p-values of "this input is of the kind that the encoder knows", float64, shape (B,), in (0, 1].
+
+        The share of known inputs, the input itself counted in, that are at least as unlike the others. Of new known
+        inputs at most a share alpha has a p-value of at most alpha (``la.calibrate``), so a small one says "unknown".
+        Before ``la.calibrate(loader)``, the posterior of a last layer compares with inputs of its fit and says once,
+        with an :class:`OptimisticPValueWarning`, that this is optimistic.
+
+        Raises:
+            UnsupportedError: This is no plain prediction ``la(x)``.
+            NotFittedError: The posterior is not calibrated and has no training inputs to compare with, or was
+                calibrated for another prior precision, temperature or encoder.
+            InputError: The posterior has changed since this prediction.
+        """
+        return self._require_judge("p_value").p_value(self)
+
+    def is_known(self, alpha: float = 0.01) -> Tensor:
+        """Whether inputs are of the kind that the encoder knows: ``p_value > alpha``.
+
+        Args:
+            alpha: Share of known inputs that may be flagged, in (0, 1).
+
+        Returns:
+            Booleans, shape (B,).
+
+        Raises:
+            InputTypeError: ``alpha`` is no number.
+            InputError: ``alpha`` is not in (0, 1), or too small for the number of calibration inputs.
+            UnsupportedError: As for :attr:`p_value`, like the following.
+            NotFittedError: The posterior is not calibrated, or for another posterior.
+        """
+        return self._require_judge("is_known").is_known(self, alpha)
+
+    def _require_judge(self, asked: str) -> Judge:
+        if self._judge is None:
+            msg = (
+                f"{asked}: only a plain prediction la(x) of a fitted posterior can be compared with known inputs. A "
+                "distribution that was built by hand, from samples or with joint=True or diagonal_output=True, and a "
+                f"copy, cannot. Call la(x).{asked}."
+            )
+            raise UnsupportedError(msg)
+        return self._judge
 
     @property
     def covariance(self) -> Tensor:
@@ -271,6 +347,10 @@ class EmbeddingDistribution:
         n, dim = self.mean.shape
         kind = "samples" if self._samples is not None else "joint Gaussian" if self._joint is not None else "Gaussian"
         return f"EmbeddingDistribution({n} embeddings in {dim} dimensions, from {kind})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: all but the posterior behind :attr:`p_value`, which holds the encoder."""
+        return {**self.__dict__, "_judge": None}
 
     def _scaled_samples(self) -> tuple[Tensor, Tensor, Tensor]:
         """Samples (S, B, D) and their mean (B, D), both divided by each input's largest entry, and that entry (B,)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ __all__ = [
     "check_mean",
     "check_semidefinite",
     "check_spread",
+    "check_typical_norm",
 ]
 
 
@@ -87,6 +90,22 @@ def check_spread(name: str, spread: object, mean: Tensor, shape: tuple[int, ...]
     if spread.device != mean.device:
         raise InputError(expected(name, f"device {mean.device}, that of mean", f"{spread.device}"))
     check_all_finite(name, spread)
+
+
+def check_typical_norm(value: object) -> None:
+    """Refuse anything but ``None`` or a positive, finite number.
+
+    Raises:
+        InputTypeError: ``value`` is not a number.
+        InputError: ``value`` is not positive, or not finite.
+    """
+    wanted = "None, or a positive number"
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InputTypeError(expected("typical_norm", wanted, f"a {type(value).__name__}"))
+    if not (math.isfinite(value) and value > 0):
+        raise InputError(expected("typical_norm", wanted, value))
 
 
 def check_semidefinite(name: str, matrices: Tensor) -> None:

@@ -20,27 +20,29 @@ class RetrievalUncertainty:
     """One score for two causes of wrong matches: inputs unlike the training data, and inputs between classes.
 
     A match is right if the input is of a known kind and if its neighbours are of its class: ``P(match) = P(known)
-    P(match | known)``. The posterior's uncertainty measures the first factor, the distance to the gallery the second.
-    Neither can replace the other: among inputs of a known kind the uncertainty ranks worse than the distance, and the
-    distance of an unknown input to its nearest class may be small. So the uncertainty only decides which inputs are
-    unknown, by a threshold that flags the fraction ``share`` of the known inputs. Inputs above the threshold are ranked
-    last, ordered by uncertainty; all others are ordered by distance.
+    P(match | known)``. The novelty of an input (``embedding.novelty``) measures the first factor, its distance to the
+    gallery the second. Neither can replace the other: among known inputs the novelty ranks worse than the distance, and
+    an unknown input may lie close to a class. So the novelty only decides which inputs are unknown, by a threshold that
+    flags the fraction ``share`` of the known inputs. Inputs above the threshold are ranked last, ordered by novelty;
+    all others are ordered by distance: the mean of that to the nearest gallery point and that to the k nearest. On the
+    encoders of ``benchmarks/results/transfer.md``, adding the posterior's angle to this distance made the order worse.
 
     Args:
         gallery: Embeddings that are searched, of any norm, shape (M, D).
-        calibration: Uncertainties of inputs of a known kind, such as a validation set, shape (C,).
+        calibration: Novelties of inputs of a known kind, such as a validation set, shape (C,). Any other score that is
+            larger for unknown inputs will do as well.
         k: Number of neighbours.
         share: Fraction of known inputs that may be flagged as unknown (false-positive rate), in (0, 1).
 
     Attributes:
-        threshold: Uncertainty above which an input counts as unknown.
+        threshold: Novelty above which an input counts as unknown.
 
     Raises:
         InputTypeError: An argument has a wrong type.
         InputError: A shape is wrong, or a value is out of range.
     """
 
-    def __init__(self, gallery: Tensor, calibration: Tensor, *, k: int = 10, share: float = 0.1) -> None:
+    def __init__(self, gallery: Tensor, calibration: Tensor, *, k: int = 10, share: float = 0.05) -> None:
         self.gallery = check_embeddings("gallery", gallery)
         self.k = check_count("k", k, 1, len(self.gallery), f"There are {len(self.gallery)} gallery points.")
         if isinstance(share, bool) or not isinstance(share, (int, float)):
@@ -49,21 +51,22 @@ class RetrievalUncertainty:
             raise InputError(expected("share", "a number in (0, 1)", share))
         known = check_scores("calibration", calibration)
         self.threshold = float(known.double().quantile(1 - share))
-        if not self.threshold > 0:
-            hint = "An uncertainty that is zero for so many inputs cannot separate known from unknown ones."
-            raise InputError(expected("calibration", "a positive quantile", self.threshold, hint))
+        # Where all are equal, any unit will do.
+        self._scale = float(known.double().std(correction=0)) or 1.0
 
-    def __call__(self, embeddings: Tensor, uncertainty: Tensor) -> Tensor:
+    def __call__(self, embeddings: Tensor, novelty: Tensor, itself: Tensor | None = None) -> Tensor:
         """Score queries.
 
         Args:
-            embeddings: Embeddings of N inputs, of any norm, shape (N, D). The inputs must not be in the gallery: each
-                would be its own nearest neighbour.
-            uncertainty: Uncertainties of the same inputs, computed as those in ``calibration``, shape (N,).
+            embeddings: Embeddings of N inputs, of any norm, shape (N, D).
+            novelty: Novelties of the same inputs, computed as those in ``calibration``, shape (N,).
+            itself: For inputs that are in the gallery, their rows in it, -1 for others, shape (N,). Without it, each of
+                them is its own nearest neighbour.
 
         Returns:
-            Scores, shape (N,); larger is less certain. The score of a known input is its mean cosine distance to its
-            neighbours, in [0, 2]. The score of an unknown input is 2 plus its uncertainty divided by the threshold.
+            Scores, shape (N,); larger is less certain. The score of a known input is its mean cosine distance, in
+            [0, 2]. That of an unknown input is 2 plus the excess of its novelty over the threshold, in standard
+            deviations of ``calibration``.
 
         Raises:
             InputError: The arguments are malformed.
@@ -72,12 +75,14 @@ class RetrievalUncertainty:
         if queries.shape[1] != self.gallery.shape[1]:
             wanted = f"D = {self.gallery.shape[1]}, that of the gallery"
             raise InputError(expected("embeddings", wanted, f"D = {queries.shape[1]}"))
-        score = check_scores("uncertainty", uncertainty)
+        score = check_scores("novelty", novelty)
         if len(score) != len(queries):
-            raise InputError(expected("uncertainty", f"shape ({len(queries)},)", f"shape {tuple(score.shape)}"))
-        near = neighbor_distance(embeddings, self.gallery.to(queries), self.k)
-        score = score.to(near)
-        return torch.where(score > self.threshold, 2 + score / self.threshold, near)
+            raise InputError(expected("novelty", f"shape ({len(queries)},)", f"shape {tuple(score.shape)}"))
+        own = None if itself is None else _check_rows(itself, len(queries), len(self.gallery), self.k)
+        distances = _distances(embeddings, self.gallery.to(queries), self.k, own)
+        near = (distances[:, 0] + distances.mean(1)) / 2
+        excess = ((score.double() - self.threshold) / self._scale).to(near)
+        return torch.where(score.to(near.device) > self.threshold, 2 + excess, near)
 
 
 def neighbor_distance(queries: Tensor, gallery: Tensor, k: int = 10) -> Tensor:
@@ -96,12 +101,37 @@ def neighbor_distance(queries: Tensor, gallery: Tensor, k: int = 10) -> Tensor:
     Raises:
         InputError: The arguments are malformed.
     """
-    neighbors = metrics.nearest_neighbors(queries, gallery, k=k)
+    return _distances(queries, gallery, k).mean(1)
+
+
+def _distances(queries: Tensor, gallery: Tensor, k: int, itself: Tensor | None = None) -> Tensor:
+    """Cosine distances to the k nearest gallery points but ``itself``, ascending up to rounding, shape (N, k)."""
+    neighbors = metrics.nearest_neighbors(queries, gallery, k=k if itself is None else k + 1)
+    if itself is not None:
+        # Without the own row, or else without the last: which is the same as the largest of a stable sort.
+        own = neighbors == itself.to(neighbors).unsqueeze(1)
+        neighbors = neighbors.gather(1, own.long().argsort(dim=1, stable=True))[:, :k]
     v = normalize(gallery)[0]
     rows = max(1, _ENTRIES // (k * v.shape[1]))
     # Differences, because 1 - cosine loses all digits in float32 when neighbours are close.
     near = [
-        (normalize(block)[0].unsqueeze(1) - v[nearest]).square().sum(2).mean(1) / 2
+        (normalize(block)[0].unsqueeze(1) - v[nearest]).square().sum(2) / 2
         for block, nearest in zip(queries.split(rows), neighbors.split(rows), strict=True)
     ]
     return torch.cat(near)
+
+
+def _check_rows(itself: object, n: int, m: int, k: int) -> Tensor:
+    wanted = f"rows of the gallery, -1 or 0 to {m - 1}, int64, shape ({n},)"
+    if not isinstance(itself, Tensor) or itself.dtype != torch.int64:
+        shown = f"{itself.dtype}" if isinstance(itself, Tensor) else f"a {type(itself).__name__}"
+        raise InputTypeError(expected("itself", wanted, shown))
+    if tuple(itself.shape) != (n,) or not bool(((itself >= -1) & (itself < m)).all()):
+        shown = f"shape {tuple(itself.shape)}"
+        if itself.numel():
+            shown += f", {int(itself.min())} to {int(itself.max())}"
+        raise InputError(expected("itself", wanted, shown))
+    if k >= m:
+        hint = "An input has one neighbour less than there are gallery points."
+        raise InputError(expected("k with itself", f"at most {m - 1}", k, hint))
+    return itself

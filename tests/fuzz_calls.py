@@ -95,6 +95,12 @@ def _tuned(**given: Any) -> Any:
     return la.prior_precision, la.temperature, _described(la(data()[0]))
 
 
+def _calibrated(x: Any, alpha: Any, **given: Any) -> Any:
+    la = posterior()
+    la.calibrate(**given)
+    return la(x).p_value, la(x).is_known(alpha)
+
+
 def _online(x: Any, labels: Any, **given: Any) -> Any:
     online = cc.OnlineLaplace(encoder(), **given)
     losses = [online(x, labels) for _ in range(2)]
@@ -107,8 +113,8 @@ def _trained(epochs: Any, loader: Any, **given: Any) -> Any:
     return list(online.parameters())
 
 
-def _gallery(embeddings: Any, uncertainty: Any, **given: Any) -> Any:
-    return cc.RetrievalUncertainty(**given)(embeddings, uncertainty)
+def _gallery(embeddings: Any, novelty: Any, **given: Any) -> Any:
+    return cc.RetrievalUncertainty(**given)(embeddings, novelty)
 
 
 def _operator(**given: Any) -> Any:
@@ -186,6 +192,7 @@ def _calls() -> dict[str, Call]:
             _tuned,
             {"method": "marglik", "n_steps": 2, "lr": 0.1} | {"init_prior_prec": 1.0},
         ),
+        "calibrate": (_calibrated, {"x": x, "loader": [x], "alpha": 0.1, "progress_bar": False}),
         "OnlineLaplace": (
             _online,
             {"x": x, "labels": labels, "probe": x, "n_data": N, "loss": None, "miner": None, "curvature_miner": None}
@@ -212,7 +219,7 @@ def _calls() -> dict[str, Call]:
         ),
         "RetrievalUncertainty": (
             _gallery,
-            {"gallery": z, "calibration": scores, "k": 3, "share": 0.1, "embeddings": z, "uncertainty": scores},
+            {"gallery": z, "calibration": scores, "k": 3, "share": 0.1, "embeddings": z, "novelty": scores},
         ),
         "ContrastiveGGNLinearOperator": (
             _operator,

@@ -9,6 +9,7 @@ __all__ = ["COMBINATIONS", "for_every_combination"]
 COMBINATIONS = [
     ("last_layer", "diag"),
     ("last_layer", "kron"),
+    ("last_layer", "kron_lowrank"),
     ("last_layer", "full"),
     ("last_layer", "gp"),
     ("all", "diag"),

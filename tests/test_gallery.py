@@ -35,29 +35,66 @@ def test_blocks_of_queries_are_put_together_in_their_order(entries, monkeypatch)
 
 @pytest.mark.parametrize("device", DEVICES)
 @given(n=st.integers(2, 30), share=st.floats(0.05, 0.95), seed=st.integers(0, 99))
-def test_known_by_distance_unknown_last_by_uncertainty(device, n, share, seed):
+def test_known_by_distance_unknown_last_by_novelty(device, n, share, seed):
     gallery, queries = draw(12, 4, seed).to(device), draw(n, 4, seed + 1).to(device)
-    calibration = draw(40, 1, seed + 2).flatten().abs().to(device) + 0.1
-    uncertainty = draw(n, 1, seed + 3).flatten().abs().to(device)
+    calibration = draw(40, 1, seed + 2).flatten().to(device)
+    novelty = draw(n, 1, seed + 3).flatten().to(device)
     score = RetrievalUncertainty(gallery, calibration, k=3, share=share)
-    out = score(queries, uncertainty)
+    out = score(queries, novelty)
     assert out.device == queries.device
-    unknown = uncertainty > score.threshold
-    assert torch.equal(out[~unknown], neighbor_distance(queries, gallery, 3)[~unknown])
-    assert bool((out[unknown] > 3).all())
+    unknown = novelty > score.threshold
+    near = (neighbor_distance(queries, gallery, 1) + neighbor_distance(queries, gallery, 3)) / 2
+    assert torch.allclose(out[~unknown], near[~unknown], rtol=0, atol=1e-12)
+    assert bool((out[unknown] > 2).all())
     assert bool((out[~unknown] <= 2).all())
-    assert torch.equal(out[unknown].argsort(), uncertainty[unknown].argsort())
+    assert torch.equal(out[unknown].argsort(), novelty[unknown].argsort())
     # no more than the share of the calibration set itself lies beyond its threshold
     assert float((calibration > score.threshold).double().mean()) <= share + 1 / len(calibration)
 
 
-@given(factor=st.floats(1e-3, 1e3), seed=st.integers(0, 99))
-def test_units_of_the_uncertainty_do_not_matter(factor, seed):
+@given(factor=st.floats(1e-3, 1e3), shift=st.floats(-10, 10), seed=st.integers(0, 99))
+def test_units_of_the_novelty_do_not_matter(factor, shift, seed):
     gallery, queries = draw(20, 3, seed), draw(9, 3, seed + 1)
-    calibration, uncertainty = draw(50, 1, seed + 2).flatten().abs(), draw(9, 1, seed + 3).flatten().abs()
-    one = RetrievalUncertainty(gallery, calibration)(queries, uncertainty)
-    other = RetrievalUncertainty(gallery, factor * calibration)(queries, factor * uncertainty)
-    assert torch.allclose(one, other, rtol=1e-9, atol=0)
+    calibration, novelty = draw(50, 1, seed + 2).flatten(), draw(9, 1, seed + 3).flatten()
+    one = RetrievalUncertainty(gallery, calibration)(queries, novelty)
+    other = RetrievalUncertainty(gallery, factor * calibration + shift)(queries, factor * novelty + shift)
+    # The shift costs digits of the smallest factor: 10 / 1e-3 times eps.
+    assert torch.allclose(one, other, rtol=1e-9, atol=1e-9)
+
+
+@given(m=st.integers(3, 15), seed=st.integers(0, 99), data=st.data())
+def test_an_input_is_no_neighbour_of_itself(m, seed, data):
+    k, gallery = data.draw(st.integers(1, m - 1)), draw(m, 4, seed)
+    # With a double of one point, which may come before the point itself.
+    gallery[1] = gallery[0]
+    score = RetrievalUncertainty(gallery, torch.arange(5.0), k=k, share=0.5)
+    rows = torch.arange(m)
+    found = score(gallery, torch.zeros(m), itself=rows)
+    for i in range(m):
+        others = RetrievalUncertainty(gallery[rows != i], torch.arange(5.0), k=k, share=0.5)
+        assert torch.allclose(found[i], others(gallery[i : i + 1], torch.zeros(1)), rtol=0, atol=1e-12)
+    none = score(gallery, torch.zeros(m), itself=torch.full((m,), -1))
+    assert torch.equal(none, score(gallery, torch.zeros(m)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "error"),
+    [(torch.zeros(5), InputTypeError), ([0] * 5, InputTypeError), (torch.arange(4), InputError)]
+    + [(torch.arange(5) + shift, InputError) for shift in (-2, 1)],
+)
+def test_rows_that_are_none(rows, error):
+    score = RetrievalUncertainty(torch.eye(5), torch.ones(7), k=2)
+    with pytest.raises(error, match="itself"):
+        score(torch.eye(5), torch.ones(5), itself=rows)
+    with pytest.raises(InputError, match="at most 4"):
+        RetrievalUncertainty(torch.eye(5), torch.ones(7), k=5)(torch.eye(5), torch.ones(5), torch.arange(5))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_equal_calibration_novelties_still_separate(device):
+    score = RetrievalUncertainty(torch.eye(5, device=device), torch.ones(7, device=device), k=2)
+    out = score(torch.eye(5, device=device), torch.tensor([0.0, 1.0, 1.5, 2.0, 9.0], device=device))
+    assert torch.allclose(out.cpu(), torch.tensor([0.25, 0.25, 2.5, 3.0, 10.0]))
 
 
 def test_it_does_both_jobs_where_each_part_does_one():
@@ -85,7 +122,6 @@ def test_it_does_both_jobs_where_each_part_does_one():
         ({"share": 1.0}, InputError, "share"),
         ({"k": 0}, InputError, "k"),
         ({"k": 6}, InputError, "5 gallery points"),
-        ({"calibration": torch.zeros(7)}, InputError, "positive quantile"),
         ({"calibration": torch.full((7,), float("nan"))}, InputError, "calibration"),
         ({"calibration": [1.0]}, InputTypeError, "calibration"),
         ({"gallery": torch.ones(5)}, InputError, "gallery"),
@@ -99,5 +135,5 @@ def test_refused(change, error, word):
 
 def test_lengths_must_agree():
     score = RetrievalUncertainty(torch.eye(5), torch.ones(7), k=2)
-    with pytest.raises(InputError, match="uncertainty"):
+    with pytest.raises(InputError, match="novelty"):
         score(torch.eye(5), torch.ones(4))

@@ -7,15 +7,16 @@ without negative, pairs contributes nothing to the estimate for these pairs.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.accumulate import add_factors
-from contrastive_curvature.ggn.dataset import BatchReader, DatasetCurvature, check_fittable, check_targets
+from contrastive_curvature.ggn.dataset import BatchReader, DatasetCurvature, check_fittable, check_targets, mean_norm
 from contrastive_curvature.ggn.dominance import Dominance
+from contrastive_curvature.ggn.feature_sample import FeatureSample
 from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.passes import PassRecord
 from contrastive_curvature.ggn.sampling import BlockSampler
@@ -85,14 +86,18 @@ def batches_curvature(
     curvature: Any = None
     value: Any = 0
     cost: Any = 0
-    again, dominance = PassRecord(), Dominance(pullback, structure, n)
+    norms: Any = 0
+    again, dominance, sample = PassRecord(), Dominance(pullback, structure, n), FeatureSample.of(pullback)
     for number, batch in enumerate(progress.over(loader, "[curvature]")):
         x, y = read(batch)
         y = check_targets(y, input_length(x), relation)
         again.add_targets(y)
-        part = batch_curvature(pullback, x, y, loss, structure, n, totals, relation, kfac_approx, dominance, sampler)
+        part = batch_curvature(
+            pullback, x, y, loss, structure, n, totals, relation, kfac_approx, dominance, sampler, sample
+        )
         check_finite(part.curvature, pullback, f"batch {number} (counted from 0)")
         value, cost = value + part.loss, cost + part.cost
+        norms = norms + input_length(x) * cast("Tensor", part.typical_norm)
         if structure is Structure.KRON:
             curvature = add_factors(curvature, part.curvature)
         else:
@@ -100,7 +105,7 @@ def batches_curvature(
     record.check_same_targets(again)
     check_finite(curvature, pullback, "the sum over all batches")
     dominance.warn()
-    return DatasetCurvature(curvature, value, cost, n)
+    return DatasetCurvature(curvature, value, cost, n, sample, norms / n)
 
 
 def batch_curvature(
@@ -115,6 +120,7 @@ def batch_curvature(
     kfac_approx: KFACApprox = KFACApprox.EXPAND,
     dominance: Dominance | None = None,
     sampler: BlockSampler | None = None,
+    sample: FeatureSample | None = None,
 ) -> DatasetCurvature:
     """The contribution of one batch to the estimate for a data set.
 
@@ -131,11 +137,14 @@ def batch_curvature(
         kfac_approx: How ``kron`` treats the two points of a pair.
         dominance: Records the contribution of the batch, if given.
         sampler: Samples the blocks of the Hessian for an estimate; ``None`` uses the exact blocks.
+        sample: Draws from the features of the batch, if given.
 
     Returns:
         Unclamped curvature, loss and non-negative loss.
     """
     z, context = pullback.forward(x)
+    if sample is not None:
+        sample.add(context)
     hessian = batch_hessian(loss, check_outputs(z, "model(x)"), targets, n_data, totals, relation)
     curvature = structured_curvature(pullback, context, hessian, structure, n_data, kfac_approx, sampler)
     if dominance is not None and kfac_approx is KFACApprox.EXPAND:
@@ -145,4 +154,4 @@ def batch_curvature(
             pullback.block_term(context, hessian.blocks, Structure.DIAG) if with_cross_terms else curvature
         )
         dominance.add(context, len(hessian), hessian.blocks, without_cross_terms)
-    return DatasetCurvature(curvature, *hessian.loss_and_cost(), n_data)
+    return DatasetCurvature(curvature, *hessian.loss_and_cost(), n_data, typical_norm=mean_norm(z))

@@ -18,6 +18,7 @@ from torch import Tensor
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.accumulate import add_factors
 from contrastive_curvature.ggn.dominance import Dominance
+from contrastive_curvature.ggn.feature_sample import FeatureSample
 from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.passes import PassRecord
 from contrastive_curvature.ggn.sampling import BlockSampler
@@ -40,6 +41,7 @@ __all__ = [
     "DatasetPoints",
     "collect_points",
     "dataset_curvature",
+    "mean_norm",
 ]
 
 _CLASS_SUM_ELEMENTS = 2**28
@@ -78,12 +80,16 @@ class DatasetCurvature:
         loss: Value of the loss.
         cost: Value of the non-negative loss, see :meth:`DatasetHessian.loss_and_cost`.
         n: Number of points.
+        features: A sample of the features of a last layer, where the second pass saw them.
+        typical_norm: Mean norm of the raw outputs, one number.
     """
 
     curvature: Any
     loss: Tensor
     cost: Tensor
     n: int
+    features: FeatureSample | None = None
+    typical_norm: Tensor | None = None
 
 
 def collect_points(
@@ -129,6 +135,11 @@ def collect_points(
     loss.announce(related, normalize(z)[0], progress)
     check_fittable(z.shape[0], float(related.counts()[0].sum()))
     return DatasetPoints(dataset_hessian(loss, z, related), relation, record)
+
+
+def mean_norm(z: Tensor) -> Tensor:
+    """Mean norm of raw outputs (N, D), float64; in it no sum of float32 norms overflows."""
+    return normalize(z)[1].double().mean()
 
 
 def _expected_points(loader: Iterable[Any]) -> int:
@@ -202,13 +213,15 @@ def dataset_curvature(
     total: Any = None
     cross = _make_cross(pullback, points, structure) if hessian.coupled and structure is not Structure.KRON else None
     totals: Totals | None = None
-    record, dominance = PassRecord(), Dominance(pullback, structure, points.n)
+    record, dominance, sample = PassRecord(), Dominance(pullback, structure, points.n), FeatureSample.of(pullback)
     for number, batch in enumerate(progress.over(loader, "[curvature]")):
         x, y = read(batch)
         y = check_targets(y, input_length(x), points.function)
         z, context = pullback.forward(x)
         z = check_outputs(z, "model(x)")
         record.add(z, y)
+        if sample is not None:
+            sample.add(context)
         part = hessian.at(z, y)
         totals = part.totals if totals is None else totals + part.totals
         sampled = part.blocks if sampler is None else sampler(part.blocks, pullback)
@@ -232,7 +245,7 @@ def dataset_curvature(
     check_finite(total, pullback, "the sum over all batches")
     dominance.warn()
     # The sums over all pairs, the expensive part of the loss, were computed above.
-    return DatasetCurvature(total, *hessian.loss_and_cost(totals), points.n)
+    return DatasetCurvature(total, *hessian.loss_and_cost(totals), points.n, sample, mean_norm(hessian.z))
 
 
 def _make_cross(pullback: Pullback, points: DatasetPoints, structure: Structure) -> _ClassCross | _StreamedCross:

@@ -31,7 +31,7 @@ from contrastive_curvature.network.layerwise import LayerwisePullback
 from contrastive_curvature.network.pullback import KronFactors, Pullback
 from contrastive_curvature.options import KFACApprox, Structure
 
-__all__ = ["pair_moment", "shared_factors", "structured_curvature"]
+__all__ = ["pair_moment", "paired", "shared_factors", "structured_curvature"]
 
 
 def structured_curvature(
@@ -98,7 +98,9 @@ def shared_factors(pullback: Pullback, context: Any, hessian: OutputHessian, n_d
         dim = hessian.z.shape[1]
         eye = torch.eye(dim, dtype=hessian.z.dtype, device=hessian.z.device).view(1, dim, 1, dim)
         run = LayerRun(context.unsqueeze(1), eye.expand(len(hessian), -1, -1, -1))
-        return [weight(run), [bias(run)]] if pullback.bias else [weight(run)]
+        moment = pullback.input_moment(context, paired(context, together))
+        of_weight = [sandwich(run.jacobian, hessian.matvec), *(share * part for part in moment)]
+        return [of_weight, [bias(run)]] if pullback.bias else [of_weight]
     if not isinstance(pullback, LayerwisePullback):
         msg = (
             "kfac_approx='reduce': a subnetwork has no Kronecker factors, and a pullback of your own has those of each "
@@ -124,8 +126,21 @@ def pair_moment(a: Tensor, together: Tensor) -> Tensor:
         Shape (F, F), positive semidefinite, averaged over positions. Without any pair, every point counts on its own,
         so that averages over batches stay averages.
     """
-    degree, flat = together.sum(1), a.transpose(0, 1).reshape(a.shape[1], a.shape[0], -1)
+    flat = a.transpose(0, 1).reshape(a.shape[1], a.shape[0], -1)
+    return torch.einsum("tnf,tng->fg", flat, paired(flat, together)) / a.shape[1]
+
+
+def paired(flat: Tensor, together: Tensor) -> Tensor:
+    """The inputs of every point plus those of its partners, weighted: ``flat^T paired`` is the moment of mean inputs.
+
+    Args:
+        flat: Inputs, shape (..., N, F).
+        together: 1 where two points are a pair, symmetric with zero diagonal, shape (N, N).
+
+    Returns:
+        Shape (..., N, F).
+    """
+    degree = together.sum(1)
     if not bool(degree.any()):
-        return torch.einsum("tnf,tng->fg", flat, flat) / (a.shape[0] * a.shape[1])
-    mixed = degree.unsqueeze(1) * flat + together @ flat
-    return torch.einsum("tnf,tng->fg", flat, mixed) / (2 * a.shape[1] * degree.sum())
+        return flat / flat.shape[-2]
+    return (degree.unsqueeze(1) * flat + together @ flat) / (2 * degree.sum())

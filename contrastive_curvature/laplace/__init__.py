@@ -12,6 +12,8 @@ from contrastive_curvature.laplace.classes import (
     ContrastiveKronLLLaplace,
     ContrastiveLowRankLaplace,
 )
+from contrastive_curvature.laplace.feature_norm import FeatureNormWarning
+from contrastive_curvature.laplace.kron_lowrank import ContrastiveKronLowRankLLLaplace
 from contrastive_curvature.laplace.registry import register, unregister
 
 __all__ = [
@@ -23,8 +25,10 @@ __all__ = [
     "ContrastiveFullSubnetLaplace",
     "ContrastiveKronLLLaplace",
     "ContrastiveKronLaplace",
+    "ContrastiveKronLowRankLLLaplace",
     "ContrastiveLaplace",
     "ContrastiveLowRankLaplace",
+    "FeatureNormWarning",
     "register",
     "unregister",
 ]

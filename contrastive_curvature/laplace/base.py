@@ -7,6 +7,7 @@ in front of them and replaces what assumes a sum over points or a softmax.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +20,7 @@ from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.ggn.dataset import DatasetCurvature
 from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.laplace import fitting, prediction, sampling, saving, tuning
+from contrastive_curvature.laplace import calibration, fitting, prediction, sampling, saving, tuning
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.backends.torch_func import ContrastiveGGN
 from contrastive_curvature.laplace.forms import CurvatureForm
@@ -50,6 +51,8 @@ class ContrastiveLaplace(CheckedPosterior):
     Attributes:
         cost: Value of the pair loss over the data, shifted so that it is never negative: the contrastive loss counts
             each repelling pair from the margin, or from the largest distance, 2, without one.
+        typical_norm: Mean norm of the raw outputs of the training inputs, which ``uncertainty`` compares norms with;
+            ``None`` before ``fit``, and after loading a state that was saved without it.
 
     Raises:
         InputError: An option is unknown or out of range.
@@ -59,6 +62,8 @@ class ContrastiveLaplace(CheckedPosterior):
     structure: ClassVar[Structure]
     form: ClassVar[CurvatureForm]
     takes_rank: ClassVar[bool] = False
+    sketches_inputs: ClassVar[bool] = False
+    keeps_features: ClassVar[bool] = False
 
     H: Any
     _backend: ContrastiveBackend | None
@@ -81,7 +86,9 @@ class ContrastiveLaplace(CheckedPosterior):
         self._temperature_given = "temperature" in kwargs
         self.cost: Tensor | float = 0.0
         self._curvature_options = check_options(self.structure, backend, backend_kwargs, kwargs, self.takes_rank)
+        self.typical_norm: float | None = None
         self.H_raw: Any = None
+        self._known = calibration.KnownInputs()
         self._chooses_backend = backend is None
         # laplace-torch knows no contrastive likelihood: of those it knows, regression adds the least of its own.
         super().__init__(
@@ -124,7 +131,12 @@ class ContrastiveLaplace(CheckedPosterior):
         # Everything that can fail runs before the first assignment, so that a failed fit leaves the last one whole.
         self.form.absorb(self, result, earlier)
         loss, cost = (self.loss, float(self.cost)) if earlier else (0.0, 0.0)
-        fitting.remember(self, result.loss + loss, float(result.cost) + cost, result.n + earlier)
+        sample = calibration.training_sample(self, result.features, earlier)
+        n, norm = result.n + earlier, None if result.typical_norm is None else float(result.typical_norm)
+        if earlier and norm is not None:
+            norm = None if self.typical_norm is None else (earlier * self.typical_norm + result.n * norm) / n
+        fitting.remember(self, result.loss + loss, float(result.cost) + cost, n, norm)
+        self._known = replace(self._known, sample=sample)
 
     def set_curvature(self, result: DatasetCurvature) -> None:
         """Take a curvature that was computed elsewhere, at the encoder's present weights, in place of ``fit``.
@@ -134,7 +146,35 @@ class ContrastiveLaplace(CheckedPosterior):
                 backend has analysed the encoder before.
         """
         self.form.absorb(self, result, 0)
-        fitting.remember(self, result.loss, float(result.cost), result.n)
+        fitting.remember(self, result.loss, float(result.cost), result.n, result.typical_norm)
+
+    def calibrate(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
+        """Take known inputs to compare others with: afterwards ``la(x).p_value`` and ``la(x).is_known(alpha)`` hold.
+
+        On new inputs that are exchangeable with these, as from one shuffled data set, at most a share alpha has a
+        p-value of at most alpha, on average over calibration sets; the encoder and the posterior may be arbitrarily
+        bad. To stay exact, the statistic is standardised with other inputs than it is compared with: with a sample of
+        the training inputs that a last layer's ``fit`` keeps, so that all n calibration inputs count. Where there is
+        none (other weights than the last layer's, ``gp``, a loaded posterior, :class:`OnlineLaplace`) it takes a third
+        of the calibration inputs, always the same for the same n, and two thirds count.
+
+        Call it after everything that changes the posterior: another fit drops the calibration, and with another prior
+        precision, temperature or encoder p-values are refused until it is called again. :meth:`state_dict` saves it.
+
+        Args:
+            loader: Batches ``(x, labels)``, whose labels are not used, or ``x`` alone; run over once. Best inputs that
+                the encoder was not trained on, n >= 1 / alpha - 1 of them for the smallest alpha you will use.
+            progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputTypeError: The loader or a batch has another type.
+            InputError: Fewer than two inputs, inputs that the encoder does not take, or outputs that are not finite.
+                The calibration is as it was.
+
+        Source: Vovk, Gammerman and Shafer, Algorithmic Learning in a Random World, 2005.
+        """
+        calibration.calibrate(self, loader, progress_bar)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the posterior needs besides the encoder: tensors, numbers and strings only.
@@ -218,8 +258,10 @@ class ContrastiveLaplace(CheckedPosterior):
                 hint = "A concentration is estimated from them."
                 raise InputError(expected("n_samples for pred_type='nn'", "at least 2 samples", n_samples, hint))
             samples = sampling.joint_samples(self, x, n_samples, generator, linearized=False)
-            return EmbeddingDistribution.from_samples(samples)
-        return self._gaussian(x, joint, diagonal_output)
+            return EmbeddingDistribution.from_samples(samples).relative_to(self.typical_norm)
+        if joint or diagonal_output:
+            return self._gaussian(x, joint, diagonal_output).relative_to(self.typical_norm)
+        return calibration.predict(self, x).relative_to(self.typical_norm)
 
     def functional_samples(
         self,

@@ -25,6 +25,7 @@ from contrastive_curvature.laplace.covariance import (
     kron_last_layer_covariance,
 )
 from contrastive_curvature.laplace.dense import DensePosterior
+from contrastive_curvature.laplace.feature_norm import LastLayerDiagonalForm
 from contrastive_curvature.laplace.forms import DenseForm, DiagonalForm, EigenpairForm, KroneckerForm
 from contrastive_curvature.laplace.last_layer import LastLayerLaplace
 from contrastive_curvature.laplace.options import CONTRASTIVE, arguments_by_name
@@ -174,11 +175,15 @@ class ContrastiveFullSubnetLaplace(_Subnetwork, DensePosterior, FullSubnetLaplac
 
 
 class ContrastiveDiagLLLaplace(LastLayerLaplace, DiagLLLaplace):
-    """Last linear layer, diagonal precision; curvature and prediction exact, in closed form, for every ``pd_fix``."""
+    """Last linear layer, diagonal precision; curvature and prediction exact, in closed form, for every ``pd_fix``.
+
+    ``fit`` warns (:class:`~contrastive_curvature.FeatureNormWarning`) where the variance says little more than the norm
+    of the features.
+    """
 
     _key = ("last_layer", "diag", CONTRASTIVE)
     structure = Structure.DIAG
-    form = DiagonalForm()
+    form = LastLayerDiagonalForm()
 
     def _gaussian(self, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistribution:
         if joint:

@@ -10,22 +10,28 @@ from contrastive_curvature.errors import InputError, InputTypeError, Unsupported
 __all__ = ["check_combination"]
 
 _STRUCTURES = {
-    "last_layer": ("diag", "kron", "full", "gp"),
+    "last_layer": ("kron_lowrank", "diag", "kron", "full", "gp"),
     "all": ("diag", "kron", "full", "lowrank", "gp"),
     "subnetwork": ("diag", "full"),
 }
 
-_KNOWN = ("diag", "kron", "full", "lowrank", "gp")
+_KNOWN = ("diag", "kron", "kron_lowrank", "full", "lowrank", "gp")
+
+_DEFAULT = {"last_layer": "kron_lowrank"}
 
 _NAMES = ("model", "likelihood", "subset_of_weights", "hessian_structure")
 
 
-def check_combination(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def check_combination(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, str]:
     """Check the arguments of ``laplace.Laplace(..., likelihood="contrastive")``.
 
     Args:
         args: Positional arguments.
         kwargs: Keyword arguments.
+
+    Returns:
+        Weights and structure, with the defaults: the last layer, whose default is ``"kron_lowrank"``, and ``"kron"``
+        for other weights.
 
     Raises:
         InputTypeError: The model is missing, or an argument is given twice.
@@ -40,7 +46,7 @@ def check_combination(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     if "model" not in given:
         raise InputTypeError(expected("model", "an encoder, a torch.nn.Module", "nothing"))
     weights = _one_of("subset_of_weights", given.get("subset_of_weights", "last_layer"), tuple(_STRUCTURES))
-    structure = _one_of("hessian_structure", given.get("hessian_structure", "kron"), _KNOWN)
+    structure = _one_of("hessian_structure", given.get("hessian_structure", _DEFAULT.get(weights, "kron")), _KNOWN)
     approximation = _one_of(
         "functional_approximation",
         given.get("functional_approximation", "sod"),
@@ -59,6 +65,7 @@ def check_combination(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             "out, and say how many points with n_subset=..."
         )
         raise UnsupportedError(msg)
+    return weights, structure
 
 
 def _one_of(argument: str, value: object, known: tuple[str, ...]) -> str:

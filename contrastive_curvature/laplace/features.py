@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from laplace.utils import FeatureExtractor
 from torch import Tensor, nn
 
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
 
-__all__ = ["RawFeatureExtractor"]
+__all__ = ["Features", "RawFeatureExtractor"]
+
+
+class Features(NamedTuple):
+    """A batch that went through the encoder before; the last-layer classes take it in the place of inputs.
+
+    Attributes:
+        outputs: Raw outputs, shape (B, D).
+        features: Inputs of the last layer, shape (B, F).
+    """
+
+    outputs: Tensor
+    features: Tensor
 
 
 class RawFeatureExtractor(FeatureExtractor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,9 +24,11 @@ _log = logging.getLogger("contrastive_curvature")
 
 def construct_backend(la: Any) -> ContrastiveBackend:
     """The backend of the class that a posterior has, around its encoder."""
-    return la._backend_cls(
+    backend = la._backend_cls(
         la.model, CONTRASTIVE, dict_key_x=la.dict_key_x, dict_key_y=la.dict_key_y, **la._backend_kwargs
     )
+    backend.sketches_inputs = la.sketches_inputs
+    return backend
 
 
 def begin(la: Any, loader: Iterable[Any]) -> None:
@@ -62,7 +65,7 @@ def renew_backend(la: Any) -> None:
     _log.info("curvature by ContrastiveGGN: the default, exact for every encoder (backend=... takes another)")
 
 
-def remember(la: Any, loss: Tensor, cost: float, n_data: int) -> None:
+def remember(la: Any, loss: Tensor, cost: float, n_data: int, typical_norm: Tensor | float | None) -> None:
     """Set what every fit leaves besides the curvature.
 
     Args:
@@ -70,13 +73,17 @@ def remember(la: Any, loss: Tensor, cost: float, n_data: int) -> None:
         loss: Sum of the pair losses.
         cost: The sum shifted so that it is not negative.
         n_data: Number of points.
+        typical_norm: Mean norm of their raw outputs, where it is known.
     """
     la.loss, la.cost, la.n_data = loss.detach(), cost, n_data
+    norm = 0.0 if typical_norm is None else float(typical_norm)
+    la.typical_norm = norm if math.isfinite(norm) and norm > 0 else None
     mean = flatten_parameters(la._posterior_parameters())
     la.mean = mean if la.enable_backprop else mean.detach()
     la.n_outputs = la._encoder_dim()
     la.model.output_size = la.n_outputs
     la._posterior_scale = None
+    la._known = la._known.anew()
 
 
 def posterior_around(kind: type[Any], encoder: nn.Module, probe: Inputs, **arguments: Any) -> Any:

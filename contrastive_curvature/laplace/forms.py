@@ -26,8 +26,17 @@ from contrastive_curvature.laplace.state_curvature import (
 )
 from contrastive_curvature.laplace.state_values import check_takes, has_norms
 from contrastive_curvature.network.encoder import evaluation_mode
+from contrastive_curvature.network.pullback import KronFactors
 
-__all__ = ["CurvatureForm", "DenseForm", "DiagonalForm", "EigenpairForm", "KernelForm", "KroneckerForm"]
+__all__ = [
+    "CurvatureForm",
+    "DenseForm",
+    "DiagonalForm",
+    "EigenpairForm",
+    "KernelForm",
+    "KroneckerForm",
+    "merge_factors",
+]
 
 
 class CurvatureForm(ABC):
@@ -108,19 +117,33 @@ class DenseForm(_Summed):
         check_dense(state, like, la._n_weights())
 
 
+def merge_factors(before: KronFactors, earlier: int, result: DatasetCurvature) -> KronFactors:
+    """Kronecker factors of two data sets together.
+
+    Args:
+        before: Those of the first, not looked at where ``earlier`` is zero.
+        earlier: Its number of points.
+        result: The second.
+
+    Returns:
+        Curvature factors are summed; all that follows in a group belongs to a mean over points.
+    """
+    if not earlier:
+        factors: KronFactors = result.curvature
+        return factors
+    weight = result.n / (earlier + result.n)
+    return [
+        [a[0] + b[0], *(torch.lerp(old, new, weight) for old, new in zip(a[1:], b[1:], strict=True))]
+        for a, b in zip(before, result.curvature, strict=True)
+    ]
+
+
 class KroneckerForm(CurvatureForm):
     """Kronecker factors: they add factor by factor, and are clamped in their eigenbases."""
 
     def absorb(self, la: Any, result: DatasetCurvature, earlier: int) -> None:
         """See :meth:`CurvatureForm.absorb`."""
-        factors = result.curvature
-        if earlier:
-            # Input factors are means over the data: old and new ones weigh by their numbers of points.
-            weight = result.n / (earlier + result.n)
-            factors = [
-                [a[0] + b[0], *(torch.lerp(old, new, weight) for old, new in zip(a[1:], b[1:], strict=True))]
-                for a, b in zip(la.H_raw, factors, strict=True)
-            ]
+        factors = merge_factors(la.H_raw, earlier, result)
         decomposed = decompose_factors(factors, la.damping)
         la.H_raw, la.H_facs, la.H = factors, Kron(factors), decomposed
 

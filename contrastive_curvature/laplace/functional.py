@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from contrastive_curvature.arguments import check_flag
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.ggn.dataset import mean_norm
 from contrastive_curvature.ggn.spectrum import eigenpairs
 from contrastive_curvature.laplace import fitting
 from contrastive_curvature.laplace.base import ContrastiveLaplace
@@ -65,6 +66,7 @@ class _FunctionSpace(ContrastiveLaplace):
     structure = None  # type: ignore[assignment]
     form = KernelForm()
     prior_structures = ("scalar",)
+    keeps_features = False
 
     def __init__(
         self,
@@ -120,7 +122,7 @@ class _FunctionSpace(ContrastiveLaplace):
             wanted = f"a kernel matrix of at most {_KERNEL_LIMIT} rows"
             raise InputError(expected("n_subset", wanted, f"{self.n_subset} points, {columns} rows", hint))
         with evaluation_mode(self.model), torch.no_grad():
-            context = self._embed(subset.inputs)[1]
+            z, context = self._embed(subset.inputs)
             subset = replace(subset, factor=subset.factor.double())
             kernel = self._kernel(context, context)
             if not bool(kernel.isfinite().all()):
@@ -136,7 +138,7 @@ class _FunctionSpace(ContrastiveLaplace):
             "values": values.clamp(min=0),
             "vectors": vectors,
         }
-        fitting.remember(self, loss, float(cost), n)
+        fitting.remember(self, loss, float(cost), n, mean_norm(z))
 
     @property
     def prior_precision(self) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.laplace.base import ContrastiveLaplace
 from contrastive_curvature.laplace.checks import check_finite_outputs, check_text
-from contrastive_curvature.laplace.features import RawFeatureExtractor
+from contrastive_curvature.laplace.features import Features, RawFeatureExtractor
 from contrastive_curvature.laplace.options import CONTRASTIVE, arguments_by_name
 from contrastive_curvature.laplace.prediction import to_device
 from contrastive_curvature.laplace.state_values import check_inputs, check_number_of, check_takes, kind_of, refuse
@@ -23,6 +23,8 @@ __all__ = ["LastLayerLaplace"]
 
 class LastLayerLaplace(ContrastiveLaplace):
     """The last linear layer: closed forms for curvature, prediction and samples."""
+
+    keeps_features = True
 
     def __init__(
         self,
@@ -109,7 +111,9 @@ class LastLayerLaplace(ContrastiveLaplace):
             refuse("n_outputs", f"{self._encoder_dim()}, that of the encoder", kind_of(state["n_outputs"]))
         self.data = state["data"]
 
-    def _features(self, x: Inputs) -> tuple[Tensor, Tensor]:
+    def _features(self, x: Inputs | Features) -> tuple[Tensor, Tensor]:
+        if isinstance(x, Features):
+            return x
         with evaluation_mode(self.model), torch.set_grad_enabled(self.enable_backprop):
             z, phi = self.model.forward_with_features(to_device(self, x))
         check_finite_outputs(x, z)

@@ -162,17 +162,21 @@ def check_options(
     if unknown:
         raise InputError(expected("backend_kwargs", f"keys among {sorted(known)}", str(unknown)))
     if "rank" in given and not takes_rank:
-        hint = "It is for hessian_structure='lowrank'; leave it out."
+        hint = "It is for hessian_structure='lowrank' and 'kron_lowrank'; leave it out."
         raise InputError(expected("backend_kwargs: rank", "nothing for this structure", given["rank"], hint))
+    if takes_rank and structure is not Structure.KRON and "rank" in given and given["rank"] is None:
+        raise InputError(expected("backend_kwargs: rank", "a positive whole number", None, "Leave it out for 64."))
     options = {**known, **given}
     check_backend_options(options["pairs"], options["relation"], options["rank"])
     options, parsed = _with_loss(options)
     BlockSampler(options["mc_samples"]).check(parsed.pd_fix.coupled, structure)
     options["kfac_approx"] = parse_kfac_approx(options["kfac_approx"], parsed.pd_fix, structure, options["pairs"])
     if structure is Structure.KRON and parsed.pd_fix.coupled and options["kfac_approx"] is KFACApprox.EXPAND:
+        name = "kron_lowrank" if takes_rank else "kron"
         warnings.warn(
-            f"hessian_structure='kron' with pd_fix={str(parsed.pd_fix)!r}: K-FAC-expand leaves the cross terms between "
-            "two points out, and so overstates this curvature several times. backend_kwargs=dict(kfac_approx='reduce', "
+            f"hessian_structure={name!r} with pd_fix={str(parsed.pd_fix)!r}: K-FAC-expand leaves the cross terms "
+            "between two points out, and so overstates this curvature several times. "
+            "backend_kwargs=dict(kfac_approx='reduce', "
             "pairs='batch') approximates them; hessian_structure='diag' or 'full' is exact.",
             stacklevel=4,
         )

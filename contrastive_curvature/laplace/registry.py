@@ -5,17 +5,17 @@
 original otherwise. So ``Laplace(...)`` works however it was imported, a class called directly works too, and nothing
 else changes.
 
-``laplace.Laplace`` itself is replaced by a function that looks at the combination first when the likelihood is
-contrastive, because laplace-torch refuses an unknown one before it asks any class. ``laplace.marglik_training`` is
-replaced by one that refuses this likelihood. A name that was imported before keeps laplace-torch's own error: a
-``ValueError`` from the first, an ``UnboundLocalError`` before the first step of training from the second.
+``laplace.Laplace`` looks at the combination first when the likelihood is contrastive, because laplace-torch knows
+neither all structures nor the default, and ``laplace.marglik_training`` refuses this likelihood. Both functions stay
+the objects that they are, with their signatures, and get other code, so that a name that was imported before works too.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
+import inspect
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import laplace
@@ -36,9 +36,10 @@ from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.laplace import classes, functional
 from contrastive_curvature.laplace.base import ContrastiveLaplace
 from contrastive_curvature.laplace.combination import check_combination
+from contrastive_curvature.laplace.kron_lowrank import ContrastiveKronLowRankLLLaplace
 from contrastive_curvature.laplace.options import CONTRASTIVE
 
-__all__ = ["register", "unregister"]
+__all__ = ["dispatch_laplace", "dispatch_marglik_training", "register", "unregister"]
 
 _COUNTERPARTS: dict[type[BaseLaplace], type[ContrastiveLaplace] | None] = {
     DiagLaplace: classes.ContrastiveDiagLaplace,
@@ -57,6 +58,7 @@ _COUNTERPARTS: dict[type[BaseLaplace], type[ContrastiveLaplace] | None] = {
 }
 
 _undo: list[Callable[[], None]] = []
+_original: dict[str, Callable[..., Any]] = {}
 
 
 def register() -> None:
@@ -65,8 +67,8 @@ def register() -> None:
         return
     for host, counterpart in _COUNTERPARTS.items():
         _undo.append(_redirect(host, counterpart))
-    _undo.append(_guard_marglik_training())
-    _undo.append(_guard_lookup())
+    _undo.append(_enter_by(laplace.Laplace, _laplace))
+    _undo.append(_enter_by(laplace.marglik_training, _marglik_training))
 
 
 def unregister() -> None:
@@ -109,47 +111,72 @@ def _redirect(host: type[BaseLaplace], counterpart: type[ContrastiveLaplace] | N
     return undo
 
 
-def _guard_lookup() -> Callable[[], None]:
-    """Put a function that checks the combination in the place of ``laplace.Laplace``."""
-    real: Any = laplace.Laplace
+def dispatch_laplace(*args: Any, **kwargs: Any) -> Any:
+    """What ``laplace.Laplace`` does while this package is registered.
 
-    @functools.wraps(real)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("likelihood", args[1] if len(args) > 1 else None) == CONTRASTIVE:
-            check_combination(args, kwargs)
-        return real(*args, **kwargs)
-
-    return _replace("Laplace", guarded)
-
-
-def _guard_marglik_training() -> Callable[[], None]:
-    """Put a function that refuses pair losses in the place of ``laplace.marglik_training``."""
-    real: Any = laplace.marglik_training
-
-    @functools.wraps(real)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("likelihood", args[2] if len(args) > 2 else None) == CONTRASTIVE:
-            msg = (
-                "marglik_training trains with the loss of a point, and has none for pairs. Train the encoder with "
-                "contrastive_curvature.ContrastiveLoss, then Laplace(...).fit(loader) and "
-                "optimize_prior_precision(method='marglik')."
-            )
-            raise UnsupportedError(msg)
-        return real(*args, **kwargs)
-
-    return _replace("marglik_training", guarded)
+    Raises:
+        InputError: The likelihood is contrastive, and an argument is unknown.
+        UnsupportedError: The likelihood is contrastive, and there is no such combination of weights and structure.
+    """
+    if kwargs.get("likelihood", args[1] if len(args) > 1 else None) == CONTRASTIVE:
+        _, structure = check_combination(args, kwargs)
+        if structure == "kron_lowrank":
+            chosen = ("subset_of_weights", "hessian_structure", "functional_approximation")
+            rest = {name: value for name, value in kwargs.items() if name not in chosen}
+            return ContrastiveKronLowRankLLLaplace(*args[:2], *args[4:], **rest)
+    return _original["Laplace"](*args, **kwargs)
 
 
-def _replace(name: str, function: Any) -> Callable[[], None]:
-    """Put a function in the place of laplace-torch's, in the package and in the module that defines it."""
-    places: tuple[Any, ...] = (laplace, sys.modules[f"laplace.{name.lower()}"])
-    real = getattr(laplace, name)
-    for place in places:
-        setattr(place, name, function)
+def dispatch_marglik_training(*args: Any, **kwargs: Any) -> Any:
+    """What ``laplace.marglik_training`` does while this package is registered.
+
+    Raises:
+        UnsupportedError: The likelihood is contrastive.
+    """
+    if kwargs.get("likelihood", args[2] if len(args) > 2 else None) == CONTRASTIVE:
+        msg = (
+            "marglik_training trains with the loss of a point, and has none for pairs. Train the encoder with "
+            "contrastive_curvature.ContrastiveLoss, then Laplace(...).fit(loader) and "
+            "optimize_prior_precision(method='marglik')."
+        )
+        raise UnsupportedError(msg)
+    return _original["marglik_training"](*args, **kwargs)
+
+
+# Their code runs inside laplace-torch's modules, so it imports what it needs.
+def _laplace(*args: Any, **kwargs: Any) -> Any:
+    from contrastive_curvature.laplace.registry import dispatch_laplace
+
+    return dispatch_laplace(*args, **kwargs)
+
+
+def _marglik_training(*args: Any, **kwargs: Any) -> Any:
+    from contrastive_curvature.laplace.registry import dispatch_marglik_training
+
+    return dispatch_marglik_training(*args, **kwargs)
+
+
+def _enter_by(function: Any, entry: Any) -> Callable[[], None]:
+    """Give a function the code of another, and keep the original under its name in ``_original``.
+
+    Args:
+        function: Of laplace-torch, without free variables.
+        entry: Takes any arguments; without free variables.
+
+    Returns:
+        Undoes it.
+    """
+    code, name = function.__code__, function.__name__
+    original = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    original.__kwdefaults__ = function.__kwdefaults__
+    _original[name] = original
+    function.__signature__ = inspect.signature(function)
+    function.__code__ = entry.__code__.replace(co_name=code.co_name, co_qualname=code.co_qualname)
 
     def undo() -> None:
-        for place in places:
-            setattr(place, name, real)
+        function.__code__ = code
+        del function.__signature__
+        del _original[name]
 
     return undo
 

@@ -10,11 +10,13 @@ from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.backends.torch_func import ContrastiveGGN
 from contrastive_curvature.laplace.state import (
     check_class,
+    check_norm,
     check_options_agree,
     check_settings,
     find_backend,
     unchanged_on_error,
 )
+from contrastive_curvature.laplace.state_calibration import loaded_calibration, saved_calibration
 from contrastive_curvature.laplace.state_values import has_norms, refuse
 from contrastive_curvature.network.encoder import weight_norms
 
@@ -37,6 +39,8 @@ def saved_parts(la: Any) -> dict[str, Any]:
         "temperature_given": la._temperature_given,
         "backend": type(la.backend).__name__,
         "encoder_norms": weight_norms(la.model),
+        "calibration": saved_calibration(la),
+        "typical_norm": la.typical_norm,
     }
 
 
@@ -61,7 +65,10 @@ def load_state(la: Any, state: dict[str, Any], likelihood: str) -> None:
         if state["enable_backprop"] and not kind.keeps_graph:
             refuse("enable_backprop", f"False, since {kind.__name__} keeps no graph", True)
         la.form.check(la, state, like)
+        check_norm(state)
+        known = la._known.anew(loaded_calibration(la, state, like))
         _assign(la, state, kind)
+        la._known = known
 
 
 def _assign(la: Any, state: Mapping[str, Any], kind: type[ContrastiveBackend]) -> None:
@@ -75,6 +82,7 @@ def _assign(la: Any, state: Mapping[str, Any], kind: type[ContrastiveBackend]) -
         warnings.warn(msg, UserWarning, stacklevel=4)
     for name in ("mean", "loss", "cost", "prior_mean", "prior_precision", "sigma_noise", "n_data", "n_outputs"):
         setattr(la, name, state[name])
+    la.typical_norm = state.get("typical_norm")
     la.temperature, la._temperature_given = state["temperature"], state["temperature_given"]
     la.enable_backprop = state["enable_backprop"]
     la.model.output_size = la.n_outputs

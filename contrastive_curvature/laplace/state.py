@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from contrastive_curvature.embedding_checks import check_typical_norm
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.checks import check_prior_mean, check_prior_precision, check_temperature
 from contrastive_curvature.laplace.state_values import check_number_of, check_tensor, check_type, kind_of, refuse
 
-__all__ = ["check_class", "check_options_agree", "check_settings", "find_backend", "unchanged_on_error"]
+__all__ = ["check_class", "check_norm", "check_options_agree", "check_settings", "find_backend", "unchanged_on_error"]
 
 _KEYS = (
     "mean",
@@ -98,6 +99,19 @@ def check_options_agree(state: Mapping[str, Any], now: Mapping[str, Any]) -> Non
         wanted, saved = (", ".join(f"{name}={given.get(name)!r}" for name in differ) for given in (now, was))
         hint = "Give this object the same backend_kwargs."
         raise InputError(expected("state_dict", f"this object's options {wanted}", saved, hint))
+
+
+def check_norm(state: Mapping[str, Any]) -> None:
+    """Refuse a typical norm that cannot be one; states of the first versions have none.
+
+    Raises:
+        InputError: Not a positive, finite number.
+    """
+    try:
+        check_typical_norm(state.get("typical_norm"))
+    except InputError as error:
+        msg = f"state_dict: {error}"
+        raise InputError(msg) from None
 
 
 def check_settings(

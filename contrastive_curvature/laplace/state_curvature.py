@@ -18,6 +18,7 @@ from contrastive_curvature.laplace.state_values import (
     rounding_of,
 )
 from contrastive_curvature.network.inputs import input_length
+from contrastive_curvature.network.sketch import sketch_matrix
 
 __all__ = [
     "check_dense",
@@ -26,6 +27,7 @@ __all__ = [
     "check_eigenpairs",
     "check_factors",
     "check_kernel",
+    "check_sketch",
 ]
 
 _PARTS = ("inputs", "factor", "coupled", "values", "vectors")
@@ -90,6 +92,46 @@ def check_factors(state: Mapping[str, Any], like: Tensor, parameters: Sequence[T
                 checked = check_tensor(key, factor, like, (size, size))
                 # The curvature's factor may be indefinite until it is clamped; the inputs' is a mean of squares.
                 check_symmetric(key, checked, semidefinite=place == 1)
+    pairs = [(a, b) for f, g in zip(state["H"], state["H_raw"], strict=True) for a, b in zip(f, g, strict=True)]
+    if not all(torch.equal(a, b) for a, b in pairs):
+        refuse("H", "the factors in H_raw", "other numbers")
+
+
+def check_sketch(state: Mapping[str, Any], like: Tensor, parameters: Sequence[Tensor], size: int) -> None:
+    """Check ``H`` and ``H_raw`` of Kronecker factors with a sketched input factor.
+
+    Args:
+        state: What the user passed.
+        like: A parameter of the encoder, for dtype and device.
+        parameters: Weight (D, F) and maybe bias of the layer.
+        size: Number of columns of the sketch.
+
+    Raises:
+        InputError: Something is malformed, or ``H`` and ``H_raw`` differ.
+    """
+    dim, width = parameters[0].shape
+    both: list[list[tuple[int, ...]]] = [[(dim, dim), (width, size), (1,)], [(dim, dim)]]
+    shapes = both[: len(parameters)]
+    for key in ("H", "H_raw"):
+        groups = state[key]
+        if not isinstance(groups, (list, tuple)) or len(groups) != len(shapes):
+            refuse(key, f"a list of factors for {len(shapes)} parameters", kind_of(groups))
+        for number, wanted in enumerate(shapes):
+            group = groups[number]
+            if not isinstance(group, (list, tuple)) or len(group) != len(wanted):
+                refuse(key, f"{len(wanted)} factors for parameter {number}", kind_of(group))
+            for part, shape in zip(group, wanted, strict=True):
+                check_tensor(key, part, like, shape)
+            # The curvature's factor may be indefinite until it is clamped.
+            check_symmetric(key, group[0], semidefinite=False)
+        _, sketch, trace = groups[0]
+        core = sketch if size == width else sketch_matrix(width, size, sketch.dtype, sketch.device).T @ sketch
+        # The inputs' factor is a mean of squares, and so is what the test matrix sees of it.
+        check_symmetric(key, core, semidefinite=True)
+        if bool(trace < 0):
+            refuse(key, "a trace that is not negative", float(trace))
+        if size == width and bool((sketch.diagonal().sum() - trace).abs() > rounding_of(sketch) * trace):
+            refuse(key, "the trace of the input factor", float(trace))
     pairs = [(a, b) for f, g in zip(state["H"], state["H_raw"], strict=True) for a, b in zip(f, g, strict=True)]
     if not all(torch.equal(a, b) for a, b in pairs):
         refuse("H", "the factors in H_raw", "other numbers")

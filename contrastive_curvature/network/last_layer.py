@@ -15,6 +15,7 @@ from contrastive_curvature.hessian.cross import CrossBlocks
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS, KronFactors, Pullback
+from contrastive_curvature.network.sketch import sketch_moment
 from contrastive_curvature.options import Structure
 
 __all__ = ["LastLayerPullback", "diag_last_layer_variance"]
@@ -31,13 +32,16 @@ class LastLayerPullback(Pullback):
 
     Args:
         encoder: The analysed encoder, in evaluation mode.
+        sketch: Number of columns of a sketch (:mod:`contrastive_curvature.network.sketch`) that takes the place of the
+            input factor of Kronecker pairs; ``None`` for the factor itself.
 
     Raises:
         UnsupportedError: The encoder has no such layer.
     """
 
-    def __init__(self, encoder: Encoder) -> None:
+    def __init__(self, encoder: Encoder, sketch: int | None = None) -> None:
         self.encoder: Encoder = encoder
+        self.sketch = sketch
         layer = encoder.require_last_layer()
         self.bias = layer.bias is not None
         self.n_params = layer.weight.numel() + (layer.out_features if self.bias else 0)
@@ -131,10 +135,17 @@ class LastLayerPullback(Pullback):
         return 2048 if structure is Structure.DIAG else super().tile_size(structure, dim)
 
     def kron_factors(self, context: Any, blocks: Blocks, n_data: int) -> KronFactors:
-        """See :meth:`Pullback.kron_factors`: ``[[G (D, D), A (F, F)]]``, and ``[G]`` for the bias."""
+        """See :meth:`Pullback.kron_factors`: ``[[G (D, D), A (F, F)]]``, and ``[G]`` for the bias.
+
+        With a sketch of S columns, ``[[G, A Omega (F, S), trace (1,)]]``.
+        """
         g = blocks.dense().sum(0)
-        a = context.T @ context / n_data
-        return [[g, a], [g.clone()]] if self.bias else [[g, a]]
+        weight = [g, *(part / n_data for part in self.input_moment(context, context))]
+        return [weight, [g.clone()]] if self.bias else [weight]
+
+    def input_moment(self, left: Tensor, right: Tensor) -> list[Tensor]:
+        """``left^T right`` for features (N, F), in the form that Kronecker factors have here."""
+        return [left.T @ right] if self.sketch is None else sketch_moment(left, right, self.sketch)
 
     def class_sums(self, context: Any, cotangents: Tensor, index: Tensor, n_classes: int) -> Tensor:
         """See :meth:`Pullback.class_sums`."""

@@ -21,16 +21,18 @@ class DiscountedCurvature(nn.Module):
 
     All sums are buffers, so that moving or saving a module that contains this one moves and saves the sums. ``points``
     is the discounted number ``w`` of points. ``remembered`` is the discounted number of steps, which grows towards ``1
-    / alpha``. ``value`` and ``cost`` are the discounted loss and non-negative loss.
+    / alpha``. ``value`` and ``cost`` are the discounted loss and non-negative loss, ``norms`` that sum of the norms of
+    the raw outputs.
 
     Args:
-        empty: The curvature of no pairs, which gives the shape: (P,), (P, P), or Kronecker factors whose input factors
-            are sums over points.
+        empty: The curvature of no pairs, which gives the shape: (P,), (P, P), or Kronecker factors whose input factors,
+            or sketches of them, are sums over points.
         memory_factor: The discount ``alpha``.
     """
 
     points: Tensor
     remembered: Tensor
+    norms: Tensor
     cost: Tensor
     value: Tensor
     steps: Tensor
@@ -46,7 +48,7 @@ class DiscountedCurvature(nn.Module):
         self._curvature_factors = [self._names[start] for start in starts]
         for name, tensor in zip(self._names, flat, strict=True):
             self.register_buffer(name, torch.zeros_like(tensor))
-        for name in ("points", "remembered", "cost", "value"):
+        for name in ("points", "remembered", "norms", "cost", "value"):
             self.register_buffer(name, flat[0].new_zeros(()))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=flat[0].device))
         self.register_buffer("positive", torch.zeros((), dtype=torch.bool, device=flat[0].device))
@@ -62,8 +64,8 @@ class DiscountedCurvature(nn.Module):
             parts[0] if len(parts) == 1 else torch.stack(parts).mean(0)
             for parts in zip(*map(_clamped, terms), strict=True)
         ]
-        scalars = torch.stack([self.points.new_tensor(float(terms[0].n)), *batch[-2:]])
-        new = [*batch[:-2], scalars]
+        scalars = torch.stack([self.points.new_tensor(float(terms[0].n)), *batch[-3:]])
+        new = [*batch[:-3], scalars]
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             # The processes have different data and share one posterior, so the curvatures are summed, not averaged.
             for tensor in new:
@@ -71,7 +73,7 @@ class DiscountedCurvature(nn.Module):
         keep = 1 - self.memory_factor
         for name, tensor in zip(self._names, new, strict=False):
             getattr(self, name).mul_(keep).add_(tensor)
-        for mine, tensor in zip((self.points, self.cost, self.value), scalars, strict=True):
+        for mine, tensor in zip((self.points, self.norms, self.cost, self.value), scalars, strict=True):
             mine.mul_(keep).add_(tensor)
         self.remembered.mul_(keep).add_(1)
         self.steps.add_(1)
@@ -98,7 +100,9 @@ class DiscountedCurvature(nn.Module):
             for length in self._group_sizes:
                 first, *others = (next(rest) for _ in range(length))
                 curvature.append([scale * first, *(other / self.points for other in others)])
-        return DatasetCurvature(curvature, scale * self.value, scale * self.cost, n_data)
+        return DatasetCurvature(
+            curvature, scale * self.value, scale * self.cost, n_data, typical_norm=self.norms / self.points
+        )
 
     def check_state(self, state: Mapping[str, Any], prefix: str) -> None:
         """Check that training steps can have produced a saved state.
@@ -143,6 +147,9 @@ class DiscountedCurvature(nn.Module):
             if bool((value < 0).any()):
                 raise InputError(expected(where, "numbers of at least 0", f"{float(value.min()):g}"))
             return
+        if value.shape[0] != value.shape[1]:
+            # A sketch has entries of both signs.
+            return
         # Rounding may leave small negative diagonal entries and small asymmetries.
         small = 1e-4 * value.abs().max() if value.numel() else 0.0
         if bool((value.diagonal() < -small).any()):
@@ -153,7 +160,7 @@ class DiscountedCurvature(nn.Module):
 
 
 def _clamped(term: DatasetCurvature) -> list[Tensor]:
-    """Clamped curvature tensors, non-negative loss and loss of one sampled network.
+    """Clamped curvature tensors, sum of output norms, non-negative loss and loss of one sampled network.
 
     Each step is clamped separately, because each enters the moving average separately (docs/curvature.md).
     """
@@ -161,4 +168,5 @@ def _clamped(term: DatasetCurvature) -> list[Tensor]:
         flat = [clamp_curvature(term.curvature)]
     else:
         flat = [f for factors in clamp_factors(term.curvature) for f in factors]
-    return [*flat, *(torch.as_tensor(number).to(flat[0]) for number in (term.cost, term.loss))]
+    norms = 0.0 if term.typical_norm is None else term.n * term.typical_norm
+    return [*flat, *(torch.as_tensor(number).to(flat[0]) for number in (norms, term.cost, term.loss))]

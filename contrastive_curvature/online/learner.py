@@ -85,8 +85,9 @@ class OnlineLaplace(nn.Module):
             ``hessian_memory_factor=0.999`` of the released code is 0.001 here.
         n_samples: Number of sampled networks per step.
         subset_of_weights: ``"last_layer"`` or ``"all"``.
-        hessian_structure: ``"diag"``, ``"full"`` or ``"kron"``; the last two decompose matrices at every step, which is
-            slower.
+        hessian_structure: ``"diag"``, ``"full"``, ``"kron"``, or for the last layer ``"kron_lowrank"``; all but the
+            first decompose matrices at every step, which is slower. With ``"kron_lowrank"`` the cost grows with the
+            rank; ``backend_kwargs=dict(rank=32)`` is faster than the default.
         prior_precision: A positive number, used for ``q_t`` and for the final posterior; ``None`` for the rule above.
         temperature: A positive number, the constant ``T`` of both posteriors; ``None`` for the rule above.
         sampling_temperature: Temperature of ``q_t`` divided by that of the final posterior. 1 samples with the variance

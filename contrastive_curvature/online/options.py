@@ -19,6 +19,7 @@ from contrastive_curvature.laplace import (
     ContrastiveFullLLLaplace,
     ContrastiveKronLaplace,
     ContrastiveKronLLLaplace,
+    ContrastiveKronLowRankLLLaplace,
     ContrastiveLaplace,
 )
 from contrastive_curvature.network.inputs import input_length
@@ -36,6 +37,7 @@ CLASSES: dict[tuple[str, str], type[ContrastiveLaplace]] = {
     ("last_layer", "diag"): ContrastiveDiagLLLaplace,
     ("last_layer", "full"): ContrastiveFullLLLaplace,
     ("last_layer", "kron"): ContrastiveKronLLLaplace,
+    ("last_layer", "kron_lowrank"): ContrastiveKronLowRankLLLaplace,
     ("all", "diag"): ContrastiveDiagLaplace,
     ("all", "full"): ContrastiveFullLaplace,
     ("all", "kron"): ContrastiveKronLaplace,
@@ -59,7 +61,7 @@ def check_options(
     for name, value, least in (("n_samples", n_samples, 1), ("n_data", n_data, 2)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise InputError(expected(name, f"a whole number of at least {least}", value))
-    wanted = "'last_layer' or 'all', and 'diag', 'full' or 'kron'"
+    wanted = "'last_layer' or 'all', and 'diag', 'full' or 'kron' (or 'last_layer' and 'kron_lowrank')"
     names = "subset_of_weights, hessian_structure"
     if not (isinstance(subset_of_weights, str) and isinstance(hessian_structure, str)):
         received = f"a {type(subset_of_weights).__name__}, a {type(hessian_structure).__name__}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.func import functional_call
 from torch.nn.functional import linear
 
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.ggn.dataset import DatasetCurvature
+from contrastive_curvature.ggn.dataset import DatasetCurvature, mean_norm
 from contrastive_curvature.ggn.sharing import structured_curvature
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.losses.dataset import batch_hessian
@@ -74,7 +75,7 @@ class SampledEncoder(ABC):
         value = structured_curvature(pullback, context, hessian, structure, 1, backend.kfac_approx)
         # Scaled as the part of a data set of N points that the B points of this batch contribute.
         scaled = backend.at_data_scale(DatasetCurvature(value, *hessian.loss_and_cost(), self.n_data))
-        return DatasetCurvature(scaled.curvature, scaled.loss, scaled.cost, len(hessian))
+        return replace(scaled, n=len(hessian), typical_norm=mean_norm(z))
 
 
 class LastLayer(SampledEncoder):

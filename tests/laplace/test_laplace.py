@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
+from contrastive_curvature.laplace.kron_lowrank_precision import KronLowRankPrecision
 
-LAST = [("last_layer", "diag"), ("last_layer", "kron"), ("last_layer", "full")]
+LAST = [("last_layer", "diag"), ("last_layer", "kron"), ("last_layer", "kron_lowrank"), ("last_layer", "full")]
 ALL = [("all", "diag"), ("all", "kron"), ("all", "full")]
 LOWRANK = [("all", "lowrank")]
 SUBNET = [("subnetwork", "diag"), ("subnetwork", "full")]
@@ -115,13 +116,25 @@ def fitted(model: nn.Module, weights: str, structure: str, x: Tensor, y: Tensor,
 def curvature(model: nn.Module, x: Any, y: Tensor, weights: str, structure: str, clamp: bool, **options: Any) -> Any:
     """What the library says of the whole set at once; low rank is held against the dense matrix."""
     subset: Any = INDICES.to(y.device) if weights == "subnetwork" else weights
-    kind = "full" if structure == "lowrank" else structure
+    kind = {"lowrank": "full", "kron_lowrank": "kron"}.get(structure, structure)
     kwargs = {**OPTIONS, **options}
-    return cc.ggn(model, x, y, subset_of_weights=subset, structure=kind, clamp=clamp, **kwargs)
+    found: Any = cc.ggn(model, x, y, subset_of_weights=subset, structure=kind, clamp=clamp, **kwargs)
+    if structure == "kron_lowrank":
+        found[0].append(found[0][1].trace().reshape(1))
+    return found
 
 
 def dense_factors(factors: list[list[Tensor]]) -> Tensor:
     return torch.block_diag(*[torch.kron(*f) if len(f) == 2 else f[0] for f in factors])
+
+
+def leading(a: Tensor) -> Tensor:
+    """An input factor as ``kron_lowrank`` keeps it: 99 % of its trace, and the rest isotropic."""
+    values, vectors = (part.flip(-1) for part in torch.linalg.eigh(a))
+    rank = next(r for r in range(1, len(values) + 1) if values[r:].sum() <= 0.01 * values.sum())
+    rest = torch.zeros_like(values)
+    rest[rank:] = values[rank:].mean()
+    return (vectors * torch.where(rest > 0, rest, values)) @ vectors.T
 
 
 def dense_h(la: Any, structure: str) -> Tensor:
@@ -131,12 +144,18 @@ def dense_h(la: Any, structure: str) -> Tensor:
         return (vectors * values) @ vectors.T
     if structure == "kron":
         return la.H.to_matrix(exponent=1)
+    if structure == "kron_lowrank":
+        one = torch.ones(1, dtype=torch.float64, device=la.mean.device)
+        eye = torch.eye(len(la.mean)).to(la.mean)
+        return KronLowRankPrecision(la.H, 1.0, one).bmm(eye) - eye
     return la.H.diag() if structure == "diag" else la.H
 
 
 def dense_truth(model: nn.Module, x: Any, y: Tensor, weights: str, structure: str, **options: Any) -> Tensor:
     truth = curvature(model, x, y, weights, structure, clamp=True, **options)
-    if structure == "kron":
+    if structure == "kron_lowrank":
+        truth[0] = [truth[0][0], leading(truth[0][1])]
+    if structure.startswith("kron"):
         return dense_factors(truth)
     return truth.diag() if structure == "diag" else truth
 
@@ -164,7 +183,7 @@ def test_fit_is_the_curvature_of_the_whole_set(kind: str, weights: str, structur
     assert torch.equal(la.mean, vector.detach())
 
 
-@pytest.mark.filterwarnings("ignore:hessian_structure='kron' with pd_fix")
+@pytest.mark.filterwarnings("ignore:hessian_structure='kron.* with pd_fix")
 @on_every_device
 @pytest.mark.parametrize("pd_fix", ["positive", "fixed", "full", "psd"])
 @pytest.mark.parametrize("normalization", ["sum", "type", "anchor"])
@@ -182,7 +201,7 @@ def test_every_option_reaches_the_curvature(
         la = make(body(device=device), weights, structure, **options)
         la.fit(batches(x, y))
         truth = curvature(body(device=device), x, y, weights, structure, clamp=False, **options)
-        truth = [[scale * f[0], *f[1:]] for f in truth] if structure == "kron" else scale * truth
+        truth = [[scale * f[0], *f[1:]] for f in truth] if structure.startswith("kron") else scale * truth
         assert same_raw(la, truth), (weights, structure)
 
 
@@ -230,7 +249,7 @@ def test_a_continued_fit_adds_a_further_data_set(weights: str, structure: str, d
     model = body(device=device)
     a = curvature(model, x[first], y[first], weights, structure, clamp=False)
     b = curvature(model, x[second], y[second], weights, structure, clamp=False)
-    if structure == "kron":
+    if structure.startswith("kron"):
         shares = (12 / POINTS, 8 / POINTS)
         # Curvature factors add up; input factors are means over the data.
         truth: Any = [
@@ -302,7 +321,7 @@ def within(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return distance < 10, distance > 25
 
 
-@pytest.mark.filterwarnings("ignore:hessian_structure='kron' with pd_fix")
+@pytest.mark.filterwarnings("ignore:hessian_structure='kron.* with pd_fix")
 @on_every_device
 @pytest.mark.parametrize("pd_fix", ["fixed", "full"])
 @pytest.mark.parametrize("normalization", ["sum", "anchor"])

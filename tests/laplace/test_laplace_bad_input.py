@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -296,28 +298,39 @@ def test_combinations_that_there_are_not() -> None:
 
 
 def test_the_lookup_is_the_hosts_own_for_everything_else() -> None:
-    assert laplace.Laplace.__wrapped__.__module__ == "laplace.laplace"
     for likelihood in ("classification", "regression", "bogus", None):
         with pytest.raises(ValueError, match="Unsupported Laplace combination") as caught:
             laplace.Laplace(encoder(), likelihood, hessian_structure="bogus")
         assert not isinstance(caught.value, cc.ContrastiveCurvatureError)
+    with pytest.raises(
+        TypeError, match=r"Laplace\(\) missing 2 required positional arguments: 'model' and 'likelihood'"
+    ):
+        laplace.Laplace()
 
 
-def test_the_lookup_is_put_back() -> None:
+@pytest.mark.parametrize("name", ["Laplace", "marglik_training"])
+def test_the_lookup_is_put_back(name: str) -> None:
     """And ``register`` is idempotent: it does not guard what it has guarded."""
-    guarded = laplace.Laplace
-    original = guarded.__wrapped__
+    function = getattr(laplace, name)
+    guarded, seen = function.__code__, inspect.signature(function)
     try:
         cc.register()
-        assert laplace.Laplace is guarded
+        assert function.__code__ is guarded
         cc.unregister()
-        assert laplace.Laplace is original
-        import sys
-
-        assert sys.modules["laplace.laplace"].Laplace is original
+        assert function.__code__ is not guarded
+        original = function.__code__
+        assert original.co_filename == sys.modules[f"laplace.{name.lower()}"].__file__
+        assert "__signature__" not in vars(function)
+        assert inspect.signature(function) == seen
     finally:
         cc.register()
-    assert laplace.Laplace.__wrapped__ is original
+    assert getattr(laplace, name) is function
+    assert function.__code__ is guarded or function.__code__ == guarded
+    assert (function.__code__.co_name, function.__name__) == (name, name)
+    assert inspect.signature(function) == seen
+    assert "model" in seen.parameters
+    assert function.__doc__
+    assert pickle.loads(pickle.dumps(function)) is function
 
 
 @for_every_combination

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from typing import Any
 
 import pytest
@@ -68,6 +69,8 @@ def same(a: Any, b: Any) -> bool:
         return isinstance(b, (list, tuple)) and len(a) == len(b) and all(same(p, q) for p, q in zip(a, b, strict=True))
     if hasattr(a, "eigenvalues"):
         return same([a.eigenvalues, a.eigenvectors], [b.eigenvalues, b.eigenvectors])
+    if is_dataclass(a):
+        return type(a) is type(b) and same(vars(a), vars(b))
     return type(a) is type(b) and a == b
 
 

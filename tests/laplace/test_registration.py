@@ -99,6 +99,7 @@ def classes():
 
 first = {c: c.__dict__.get("__init__") for c in classes()}
 training = laplace.marglik_training
+codes = Laplace.__code__, training.__code__
 before_modules = set(sys.modules)
 import contrastive_curvature as cc
 new = set(sys.modules) - before_modules
@@ -129,6 +130,26 @@ for call in (
     made[type(la).__name__] = bool(torch.isfinite(la(x).kappa).all()) and isinstance(la, BaseLaplace)
 out["made"] = made
 
+# The names above were imported before this package.
+from laplace.utils.enums import HessianStructure, SubsetOfWeights
+chosen = {}
+for name, call in {
+    "default": lambda: Laplace(net(), "contrastive"),
+    "all": lambda: Laplace(net(), "contrastive", SubsetOfWeights.ALL),
+    "string": lambda: Laplace(net(), "contrastive", hessian_structure="kron"),
+    "enumeration": lambda: Laplace(net(), "contrastive", hessian_structure=HessianStructure.KRON),
+    "positional": lambda: Laplace(net(), "contrastive", "last_layer", "kron_lowrank", 1.0, 2.5),
+    "unknown": lambda: Laplace(net(), "contrastive", "last_layer", "bogus"),
+    "training": lambda: marglik_training(net(), loader, "contrastive"),
+    "theirs": lambda: Laplace(net(), "regression", "last_layer", "kron_lowrank"),
+}.items():
+    try:
+        chosen[name] = type(call()).__name__
+    except Exception as error:
+        chosen[name] = f"{type(error).__name__}: {error}"
+chosen["prior"] = float(Laplace(net(), "contrastive", "last_layer", "kron_lowrank", 1.0, 2.5).prior_precision)
+out["chosen"] = chosen
+
 class Mine(DiagLaplace):
     _key = ("all", "mine")
 
@@ -157,6 +178,7 @@ cc.unregister()
 out["restored"] = all(
     state()[c] is first[c] and ("__init__" in c.__dict__) == (first[c] is not None) for c in first
 ) and laplace.marglik_training is training and sys.modules["laplace.marglik_training"].marglik_training is training
+out["restored"] &= Laplace.__code__ is codes[0] and training.__code__ is codes[1] and laplace.Laplace is Laplace
 out["after"] = results()
 refused = []
 for call in (lambda: Laplace(net(), "contrastive"), lambda: laplace.DiagLLLaplace(net(), "contrastive")):
@@ -194,12 +216,23 @@ def test_the_comparison_covers_the_hosts_structures(plain: Any) -> None:
 
 def test_calls_work_however_laplace_was_imported(registered: Any) -> None:
     assert registered["made"] == {
-        "ContrastiveKronLLLaplace": True,
+        "ContrastiveKronLowRankLLLaplace": True,
         "ContrastiveDiagLaplace": True,
         "ContrastiveDiagLLLaplace": True,
         "ContrastiveFullLaplace": True,
     }
     assert registered["again"] == "ContrastiveDiagLaplace"
+
+
+def test_the_default_and_every_error_are_ours_for_names_that_were_imported_before(registered: Any) -> None:
+    chosen = registered["chosen"]
+    assert chosen["default"] == chosen["positional"] == "ContrastiveKronLowRankLLLaplace"
+    assert chosen["all"] == "ContrastiveKronLaplace"
+    assert chosen["string"] == chosen["enumeration"] == "ContrastiveKronLLLaplace"
+    assert chosen["prior"] == 2.5
+    assert chosen["unknown"].startswith("InputError: hessian_structure: expected one of 'diag'")
+    assert chosen["training"].startswith("UnsupportedError: marglik_training")
+    assert chosen["theirs"] == "ValueError: Unsupported Laplace combination: last_layer, kron_lowrank."
 
 
 def test_registration_is_idempotent_and_undone_without_a_trace(registered: Any) -> None:

@@ -20,7 +20,7 @@ from laplace.utils import Kron
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.ggn.api import check_encoder, check_trainable, make_pullback
+from contrastive_curvature.ggn.api import check_encoder, check_trainable
 from contrastive_curvature.ggn.batches import batch_curvature
 from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.sampling import BlockSampler
@@ -33,6 +33,7 @@ from contrastive_curvature.network.inputs import Inputs, slice_inputs
 from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.network.loader import check_model, read_batch
 from contrastive_curvature.network.pullback import Pullback
+from contrastive_curvature.network.sketch import sketch_size
 from contrastive_curvature.network.subnetwork import SubnetworkPullback
 from contrastive_curvature.options import (
     Distance,
@@ -66,7 +67,8 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
         normalization: See :class:`~contrastive_curvature.ContrastiveLoss`.
         pairs: ``"dataset"``: exact over all pairs of the data set. ``"batch"``: only pairs inside a batch, rescaled.
         relation: Instead of class labels, a callable on the loader's targets that returns two boolean masks.
-        rank: Number of eigenpairs of the low-rank structure.
+        rank: Number of eigenpairs of the structure ``lowrank``, or of eigenvectors that ``kron_lowrank`` keeps of the
+            input factor, there ``None`` to choose it from the spectrum.
         kfac_approx: How the Kronecker structure treats the two points of a pair, see
             :class:`~contrastive_curvature.options.KFACApprox`; all but ``"expand"`` need ``pairs="batch"``.
         mc_samples: ``None``: exact. K: an unbiased estimate of the structures ``diag`` and ``kron`` from K random
@@ -78,6 +80,9 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
 
     keeps_graph: ClassVar[bool] = False
     """Whether Jacobians can be differentiated once more."""
+
+    sketches_inputs: bool = False
+    """Whether the input factor of a last layer's Kronecker pair is a sketch; a posterior of low rank asks for it."""
 
     def __init__(
         self,
@@ -96,7 +101,7 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
         normalization: Normalization | str = NORMALIZATION,
         pairs: str = "dataset",
         relation: RelationFunction | None = None,
-        rank: int = 64,
+        rank: int | None = 64,
         kfac_approx: KFACApprox | str = KFACApprox.EXPAND,
         mc_samples: int | None = None,
     ) -> None:
@@ -163,7 +168,8 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
         encoder = self.encoder(probe)
         if self.last_layer:
             # One linear layer has closed forms, which leave nothing to a host.
-            return make_pullback(encoder, "last_layer")
+            width = encoder.require_last_layer().in_features
+            return LastLayerPullback(encoder, sketch_size(width, self.rank) if self.sketches_inputs else None)
         check_trainable(encoder)
         if self.subnetwork_indices is None:
             return self.all_parameters(encoder)

@@ -20,5 +20,5 @@ def check_backend_options(pairs: object, relation: object, rank: object) -> None
     if relation is not None and not callable(relation):
         wanted = "a callable (targets_a, targets_b) -> (positives, negatives)"
         raise InputTypeError(expected("relation", wanted, f"a {type(relation).__name__}"))
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
         raise InputError(expected("rank", "a positive whole number", rank))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.ggn.batches import batches_curvature
-from contrastive_curvature.ggn.dataset import DatasetCurvature, collect_points, dataset_curvature
+from contrastive_curvature.ggn.dataset import DatasetCurvature, collect_points, dataset_curvature, mean_norm
 from contrastive_curvature.ggn.lowrank import curvature_product, leading_eigenpairs
 from contrastive_curvature.ggn.sampling import BlockSampler
 from contrastive_curvature.ggn.subset import HessianSubset, subset_hessian
@@ -40,7 +40,7 @@ class DatasetFits:
     loss: PairLoss
     pairs: str
     relation: RelationFunction | None
-    rank: int
+    rank: int | None
     kfac_approx: KFACApprox
     mc_samples: int | None
 
@@ -106,6 +106,7 @@ class DatasetFits:
 
         Raises:
             UnsupportedError: ``pairs="batch"``.
+            InputError: The backend has no rank.
         """
         if self.pairs == "batch":
             msg = (
@@ -113,6 +114,8 @@ class DatasetFits:
                 "up. Use pairs='dataset', or the structure 'diag'."
             )
             raise UnsupportedError(msg)
+        if self.rank is None:
+            raise InputError(expected("rank", "a positive whole number", None))
         check_loader(loader)
         check_whole(loader)
         loader = in_fixed_order(loader)
@@ -124,7 +127,8 @@ class DatasetFits:
             vectors, values = leading_eigenpairs(pullback, found, loader, self.read, self.rank, shown)
         scale = self._data_scale(found.n)
         loss, cost = found.hessian.loss_and_cost()
-        return DatasetCurvature((vectors, scale * values), scale * loss, scale * cost, found.n)
+        norm = mean_norm(found.hessian.z)
+        return DatasetCurvature((vectors, scale * values), scale * loss, scale * cost, found.n, typical_norm=norm)
 
     def matvec(self, loader: Iterable[Any], v: Tensor) -> Tensor:
         """``J^T H J v`` over all pairs of a data set, unclamped, times its scale; no matrix is formed.
@@ -200,4 +204,4 @@ class DatasetFits:
         else:
             # The scale goes to the curvature factor alone: the other is a mean of inputs.
             scaled = [[scale * f[0], *f[1:]] for f in out.curvature]
-        return DatasetCurvature(scaled, scale * out.loss, scale * out.cost, out.n)
+        return replace(out, curvature=scaled, loss=scale * out.loss, cost=scale * out.cost)

@@ -1,0 +1,146 @@
+"""Scores without a posterior: distances to training inputs, to classes, and to the test inputs that are searched."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from benchmarks.experiments.methods.knn import NEIGHBORS, feature_distance
+from contrastive_curvature import metrics
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.gallery import neighbor_distance
+from contrastive_curvature.hessian.sphere import normalize
+
+__all__ = ["ClassGaussians", "FeatureNeighbors", "match_distance", "neighbors"]
+
+_FEATURES = 2**26
+"""Numbers in the searched features: 256 MiB, and the time of the search grows with them."""
+
+_RANK = 2048
+"""Covariances of more features than this are estimated in the span of as many training inputs."""
+
+
+def neighbors(queries: Tensor, gallery: Tensor) -> Tensor:
+    """Mean cosine distance to the ten nearest gallery embeddings, shape (N,).
+
+    Raises:
+        InputError: There are fewer than ten.
+    """
+    _check_enough(gallery)
+    return neighbor_distance(queries, gallery, NEIGHBORS)
+
+
+class FeatureNeighbors:
+    """Mean cosine distance to the ten nearest training inputs, between features.
+
+    Args:
+        features: Of the training inputs, shape (N, F). Of very many numbers a part is searched,
+            drawn with a fixed seed.
+
+    Raises:
+        InputError: There are fewer than ten with a feature that is not zero.
+    """
+
+    def __init__(self, features: Tensor) -> None:
+        most = max(_FEATURES // features.shape[1], NEIGHBORS)
+        order = torch.randperm(len(features), generator=torch.Generator().manual_seed(0))
+        chosen = features[order[:most]] if len(features) > most else features
+        self.gallery = chosen[(chosen != 0).any(1)]
+        _check_enough(self.gallery)
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """The distance, in [0, 2], shape (M,); one where all features of an input are zero."""
+        out = features.new_ones(len(features))
+        some = (features != 0).any(1)
+        if bool(some.any()):
+            out[some] = feature_distance(features if bool(some.all()) else features[some], self.gallery)
+        return out
+
+
+def match_distance(queries: Tensor, gallery: Tensor, rows: Tensor | None) -> Tensor:
+    """Cosine distance to the nearest test input: how far the match is that a search returns.
+
+    Args:
+        queries: Raw outputs, shape (N, D).
+        gallery: Raw outputs of the test inputs, shape (M, D).
+        rows: The test input that each query is, or was made from, which is left out of its search; ``None``: none is.
+
+    Returns:
+        Shape (N,), in [0, 2].
+    """
+    nearest = metrics.nearest_neighbors(queries, gallery, k=1 if rows is None else 2)
+    match = nearest[:, 0] if rows is None else torch.where(nearest[:, 0] == rows, nearest[:, 1], nearest[:, 0])
+    u, v = normalize(queries)[0], normalize(gallery)[0]
+    return (u - v[match]).square().sum(1) / 2
+
+
+class ClassGaussians:
+    """Mahalanobis distance of features to the nearest class: class means, one covariance for all (Lee et al. 2018).
+
+    The covariance is shrunk towards a multiple of the identity by the rule of Ledoit and Wolf (2004), as in
+    ``sklearn.covariance.ledoit_wolf`` of the features minus their class means. Features wider than a limit have it
+    estimated from as many inputs, in their span, without a matrix of F x F numbers.
+
+    Args:
+        features: Shape (N, F).
+        labels: Shape (N,).
+
+    Raises:
+        InputError: No class has two different inputs, so that there is no covariance.
+    """
+
+    def __init__(self, features: Tensor, labels: Tensor) -> None:
+        _, index, sizes = labels.unique(return_inverse=True, return_counts=True)
+        # Where a covariance has little shrinkage, its inverse needs the digits; a wide one has much of it.
+        features = features if features.shape[1] > _RANK else features.double()
+        self.centre = features.mean(0)
+        sums = features.new_zeros(len(sizes), features.shape[1]).index_add_(0, index, features - self.centre)
+        means = sums / sizes.unsqueeze(1)
+        order = torch.randperm(len(features), generator=torch.Generator().manual_seed(0))
+        rows = order[:_RANK] if features.shape[1] > _RANK else torch.arange(len(features))
+        # Rows of classes with one input are zero, and would only count as certainty that is not there.
+        rows = rows[sizes[index[rows]] > 1]
+        left = features[rows] - self.centre - means[index[rows]]
+        if not bool(left.any()):
+            raise InputError(expected("train_labels", "a class with two different inputs", "none"))
+        shrinkage, size, values, self.axes = _spectrum(left)
+        floor = max(shrinkage * size, torch.finfo(left.dtype).eps * size)
+        # The inverse is 1 / floor, less along the axes: weight is the root of how much less.
+        self.weight = (1 / floor - 1 / ((1 - shrinkage) * values + floor)).clamp(min=0).sqrt()
+        self.floor = floor
+        self.means = means.double()
+        self.along = (means @ self.axes).double() * self.weight
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """Squared distance to the nearest class, float64, shape (M,)."""
+        parts = []
+        for block in features.split(_RANK):
+            moved = block.to(self.centre) - self.centre
+            flat = torch.cdist(moved.double(), self.means).square() / self.floor
+            gain = torch.cdist((moved @ self.axes).double() * self.weight, self.along).square()
+            parts.append((flat - gain).amin(1))
+        return torch.cat(parts)
+
+
+def _spectrum(left: Tensor) -> tuple[float, float, Tensor, Tensor]:
+    """Ledoit and Wolf's shrinkage, the mean variance, and the eigenpairs of ``left.T @ left / N`` that are not zero."""
+    n, width = left.shape
+    dual = n < width
+    gram = left @ left.T if dual else left.T @ left
+    values, vectors = torch.linalg.eigh(gram.double())
+    values = values.clamp(min=0)
+    kept = values > values[-1] * torch.finfo(left.dtype).eps * max(n, width)
+    values, vectors = values[kept], vectors[:, kept]
+    axes = left.T @ (vectors / values.sqrt()).to(left) if dual else vectors.to(left)
+    size = float(values.sum()) / (n * width)
+    # || left.T @ left ||_F^2 is the sum of the squared eigenvalues.
+    square = float(values.square().sum()) / n**2
+    fourth = float(left.double().square().sum(1).square().sum()) / n
+    distance = (square - width * size**2) / width
+    error = min((fourth - square) / (n * width), distance)
+    return (0.0 if error <= 0 else error / distance), size, values / n, axes
+
+
+def _check_enough(gallery: Tensor) -> None:
+    if len(gallery) < NEIGHBORS:
+        raise InputError(expected("train_features", f"at least {NEIGHBORS} inputs that are not zero", len(gallery)))

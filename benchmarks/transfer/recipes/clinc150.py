@@ -1,0 +1,74 @@
+"""CLINC150: a small encoder trained here on queries of 150 intents; unknown are the queries that have none of them.
+
+The training queries train the encoder and fit the posterior, the validation queries are for its calibration, and the
+test queries judge it; all have the same intents.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from benchmarks.transfer.feature_file import FeatureFile
+from benchmarks.transfer.harm import LEVELS
+from benchmarks.transfer.recipes.harmed_text import TEXT_KINDS, harm_text
+from benchmarks.transfer.recipes.queries import read_queries
+from benchmarks.transfer.recipes.recipe import Recipe
+from benchmarks.transfer.recipes.text_encoder import make_text_encoder, parts_of
+from benchmarks.transfer.train import LOSSES, Training, seeded, train
+
+__all__ = ["CLINC150"]
+
+_DIM = 64
+_HARMED = 1000
+# With several queries of each of so many intents in a batch.
+_TRAINING = Training(epochs=15, rate=3e-3, batch=256, together=4)
+_ROWS = 1000
+
+
+def _make(loss: str, root: Path, _folder: Path, seed: int) -> FeatureFile:
+    queries = read_queries(root)
+    parts = {part: parts_of(texts) for part, texts in queries.texts.items()}
+    with seeded(seed):
+        encoder = make_text_encoder(_DIM)
+        # Within: dropout draws from the same source.
+        inputs = parts["train"]
+        train(encoder, lambda rows: inputs[rows], torch.from_numpy(queries.labels["train"]), loss, _TRAINING, seed)
+    trunk, head = encoder[:-1], encoder.head
+    features = {part: _features(trunk, numbers) for part, numbers in parts.items()}
+    rows = np.sort(np.random.default_rng(seed).permutation(len(parts["test"]))[:_HARMED])
+    chosen = [queries.texts["test"][row] for row in rows]
+    harmed = {
+        (kind, level): _features(trunk, parts_of(harm_text(chosen, kind, level, seed)))
+        for kind in TEXT_KINDS
+        for level in LEVELS
+    }
+    return FeatureFile(
+        train_features=features["train"],
+        train_labels=queries.labels["train"],
+        test_features=features["test"],
+        test_labels=queries.labels["test"],
+        weight=head.weight.detach().numpy(),
+        bias=head.bias.detach().numpy(),
+        unknown={"outofscope": _features(trunk, parts_of(queries.beyond))},
+        harmed=harmed,
+        harmed_rows=rows,
+        calibration_features=features["val"],
+        calibration_labels=queries.labels["val"],
+    )
+
+
+def _features(trunk: nn.Module, numbers: Tensor) -> NDArray[np.float32]:
+    with torch.no_grad():
+        return torch.cat([trunk(rows) for rows in numbers.split(_ROWS)]).numpy()
+
+
+CLINC150 = tuple(
+    Recipe(f"clinc150-{_DIM}-{loss}", f"CLINC150, D = {_DIM}, {loss}", partial(_make, loss)) for loss in LOSSES
+)
+"""Dimension 64, three losses."""

@@ -1,0 +1,85 @@
+"""The queries of CLINC150 (Larson et al. 2019): 150 intents, and what people asked beyond them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.experiments.data.checks import require
+from contrastive_curvature.errors import InputError, expected
+
+__all__ = ["Queries", "read_queries"]
+
+_FILE = "clinc150/data_full.json.gz"
+_HOW = "Get data/data_full.json of https://github.com/clinc/oos-eval (commit 828f809), and gzip it."
+_PARTS = ("train", "val", "test")
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Texts with the number of their intent.
+
+    Args:
+        texts: Part (``"train"``, ``"val"``, ``"test"``) -> queries in a fixed order.
+        labels: Part -> intents, numbered in the order of their names, int64.
+        beyond: Queries of the test that have none of the intents.
+    """
+
+    texts: dict[str, list[str]]
+    labels: dict[str, NDArray[np.int64]]
+    beyond: list[str]
+
+
+def read_queries(data_root: Path) -> Queries:
+    """Read ``ROOT/clinc150/data_full.json.gz``: 15,000 / 3,000 / 4,500 queries, and 1,000 out of scope.
+
+    Args:
+        data_root: The data root.
+
+    Returns:
+        The queries. The few out-of-scope queries for training and validation are left out: what is unknown stays so.
+
+    Raises:
+        InputError: The file is missing or damaged.
+    """
+    require(data_root, [_FILE], _HOW)
+    path = data_root / _FILE
+    try:
+        content = json.loads(gzip.decompress(path.read_bytes()))
+    except (gzip.BadGzipFile, EOFError, zlib.error, ValueError) as error:
+        raise InputError(expected(str(path), "gzipped JSON", f"a damaged file ({error})", _HOW)) from None
+    found = {part: _rows(path, content, part) for part in (*_PARTS, "oos_test")}
+    numbers = {name: number for number, name in enumerate(sorted({intent for _, intent in found["train"]}))}
+    for part in _PARTS:
+        strange = sorted({intent for _, intent in found[part]} - numbers.keys())
+        if strange:
+            raise InputError(expected(f"{path}: {part}", "intents that train has", ", ".join(strange), _HOW))
+    return Queries(
+        {part: [text for text, _ in found[part]] for part in _PARTS},
+        {part: np.array([numbers[intent] for _, intent in found[part]], dtype=np.int64) for part in _PARTS},
+        [text for text, _ in found["oos_test"]],
+    )
+
+
+def _rows(path: Path, content: Any, part: str) -> list[list[str]]:
+    rows: Any = content.get(part) if isinstance(content, dict) else None
+    wanted = f"a list of [query, intent] under {part!r}"
+    if not isinstance(rows, list) or not rows:
+        raise InputError(expected(str(path), wanted, "none", _HOW))
+    wrong = next(
+        (row for row in rows if not isinstance(row, list) or len(row) != 2 or not all(map(_is_text, row))), None
+    )
+    if wrong is not None:
+        raise InputError(expected(str(path), wanted, wrong, _HOW))
+    return rows
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())

@@ -1,0 +1,92 @@
+"""The result of an encoder as a small JSON file, and when it may be kept instead of made again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.machine import write_atomically
+from benchmarks.transfer.judge import Judgement
+from benchmarks.transfer.rows import all_rows
+
+__all__ = ["VERSION", "Result", "key_of", "read_result", "read_results", "save_scores", "write_result"]
+
+Result = dict[str, Any]
+
+VERSION = 2
+"""To be raised when figures change their meaning: results of another version are made again."""
+
+_DIGITS = 4
+
+
+def key_of(features: Path) -> str:
+    """What a result depends on: the feature file, the rows, and the version of the figures.
+
+    Changes of the library are not in it; ``--again`` judges anew after them.
+    """
+    out = hashlib.blake2b(digest_size=16)
+    out.update(repr((VERSION, [(row.name, row.title, str(row.needs)) for row in all_rows()])).encode())
+    with features.open("rb") as file:
+        while block := file.read(2**22):
+            out.update(block)
+    return out.hexdigest()
+
+
+def read_result(path: Path, key: str | None = None) -> Result | None:
+    """A result that is there and was made from the same key (any key where none is given); else ``None``."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        same = isinstance(found, dict) and found["version"] == VERSION and key in (None, found["key"])
+    except (OSError, ValueError, KeyError):
+        return None
+    return found if same else None
+
+
+def read_results(folder: Path) -> list[Result]:
+    """All results of a folder, by name."""
+    found = (read_result(path) for path in sorted(folder.glob("*.json")))
+    return [result for result in found if result is not None]
+
+
+def write_result(path: Path, result: Result) -> Result:
+    """Write a result with figures of four digits and one line a row; gives it as a reader will find it."""
+    rounded = _rounded(result)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, "\n".join(_lines(rounded)) + "\n")
+    return rounded
+
+
+def save_scores(path: Path, judgement: Judgement) -> None:
+    """Write the scores themselves, for rules that combine them: arrays ``ROW:SET`` and ``right``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arrays: dict[str, Any] = {
+        f"{row}:{name}": score.numpy().astype(np.float32)
+        for row, sets in judgement.scores.items()
+        for name, score in sets.items()
+    }
+    np.savez_compressed(path, right=judgement.retrieval.right.numpy(), **arrays)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, _DIGITS)
+    if isinstance(value, dict):
+        return {name: _rounded(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_rounded(part) for part in value]
+    return value
+
+
+def _lines(result: Result) -> Iterator[str]:
+    yield "{"
+    for name in (name for name in result if name != "rows"):
+        yield f" {json.dumps(name)}: {json.dumps(result[name])},"
+    yield ' "rows": {'
+    yield ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in result["rows"].items())
+    yield " }"
+    yield "}"

@@ -1,0 +1,120 @@
+"""The scores that are compared: one :class:`Row` each, larger is less certain.
+
+To add a score, write a function ``(Fitted, Points) -> Tensor`` and put a :class:`Row` with it into :func:`all_rows`. A
+further score of the posterior itself is one line in ``fitted.READ`` and its title here. A row that an encoder does not
+allow raises an error of the library, and is left out of that encoder's table with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from torch import Tensor
+
+from benchmarks.experiments.methods.vmf_density import VMFMixture
+from benchmarks.transfer.baselines import ClassGaussians, FeatureNeighbors, match_distance, neighbors
+from benchmarks.transfer.fitted import DEFAULT, STRUCTURES, Fitted, Points
+from contrastive_curvature import RetrievalUncertainty
+from contrastive_curvature.hessian.sphere import normalize
+
+__all__ = ["ANSWERS", "Needs", "Row", "all_rows"]
+
+
+class Needs(StrEnum):
+    """What a score has to keep after the fit."""
+
+    NOTHING = "nothing"
+    """The posterior or constants, whose size does not grow with training data or classes."""
+    CLASSES = "classes"
+    """Something for each training class."""
+    GALLERY = "gallery"
+    """Training inputs, or the gallery that is searched."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One score.
+
+    Args:
+        name: In files.
+        title: In tables.
+        needs: What it keeps.
+        score: Scores (N,) of N inputs, finite, larger is less certain.
+    """
+
+    name: str
+    title: str
+    needs: Needs
+    score: Callable[[Fitted, Points], Tensor]
+
+
+ANSWERS = {"retrieval": f"{DEFAULT}/uncertainty", "known": f"{DEFAULT}/novelty", "gallery": "gated"}
+"""The library's answers to "is the nearest neighbour right?" and "is the input of the known kind?", and to both with a
+gallery: names of rows. The tables show how far each is from the best row."""
+
+_OF_POSTERIOR = {
+    "uncertainty": "uncertainty",
+    "novelty": "novelty",
+    "lost_length": "lost length",
+    "angle": "1 / kappa",
+    "variance": "tangential variance",
+}
+
+
+def all_rows() -> list[Row]:
+    """Every score, in the order of the tables."""
+    rows = [_posterior(structure, name) for structure in STRUCTURES for name in _OF_POSTERIOR]
+    return [
+        *rows,
+        Row("norm", "minus norm", Needs.NOTHING, _minus_norm),
+        Row("vmf", "vMF density", Needs.CLASSES, _vmf),
+        Row("mahalanobis", "Mahalanobis, features", Needs.CLASSES, _mahalanobis),
+        Row("knn_embedding", "10-NN, embedding", Needs.GALLERY, _knn_embedding),
+        Row("knn_features", "10-NN, features", Needs.GALLERY, _knn_features),
+        Row("match", "distance to match", Needs.GALLERY, _match),
+        Row("gated", "RetrievalUncertainty", Needs.GALLERY, _gated),
+    ]
+
+
+def _posterior(structure: str, name: str) -> Row:
+    def score(fitted: Fitted, points: Points) -> Tensor:
+        return fitted.answers(structure, points)[name]
+
+    return Row(f"{structure}/{name}", f"`{structure}`, {_OF_POSTERIOR[name]}", Needs.NOTHING, score)
+
+
+def _minus_norm(_: Fitted, points: Points) -> Tensor:
+    return -points.outputs.norm(dim=1)
+
+
+def _vmf(fitted: Fitted, points: Points) -> Tensor:
+    mixture = fitted.once("vmf", lambda: VMFMixture.fit(normalize(fitted.train.outputs)[0], fitted.labels))
+    return -mixture.log_prob(normalize(points.outputs)[0])
+
+
+def _mahalanobis(fitted: Fitted, points: Points) -> Tensor:
+    return fitted.once("mahalanobis", lambda: ClassGaussians(fitted.train.features, fitted.labels))(points.features)
+
+
+def _knn_embedding(fitted: Fitted, points: Points) -> Tensor:
+    return neighbors(points.outputs, fitted.train.outputs)
+
+
+def _knn_features(fitted: Fitted, points: Points) -> Tensor:
+    return fitted.once("knn_features", lambda: FeatureNeighbors(fitted.train.features))(points.features)
+
+
+def _match(fitted: Fitted, points: Points) -> Tensor:
+    return match_distance(points.outputs, fitted.test.outputs, points.rows)
+
+
+def _gated(fitted: Fitted, points: Points) -> Tensor:
+    def make() -> RetrievalUncertainty:
+        # The gallery that is searched. The encoder need not have been trained on its classes.
+        return RetrievalUncertainty(fitted.test.outputs, fitted.answers(DEFAULT, fitted.known)["novelty"])
+
+    score = fitted.once("gated", make)
+    novelty = fitted.answers(DEFAULT, points)["novelty"]
+    return score(points.outputs, novelty, points.rows)

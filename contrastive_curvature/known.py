@@ -1,0 +1,249 @@
+"""Is an input of the kind that the encoder knows? One statistic of an embedding, and its conformal p-value.
+
+:func:`components` and :func:`combine` alone decide what the statistic is; everything else holds for any statistic.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.errors import InputError, InputTypeError, expected
+
+if TYPE_CHECKING:
+    from contrastive_curvature.embedding import EmbeddingDistribution
+
+__all__ = [
+    "Judge",
+    "OptimisticPValueWarning",
+    "Reference",
+    "Standard",
+    "check_alpha",
+    "combine",
+    "components",
+    "points_needed",
+    "split",
+    "statistic_name",
+]
+
+_WITH_FEATURES = ("log V/|phi|", "log V/|phi|^2", "-log n")
+_WITHOUT = ("log V", "log V/n^2", "-log n")
+"""Names of the components."""
+
+_LEAST_SPREAD = 1e-3
+"""Smallest scale of a component. They are logarithms: smaller differences are of rounding, and must not decide."""
+
+_SHARE_FOR_SCALE = 3
+"""One in so many known inputs standardises the components, where no other inputs are at hand."""
+
+_NORMAL = 1.4826
+"""Standard deviation of a normal distribution over its median absolute deviation."""
+
+_TINY = torch.finfo(torch.float64).tiny
+
+_ENTRIES = 2**22
+
+
+class OptimisticPValueWarning(UserWarning):
+    """A p-value is relative to inputs that the encoder was trained on, so it is too small for other known inputs."""
+
+
+class Judge(Protocol):
+    """What an embedding asks for its p-value; a posterior gives one to each of its predictions."""
+
+    def novelty(self, embedding: EmbeddingDistribution) -> Tensor:
+        """The statistic, shape (B,)."""
+        ...
+
+    def p_value(self, embedding: EmbeddingDistribution) -> Tensor:
+        """P-values, shape (B,)."""
+        ...
+
+    def is_known(self, embedding: EmbeddingDistribution, alpha: float) -> Tensor:
+        """Whether the p-values are above ``alpha``, shape (B,)."""
+        ...
+
+
+def statistic_name(with_features: bool) -> tuple[str, int]:
+    """Name of the statistic and number K of its components.
+
+    Saved calibrations carry the name, so it must change whenever :func:`components` or :func:`combine` does.
+    """
+    names = _WITH_FEATURES if with_features else _WITHOUT
+    return f"soft maximum of standardised {', '.join(names)}", len(names)
+
+
+def components(embedding: EmbeddingDistribution, feature_norm: Tensor | None = None) -> Tensor:
+    """K numbers for every embedding, each larger for inputs less like the known ones.
+
+    With the tangential variance ``V = tr(P Cov P)`` of the raw outputs in their own units, the norm ``n`` of their mean
+    and the norm ``|phi|`` of the features: the logarithms of ``V / |phi|``, ``V / |phi|^2`` and ``1 / n``, and without
+    features those of ``V``, ``V / n^2`` and ``1 / n``. ``V`` sees inputs with large features in unusual directions (strong
+    noise), ``V / |phi|^2`` unusual directions alone (another kind of image), ``1 / n`` inputs that the encoder sees
+    little in (blur, little contrast): no single one of them sees all, and their two-sided density sees less
+    (``benchmarks/results/transfer_choice.md``).
+
+    A ``V`` below the rounding of ``tr Cov`` counts as that rounding, and what is zero even then counts as the smallest
+    normal number of float64: zero variances, outputs and features give finite components.
+
+    Args:
+        embedding: Distribution of B embeddings.
+        feature_norm: Norms of the inputs of the last layer, shape (B,); ``None`` where there are none.
+
+    Returns:
+        Shape (B, 3), float64.
+    """
+    mean = embedding.mean.detach().double()
+    size = mean.abs().amax(1).clamp(min=_TINY)
+    scaled = mean / size.unsqueeze(1)
+    norm = torch.linalg.vector_norm(scaled, dim=1)
+    spread = _log_tangential(embedding, scaled / norm.clamp(min=_TINY).unsqueeze(1))
+    length = (_log(norm) + size.log()).clamp(min=math.log(_TINY))
+    if feature_norm is None:
+        return torch.stack([spread, spread - 2 * length, -length], dim=1)
+    features = _log(feature_norm)
+    return torch.stack([spread - features, spread - 2 * features, -length], dim=1)
+
+
+def combine(standardised: Tensor) -> Tensor:
+    """The statistic: a soft maximum, ``log(sum_k exp(2 z_k)) / 2``, so that one component is enough to be unlike.
+
+    Args:
+        standardised: Components z, shape (B, K).
+
+    Returns:
+        Shape (B,), larger for inputs less like the known ones.
+    """
+    return torch.logsumexp(2 * standardised, dim=1) / 2
+
+
+@dataclass(frozen=True)
+class Standard:
+    """Location and scale of every component among known inputs.
+
+    Attributes:
+        location: Medians, shape (K,).
+        scale: Spreads, positive, shape (K,).
+    """
+
+    location: Tensor
+    scale: Tensor
+
+    @classmethod
+    def of(cls, known: Tensor) -> Standard:
+        """Median and median absolute deviation (the standard deviation where that is zero) of components (m, K)."""
+        location = known.median(0).values
+        apart = (known - location).abs()
+        robust = _NORMAL * apart.median(0).values
+        scale = torch.where(robust < _LEAST_SPREAD, apart.square().mean(0).sqrt(), robust)
+        return cls(location, scale.clamp(min=_LEAST_SPREAD))
+
+    def statistic(self, values: Tensor) -> Tensor:
+        """The statistic (B,) of components (B, K)."""
+        return combine((values - self.location) / self.scale)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Statistics of known inputs, which others are compared with.
+
+    Attributes:
+        standard: How components are standardised; it must not depend on which of the known inputs are compared with.
+        statistics: Of n known inputs, ascending, shape (n,).
+    """
+
+    standard: Standard
+    statistics: Tensor
+
+    @classmethod
+    def of(cls, standard: Standard, known: Tensor) -> Reference:
+        """The reference that components (n, K) of known inputs give."""
+        return cls(standard, standard.statistic(known).sort().values)
+
+    def p_value(self, values: Tensor) -> Tensor:
+        """Conformal p-values ``(1 + #{known >= s}) / (n + 1)`` of components (B, K); float64, shape (B,)."""
+        found = self.standard.statistic(values.to(self.statistics.device)).contiguous()
+        n = len(self.statistics)
+        below = torch.searchsorted(self.statistics, found)
+        return ((1 + n - below).double() / (n + 1)).to(values.device)
+
+
+def split(known: Tensor) -> tuple[Tensor, Tensor]:
+    """Two parts of components (n, K) of known inputs: a third to standardise with, and the others to compare with.
+
+    The permutation depends on n alone, so that the others stay exchangeable with new inputs.
+    """
+    order = torch.randperm(len(known), generator=torch.Generator().manual_seed(0)).to(known.device)
+    first = _for_scale(len(known))
+    return known[order[:first]], known[order[first:]]
+
+
+def check_alpha(alpha: object, n: int | None = None, splits: bool = False) -> float:
+    """Return the share of known inputs that may be flagged.
+
+    Args:
+        alpha: What the user passed.
+        n: Number of known inputs that are compared with; ``None`` leaves out whether there are enough.
+        splits: Whether more of them would be divided by :func:`split` first.
+
+    Raises:
+        InputTypeError: Not a number.
+        InputError: Not in (0, 1), or smaller than ``1 / (n + 1)``, the smallest p-value there is.
+    """
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
+        raise InputTypeError(expected("alpha", "a number in (0, 1)", repr(alpha)))
+    if not 0 < alpha < 1:
+        raise InputError(expected("alpha", "a number in (0, 1)", alpha))
+    if n is not None and alpha < 1 / (n + 1):
+        wanted = f"at least {1 / (n + 1):.2g}, the smallest p-value that {n} known inputs give"
+        hint = f"Call la.calibrate with at least {points_needed(alpha, splits):,} inputs, or use a larger alpha."
+        raise InputError(expected("alpha", wanted, alpha, hint))
+    return float(alpha)
+
+
+def points_needed(alpha: float, splits: bool = False) -> int:
+    """Smallest number of known inputs with a p-value of at most ``alpha``: ``1 / (n + 1)`` of n to compare with.
+
+    Args:
+        alpha: In (0, 1).
+        splits: Whether :func:`split` takes some of them away.
+    """
+    n = max(1, math.ceil(1 / alpha) - 2)
+    while 1 / (n + 1) > alpha:
+        n += 1
+    given = n
+    while splits and given - _for_scale(given) < n:
+        given += 1
+    return given
+
+
+def _for_scale(n: int) -> int:
+    return max(1, n // _SHARE_FOR_SCALE)
+
+
+def _log(value: Tensor) -> Tensor:
+    return value.detach().double().clamp(min=_TINY, max=torch.finfo(torch.float64).max).log()
+
+
+def _log_tangential(embedding: EmbeddingDistribution, u: Tensor) -> Tensor:
+    """Logarithm of ``tr Cov - u^T Cov u``, at least its own rounding, for directions u (B, D); float64, shape (B,)."""
+    spread = (embedding.covariance if embedding._variance is None else embedding._variance).detach()
+    step = max(1, _ENTRIES // max(1, spread[:1].numel()))
+    parts = [_total_and_radial(*pair) for pair in zip(spread.split(step), u.split(step), strict=True)]
+    size, total, radial = (torch.cat(part) for part in zip(*parts, strict=True))
+    rounding = u.shape[1] * torch.finfo(spread.dtype).eps * total
+    return (_log(torch.maximum(total - radial, rounding)) + _log(size)).clamp(min=math.log(_TINY))
+
+
+def _total_and_radial(spread: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Largest entry of variances (C, D) or covariances (C, D, D); with it divided out, ``tr Cov`` and ``u^T Cov u``."""
+    # Divided first, and in float64: sums of the largest entries would overflow.
+    size = spread.abs().flatten(1).amax(1) if len(spread) else spread.new_zeros(0)
+    wide = spread.double() / torch.where(size > 0, size, 1).double().view(-1, *([1] * (spread.ndim - 1)))
+    if spread.ndim == 2:
+        return size, wide.sum(1), (wide * u.square()).sum(1)
+    return size, wide.diagonal(dim1=1, dim2=2).sum(1), torch.einsum("bd,bde,be->b", u, wide, u)

@@ -1,0 +1,267 @@
+"""``la.calibrate(loader)``: conformal p-values of whether an input is of the kind that the encoder knows.
+
+A conformal p-value (Vovk, Gammerman and Shafer, 2005) compares the statistic of an input with those of n known inputs:
+``(1 + #{known >= s}) / (n + 1)``. Where the input and the n known ones are exchangeable, it is at most alpha with a
+probability of at most alpha. That needs a statistic that treats all of them alike, so the location and scale that its
+components are standardised with come from other inputs: the training data, or a part of the calibration data that is
+then not compared with.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.arguments import check_flag
+from contrastive_curvature.embedding import EmbeddingDistribution
+from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, expected
+from contrastive_curvature.ggn.feature_sample import FeatureSample
+from contrastive_curvature.known import OptimisticPValueWarning, Reference, Standard, check_alpha, components, split
+from contrastive_curvature.laplace.features import Features
+from contrastive_curvature.laplace.fingerprint import (
+    Stamp,
+    encoder_fingerprint,
+    fingerprint,
+    same_encoder,
+    same_posterior,
+)
+from contrastive_curvature.network.inputs import Inputs, check_inputs, input_length
+from contrastive_curvature.network.loader import check_batches
+from contrastive_curvature.network.refusal import naming_the_input
+from contrastive_curvature.progress import Progress
+
+__all__ = ["Calibration", "KnownInputs", "calibrate", "predict", "training_sample"]
+
+_AT_ONCE = 256
+"""Training inputs of one prediction: a covariance for each of them has D^2 numbers."""
+
+_CALIBRATE = "Call la.calibrate(loader) with known inputs, best those that the encoder was not trained on."
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Statistics of the calibration inputs, and the posterior that they belong to.
+
+    Attributes:
+        reference: What p-values are computed from, on the posterior's device.
+        fingerprint: See :func:`.fingerprint`.
+    """
+
+    reference: Reference
+    fingerprint: Tensor
+
+
+@dataclass(frozen=True)
+class TrainingSample:
+    """Features of some training inputs, and the encoder that they came from."""
+
+    features: FeatureSample
+    encoder: Tensor
+
+
+@dataclass(frozen=True)
+class KnownInputs:
+    """What a posterior remembers of known inputs.
+
+    Attributes:
+        fits: How often its curvature was set.
+        sample: Some inputs of ``fit``.
+        training: Fingerprint of the posterior and components (m, K) of the sample under it.
+        calibration: What :func:`calibrate` left.
+        warned: Whether it has said that p-values without calibration are optimistic.
+    """
+
+    fits: int = 0
+    sample: TrainingSample | None = None
+    training: tuple[Tensor, Tensor] | None = None
+    calibration: Calibration | None = None
+    warned: bool = False
+
+    def anew(self, calibration: Calibration | None = None) -> KnownInputs:
+        """What remains once the curvature is another."""
+        return KnownInputs(fits=self.fits + 1, calibration=calibration, warned=self.warned)
+
+
+@dataclass(frozen=True)
+class _Prediction:
+    """The :class:`~contrastive_curvature.known.Judge` of one prediction ``la(x)``."""
+
+    la: Any
+    stamp: Stamp
+    feature_norm: Tensor | None
+
+    def novelty(self, embedding: EmbeddingDistribution) -> Tensor:
+        return self._reference(quiet=True).standard.statistic(components(embedding, self.feature_norm))
+
+    def p_value(self, embedding: EmbeddingDistribution) -> Tensor:
+        return self._reference().p_value(components(embedding, self.feature_norm))
+
+    def is_known(self, embedding: EmbeddingDistribution, alpha: float) -> Tensor:
+        check_alpha(alpha)
+        reference = self._reference()
+        n = len(reference.statistics)
+        # What the error says needs a look at the whole encoder.
+        check_alpha(alpha, n, alpha < 1 / (n + 1) and _present_sample(self.la) is None)
+        return reference.p_value(components(embedding, self.feature_norm)) > alpha
+
+    def _reference(self, quiet: bool = False) -> Reference:
+        if not self.stamp.holds(self.la):
+            wanted = "the posterior as it was when it made this prediction"
+            received = "one with another curvature, prior precision, temperature or encoder"
+            raise InputError(expected("p_value", wanted, received, "Call la(x) again."))
+        return _reference_of(self.la, quiet)
+
+
+def predict(la: Any, x: Inputs) -> EmbeddingDistribution:
+    """The prediction ``la(x)``, with what its p-value needs.
+
+    Args:
+        la: A fitted posterior.
+        x: A batch of B inputs.
+
+    Returns:
+        The distribution.
+    """
+    out, norm = _observe(la, x)
+    out._judge = _Prediction(la, Stamp.of(la), norm)
+    return out
+
+
+def calibrate(la: Any, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
+    """See :meth:`contrastive_curvature.laplace.base.ContrastiveLaplace.calibrate`."""
+    la.check_fitted()
+    if progress_bar is not None:
+        check_flag("progress_bar", progress_bar)
+    check_batches(loader, "loader", "batches (x, labels), or of inputs alone")
+    found = []
+    for number, batch in enumerate(Progress(progress_bar).over(loader, "[calibration]")):
+        x = check_inputs(_inputs_of(batch), "loader: inputs of a batch")
+        found.append(_components_of(la, x, number))
+    values = torch.cat(found) if found else torch.empty(0)
+    if len(values) < 2:
+        hint = "A p-value of 1 / (n + 1) needs n of them."
+        raise InputError(expected("loader", "at least two known inputs", f"{len(values)}", hint))
+    known = _training_components(la)
+    if known is None:
+        known, values = split(values)
+    reference = Reference.of(Standard.of(known.to(values)), values)
+    la._known = replace(la._known, calibration=Calibration(reference, fingerprint(la)))
+
+
+def training_sample(la: Any, features: FeatureSample | None, earlier: int) -> TrainingSample | None:
+    """The sample of training inputs after a fit.
+
+    Args:
+        la: The posterior, before it takes the new curvature.
+        features: Features that the fit has drawn.
+        earlier: Number of points of earlier fits that this one adds to.
+
+    Returns:
+        The sample, or ``None`` where there is none of all the data at the present weights.
+    """
+    if features is None or not len(features):
+        return None
+    encoder = encoder_fingerprint(la.model)
+    if not earlier:
+        return TrainingSample(features, encoder)
+    before: TrainingSample | None = la._known.sample
+    if before is None or not same_encoder(before.encoder, encoder):
+        return None
+    return TrainingSample(before.features.merged(features), encoder)
+
+
+def _observe(la: Any, x: Inputs | Features) -> tuple[EmbeddingDistribution, Tensor | None]:
+    """The distribution of B embeddings, and the norms (B,) of the features, where the posterior knows them."""
+    if not la.keeps_features:
+        return la._gaussian(x, False, False), None
+    z, phi = la._features(x)
+    out = la._gaussian(Features(z, phi), False, False)
+    return out, torch.linalg.vector_norm(phi.detach(), dim=1, dtype=torch.float64)
+
+
+def _components_of(la: Any, x: Inputs, number: int) -> Tensor:
+    """Components (B, K) of a batch; an error of its inputs names the batch."""
+    try:
+        # Inputs with one axis more than those of the fit may pass the encoder, and fail only after it.
+        with torch.no_grad(), naming_the_input(x):
+            out, norm = _observe(la, x)
+            if out.mean.shape != (input_length(x), la.n_outputs):
+                wanted = f"inputs with outputs of shape (B, {la.n_outputs})"
+                raise InputError(expected("x", wanted, f"outputs of shape {tuple(out.mean.shape)}"))
+            return components(out, norm)
+    except InputError as error:
+        msg = f"loader: batch {number} (counted from 0): {error}"
+        raise InputError(msg) from error
+
+
+def _inputs_of(batch: Any) -> Any:
+    """The inputs of what a loader yields; labels are not used."""
+    if isinstance(batch, (tuple, list)):
+        if len(batch) not in (1, 2):
+            wanted = "batches (x, labels), or of inputs alone"
+            raise InputTypeError(expected("loader", wanted, f"a {type(batch).__name__} of {len(batch)}"))
+        return batch[0]
+    if not isinstance(batch, (Tensor, Mapping)):
+        wanted = "batches (x, labels), or of inputs alone"
+        raise InputTypeError(expected("loader", wanted, f"a {type(batch).__name__}"))
+    return batch
+
+
+def _reference_of(la: Any, quiet: bool = False) -> Reference:
+    """The calibration of a posterior, or its training inputs.
+
+    Raises:
+        NotFittedError: There is neither, or the calibration is of another posterior.
+    """
+    calibration: Calibration | None = la._known.calibration
+    if calibration is not None:
+        if not same_posterior(calibration.fingerprint, fingerprint(la)):
+            msg = (
+                "p_value: la was calibrated for another posterior: since then its prior precision, its temperature or "
+                "the encoder's weights have changed. Call la.calibrate(loader) again."
+            )
+            raise NotFittedError(msg)
+        return calibration.reference
+    known = _training_components(la)
+    if known is None:
+        reason = "la is not calibrated, and has no inputs of its fit to compare with at the encoder's present weights"
+        msg = f"p_value: {reason}. {_CALIBRATE}"
+        raise NotFittedError(msg)
+    if not la._known.warned and not quiet:
+        la._known = replace(la._known, warned=True)
+        msg = (
+            "p_value: la is not calibrated, so p-values are relative to inputs that the encoder was trained on. They "
+            f"are optimistic: of other known inputs, more than a share alpha may fall below alpha. {_CALIBRATE}"
+        )
+        warnings.warn(msg, OptimisticPValueWarning, stacklevel=5)
+    return Reference.of(Standard.of(known), known)
+
+
+def _present_sample(la: Any) -> FeatureSample | None:
+    """The sample of training inputs, where there is one of the encoder's present weights."""
+    sample: TrainingSample | None = la._known.sample
+    if sample is None or not same_encoder(sample.encoder, encoder_fingerprint(la.model)):
+        return None
+    return sample.features
+
+
+def _training_components(la: Any) -> Tensor | None:
+    """Components (m, K) of the sample of training inputs under the present posterior, where there is one."""
+    sample = _present_sample(la)
+    if sample is None:
+        return None
+    now = fingerprint(la)
+    if la._known.training is None or not same_posterior(la._known.training[0], now):
+        layer, found = la.model.last_layer, []
+        with torch.no_grad():
+            for rows in sample.rows.split(_AT_ONCE):
+                phi = rows.to(layer.weight)
+                z = torch.nn.functional.linear(phi, layer.weight, layer.bias)
+                found.append(components(*_observe(la, Features(z, phi))))
+        la._known = replace(la._known, training=(now, torch.cat(found)))
+    return la._known.training[1]

@@ -1,0 +1,69 @@
+"""The form of a curvature whose input factor is a sketch: ``[[G, A Omega, trace], [G of the bias]]``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from contrastive_curvature.ggn.dataset import DatasetCurvature
+from contrastive_curvature.ggn.nystrom import low_rank_moment
+from contrastive_curvature.ggn.spectrum import eigenpairs
+from contrastive_curvature.laplace.forms import CurvatureForm, merge_factors
+from contrastive_curvature.laplace.kron_lowrank_precision import KronLowRank
+from contrastive_curvature.laplace.state_curvature import check_sketch
+from contrastive_curvature.network.pullback import KronFactors
+from contrastive_curvature.network.sketch import sketch_size
+
+__all__ = ["KronLowRankForm"]
+
+
+class KronLowRankForm(CurvatureForm):
+    """Kronecker factors with a sketched input factor: they add part by part, and are decomposed afterwards."""
+
+    def absorb(self, la: Any, result: DatasetCurvature, earlier: int) -> None:
+        """See :meth:`CurvatureForm.absorb`."""
+        factors = merge_factors(la.H_raw, earlier, result)
+        decomposed = _decompose(factors, la.backend.rank)
+        la.H_raw, la.H = factors, decomposed
+
+    def diagonal(self, la: Any) -> Tensor:
+        """See :meth:`CurvatureForm.diagonal`."""
+        curvature: KronLowRank = la.H
+        return curvature.diag()
+
+    def check(self, la: Any, state: Mapping[str, Any], like: Tensor) -> None:
+        """See :meth:`CurvatureForm.check`."""
+        parameters = la._posterior_parameters()
+        check_sketch(state, like, parameters, sketch_size(parameters[0].shape[1], la.backend.rank))
+
+    def load(self, la: Any, state: Mapping[str, Any]) -> None:
+        """See :meth:`CurvatureForm.load`."""
+        factors = [list(group) for group in state["H_raw"]]
+        la.H_raw, la.H = factors, _decompose(factors, la.backend.rank)
+
+
+def _decompose(factors: KronFactors, rank: int | None) -> KronLowRank:
+    """The clamped curvature.
+
+    Args:
+        factors: ``[G, sketch, trace]`` of the weight, and ``[G]`` of a bias.
+        rank: Number of eigenvectors of the input factor, or ``None``.
+
+    Raises:
+        InputError: A factor is not finite, or cannot be decomposed.
+    """
+    (g, sketch, trace), *rest = factors
+    values, vectors = _eigenpairs(g)
+    bias = None
+    if rest:
+        of_bias = _eigenpairs(rest[0][0])
+        bias = of_bias[1], of_bias[0]
+    return KronLowRank(vectors, values, low_rank_moment(sketch, trace, rank), bias)
+
+
+def _eigenpairs(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues in float64, negative ones set to zero, and eigenvectors in the dtype of the factor."""
+    values, vectors = eigenpairs(factor.double())
+    return values.clamp(min=0), vectors.to(factor.dtype)

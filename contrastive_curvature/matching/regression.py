@@ -1,0 +1,162 @@
+"""A logistic regression on features of pairs, fitted by scikit-learn and evaluated in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.errors import InputError, expected
+
+__all__ = ["Regression"]
+
+_LEAST = 10
+"""Fewest examples of each kind: with fewer, no weight has a sign that can be trusted."""
+
+
+@dataclass(frozen=True, eq=False)
+class Regression:
+    """Probability of a positive outcome, from F features: a cosine, and if F > 1 the log of a variance and other logs.
+
+    The logit is linear in the features and in the product of the first two: the more uncertain a pair, the less its
+    cosine says. It never falls as the cosine grows; where the fitted slope is negative, the slope is zero. A log beyond
+    the range that was fitted counts as the end of the range.
+
+    Attributes:
+        shift: Means of the features, float64, shape (F,).
+        scale: Standard deviations of the features, shape (F,).
+        low: Smallest values that count, shape (F,).
+        high: Largest values that count, shape (F,).
+        weight: Weights of the standardised features, and if F > 1 of the product, shape (1,) or (F + 1,).
+        bias: Shape ().
+        knots: Logits at which the isotonic curve bends, increasing, shape (K,); empty for the logistic curve.
+        levels: Probabilities there, shape (K,).
+    """
+
+    shift: Tensor
+    scale: Tensor
+    low: Tensor
+    high: Tensor
+    weight: Tensor
+    bias: Tensor
+    knots: Tensor
+    levels: Tensor
+
+    @classmethod
+    def fit(cls, features: Tensor, positive: Tensor, *, isotonic: bool, argument: str, kinds: str) -> Regression:
+        """Fit on examples.
+
+        Args:
+            features: Shape (N, F), float64. A log of zero, minus infinity, counts as the smallest other value.
+            positive: Outcomes, bool, shape (N,).
+            isotonic: Replace the logistic curve by an isotonic regression of the outcomes on the logit.
+            argument: Name of the argument with the outcomes, for error messages.
+            kinds: The two outcomes in words, positive first, for error messages.
+
+        Raises:
+            InputError: There are fewer than ten examples of a kind, or the outcomes do not become more often positive
+                as the cosine grows.
+        """
+        n_positive = int(positive.sum())
+        n_negative = len(positive) - n_positive
+        if min(n_positive, n_negative) < _LEAST:
+            wanted = f"at least {_LEAST} {kinds} each"
+            hint = "A probability cannot be fitted to one kind alone, nor to a few examples."
+            raise InputError(expected(argument, wanted, f"{n_positive} and {n_negative}", hint))
+        from sklearn.linear_model import LogisticRegression  # the import takes a second, so it waits for the first use
+
+        x, y = features.detach().cpu().double(), positive.cpu().numpy()
+        low = torch.where(x.isfinite(), x, torch.full_like(x, torch.inf)).amin(0)
+        low = torch.where(low.isfinite(), low, torch.zeros_like(low))
+        x = torch.maximum(x, low)
+        high, shift, scale = x.amax(0), x.mean(0), x.std(0)
+        # A feature that does not vary, beyond rounding, has no say.
+        varies = scale > 1e-9 * (1 + shift.abs())
+        scale = torch.where(varies, scale, torch.full_like(scale, torch.inf))
+        terms = _with_product((x - shift) / scale)
+        model = LogisticRegression(max_iter=10_000, tol=1e-8).fit(terms.numpy(), y)
+        weight = torch.from_numpy(model.coef_[0]).double()
+        if not bool(weight[0] > 0):
+            hint = "The cosine does not tell the two kinds apart here. Are the labels those of the embeddings?"
+            wanted = f"{kinds}, the first more often at larger cosines"
+            raise InputError(expected(argument, wanted, f"a fitted weight of {float(weight[0]):.2g}", hint))
+        low[0], high[0] = -torch.inf, torch.inf
+        none = torch.zeros(0, dtype=torch.float64)
+        bias = torch.tensor(float(model.intercept_[0]), dtype=torch.float64)
+        plain = cls(shift, scale, low, high, weight, bias, none, none)
+        if not isotonic:
+            return plain
+        from sklearn.isotonic import IsotonicRegression
+
+        # No finite sample shows that something is certain.
+        edge = 1 / (len(y) + 2)
+        curve = IsotonicRegression(y_min=edge, y_max=1 - edge).fit(plain.logit(x).numpy(), y)
+        knots, levels = (torch.from_numpy(v).double() for v in (curve.X_thresholds_, curve.y_thresholds_))
+        return cls(shift, scale, low, high, weight, bias, knots, levels)
+
+    def logit(self, features: Tensor) -> Tensor:
+        """Logits (N,), float64, of features (N, F)."""
+        device = features.device
+        x = torch.minimum(torch.maximum(features.double(), self.low.to(device)), self.high.to(device))
+        x, weight = (x - self.shift.to(device)) / self.scale.to(device), self.weight.to(device)
+        n_features = x.shape[1]
+        slope = weight[0] + weight[n_features:].sum() * x[:, min(1, n_features - 1)]
+        return slope.clamp(min=0) * x[:, 0] + x[:, 1:] @ weight[1:n_features] + self.bias.to(device)
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """Probabilities (N,), float64, of features (N, F)."""
+        logit = self.logit(features)
+        if not len(self.knots):
+            return logit.sigmoid()
+        knots, levels = self.knots.to(logit.device), self.levels.to(logit.device)
+        if len(knots) == 1:
+            return levels.expand(len(logit)).clone()
+        at = logit.clamp(knots[0], knots[-1])
+        right = torch.searchsorted(knots, at).clamp(1, len(knots) - 1)
+        share = (at - knots[right - 1]) / (knots[right] - knots[right - 1])
+        return torch.lerp(levels[right - 1], levels[right], share)
+
+    def state(self) -> dict[str, Tensor]:
+        """Tensors by name."""
+        return {field.name: getattr(self, field.name).clone() for field in fields(self)}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], prefix: str, n_features: int) -> Regression:
+        """Rebuild from :meth:`state`, with keys that begin with ``prefix``.
+
+        Raises:
+            InputError: A tensor is missing, or has another shape, dtype or impossible values.
+        """
+        parts = {}
+        for field in fields(cls):
+            key = prefix + field.name
+            value = state.get(key)
+            shapes = {"bias": (), "knots": None, "levels": None, "weight": (n_features + (n_features > 1),)}
+            shape = shapes.get(field.name, (n_features,))
+            wanted = f"a float64 tensor of shape {'(K,)' if shape is None else shape}"
+            if not isinstance(value, Tensor):
+                raise InputError(expected(f"state_dict[{key!r}]", wanted, f"a {type(value).__name__}"))
+            fits = value.ndim == 1 if shape is None else tuple(value.shape) == shape
+            if value.dtype != torch.float64 or not fits:
+                received = f"{value.dtype}, shape {tuple(value.shape)}"
+                raise InputError(expected(f"state_dict[{key!r}]", wanted, received))
+            endless = field.name in ("low", "high", "scale")
+            if bool(value.isnan().any()) or (not endless and not bool(value.isfinite().all())):
+                raise InputError(expected(f"state_dict[{key!r}]", "finite numbers", "NaN or infinity"))
+            parts[field.name] = value.detach().cpu().clone()
+        out = cls(**parts)
+        steps, rises = out.knots.diff(), out.levels.diff()
+        sorted_curve = len(out.knots) == len(out.levels) and bool((steps > 0).all()) and bool((rises >= 0).all())
+        within = bool(((out.levels >= 0) & (out.levels <= 1)).all())
+        if not (sorted_curve and within and bool((out.scale > 0).all()) and bool(out.weight[0] > 0)):
+            wanted = "what state_dict() gave: scales and the cosine's weight > 0, a curve that rises from 0 to 1"
+            raise InputError(expected(f"state_dict[{prefix + '...'!r}]", wanted, "other values"))
+        return out
+
+
+def _with_product(x: Tensor) -> Tensor:
+    """Append the product of the first two columns, if there are two."""
+    return torch.cat([x, x[:, :1] * x[:, 1:2]], 1)

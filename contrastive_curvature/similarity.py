@@ -1,0 +1,185 @@
+"""How similar two uncertain embeddings are: the distribution of the cosine between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.arguments import check_flag
+from contrastive_curvature.directions import Directions, directions
+from contrastive_curvature.embedding import EmbeddingDistribution
+from contrastive_curvature.errors import InputError, InputTypeError, expected
+
+__all__ = ["CosineDistribution", "cosine_distribution", "similarity"]
+
+_ENTRIES = 2**24
+"""Numbers in one block of covariances or of pairs: 64 MiB in float32."""
+
+
+@dataclass(frozen=True, eq=False)
+class CosineDistribution:
+    """Distribution of the cosines between uncertain embeddings, as :func:`similarity` returns it.
+
+    Attributes:
+        mean: Expected cosines, in [-1, 1], shape (N,) or (N, M).
+        variance: Variances of the cosines, of the same shape.
+    """
+
+    mean: Tensor
+    variance: Tensor
+
+    @property
+    def std(self) -> Tensor:
+        """Standard deviations of the cosines, of the shape of the mean."""
+        return self.variance.sqrt()
+
+    def probability(self, threshold: float | Tensor) -> Tensor:
+        """Return the probability that the cosine reaches a threshold.
+
+        ``(1 + cosine) / 2`` is taken to have the Beta distribution of the same mean and variance. It respects the
+        bounds of a cosine; between two directions that agree it becomes the scaled chi-square distribution of
+        ``1 - cosine``, and between two directions at an angle a normal one. Without spread the probability is 0 or 1.
+
+        Args:
+            threshold: A cosine in [-1, 1], or a tensor of them that broadcasts with the mean.
+
+        Returns:
+            ``P(cosine >= threshold)``, of the shape, dtype and device of the mean, without a graph: scipy computes the
+            incomplete beta function on the CPU. ``mean`` and ``variance`` have gradients.
+
+        Raises:
+            InputTypeError: ``threshold`` is not a real number or tensor.
+            InputError: It is outside [-1, 1] or NaN, or does not broadcast to the shape of the mean.
+        """
+        from scipy.special import betainc  # nobody waits for this import who needs no probability
+
+        limit = self._check_threshold(threshold)
+        mean, variance = self.mean.detach().cpu().double(), self.variance.detach().cpu().double()
+        size = (1 - mean * mean) / torch.where(variance > 0, variance, torch.ones_like(variance)) - 1
+        spread = (variance > 0) & (mean.abs() < 1)
+        size = torch.where(spread, size, torch.ones_like(size)).clamp(min=1e-9)
+        share = torch.where(spread, (1 - mean) / 2, torch.full_like(mean, 0.5))
+        above = torch.from_numpy(betainc((share * size).numpy(), ((1 - share) * size).numpy(), (1 - limit).numpy() / 2))
+        return torch.where(spread, above, (mean >= limit).double()).to(self.mean)
+
+    def _check_threshold(self, threshold: object) -> Tensor:
+        wanted = "a cosine in [-1, 1]"
+        if isinstance(threshold, bool) or not isinstance(threshold, (int, float, Tensor)):
+            raise InputTypeError(expected("threshold", f"{wanted}, or a tensor of them", threshold))
+        if isinstance(threshold, Tensor) and (threshold.is_complex() or threshold.dtype == torch.bool):
+            raise InputTypeError(expected("threshold", f"{wanted}, or a tensor of them", f"dtype {threshold.dtype}"))
+        limit = torch.as_tensor(threshold).detach().cpu().double()
+        if not bool((limit.abs() <= 1).all()):
+            received = f"numbers from {float(limit.min())} to {float(limit.max())}"
+            raise InputError(expected("threshold", wanted, received))
+        try:
+            return limit.expand(self.mean.shape)
+        except RuntimeError:
+            received = f"shape {tuple(limit.shape)}"
+            wanted = f"a shape that expands to {tuple(self.mean.shape)}, that of the mean"
+            raise InputError(expected("threshold", wanted, received)) from None
+
+
+def similarity(
+    a: EmbeddingDistribution | Tensor, b: EmbeddingDistribution | Tensor, *, pairwise: bool = False
+) -> CosineDistribution:
+    """Return the distribution of the cosine between independent uncertain embeddings, in closed form.
+
+    With mean ``m`` and covariance ``C`` of each direction, ``E[cos] = m_a . m_b`` and ``Var[cos] = m_a^T C_b m_a +
+    m_b^T C_a m_b + tr(C_a C_b)`` are exact for independent directions; ``m`` and ``C`` are those of
+    :func:`contrastive_curvature.directions.directions`, to second order in the spread of the raw outputs. A pair takes
+    O(D) for diagonal covariances and O(D^2) for dense ones, all pairs together a few matrix products.
+
+    ``docs/matching.md`` has the measured errors, and says where the closed form fails: in two or three dimensions where
+    the norm of a raw output may reach zero, and where one or two directions have most of the spread.
+
+    Args:
+        a: Distribution over N embeddings of dimension D. Or a tensor of embeddings without uncertainty, of any norm,
+            shape (N, D); not for both arguments.
+        b: The same for M embeddings, on the same device.
+        pairwise: If true, all N x M pairs, computed in blocks. If false, row i of ``a`` with row i of ``b``, N = M.
+
+    Returns:
+        Mean and variance of the cosines, shape (N,), or (N, M) if ``pairwise``. Distributions from samples enter with
+        the mean and the covariance of their normalised samples. The two embeddings of a pair count as independent, also
+        where samples of both come from the same networks; ``(a.sample(n, g) * b.sample(n, h)).sum(-1)`` with paired
+        samples keeps such a dependence. An embedding paired with itself counts as two independent draws.
+
+    Raises:
+        InputTypeError: An argument has a wrong type, or both are tensors.
+        InputError: The dimensions, the devices or (without ``pairwise``) the numbers of embeddings differ; there are
+            none; an entry is not finite; or a row is zero.
+    """
+    check_flag("pairwise", pairwise)
+    for name, value in (("a", a), ("b", b)):
+        if not isinstance(value, (EmbeddingDistribution, Tensor)):
+            wanted = "an EmbeddingDistribution, or a tensor of embeddings"
+            raise InputTypeError(expected(name, wanted, f"a {type(value).__name__}"))
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        hint = "The cosine of two tensors is a number: torch.nn.functional.cosine_similarity(a, b)."
+        raise InputTypeError(expected("a, b", "an EmbeddingDistribution for at least one of them", "two tensors", hint))
+    means = [value if isinstance(value, Tensor) else value.mean for value in (a, b)]
+    for name, mean in zip("ab", means, strict=True):
+        if mean.ndim != 2 or not len(mean):
+            raise InputError(expected(name, "embeddings (N, D), N >= 1", f"shape {tuple(mean.shape)}"))
+    if means[0].device != means[1].device:
+        raise InputError(expected("b", f"device {means[0].device}, that of a", str(means[1].device)))
+    if means[0].shape[1] != means[1].shape[1]:
+        raise InputError(expected("b", f"D = {means[0].shape[1]}, that of a", f"D = {means[1].shape[1]}"))
+    if not pairwise and len(means[0]) != len(means[1]):
+        hint = "For all pairs, pass pairwise=True."
+        raise InputError(expected("b", f"{len(means[0])} embeddings, as many as in a", len(means[1]), hint))
+    return cosine_distribution(directions("a", a), directions("b", b), pairwise=pairwise)
+
+
+def cosine_distribution(a: Directions, b: Directions, *, pairwise: bool) -> CosineDistribution:
+    """Compute :func:`similarity` from the means and covariances of the directions.
+
+    Args:
+        a: Directions (N, D).
+        b: Directions (M, D); M = N unless ``pairwise``.
+        pairwise: All pairs, or row by row.
+    """
+    dtype = torch.promote_types(a.mean.dtype, b.mean.dtype)
+    a, b = a.to(dtype), b.to(dtype)
+    if not pairwise:
+        return CosineDistribution(*_moments(a, b, lambda x, y: (x * y).sum(-1)))
+    n, m, dim = len(a.mean), len(b.mean), a.mean.shape[1]
+    width = dim if a.covariance is None and b.covariance is None else dim * dim
+    columns = max(1, min(m, _ENTRIES // width))
+    rows = max(1, min(n, _ENTRIES // max(width, columns)))
+    blocks = [
+        [_moments(a[i : i + rows], b[j : j + columns], lambda x, y: x @ y.mT) for j in range(0, m, columns)]
+        for i in range(0, n, rows)
+    ]
+    mean, variance = (torch.cat([torch.cat([block[k] for block in row], 1) for row in blocks]) for k in (0, 1))
+    return CosineDistribution(mean, variance)
+
+
+def _moments(a: Directions, b: Directions, dot: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Mean and variance; ``dot`` multiplies rows with rows, (N, K) and (M, K), to (N,) or (N, M)."""
+    mean = dot(a.mean, b.mean)
+    variance = (_dense_variance if a.covariance is not None or b.covariance is not None else _thin_variance)(a, b, dot)
+    # A cosine of this mean cannot vary more.
+    mean = mean.clamp(-1, 1)
+    return mean, torch.minimum(variance.clamp(min=0), 1 - mean * mean)
+
+
+def _dense_variance(a: Directions, b: Directions, dot: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    spread_a, spread_b = a.dense(), b.dense()
+    outer_a, outer_b = (x.mean.unsqueeze(2) * x.mean.unsqueeze(1) for x in (a, b))
+    turned = dot(spread_a.flatten(1), (spread_b + outer_b).flatten(1))
+    return turned + dot(outer_a.flatten(1), spread_b.flatten(1))
+
+
+def _thin_variance(a: Directions, b: Directions, dot: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    own_a, own_b = a.axis * a.tilt, b.axis * b.tilt
+    # m_b^T C_a m_b and m_a^T C_b m_a
+    out = dot(a.diagonal, b.mean**2) + 2 * dot(a.axis, b.mean) * dot(a.tilt, b.mean)
+    out = out + dot(a.mean**2, b.diagonal) + 2 * dot(a.mean, b.axis) * dot(a.mean, b.tilt)
+    # tr(C_a C_b)
+    out = out + dot(a.diagonal, b.diagonal + 2 * own_b) + 2 * dot(own_a, b.diagonal)
+    return out + 2 * dot(a.axis, b.tilt) * dot(a.tilt, b.axis) + 2 * dot(a.axis, b.axis) * dot(a.tilt, b.tilt)

@@ -1,0 +1,542 @@
+"""``la.calibrate``: p-values by hand for every posterior, the guarantee over splits, and what outdates them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from laplace import Laplace
+from laplace_combinations import for_every_combination
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import contrastive_curvature as cc
+
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+INPUTS, HIDDEN, DIM, TRAINED, GIVEN = 4, 6, 3, 20, 30
+
+
+def body(device: str = "cpu") -> nn.Sequential:
+    torch.manual_seed(1)
+    layers = [nn.Linear(INPUTS, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, DIM)]
+    return nn.Sequential(*layers).double().eval().to(device)
+
+
+def inputs(n: int, seed: int, device: str = "cpu") -> Tensor:
+    return torch.randn(n, INPUTS, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device)
+
+
+def training(seed: int = 0, device: str = "cpu") -> list[tuple[Tensor, Tensor]]:
+    x, y = inputs(TRAINED, seed, device), (torch.arange(TRAINED) % 3).to(device)
+    return [(x[:12], y[:12]), (x[12:], y[12:])]
+
+
+def given(n: int = GIVEN, device: str = "cpu") -> list[Tensor]:
+    """Known inputs of no class, in batches of eleven."""
+    return list(inputs(n, 5, device).split(11))
+
+
+def made(weights: str, structure: str, device: str = "cpu", **host: Any) -> Any:
+    if weights == "subnetwork":
+        host["subnetwork_indices"] = torch.tensor([0, 3, 26, 30, 41, 50])
+    if structure == "gp":
+        host["n_subset"] = 6
+    return Laplace(body(device), "contrastive", weights, structure, backend_kwargs={"pd_fix": "psd"}, **host)
+
+
+def fitted(weights: str = "last_layer", structure: str = "diag", device: str = "cpu", **host: Any) -> Any:
+    la = made(weights, structure, device, **host)
+    la.fit(training(device=device))
+    la.optimize_prior_precision()
+    return la
+
+
+def truth_components(la: Any, x: Tensor, with_features: bool) -> Tensor:
+    """From the dense covariances, input by input."""
+    out, phi = la(x), body(x.device.type)[:3](x)
+    rows = []
+    for z, v, f in zip(out.mean, out.covariance, phi, strict=True):
+        n = z.norm()
+        across = torch.eye(DIM, dtype=z.dtype, device=z.device) - z.outer(z) / n**2
+        total = (across @ v @ across).trace()
+        scale = f.norm() if with_features else torch.ones_like(n)
+        row = [total / scale, total / (scale if with_features else n) ** 2, 1 / n]
+        rows.append(torch.stack(row).log())
+    return torch.stack(rows).detach()
+
+
+def truth_p_values(for_scale: Tensor, known: Tensor, new: Tensor) -> Tensor:
+    middle = for_scale.median(0).values
+    scale = 1.4826 * (for_scale - middle).abs().median(0).values
+    s, t = (((c - middle) / scale).mul(2).exp().sum(1).log() / 2 for c in (known, new))
+    # Numbers within rounding of each other are equal.
+    return (1 + (s >= t.unsqueeze(1) - 1e-9).sum(1)).double() / (len(s) + 1)
+
+
+@on_every_device
+@for_every_combination
+def test_p_values_by_hand(weights: str, structure: str, device: str) -> None:
+    la, new = fitted(weights, structure, device), inputs(9, 8, device)
+    la.calibrate(given(device=device))
+    with_features = weights == "last_layer" and structure != "gp"
+    known, found = (truth_components(la, x, with_features) for x in (torch.cat(given(device=device)), new))
+    if with_features:
+        for_scale = truth_components(la, torch.cat([x for x, _ in training(device=device)]), True)
+    else:
+        order = torch.randperm(GIVEN, generator=torch.Generator().manual_seed(0)).to(device)
+        for_scale, known = known[order[: GIVEN // 3]], known[order[GIVEN // 3 :]]
+    p = la(new).p_value
+    assert p.device.type == device
+    assert p.dtype == torch.float64
+    torch.testing.assert_close(p, truth_p_values(for_scale, known, found), rtol=1e-12, atol=0)
+    assert p.unique().numel() > 2
+    # An input is flagged at the very alpha that is its p-value.
+    for alpha in (0.1, 0.5, float(p[p < 1].max())):
+        assert torch.equal(la(new).is_known(alpha), p > alpha)
+
+
+@pytest.mark.parametrize(("weights", "structure"), [("last_layer", "kron"), ("all", "diag")])
+@pytest.mark.parametrize(("n", "alphas"), [(20, (0.1, 0.3)), (61, (0.025, 0.2))])
+def test_at_most_a_share_alpha_is_flagged_over_splits(
+    weights: str, structure: str, n: int, alphas: tuple[float, ...]
+) -> None:
+    """Of one pool of known inputs, with an encoder of random weights."""
+    la, pool, splits = fitted(weights, structure), inputs(n + 40, 11), 80
+    flagged = torch.zeros(splits, len(alphas))
+    for i in range(splits):
+        order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(i))
+        la.calibrate([pool[order[:n]]])
+        new = la(pool[order[n:]])
+        flagged[i] = torch.stack([(~new.is_known(alpha)).float().mean() for alpha in alphas])
+    # Twelve comparisons at four standard errors each: one fails by chance with a probability below 1e-3.
+    error = 4 * flagged.std(0) / splits**0.5
+    count = n if weights == "last_layer" else n - n // 3
+    for share, alpha, noise in zip(flagged.mean(0).tolist(), alphas, error.tolist(), strict=True):
+        assert share < alpha + noise
+        # Neither wasteful: as many as whole numbers of inputs allow.
+        assert share > int(alpha * (count + 1) + 1e-9) / (count + 1) - noise
+        assert share > 0
+
+
+def unknown(n: int) -> Tensor:
+    return 30 * inputs(n, 13)
+
+
+def test_unknown_inputs_are_flagged() -> None:
+    la = fitted("last_layer", "full")
+    la.calibrate(given())
+    far = la.model.encoder.model[:3](unknown(50))
+    assert far.isfinite().all()
+    p = la(unknown(50)).p_value
+    assert float(p.mean()) < float(la(inputs(50, 14)).p_value.mean())
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron", "full"])
+def test_without_calibration_the_training_inputs_stand_in_and_say_so(structure: str) -> None:
+    la, new = fitted("last_layer", structure), inputs(9, 8)
+    out = la(new)
+    with pytest.warns(cc.OptimisticPValueWarning, match=r"optimistic.*la\.calibrate\(loader\)") as caught:
+        p = out.p_value
+    assert caught[0].filename == __file__, "it points to the line that asked"
+    known = truth_components(la, torch.cat([x for x, _ in training()]), True)
+    truth = truth_p_values(known, known, truth_components(la, new, True))
+    torch.testing.assert_close(p, truth, rtol=1e-12, atol=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(out.p_value, p), "once is enough"
+        # The prior precision moves the training inputs along.
+        la.prior_precision = 7.0
+        known = truth_components(la, torch.cat([x for x, _ in training()]), True)
+        truth = truth_p_values(known, known, truth_components(la, new, True))
+        torch.testing.assert_close(la(new).p_value, truth, rtol=1e-12, atol=0)
+        with pytest.raises(cc.InputError, match=r"alpha.*20 known inputs.*at least 99 inputs"):
+            la(new).is_known()
+
+
+@for_every_combination
+def test_others_ask_for_a_calibration(weights: str, structure: str) -> None:
+    if weights == "last_layer" and structure != "gp":
+        pytest.skip("keeps features")
+    out = fitted(weights, structure)(inputs(3, 8))
+    with pytest.raises(cc.NotFittedError, match=r"p_value.*not calibrated.*la\.calibrate\(loader\)"):
+        _ = out.p_value
+    with pytest.raises(cc.NotFittedError, match="not calibrated"):
+        out.is_known(0.2)
+
+
+@pytest.mark.parametrize("pairs", ["dataset", "batch"])
+def test_fits_that_add_up_keep_a_sample_of_both(pairs: str) -> None:
+    la = Laplace(body(), "contrastive", "last_layer", "diag", backend_kwargs={"pairs": pairs})
+    la.fit(training(0))
+    la.fit(training(1), override=False)
+    rows = la._known.sample.features.rows
+    x = torch.cat([x for seed in (0, 1) for x, _ in training(seed)])
+    truth = body()[:3](x).detach()
+    torch.testing.assert_close(rows.sort(0).values, truth.sort(0).values)
+    la.fit(training(1))
+    assert len(la._known.sample.features) == TRAINED
+    # What was not seen cannot be sampled.
+    loaded = made("last_layer", "diag")
+    loaded.load_state_dict(fitted().state_dict())
+    loaded.fit(training(1), override=False)
+    with pytest.raises(cc.NotFittedError):
+        _ = loaded(x).p_value
+
+
+def _other_prior(la: Any) -> None:
+    la.prior_precision = la.prior_precision * 1.001
+
+
+def _same_prior(la: Any) -> None:
+    la.prior_precision = la.prior_precision.clone()
+
+
+def _other_prior_in_place(la: Any) -> None:
+    la.prior_precision.mul_(2)
+
+
+def _other_temperature(la: Any) -> None:
+    la.temperature = la.temperature * 1.001
+
+
+def _weights(la: Any) -> None:
+    with torch.no_grad():
+        next(la.model.parameters())[0, 0] += 1e-5
+
+
+def _weights_behind_torchs_back(la: Any) -> None:
+    next(la.model.parameters()).data[0, 0] += 1e-5
+
+
+def _statistics_of_a_layer(la: Any) -> None:
+    next(b for b in la.model.buffers() if b.is_floating_point()).add_(1e-5)
+
+
+CHANGES = [_other_prior, _other_prior_in_place, _other_temperature, _weights, _weights_behind_torchs_back]
+CHANGES += [_statistics_of_a_layer]
+
+
+@pytest.mark.parametrize(("weights", "structure"), [("last_layer", "diag"), ("all", "diag")])
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_posterior_is_noticed(weights: str, structure: str, change: Callable[[Any], None]) -> None:
+    la, x = fitted(weights, structure), inputs(3, 8)
+    la.calibrate(given())
+    before = la(x).p_value
+    change(la)
+    with pytest.raises(cc.NotFittedError, match=r"another posterior.*la\.calibrate\(loader\) again"):
+        _ = la(x).p_value
+    with pytest.raises(cc.NotFittedError, match="another posterior"):
+        la(x).is_known(0.2)
+    la.calibrate(given())
+    assert la(x).p_value.shape == before.shape
+
+
+def test_the_same_posterior_is_taken_for_it() -> None:
+    la, x = fitted(), inputs(3, 8)
+    la.calibrate(given())
+    out = la(x)
+    p = out.p_value
+    _same_prior(la)
+    weights = {k: v.clone() for k, v in la.model.model.state_dict().items()}
+    assert torch.equal(out.p_value, p)
+    _other_prior(la)
+    before = la.prior_precision / 1.001
+    la.prior_precision = before
+    la.model.model.load_state_dict(weights)
+    assert torch.equal(la(x).p_value, p)
+
+
+@pytest.mark.parametrize("change", [_other_prior, _other_prior_in_place, _other_temperature, _weights])
+def test_a_prediction_from_before_a_change_has_no_p_value(change: Callable[[Any], None]) -> None:
+    la = fitted()
+    out = la(inputs(3, 8))
+    change(la)
+    with pytest.raises(cc.InputError, match=r"p_value.*when it made this prediction.*Call la\(x\) again"):
+        _ = out.p_value
+
+
+def test_a_fit_drops_the_calibration() -> None:
+    for again in (lambda la: la.fit(training(1)), lambda la: la.fit(training(1), override=False)):
+        la, x = fitted("all", "diag"), inputs(3, 8)
+        la.calibrate(given())
+        out = la(x)
+        again(la)
+        with pytest.raises(cc.InputError, match=r"Call la\(x\) again"):
+            _ = out.p_value
+        with pytest.raises(cc.NotFittedError, match="not calibrated"):
+            _ = la(x).p_value
+
+
+def test_training_inputs_of_other_weights_are_not_used() -> None:
+    la = fitted()
+    _weights(la)
+    with pytest.raises(cc.NotFittedError, match="present weights"):
+        _ = la(inputs(3, 8)).p_value
+    la.calibrate(given())
+    assert len(la._known.calibration.reference.statistics) == GIVEN - GIVEN // 3
+    with pytest.raises(cc.InputError, match="at least 148 inputs"):
+        la(inputs(3, 8)).is_known()
+
+
+def test_a_calibration_after_a_prediction_counts() -> None:
+    la = fitted("all", "diag")
+    out = la(inputs(3, 8))
+    la.calibrate(given())
+    assert torch.equal(out.p_value, la(inputs(3, 8)).p_value)
+
+
+def test_what_loaders_yield() -> None:
+    la, x = fitted(), torch.cat(given())
+    labels = torch.arange(GIVEN)
+    found = []
+    for loader in (
+        [x],
+        DataLoader(TensorDataset(x), batch_size=7),
+        DataLoader(TensorDataset(x, labels), batch_size=30, shuffle=True),
+        (batch for batch in x.split(4)),
+        [(x[:4], None), [x[4:], ["label"] * 26]],
+    ):
+        la.calibrate(loader, progress_bar=False)
+        found.append(la(inputs(9, 8)).p_value)
+    assert all(torch.equal(p, found[0]) for p in found)
+
+
+class FromDict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = body()
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.inner(batch["image"])
+
+
+def test_mappings() -> None:
+    la = Laplace(FromDict(), "contrastive", "last_layer", "diag")
+    la.fit([{"image": x, "labels": y} for x, y in training()])
+    la.calibrate([{"image": x} for x in given()])
+    plain = Laplace(body(), "contrastive", "last_layer", "diag")
+    plain.fit(training())
+    plain.calibrate(given())
+    new = inputs(9, 8)
+    assert torch.equal(la({"image": new}).p_value, plain(new).p_value)
+
+
+@pytest.mark.parametrize(("weights", "structure"), [("last_layer", "kron"), ("all", "diag")])
+def test_gradients_do_not_matter(weights: str, structure: str) -> None:
+    plain, graph = fitted(weights, structure), fitted(weights, structure, enable_backprop=True)
+    found = []
+    for la in (plain, graph):
+        la.calibrate(given())
+        found.append(la(inputs(9, 8)).p_value)
+        assert not found[-1].requires_grad
+    assert torch.equal(*found)
+    with torch.inference_mode():
+        plain.calibrate(given())
+        assert torch.equal(plain(inputs(9, 8)).p_value, found[0])
+    assert torch.equal(plain(inputs(9, 8)).p_value, found[0])
+
+
+@pytest.mark.parametrize("how", [{"joint": True}, {"diagonal_output": True}, {"pred_type": "nn", "n_samples": 5}])
+def test_other_predictions_have_none(how: dict[str, Any]) -> None:
+    la = fitted()
+    la.calibrate(given())
+    with pytest.raises(cc.UnsupportedError, match=r"Call la\(x\)\.p_value"):
+        _ = la(inputs(3, 8), **how).p_value
+
+
+BAD: list[tuple[Any, type[Exception], str]] = [
+    (None, cc.InputTypeError, "loader"),
+    (inputs(9, 3), cc.InputTypeError, "loader"),
+    ([], cc.InputError, "at least two known inputs, got 0"),
+    ([inputs(1, 3)], cc.InputError, "at least two known inputs, got 1"),
+    ([torch.empty(0, INPUTS).double()], cc.InputError, "at least one point"),
+    ([inputs(9, 3)[:, :3]], cc.InputError, r"loader: batch 0.*shape \(3,\)"),
+    ([inputs(9, 3), inputs(9, 3).float()], cc.InputError, r"loader: batch 1.*torch\.float32"),
+    ([inputs(9, 3), inputs(9, 3) * torch.nan], cc.InputError, r"loader: batch 1.*NaN or infinity in rows"),
+    ([torch.ones(1, 0, INPUTS).double()], cc.InputError, r"loader: batch 0"),
+    ([[inputs(9, 3)] * 3], cc.InputTypeError, "a list of 3"),
+    ([3.0], cc.InputTypeError, "a float"),
+    ([("text", None)], cc.InputTypeError, "a str"),
+]
+
+
+@pytest.mark.parametrize(("loader", "kind", "words"), BAD)
+def test_malformed_calibration_data_change_nothing(loader: Any, kind: type[Exception], words: str) -> None:
+    la, x = fitted(), inputs(9, 8)
+    la.calibrate(given())
+    before = la(x).p_value
+    with pytest.raises(kind, match=words):
+        la.calibrate(loader)
+    assert torch.equal(la(x).p_value, before)
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (1, 1), (2, 5), (3, 3)])
+@pytest.mark.parametrize(("weights", "structure"), [("last_layer", "diag"), ("last_layer", "kron"), ("all", "diag")])
+def test_inputs_with_one_axis_more(weights: str, structure: str, shape: tuple[int, int]) -> None:
+    """A linear layer takes them, and its outputs have another shape."""
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, DIM)).double()
+    la = Laplace(plain, "contrastive", weights, structure, backend_kwargs={"pd_fix": "psd"})
+    la.fit(training())
+    with pytest.raises(cc.InputError, match=r"loader: batch 0 \(counted from 0\): x: expected inputs"):
+        la.calibrate([torch.ones(*shape, INPUTS).double()])
+
+
+def test_malformed_arguments() -> None:
+    la = made("last_layer", "diag")
+    with pytest.raises(cc.NotFittedError, match="fit"):
+        la.calibrate(given())
+    la.fit(training())
+    with pytest.raises(cc.InputTypeError, match="progress_bar"):
+        la.calibrate(given(), progress_bar="no")
+    la.calibrate(given())
+    for bad in ("0.1", None, True):
+        with pytest.raises(cc.InputTypeError, match="alpha"):
+            la(inputs(3, 8)).is_known(bad)
+    for bad in (0, 1, -1, float("nan")):
+        with pytest.raises(cc.InputError, match="alpha"):
+            la(inputs(3, 8)).is_known(bad)
+    with pytest.raises(cc.InputError, match=r"alpha.*30 known inputs.*at least 99 inputs"):
+        la(inputs(3, 8)).is_known()
+    assert la(inputs(3, 8)).is_known(1 / 31).shape == (3,)
+
+
+def saved(la: Any) -> dict[str, Any]:
+    """Through a file, as users keep it."""
+    file = io.BytesIO()
+    torch.save(la.state_dict(), file)
+    file.seek(0)
+    return dict(torch.load(file, weights_only=True))
+
+
+@for_every_combination
+def test_the_calibration_is_saved(weights: str, structure: str) -> None:
+    la, x = fitted(weights, structure), inputs(9, 8)
+    la.calibrate(given())
+    p = la(x).p_value
+    loaded = made(weights, structure)
+    loaded.load_state_dict(saved(la))
+    torch.testing.assert_close(loaded(x).p_value, p, rtol=0, atol=0)
+    loaded.prior_precision = 5.0
+    with pytest.raises(cc.NotFittedError, match="another posterior"):
+        _ = loaded(x).p_value
+    # A posterior that was not calibrated takes the calibration away; a file of an earlier version has no such key.
+    plain = fitted(weights, structure).state_dict()
+    assert plain["calibration"] is None
+    for state in (plain, {key: value for key, value in plain.items() if key != "calibration"}):
+        loaded.load_state_dict(saved(la))
+        loaded.load_state_dict(state)
+        with pytest.raises(cc.NotFittedError, match="not calibrated"):
+            _ = loaded(x).p_value
+    loaded.calibrate(given())
+    assert len(loaded._known.calibration.reference.statistics) == GIVEN - GIVEN // 3
+
+
+def test_a_loaded_posterior_around_other_weights_has_no_p_value() -> None:
+    la = fitted()
+    la.calibrate(given())
+    other = made("last_layer", "diag")
+    _weights(other)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        other.load_state_dict(saved(la))
+    with pytest.raises(cc.NotFittedError, match="another posterior"):
+        _ = other(inputs(3, 8)).p_value
+    other.model.model.load_state_dict(body().state_dict())
+    assert torch.equal(other(inputs(3, 8)).p_value, la(inputs(3, 8)).p_value)
+
+
+def _spoil(key: str, new: Callable[[Tensor], Any]) -> Callable[[dict[str, Any]], Any]:
+    return lambda part: {**part, key: new(part[key])}
+
+
+SPOILT: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+    (lambda _: 3, "got 3"),
+    (lambda _: {}, "got the keys"),
+    (lambda _: [1], "got a list"),
+    (lambda part: {k: v for k, v in part.items() if k != "scale"}, "scale"),
+    (lambda part: {**part, "more": 1}, "more"),
+    (_spoil("statistic", lambda _: 3), "a name"),
+    (_spoil("statistics", lambda v: v * torch.nan), "finite"),
+    (_spoil("statistics", lambda v: v.flip(0)), "ascending"),
+    (_spoil("statistics", lambda v: v[:0]), "ascending"),
+    (_spoil("statistics", lambda v: v.float()), "float64"),
+    (_spoil("statistics", lambda v: v.tolist()), "tensor"),
+    (_spoil("location", lambda v: v[:2]), "shape"),
+    (_spoil("location", lambda v: v * torch.inf), "finite"),
+    (_spoil("scale", lambda v: -v), "positive"),
+    (_spoil("scale", lambda v: 0 * v), "positive"),
+    (_spoil("scale", lambda v: v.unsqueeze(0)), "shape"),
+    (_spoil("fingerprint", lambda v: v.float()), "float64"),
+    (_spoil("fingerprint", lambda v: v[:0]), "float64"),
+    (_spoil("fingerprint", lambda v: v * torch.nan), "finite"),
+    (_spoil("fingerprint", lambda _: None), "float64"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "words"), SPOILT)
+def test_a_spoilt_calibration_is_refused_without_a_trace(spoil: Callable[[dict[str, Any]], Any], words: str) -> None:
+    la, x = fitted(), inputs(9, 8)
+    la.calibrate(given())
+    p, state = la(x).p_value, la.state_dict()
+    with pytest.raises(cc.InputError, match=rf"state_dict.*calibration.*{words}"):
+        la.load_state_dict({**state, "calibration": spoil(state["calibration"])})
+    assert torch.equal(la(x).p_value, p)
+
+
+def test_a_calibration_of_another_statistic_is_left_out() -> None:
+    la = fitted()
+    la.calibrate(given())
+    state = la.state_dict()
+    with pytest.warns(UserWarning, match="another statistic.*calibrate") as caught:
+        la.load_state_dict({**state, "calibration": {**state["calibration"], "statistic": "the age of the moon"}})
+    assert caught[0].filename == __file__
+    with pytest.raises(cc.NotFittedError, match="not calibrated"):
+        _ = la(inputs(3, 8)).p_value
+
+
+def test_an_online_posterior() -> None:
+    online = cc.OnlineLaplace(body(), probe=inputs(TRAINED, 0), n_data=TRAINED, hessian_structure="diag")
+    x, y = inputs(TRAINED, 0), torch.arange(TRAINED) % 3
+    online.train()
+    for _ in range(3):
+        online(x, y).backward()
+    la = online.eval().laplace()
+    with pytest.raises(cc.NotFittedError, match="not calibrated"):
+        _ = la(x).p_value
+    la.calibrate(given())
+    assert bool((la(x).p_value > 0).all())
+    with torch.no_grad():
+        next(online.parameters()).add_(1e-3)
+    with pytest.raises(cc.NotFittedError, match="another posterior"):
+        _ = la(x).p_value
+
+
+def test_a_copied_posterior_is_calibrated() -> None:
+    la, x = fitted(), inputs(9, 8)
+    la.calibrate(given())
+    twin = copy.deepcopy(la)
+    assert torch.equal(twin(x).p_value, la(x).p_value)
+    twin.fit(training(1))
+    assert torch.equal(la(x).p_value, la(x).p_value)
+
+
+def test_a_fit_draws_the_same_features_and_leaves_torchs_generator_alone() -> None:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(2500, INPUTS, generator=generator, dtype=torch.float64)
+    y = torch.arange(2500) % 3
+    rows = []
+    for size in (100, 1100):
+        la = made("last_layer", "kron")
+        state = torch.get_rng_state()
+        la.fit(list(zip(x.split(size), y.split(size), strict=True)))
+        assert torch.equal(torch.get_rng_state(), state)
+        rows.append(la._known.sample.features.rows.sort(0).values)
+    assert len(rows[0]) == 2000
+    torch.testing.assert_close(*rows)

@@ -1,0 +1,428 @@
+"""``hessian_structure="kron_lowrank"``: against the dense posterior that it stands for, in NumPy and float64."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from laplace import Laplace
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+from contrastive_curvature.ggn.nystrom import LowRankMoment, choose_rank, low_rank_moment
+from contrastive_curvature.laplace import ContrastiveKronLowRankLLLaplace
+from contrastive_curvature.laplace.kron_lowrank_precision import KronLowRank, KronLowRankPrecision
+from contrastive_curvature.network.sketch import sketch_matrix, sketch_moment, sketch_size
+
+Array = np.ndarray[Any, Any]
+
+
+def features(n: int, width: int, seed: int = 0, decay: float = 1.0) -> Tensor:
+    """Non-negative and correlated, with a spectrum that decays by a power."""
+    generator = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(n, width, generator=generator, dtype=torch.float64)
+    mixed = mixed * torch.arange(1, width + 1, dtype=torch.float64).pow(-decay)
+    turn = torch.linalg.qr(torch.randn(width, width, generator=generator, dtype=torch.float64))[0]
+    return (mixed @ turn).abs()
+
+
+def encoder(width: int, dim: int, bias: bool = True, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    generator = torch.Generator().manual_seed(2)
+    layer = nn.Linear(width, dim, bias=bias).double()
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) / width**0.5)
+    return nn.Sequential(nn.Identity(), layer).to(dtype)
+
+
+def labels(n: int) -> Tensor:
+    return torch.arange(n) % max(1, min(4, n // 2))
+
+
+def fitted(x: Tensor, model: nn.Module, structure: str = "kron_lowrank", size: int = 7, **options: Any) -> Any:
+    prior, temperature = options.pop("prior", 0.7), options.pop("temperature", 0.3)
+    chosen = {"pd_fix": "psd", "margin": None, **options}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "hessian_structure=|One point contributes|.* points contribute")
+        la: Any = Laplace(
+            model,
+            "contrastive",
+            hessian_structure=structure,
+            prior_precision=prior,
+            temperature=temperature,
+            backend_kwargs=chosen,
+        )
+        la.fit(list(zip(x.split(size), labels(len(x)).split(size), strict=True)))
+    return la
+
+
+def dense_precision(la: Any, x: Tensor, rank: int, options: dict[str, Any]) -> Array:
+    """``kron(G, A_lr) / T + prior`` from the features and the dense curvature factor, by NumPy alone."""
+    dim, width = la.model.last_layer.weight.shape
+    model = encoder(width, dim, la.model.last_layer.bias is not None)
+    kwargs = {"pd_fix": "psd", "margin": None, **options}
+    kwargs.pop("rank", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        factors = cc.ggn(model, x, labels(len(x)), structure="kron", subset_of_weights="last_layer", **kwargs)
+    g = factors[0][0].numpy()
+    phi = x.numpy()
+    values, vectors = np.linalg.eigh(phi.T @ phi / len(phi))
+    values, vectors = values[::-1].copy(), vectors[:, ::-1]
+    if rank < width:
+        values[rank:] = values[rank:].sum() / (width - rank)
+    a = (vectors * values) @ vectors.T
+    out = np.zeros((la.n_params, la.n_params))
+    out[: dim * width, : dim * width] = np.kron(g, a)
+    if len(factors) > 1:
+        out[dim * width :, dim * width :] = g
+    prior = la.prior_precision.expand(2) if len(la.prior_precision) == 1 else la.prior_precision
+    sizes = la._parameter_sizes()
+    diagonal = np.concatenate([np.full(size, float(p)) for size, p in zip(sizes, prior[: len(sizes)], strict=True)])
+    return out / la.temperature + np.diag(diagonal)
+
+
+def jacobian(phi: Tensor, dim: int, bias: bool) -> Array:
+    """Shape (B, D, P)."""
+    rows = [np.kron(np.eye(dim), row[None]) for row in phi.numpy()]
+    return np.stack([np.concatenate([row, np.eye(dim)], axis=1) if bias else row for row in rows])
+
+
+def near(a: Any, b: Array, tolerance: float = 1e-10) -> bool:
+    got = a.detach().double().numpy() if isinstance(a, Tensor) else np.asarray(a)
+    return got.shape == b.shape and float(np.abs(got - b).max(initial=0)) <= tolerance * float(np.abs(b).max(initial=0))
+
+
+@given(data=st.data())
+def test_everything_is_that_of_the_dense_posterior(data: st.DataObject) -> None:
+    n, width, dim = (
+        data.draw(st.integers(*bounds), label) for bounds, label in (((4, 12), "N"), ((1, 9), "F"), ((2, 4), "D"))
+    )
+    bias = data.draw(st.booleans(), "bias")
+    rank = data.draw(st.one_of(st.none(), st.integers(1, width + 2)), "rank")
+    options: dict[str, Any] = {
+        "pd_fix": data.draw(st.sampled_from(["psd", "fixed", "positive", "full"]), "pd_fix"),
+        "distance": data.draw(st.sampled_from(["arccos", "euclidean"]), "distance"),
+        "negative_weight": 0.2,
+    }
+    if rank is not None:
+        options["rank"] = rank
+    prior: Any = data.draw(st.sampled_from([0.7, [0.7], [0.3, 2.0]] if bias else [0.7]), "prior")
+    x = features(n, width, seed=data.draw(st.integers(0, 99), "seed"), decay=data.draw(st.sampled_from([0.0, 1.5])))
+    given_prior = prior if isinstance(prior, float) else torch.tensor(prior, dtype=torch.float64)
+    la = fitted(x, encoder(width, dim, bias), prior=given_prior, size=data.draw(st.integers(2, n), "batch"), **options)
+    assert type(la) is ContrastiveKronLowRankLLLaplace
+    assert la.rank == (min(rank, width) if rank is not None else la.rank)
+    precision = dense_precision(la, x, la.rank, options)
+    covariance = np.linalg.inv(precision)
+    new = features(3, width, seed=5)
+    j = jacobian(new, dim, bias)
+    truth = j @ covariance @ j.transpose(0, 2, 1)
+    out = la(new)
+    assert near(out.mean, encoder(width, dim, bias)(new).detach().numpy())
+    assert near(out.covariance, truth)
+    assert near(la(new, diagonal_output=True).variance, np.diagonal(truth, axis1=1, axis2=2))
+    flat = j.reshape(3 * dim, -1)
+    assert near(la(new, joint=True).joint_covariance, flat @ covariance @ flat.T)
+    assert near(la.functional_variance(torch.as_tensor(j)), truth)
+    assert near(la.functional_covariance(torch.as_tensor(j)), flat @ covariance @ flat.T)
+    logdet = np.linalg.slogdet(precision)[1]
+    assert float(la.log_det_posterior_precision) == pytest.approx(logdet, rel=1e-9, abs=1e-9)
+    assert float(la.log_det_ratio) == pytest.approx(logdet - float(la.log_det_prior_precision), rel=1e-8, abs=1e-8)
+    value = la.mean + features(1, la.n_params, seed=3)[0]
+    delta = (value - la.mean).numpy()
+    assert float(la.square_norm(value)) == pytest.approx(delta @ precision @ delta, rel=1e-10)
+    density = (logdet - la.n_params * math.log(2 * math.pi) - delta @ precision @ delta) / 2
+    assert float(la.log_prob(value)) == pytest.approx(density, rel=1e-9)
+    prior_diagonal = la.prior_precision_diag.numpy()
+    scatter = float((prior_diagonal * la.mean.numpy() ** 2).sum())
+    evidence = -float(la.loss) / la.temperature - (logdet - np.log(prior_diagonal).sum() + scatter) / 2
+    assert float(la.log_marginal_likelihood()) == pytest.approx(evidence, rel=1e-9, abs=1e-9)
+    average = np.diag(precision - np.diag(prior_diagonal)).mean() * la.temperature
+    la.optimize_prior_precision(strength=1.0)
+    # The trace of the truncated factor is that of the features themselves.
+    assert float(la.prior_precision) == pytest.approx(average / 0.3, rel=1e-9)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_samples_have_the_covariance_of_the_posterior(bias: bool) -> None:
+    x = features(12, 6)
+    la = fitted(x, encoder(6, 2, bias), rank=2)
+    precision, count = dense_precision(la, x, 2, {}), 40_000
+    drawn = la.sample(count, generator=torch.Generator().manual_seed(0)) - la.mean
+    white = drawn.numpy() @ np.linalg.cholesky(precision)
+    error = np.abs(white.T @ white / count - np.eye(la.n_params)).max()
+    # Entries have a standard deviation of at most sqrt(2 / count).
+    assert error < 6 * math.sqrt(2 / count)
+    again = la.sample(3, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(again, la.sample(3, generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.mark.parametrize("kind", ["glm", "nn"])
+def test_sampled_outputs_have_the_predicted_covariance(kind: str) -> None:
+    x = features(12, 6)
+    la = fitted(x, encoder(6, 2), rank=2)
+    new, count = features(2, 6, seed=4), 40_000
+    drawn = la.functional_samples(
+        new, kind, n_samples=count, joint=True, generator=torch.Generator().manual_seed(0)
+    ).flatten(1)
+    truth = la(new, joint=True).joint_covariance
+    scale = truth.diagonal().sqrt()
+    error = ((drawn - drawn.mean(0)).T @ (drawn - drawn.mean(0)) / count - truth) / torch.outer(scale, scale)
+    assert float(error.abs().max()) < 6 * math.sqrt(2 / count)
+    on_sphere = la.predictive_samples(new, kind, n_samples=5)
+    assert torch.allclose(on_sphere.norm(dim=2), torch.ones(5, 2, dtype=torch.float64))
+    assert la(new, pred_type=kind).mu.shape == (2, 2)
+
+
+@pytest.mark.parametrize("pd_fix", ["psd", "positive", "fixed", "full"])
+def test_at_full_rank_it_is_kron(pd_fix: str) -> None:
+    x = features(30, 8, decay=0.5)
+    mine = fitted(x, encoder(8, 3), rank=8, pd_fix=pd_fix)
+    theirs = fitted(x, encoder(8, 3), "kron", pd_fix=pd_fix)
+    for la in (mine, theirs):
+        la.optimize_prior_precision(prior_structure="layerwise")
+    assert near(mine.prior_precision, theirs.prior_precision.numpy())
+    new = features(5, 8, seed=1)
+    assert near(mine(new).covariance, theirs(new).covariance.numpy(), 1e-8)
+    assert near(mine(new, joint=True).joint_covariance, theirs(new, joint=True).joint_covariance.numpy(), 1e-8)
+    assert near(mine(new).kappa, theirs(new).kappa.numpy(), 1e-8)
+    assert float(mine.log_marginal_likelihood()) == pytest.approx(float(theirs.log_marginal_likelihood()), rel=1e-8)
+    for la in (mine, theirs):
+        la.optimize_prior_precision(method="marglik", n_steps=5)
+    assert near(mine.prior_precision, theirs.prior_precision.numpy(), 1e-8)
+
+
+def test_shared_factors_of_pairs_are_sketched_too() -> None:
+    """``kfac_approx="reduce"``, whose input factor is that of mean inputs of pairs."""
+    options = {"pd_fix": "positive", "kfac_approx": "reduce", "pairs": "batch"}
+    narrow, wide = features(30, 8), features(40, 60)
+    mine, theirs = (fitted(narrow, encoder(8, 3), s, size=30, **options) for s in ("kron_lowrank", "kron"))
+    assert near(mine.H_raw[0][1], theirs.H_raw[0][1].numpy())
+    mine, theirs = (
+        fitted(wide, encoder(60, 3), s, size=20, **options, **extra)
+        for s, extra in (("kron_lowrank", {"rank": 2}), ("kron", {}))
+    )
+    a = theirs.H_raw[0][1]
+    assert near(mine.H_raw[0][1], (a @ sketch_matrix(60, 12, a.dtype, a.device)).numpy())
+    assert near(mine.H_raw[0][2], a.trace().reshape(1).numpy())
+
+
+@given(
+    width=st.integers(1, 40),
+    n=st.integers(1, 12),
+    rank=st.one_of(st.none(), st.integers(1, 45)),
+    scale=st.sampled_from([0.0, 1e-12, 1.0, 1e12]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_a_sketch_gives_orthonormal_vectors_and_the_trace(
+    width: int, n: int, rank: int | None, scale: float, dtype: torch.dtype
+) -> None:
+    phi = (scale * features(n, width)).to(dtype)
+    sketch, trace = sketch_moment(phi, phi, sketch_size(width, rank))
+    found = low_rank_moment(sketch, trace, rank)
+    tolerance = 2e-5 if dtype is torch.float32 else 1e-10
+    r = found.vectors.shape[1]
+    assert 1 <= r <= width
+    assert rank is None or r == min(rank, width)
+    assert found.vectors.dtype == dtype
+    assert near(found.vectors.double().T @ found.vectors.double(), np.eye(r), tolerance)
+    assert bool((found.values >= 0).all())
+    assert bool((found.values.diff() <= 0).all())
+    assert float(found.rest) >= 0
+    total = float(found.values.sum() + (width - r) * found.rest)
+    assert total == pytest.approx(float(phi.double().square().sum()), rel=tolerance * 10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("decay", [0.7, 2.0])
+def test_a_sketch_is_near_the_exact_truncation(decay: float, dtype: torch.dtype) -> None:
+    width, rank, size = 400, 20, 48
+    assert sketch_size(width, rank) == size
+    phi = features(300, width, decay=decay).to(dtype)
+    sketch, trace = sketch_moment(phi, phi, size)
+    assert sketch.shape == (width, size)
+    found = low_rank_moment(sketch, trace, rank)
+    exact = low_rank_moment(*sketch_moment(phi.double(), phi.double(), width), rank)
+    captured = exact.vectors.T @ found.vectors.double()
+    truth = phi.double().T @ phi.double()
+    left = float(trace) - float(torch.einsum("fr,fg,gr->", found.vectors.double(), truth, found.vectors.double()))
+    best = float(trace) - float(exact.values.sum())
+    # Expected (Tropp et al. 2017, theorem 4.1): at most 1 + R / (S - R - 1) times the best, 1.74 here.
+    assert best <= left * (1 + 1e-5) < 1.4 * best
+    assert float(captured[:3].square().sum(1).min()) > 0.99
+    assert found.values[:3].tolist() == pytest.approx(exact.values[:3].tolist(), rel=0.02 if decay > 1 else 0.15)
+
+
+def test_a_matrix_of_low_rank_comes_back_from_its_sketch() -> None:
+    phi = features(5, 200)
+    sketch, trace = sketch_moment(phi, phi, sketch_size(200, 5))
+    assert sketch.shape == (200, 18)
+    found = low_rank_moment(sketch, trace, 5)
+    truth = (phi.T @ phi).numpy()
+    q = found.vectors
+    assert near((q * found.values) @ q.T, truth, 1e-9)
+    assert float(found.rest) < 1e-9 * float(trace)
+
+
+def test_the_rank_leaves_one_percent() -> None:
+    values = torch.tensor([90.0, 8.0, 1.5, 0.5])
+    assert choose_rank(values, torch.tensor(100.0)) == 3
+    assert choose_rank(values, torch.tensor(1e6)) == 4
+    assert choose_rank(torch.zeros(3), torch.tensor(0.0)) == 1
+    assert choose_rank(torch.ones(200), torch.tensor(200.0)) == 64
+
+
+def test_sketches_of_batches_and_of_data_sets_add_up() -> None:
+    x = features(60, 50)
+    options = {"rank": 3, "pairs": "dataset"}
+    whole, parts = fitted(x, encoder(50, 2), size=60, **options), fitted(x, encoder(50, 2), size=7, **options)
+    assert whole.H_raw[0][1].shape == (50, 14)
+    assert all(
+        near(a, b.numpy()) for f, g in zip(parts.H_raw, whole.H_raw, strict=True) for a, b in zip(f, g, strict=True)
+    )
+    first, second = x[:20], x[20:]
+    a, b = (fitted(part, encoder(50, 2), **options) for part in (first, second))
+    both = fitted(first, encoder(50, 2), **options)
+    both.fit([(second, labels(40))], override=False)
+    assert both.n_data == 60
+    assert near(both.H_raw[0][0], (a.H_raw[0][0] + b.H_raw[0][0]).numpy())
+    assert near(both.H_raw[0][1], whole.H_raw[0][1].numpy())
+    assert near(both.H_raw[0][2], whole.H_raw[0][2].numpy())
+
+
+def test_what_is_left_is_not_lost_to_rounding_in_float32() -> None:
+    """Outside the leading directions lies 1e-7 of a squared norm: a difference of norms would be all rounding."""
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.cat([torch.ones(12), torch.full((88,), 1e-4)]).double()
+    x = (torch.randn(320, 100, generator=generator, dtype=torch.float64) * scales).flip(1)
+    wide = fitted(x[:300], encoder(100, 3), rank=12).H
+    (q, values, rest), (of_bias, values_of_bias) = wide.inputs, wide.bias
+    single = KronLowRank(
+        wide.vectors.float(), wide.values, LowRankMoment(q.float(), values, rest), (of_bias.float(), values_of_bias)
+    )
+    new = x[300:]
+    prior = torch.tensor([1e-9], dtype=torch.float64)
+    wide_precision, narrow_precision = (KronLowRankPrecision(part, 1.0, prior) for part in (wide, single))
+    truth = wide_precision.output_variance(new)
+    assert near(narrow_precision.output_variance(new.float()), truth.numpy(), 1e-4)
+    # The part in question is not negligible.
+    without = (new @ q).square() @ wide_precision.along.reciprocal().T @ wide.vectors.square().T
+    assert float((1 - without / truth).min()) > 0.1
+
+
+def test_the_marginal_likelihood_can_be_differentiated() -> None:
+    la = fitted(features(12, 6), encoder(6, 2), rank=2)
+    prior = torch.tensor([0.4, 1.3], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda p: la.log_marginal_likelihood(p), (prior,))
+
+
+@pytest.mark.parametrize("rank", [2, 6])
+@pytest.mark.parametrize("joint", [True, False])
+def test_predictions_can_be_differentiated(rank: int, joint: bool) -> None:
+    x, la_x = features(12, 6), features(3, 6, seed=9).requires_grad_()
+    model = nn.Sequential(nn.Tanh(), encoder(6, 2)[1])
+    la: Any = Laplace(
+        model, "contrastive", enable_backprop=True, backend_kwargs={"rank": rank, "pd_fix": "psd", "margin": None}
+    )
+    la.fit([(x, labels(12))])
+
+    def spread(at: Tensor) -> Tensor:
+        out = la(at, joint=joint)
+        return out.joint_covariance if joint else out.covariance
+
+    assert torch.autograd.gradcheck(spread, (la_x,))
+
+
+def test_a_state_comes_back(tmp_path: Any) -> None:
+    x = features(40, 60)
+    la = fitted(x, encoder(60, 2), rank=4)
+    la.optimize_prior_precision()
+    torch.save(la.state_dict(), tmp_path / "la.pt")
+    again: Any = Laplace(
+        encoder(60, 2),
+        "contrastive",
+        hessian_structure="kron_lowrank",
+        backend_kwargs={"pd_fix": "psd", "margin": None, "rank": 4},
+    )
+    again.load_state_dict(torch.load(tmp_path / "la.pt", weights_only=True))
+    assert torch.equal(again(x).covariance, la(x).covariance)
+    assert again.rank == 4
+    again.fit([(x, labels(40))], override=False)
+    assert again.n_data == 80
+    state = la.state_dict()
+    for number, wrong in ((1, -1), (1, 1), (2, -1)):
+        spoilt = [[part.clone() for part in group] for group in state["H"]]
+        spoilt[0][number] = wrong * spoilt[0][number].roll(1, 0) if wrong > 0 else -spoilt[0][number]
+        with pytest.raises(cc.InputError, match="state_dict"):
+            again.load_state_dict({**state, "H": spoilt, "H_raw": spoilt})
+    other: Any = Laplace(encoder(60, 2), "contrastive", backend_kwargs={"pd_fix": "psd", "margin": None})
+    with pytest.raises(cc.InputError, match="rank"):
+        other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("rank", [0, -1, 2.5, True, "3"])
+def test_a_malformed_rank_is_refused(rank: Any) -> None:
+    with pytest.raises(cc.InputError, match="rank"):
+        fitted(features(8, 4), encoder(4, 2), rank=rank)
+
+
+def test_refusals_say_what_to_do() -> None:
+    model = encoder(4, 2)
+    for weights in ("all", "subnetwork"):
+        with pytest.raises(cc.UnsupportedError, match=r"kron_lowrank.*diag"):
+            Laplace(model, "contrastive", weights, "kron_lowrank")
+    with pytest.raises(cc.UnsupportedError, match="damping"):
+        Laplace(model, "contrastive", hessian_structure="kron_lowrank", damping=True)
+    with pytest.raises(cc.UnsupportedError, match="mc_samples"):
+        Laplace(model, "contrastive", backend_kwargs={"mc_samples": 2}).fit([(features(8, 4), labels(8))])
+    with pytest.raises(cc.InputError, match=r"rank.*positive whole number"):
+        Laplace(model, "contrastive", "all", "lowrank", backend_kwargs={"rank": None})
+    with pytest.raises(cc.InputError, match=r"rank.*kron_lowrank"):
+        Laplace(model, "contrastive", hessian_structure="kron", backend_kwargs={"rank": 3})
+    with pytest.raises(cc.InputError, match="kron_lowrank"):
+        Laplace(model, "contrastive", hessian_structure="nonsense")
+    with pytest.raises(cc.UnsupportedError, match="prior_structure"):
+        fitted(features(8, 4), model).optimize_prior_precision(prior_structure="diag")
+    with pytest.raises(cc.NotFittedError):
+        _ = Laplace(model, "contrastive").rank
+    with pytest.warns(UserWarning, match="'kron_lowrank' with pd_fix='positive'"):
+        Laplace(model, "contrastive", backend_kwargs={"pd_fix": "positive"})
+
+
+@pytest.mark.parametrize(
+    "backend", [cc.ContrastiveGGN, cc.BackPackContrastiveGGN, cc.CurvlinopsContrastiveGGN, cc.StochManContrastiveGGN]
+)
+def test_every_backend_gives_the_same(backend: Any) -> None:
+    x = features(12, 6)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    la: Any = Laplace(model, "contrastive", backend=backend, backend_kwargs={"pd_fix": "psd"})
+    default: Any = Laplace(model, "contrastive", backend_kwargs={"pd_fix": "psd"})
+    for each in (la, default):
+        each.fit([(x, labels(12))])
+    assert near(la(x).covariance, default(x).covariance.numpy())
+
+
+def test_a_fit_runs_the_encoder_twice_over_the_data_and_forms_no_large_matrix() -> None:
+    seen: list[int] = []
+
+    class Counts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(len(x))
+            return x
+
+    x, width = features(40, 30).float().repeat(1, 1000), 30_000
+    model = nn.Sequential(Counts(), nn.Linear(width, 2))
+    la: Any = Laplace(model, "contrastive", backend_kwargs={"rank": 4, "pd_fix": "psd"})
+    la.fit([(x[:20], labels(20)), (x[20:], labels(20))])
+    # The probes of the analysis have at most eight points each.
+    assert sum(n for n in seen if n > 8) == 80
+    # A matrix of (F, F) would have 900 million numbers.
+    assert la.H_raw[0][1].shape == (width, 16)
+    assert bool(la(x[:3]).kappa.isfinite().all())

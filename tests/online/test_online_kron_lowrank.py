@@ -1,0 +1,160 @@
+"""Online Laplace with ``hessian_structure="kron_lowrank"``: discounted sketches, equality with ``kron``, saving."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from laplace import Laplace
+from online_training import Interrupted, Interrupting, make_training, states
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+from contrastive_curvature.network.sketch import sketch_matrix
+from contrastive_curvature.online import OnlineLaplace
+
+WIDTH, RANK, SIZE = 60, 2, 12
+"""A sketch of 12 columns for rank 2."""
+
+
+def toy(bias: bool = True, width: int = WIDTH) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3, bias=bias)).double()
+
+
+def batches(count: int = 3, n: int = 8) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    return [(torch.randn(n, 4, generator=generator, dtype=torch.float64), torch.arange(n) % 3) for _ in range(count)]
+
+
+def make(structure: str, encoder: nn.Module, rank: int | None = None, **options: Any) -> OnlineLaplace:
+    kwargs = {"pd_fix": "psd", **options.pop("backend_kwargs", {})}
+    if rank is not None and structure == "kron_lowrank":
+        kwargs["rank"] = rank
+    return OnlineLaplace(
+        encoder, probe=batches()[0][0], n_data=24, hessian_structure=structure, backend_kwargs=kwargs, **options
+    )
+
+
+def train(online: OnlineLaplace, lr: float = 0.1, seed: int = 0) -> list[float]:
+    optimizer, losses = torch.optim.SGD(online.encoder.parameters(), lr=lr), []
+    torch.manual_seed(seed)
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = online(x, y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def close(a: Tensor, b: Tensor, tolerance: float = 1e-10) -> bool:
+    return a.shape == b.shape and float((a - b).abs().max()) <= tolerance * float(b.abs().max())
+
+
+@given(
+    bias=st.booleans(),
+    memory_factor=st.sampled_from([0.0, 0.3]),
+    normalization=st.sampled_from(["type", "anchor", "sum"]),
+    fix=st.sampled_from(["psd", "fixed", "positive"]),
+)
+def test_the_discounted_sum_is_the_sketch_of_that_of_kron(
+    bias: bool, memory_factor: float, normalization: str, fix: str
+) -> None:
+    options = {"normalization": normalization, "pd_fix": fix, "negative_weight": 0.2}
+    if fix == "positive":
+        options["kfac_approx"] = "reduce"
+    settings: dict[str, Any] = {"memory_factor": memory_factor, "sampling_temperature": 0.0, "backend_kwargs": options}
+    mine, theirs = make("kron_lowrank", toy(bias), RANK, **settings), make("kron", toy(bias), **settings)
+    assert train(mine) == pytest.approx(train(theirs), rel=1e-12)
+    (g, sketch, trace), *rest = mine.discounted.at_scale(24).curvature
+    (wanted, a), *others = theirs.discounted.at_scale(24).curvature
+    assert close(g, wanted)
+    assert sketch.shape == (WIDTH, SIZE)
+    assert close(sketch, a @ sketch_matrix(WIDTH, SIZE, a.dtype, a.device))
+    assert close(trace, a.trace().reshape(1))
+    assert len(rest) == len(others) == bias
+    assert all(close(p[0], q[0]) for p, q in zip(rest, others, strict=True))
+
+
+@pytest.mark.parametrize("n_samples", [1, 2])
+def test_at_full_rank_training_is_that_of_kron(n_samples: int) -> None:
+    mine = make("kron_lowrank", toy(width=10), 10, n_samples=n_samples)
+    theirs = make("kron", toy(width=10), n_samples=n_samples)
+    assert train(mine) == pytest.approx(train(theirs), rel=1e-7)
+    x = batches()[1][0]
+    a, b = mine.laplace(), theirs.laplace()
+    assert close(a(x).covariance, b(x).covariance, 1e-6)
+    assert float(a.log_marginal_likelihood()) == pytest.approx(float(b.log_marginal_likelihood()), rel=1e-6)
+
+
+def test_where_nothing_moves_it_is_the_post_hoc_fit() -> None:
+    online = make("kron_lowrank", toy(), RANK, memory_factor=0.0, sampling_temperature=0.0)
+    train(online, lr=0.0)
+    la: Any = Laplace(toy(), "contrastive", backend_kwargs={"pd_fix": "psd", "rank": RANK, "pairs": "batch"})
+    la.fit(batches())
+    la.optimize_prior_precision()
+    found = online.laplace()
+    assert type(found) is type(la)
+    assert found.rank == RANK
+    x = batches()[2][0]
+    assert close(found(x).covariance, la(x).covariance, 1e-9)
+    found.fit(batches())
+    assert found.n_data == 24
+
+
+def test_a_state_goes_on_bit_for_bit() -> None:
+    online = make("kron_lowrank", toy(), RANK)
+    train(online)
+    file = io.BytesIO()
+    torch.save(online.state_dict(), file)
+    file.seek(0)
+    again = make("kron_lowrank", toy(), RANK)
+    again.load_state_dict(torch.load(file, weights_only=True))
+    assert train(online, seed=1) == train(again, seed=1)
+    for name, value in online.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("cut", [1, 4, 9])
+def test_an_interrupted_training_ends_as_an_uninterrupted_one(cut: int, tmp_path: Path) -> None:
+    how = ("last_layer", "kron_lowrank")
+    trainer, loader = make_training("generator", None, 1, *how)
+    trainer.fit(loader, 3)
+    truth = states(trainer)
+    trainer, loader = make_training("generator", tmp_path / "run.pt", 2, *how)
+    with pytest.raises(Interrupted):
+        trainer.fit(Interrupting(loader, cut), 3)
+    trainer, loader = make_training("generator", tmp_path / "run.pt", 2, *how)
+    trainer.fit(loader, 3)
+    assert states(trainer) == truth
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_spoilt_state_is_refused(number: int) -> None:
+    online = make("kron_lowrank", toy(), RANK)
+    train(online)
+    state, name = online.state_dict(), f"discounted.curvature_{number}"
+    before = copy.deepcopy(state)
+    wrong = [torch.full_like(state[name], float("nan")), state[name].float().long(), state[name][..., :0]]
+    if number == 2:
+        wrong.append(-state[name])
+    for value in wrong:
+        with pytest.raises(cc.InputError, match=name):
+            online.load_state_dict({**state, name: value})
+    assert all(torch.equal(value, before[key]) for key, value in online.state_dict().items())
+    with pytest.raises(cc.InputError, match="rank=3"):
+        make("kron_lowrank", toy(), 3).load_state_dict(state)
+
+
+def test_refusals() -> None:
+    with pytest.raises(cc.InputError, match="'last_layer' and 'kron_lowrank'"):
+        make("kron_lowrank", toy(), subset_of_weights="all")
+    with pytest.raises(cc.InputError, match="rank"):
+        make("kron_lowrank", toy(), 0)

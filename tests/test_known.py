@@ -1,0 +1,247 @@
+"""The statistic of "is this input of a known kind?" by hand, and its conformal p-values against their definition."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import median_abs_deviation
+from torch import Tensor
+
+import contrastive_curvature as cc
+from contrastive_curvature.known import Reference, Standard, check_alpha, combine, components, points_needed, split
+
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+KINDS = ("variance", "covariance")
+
+
+def embedding(kind: str, mean: Tensor, covariance: Tensor) -> cc.EmbeddingDistribution:
+    spread = covariance.diagonal(dim1=1, dim2=2) if kind == "variance" else covariance
+    return cc.EmbeddingDistribution.trusted(mean, **{kind: spread})
+
+
+def covariances(n: int, dim: int, seed: int = 0) -> Tensor:
+    root = torch.randn(n, dim, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return root @ root.mT
+
+
+@given(
+    n=st.integers(1, 6),
+    dim=st.integers(2, 7),
+    kind=st.sampled_from(KINDS),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    features=st.booleans(),
+    size=st.sampled_from([1e-3, 1.0, 1e4]),
+)
+def test_components_by_hand(n: int, dim: int, kind: str, dtype: torch.dtype, features: bool, size: float) -> None:
+    z = size * torch.randn(n, dim, dtype=torch.float64)
+    covariance = covariances(n, dim)
+    norms = torch.rand(n, dtype=torch.float64) + 0.1
+    found = components(embedding(kind, z.to(dtype), covariance.to(dtype)), norms.to(dtype) if features else None)
+    assert found.dtype == torch.float64
+    assert found.shape == (n, 3)
+    for i in range(n):
+        v = covariance[i].diagonal().diag() if kind == "variance" else covariance[i]
+        length = float(z[i].norm())
+        across = torch.eye(dim, dtype=torch.float64) - z[i, :, None] * z[i] / length**2
+        total = float((across @ v @ across).trace())
+        scale = float(norms[i]) if features else 1.0
+        truth = [total / scale, total / (scale if features else length) ** 2, 1 / length]
+        assert found[i].exp().tolist() == pytest.approx(truth, rel=1e-9 if dtype is torch.float64 else 1e-3)
+
+
+@on_every_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_components_are_finite_at_every_extreme(kind: str, dtype: torch.dtype, device: str) -> None:
+    """Zero variance, a variance along the mean only, zero outputs, zero features, and the largest numbers there are."""
+    most = torch.finfo(dtype).max
+    u = torch.tensor([3.0, 4.0, 0.0], dtype=dtype, device=device)
+    for mean in (u, 0 * u, u * torch.finfo(dtype).tiny, u * (most / 4)):
+        along = torch.outer(u, u) / 25
+        for covariance in (0 * along, along, torch.eye(3, dtype=dtype, device=device) * most, along * (most / 2)):
+            for norm in (0.0, 1.0, most):
+                made = embedding(kind, mean.expand(2, -1), covariance.expand(2, -1, -1))
+                found = components(made, torch.full((2,), norm, dtype=dtype, device=device))
+                assert found.isfinite().all()
+                assert torch.equal(found[0], found[1])
+
+
+def test_a_variance_along_the_mean_is_its_rounding() -> None:
+    """It does not turn the direction, so a wide one of them is as good as a narrow one: no noise decides."""
+    z = torch.randn(50, 3, dtype=torch.float64)
+    along = z.unsqueeze(2) * z.unsqueeze(1)
+    found = components(embedding("covariance", z, along))[:, 0].exp()
+    rounding = 3 * torch.finfo(torch.float64).eps * z.square().sum(1)
+    assert bool((found > 0.999 * rounding).all())
+    assert bool((found < 2 * rounding).all())
+    assert bool((components(embedding("covariance", z, 0 * along))[:, 0] < -700).all())
+
+
+def test_a_batch_of_nothing() -> None:
+    for kind in KINDS:
+        found = components(embedding(kind, torch.randn(0, 3), torch.randn(0, 3, 3)), torch.randn(0))
+        assert found.shape == (0, 3)
+        reference = Reference.of(Standard.of(torch.randn(5, 3).double()), torch.randn(5, 3).double())
+        assert reference.p_value(found).shape == (0,)
+
+
+def test_one_unlike_component_is_enough() -> None:
+    standard = Standard.of(torch.randn(101, 3, dtype=torch.float64))
+    usual, unlike = standard.location, standard.location + torch.tensor([0.0, 9.0, 0.0]) * standard.scale
+    statistic = standard.statistic(torch.stack([usual, unlike, usual - 9 * standard.scale]))
+    usual_one = math.log(3) / 2
+    assert statistic.tolist() == pytest.approx([usual_one, 9, usual_one - 9], abs=1e-6)
+    z = torch.randn(50, 3, dtype=torch.float64)
+    assert torch.allclose(combine(z), z.mul(2).exp().sum(1).log() / 2)
+    assert bool(((combine(z) >= z.amax(1)) & (combine(z) <= z.amax(1) + usual_one + 1e-12)).all())
+
+
+@given(n=st.integers(1, 30).map(lambda k: 2 * k + 1), scale=st.sampled_from([0.1, 1.0, 40.0]))
+def test_standard_is_median_and_median_deviation(n: int, scale: float) -> None:
+    known = 5 + scale * torch.randn(n, 3, dtype=torch.float64)
+    found = Standard.of(known)
+    assert torch.equal(found.location, known.quantile(0.5, dim=0))
+    truth = median_abs_deviation(known.numpy(), scale="normal")
+    assert found.scale.tolist() == pytest.approx(truth.tolist(), rel=1e-4)
+
+
+def test_a_standard_without_a_spread_stays_finite() -> None:
+    """One point, equal points, and more than half of them equal."""
+    assert Standard.of(torch.full((1, 2), 3.0)).scale.tolist() == pytest.approx([1e-3] * 2)
+    assert Standard.of(torch.full((9, 2), 3.0)).scale.tolist() == pytest.approx([1e-3] * 2)
+    mostly = torch.zeros(9, 1)
+    mostly[0] = 6.0
+    assert float(Standard.of(mostly).scale) == pytest.approx(2.0)
+
+
+@given(n=st.integers(1, 40), b=st.integers(1, 8), draw=st.data())
+def test_p_values_by_definition(n: int, b: int, draw: st.DataObject) -> None:
+    """Whole numbers, so that ties occur."""
+    numbers = draw.draw(st.lists(st.integers(-4, 4), min_size=n + b, max_size=n + b))
+    values = torch.tensor(numbers, dtype=torch.float64).unsqueeze(1)
+    known, new = values[:n], values[n:]
+    reference = Reference.of(Standard(torch.zeros(1).double(), torch.ones(1).double()), known)
+    found = reference.p_value(new)
+    truth = [(1 + sum(float(k) >= float(s) for k in known)) / (n + 1) for s in new]
+    assert found.tolist() == truth
+    assert bool(((found > 0) & (found <= 1)).all())
+
+
+def flagged_share(n: int, alpha: float, how: Any, repeats: int = 1200) -> float:
+    """Share of exchangeable inputs with a p-value of at most alpha, each against known inputs of its own."""
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randn(repeats, n + 1, 4, generator=generator, dtype=torch.float64)
+    return sum(bool(how(values[:n], values[n:]) <= alpha) for values in drawn) / repeats
+
+
+def by_split(known: Tensor, new: Tensor) -> Tensor:
+    for_scale, rest = split(known)
+    return Reference.of(Standard.of(for_scale), rest).p_value(new)
+
+
+def by_itself(known: Tensor, new: Tensor) -> Tensor:
+    """Not valid: the inputs that are compared with also set the scale, the new one does not."""
+    return Reference.of(Standard.of(known), known).p_value(new)
+
+
+def without_the_one(known: Tensor, new: Tensor) -> Tensor:
+    """Not valid: the input itself is not counted in."""
+    for_scale, rest = split(known)
+    return Reference.of(Standard.of(for_scale), rest).p_value(new) - 1 / (len(rest) + 1)
+
+
+@pytest.mark.parametrize(("n", "alpha"), [(8, 1 / 7), (17, 0.1), (29, 0.05)])
+def test_at_most_a_share_alpha_of_known_inputs_is_flagged(n: int, alpha: float) -> None:
+    """And as many as the number of inputs allows: nothing is wasted."""
+    rest = n - n // 3
+    truth = math.floor(alpha * (rest + 1) + 1e-9) / (rest + 1)
+    noise = 3 * (truth * (1 - truth) / 1200) ** 0.5
+    assert abs(flagged_share(n, alpha, by_split) - truth) < noise
+    assert truth <= alpha
+    # The test sees what breaks the guarantee.
+    assert flagged_share(n, alpha, without_the_one) > alpha + noise
+
+
+def test_standardising_with_what_is_compared_with_breaks_the_guarantee() -> None:
+    """Why :func:`split` is worth a third of the inputs."""
+    alpha, noise = 1 / 6, 3 * (5 / 36 / 1200) ** 0.5
+    assert flagged_share(5, alpha, by_itself) > alpha + noise
+
+
+def test_split_takes_every_input_once() -> None:
+    for n in (2, 3, 4, 10, 100):
+        values = torch.arange(n, dtype=torch.float64).unsqueeze(1)
+        for_scale, rest = split(values)
+        assert len(for_scale) == max(1, n // 3)
+        assert torch.cat([for_scale, rest]).flatten().sort().values.tolist() == list(range(n))
+        assert torch.equal(split(values)[1], rest)
+
+
+def test_points_needed() -> None:
+    numbers = {0.01: 99, 0.05: 19, 0.1: 9, 1 / 3: 2, 0.5: 1, 0.9: 1, 0.001: 999, 0.07: 14, 1 / 50: 49}
+    assert {alpha: points_needed(alpha) for alpha in numbers} == numbers
+    for alpha, n in numbers.items():
+        assert check_alpha(alpha, n) == alpha
+        given_ = points_needed(alpha, splits=True)
+        assert len(split(torch.zeros(given_, 1))[1]) >= n
+        assert len(split(torch.zeros(given_ - 1, 1))[1]) < n or given_ == 2
+
+
+@pytest.mark.parametrize("bad", ["0.1", None, True, torch.tensor(0.1), [0.1]])
+def test_alpha_of_another_type(bad: Any) -> None:
+    with pytest.raises(cc.InputTypeError, match="alpha"):
+        check_alpha(bad)
+
+
+@pytest.mark.parametrize("bad", [0, 1, -0.1, 1.5, math.nan, math.inf])
+def test_alpha_out_of_range(bad: float) -> None:
+    with pytest.raises(cc.InputError, match=r"alpha.*\(0, 1\)"):
+        check_alpha(bad)
+
+
+def test_an_alpha_that_is_too_small_says_how_many_inputs_it_needs() -> None:
+    with pytest.raises(cc.InputError, match=r"alpha.*98 known inputs.*at least 99 inputs"):
+        check_alpha(0.01, 98)
+    with pytest.raises(cc.InputError, match="at least 148 inputs"):
+        check_alpha(0.01, 98, splits=True)
+    assert check_alpha(0.01, 99) == 0.01
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        cc.EmbeddingDistribution(torch.ones(2, 3), variance=torch.ones(2, 3)),
+        cc.EmbeddingDistribution.from_samples(torch.randn(4, 2, 3)),
+    ],
+    ids=["by hand", "from samples"],
+)
+def test_a_distribution_of_no_posterior_has_no_p_value(made: cc.EmbeddingDistribution) -> None:
+    with pytest.raises(cc.UnsupportedError, match=r"p_value: .*Call la\(x\)\.p_value"):
+        _ = made.p_value
+    with pytest.raises(cc.UnsupportedError, match=r"is_known: .*Call la\(x\)\.is_known"):
+        made.is_known(0.1)
+
+
+def test_what_is_copied_leaves_the_posterior_behind() -> None:
+    class Refuses:
+        def __reduce__(self) -> Any:
+            msg = "the encoder would be saved too"
+            raise AssertionError(msg)
+
+    made = cc.EmbeddingDistribution(torch.ones(2, 3), variance=torch.ones(2, 3))
+    made._judge = Refuses()  # type: ignore[assignment]
+    file = io.BytesIO()
+    torch.save(made, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(made), copy.copy(made), torch.load(file, weights_only=False)):
+        assert torch.equal(twin.kappa, made.kappa)
+        with pytest.raises(cc.UnsupportedError, match="copy"):
+            _ = twin.p_value

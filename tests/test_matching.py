@@ -1,0 +1,466 @@
+"""Match probabilities: against known truths, against scikit-learn, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from devices import DEVICES
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.isotonic import IsotonicRegression
+from sklearn.linear_model import LogisticRegression
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from contrastive_curvature import (
+    EmbeddingDistribution,
+    InputError,
+    InputTypeError,
+    MatchProbability,
+    NotFittedError,
+    metrics,
+    similarity,
+)
+from contrastive_curvature.matching.features import Side, angle_variance, pair_features
+
+DOUBLE = torch.float64
+
+
+class Pairs(NamedTuple):
+    a: EmbeddingDistribution
+    b: EmbeddingDistribution
+    same: Tensor
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def noisy_pairs(n: int, seed: int, dim: int = 8, *, known: bool = True) -> Pairs:
+    """Class directions plus noise of a size of each input's own, which the distribution knows or only pretends to."""
+    g = generator(seed)
+    same = torch.rand(n, generator=g) < 0.5
+    one = normalize(torch.randn(n, dim, generator=g, dtype=DOUBLE), dim=1)
+    two = torch.where(same[:, None], one, normalize(torch.randn(n, dim, generator=g, dtype=DOUBLE), dim=1))
+    sizes = torch.exp(torch.randn(2, n, 1, generator=g, dtype=DOUBLE) - 1.5)
+    raw = [c + s * torch.randn(n, dim, generator=g, dtype=DOUBLE) for c, s in zip((one, two), sizes, strict=True)]
+    if not known:
+        # Unit norms, because a long output would tell of much noise.
+        raw, sizes = [normalize(z, dim=1) for z in raw], sizes[:, torch.randperm(n, generator=g)]
+    a, b = (EmbeddingDistribution(z, variance=s.square().expand_as(z)) for z, s in zip(raw, sizes, strict=True))
+    return Pairs(a, b, same)
+
+
+def plain_pairs(n: int, seed: int, slope: float = 6.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Embeddings on a circle whose P(same) is a logistic function of the cosine: both sides, outcomes, the truth."""
+    g = generator(seed)
+    cosine = 2 * torch.rand(n, generator=g, dtype=DOUBLE) - 1
+    a = torch.tensor([[1.0, 0.0]], dtype=DOUBLE).expand(n, 2)
+    b = torch.stack([cosine, (1 - cosine**2).sqrt()], 1)
+    truth = (slope * (cosine - 0.3)).sigmoid()
+    return a, b, torch.rand(n, generator=g, dtype=DOUBLE) < truth, truth
+
+
+def brier(p: Tensor, outcome: Tensor) -> Tensor:
+    return (p.double() - outcome.double()).square()
+
+
+def excess(one: Tensor, other: Tensor) -> tuple[float, float]:
+    """Mean of the difference of two lists of scores, and its standard error."""
+    gap = one - other
+    return float(gap.mean()), float(gap.std() / len(gap) ** 0.5)
+
+
+def calibration_error(p: Tensor, outcome: Tensor) -> tuple[float, float]:
+    """ECE in ten bins, and its expectation for probabilities that are right."""
+    error = noise = 0.0
+    for k in range(10):
+        inside = (p > k / 10) & (p <= (k + 1) / 10)
+        if n := int(inside.sum()):
+            q = p[inside].double()
+            error += abs(float(outcome[inside].double().mean() - q.mean())) * n / len(p)
+            noise += float((2 / math.pi * (q * (1 - q)).sum()).sqrt()) / len(p)
+    return error, noise
+
+
+@pytest.mark.parametrize("curve", ["logistic", "isotonic"])
+def test_the_truth_is_found_where_the_cosine_says_all(curve):
+    a, b, same, _ = plain_pairs(4000, 0)
+    match = MatchProbability(use_uncertainty=False, curve=curve).fit_pairs(a, b, same)
+    a, b, same, truth = plain_pairs(20_000, 1)
+    p = match.same(a, b)
+    # Asymptotically E (p - truth)^2 <= weights / (4 n); an isotonic curve of n points errs by the order of n^(-2/3).
+    bound = 2 / (4 * 4000) if curve == "logistic" else 4000 ** (-2 / 3)
+    assert float((p - truth).square().mean()) < 4 * bound
+    error, noise = calibration_error(p, same)
+    assert error < 2 * noise + 4 * bound**0.5
+
+
+def test_the_truth_is_found_in_a_model_of_its_own_form():
+    """Outcomes drawn from a fitted model: the model fitted to them has its Brier score, up to noise."""
+    make = noisy_pairs(1000, 0)
+    oracle = MatchProbability().fit_pairs(*make)
+    train, test = noisy_pairs(4000, 1), noisy_pairs(10_000, 2)
+    truth = [oracle.same(p.a, p.b) for p in (train, test)]
+    outcome = [torch.rand(len(p), generator=generator(5), dtype=DOUBLE) < p for p in truth]
+    p = MatchProbability().fit_pairs(train.a, train.b, outcome[0]).same(test.a, test.b)
+    # Six weights, asymptotically; four times as much for the luck of one draw.
+    assert float((p - truth[1]).square().mean()) < 4 * 6 / (4 * 4000)
+    error, noise = calibration_error(p, outcome[1])
+    assert error < 2 * noise + 4 * (6 / (4 * 4000)) ** 0.5
+
+
+@pytest.mark.parametrize("curve", ["logistic", "isotonic"])
+def test_uncertainties_help_where_they_matter(curve):
+    train, test = noisy_pairs(3000, 0), noisy_pairs(6000, 1)
+    scores = []
+    for use in (True, False):
+        match = MatchProbability(use_uncertainty=use, curve=curve).fit_pairs(*train)
+        scores.append(brier(match.same(test.a, test.b), test.same))
+    gain, error = excess(scores[1], scores[0])
+    assert gain > 0.01
+    assert gain > 5 * error
+
+
+def test_uncertainties_that_mean_nothing_do_no_harm():
+    train, test = noisy_pairs(3000, 0, known=False), noisy_pairs(6000, 1, known=False)
+    scores = []
+    for use in (True, False):
+        match = MatchProbability(use_uncertainty=use).fit_pairs(*train)
+        scores.append(brier(match.same(test.a, test.b), test.same))
+    loss, error = excess(scores[0], scores[1])
+    assert loss < 3 * error + 6 / (4 * 3000)
+
+
+@pytest.mark.parametrize("curve", ["logistic", "isotonic"])
+def test_scikit_learn_says_the_same(curve):
+    train, test = noisy_pairs(500, 0), noisy_pairs(200, 1)
+    p = MatchProbability(curve=curve).fit_pairs(*train).same(test.a, test.b)
+
+    def columns(pairs: Pairs) -> Tensor:
+        one, other = pairs.a, pairs.b
+        both = torch.stack([one.uncertainty, other.uncertainty], 1)
+        angle = angle_variance(similarity(one, other))
+        return torch.stack([(one.mu * other.mu).sum(1), angle.log(), both.amax(1).log(), both.amin(1).log()], 1)
+
+    x, z = columns(train), columns(test)
+    z[:, 1:] = torch.minimum(torch.maximum(z, x.amin(0)), x.amax(0))[:, 1:]
+    shift, scale = x.mean(0), x.std(0)
+    x, z = ((v - shift) / scale for v in (x, z))
+    x, z = (torch.cat([v, v[:, :1] * v[:, 1:2]], 1) for v in (x, z))
+    model = LogisticRegression(max_iter=10_000, tol=1e-8).fit(x.numpy(), train.same.numpy())
+    wanted = model.predict_proba(z.numpy())[:, 1]
+    if curve == "isotonic":
+        edge = 1 / 502
+        bent = IsotonicRegression(y_min=edge, y_max=1 - edge, out_of_bounds="clip")
+        wanted = bent.fit(model.decision_function(x.numpy()), train.same.numpy()).predict(
+            model.decision_function(z.numpy())
+        )
+    rising = model.coef_[0, 0] + model.coef_[0, 4] * z[:, 1] > 0
+    assert int(rising.sum()) > 150
+    assert torch.allclose(p[rising], torch.from_numpy(wanted)[rising], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("curve", ["logistic", "isotonic"])
+@given(dim=st.integers(2, 6), seed=st.integers(0, 20), size=st.floats(1e-6, 1e3))
+def test_it_never_falls_as_the_cosine_grows(curve, dim, seed, size):
+    match = MatchProbability(curve=curve).fit_pairs(*noisy_pairs(300, seed, dim))
+    one = Side.of(
+        "a", EmbeddingDistribution(*[torch.eye(dim)[:1]], variance=torch.full((1, dim), size)), use_uncertainty=True
+    )
+    features = pair_features(one, one, symmetric=True).expand(50, 4).clone()
+    features[:, 0] = torch.linspace(-1, 1, 50)
+    p = match._fitted["pairs"][0](features)
+    assert bool((p.diff() >= 0).all())
+    assert bool(((p >= 0) & (p <= 1)).all())
+
+
+@given(n=st.integers(1, 10), dim=st.integers(2, 6), seed=st.integers(0, 20), use=st.booleans())
+def test_sides_may_be_exchanged_and_rows_stand_alone(n, dim, seed, use):
+    match = MatchProbability(use_uncertainty=use).fit_pairs(*noisy_pairs(300, seed, dim))
+    test = noisy_pairs(n, seed + 1, dim)
+    p = match.same(test.a, test.b)
+    assert p.shape == (n,)
+    assert torch.allclose(p, match.same(test.b, test.a), rtol=0, atol=1e-12)
+    single = EmbeddingDistribution(test.a.mean[-1:], variance=test.a.variance[-1:])
+    other = EmbeddingDistribution(test.b.mean[-1:], variance=test.b.variance[-1:])
+    assert torch.allclose(p[-1:], match.same(single, other), rtol=0, atol=1e-12)
+
+
+def test_uncertainty_may_come_in_any_unit_and_shape(monkeypatch):
+    train, test = noisy_pairs(500, 0), noisy_pairs(50, 1)
+    p = MatchProbability().fit_pairs(*train).same(test.a, test.b)
+    old = EmbeddingDistribution.uncertainty.fget
+    assert old is not None
+    monkeypatch.setattr(EmbeddingDistribution, "uncertainty", property(lambda self: 100 * old(self) ** 0.5))
+    assert torch.allclose(MatchProbability().fit_pairs(*train).same(test.a, test.b), p, rtol=0, atol=1e-6)
+
+
+def test_uncertainties_beyond_the_range_count_as_its_end():
+    match = MatchProbability().fit_pairs(*noisy_pairs(500, 0))
+    a, b, _ = noisy_pairs(5, 1)
+    out = []
+    for factor in (1e4, 1e8, 0.0, 1e-14):
+        wide = [EmbeddingDistribution(d.mean, variance=factor * torch.ones_like(d.mean)) for d in (a, b)]
+        out.append(match.same(*wide))
+    assert torch.allclose(out[0], out[1], rtol=0, atol=1e-6)
+    assert torch.allclose(out[2], out[3], rtol=0, atol=1e-6)
+    assert bool(torch.stack(out).isfinite().all())
+
+
+def test_uncertainties_that_are_all_zero_leave_the_cosine():
+    train, test = noisy_pairs(300, 0), noisy_pairs(20, 1)
+    sure = [EmbeddingDistribution(d.mean, variance=torch.zeros_like(d.mean)) for d in (train.a, train.b)]
+    p = MatchProbability().fit_pairs(*sure, train.same).same(test.a, test.b)
+    plain = MatchProbability(use_uncertainty=False).fit_pairs(train.a.mean, train.b.mean, train.same)
+    assert torch.allclose(p, plain.same(test.a.mean, test.b.mean), rtol=0, atol=1e-6)
+
+
+class Search(NamedTuple):
+    queries: EmbeddingDistribution
+    labels: Tensor
+    gallery: EmbeddingDistribution
+    gallery_labels: Tensor
+
+
+def noisy_search(n: int, seed: int, *, classes: int = 40, dim: int = 8) -> Search:
+    """A gallery of three clean inputs a class, and queries with noise of their own size, a fifth of unknown classes."""
+    centres = normalize(torch.randn(2 * classes, dim, generator=generator(99), dtype=DOUBLE), dim=1)
+    g = generator(seed)
+    gallery_labels = torch.arange(classes).repeat(3)
+    gallery = centres[gallery_labels] + 0.1 * torch.randn(3 * classes, dim, generator=g, dtype=DOUBLE)
+    labels = torch.randint(classes, (n,), generator=g)
+    labels = torch.where(torch.rand(n, generator=g) < 0.2, labels + classes, labels)
+    size = torch.exp(torch.randn(n, 1, generator=g, dtype=DOUBLE) - 1.5)
+    queries = centres[labels] + size * torch.randn(n, dim, generator=g, dtype=DOUBLE)
+    return Search(
+        EmbeddingDistribution(queries, variance=size.square().expand_as(queries)),
+        labels,
+        EmbeddingDistribution(gallery, variance=torch.full_like(gallery, 0.01)),
+        gallery_labels,
+    )
+
+
+def test_nearest_neighbours_are_believed_as_often_as_they_are_right():
+    train, test = noisy_search(3000, 0), noisy_search(6000, 1)
+    scores = []
+    for use in (True, False):
+        match = MatchProbability(use_uncertainty=use).fit_retrieval(*train)
+        found = match.nearest(test.queries, test.gallery)
+        assert torch.equal(found.index, metrics.nearest_neighbors(test.queries.mu, test.gallery.mu, k=1)[:, 0])
+        right = test.gallery_labels[found.index] == test.labels
+        assert 0.3 < float(right.double().mean()) < 0.7
+        assert torch.equal(found.no_match, 1 - found.right)
+        scores.append(brier(found.right, right))
+        # In the large: the mean probability is the share that is right, up to the noise of both samples.
+        gap = float(found.right.mean() - right.double().mean())
+        assert abs(gap) < 3 * 0.5 * (1 / 3000 + 1 / 6000) ** 0.5
+    gain, error = excess(scores[1], scores[0])
+    assert gain > 5 * error
+
+
+def test_queries_that_are_the_gallery_are_left_out_of_their_own_search():
+    train, test = noisy_search(300, 0), noisy_search(200, 1)
+    match = MatchProbability().fit_retrieval(train.queries, train.labels)
+    found = match.nearest(test.queries)
+    assert bool((found.index != torch.arange(200)).all())
+    assert torch.equal(found.index, metrics.nearest_neighbors(test.queries.mu, k=1)[:, 0])
+    pairs = [Side.of("queries", test.queries, use_uncertainty=True)]
+    features = pair_features(pairs[0], pairs[0][found.index], symmetric=False)
+    assert torch.allclose(found.right, match._fitted["retrieval"][0](features))
+
+
+def test_a_gallery_of_another_size_is_pointed_out():
+    train = noisy_search(300, 0)
+    match = MatchProbability().fit_retrieval(*train)
+    small = EmbeddingDistribution(train.gallery.mean[:59], variance=train.gallery.variance[:59])
+    with pytest.warns(UserWarning, match=r"120 points to search, this gallery has 59"):
+        match.nearest(train.queries, small)
+    large = EmbeddingDistribution(train.gallery.mean.repeat(3, 1), variance=train.gallery.variance.repeat(3, 1))
+    with pytest.warns(UserWarning, match="gallery"):
+        match.nearest(train.queries, large)
+    half = EmbeddingDistribution(train.gallery.mean[:60], variance=train.gallery.variance[:60])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        match.nearest(train.queries, half)
+
+
+@pytest.mark.parametrize("curve", ["logistic", "isotonic"])
+@pytest.mark.parametrize("use", [True, False])
+def test_saved_and_loaded(use, curve):
+    options: dict[str, Any] = {"use_uncertainty": use, "curve": curve}
+    pairs, search = noisy_pairs(300, 0), noisy_search(300, 0)
+    match = MatchProbability(**options).fit_pairs(*pairs).fit_retrieval(*search)
+    file = io.BytesIO()
+    torch.save(match.state_dict(), file)
+    file.seek(0)
+    loaded = MatchProbability(**options)
+    loaded.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(loaded.same(pairs.a, pairs.b), match.same(pairs.a, pairs.b))
+    assert torch.equal(loaded.nearest(*search[::2]).right, match.nearest(*search[::2]).right)
+    assert repr(loaded) == repr(match)
+    # Not fitted stays not fitted.
+    loaded.load_state_dict(MatchProbability(**options).state_dict())
+    with pytest.raises(NotFittedError, match="fit_pairs"):
+        loaded.same(pairs.a, pairs.b)
+    for other in ({**options, "use_uncertainty": not use}, {**options, "curve": "?"}):
+        with pytest.raises(InputError, match="state_dict"):
+            match.load_state_dict({**match.state_dict(), **other})
+
+
+def spoil(key: str, value: object) -> dict[str, Any]:
+    state = MatchProbability(curve="isotonic").fit_pairs(*noisy_pairs(100, 0)).state_dict()
+    if value is None:
+        del state[key]
+        return state
+    return state | {key: value}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("curve", "logistic"),
+        ("use_uncertainty", 1),
+        ("use_uncertainty", None),
+        ("pairs.dim", 0),
+        ("pairs.dim", "8"),
+        ("pairs.shift", None),
+        ("pairs.shift", [0.0] * 4),
+        ("pairs.shift", torch.zeros(4)),
+        ("pairs.weight", torch.ones(4, dtype=DOUBLE)),
+        ("pairs.weight", -torch.ones(5, dtype=DOUBLE)),
+        ("pairs.bias", torch.tensor(math.nan, dtype=DOUBLE)),
+        ("pairs.scale", torch.zeros(4, dtype=DOUBLE)),
+        ("pairs.levels", torch.tensor([0.5], dtype=DOUBLE)),
+        ("pairs.knots", torch.zeros(0, dtype=DOUBLE)),
+    ],
+)
+def test_malformed_states_are_refused_and_change_nothing(key, value):
+    match = MatchProbability(curve="isotonic").fit_pairs(*noisy_pairs(100, 3))
+    before, test = match.state_dict(), noisy_pairs(5, 4)
+    p = match.same(test.a, test.b)
+    with pytest.raises(InputError, match="state_dict"):
+        match.load_state_dict(spoil(key, value))
+    with pytest.raises(InputError, match="state_dict"):
+        match.load_state_dict([])  # type: ignore[arg-type]
+    assert torch.equal(match.same(test.a, test.b), p)
+    assert match.state_dict().keys() == before.keys()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, DOUBLE])
+def test_dtypes_and_kinds_of_distributions(dtype, device):
+    train, test = noisy_pairs(300, 0), noisy_pairs(20, 1)
+    match = MatchProbability().fit_pairs(*train)
+    p = match.same(test.a, test.b)
+    moved = [EmbeddingDistribution(d.mean.to(device, dtype), variance=d.variance.to(device, dtype)) for d in test[:2]]
+    out = match.same(*moved)
+    assert out.dtype == (torch.float32 if dtype == torch.float16 else dtype)
+    assert out.device.type == device
+    assert torch.allclose(out.cpu().double(), p, rtol=0, atol=0.02 if dtype == torch.float16 else 1e-4)
+    dense = [EmbeddingDistribution(d.mean, covariance=torch.diag_embed(d.variance)) for d in test[:2]]
+    assert torch.allclose(match.same(*dense), p, rtol=0, atol=1e-9)
+    samples = [EmbeddingDistribution.from_samples(d.raw_samples(500, generator(0))) for d in test[:2]]
+    assert bool(match.same(*samples).isfinite().all())
+
+
+A, B, SAME = noisy_pairs(40, 0)
+SMALL = EmbeddingDistribution(torch.ones(40, 3), variance=torch.ones(40, 3))
+FEW = torch.arange(40) < 9
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same", "error", "words"),
+    [
+        (A, B, torch.ones(40, dtype=torch.bool), InputError, "same: expected at least 10 .* got 40 and 0"),
+        (A, B, FEW, InputError, "at least 10"),
+        (A, B, SAME[:39], InputError, r"same: expected shape \(40,\)"),
+        (A, B, SAME.double(), InputTypeError, "same"),
+        (A, B, torch.arange(40), InputError, "labels_a == labels_b"),
+        (A, B, SAME.tolist(), InputTypeError, "same"),
+        (A, B.mean, SAME, InputTypeError, "use_uncertainty=False"),
+        (A, SMALL, SAME, InputError, "D = 8"),
+        (noisy_pairs(39, 0).a, B, SAME, InputError, "39 embeddings"),
+        (A, B, ~SAME, InputError, "does not tell the two kinds apart"),
+        (A, None, SAME, InputTypeError, "b: expected"),
+    ],
+)
+def test_pairs_refused(a, b, same, error, words):
+    with pytest.raises(error, match=words):
+        MatchProbability().fit_pairs(a, b, same)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"gallery": None}, InputError, "gallery_labels alone"),
+        ({"gallery_labels": None}, InputError, "gallery alone"),
+        ({"labels": torch.zeros(3).long()}, InputError, "labels"),
+        ({"labels": torch.zeros(100)}, InputTypeError, "labels"),
+        ({"labels": torch.full((100,), 999)}, InputError, "labels: expected at least 10 .* got 0 and 100"),
+        ({"gallery_labels": torch.zeros(3).long()}, InputError, "gallery_labels"),
+        ({"gallery": EmbeddingDistribution(torch.ones(1, 8), variance=torch.ones(1, 8))}, InputError, "at least two"),
+        ({"gallery": SMALL}, InputError, "D = 8"),
+        ({"gallery": torch.ones(120, 8)}, InputTypeError, "gallery: expected an EmbeddingDistribution"),
+    ],
+)
+def test_searches_refused(change, error, words):
+    with pytest.raises(error, match=words):
+        MatchProbability().fit_retrieval(**(noisy_search(100, 0)._asdict() | change))
+
+
+def test_use_before_fit_and_in_another_dimension():
+    match, search = MatchProbability(), noisy_search(100, 0)
+    with pytest.raises(NotFittedError, match="fit_pairs"):
+        match.same(A, B)
+    with pytest.raises(NotFittedError, match="fit_retrieval"):
+        match.fit_pairs(*noisy_pairs(100, 0)).nearest(search.queries, search.gallery)
+    match.fit_retrieval(*search)
+    with pytest.raises(InputError, match="D = 8, that of the fit"):
+        match.same(SMALL, SMALL)
+    with pytest.raises(InputError, match="D = 8, that of the fit"):
+        match.nearest(SMALL)
+    one = EmbeddingDistribution(torch.ones(1, 8), variance=torch.ones(1, 8))
+    with pytest.raises(InputError, match="same\\(a, b\\)"):
+        match.nearest(search.queries, one)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [({"use_uncertainty": 1}, InputTypeError), ({"curve": "platt"}, InputError), ({"curve": None}, InputError)],
+)
+def test_options_refused(options, error):
+    with pytest.raises(error, match=next(iter(options))):
+        MatchProbability(**options)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_tensors_that_are_not_finite(bad):
+    a, b, same, _ = plain_pairs(100, 0)
+    b[3, 0] = bad
+    with pytest.raises(InputError, match="b: expected finite"):
+        MatchProbability(use_uncertainty=False).fit_pairs(a, b, same)
+
+
+def test_uncertainties_that_are_not_finite(monkeypatch):
+    monkeypatch.setattr(EmbeddingDistribution, "uncertainty", property(lambda self: self.mean[:, 0] * math.nan))
+    with pytest.raises(InputError, match="a: expected finite uncertainties"):
+        MatchProbability().fit_pairs(A, B, SAME)
+
+
+@given(angle=st.floats(0, math.pi), std=st.floats(1e-3, 1.2))
+def test_the_variance_of_a_normal_angle_is_found_from_its_cosine(angle, std):
+    """The mean and the variance of ``cos(angle + std e)`` are known in closed form."""
+    decay = math.exp(-(std**2) / 2)
+    mean = math.cos(angle) * decay
+    variance = 0.5 + math.cos(2 * angle) * decay**4 / 2 - mean**2
+    cosine = similarity(A, B)
+    made = type(cosine)(torch.tensor([mean], dtype=DOUBLE), torch.tensor([variance], dtype=DOUBLE))
+    found = float(angle_variance(made))
+    # Of an angle near 0 or 180 degrees the root of a difference that should be zero is taken.
+    assert found == pytest.approx(std**2, rel=1e-6, abs=1e-7)
