@@ -190,13 +190,17 @@ def _components_of(la: Any, x: Inputs, number: int) -> Tensor:
         # Inputs with one axis more than those of the fit may pass the encoder, and fail only after it.
         with torch.no_grad(), naming_the_input(x):
             out, norm = _observe(la, x)
-            if out.mean.shape != (input_length(x), la.n_outputs):
-                wanted = f"inputs with outputs of shape (B, {la.n_outputs})"
-                raise InputError(expected("x", wanted, f"outputs of shape {tuple(out.mean.shape)}"))
+            _check_shape(out.mean, input_length(x), la.n_outputs)
             return components(out, norm)
     except InputError as error:
         msg = f"loader: batch {number} (counted from 0): {error}"
         raise InputError(msg) from error
+
+
+def _check_shape(mean: Tensor, n: int, dim: int) -> None:
+    if mean.shape != (n, dim):
+        wanted = f"inputs with outputs of shape ({n}, {dim})"
+        raise InputError(expected("x", wanted, f"outputs of shape {tuple(mean.shape)}"))
 
 
 def _inputs_of(batch: Any) -> Any:

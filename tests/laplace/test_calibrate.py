@@ -384,7 +384,10 @@ def test_inputs_with_one_axis_more(weights: str, structure: str, shape: tuple[in
     plain = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, DIM)).double()
     la = Laplace(plain, "contrastive", weights, structure, backend_kwargs={"pd_fix": "psd"})
     la.fit(training())
-    with pytest.raises(cc.InputError, match=r"loader: batch 0 \(counted from 0\): x: expected inputs"):
+    with (
+        warnings.catch_warnings(action="ignore"),
+        pytest.raises(cc.InputError, match=r"loader: batch 0 \(counted from 0\): x: expected inputs"),
+    ):
         la.calibrate([torch.ones(*shape, INPUTS).double()])
 
 
