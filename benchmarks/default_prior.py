@@ -1,8 +1,8 @@
 """The default prior, temperature and score are right for several encoders, and what the alternatives cost.
 
 Takes run folders of the demonstration (``python -m benchmarks.experiments --table demo --out FOLDER``), loads their
-posteriors, and compares rules for the prior, each with two scores, ``uncertainty``
-and ``1 / kappa``.
+posteriors, and compares rules for the prior: AUROC and AUPRC of ``novelty``, AUSC of ``uncertainty``, and all three of
+``1 / kappa``. After each rule the posterior is calibrated again, as in the run.
 
     python -m benchmarks.default_prior FOLDER [FOLDER ...] --data-root ../shared/data --out benchmarks/results
 """
@@ -15,13 +15,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from benchmarks.experiments.finished import Finished, read_run
 from benchmarks.experiments.methods.sampled import PosteriorMethod, draw_embeddings, read_features
 from benchmarks.machine import describe, write_atomically
 from contrastive_curvature import EmbeddingDistribution, metrics
-from contrastive_curvature.network.last_layer import diag_last_layer_variance
+from contrastive_curvature.laplace import calibration
+from contrastive_curvature.laplace.features import Features
 
 COLUMNS = ("auroc", "auprc", "ausc")
 _ROW = "laplace_posthoc"
@@ -88,17 +90,22 @@ def compare(run: Finished, seed: int, n_samples: int) -> list[dict[str, Any]]:
     rows = []
     for name, rule in RULES.items():
         rule(la)
+        method.calibrate(data)
         row: dict[str, Any] = {"dataset": run.config["data"], "dim": run.config["dim"], "seed": seed, "rule": name}
         row |= {"training_images": len(data.train)}
         row |= {f"map_at_{k}": metrics.map_at_k(ranking, k) for k in (1, 5, 10)}
         row |= {"prior_precision": float(la.prior_precision), "temperature": float(la.temperature)}
         predicted = [predict(la, z, phi) for z, phi in ((z_in, phi_in), (z_out, phi_out))]
-        for score in ("uncertainty", "angle"):
-            inside, outside = (p.uncertainty if score == "uncertainty" else p.tangential_variance for p in predicted)
+        inside, outside = predicted
+        angles = (inside.tangential_variance, outside.tangential_variance)
+        for score, found, ranks in (
+            ("own", (inside.novelty, outside.novelty), inside.uncertainty),
+            ("inverse_kappa", angles, angles[0]),
+        ):
             row[score] = {
-                "auroc": metrics.auroc(inside, outside),
-                "auprc": metrics.auprc(inside, outside),
-                "ausc": metrics.ausc(inside, precision),
+                "auroc": metrics.auroc(*found),
+                "auprc": metrics.auprc(*found),
+                "ausc": metrics.ausc(ranks, precision),
             }
         votes = draw_embeddings(la, phi_in, n_samples, seed)
         row["ece"] = metrics.retrieval_ece((u.cpu() for u in votes), data.test.targets)
@@ -109,8 +116,8 @@ def compare(run: Finished, seed: int, n_samples: int) -> list[dict[str, Any]]:
 
 def predict(la: Any, z: Tensor, phi: Tensor) -> EmbeddingDistribution:
     """What ``la(x)`` gives, from features that are there already."""
-    variance = diag_last_layer_variance(phi, la.posterior_variance, z.shape[1])
-    return EmbeddingDistribution(z, variance=variance)
+    with torch.no_grad():
+        return calibration.predict(la, Features(z, phi)).relative_to(la.typical_norm)
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
@@ -121,12 +128,12 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         mine = [row for row in rows if (row["dataset"], row["dim"]) == (dataset, dim)]
         seeds = sorted({row["seed"] for row in mine})
         out += [f"## {dataset}, dimension {dim}, seeds {', '.join(map(str, seeds))}", ""]
-        head = "rule | `uncertainty`: AUROC | AUPRC | AUSC | `1 / kappa`: AUROC | AUPRC | AUSC | ECE"
+        head = "rule | `novelty`: AUROC | AUPRC | `uncertainty`: AUSC | `1 / kappa`: AUROC | AUPRC | AUSC | ECE"
         out += [f"| {head} |", "|---" * 8 + "|"]
         for name in RULES:
             same = [row for row in mine if row["rule"] == name]
             cells = [
-                mean([row[score][column] for row in same]) for score in ("uncertainty", "angle") for column in COLUMNS
+                mean([row[score][column] for row in same]) for score in ("own", "inverse_kappa") for column in COLUMNS
             ]
             cells.append(mean([row["ece"] for row in same]))
             out.append(f"| {name} | " + " | ".join(f"{value:.3f}" for value in cells) + " |")

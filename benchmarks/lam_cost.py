@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from laplace import Laplace
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
@@ -30,7 +31,6 @@ from benchmarks.experiments.methods.sampled import closed_form
 from benchmarks.experiments.methods.training import ContrastiveStep
 from benchmarks.experiments.networks import make_network
 from benchmarks.machine import describe, write_results
-from contrastive_curvature.laplace import ContrastiveDiagLLLaplace
 from contrastive_curvature.online import OnlineLaplace, Trainer
 
 RESULTS = Path(__file__).parent / "results"
@@ -98,7 +98,7 @@ def measure_prediction(data: Any, dim: int, epochs: int, rounds: int, n_samples:
     step = ContrastiveStep(encoder, MARGIN)
     batches = loader(data.train, BATCH, shuffle=True, generator=torch.Generator().manual_seed(0))
     Trainer(step, torch.optim.RMSprop(step.parameters(), lr=1e-3), progress=True).fit(batches, epochs)
-    la = ContrastiveDiagLLLaplace(encoder.eval(), backend_kwargs={"margin": MARGIN})
+    la = Laplace(encoder.eval(), "contrastive", backend_kwargs={"margin": MARGIN})
     la.fit(loader(data.train, 200))
     la.optimize_prior_precision()
     images = next(iter(loader(data.test, 200)))[0]
@@ -123,13 +123,13 @@ def measure_prediction(data: Any, dim: int, epochs: int, rounds: int, n_samples:
         kappa, drawn = (predicted.variants[key] for key in ("inverse_kappa", "inverse_kappa_sampled"))
         out[name] = {
             "inverse_kappa": float(spearmanr(kappa, drawn).statistic),
-            "uncertainty": float(spearmanr(predicted.uncertainty, lost_norm(la, split, n_samples)).statistic),
+            "uncertainty": float(spearmanr(predicted.uncertainty, sampled_uncertainty(la, split, n_samples)).statistic),
         }
     return out
 
 
-def lost_norm(la: Any, split: Any, n_samples: int) -> Tensor:
-    """``E|z| - |E z|`` over sampled networks, the sampled form of ``EmbeddingDistribution.uncertainty``."""
+def sampled_uncertainty(la: Any, split: Any, n_samples: int) -> Tensor:
+    """``EmbeddingDistribution.uncertainty`` with the variance of sampled networks."""
     out = []
     for x, _ in loader(split, 200):
         generator = torch.Generator().manual_seed(0)

@@ -42,13 +42,13 @@ Rows = dict[str, dict[str, dict[str, list[Any]]]]
 _TITLES = {"1": "of the final posterior", STEPS: "divided by the number of steps", "0": "0: deterministic training"}
 
 
-def held_out(root: Path, train_size: int | None) -> RetrievalData:
-    """Training images only: some to train on, some to test on, MNIST's as out of distribution."""
-    data, digits = (load_data(name, root, ood="none") for name in ("fashionmnist", "mnist"))
+def held_out(root: Path, train_size: int | None, name: str = "fashionmnist", outside: str = "mnist") -> RetrievalData:
+    """Training images only: some to train on, some to test on, another data set's as out of distribution."""
+    data, other = (load_data(one, root, ood="none") for one in (name, outside))
     order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(1))
-    outside = digits.train.take(torch.arange(min(HELD_OUT, len(digits.train))))
+    ood = other.train.take(torch.arange(min(HELD_OUT, len(other.train))))
     train, test = data.train.take(order[HELD_OUT:][:train_size]), data.train.take(order[:HELD_OUT])
-    return replace(data, train=train, test=test, ood=outside)
+    return replace(data, train=train, test=test, ood=ood, ood_title=other.title)
 
 
 def measure(

@@ -1,7 +1,8 @@
 """What the strength of the prior moves, on the encoders of a finished run of ``benchmarks.experiments``.
 
 The average information is multiplied by several strengths (the default is a tenth), and the figures of table 2 are
-computed again for every seed: no encoder is trained.
+computed again for every seed: no encoder is trained. AUROC and AUPRC are of ``novelty``, AUSC of ``uncertainty``; with
+each strength the posterior is calibrated again, as in the run.
 
 Run: ``python -m benchmarks.prior_scale RUN [RUN ...] --data-root ../shared/data --out FOLDER``.
 """
@@ -49,17 +50,18 @@ def measure(
     precision = metrics.average_precision_at_k(ranking, 1)
     for strength in STRENGTHS:
         la.optimize_prior_precision(strength=strength)
+        method.calibrate(data)
         inside, outside, *further = (predict(la, mean, by) for mean, by in ((z, phi), *parts))
         votes = draw_embeddings(la, phi, n_votes, seed, method.setting.progress)
         found[f"{strength:g}"] = {f"map_at_{k}": metrics.map_at_k(ranking, k) for k in (1, 5, 10)} | {
-            "auroc": metrics.auroc(inside.uncertainty, outside.uncertainty),
-            "auprc": metrics.auprc(inside.uncertainty, outside.uncertainty),
+            "auroc": metrics.auroc(inside.novelty, outside.novelty),
+            "auprc": metrics.auprc(inside.novelty, outside.novelty),
             "ausc": metrics.ausc(inside.uncertainty, precision),
             "ece": metrics.retrieval_ece((u.cpu() for u in votes), data.test.targets),
             ANGLE: metrics.auroc(inside.tangential_variance, outside.tangential_variance),
         }
         for title, another in zip(others, further, strict=True):
-            found[f"{strength:g}"][f"AUROC, {title}"] = metrics.auroc(inside.uncertainty, another.uncertainty)
+            found[f"{strength:g}"][f"AUROC, {title}"] = metrics.auroc(inside.novelty, another.novelty)
     return found
 
 

@@ -20,9 +20,12 @@ from benchmarks.experiments.plan import DEMO, MEMBERS, Table
 from contrastive_curvature import output_hessian
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 
-__all__ = ["Config", "check_config", "check_data", "read_data", "settings"]
+__all__ = ["Config", "check_config", "check_data", "hold_out", "read_data", "settings"]
 
 _LEAST_IMAGES = 20
+_HELD_OUT = 5
+"""One in so many training images is held out for the demonstration's threshold."""
+_MOST_HELD_OUT = 2_000
 
 # Not part of what a run folder must agree on: they change no figure, threads no more than its last digits. Workers are
 # part of it, since random augmentations draw other numbers in them.
@@ -149,8 +152,30 @@ def read_data(config: Config) -> RetrievalData:
         download=config.download,
         image_size=config.image_size,
     )
+    if config.table == DEMO:
+        data = hold_out(data)
     check_data(config, data)
     return data
+
+
+def hold_out(data: RetrievalData) -> RetrievalData:
+    """Take a part of the training images, the same in every run, to calibrate with; the demonstration does so.
+
+    Args:
+        data: Without such a part.
+
+    Returns:
+        The data with a fifth of its training images held out, at most 2,000.
+    """
+    order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(2))
+    held = min(_MOST_HELD_OUT, len(order) // _HELD_OUT)
+    kept, taken = order[held:].sort().values, order[:held]
+    return dataclasses.replace(
+        data,
+        train=data.train.take(kept),
+        train_plain=None if data.train_plain is None else data.train_plain.take(kept),
+        calibration=data.plain.take(taken),
+    )
 
 
 def check_data(config: Config, data: RetrievalData) -> None:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from benchmarks.experiments.markdown import cell, line, machines
 from benchmarks.experiments.paper import paper_table
-from benchmarks.experiments.plan import BASE, DEMO, QUALITY, known_rows, score_titles
+from benchmarks.experiments.plan import ALPHAS, BASE, COLUMNS, DEMO, QUALITY, known_rows, score_titles
 from benchmarks.experiments.summary import summarize_cells
 
-__all__ = ["demo_markdown"]
+__all__ = ["demo_markdown", "flagged_markdown"]
 
 _POSTERIOR = "laplace_posthoc"
 _STEPS = (
     ("training", BASE, "fit"),
-    ("curvature fit and prior", _POSTERIOR, "fit"),
+    ("curvature fit, prior and calibration", _POSTERIOR, "fit"),
     ("deterministic forward pass, all test images", BASE, "predict"),
-    ("prediction with uncertainty, closed form, all test images", _POSTERIOR, "predict"),
+    ("prediction with uncertainty, novelty and p-value, all test images", _POSTERIOR, "predict"),
     ("prediction / forward pass (ratio)", _POSTERIOR, "predict_over_forward"),
     ("prediction with sampled networks, all test images", _POSTERIOR, "predict_inverse_kappa_sampled"),
     ("votes of the sampled networks, for the ECE", _POSTERIOR, "votes"),
@@ -46,31 +47,37 @@ def demo_markdown(results: dict[str, Any]) -> str:
         parts += [f"Seed {seed}\n", _table(alone, paper if len(seeds) == 1 else "")]
     if len(seeds) > 1:
         parts += [f"Mean ± standard deviation over {len(seeds)} seeds\n", _table(rows, paper)]
-    parts += [_notes(config), _seconds(rows)]
+    parts.append(_notes(config))
+    flagged = flagged_markdown(rows.get(_POSTERIOR, {"figures": {}})["figures"], results["data"])
+    parts += [flagged] if flagged else []
+    parts.append(_seconds(rows))
     parts += [f"**Failed**: {found['row']}, seed {found['seed']}: {found['failed']}\n" for found in results["failed"]]
     return "\n".join([*parts, *(f"{machine}\n" for machine in machines(results["cells"]))])
 
 
 def _table(rows: dict[str, Any], paper: str) -> str:
-    lines = [line(["uncertainty", *QUALITY.values(), "seconds"]), "|---|" + "---:|" * (len(QUALITY) + 1)]
+    columns = COLUMNS[DEMO]
+    lines = [line(["score", *columns.values(), "seconds"]), "|---|" + "---:|" * (len(columns) + 1)]
     for row in known_rows(DEMO):
         found = rows.get(row.key, {"variants": {}})
         for name, title in score_titles(DEMO, row).items():
             if name in found["variants"]:
                 figures = found["figures"] | found["variants"][name]
-                cells = [cell(figures.get(key)) for key in QUALITY]
+                cells = [cell(figures.get(key)) for key in columns]
                 seconds = found["seconds"].get(f"predict_{name}", found["seconds"]["predict"])
                 lines.append(line([title, *cells, cell(found["seconds"].get("search", seconds), 1)]))
     theirs = paper_table(2, paper)
     for key, title in _PAPER.items() if theirs is not None else ():
-        cells = [f"{theirs.rows[key][figure][0]:.2f}" for figure in QUALITY]
+        cells = [f"{theirs.rows[key][name][0]:.2f}" if name in QUALITY else "–" for name in columns]
         lines.append(line([f"Warburg et al. 2023: {title}", *cells, "–"]))
     return "\n".join(lines) + "\n"
 
 
 def _notes(config: dict[str, Any]) -> str:
     return (
-        "mAP: leave-one-out among the test images. AUROC, AUPRC: out of distribution is positive. AUSC: of mAP@1. ECE: "
+        "Laplace has two scores: AUROC and AUPRC are of its `novelty`, AUSC and R-AUROC of its `uncertainty`; the "
+        "other rows have one for both questions. mAP: leave-one-out among the test images. AUROC, AUPRC: out of "
+        "distribution is positive. AUSC: of mAP@1. R-AUROC: a wrong nearest neighbour is positive. ECE: "
         f"of the votes of {config['ece_samples']} sampled networks. Seconds: for all test images, in and out of "
         "distribution, forward passes included; the 10-NN rows include embedding the training images that they search, "
         f"in feature space at most {config['baseline_features']:,} of them.\n"
@@ -83,3 +90,37 @@ def _seconds(rows: dict[str, Any]) -> str:
         if key in rows and name in rows[key]["seconds"]:
             lines.append(line([title, cell(rows[key]["seconds"][name], 2)]))
     return "\n".join(lines) + "\n"
+
+
+def flagged_markdown(figures: dict[str, Any], data: dict[str, Any]) -> str:
+    """The table of flagged images of the demonstration's page.
+
+    Args:
+        figures: Summaries over seeds, by name.
+        data: Sizes of the data sets.
+
+    Returns:
+        Markdown; empty where there are no p-values.
+    """
+    shown = [alpha for alpha in ALPHAS if f"flagged_known_{alpha}" in figures]
+    if not shown:
+        return ""
+    lines = [line(["flagged as unknown at", *(f"\u03b1 = {alpha:g}" for alpha in shown)])]
+    lines.append("|---|" + "---:|" * len(shown))
+    kinds = {"known": (f"test images, {data['title']}", data["test"])}
+    if data["ood"] is not None:
+        kinds["unknown"] = (f"out of distribution, {data['ood_title']}", data["ood"])
+    for kind, (title, count) in kinds.items():
+        cells = []
+        for alpha in shown:
+            share = figures[f"flagged_{kind}_{alpha}"]["mean"]
+            cells.append(f"{share:.3f} \u00b1 {math.sqrt(share * (1 - share) / count):.3f}")
+        lines.append(line([title, *cells]))
+    held = data["calibration"]
+    scatter = ", ".join(f"{math.sqrt(alpha * (1 - alpha) / held):.3f}" for alpha in shown)
+    return (
+        f"Threshold: `la.calibrate` with {held:,} training images that were held out, then `~la(x).is_known(alpha)`\n\n"
+        + "\n".join(lines)
+        + "\n\n\u00b1: binomial standard error. Of test images a share \u03b1 is to be expected, on average over "
+        f"calibration sets; a set of {held:,} scatters around it by {scatter}.\n"
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -12,7 +11,7 @@ from benchmarks.experiments import figures
 from benchmarks.experiments.data import RetrievalData, Split
 from benchmarks.experiments.methods import Method, Prediction
 from benchmarks.experiments.methods.embed import unit
-from benchmarks.experiments.plan import OWN
+from benchmarks.experiments.plan import ALPHAS, NOVELTY, OWN, UNCERTAINTY
 from benchmarks.experiments.ranking import Retrieval, retrieve
 from contrastive_curvature import metrics
 from contrastive_curvature.metrics import CalibrationBins
@@ -45,10 +44,13 @@ class Evaluation:
         figures: Figure -> value; what the method or the data cannot give is not there, what is undefined ``None``.
         variants: Score -> figure -> value; the method's own score under :data:`~benchmarks.experiments.plan.OWN`. A
             score with embeddings of its own has the figures of their retrieval too.
-        scores: The uncertainties behind them.
+        scores: The uncertainties behind them; of a method with two scores, that of the retrievals under
+            :data:`~benchmarks.experiments.plan.UNCERTAINTY` and under
+            :data:`~benchmarks.experiments.plan.OWN`, the other under :data:`~benchmarks.experiments.plan.NOVELTY`.
         precision_at_1: Of every query, NaN without a positive, shape (N,).
         nearest: Index of each query's nearest neighbour, shape (N,).
         embeddings: Unit embeddings of the first test images in and out of distribution, each (at most 3000, D).
+        p_values: Of "this image is of a known kind", where there are.
         calibration: Of the votes, where there are.
         seconds: ``"predict"``: mean and uncertainty of all test images, in and out of distribution; ``"predict_NAME"``:
             the same for a variant, where it is known. ``"votes"``.
@@ -60,6 +62,7 @@ class Evaluation:
     precision_at_1: Tensor
     nearest: Tensor
     embeddings: dict[str, Tensor | None]
+    p_values: Scores | None
     calibration: CalibrationBins | None
     seconds: dict[str, float]
 
@@ -91,12 +94,17 @@ def evaluate(method: Method, data: RetrievalData, *, n_votes: int, seed: int) ->
     if bool(precision.isnan().any()):
         found |= {f"map_at_{k}_released": figures.map_released(retrieval.ranking, k) for k in (1, 5, 10)}
     variants = {
-        name: _score_figures(scores, retrieval, precision, held[name].inside) for name, scores in all_scores.items()
+        name: _rank_figures(scores, retrieval, precision, held[name].inside) | _detection_figures(scores)
+        for name, scores in all_scores.items()
     }
+    if NOVELTY in all_scores:
+        variants[OWN] |= _detection_figures(all_scores[NOVELTY])
     for name, mean in inside.means.items():
         variants[name] |= _map(retrieve(data, mean, None if gallery is None else gallery.means[name]))
     calibration, voted, vote_seconds = _votes(method, data, n_votes, seed)
     own = variants.get(OWN, {})
+    p_values = _p_values(inside, outside)
+    found |= _flagged(data, p_values)
     return Evaluation(
         found | {name: own[name] for name in ("auroc", "auprc", "ausc", "r_auroc") if name in own} | voted,
         variants,
@@ -107,6 +115,7 @@ def evaluate(method: Method, data: RetrievalData, *, n_votes: int, seed: int) ->
             name: None if part is None else unit(part.mean[:DOTS])
             for name, part in (("inside", inside), ("outside", outside))
         },
+        p_values,
         calibration,
         seconds | ({"votes": vote_seconds} if voted else {}),
     )
@@ -132,27 +141,53 @@ def _map(retrieval: Retrieval) -> dict[str, float]:
 
 
 def _scores(inside: Prediction, outside: Prediction | None) -> dict[str, Scores]:
-    own = {} if inside.uncertainty is None else {OWN: inside.uncertainty}
-    other: dict[str, Any] = {}
-    if outside is not None:
-        other = ({} if outside.uncertainty is None else {OWN: outside.uncertainty}) | outside.variants
-    return {name: Scores(score, other.get(name)) for name, score in (own | inside.variants).items()}
+    other = {} if outside is None else _by_name(outside)
+    return {name: Scores(score, other.get(name)) for name, score in _by_name(inside).items()}
 
 
-def _score_figures(scores: Scores, retrieval: Retrieval, precision: Tensor, held: Tensor) -> dict[str, float | None]:
+def _by_name(prediction: Prediction) -> dict[str, Tensor]:
+    own = {} if prediction.uncertainty is None else {OWN: prediction.uncertainty}
+    if prediction.novelty is not None and own:
+        own |= {UNCERTAINTY: own[OWN], NOVELTY: prediction.novelty}
+    return own | prediction.variants
+
+
+def _rank_figures(scores: Scores, retrieval: Retrieval, precision: Tensor, held: Tensor) -> dict[str, float | None]:
     correct = retrieval.ranking.relevant[:, 0]
-    found: dict[str, float | None] = {
+    return {
         "ausc": metrics.ausc(scores.inside, precision),
         "r_auroc": figures.r_auroc(scores.inside, precision),
         "ausc_released": figures.ausc_released(scores.inside, correct, held[retrieval.nearest]),
     }
-    if scores.outside is not None:
-        found |= {
-            "auroc": metrics.auroc(scores.inside, scores.outside),
-            "auprc": metrics.auprc(scores.inside, scores.outside),
-            "auprc_released": figures.auprc_released(scores.inside, scores.outside),
-        }
-    return found
+
+
+def _detection_figures(scores: Scores) -> dict[str, float | None]:
+    if scores.outside is None:
+        return {}
+    return {
+        "auroc": metrics.auroc(scores.inside, scores.outside),
+        "auprc": metrics.auprc(scores.inside, scores.outside),
+        "auprc_released": figures.auprc_released(scores.inside, scores.outside),
+    }
+
+
+def _p_values(inside: Prediction, outside: Prediction | None) -> Scores | None:
+    if inside.p_value is None:
+        return None
+    return Scores(inside.p_value, None if outside is None else outside.p_value)
+
+
+def _flagged(data: RetrievalData, p_values: Scores | None) -> dict[str, float | None]:
+    """Shares of images that are taken for unknown, where there are enough known ones to say so at all."""
+    if p_values is None or data.calibration is None:
+        return {}
+    parts = {"known": p_values.inside} | ({} if p_values.outside is None else {"unknown": p_values.outside})
+    return {
+        f"flagged_{name}_{alpha}": float((values <= alpha).double().mean())
+        for alpha in ALPHAS
+        if alpha >= 1 / (len(data.calibration) + 1)
+        for name, values in parts.items()
+    }
 
 
 def _votes(

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.experiments.config import hold_out
 from benchmarks.experiments.data import RetrievalData, load_data
 from benchmarks.experiments.methods import Method, Setting, make_method
-from benchmarks.experiments.plan import known_rows
+from benchmarks.experiments.plan import DEMO, known_rows
 from benchmarks.experiments.saved import read_json
 from benchmarks.experiments.store import cell_folder, check_format
 from contrastive_curvature.errors import InputError, expected
@@ -65,5 +66,6 @@ def read_run(folder: Path, data_root: Path) -> Finished:
         raise InputError(expected(str(folder), "a run folder of benchmarks.experiments", "one without options", hint))
     names = ("ood", "train_size", "test_size", "image_size")
     data = load_data(config["data"], data_root, **{name: config[name] for name in names})
+    data = hold_out(data) if config["table"] == DEMO else data
     given = {name: value for name, value in config.items() if name in Setting.__dataclass_fields__}
     return Finished(folder, config, data, Setting(**given | {"n_samples": 0}, relation=data.relation))

@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.experiments.data import DATASETS
 from benchmarks.experiments.defaults import DEFAULTS
 from benchmarks.experiments.paper import PaperTable, paper_table
-from benchmarks.experiments.plan import COLUMNS, MEMBERS, OWN, Row, known_rows
+from benchmarks.experiments.plan import COLUMNS, MEMBERS, NOVELTY, OWN, UNCERTAINTY, Row, known_rows
 
 __all__ = ["cell", "line", "machines", "markdown"]
 
@@ -30,6 +30,8 @@ _VARIANTS = {
 _SECONDS = {"fit": "fit [s]", "predict": "predict [s]", "predict_over_forward": "predict / plain forward pass"}
 _SCORES = {
     "sum_std": "sum of standard deviations (released code)",
+    UNCERTAINTY: "uncertainty alone",
+    NOVELTY: "novelty alone",
     "inverse_kappa": "1/κ",
     "inverse_kappa_sampled": "1/κ of samples",
     "harmonic": "harmonic mean of variances (PFE's own)",
@@ -102,7 +104,9 @@ def _variants(rows: list[Row], found: dict[str, Any]) -> str:
             if votes:
                 # The votes are the method's, whichever score it is asked for.
                 cells.append(cell(found[row.key]["figures"].get("ece_released")) if number == 0 else "")
-            score = "the method's own" if name == OWN else _SCORES.get(name, name)
+            two = NOVELTY in found[row.key]["variants"]
+            own = "the method's own: novelty for AUROC and AUPRC, uncertainty else" if two else "the method's own"
+            score = own if name == OWN else _SCORES.get(name, name)
             lines.append(line([row.title, score, *cells]))
     return "\n".join(lines) + "\n"
 
@@ -142,6 +146,11 @@ def _notes(rows: list[Row], results: dict[str, Any], paper: PaperTable | None) -
         "Released code: AUPRC by the trapezoidal rule; AUSC with the neighbour's uncertainty added, over 99 "
         "percentiles; ECE over bins [low, high), which leave out full agreement.",
     ]
+    if any(NOVELTY in results["rows"][row.key]["variants"] for row in rows):
+        notes.append(
+            "LAM has two scores: AUROC and AUPRC are of its novelty, AUSC and R-AUROC of its uncertainty. All other "
+            "methods have one score for both questions."
+        )
     if any("map_at_1_released" in results["rows"][row.key]["figures"] for row in rows):
         notes.append(
             "Some queries have no positive. Our figures leave them out; in the released code, and so in the paper, "

@@ -15,7 +15,7 @@ from matplotlib.ticker import LogLocator
 from torch import Tensor
 
 from benchmarks.experiments.data import RetrievalData, Split
-from benchmarks.experiments.plan import OWN
+from benchmarks.experiments.plan import NOVELTY, OWN
 from benchmarks.experiments.store import Curves
 
 __all__ = ["draw_embeddings", "draw_images", "project"]
@@ -29,18 +29,21 @@ _COLOURS = 10
 def draw_images(data: RetrievalData, curves: Curves, title: str) -> Figure:
     """Draw the ten images of lowest and of highest uncertainty, in distribution and, where there are, out of it.
 
+    Of a method with two scores the images out of distribution are those of lowest and of highest novelty.
+
     Args:
         data: The images.
-        curves: The method's uncertainties.
+        curves: The method's scores.
         title: Of the figure.
 
     Returns:
         The figure; in distribution a red caption marks a wrong nearest neighbour.
     """
-    scores = curves.scores[OWN]
-    sets: list[tuple[str, Split, Tensor, bool]] = [(data.title, data.test, scores.inside, True)]
-    if data.ood is not None and scores.outside is not None:
-        sets.append((f"out of distribution, {data.ood_title}", data.ood, scores.outside, False))
+    sets: list[tuple[str, Split, Tensor, bool]] = [(data.title, data.test, curves.scores[OWN].inside, True)]
+    other = NOVELTY if NOVELTY in curves.scores else OWN
+    outside = curves.scores[other].outside
+    if data.ood is not None and outside is not None:
+        sets.append((f"out of distribution, {data.ood_title}", data.ood, outside, False))
     size = (1.15 * _SHOWN, 3.1 * len(sets) + 0.8)
     figure, grid = plt.subplots(2 * len(sets), _SHOWN, figsize=size, layout="constrained", squeeze=False)
     lines = iter(grid)
@@ -55,11 +58,13 @@ def draw_images(data: RetrievalData, curves: Curves, title: str) -> Figure:
                 axes.grid(False)
                 wrong = inside and float(curves.precision_at_1[index]) == 0
                 label = _label(data, curves, index, wrong) if inside else ""
-                axes.set_xlabel(f"{label}{float(values[index]):.2g}", fontsize=7, color="C3" if wrong else "black")
-            line[0].set_ylabel(f"{fill(name, 18)},\n{end}", fontsize=8)
+                shown = f"{float(values[index]):.{2 if inside else 3}g}"
+                axes.set_xlabel(f"{label}{shown}", fontsize=7, color="C3" if wrong else "black")
+            score = "novelty" if not inside and other == NOVELTY else "uncertainty"
+            line[0].set_ylabel(f"{fill(name, 18)},\n{end}\n{score}", fontsize=8)
     named = "its class, → that of the nearest neighbour where it is wrong; " if data.classes else ""
-    below = f"below each: {named}uncertainty; red: the nearest neighbour is wrong"
-    figure.suptitle(f"Lowest and highest uncertainty: {title}\n{below}", fontsize=11)
+    below = f"below each: {named}score; red: the nearest neighbour is wrong"
+    figure.suptitle(f"Most and least certain images: {title}\n{below}", fontsize=11)
     return figure
 
 

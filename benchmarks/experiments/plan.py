@@ -12,9 +12,12 @@ __all__ = [
     "BASE",
     "COLUMNS",
     "DEMO",
+    "ALPHAS",
     "MEMBERS",
+    "NOVELTY",
     "OWN",
     "QUALITY",
+    "UNCERTAINTY",
     "Cell",
     "Row",
     "Table",
@@ -32,7 +35,13 @@ DEMO = "demo"
 """The demonstration: a few rows of table 2 with every score of the posterior."""
 
 OWN = "own"
-"""Name of a method's own score among its variants."""
+"""A method's own score among its variants; of a method with two scores, each where it belongs."""
+
+NOVELTY, UNCERTAINTY = "novelty", "uncertainty"
+"""The two scores of such a method, each by itself: which images are unknown, and which retrievals are wrong."""
+
+ALPHAS = (0.01, 0.05)
+"""Shares of known images that may be flagged."""
 
 BASE = "deterministic"
 """Key of the row, and of the folder, of the encoders that other methods build on."""
@@ -52,7 +61,7 @@ QUALITY = {
 """Figures of the paper's table 2."""
 
 COLUMNS: dict[Table, dict[str, str]] = {
-    DEMO: QUALITY,
+    DEMO: QUALITY | {"r_auroc": "R-AUROC"},
     1: {"map_at_5": "mAP@5", "auroc": "AUROC", "ausc": "AUSC"},
     2: QUALITY,
     3: {name: title for name, title in QUALITY.items() if name != "ece"},
@@ -65,7 +74,7 @@ COLUMNS: dict[Table, dict[str, str]] = {
         "ausc": "AUSC",
     },
 }
-"""Figures of the paper's tables."""
+"""Figures of the paper's tables, and of the demonstration."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +117,7 @@ class Cell:
 
 
 def _ablation() -> list[Row]:
+    # As in the paper. With two of the fixes Kronecker factors would leave out what the others have.
     when = {"posthoc": "Post-hoc", "online": "Online"}
     distances = {"euclidean": "Euclidean", "arccos": "Arccos"}
     return [
@@ -115,7 +125,7 @@ def _ablation() -> list[Row]:
             f"{name}_{distance}_{fix}",
             f"{title} {shown} {fix}",
             f"laplace_{name}",
-            {"distance": distance, "pd_fix": fix},
+            {"distance": distance, "pd_fix": fix, "structure": "diag"},
         )
         for name, title in when.items()
         for distance, shown in distances.items()
@@ -159,11 +169,11 @@ _METHODS = (
 )
 
 _IN_DEMO = (BASE, "laplace_posthoc", "norm", "knn_embedding", "knn_features")
-# The first is the library's own scalar, the others the paper's, purely angular, without and with sampling.
+# The first has the library's two scores, the others the paper's one, without and with sampling.
 _DEMO_SCORES = {
-    OWN: "Laplace, closed form",
-    "inverse_kappa": "Laplace, closed form, 1/κ",
-    "inverse_kappa_sampled": "Laplace, sampled networks, 1/κ",
+    OWN: "Laplace",
+    "inverse_kappa": "Laplace, 1/κ",
+    "inverse_kappa_sampled": "Laplace, 1/κ of sampled networks",
 }
 
 # Not among the paper's rows; positions have no classes to fit a density to.

@@ -1,4 +1,4 @@
-"""Plots of one seed with all its finished methods: ROC, calibration, sparsification, histograms, images, embeddings."""
+"""Plots of one seed with all its finished methods, where each score is shown for the question that it answers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodF
 from torch import Tensor
 
 from benchmarks.experiments.data import RetrievalData
+from benchmarks.experiments.evaluate import Scores
+from benchmarks.experiments.p_values import draw_p_values
 from benchmarks.experiments.pictures import draw_embeddings, draw_images
-from benchmarks.experiments.plan import OWN, Row, Table, known_rows, score_titles
+from benchmarks.experiments.plan import NOVELTY, OWN, Row, Table, known_rows, score_titles
 from benchmarks.experiments.store import Curves, load_curves
 from contrastive_curvature import metrics
 
@@ -50,6 +52,15 @@ class Shown:
     outside: Tensor | None
     precision: Tensor
 
+    @classmethod
+    def of(cls, curves: Curves, name: str, title: str, detection: bool) -> Shown:
+        """A score of a cell; of a method with two, that which belongs into plots of detection, or of retrieval."""
+        scores: Scores = curves.scores[name]
+        if name == OWN and NOVELTY in curves.scores:
+            scores = curves.scores[NOVELTY] if detection else scores
+            title = f"{title}, {'novelty' if detection else 'uncertainty'}"
+        return cls(title, scores.inside, scores.outside, curves.precision_at_1)
+
 
 def draw_all(out: Path, data: RetrievalData, table: Table, seed: int) -> None:
     """Draw what a seed has so far into ``plots/`` of the run folder, as PNG.
@@ -77,18 +88,21 @@ def draw_all(out: Path, data: RetrievalData, table: Table, seed: int) -> None:
 
 
 def _figures(data: RetrievalData, found: Found, table: Table, seed: int) -> Iterator[tuple[str, Figure]]:
-    shown = [
-        Shown(title, curves.scores[name].inside, curves.scores[name].outside, curves.precision_at_1)
-        for row, curves in found
-        for name, title in score_titles(table, row).items()
-        if name in curves.scores
-    ]
+    ranking, detection = (
+        [
+            Shown.of(curves, name, title, detects)
+            for row, curves in found
+            for name, title in score_titles(table, row).items()
+            if name in curves.scores
+        ]
+        for detects in (False, True)
+    )
     voted = [(row, curves) for row, curves in found if curves.calibration is not None]
-    if shown:
-        yield "sparsification", _sparsification(data, shown, seed)
-    if shown and data.ood is not None:
-        yield "roc", _roc(data, shown, seed)
-        yield "histograms", _histograms(data, shown, seed)
+    if ranking:
+        yield "sparsification", _sparsification(data, ranking, seed)
+    if detection and data.ood is not None:
+        yield "roc", _roc(data, detection, seed)
+        yield "histograms", _histograms(data, detection, seed)
     if voted:
         yield "calibration", _calibration(data, voted, seed)
     for row, curves in found:
@@ -96,6 +110,8 @@ def _figures(data: RetrievalData, found: Found, table: Table, seed: int) -> Iter
             title = f"{score_titles(table, row)[OWN]}, seed {seed}"
             yield f"images_{row.key}", draw_images(data, curves, title)
             yield f"embeddings_{row.key}", draw_embeddings(data, curves, title)
+        if curves.p_values is not None:
+            yield f"p_values_{row.key}", draw_p_values(data, curves.p_values, f"{row.title}, seed {seed}")
 
 
 def _roc(data: RetrievalData, shown: list[Shown], seed: int) -> Figure:
@@ -210,7 +226,7 @@ def _histograms(data: RetrievalData, shown: list[Shown], seed: int) -> Figure:
         axes.set_axis_off()
     # Outside: the peaks stand at another place in every run.
     figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    figure.suptitle(f"Uncertainty in and out of distribution, seed {seed}")
+    figure.suptitle(f"Scores in and out of distribution, seed {seed}")
     return figure
 
 

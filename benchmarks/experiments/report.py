@@ -53,6 +53,7 @@ def collect(config: Config, data: RetrievalData) -> dict[str, Any]:
             "test": len(data.test),
             "ood": None if data.ood is None else len(data.ood),
             "gallery": None if data.gallery is None else len(data.gallery),
+            "calibration": None if data.calibration is None else len(data.calibration),
         },
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "rows": {key: summarize_cells(found) for key, found in rows.items()},

@@ -106,7 +106,7 @@ def check_curves(path: Path, content: object, cell: Path, points: int | None = N
         hint = f"Remove {cell}, and the cell is evaluated again."
         raise InputError(expected(str(path), f"a cell's curves, {wanted}", f"a damaged file ({came})", hint))
 
-    parts = ("scores", "precision_at_1", "nearest", "embeddings", "calibration")
+    parts = ("scores", "precision_at_1", "nearest", "embeddings", "p_values", "calibration")
     if not isinstance(content, dict) or set(content) != set(parts):
         refuse(f"with {', '.join(parts)}", sorted(content, key=str) if isinstance(content, dict) else type(content))
     precision, nearest = content["precision_at_1"], content["nearest"]
@@ -135,6 +135,14 @@ def check_curves(path: Path, content: object, cell: Path, points: int | None = N
         refuse("embeddings inside, a finite tensor (at most N, D), and outside", _kind(dots))
     if dots["outside"] is not None and not _are_points(dots["outside"]):
         refuse("embeddings outside finite, (M, D), or None", _kind(dots["outside"]))
+    known = content["p_values"]
+    if known is not None:
+        if not isinstance(known, dict) or set(known) != {"inside", "outside"}:
+            refuse("p_values None or with inside and outside", _kind(known))
+        if not _are_shares(known["inside"]) or len(known["inside"]) != n:
+            refuse(f"p_values inside {n} numbers in (0, 1]", _kind(known["inside"]))
+        if known["outside"] is not None and not _are_shares(known["outside"]):
+            refuse("p_values outside numbers in (0, 1], or None", _kind(known["outside"]))
     bins = content["calibration"]
     if bins is None:
         return
@@ -164,6 +172,10 @@ def _is_vector(value: object) -> bool:
 
 def _is_finite(value: object) -> bool:
     return isinstance(value, Tensor) and _is_vector(value) and bool(value.isfinite().all())
+
+
+def _are_shares(value: object) -> bool:
+    return isinstance(value, Tensor) and _is_finite(value) and bool(((value > 0) & (value <= 1)).all())
 
 
 def _are_points(value: object, most: int | None = None) -> bool:

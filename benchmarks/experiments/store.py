@@ -35,8 +35,8 @@ __all__ = [
 ]
 
 _CONFIG = "config.json"
-FORMAT = 2
-"""Of run folders. Those of ``benchmarks.retrieval`` and of the demonstration in the package had none."""
+FORMAT = 3
+"""Of run folders. In those of format 2, LAM had a diagonal posterior and one score for both questions."""
 
 
 def open_run(config: Config, data: RetrievalData) -> None:
@@ -113,6 +113,9 @@ def save_cell(out: Path, cell: Cell, found: Evaluation, fit_seconds: float | Non
         "precision_at_1": found.precision_at_1,
         "nearest": found.nearest,
         "embeddings": found.embeddings,
+        "p_values": None
+        if found.p_values is None
+        else {"inside": found.p_values.inside, "outside": found.p_values.outside},
         "calibration": None
         if bins is None
         else {name: getattr(bins, name) for name in ("edges", "count", "confidence", "accuracy")},
@@ -169,6 +172,7 @@ class Curves:
         precision_at_1: Of every query, shape (N,).
         nearest: Index of each query's nearest neighbour, shape (N,).
         embeddings: Of the first images in and out of distribution.
+        p_values: Of "this image is of a known kind", where there are.
         calibration: Of the votes, where there are.
     """
 
@@ -177,7 +181,8 @@ class Curves:
         self.precision_at_1: Tensor = content["precision_at_1"]
         self.nearest: Tensor = content["nearest"]
         self.embeddings: dict[str, Tensor | None] = content["embeddings"]
-        bins = content["calibration"]
+        known, bins = content["p_values"], content["calibration"]
+        self.p_values = None if known is None else Scores(**known)
         self.calibration = None if bins is None else CalibrationBins(**bins)
 
 

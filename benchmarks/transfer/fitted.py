@@ -14,34 +14,32 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.transfer.feature_file import FeatureFile
 from contrastive_curvature import EmbeddingDistribution, FeatureNormWarning
-from contrastive_curvature.errors import ContrastiveCurvatureError, InputError, UnsupportedError, expected
+from contrastive_curvature.errors import ContrastiveCurvatureError, InputError, expected
 
-__all__ = ["DEFAULT", "KRON_WIDTH", "STRUCTURES", "Fitted", "Points", "default_structure"]
+__all__ = ["DEFAULT", "STRUCTURES", "Fitted", "Points", "default_structure"]
 
 T = TypeVar("T")
 
-STRUCTURES = ("diag", "kron", "kron_lowrank")
-"""Structures of the posterior that are compared."""
+STRUCTURES = ("diag", "kron_lowrank")
+"""Structures of the posterior that are compared. ``kron`` is the same as ``kron_lowrank`` at full rank, which this has up
+to 1,024 features, and takes minutes with many more."""
 
 DEFAULT = "default"
 """Stands for the structure that ``Laplace`` takes when nobody asks for one."""
-
-KRON_WIDTH = 2048
-"""More features than this take full Kronecker factors minutes: their eigendecomposition is cubic."""
 
 READ: dict[str, Callable[[EmbeddingDistribution, Tensor], Tensor]] = {
     "uncertainty": lambda e, _: e.uncertainty,
     "lost_length": lambda e, spread: spread * e.mean.norm(dim=1) / 2,
     "novelty": lambda e, _: e.novelty,
-    "angle": lambda e, _: 1 / e.kappa,
+    "angle": lambda _, spread: spread,
     "variance": lambda e, spread: spread * e.mean.square().sum(1),
 }
 """Scores of a posterior, each (B,) from the prediction for B inputs and its tangential variance."""
 
 _BATCH = 1024
 _KNOWN = 2000
-_COVARIANCES = 2**25
-"""Entries of the covariances in memory at once."""
+_COVARIANCES = 2**20
+"""Entries of the covariances in memory at once: many more would leave the processor's caches."""
 
 
 class Points:
@@ -111,8 +109,11 @@ class Fitted:
     @cached_property
     def known(self) -> Points:
         """Inputs that say which scores are usual: those for calibration, else a sample of the training inputs."""
-        if self.calibration is not None:
-            return self.calibration
+        return self.training_sample if self.calibration is None else self.calibration
+
+    @cached_property
+    def training_sample(self) -> Points:
+        """Some of the training inputs, drawn with a fixed seed."""
         order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(0))
         return self.points("train_features", self.train.features[order[:_KNOWN]])
 
@@ -136,14 +137,13 @@ class Fitted:
             structure: One of :data:`STRUCTURES`, or :data:`DEFAULT`.
 
         Raises:
-            UnsupportedError: Full Kronecker factors of too many features.
             ContrastiveCurvatureError: The library refuses the structure.
         """
         if structure == DEFAULT:
             structure = default_structure()
         if structure not in self._posteriors:
             try:
-                self._posteriors[structure] = self._fit(structure)
+                self._posteriors[structure] = self.fit(structure)
             except ContrastiveCurvatureError as error:
                 # Three scores ask for it, and a fit may fail after minutes.
                 self._posteriors[structure] = error
@@ -152,12 +152,16 @@ class Fitted:
             raise found
         return found
 
-    def _fit(self, structure: str) -> Any:
-        width = self.weight.shape[1]
-        if structure == "kron" and width > KRON_WIDTH:
-            msg = f"hessian_structure='kron': full factors of {width} features (more than {KRON_WIDTH}) take minutes."
-            raise UnsupportedError(msg)
-        la: Any = Laplace(self.encoder, likelihood="contrastive", hessian_structure=structure)
+    def fit(self, structure: str, backend_kwargs: dict[str, Any] | None = None) -> Any:
+        """A posterior that is not kept; see :meth:`posterior`.
+
+        Args:
+            structure: One of :data:`STRUCTURES`, or :data:`DEFAULT`.
+            backend_kwargs: As ``Laplace`` takes them.
+        """
+        structure = default_structure() if structure == DEFAULT else structure
+        options = {} if backend_kwargs is None else {"backend_kwargs": backend_kwargs}
+        la: Any = Laplace(self.encoder, likelihood="contrastive", hessian_structure=structure, **options)
         loader = DataLoader(TensorDataset(self.train.features, self.labels), batch_size=_BATCH)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", FeatureNormWarning)

@@ -24,13 +24,19 @@ VERSION = 3
 _DIGITS = 4
 
 
-def key_of(features: Path) -> str:
-    """What a result depends on: the feature file, the rows, and the version of the figures.
+def key_of(features: Path, what: object = None) -> str:
+    """What a result depends on: the feature file, and what is made of it.
 
     Changes of the library are not in it; ``--again`` judges anew after them.
+
+    Args:
+        features: The feature file.
+        what: What is made of it, told apart by its ``repr``; the figures of all rows by default.
     """
+    if what is None:
+        what = (VERSION, [(row.name, row.title, str(row.needs)) for row in all_rows()])
     out = hashlib.blake2b(digest_size=16)
-    out.update(repr((VERSION, [(row.name, row.title, str(row.needs)) for row in all_rows()])).encode())
+    out.update(repr(what).encode())
     with features.open("rb") as file:
         while block := file.read(2**22):
             out.update(block)

@@ -58,7 +58,7 @@ _OF_POSTERIOR = {
     "uncertainty": "uncertainty",
     "novelty": "novelty",
     "lost_length": "lost length",
-    "angle": "1 / kappa",
+    "angle": "V / n^2 (1 / kappa)",
     "variance": "tangential variance",
 }
 

@@ -124,10 +124,13 @@ def judge_features(
 
 
 def write_summary(output: Path) -> Path:
-    """Write the tables of all results of a folder."""
+    """Write the table of each result of a folder, and the summary of all."""
     path = output / f"{RESULTS}.md"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, summary(read_results(output / RESULTS)))
+    results = read_results(output / RESULTS)
+    for result in results:
+        write_table(output / RESULTS, result)
+    write_atomically(path, summary(results))
     return path
 
 

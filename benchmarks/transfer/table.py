@@ -9,6 +9,7 @@ from benchmarks.transfer.answers import answer_tables
 from benchmarks.transfer.figures import REJECTED
 from benchmarks.transfer.gaps import KINDS, Question, gallery_free, questions, summarise
 from benchmarks.transfer.markdown import head, line
+from benchmarks.transfer.overview import overview
 from benchmarks.transfer.results import Result
 from benchmarks.transfer.rows import Needs
 
@@ -29,7 +30,7 @@ def encoder_table(result: Result) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """All encoders: gaps, how far the library's answers are from the best scores, and every table."""
+    """All encoders: gaps, how far the library's answers are from the best scores, and a line for each encoder."""
     asked = [question for result in results for question in questions(result)]
     machines = sorted({_machine(result) for result in results})
     lines = [
@@ -54,8 +55,13 @@ def summary(results: Sequence[Result]) -> str:
         "",
         "## Encoders",
         "",
+        "The answers beside the best of the others; means over the unknown and harmed inputs that count. All rows of "
+        "an encoder are in `transfer/NAME.md`.",
+        "",
+        *overview(results),
+        "",
     ]
-    return "\n".join([*lines, *(line for result in results for line in [*_encoder(result, "###"), ""])])
+    return "\n".join(lines)
 
 
 def _machine(result: Result) -> str:
@@ -92,10 +98,10 @@ def _in_order(rows: dict[str, Any], results: Sequence[Result]) -> Iterable[tuple
     return ((name, rows[name]) for name in dict.fromkeys([*longest, *rows]))
 
 
-def _encoder(result: Result, mark: str = "#") -> Iterator[str]:
+def _encoder(result: Result) -> Iterator[str]:
     sizes = dict(result["sizes"])
     counts = ", ".join(f"{sizes[name]:,} {name}" for name in ("train", "classes", "test", "features"))
-    yield f"{mark} {result['title']}"
+    yield f"# {result['title']}"
     yield ""
     pairs = result.get("pairs")
     verified = ""

@@ -34,7 +34,7 @@ __all__ = ["BACKENDS", "layer_table", "rewrite", "structure_table"]
 
 BACKENDS = ("ContrastiveGGN", "BackPackContrastiveGGN", "StochManContrastiveGGN", "CurvlinopsContrastiveGGN")
 ROWS = (
-    ("last_layer", ("diag", "full", "kron", "gp")),
+    ("last_layer", ("kron_lowrank", "diag", "full", "kron", "gp")),
     ("all", ("diag", "full", "kron", "lowrank", "gp")),
     ("subnetwork", ("diag", "full")),
 )
@@ -43,6 +43,9 @@ INDICES = torch.tensor([0, 3, 7, 11])
 _Options = dict[str, Any]
 EXACT, APPROXIMATE, REFUSED = "exact", "K-FAC", "refused"
 """Kronecker factors are the only approximation that a backend may give."""
+_FACTORED = ("kron", "kron_lowrank")
+_RANK = 2
+"""Of ``kron_lowrank``, smaller than the number of features of every case."""
 
 
 def structure_table(backends: Iterable[str] = BACKENDS) -> str:
@@ -126,10 +129,10 @@ def _classify(
             return REFUSED
     # Lanczos stops earlier than everything else.
     if not close(found, truth, float(truth.abs().max()), 1e-8 if structure == "lowrank" else 1e-10):
-        kinds = "K-FAC" if structure == "kron" else "exact"
+        kinds = APPROXIMATE if structure in _FACTORED else EXACT
         msg = f"{backend.__name__}: {structure} of {weights} with {options} is neither {kinds} nor refused"
         raise AssertionError(msg)
-    return APPROXIMATE if structure == "kron" else EXACT
+    return APPROXIMATE if structure in _FACTORED else EXACT
 
 
 def _case(kind: str) -> tuple[nn.Module, Tensor]:
@@ -163,12 +166,27 @@ def _batch(structure: str) -> Callable[..., tuple[Tensor, Tensor]]:
     ) -> tuple[Tensor, Tensor]:
         found = getattr(_made(backend, model, x, weights, **options), structure)(x, LABELS, N=len(x))[1]
         if structure == "kron":
-            # No oracle has an approximation: the reference backend's factors, which tests/ggn/test_ggn.py takes apart.
-            reference = _made(cc.ContrastiveGGN, model, x, weights, **options).kron(x, LABELS, N=len(x))[1]
-            return found.to_matrix(), reference.to_matrix()
+            return found.to_matrix(), _factors(model, x, weights, options).to_matrix()
         return found, truth.diagonal() if structure == "diag" else truth
 
     return run
+
+
+def _factors(model: nn.Module, x: Tensor, weights: str, options: _Options) -> Any:
+    """Factors of the reference backend, which tests/ggn/test_ggn.py takes apart: no oracle has an approximation."""
+    return _made(cc.ContrastiveGGN, model, x, weights, **options).kron(x, LABELS, N=len(x))[1]
+
+
+def _kron_lowrank(
+    backend: type[ContrastiveBackend], model: nn.Module, x: Tensor, weights: str, options: _Options, truth: Tensor
+) -> tuple[Tensor, Tensor]:
+    (g, a), (of_bias,) = _factors(model, x, weights, options).kfacs
+    values, vectors = torch.linalg.eigh(a)
+    values[:-_RANK] = values[:-_RANK].mean()
+    inputs = (vectors * values) @ vectors.T
+    curvature = torch.block_diag(torch.kron(clamp_curvature(g), inputs), clamp_curvature(of_bias)).view_as(truth)
+    made = {"backend": backend, "backend_kwargs": {**options, "rank": _RANK}}
+    return _predicted(Laplace(model, "contrastive", weights, "kron_lowrank", **made), model, x, curvature)
 
 
 def _lowrank(
@@ -183,13 +201,23 @@ def _gp(
     backend: type[ContrastiveBackend], model: nn.Module, x: Tensor, weights: str, options: _Options, truth: Tensor
 ) -> tuple[Tensor, Tensor]:
     la = Laplace(model, "contrastive", weights, "gp", n_subset=len(x), backend=backend, backend_kwargs=options)
+    return _predicted(la, model, x, truth)
+
+
+def _predicted(la: Any, model: nn.Module, x: Tensor, curvature: Tensor) -> tuple[Tensor, Tensor]:
+    """Joint covariance (N D, N D) of a posterior once it is fitted, and that of a dense curvature (P, P)."""
     la.fit([(x, LABELS)])
-    jacobian = dense_jacobian(model, x)[:, -len(truth) :]
-    precision = torch.eye(len(truth), dtype=truth.dtype) + truth
+    jacobian = dense_jacobian(model, x)[:, -len(curvature) :]
+    precision = torch.eye(len(curvature), dtype=curvature.dtype) + curvature
     return la(x, joint=True).joint_covariance, jacobian @ torch.linalg.solve(precision, jacobian.T)
 
 
-_RUNS = {**{str(s): _batch(str(s)) for s in Structure}, "lowrank": _lowrank, "gp": _gp}
+_RUNS = {
+    **{str(s): _batch(str(s)) for s in Structure},
+    "kron_lowrank": _kron_lowrank,
+    "lowrank": _lowrank,
+    "gp": _gp,
+}
 
 
 def _header(names: list[str]) -> list[str]:

@@ -11,7 +11,7 @@ from benchmark_data_files import write_mnist
 from torch import nn
 
 import contrastive_curvature as cc
-from benchmarks import backends, kron_error, lam_cost, online_temperature
+from benchmarks import backends, kron_error, lam_cost, online_structure, online_temperature
 from benchmarks.curvature import main
 from benchmarks.pairwise import pairwise_curvature
 
@@ -23,7 +23,8 @@ def test_make_names_every_benchmark():
     printed = subprocess.run(["make", "-s", "help"], cwd=PROJECT, check=True, capture_output=True, text=True).stdout
     named = printed.split("benchmarks: ")[1].split()
     scripts = [path.stem for path in PROJECT.glob("benchmarks/*.py") if "\nif __name__ ==" in path.read_text()]
-    assert sorted(named) == sorted([*scripts, "experiments"])
+    packages = [path.parent.name for path in PROJECT.glob("benchmarks/*/__main__.py")]
+    assert sorted(named) == sorted([*scripts, *packages])
     refused = subprocess.run(["make", "-n", "bench", "BENCH=retrieval"], cwd=PROJECT, capture_output=True, text=True)
     assert "BENCH: expected one of" in refused.stdout
 
@@ -136,3 +137,31 @@ def test_online_temperature(tmp_path, capsys, monkeypatch):
     assert again == found["rows"]["steps"]["discounted"]["auroc"][::-1]
     with pytest.raises(cc.InputError, match=r"--work.*same setting"):
         online_temperature.main([*given, "--epochs", "2", "--seeds", "3", "--temperatures", "steps"])
+
+
+def test_online_structure(tmp_path, capsys, monkeypatch):
+    for name in ("FashionMNIST", "MNIST"):
+        write_mnist(tmp_path, name, {"train": 100, "t10k": 20})
+    monkeypatch.setattr(online_temperature, "HELD_OUT", 30)
+    given = ["--data-root", str(tmp_path), "--train-size", "64", "--work", str(tmp_path / "work"), "--dims", "3"]
+    given += ["--out", str(tmp_path), "--data", "mnist"]
+    threads = torch.get_num_threads()
+    try:
+        online_structure.main([*given, "--epochs", "1", "--seeds", "3", "4"])
+        found = json.loads((tmp_path / "online_structure.json").read_text())
+        assert list(found["rows"]) == ["mnist 3"]
+        assert list(found["rows"]["mnist 3"]) == list(online_structure.STRUCTURES)
+        assert found["machine"]["threads"] == 1
+        for structure, figures in found["rows"]["mnist 3"].items():
+            assert all(len(values) == 2 and min(values) >= 0 for values in figures.values())
+            auroc = found["overall"][structure]["auroc"]
+            assert auroc == pytest.approx(sum(figures["auroc"]) / 2)
+            assert 0 <= auroc <= 1
+            assert f"| mean | | {structure} |" in (tmp_path / "online_structure.md").read_text()
+        assert (tmp_path / "online_structure.md").read_text() in capsys.readouterr().out
+        monkeypatch.setattr(online_structure, "measure", None)  # nothing is trained twice
+        online_structure.main([*given, "--epochs", "1", "--seeds", "4"])
+        with pytest.raises(cc.InputError, match=r"--work.*same setting"):
+            online_structure.main([*given, "--epochs", "2", "--seeds", "3"])
+    finally:
+        torch.set_num_threads(threads)

@@ -90,7 +90,7 @@ def test_saved_curves_give_the_figures(whole):
     for cell in results_of(whole)["cells"]:
         curves = store.load_curves(whole, cell["seed"], cell["row"])
         if cell["row"] != "deterministic":
-            scores = curves.scores[plan.OWN]
+            scores = curves.scores.get(plan.NOVELTY, curves.scores[plan.OWN])
             assert metrics.auroc(scores.inside, scores.outside) == cell["figures"]["auroc"]
         if "ece" in cell["figures"]:
             assert curves.calibration.expected_calibration_error == cell["figures"]["ece"]
@@ -108,8 +108,10 @@ def test_the_default_strength_gives_the_figures_of_the_run(whole, tmp_path, caps
         # The whole test set, of which the run has a part.
         assert all(abs(value - 0.5) < 0.1 for value in strengths["0.1"].pop("AUROC, Digits"))
         for name, values in strengths["0.1"].items():
-            # From features and in other batches: the last bits differ, which a rank may feel.
-            assert values == pytest.approx([figures[name] for figures in cells], abs=1e-3)
+            # From features and in other batches: the last bits differ, which a rank may feel. What is novel depends on
+            # the images that it is standardised with, and a loaded posterior has no training images.
+            wide = row == "laplace_posthoc" and name in ("auroc", "auprc")
+            assert values == pytest.approx([figures[name] for figures in cells], abs=0.03 if wide else 1e-3)
         assert strengths["0.1"]["map_at_5"] == strengths["3"]["map_at_5"]
         assert strengths["0.1"]["auroc"] != strengths["3"]["auroc"]
     with pytest.raises(InputError, match="run folder of benchmarks"):

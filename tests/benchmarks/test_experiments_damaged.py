@@ -180,6 +180,10 @@ CURVE_CHANGES = {
         **c,
         "embeddings": {**c["embeddings"], "outside": torch.full((3, 3), float("nan"))},
     },
+    "p-values a list": lambda c: {**c, "p_values": [0.5]},
+    "p-values too short": lambda c: {**c, "p_values": {"inside": torch.ones(3), "outside": None}},
+    "p-values above one": lambda c: {**c, "p_values": {"inside": c["precision_at_1"] * 0 + 2, "outside": None}},
+    "p-values of zero": lambda c: {**c, "p_values": {"inside": torch.ones(100), "outside": torch.zeros(3)}},
     "calibration a list": lambda c: {**c, "calibration": [1]},
     "calibration without edges": lambda c: {
         **c,

@@ -14,6 +14,7 @@ DEMO = ["--table", "demo"]
 TINY = [*DEMO, "--epochs", "1", "--train-size", "150", "--test-size", "100", "--n-samples", "5", "--quiet"]
 TITLES = [title for row in plan.table_rows("demo")[1:] for title in plan.score_titles("demo", row).values()]
 PLOTS = {"roc", "sparsification", "calibration", "histograms", "embeddings_laplace_posthoc", "images_laplace_posthoc"}
+PLOTS |= {"p_values_laplace_posthoc"}
 
 
 def results_of(folder):
@@ -56,7 +57,9 @@ def test_results_hold_every_figure_and_all_are_finite(run_folder):
     assert set(results["rows"]) == {row.key for row in plan.table_rows("demo")}
     posterior = results["rows"]["laplace_posthoc"]
     assert set(posterior["figures"]) >= set(plan.QUALITY)
-    assert set(posterior["variants"]) >= {"own", "inverse_kappa", "inverse_kappa_sampled"}
+    assert set(posterior["variants"]) >= {"own", "uncertainty", "novelty", "inverse_kappa", "inverse_kappa_sampled"}
+    assert posterior["variants"]["own"]["auroc"] == posterior["variants"]["novelty"]["auroc"]
+    assert posterior["variants"]["own"]["r_auroc"] == posterior["variants"]["uncertainty"]["r_auroc"]
     assert set(posterior["seconds"]) >= {"fit", "predict", "predict_over_forward", "predict_inverse_kappa_sampled"}
     # Sampled networks retrieve by the mean directions of their embeddings, which are others than the encoder's.
     assert set(posterior["variants"]["inverse_kappa_sampled"]) >= {"map_at_1", "map_at_5", "map_at_10", "auroc"}
@@ -72,6 +75,7 @@ def test_table_shows_every_row_and_the_spread(run_folder):
     assert all(text.count(f"| {title} |") == 3 for title in TITLES)  # two seeds and their mean
     assert all(f"| {title} |" in text for title, _, _ in demo._STEPS)
     assert " ± " in text
+    assert "| flagged as unknown at | α = 0.05 |" in text  # 30 images cannot say a hundredth
     assert "Warburg et al. 2023" not in text  # the paper has no digits
 
 
@@ -79,7 +83,8 @@ def test_the_paper_stands_beside_fashionmnist(run_folder):
     results = results_of(run_folder)
     results["config"]["data"] = "fashionmnist"
     text = demo.demo_markdown(results)
-    assert text.count("| Warburg et al. 2023: LAM post-hoc | 0.78 | 0.74 | 0.72 | 0.96 | 0.96 | 0.86 | 0.03 | – |") == 1
+    theirs = "0.78 | 0.74 | 0.72 | 0.96 | 0.96 | 0.86 | 0.03"
+    assert text.count(f"| Warburg et al. 2023: LAM post-hoc | {theirs} | – | – |") == 1
     assert text.count("Warburg et al. 2023: LAM online") == 1
 
 
@@ -165,13 +170,20 @@ def test_a_demonstration_goes_on_in_its_folder(run_folder, undrawn, monkeypatch)
     assert cli.main([*TINY, "--seeds", "0", "1", "--out", str(run_folder)]) == 0
 
 
+def test_a_run_folder_of_the_diagonal_posterior_is_refused(run_folder, tmp_path, capsys):
+    content = json.loads((run_folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**content, "format": 2}))
+    assert cli.main([*TINY, "--seeds", "0", "1", "--out", str(tmp_path)]) == 2
+    assert "a run folder of format 3, got 2" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("files", [["results.json", "encoder_seed0.pt"], ["config.json"]])
 def test_run_folders_of_earlier_versions_are_refused(files, tmp_path, capsys):
     for name in files:
         (tmp_path / name).write_text(json.dumps({"table": 2, "images": "abc"}))
     assert cli.main([*TINY, "--out", str(tmp_path)]) == 2
     said = capsys.readouterr().err
-    assert ("a run folder of format 2, got None" if files == ["config.json"] else "holds something else") in said
+    assert ("a run folder of format 3, got None" if files == ["config.json"] else "holds something else") in said
     assert {path.name for path in tmp_path.iterdir()} == set(files)
 
 
@@ -183,6 +195,24 @@ def test_run_folders_of_one_second_differ(tmp_path, monkeypatch):
         folders[-1].mkdir(parents=True)
     assert len(set(folders)) == 3
     assert all(folder.name.startswith("digits-d3-") for folder in folders)
+
+
+def test_a_fifth_of_the_training_images_is_held_out_for_the_threshold():
+    given = cli.parse(DEMO)
+    data, whole = config.read_data(given), config.load_data("digits", given.data_root)
+    assert (len(data.train), len(data.calibration), len(whole.train)) == (958, 239, 1197)
+    parts = torch.cat([data.train.pixels, data.calibration.pixels]).flatten(1)
+    assert torch.equal(parts.unique(dim=0), whole.train.pixels.flatten(1).unique(dim=0))
+    assert torch.equal(config.read_data(given).calibration.pixels, data.calibration.pixels)
+    assert data.fingerprint() != whole.fingerprint()
+    assert config.read_data(cli.parse(["--table", "2", "--data", "digits"])).calibration is None
+
+
+def test_known_images_are_flagged_as_rarely_as_promised(run_folder):
+    """Of 100 test images and 30 calibration images: within four standard deviations."""
+    for cell in results_of(run_folder)["cells"]:
+        if cell["row"] == "laplace_posthoc":
+            assert cell["figures"]["flagged_known_0.05"] <= 0.05 + 4 * math.sqrt(0.05 * 0.95 * (1 / 100 + 1 / 30))
 
 
 def test_without_matplotlib_the_command_is_named(monkeypatch):
@@ -218,7 +248,7 @@ def test_a_script_that_reads_run_folders_refuses_others(tmp_path):
     with pytest.raises(InputError, match=r"results\.json: expected results in a run folder"):
         read_run(tmp_path, tmp_path)
     (tmp_path / "results.json").write_text(json.dumps({"config": {"dataset": "digits"}}))
-    with pytest.raises(InputError, match="a run folder of format 2, got None"):
+    with pytest.raises(InputError, match="a run folder of format 3, got None"):
         read_run(tmp_path, tmp_path)
 
 
@@ -233,7 +263,11 @@ def test_the_default_prior_of_a_demonstration(run_folder, tmp_path, monkeypatch,
     wanted = next(
         cell for cell in results_of(run_folder)["cells"] if cell["row"] == "laplace_posthoc" and cell["seed"] == 1
     )
-    assert rows[0]["uncertainty"]["auroc"] == pytest.approx(wanted["figures"]["auroc"], abs=1e-3)
+    assert rows[0]["own"]["ausc"] == pytest.approx(wanted["figures"]["ausc"], abs=1e-3)
+    # Standardised by a third of the 30 calibration images: a posterior that was loaded has no training images.
+    assert rows[0]["own"]["auroc"] == pytest.approx(wanted["figures"]["auroc"], abs=0.1)
+    angle = wanted["variants"]["inverse_kappa"]["auroc"]
+    assert rows[0]["inverse_kappa"]["auroc"] == pytest.approx(angle, abs=1e-3)
     assert rows[0]["ece"] == pytest.approx(wanted["figures"]["ece"], abs=1e-6)
     assert (tmp_path / "default_prior.md").read_text() in capsys.readouterr().out
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks.experiments import config, markdown, pictures, plan
+from benchmarks.experiments import config, demo, markdown, p_values, pictures, plan
 from benchmarks.experiments.data import RetrievalData, TensorSplit
 from benchmarks.experiments.evaluate import Scores, evaluate
 from benchmarks.experiments.methods import Method, Prediction, Setting
@@ -32,7 +32,8 @@ class Told(Method):
     def predict(self, split):
         rows = self._rows(split)
         scores = {name: score[rows] for name, score in self.scores.items()}
-        return Prediction(self.table[rows], scores.pop(OWN, None), scores, seconds=1.5)
+        more = {name: scores.pop(name, None) for name in ("novelty", "p_value")}
+        return Prediction(self.table[rows], scores.pop(OWN, None), scores, seconds=1.5, **more)
 
     def samples(self, split, n_samples, seed):
         if self.drawn is None:
@@ -77,6 +78,62 @@ def test_closed_set_figures_are_those_of_the_metrics():
     assert {key: found.figures[key] for key in wanted} == pytest.approx(wanted)
     assert found.variants["other"]["auroc"] == 1.0
     assert found.seconds["predict"] == 3.0
+
+
+def test_each_of_two_scores_stands_where_it_belongs():
+    novelty = torch.rand(90, generator=torch.Generator().manual_seed(3))
+    found = evaluate(Told(TABLE, {**SCORES, "novelty": novelty}), closed(), n_votes=5, seed=0)
+    single = evaluate(Told(TABLE, SCORES), closed(), n_votes=5, seed=0)
+    other = evaluate(Told(TABLE, {OWN: novelty}), closed(), n_votes=5, seed=0)
+    ranks, detects = ("ausc", "r_auroc", "ausc_released"), ("auroc", "auprc", "auprc_released")
+    assert other.variants[OWN]["auroc"] == metrics.auroc(novelty[:40], novelty[60:])
+    for name, theirs in (("own", (single, other)), ("uncertainty", (single, single)), ("novelty", (other, other))):
+        for group, one in zip((ranks, detects), theirs, strict=True):
+            assert {key: found.variants[name][key] for key in group} == {key: one.variants[OWN][key] for key in group}
+    # A score of its own right has one answer to both.
+    assert found.variants["other"] == single.variants["other"]
+    assert (found.figures["auroc"], found.figures["ausc"]) == (other.figures["auroc"], single.figures["ausc"])
+    assert "flagged_known_0.05" not in found.figures
+
+
+def test_flagged_are_the_p_values_up_to_alpha():
+    p = (torch.arange(90) % 40 + 1).double() / 40
+    p[60:75] = 0.05  # beside the two of 80 and 81
+    held = split(NUMBERS[:30], LABELS[:30])
+    told = Told(TABLE, {**SCORES, "novelty": SCORES[OWN], "p_value": p})
+    found = evaluate(told, closed(calibration=held), n_votes=5, seed=0)
+    # 30 images cannot say whether an image is among the most unusual hundredth.
+    assert {key for key in found.figures if "flagged" in key} == {"flagged_known_0.05", "flagged_unknown_0.05"}
+    assert found.figures["flagged_known_0.05"] == pytest.approx(2 / 40)
+    assert found.figures["flagged_unknown_0.05"] == pytest.approx(17 / 30)
+    assert torch.equal(found.p_values.outside, p[60:])
+    known = evaluate(told, closed(calibration=held, ood=None), n_votes=5, seed=0)
+    assert {key for key in known.figures if "flagged" in key} == {"flagged_known_0.05"}
+    assert known.p_values.outside is None
+
+
+def test_the_page_has_the_binomial_error_of_what_is_flagged():
+    figures = {"flagged_known_0.05": {"mean": 0.04}, "flagged_unknown_0.05": {"mean": 0.5}}
+    data = {"title": "Fake", "ood_title": "Other", "test": 600, "ood": 100, "calibration": 400}
+    text = demo.flagged_markdown(figures, data)
+    assert "| test images, Fake | 0.040 ± 0.008 |" in text
+    assert "| out of distribution, Other | 0.500 ± 0.050 |" in text
+    assert "scatters around it by 0.011." in text
+    assert "α = 0.01" not in text
+    assert demo.flagged_markdown({}, data) == ""
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_the_curve_of_p_values_is_the_share_that_is_flagged(outside):
+    inside = torch.linspace(0.01, 1, 100, dtype=torch.float64)
+    scores = Scores(inside, torch.full((7,), 0.01, dtype=torch.float64) if outside else None)
+    figure = p_values.draw_p_values(closed(), scores, "told")
+    drawn = {line.get_label(): line for line in figure.axes[0].lines}
+    alphas, shares = drawn["Fake"].get_data()
+    for alpha, share in zip(alphas, shares, strict=True):
+        assert share == pytest.approx(float((inside <= alpha).double().mean()))
+    assert ("out: Other" in drawn) == outside
+    assert {"threshold α = 0.01", "threshold α = 0.05"} <= set(drawn)
 
 
 def test_without_a_score_there_are_no_figures_of_one():

@@ -9,6 +9,8 @@ from devices import DEVICES
 
 from benchmarks.experiments.methods import METHODS, make_method
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
+from contrastive_curvature.laplace import ContrastiveKronLowRankLLLaplace
+from contrastive_curvature.online import OnlineLaplace
 
 OPTIONS = {
     "deep_ensemble": {"members": 2, "alignment": "procrustes"},
@@ -23,6 +25,8 @@ def same(a, b):
     assert torch.equal(a.mean, b.mean)
     assert (a.uncertainty is None) == (b.uncertainty is None)
     assert a.uncertainty is None or torch.equal(a.uncertainty, b.uncertainty)
+    assert (a.novelty is None) == (b.novelty is None)
+    assert a.novelty is None or torch.equal(a.novelty, b.novelty)
     assert a.variants.keys() == b.variants.keys()
     assert all(torch.equal(value, b.variants[name]) for name, value in a.variants.items())
 
@@ -40,6 +44,9 @@ def test_predictions_have_the_promised_form(fitted):
     assert found.mean.shape == (len(data.test), 3)
     assert found.mean.dtype == torch.float32
     scores = [*found.variants.values(), *([] if found.uncertainty is None else [found.uncertainty])]
+    scores += [] if found.novelty is None else [found.novelty]
+    assert (found.novelty is None) == (method.name not in ("laplace_posthoc", "laplace_online"))
+    assert found.p_value is None  # no image was held out
     assert (found.uncertainty is None) == (method.name == "deterministic")
     for score in scores:
         assert score.shape == (len(data.test),)
@@ -103,6 +110,47 @@ def test_the_seed_decides(fitted, tmp_path):
     )
     other = fit(method.name, method.setting, tmp_path / "b", data, seed=7, **OPTIONS.get(method.name, {}))
     assert not torch.equal(method.predict(data.test).mean, other.predict(data.test).mean)
+
+
+@pytest.mark.parametrize("name", ["laplace_posthoc", "laplace_online"])
+def test_held_out_images_give_p_values(name, tmp_path):
+    data, setting = make_data(), make_setting()
+    held = dataclasses.replace(data, calibration=data.test)
+    method = fit(name, setting, tmp_path / "a", held)
+    found = method.predict(data.test)
+    # The calibration images themselves: their p-values are evenly spread, the smallest that of the most unusual one.
+    known = {"laplace_posthoc": 12, "laplace_online": 8}[name]
+    assert float(found.p_value.min()) >= 1 / (known + 1)
+    if name == "laplace_posthoc":
+        wanted = (torch.arange(12, dtype=torch.float64) + 2) / 13
+        assert torch.allclose(found.p_value.sort().values, wanted)
+    assert bool((found.p_value[found.novelty.argsort()].diff() <= 0).all())
+    method.save(tmp_path / "m.pt")
+    again = make_method(name, setting)
+    again.load(tmp_path / "m.pt", held)
+    assert torch.equal(again.predict(data.test).p_value, found.p_value)
+    with pytest.raises(InputError, match=r"data\.calibration: expected as in the fit, some"):
+        make_method(name, setting).load(tmp_path / "m.pt", data)
+
+
+def test_posteriors_have_the_librarys_default_structure(tmp_path):
+    data, setting = make_data(), make_setting()
+    post_hoc = fit("laplace_posthoc", setting, tmp_path / "a", data)
+    assert type(post_hoc.posterior) is ContrastiveKronLowRankLLLaplace
+    refitted = fit("laplace_online", setting, tmp_path / "b", data, curvature="refitted")
+    assert type(refitted.posterior) is ContrastiveKronLowRankLLLaplace
+    online = fit("laplace_online", setting, tmp_path / "c", data)
+    probe = data.train.images(range(8))
+    asked_nothing = OnlineLaplace(setting.make_encoder(), probe=probe, n_data=40)
+    asked_nothing(data.train.images(range(40)), data.train.targets)
+    assert type(online.posterior) is type(asked_nothing.laplace())
+
+
+def test_the_gate_is_the_novelty(tmp_path):
+    data, setting = make_data(), make_setting()
+    gated = fit("laplace_gated", setting, tmp_path, data)
+    novelty = gated._detector.predict(data.test).novelty
+    assert torch.equal(gated.predict(data.test).uncertainty > 2, novelty > gated._score.threshold)
 
 
 @pytest.mark.parametrize("name", EXACT_BASE)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import contrastive_curvature as cc
+from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.network.layerwise import LayerwisePullback
 from contrastive_curvature.testing import support
 
@@ -60,3 +61,17 @@ def test_wrong_factors_are_no_approximation() -> None:
 
     with pytest.raises(AssertionError, match=r"Wrong: kron of all .* is neither K-FAC nor refused"):
         support._survey(Wrong, "all", "kron")
+
+
+def test_a_wrong_low_rank_is_no_approximation() -> None:
+    class Halves(LastLayerPullback):
+        def kron_factors(self, *args: Any) -> Any:
+            return [[factor / 2 for factor in group] for group in super().kron_factors(*args)]
+
+    class Wrong(cc.ContrastiveGGN):
+        def pullback(self, probe: Any) -> Any:
+            made = super().pullback(probe)
+            return Halves(made.encoder, made.sketch)
+
+    with pytest.raises(AssertionError, match=r"Wrong: kron_lowrank of last_layer .* is neither K-FAC nor refused"):
+        support._survey(Wrong, "last_layer", "kron_lowrank")

@@ -128,6 +128,7 @@ class RetrievalData:
         train_plain: The training images without augmentation; ``None`` where there is none. :attr:`plain` has either.
         relevance: On positions, which images (its positives) are right answers to a query, where that differs from
             ``relation``, which trains; else ``None``.
+        calibration: Known images that nothing was trained on, for thresholds; ``None`` where none are held out.
     """
 
     name: str
@@ -142,6 +143,7 @@ class RetrievalData:
     classes: tuple[str, ...] = ()
     train_plain: Split | None = None
     relevance: RelationFunction | None = None
+    calibration: Split | None = None
 
     @property
     def plain(self) -> Split:
@@ -150,7 +152,7 @@ class RetrievalData:
 
     def fingerprint(self) -> str:
         """A hash of all its parts, hexadecimal."""
-        parts = (self.train, self.test, self.ood, self.gallery)
+        parts = (self.train, self.test, self.ood, self.gallery, self.calibration)
         return _hash(*(b"none" if part is None else part.fingerprint().encode() for part in parts))
 
 

@@ -90,6 +90,11 @@ class Prediction:
         means: Embeddings that belong to a variant and differ from ``mean``, by the variant's name.
         seconds: What mean and uncertainty took, where the variants took more; ``None`` for the whole call.
         variant_seconds: The same for a variant, where it is known.
+        novelty: Where a method has another score for how unlike the known images an image is: larger is less like them,
+            shape (N,). It tells images out of distribution, and ``uncertainty`` ranks retrievals. ``None`` where
+            ``uncertainty`` does both.
+        p_value: Conformal p-values of "this image is of a known kind", shape (N,), where the method was calibrated with
+            known images that it was not trained on.
     """
 
     mean: Tensor
@@ -98,6 +103,8 @@ class Prediction:
     means: dict[str, Tensor] = field(default_factory=dict)
     seconds: float | None = None
     variant_seconds: dict[str, float] = field(default_factory=dict)
+    novelty: Tensor | None = None
+    p_value: Tensor | None = None
 
 
 class Method(ABC):

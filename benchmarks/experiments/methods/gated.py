@@ -1,4 +1,4 @@
-"""A score of the retrieval: one uncertainty decides who is unknown, the distance to the gallery ranks the others."""
+"""A score of the retrieval: one score decides who is unknown, the distance to the gallery ranks the others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CALIBRATION = 2000
 
 
 class LaplaceGated(OnBase):
-    """:class:`~contrastive_curvature.RetrievalUncertainty` with the uncertainty of post-hoc LAM.
+    """:class:`~contrastive_curvature.RetrievalUncertainty` with the novelty of post-hoc LAM.
 
     Args:
         setting: That of the encoder.
@@ -35,19 +35,19 @@ class LaplaceGated(OnBase):
     name = "laplace_gated"
     title = "LAM (post-hoc) + 10-NN distance, gated"
 
-    def __init__(self, setting: Setting, share: float = 0.1) -> None:
+    def __init__(self, setting: Setting, share: float = 0.05) -> None:
         super().__init__(setting)
         self.share = share
         self._detector: Method | None = None
         self._score: RetrievalUncertainty | None = None
 
     def make_detector(self, plain: Split) -> OnBase:
-        """The unfitted method whose uncertainty tells who is unknown, for these training images."""
+        """The unfitted method whose score tells who is unknown, for these training images."""
         # Without sampled variants, which nobody asks for here.
         return LaplacePosthoc(replace(self.setting, n_samples=0))
 
     def calibration(self, plain: Split) -> Split:
-        """Training images whose uncertainties are those of known inputs."""
+        """Training images whose scores are those of known inputs."""
         rows = torch.randperm(len(plain), generator=torch.Generator().manual_seed(1))[:_CALIBRATION]
         return plain.take(rows)
 
@@ -60,7 +60,7 @@ class LaplaceGated(OnBase):
     def predict(self, split: Split) -> Prediction:
         """The encoder's embeddings; the gated score."""
         found = fitted(self._detector, self.name).predict(split)
-        score = fitted(self._score, self.name)(found.mean, self._uncertainty(found))
+        score = fitted(self._score, self.name)(found.mean, self._novelty(found))
         return Prediction(found.mean, score, seconds=None)
 
     def own_state(self) -> dict[str, Any]:
@@ -81,16 +81,17 @@ class LaplaceGated(OnBase):
 
     def _calibrate(self, detector: OnBase, data: RetrievalData) -> None:
         plain = data.plain
-        known = self._uncertainty(detector.predict(self.calibration(plain)))
+        known = self._novelty(detector.predict(self.calibration(plain)))
         self._detector = detector
         self._score = RetrievalUncertainty(self.base.outputs(plain), known, share=self.share)
 
-    def _uncertainty(self, prediction: Prediction) -> Tensor:
-        return fitted(prediction.uncertainty, "a detector with an uncertainty")
+    def _novelty(self, prediction: Prediction) -> Tensor:
+        found = prediction.uncertainty if prediction.novelty is None else prediction.novelty
+        return fitted(found, "a detector with a score")
 
 
 class KNNGated(LaplaceGated):
-    """The same with the distance in feature space as the uncertainty.
+    """The same with the distance in feature space as the novelty.
 
     Args:
         setting: That of the encoder.
@@ -102,7 +103,7 @@ class KNNGated(LaplaceGated):
     name = "knn_gated"
     title = "10-NN distances, features gate embedding"
 
-    def __init__(self, setting: Setting, share: float = 0.1, gallery_size: int | None = None) -> None:
+    def __init__(self, setting: Setting, share: float = 0.05, gallery_size: int | None = None) -> None:
         super().__init__(setting, share)
         wanted = setting.baseline_features if gallery_size is None else gallery_size
         self.gallery_size = check_count("gallery_size", wanted, NEIGHBORS)

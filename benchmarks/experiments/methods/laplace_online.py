@@ -71,3 +71,4 @@ class LaplaceOnline(PosteriorMethod):
             self.fit_post_hoc(online.encoder, data)
         else:
             self._la = online.laplace()
+            self.calibrate(data)

@@ -14,7 +14,7 @@ __all__ = ["LaplacePosthoc"]
 
 
 class LaplacePosthoc(PosteriorMethod, OnBase):
-    """The library's default: diagonal, exact over all pairs of the training set, with its own prior and temperature.
+    """The library's default posterior over all pairs of the training set, with its own prior and temperature.
 
     Uncertainty and variants: see :func:`~benchmarks.experiments.methods.sampled.closed_form`.
 
@@ -22,13 +22,21 @@ class LaplacePosthoc(PosteriorMethod, OnBase):
         setting: How encoders are made and trained.
         distance: Of the curvature; ``None`` for the library's default.
         pd_fix: Of the curvature; ``None`` for the library's default.
+        structure: ``hessian_structure`` of the posterior; ``None`` for the library's default, with the fixes
+            ``positive`` and ``full`` for ``"diag"``.
     """
 
     name = "laplace_posthoc"
     title = "LAM (post-hoc)"
 
-    def __init__(self, setting: Setting, distance: str | None = None, pd_fix: str | None = None) -> None:
-        super().__init__(setting, curvature_options(setting, distance, pd_fix))
+    def __init__(
+        self,
+        setting: Setting,
+        distance: str | None = None,
+        pd_fix: str | None = None,
+        structure: str | None = None,
+    ) -> None:
+        super().__init__(setting, curvature_options(setting, distance, pd_fix), structure)
 
     def fit_on_base(self, data: RetrievalData, seed: int, folder: Path) -> None:
         """See :meth:`OnBase.fit_on_base`; nothing is trained, and nothing is random."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from laplace import Laplace
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from tqdm import tqdm
@@ -16,13 +17,15 @@ from benchmarks.experiments.methods.base import Method, Prediction, Setting
 from benchmarks.experiments.methods.checks import fitted
 from benchmarks.experiments.methods.embed import image_batches, unit
 from benchmarks.experiments.methods.spread import SphereSpread
-from contrastive_curvature.laplace import ContrastiveDiagLLLaplace, ContrastiveLaplace
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.options import Distance, PDFix
 
 __all__ = [
     "PosteriorMethod",
     "closed_form",
     "curvature_options",
+    "default_structure",
     "draw_embeddings",
     "read_features",
     "sampled_embeddings",
@@ -32,6 +35,8 @@ _CHUNK = 2**25
 """Numbers that sampled weights, or what they give, may fill at once."""
 
 _SAMPLED = "inverse_kappa_sampled"
+CALIBRATION = 2_000
+"""Known images that p-values are relative to, at most."""
 _SEED = 0
 """Of the networks behind the sampled variants: equal images give equal predictions."""
 
@@ -51,39 +56,52 @@ def curvature_options(
     return {"margin": setting.margin} | {name: value for name, value in given.items() if value is not None}
 
 
-def closed_form(la: ContrastiveLaplace, setting: Setting, split: Split) -> Prediction:
+def default_structure(options: dict[str, Any]) -> str | None:
+    """``hessian_structure`` of a posterior with these ``backend_kwargs``: ``None`` for the library's default.
+
+    With the fixes ``positive`` and ``full``, Kronecker factors leave the terms between two points out, and the diagonal
+    does not.
+    """
+    return "diag" if options.get("pd_fix") in ("positive", "full") else None
+
+
+def closed_form(la: ContrastiveLaplace, setting: Setting, split: Split, p_values: bool = False) -> Prediction:
     """The library's prediction, and beside it what sampling gives.
 
     Args:
-        la: The fitted posterior of a last layer.
+        la: The fitted posterior of a last layer; calibrated, or with training inputs of its fit.
         setting: Batch size, and the number of sampled networks; with fewer than two there are no sampled variants.
         split: Images.
+        p_values: Whether p-values are wanted.
 
     Returns:
-        Mean raw outputs and ``EmbeddingDistribution.uncertainty``, without sampling; its ``seconds`` are for these.
-        Variants: ``"inverse_kappa"`` (closed form), and of sampled networks ``"inverse_kappa_sampled"`` with the
-        samples' mean directions (paper, Eq. 42-43) and ``"sum_std"``, the sum over dimensions of the standard
-        deviations of unit embeddings (released code).
+        Mean raw outputs, ``uncertainty`` and ``novelty`` of ``EmbeddingDistribution``, without sampling; its
+        ``seconds`` are for these. Variants, each one score for both questions: ``"inverse_kappa"`` (closed form), and
+        of sampled networks ``"inverse_kappa_sampled"`` with the samples' mean directions (paper, Eq. 42-43) and
+        ``"sum_std"``, the sum over dimensions of the standard deviations of unit embeddings (released code).
     """
     started = time.perf_counter()
     parts = []
     with torch.no_grad():
         for x in image_batches(split, setting):
             predicted = la(x)
-            parts.append([predicted.mean.cpu(), predicted.uncertainty.cpu(), (1 / predicted.kappa).cpu()])
-    mean, score, angular = (torch.cat(part) for part in zip(*parts, strict=True))
+            known = [predicted.p_value.cpu()] if p_values else []
+            scores = (predicted.uncertainty, predicted.novelty, 1 / predicted.kappa)
+            parts.append([predicted.mean.cpu(), *(score.cpu() for score in scores), *known])
+    mean, score, novelty, angular, *p_value = (torch.cat(part) for part in zip(*parts, strict=True))
     seconds = time.perf_counter() - started
-    variants, means, known = {"inverse_kappa": angular}, {}, {"inverse_kappa": seconds}
+    variants, means, taken = {"inverse_kappa": angular}, {}, {"inverse_kappa": seconds}
     if setting.n_samples >= 2:
         started = time.perf_counter()
         spread = SphereSpread()
         for u in sampled_embeddings(la, setting, split, setting.n_samples, _SEED):
             spread.add(u.double())
         sampled = spread.prediction()
-        known[_SAMPLED] = time.perf_counter() - started
+        taken[_SAMPLED] = time.perf_counter() - started
         variants |= {_SAMPLED: fitted(sampled.uncertainty, _SAMPLED), **sampled.variants}
         means = {_SAMPLED: sampled.mean.float()}
-    return Prediction(mean, score, variants, means, seconds, known)
+    calibrated = p_value[0] if p_value else None
+    return Prediction(mean, score, variants, means, seconds, taken, novelty, calibrated)
 
 
 def read_features(la: ContrastiveLaplace, setting: Setting, split: Split) -> tuple[Tensor, Tensor]:
@@ -150,12 +168,15 @@ class PosteriorMethod(Method):
     Args:
         setting: How encoders are made and trained.
         options: ``backend_kwargs`` of the posterior.
+        structure: Its ``hessian_structure``; ``None`` for :func:`default_structure`.
     """
 
-    def __init__(self, setting: Setting, options: dict[str, Any]) -> None:
+    def __init__(self, setting: Setting, options: dict[str, Any], structure: str | None = None) -> None:
         super().__init__(setting)
         self._options = options
+        self._structure = default_structure(options) if structure is None else structure
         self._la: ContrastiveLaplace | None = None
+        self._held_out = False
 
     @property
     def posterior(self) -> ContrastiveLaplace:
@@ -168,28 +189,61 @@ class PosteriorMethod(Method):
 
     def fit_post_hoc(self, encoder: nn.Module, data: RetrievalData) -> None:
         """Fit the curvature of trained weights over all pairs of the training set, and the library's prior."""
-        la = ContrastiveDiagLLLaplace(encoder, backend_kwargs=self._options)
+        la = self.make_posterior(encoder)
         batches = loader(data.plain, self.setting.eval_batch, generator=torch.Generator(), workers=self.setting.workers)
         la.fit(batches, progress_bar=self.setting.progress)
         la.optimize_prior_precision()
         self._la = la
+        self.calibrate(data)
+
+    def make_posterior(self, encoder: nn.Module) -> ContrastiveLaplace:
+        """An unfitted posterior over the last layer."""
+        chosen = {} if self._structure is None else {"hessian_structure": self._structure}
+        la: ContrastiveLaplace = Laplace(encoder, "contrastive", backend_kwargs=self._options, **chosen)
+        return la
+
+    def calibrate(self, data: RetrievalData) -> None:
+        """Give the posterior known images to compare others with: those held out for it, else training images.
+
+        A posterior that was loaded, or learned with its encoder, has none. Relative to training images p-values would
+        be optimistic, so predictions have them only with images that were held out.
+        """
+        self._held_out = data.calibration is not None
+        split = data.plain if data.calibration is None else data.calibration
+        rows = torch.randperm(len(split), generator=torch.Generator().manual_seed(1))[:CALIBRATION]
+        batches = loader(
+            split.take(rows), self.setting.eval_batch, generator=torch.Generator(), workers=self.setting.workers
+        )
+        self.posterior.calibrate(batches, progress_bar=None if self.setting.progress else False)
 
     def predict(self, split: Split) -> Prediction:
         """See :func:`closed_form`."""
-        return closed_form(self.posterior, self.setting, split)
+        return closed_form(self.posterior, self.setting, split, self._held_out)
 
     def samples(self, split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
         """See :meth:`Method.samples`; each from one network for all images."""
         return sampled_embeddings(self.posterior, self.setting, split, n_samples, seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Encoder and posterior."""
-        return {"encoder": dict(self.posterior.model.model.state_dict()), "posterior": self.posterior.state_dict()}
+        """Encoder and posterior with its calibration."""
+        return {
+            "encoder": dict(self.posterior.model.model.state_dict()),
+            "posterior": self.posterior.state_dict(),
+            "held_out": self._held_out,
+        }
 
     def load_state_dict(self, state: dict[str, Any], data: RetrievalData) -> None:
-        """See :meth:`Method.load_state_dict`."""
+        """See :meth:`Method.load_state_dict`.
+
+        Raises:
+            InputError: It was calibrated with held-out images, and the data has none, or the other way round.
+        """
+        if state["held_out"] != (data.calibration is not None):
+            came = "none" if data.calibration is None else "some"
+            wanted = "as in the fit, " + ("some" if state["held_out"] else "none")
+            raise InputError(expected("data.calibration", wanted, came))
         encoder = self.setting.make_encoder()
         encoder.load_state_dict(state["encoder"])
-        la = ContrastiveDiagLLLaplace(encoder.eval(), backend_kwargs=self._options)
+        la = self.make_posterior(encoder.eval())
         la.load_state_dict(state["posterior"])
-        self._la = la
+        self._la, self._held_out = la, state["held_out"]

@@ -1,0 +1,184 @@
+"""What share of known, unknown and harmed inputs ``embedding.is_known(alpha)`` flags, on every encoder of the table.
+
+For each feature file of ``benchmarks.transfer``: the posterior that the library takes when nobody asks for one, in
+three situations. ``split``: calibrated on a random half of the test inputs, judged on the other half, the mean over
+many splits. ``validation``: calibrated on inputs of their own, where a file has them, judged on all test inputs.
+``optimistic``: without ``la.calibrate``, so compared with inputs that the encoder was trained on.
+
+Run: ``python -m benchmarks.threshold --cache FOLDER [--only NAME ...] [--out FOLDER]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.machine import describe, write_results
+from benchmarks.transfer.arrays import Floats
+from benchmarks.transfer.feature_file import FeatureFile, load_features
+from benchmarks.transfer.fitted import DEFAULT, Fitted
+from contrastive_curvature import OptimisticPValueWarning
+
+RESULTS = Path(__file__).parent / "results"
+ALPHAS = (0.01, 0.05, 0.1)
+SPLITS = 20
+_BATCH = 500
+_WAYS = ("calibrated", "validation", "without")
+
+
+def p_values(reference: Tensor, novelty: Tensor) -> Tensor:
+    """P-values of inputs after ``la.calibrate``, from the statistics ``embedding.novelty`` alone.
+
+    A prediction's novelty does not depend on the calibration inputs, so one prediction is enough for many splits.
+
+    Args:
+        reference: Novelty of the n calibration inputs.
+        novelty: Of B inputs.
+
+    Returns:
+        Shape (B,), float64.
+    """
+    known = reference.double().sort().values
+    below = torch.searchsorted(known, novelty.double())
+    return (1 + len(known) - below).double() / (len(known) + 1)
+
+
+def flagged(p_value: Tensor) -> list[float]:
+    """Shares of the inputs that are not known at each of :data:`ALPHAS`."""
+    return [float((p_value <= alpha).double().mean()) for alpha in ALPHAS]
+
+
+def judge(content: FeatureFile, splits: int = SPLITS, seed: int = 0) -> dict[str, Any]:
+    """Shares flagged among the inputs of one feature file.
+
+    Args:
+        content: Of the file.
+        splits: Number of random halves of the test inputs.
+        seed: Of the halves.
+
+    Returns:
+        ``split``, ``deviation`` (the standard deviation between splits), ``expected_deviation`` (that of binomial
+        counts), ``validation`` (or ``None``), ``optimistic``, and ``others``: the shares among unknown and harmed
+        inputs with the calibration of ``validation`` where there is one, else of ``split``. Shares are lists over the
+        alphas.
+    """
+    la = Fitted(content).posterior(DEFAULT)
+    test, without = _predict(la, content.test_features, p_value=True)
+    generator = torch.Generator().manual_seed(seed)
+    half = len(test) // 2
+    orders = [torch.randperm(len(test), generator=generator) for _ in range(splits)]
+    shares = torch.tensor([flagged(p_values(test[order[:half]], test[order[half:]])) for order in orders])
+    spread = 1 / half + 1 / (len(test) - half)
+    references, validation = [test[order[:half]] for order in orders], None
+    if content.calibration_features is not None:
+        references = [_predict(la, content.calibration_features)[0]]
+        validation = flagged(p_values(references[0], test))
+    others = {}
+    for name, features in _others(content).items():
+        novelty, _ = _predict(la, features)
+        found = torch.tensor([flagged(p_values(reference, novelty)) for reference in references])
+        others[name] = found.mean(0).tolist()
+    return {
+        "test": len(test),
+        "split": shares.mean(0).tolist(),
+        "deviation": shares.std(0).tolist(),
+        "expected_deviation": [math.sqrt(alpha * (1 - alpha) * spread) for alpha in ALPHAS],
+        "validation": validation,
+        "optimistic": flagged(without),
+        "unseen_classes": not set(content.test_labels.tolist()) & set(content.train_labels.tolist()),
+        "others": others,
+    }
+
+
+def _others(content: FeatureFile) -> dict[str, Floats]:
+    worst = {kind: max(level for other, level in content.harmed if other == kind) for kind, _ in content.harmed}
+    harmed = {f"{kind} {level}": content.harmed[kind, level] for kind, level in worst.items()}
+    return content.unknown | harmed
+
+
+def _predict(la: Any, features: Floats, *, p_value: bool = False) -> tuple[Tensor, Tensor]:
+    """Novelty of inputs, and if asked for their p-values without calibration."""
+    found: list[tuple[Tensor, Tensor]] = []
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", OptimisticPValueWarning)
+        for block in torch.from_numpy(features).split(_BATCH):
+            embeddings = la(block)
+            found.append((embeddings.novelty, embeddings.p_value if p_value else torch.empty(0)))
+    novelty, without = (torch.cat(part) for part in zip(*found, strict=True))
+    return novelty, without
+
+
+def markdown(results: Mapping[str, dict[str, Any]], machine: Mapping[str, Any]) -> str:
+    """Two tables: known inputs, and the others."""
+    heads = " | ".join(f"{alpha:g}" for alpha in ALPHAS)
+    out = ["# What `is_known(alpha)` flags", ""]
+    out += [
+        f"`python -m benchmarks.threshold` on {machine['cores']} cores of {machine['cpu']}, torch {machine['torch']}, "
+        f'{machine["date"]}: the posterior that `Laplace(encoder, likelihood="contrastive")` takes, on the feature '
+        "files of `benchmarks.transfer`.",
+        "",
+        "## Known inputs",
+        "",
+        f"Share of the test inputs that are flagged. Calibrated on a random half of them and judged on the other half, "
+        f"mean of {SPLITS} splits; in brackets the standard deviation between splits over that of binomial counts. "
+        "This must be alpha whatever the encoder, as splits are exchangeable. Validation: calibrated on the file's own "
+        "calibration inputs. Without `la.calibrate`: compared with training inputs; `*` marks test inputs of classes "
+        "that training has not seen.",
+        "",
+        "| encoder | "
+        + " | ".join(f"{what} {alpha:g}" for what in ("calibrated", "validation", "without") for alpha in ALPHAS)
+        + " |",
+        "|---" * (1 + 3 * len(ALPHAS)) + "|",
+    ]
+    for name, found in results.items():
+        ratios = [a / b for a, b in zip(found["deviation"], found["expected_deviation"], strict=True)]
+        cells = [f"{share:.3f} ({ratio:.1f})" for share, ratio in zip(found["split"], ratios, strict=True)]
+        cells += ["" if found["validation"] is None else f"{share:.3f}" for share in found["validation"] or ALPHAS]
+        cells += [f"{share:.3f}" for share in found["optimistic"]]
+        out.append(f"| {name}{'*' if found['unseen_classes'] else ''} | " + " | ".join(cells) + " |")
+    out += ["", "## Unknown and harmed inputs", ""]
+    out += [
+        f"Share that is flagged at alpha = {heads.replace(' | ', ' / ')}; harmed at the worst level. Calibrated on the "
+        "file's own calibration inputs where it has them, else on halves of the test inputs.",
+        "",
+        "| encoder | input | " + heads + " |",
+        "|---" * (2 + len(ALPHAS)) + "|",
+    ]
+    for name, found in results.items():
+        for other, shares in found["others"].items():
+            out.append(f"| {name} | {other} | " + " | ".join(f"{share:.2f}" for share in shares) + " |")
+    return "\n".join(out) + "\n"
+
+
+def main() -> None:
+    """Judge every feature file of a folder; print the tables, write JSON and Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cache", type=Path, default=Path("runs/transfer"), help="folder with the feature files")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="feature files (default: all); the results of others are kept"
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    paths = [path for path in sorted(given.cache.glob("*.npz")) if given.only is None or path.stem in given.only]
+    if not paths:
+        parser.error(f"--cache: no such feature file in {given.cache}; python -m benchmarks.transfer makes them")
+    machine, results, before = describe(), {}, given.out / "threshold.json"
+    if given.only is not None and before.exists():
+        results = json.loads(before.read_text(encoding="utf-8"))["encoders"]
+    for path in paths:
+        results[path.stem] = judge(load_features(path))
+        results = dict(sorted(results.items()))
+        result = {"machine": machine, "alphas": ALPHAS, "splits": SPLITS, "encoders": results}
+        write_results(given.out, "threshold", result, markdown(results, machine))
+
+
+if __name__ == "__main__":
+    main()
