@@ -3,7 +3,8 @@
 Encoders of the paper's Fashion-MNIST network are trained with online LAM from the same seeds, at several temperatures
 of the sampled weights, in units of the final posterior's; 5,000 training images are held out, and MNIST's training
 images are out of distribution, so that no test image has a say. Each encoder is scored twice: with the discounted
-curvature that its training remembers, and with that of its final weights over all pairs of the training set.
+curvature that its training remembers, and with that of its final weights over all pairs of the training set; both are
+diagonal, and calibrated with training images.
 
 Run: ``python -m benchmarks.online_temperature --data-root ../shared/data [--dim D] [--seeds S ...] [--out FOLDER]``.
 It goes on where it was interrupted: trainings and finished scores are kept in ``--work``.
@@ -76,6 +77,7 @@ def measure(
         if curvature == "refitted":
             method.fit_post_hoc(method.posterior.model.model, data)
         method.posterior.optimize_prior_precision(strength=strength)
+        method.calibrate(data)
         scored = evaluate(method, data, n_votes=VOTES, seed=seed)
         found[curvature] = {name: scored.figures[name] for name in FIGURES}
     shutil.rmtree(folder)

@@ -149,12 +149,14 @@ def markdown(results: Mapping[str, dict[str, Any]], machine: Mapping[str, Any]) 
         f"Share that is flagged at alpha = {heads.replace(' | ', ' / ')}; harmed at the worst level. Calibrated on the "
         "file's own calibration inputs where it has them, else on halves of the test inputs.",
         "",
-        "| encoder | input | " + heads + " |",
-        "|---" * (2 + len(ALPHAS)) + "|",
+        "| encoder | unknown | harmed |",
+        "|---|---|---|",
     ]
     for name, found in results.items():
+        cells: dict[bool, list[str]] = {False: [], True: []}
         for other, shares in found["others"].items():
-            out.append(f"| {name} | {other} | " + " | ".join(f"{share:.2f}" for share in shares) + " |")
+            cells[" " in other].append(f"{other}: " + " / ".join(f"{share:.2f}" for share in shares))
+        out.append(f"| {name} | " + " | ".join("; ".join(cells[harmed]) for harmed in (False, True)) + " |")
     return "\n".join(out) + "\n"
 
 

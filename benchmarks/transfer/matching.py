@@ -111,10 +111,11 @@ def summary(models: Mapping[str, Tensor], happened: Tensor, *, pairs: bool = Fal
     out: dict[str, Any] = {"n": len(truth), "share": float(truth.mean()), "models": {}}
     for name, figures in whole.items():
         out["models"][name] = {}
-        for figure, value in figures.items():
+        for figure in figures:
             own, other = (np.array([d.get(figure, np.nan) for d in drawn[which]]) for which in (name, first))
-            numbers = [value, np.nanstd(own, ddof=1), value - whole[first][figure], np.nanstd(own - other, ddof=1)]
-            out["models"][name][figure] = [float(number) for number in numbers]
+            error, error_of_difference = (float(np.nanstd(x, ddof=1)) for x in (own, own - other))
+            difference = figures[figure] - whole[first][figure]
+            out["models"][name][figure] = [figures[figure], error, difference, error_of_difference]
     return out
 
 

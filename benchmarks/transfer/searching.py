@@ -19,9 +19,6 @@ __all__ = ["CALIBRATIONS", "Query", "Search", "judge_searches", "open_set", "sea
 CALIBRATIONS = ("known", "mix")
 """Fitted on known queries alone, or on as many unknown and harmed ones, together, as known ones."""
 
-NOBODY = -1
-"""Label of a query that has no match, below those of all classes."""
-
 
 @dataclass(frozen=True)
 class Query:
@@ -29,7 +26,7 @@ class Query:
 
     Args:
         features: Shape (N, F).
-        labels: Classes, :data:`NOBODY` where the gallery has nothing of the query's kind, shape (N,).
+        labels: Classes, a number of no class where the query is of another kind, shape (N,).
     """
 
     features: Tensor
@@ -38,7 +35,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Search:
-    """A fit and what it is judged on; no query of the fit is judged, nor has a class of another search's fit.
+    """A fit and what it is judged on; no query of the fit is judged.
 
     Args:
         galleries: For the fit, and for the judging.
@@ -64,7 +61,7 @@ def searches(content: FeatureFile, seed: int = 0) -> Iterator[Search]:
         seed: Of all divisions.
     """
     source = np.random.default_rng(seed)
-    labels = content.test_labels - content.test_labels.min().clip(max=0)
+    labels = content.test_labels
     rows = content.harmed_rows if content.harmed_rows is not None else np.zeros(0, dtype=np.int64)
     unknown = _unknown(content, source)
     if content.calibration_features is not None and content.calibration_labels is not None:
@@ -169,14 +166,14 @@ def open_set(la: Any, content: FeatureFile, draws: int = 20, few: int = 100, see
         seed: Of the draws.
 
     Returns:
-        Score (``cosine``, ``with uncertainties``, ``novelty``) -> rule -> mean accuracy and recall, and their standard
+        Score (``no match`` of three models, and ``novelty``) -> rule -> mean accuracy and recall, and their standard
         deviations between draws. Rules: ``reject 5 %`` of the validation queries, without any unknown ones, and
         ``best accuracy`` on the validation queries together with a few unknown ones.
     """
     if content.calibration_features is None or content.calibration_labels is None:
         return {}
     gallery = _query(content.train_features, content.train_labels)
-    unknown = _query(next(iter(content.unknown.values())), None)
+    unknown = _of_no_class(content, next(iter(content.unknown.values())))
     sets = {
         "validation": _query(content.calibration_features, content.calibration_labels),
         "test": _query(content.test_features, content.test_labels),
@@ -234,10 +231,10 @@ def _unknown(content: FeatureFile, source: np.random.Generator) -> tuple[Query, 
     """For the fit, and for the judging."""
     first, *others = content.unknown.values()
     if others:
-        return _query(np.concatenate(others), None), _query(first, None)
+        return _of_no_class(content, np.concatenate(others)), _of_no_class(content, first)
     order = source.permutation(len(first))
     half = len(first) // 2
-    return _query(first[order[:half]], None), _query(first[order[half:]], None)
+    return _of_no_class(content, first[order[:half]]), _of_no_class(content, first[order[half:]])
 
 
 def _gallery_rows(labels: Any, harmed: Any, source: np.random.Generator) -> Any:
@@ -271,6 +268,9 @@ def _cat(values: Mapping[str, Tensor], names: list[str]) -> Tensor:
 
 
 def _query(features: Any, labels: Any) -> Query:
-    if labels is None:
-        labels = np.full(len(features), NOBODY)
-    return Query(torch.from_numpy(np.ascontiguousarray(features)), torch.from_numpy(np.asarray(labels)))
+    return Query(torch.from_numpy(np.ascontiguousarray(features)), torch.from_numpy(labels))
+
+
+def _of_no_class(content: FeatureFile, features: Any) -> Query:
+    below = min(int(content.train_labels.min()), int(content.test_labels.min())) - 1
+    return _query(features, np.full(len(features), below))

@@ -61,7 +61,7 @@ LABELS = NUMBERS % 4
 
 def closed(**changes):
     data = RetrievalData("fake", "Fake", "Other", split(NUMBERS[:40], LABELS[:40]), split(NUMBERS[:40], LABELS[:40]))
-    return dataclasses.replace(data, ood=split(NUMBERS[60:], LABELS[60:]), **changes)
+    return dataclasses.replace(data, **{"ood": split(NUMBERS[60:], LABELS[60:])} | changes)
 
 
 def test_closed_set_figures_are_those_of_the_metrics():

@@ -19,14 +19,14 @@ from laplace import Laplace
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.transfer import baselines, figures, gaps, plots, results, run, table
+from benchmarks.transfer import answers, baselines, figures, gaps, plots, results, run, table
 from benchmarks.transfer.cli import main
 from benchmarks.transfer.feature_file import FeatureFile, Pairs, save_features
 from benchmarks.transfer.fitted import Fitted, default_structure
 from benchmarks.transfer.judge import Judgement, judge
 from benchmarks.transfer.rows import ANSWERS, Needs, Row, all_rows
 from benchmarks.transfer.verification import best_threshold, true_accept_rate, verify
-from contrastive_curvature import FeatureNormWarning, metrics
+from contrastive_curvature import FeatureNormWarning, OptimisticPValueWarning, metrics
 from contrastive_curvature.errors import InputError, UnsupportedError
 
 
@@ -76,7 +76,7 @@ def test_scores_are_those_of_the_library(content: FeatureFile, judged: Judgement
     layer = nn.Linear(12, 4)
     layer.load_state_dict({"weight": torch.tensor(content.weight), "bias": torch.tensor(content.bias)})
     data = TensorDataset(torch.tensor(content.train_features), torch.tensor(content.train_labels))
-    for structure in ("diag", "kron"):
+    for structure in ("diag", "kron_lowrank"):
         la: Any = Laplace(layer, likelihood="contrastive", hessian_structure=structure)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FeatureNormWarning)
@@ -86,13 +86,17 @@ def test_scores_are_those_of_the_library(content: FeatureFile, judged: Judgement
             out = la(torch.tensor(features))
             expected = {
                 "uncertainty": out.uncertainty,
-                "angle": 1 / out.kappa,
+                "novelty": out.novelty,
+                "angle": out.tangential_variance,
                 "variance": out.tangential_variance * out.mean.norm(dim=1) ** 2,
                 "lost_length": out.tangential_variance * out.mean.norm(dim=1) / 2,
             }
             for score, value in expected.items():
                 found = judged.scores[f"{structure}/{score}"][name]
                 torch.testing.assert_close(found, value.double(), rtol=2e-3, atol=1e-9)
+            # The title of the row says so.
+            angle = judged.scores[f"{structure}/angle"][name]
+            assert torch.equal(angle.argsort(), (1 / out.kappa).argsort())
 
 
 def test_every_row_scores_every_set(content: FeatureFile, judged: Judgement) -> None:
@@ -128,10 +132,42 @@ def test_calibration_inputs_are_scored_and_set_the_gate() -> None:
     assert len(judge(known, [row]).scores["gated"]["calibration"]) == 20
 
 
-def test_kron_is_refused_for_wide_features_and_the_others_stay() -> None:
+def test_more_features_than_inputs_leave_no_row_out() -> None:
     out = judge(make_content(width=2050, dim=2, n=60, m=20))
-    assert "2050 features" in out.figures["skipped"]["kron/uncertainty"]
-    assert {"diag/uncertainty", "mahalanobis", "knn_features"} <= set(out.scores)
+    assert out.figures["skipped"] == {}
+
+
+def test_what_is_flagged_has_a_p_value_of_at_most_alpha() -> None:
+    content = make_content()
+    half = replace(
+        content, calibration_features=content.test_features[:30], calibration_labels=content.test_labels[:30]
+    )
+    rows = [row for row in all_rows() if row.name == f"{default_structure()}/novelty"]
+    flagged = judge(half, rows).figures["flagged"]
+    data = TensorDataset(torch.tensor(content.train_features), torch.tensor(content.train_labels))
+    la: Any = Laplace(Fitted(content).encoder, likelihood="contrastive")
+    la.fit(DataLoader(data, batch_size=50))
+    la.optimize_prior_precision()
+    sets = {"test": content.test_features, "unknown_far": content.unknown["far"]}
+    for reference in ("training", "calibration"):
+        for name, features in sets.items():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", OptimisticPValueWarning)
+                p_value = la(torch.tensor(features)).p_value
+            expected = {str(alpha): float((p_value <= alpha).double().mean()) for alpha in (0.01, 0.05)}
+            assert flagged[reference][name] == pytest.approx(expected)
+        la.calibrate(DataLoader(torch.tensor(content.test_features[:30]), batch_size=10))
+    assert set(judge(content, rows).figures["flagged"]) == {"training"}
+    norm = [row for row in all_rows() if row.name == "norm"]
+    assert judge(content, norm).figures["flagged"] == {}
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=120), st.lists(st.integers(-1, 6), min_size=1, max_size=9))
+def test_shares_of_small_p_values_by_hand(known: list[int], score: list[int]) -> None:
+    found = figures.flagged(torch.tensor(known).double(), torch.tensor(score).double())
+    for alpha in (0.01, 0.05):
+        small = [(1 + sum(k >= s for k in known)) / (len(known) + 1) <= alpha for s in score]
+        assert found[str(alpha)] == pytest.approx(sum(small) / len(score))
 
 
 def test_the_default_is_what_laplace_takes() -> None:
@@ -517,10 +553,16 @@ def two_results() -> list[dict[str, Any]]:
     free, classes, gallery = Needs.NOTHING, Needs.CLASSES, Needs.GALLERY
     first = {
         "diag/uncertainty": row(free, 0.6, 0.9, 0.5),
+        "diag/novelty": row(free, 0.55, 0.94, 0.5),
         "vmf": row(classes, 0.7, 0.95, 0.55),
         "match": row(gallery, 0.8, 0.99, 0.9),
+        "gated": row(gallery, 0.79, 0.9, 0.9),
     }
-    second = {"diag/uncertainty": row(free, None, 0.5, 0.8), "vmf": row(classes, None, 0.58, 0.7)}
+    second = {
+        "diag/uncertainty": row(free, None, 0.5, 0.8),
+        "diag/novelty": row(free, None, 0.4, 0.79),
+        "vmf": row(classes, None, 0.58, 0.7),
+    }
     return [result("first", first), result("second", second)]
 
 
@@ -537,7 +579,7 @@ def test_gaps_are_to_the_best_gallery_free_row(two_results: list[dict[str, Any]]
     harm = gaps.summarise(asked, "vmf", "harm")
     assert harm is not None
     assert (harm.asked, harm.worst, harm.where) == (1, pytest.approx(0.1), "second blur 5")
-    assert gaps.summarise(asked, "gated", "match") is None
+    assert gaps.summarise(asked, "knn_embedding", "match") is None
 
 
 def test_tables_mark_the_best(two_results: list[dict[str, Any]]) -> None:
@@ -552,14 +594,30 @@ def test_tables_mark_the_best(two_results: list[dict[str, Any]]) -> None:
     assert "The fit of `diag` warns" in text
     whole = table.summary(two_results)
     assert "a processor, 1 threads" in whole
-    beside = "0.600 a nothing one | 0.000 | 0.700 a classes one | 0.100 | not there |  |  |"
-    assert f"| first | right match | 0.600 | {beside}" in whole
-    assert "| harmed inputs | best gallery-free | 1 | 1 | 0.000 | 0.000 |" in whole
-    assert "| right matches | best gallery-free | 1 | 0 | 0.100 | 0.100 |" in whole
-    assert "below chance: 0 of 1 encoders" in whole
-    widths = {block.count("|") for block in whole.splitlines() if block.startswith("| first | ")}
-    assert len(widths) == 1
     assert table.summary([]).startswith("# ")
+    own = "0.600 | 0.600 | 0.700 | 0.790 | 0.800 | 0.940 | 0.940 | 0.950 | 0.900 | 0.990 |  |  |  |  |  |"
+    assert f"| `first` | 0.500 | {own}" in whole
+
+
+def test_targets_are_shown_line_by_line(two_results: list[dict[str, Any]]) -> None:
+    whole = "\n".join(answers.answer_tables(two_results))
+    about = "`uncertainty` | right matches"
+    assert f"| {about} | gallery-free | <= 0.01 | 0 of 1 | 0.100 | 0.100 | first |" in whole
+    assert f"| {about} | that keeps nothing | <= 0.01 | 1 of 1 | 0.000 | 0.000 | first |" in whole
+    assert f"| {about} | that keeps classes | <= 0.01 | 0 of 1 | 0.100 | 0.100 | first |" in whole
+    assert f"| {about} | chance | >= 0.5 | 1 of 1 |  |  |  |" in whole
+    # 0.8 - 0.79 is a little more than 0.01 in floating point.
+    assert "| `RetrievalUncertainty` | right matches | of all | <= 0.01 | 1 of 1 | 0.010 | 0.010 | first |" in whole
+    assert "| `novelty` | unknown inputs | gallery-free | <= 0.02 | 1 of 1 | 0.010 | 0.010 | first far |" in whole
+    assert "| `RetrievalUncertainty` | unknown inputs | of all | <= 0.01 | 0 of 1 | 0.090 | 0.090 | first far |" in whole
+    assert "| `novelty` | harmed inputs | gallery-free | <= 0.02 | 1 of 1 | 0.010 | 0.010 | second blur 5 |" in whole
+    assert "`RetrievalUncertainty` | harmed inputs" not in whole
+    assert "| `uncertainty` | gallery-free | first | right match | 0.600 | 0.700 a classes one | 0.100 |" in whole
+    assert "| `RetrievalUncertainty` | of all | first | far | 0.900 | 0.990 a gallery one | 0.090 |" in whole
+    two_results[0]["rows"]["diag/uncertainty"]["r_auroc"] = 0.45
+    assert answers.below_chance(two_results) == (["first (0.450)"], 1)
+    two_results[0]["flagged"] = {"training": {name: {"0.01": 0.1} for name in ("test", "unknown_far")}}
+    assert "| first | training | 0.100 | 0.100 |" in "\n".join(answers.answer_tables(two_results))
 
 
 def test_reliability_diagram_says_brier_score_and_calibration_error() -> None:

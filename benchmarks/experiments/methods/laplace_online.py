@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ __all__ = ["LaplaceOnline"]
 
 
 class LaplaceOnline(PosteriorMethod):
-    """Monte-Carlo EM from the first step on; the same kind of posterior and the same scores as post-hoc.
+    """Monte-Carlo EM from the first step on; the same scores as post-hoc.
 
     Uncertainty and variants: see :func:`~benchmarks.experiments.methods.sampled.closed_form`.
 
@@ -30,6 +31,8 @@ class LaplaceOnline(PosteriorMethod):
         sampling_temperature: Of the sampled weights, in units of the final posterior's; ``None`` for the default.
         curvature: ``"discounted"``: the one that training remembers, as in the paper. ``"refitted"``: that of the
             final weights over all pairs of the training set, as post-hoc.
+        structure: ``hessian_structure`` of training and posterior; ``None`` for the library's default in training, and
+            of a posterior that is refitted for that of post-hoc.
     """
 
     name = "laplace_online"
@@ -43,11 +46,15 @@ class LaplaceOnline(PosteriorMethod):
         train_samples: int = 1,
         sampling_temperature: float | None = None,
         curvature: str = "discounted",
+        structure: str | None = None,
     ) -> None:
         self._refit = check_choice("curvature", curvature, ("discounted", "refitted")) == "refitted"
         self._online = curvature_options(setting, distance, pd_fix, pairs="batch")
-        super().__init__(setting, {**self._online, "pairs": "dataset"})
+        default = inspect.signature(OnlineLaplace).parameters["hessian_structure"].default
+        trained = default if structure is None else structure
+        super().__init__(setting, {**self._online, "pairs": "dataset"}, structure if self._refit else trained)
         self._training: dict[str, Any] = {
+            "hessian_structure": trained,
             "n_samples": check_count("train_samples", train_samples),
             "sampling_temperature": sampling_temperature,
         }
