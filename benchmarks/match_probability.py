@@ -21,7 +21,7 @@ import torch
 from benchmarks.machine import describe, write_results
 from benchmarks.transfer.feature_file import FeatureFile, load_features
 from benchmarks.transfer.fitted import DEFAULT, Fitted
-from benchmarks.transfer.matching import BINS, MODELS, RESAMPLES, judge_harmed_pairs, judge_pairs, summary
+from benchmarks.transfer.matching import BINS, MODELS, RESAMPLES, SMOOTH, judge_harmed_pairs, judge_pairs, summary
 from benchmarks.transfer.searching import judge_searches, open_set
 
 RESULTS = Path(__file__).parent / "results"
@@ -29,8 +29,6 @@ NAMES = (
     "faces",
     *(f"{data}-64-{loss}" for data in ("clinc150", "omniglot") for loss in ("contrastive", "supcon", "triplet")),
 )
-_SMOOTH = ("cosine", "with norms", "with uncertainties")
-"""Models whose probabilities take enough values for a false-accept rate of 1e-3."""
 
 
 def judge(content: FeatureFile, plots: Path | None = None, title: str = "") -> dict[str, Any]:
@@ -62,7 +60,7 @@ def _draw(folder: Path, said: Mapping[str, torch.Tensor], same: torch.Tensor, ti
     from benchmarks.transfer.plots import reliability_diagram
 
     folder.mkdir(parents=True, exist_ok=True)
-    figure = reliability_diagram({m: said[m] for m in _SMOOTH}, same, title, bins=BINS)
+    figure = reliability_diagram({m: said[m] for m in SMOOTH}, same, title, bins=BINS)
     figure.savefig(folder / "reliability.png", bbox_inches="tight")
 
 
@@ -107,22 +105,21 @@ def _pairs(title: str, found: Mapping[str, Any]) -> list[str]:
     share = f"{found['share']:.0%}"
     out = [f"{title}: {found['n']} pairs, {share} of them of one class.", "", f"| model | {heads} |", "|---" * 9 + "|"]
     for model, values in found["models"].items():
-        shown = [f for f in figures if f != "true_accept" or model in _SMOOTH]
+        shown = [f for f in figures if f != "true_accept" or model in SMOOTH]
         out.append(f"| {model} | " + " | ".join(_cell(values[f]) if f in shown else "" for f in figures) + " |")
     return [*out, ""]
 
 
 def _harmed(found: Mapping[str, Any]) -> list[str]:
-    shown = ("cosine", "with norms", "with uncertainties")
     out = ["Pairs of a harmed image and a clean one, half of one person; folds share nobody. Calibrated on clean pairs"]
     out[0] += ", on a mix of clean and harmed ones, or on such a mix without the kind of harm that is judged."
-    heads = [f"{figure}: {model}" for figure in ("Brier", "ECE", "true accepts") for model in shown]
+    heads = [f"{figure}: {model}" for figure in ("Brier", "ECE", "true accepts") for model in SMOOTH]
     out += ["", "| calibrated on | judged on | " + " | ".join(heads) + " |", "|---" * (2 + len(heads)) + "|"]
     for calibration, parts in found.items():
         for part, numbers in parts.items():
             models = numbers["models"]
-            cells = [_cell(models[model]["brier"]) for model in shown]
-            cells += [f"{models[model][figure][0]:.4f}" for figure in ("ece", "true_accept") for model in shown]
+            cells = [_cell(models[model]["brier"]) for model in SMOOTH]
+            cells += [f"{models[model][figure][0]:.4f}" for figure in ("ece", "true_accept") for model in SMOOTH]
             out.append(f"| {calibration} | {part} | " + " | ".join(cells) + " |")
     return [*out, ""]
 

@@ -37,7 +37,8 @@ _WAYS = ("calibrated", "validation", "without")
 def p_values(reference: Tensor, novelty: Tensor) -> Tensor:
     """P-values of inputs after ``la.calibrate``, from the statistics ``embedding.novelty`` alone.
 
-    A prediction's novelty does not depend on the calibration inputs, so one prediction is enough for many splits.
+    A prediction's novelty does not depend on the calibration inputs, so one prediction is enough for many splits. What
+    the library counts as equal, as it differs by rounding alone, is not equal here.
 
     Args:
         reference: Novelty of the n calibration inputs.
@@ -153,10 +154,10 @@ def markdown(results: Mapping[str, dict[str, Any]], machine: Mapping[str, Any]) 
         "|---|---|---|",
     ]
     for name, found in results.items():
-        cells: dict[bool, list[str]] = {False: [], True: []}
+        kinds: dict[bool, list[str]] = {False: [], True: []}
         for other, shares in found["others"].items():
-            cells[" " in other].append(f"{other}: " + " / ".join(f"{share:.2f}" for share in shares))
-        out.append(f"| {name} | " + " | ".join("; ".join(cells[harmed]) for harmed in (False, True)) + " |")
+            kinds[" " in other].append(f"{other}: " + " / ".join(f"{share:.2f}" for share in shares))
+        out.append(f"| {name} | " + " | ".join("; ".join(kinds[harmed]) for harmed in (False, True)) + " |")
     return "\n".join(out) + "\n"
 
 

@@ -187,17 +187,19 @@ class EmbeddingDistribution:
 
     @property
     def uncertainty(self) -> Tensor:
-        """Angle by which a network of the posterior typically turns the embedding, in radians, in [0, pi / 2].
+        """How far the embedding may turn: an angle in radians, in [0, pi / 2].
 
         Rank embeddings by it: the larger, the less certain is the direction, and the less likely is its nearest
         neighbour of its class. Whether an input is of a known kind is another question; ask :attr:`p_value`.
 
         It is ``arctan(sqrt(V / n^2) sqrt(t / n))`` with the variance ``V`` tangential to the mean, the norm ``n`` of
         the mean and the typical norm ``t``. A step of length ``sqrt(V)`` across a vector of length ``n`` turns it by
-        ``arctan(sqrt(V) / n)``. The factor ``sqrt(t / n)`` is empirical: training gives short outputs to inputs that it
-        places badly, which the posterior does not know (``docs/defaults.md``). Without a typical norm it is 1.
+        ``arctan(sqrt(V) / n)``: so far do the networks of the posterior typically turn an output of the typical norm.
+        The factor ``sqrt(t / n)`` is empirical: training gives short outputs to inputs that it places badly, which the
+        posterior does not know (``docs/defaults.md``). Without a typical norm it is 1.
         """
-        spread = self.tangential_variance
+        # Finite numbers whose quotient overflows make NaN; such an output may point anywhere.
+        spread = self.tangential_variance.nan_to_num(nan=torch.inf, posinf=torch.inf)
         # Where there is none, the root has no derivative.
         angle = torch.where(spread > 0, spread, 1).sqrt() * (spread > 0)
         if self._typical_norm is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -32,7 +34,9 @@ class RetrievalUncertainty:
         calibration: Novelties of inputs of a known kind, such as a validation set, shape (C,). Any other score that is
             larger for unknown inputs will do as well.
         k: Number of neighbours.
-        share: Fraction of known inputs that may be flagged as unknown (false-positive rate), in (0, 1).
+        share: Fraction of known inputs that may be flagged as unknown (false-positive rate), in (0, 1). Of new inputs
+            that are exchangeable with those of ``calibration``, at most this share is, which takes ``1 / share - 1`` of
+            them at least.
 
     Attributes:
         threshold: Novelty above which an input counts as unknown.
@@ -50,7 +54,11 @@ class RetrievalUncertainty:
         if not 0 < share < 1:
             raise InputError(expected("share", "a number in (0, 1)", share))
         known = check_scores("calibration", calibration)
-        self.threshold = float(known.double().quantile(1 - share))
+        rank = math.ceil((1 - share) * (len(known) + 1) - 1e-9)
+        if rank > len(known):
+            wanted = f"at least {math.ceil(1 / share - 1e-9) - 1} novelties for share = {share:g}"
+            raise InputError(expected("calibration", wanted, len(known), "Give more of them, or a larger share."))
+        self.threshold = float(known.double().sort().values[rank - 1])
         # Where all are equal, any unit will do.
         self._scale = float(known.double().std(correction=0)) or 1.0
 

@@ -34,6 +34,10 @@ _WITH_FEATURES = ("log V/|phi|", "log V/|phi|^2", "-log n")
 _WITHOUT = ("log V", "log V/n^2", "-log n")
 """Names of the components."""
 
+_ROUNDING = 3e-5
+"""How far the components of one input may lie apart, in float32: products of matrices round differently in batches of
+another size."""
+
 _LEAST_SPREAD = 1e-3
 """Smallest scale of a component. They are logarithms: smaller differences are of rounding, and must not decide."""
 
@@ -82,9 +86,9 @@ def components(embedding: EmbeddingDistribution, feature_norm: Tensor | None = N
 
     With the tangential variance ``V = tr(P Cov P)`` of the raw outputs in their own units, the norm ``n`` of their mean
     and the norm ``|phi|`` of the features: the logarithms of ``V / |phi|``, ``V / |phi|^2`` and ``1 / n``, and without
-    features those of ``V``, ``V / n^2`` and ``1 / n``. ``V`` sees inputs with large features in unusual directions (strong
-    noise), ``V / |phi|^2`` unusual directions alone (another kind of image), ``1 / n`` inputs that the encoder sees
-    little in (blur, little contrast): no single one of them sees all, and their two-sided density sees less
+    features those of ``V``, ``V / n^2`` and ``1 / n``. The first sees inputs with large features in unusual directions
+    (strong noise), ``V / |phi|^2`` unusual directions alone (another kind of image), ``1 / n`` inputs that the encoder
+    sees little in (blur, little contrast): no single one of them sees all, and their two-sided density sees less
     (``benchmarks/results/transfer_choice.md``).
 
     A ``V`` below the rounding of ``tr Cov`` counts as that rounding, and what is zero even then counts as the smallest
@@ -165,10 +169,13 @@ class Reference:
         return cls(standard, standard.statistic(known).sort().values)
 
     def p_value(self, values: Tensor) -> Tensor:
-        """Conformal p-values ``(1 + #{known >= s}) / (n + 1)`` of components (B, K); float64, shape (B,)."""
+        """Conformal p-values ``(1 + #{known >= s}) / (n + 1)`` of components (B, K); float64, shape (B,).
+
+        Equal up to rounding counts as equal, or known inputs that repeat would be flagged all together, by chance.
+        """
         found = self.standard.statistic(values.to(self.statistics.device)).contiguous()
         n = len(self.statistics)
-        below = torch.searchsorted(self.statistics, found)
+        below = torch.searchsorted(self.statistics, found - _ROUNDING / self.standard.scale.min())
         return ((1 + n - below).double() / (n + 1)).to(values.device)
 
 

@@ -205,6 +205,11 @@ def test_no_spread_has_no_angle_and_no_slope() -> None:
     assert bool((torch.autograd.grad(angle.sum(), z)[0] == 0).all())
 
 
+def test_an_output_that_may_point_anywhere() -> None:
+    z = torch.tensor([[1e-20, 1e-20]])
+    assert float(cc.EmbeddingDistribution(z, variance=torch.ones(1, 2)).uncertainty) == pytest.approx(torch.pi / 2)
+
+
 @pytest.mark.parametrize("bad", [0, -1.0, NAN, INF, "3", True, torch.tensor(1.0)], ids=str)
 def test_typical_norm(bad: Any) -> None:
     z = mean()

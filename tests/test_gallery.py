@@ -48,8 +48,20 @@ def test_known_by_distance_unknown_last_by_novelty(device, n, share, seed):
     assert bool((out[unknown] > 2).all())
     assert bool((out[~unknown] <= 2).all())
     assert torch.equal(out[unknown].argsort(), novelty[unknown].argsort())
-    # no more than the share of the calibration set itself lies beyond its threshold
-    assert float((calibration > score.threshold).double().mean()) <= share + 1 / len(calibration)
+
+
+def test_no_more_than_the_share_of_new_known_inputs_is_flagged():
+    """Exactly, on average over all ways to choose the new one of n + 1 exchangeable novelties."""
+    for n in (4, 9, 20, 57):
+        for share in (0.05, 0.2, 0.33, 0.7):
+            novelty = torch.randperm(n + 1, generator=torch.Generator().manual_seed(n)).double()
+            if n < 1 / share - 1 - 1e-9:
+                continue
+            flagged = 0
+            for i in range(n + 1):
+                others = novelty[torch.arange(n + 1) != i]
+                flagged += float(novelty[i]) > RetrievalUncertainty(torch.eye(3), others, k=1, share=share).threshold
+            assert share - 1 / (n + 1) < flagged / (n + 1) <= share + 1e-12
 
 
 @given(factor=st.floats(1e-3, 1e3), shift=st.floats(-10, 10), seed=st.integers(0, 99))
@@ -83,16 +95,16 @@ def test_an_input_is_no_neighbour_of_itself(m, seed, data):
     + [(torch.arange(5) + shift, InputError) for shift in (-2, 1)],
 )
 def test_rows_that_are_none(rows, error):
-    score = RetrievalUncertainty(torch.eye(5), torch.ones(7), k=2)
+    score = RetrievalUncertainty(torch.eye(5), torch.ones(7), k=2, share=0.2)
     with pytest.raises(error, match="itself"):
         score(torch.eye(5), torch.ones(5), itself=rows)
     with pytest.raises(InputError, match="at most 4"):
-        RetrievalUncertainty(torch.eye(5), torch.ones(7), k=5)(torch.eye(5), torch.ones(5), torch.arange(5))
+        RetrievalUncertainty(torch.eye(5), torch.ones(7), k=5, share=0.2)(torch.eye(5), torch.ones(5), torch.arange(5))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_equal_calibration_novelties_still_separate(device):
-    score = RetrievalUncertainty(torch.eye(5, device=device), torch.ones(7, device=device), k=2)
+    score = RetrievalUncertainty(torch.eye(5, device=device), torch.ones(7, device=device), k=2, share=0.2)
     out = score(torch.eye(5, device=device), torch.tensor([0.0, 1.0, 1.5, 2.0, 9.0], device=device))
     assert torch.allclose(out.cpu(), torch.tensor([0.25, 0.25, 2.5, 3.0, 10.0]))
 
@@ -123,17 +135,18 @@ def test_it_does_both_jobs_where_each_part_does_one():
         ({"k": 0}, InputError, "k"),
         ({"k": 6}, InputError, "5 gallery points"),
         ({"calibration": torch.full((7,), float("nan"))}, InputError, "calibration"),
+        ({"share": 0.1}, InputError, "at least 9 novelties"),
         ({"calibration": [1.0]}, InputTypeError, "calibration"),
         ({"gallery": torch.ones(5)}, InputError, "gallery"),
     ],
 )
 def test_refused(change, error, word):
-    options = {"gallery": torch.eye(5), "calibration": torch.ones(7), "k": 2} | change
+    options = {"gallery": torch.eye(5), "calibration": torch.ones(7), "k": 2, "share": 0.2} | change
     with pytest.raises(error, match=word):
         RetrievalUncertainty(**options)
 
 
 def test_lengths_must_agree():
-    score = RetrievalUncertainty(torch.eye(5), torch.ones(7), k=2)
+    score = RetrievalUncertainty(torch.eye(5), torch.ones(7), k=2, share=0.2)
     with pytest.raises(InputError, match="novelty"):
         score(torch.eye(5), torch.ones(4))

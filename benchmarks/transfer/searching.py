@@ -162,7 +162,7 @@ def open_set(la: Any, content: FeatureFile, draws: int = 20, few: int = 100, see
         la: A posterior of the last layer.
         content: Of a file with calibration inputs and one kind of unknown inputs.
         draws: How often the few unknown validation queries are drawn.
-        few: Their number; the others are judged.
+        few: Their number, at most half of all; the others are judged.
         seed: Of the draws.
 
     Returns:
@@ -190,6 +190,7 @@ def open_set(la: Any, content: FeatureFile, draws: int = 20, few: int = 100, see
             name: torch.cat([la(block).novelty for block in query.features.split(500)]) for name, query in sets.items()
         }
     rights = {name: right for name, (_, right) in looked.items()}
+    few = min(few, len(unknown.labels) // 2)
     generator = torch.Generator().manual_seed(seed)
     orders = [torch.randperm(len(unknown.labels), generator=generator) for _ in range(draws)]
     out: dict[str, Any] = {}

@@ -20,7 +20,7 @@ from contrastive_curvature.network.sketch import EXACT_WIDTH, MOST_RANK, sketch_
 __all__ = ["LEFT_OVER", "LowRankMoment", "choose_rank", "low_rank_moment"]
 
 LEFT_OVER = 0.01
-"""Fraction of the trace that the chosen rank may leave to the rest."""
+"""What the chosen rank may leave to the rest, as a fraction of what the first eigenvector leaves of the trace."""
 
 _ATTEMPTS = 8
 
@@ -40,14 +40,20 @@ class LowRankMoment(NamedTuple):
 
 
 def choose_rank(values: Tensor, trace: Tensor) -> int:
-    """The smallest rank that leaves at most :data:`LEFT_OVER` of the trace, from 1 to :data:`.MOST_RANK`.
+    """The smallest rank that leaves at most :data:`LEFT_OVER` of what the first eigenvector leaves, within bounds.
+
+    The first eigenvector does not count, because the mean of the features, or one large feature, may make up nearly all
+    of the trace and would hide the spectrum of the others.
 
     Args:
         values: Eigenvalues in descending order, shape (K,).
         trace: Of the whole matrix, shape ().
+
+    Returns:
+        From 1 to :data:`.MOST_RANK`.
     """
     left = trace - values[:MOST_RANK].cumsum(0)
-    return min(len(left), 1 + int((left > LEFT_OVER * trace).sum()))
+    return min(len(left), 1 + int((left > LEFT_OVER * left[0]).sum()))
 
 
 def low_rank_moment(sketch: Tensor, trace: Tensor, rank: int | None) -> LowRankMoment:

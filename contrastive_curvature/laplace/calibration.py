@@ -40,6 +40,11 @@ __all__ = ["Calibration", "KnownInputs", "calibrate", "predict", "training_sampl
 _AT_ONCE = 256
 """Training inputs of one prediction: a covariance for each of them has D^2 numbers."""
 
+_SAME = 1e-5
+"""Components of one input in another batch differ less, in float32."""
+
+_MOST_FOUND = 0.5
+
 _CALIBRATE = "Call la.calibrate(loader) with known inputs, best those that the encoder was not trained on."
 
 
@@ -149,8 +154,25 @@ def calibrate(la: Any, loader: Iterable[Any], progress_bar: bool | None = None) 
     known = _training_components(la)
     if known is None:
         known, values = split(values)
+    elif _share_found(known.to(values), values) > _MOST_FOUND:
+        msg = (
+            "calibrate: most of the inputs that the posterior was fitted on are among these. Their p-values are "
+            "optimistic: of other known inputs, more than a share alpha may fall below alpha. Calibrate with inputs "
+            "that the encoder was not trained on."
+        )
+        warnings.warn(msg, OptimisticPValueWarning, stacklevel=3)
     reference = Reference.of(Standard.of(known.to(values)), values)
     la._known = replace(la._known, calibration=Calibration(reference, fingerprint(la)))
+
+
+def _share_found(sample: Tensor, values: Tensor) -> float:
+    """Share of the rows of ``sample`` (m, K) that ``values`` (n, K) have too, up to rounding."""
+    order = values[:, 0].argsort()
+    first, rest = values[order, 0].contiguous(), values[order]
+    # Of the neighbours in the order of the first component, one has all components where the row is there.
+    place = torch.searchsorted(first, sample[:, 0].contiguous())
+    near = (place.unsqueeze(1) + torch.arange(-2, 3, device=place.device)).clamp(0, len(values) - 1)
+    return float(((rest[near] - sample.unsqueeze(1)).abs() < _SAME).all(2).any(1).double().mean())
 
 
 def training_sample(la: Any, features: FeatureSample | None, earlier: int) -> TrainingSample | None:

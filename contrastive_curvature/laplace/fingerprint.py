@@ -6,8 +6,7 @@ and from the weights and buffers of the encoder; a new curvature drops the calib
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,19 +15,23 @@ from torch import Tensor, nn
 
 __all__ = ["Stamp", "encoder_fingerprint", "fingerprint", "same_encoder", "same_posterior"]
 
-_OWN = 4
+_OWN = 5
 """Numbers of a posterior's fingerprint before those of the encoder."""
 
 _AT_ONCE = 2**20
 """Entries of the encoder that are summed together, so that no second copy of it is in memory."""
 
+_PERIOD = 4099
+"""After so many entries their weights repeat. A prime, so that no axis of a tensor has this period."""
+
 
 def encoder_fingerprint(model: nn.Module) -> Tensor:
-    """Number, norm and sum of all parameters and floating-point buffers, float64 on the CPU, shape (3,).
+    """Number, norm, sum and weighted sum of all parameters and buffers, float64 on the CPU, shape (4,).
 
-    None depends on the order of the modules, which wrappers around an encoder may list in another one.
+    The weights depend on the place in a tensor, so that exchanged entries show. Nothing depends on the order of the
+    modules, which wrappers around an encoder may list in another one.
     """
-    return _summary([*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())])
+    return _summary([*model.parameters(), *model.buffers()])
 
 
 def fingerprint(la: Any) -> Tensor:
@@ -38,7 +41,7 @@ def fingerprint(la: Any) -> Tensor:
         la: A fitted posterior.
 
     Returns:
-        Shape (7,), float64 on the CPU.
+        Shape (9,), float64 on the CPU.
     """
     temperature = torch.tensor([la.temperature], dtype=torch.float64)
     return torch.cat([temperature, _summary([la.prior_precision]), encoder_fingerprint(la.model)])
@@ -67,19 +70,21 @@ class Stamp:
         fits: How often the curvature was set.
         temperature: Temperature.
         prior: Prior precision.
-        versions: How often torch saw the prior precision and each parameter of the encoder change.
+        versions: How often torch saw the prior precision and each parameter and buffer of the encoder change, and where
+            in memory they are.
     """
 
     fits: int
     temperature: float
     prior: Tensor
-    versions: tuple[int, ...]
+    versions: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, la: Any) -> Stamp:
         """The present state of a posterior."""
         prior = la.prior_precision
-        versions = tuple(0 if t.is_inference() else t._version for t in (prior, *la.model.parameters()))
+        tensors = (prior, *la.model.parameters(), *la.model.buffers())
+        versions = tuple((0 if t.is_inference() else t._version, t.data_ptr()) for t in tensors)
         return cls(la._known.fits, la.temperature, prior, versions)
 
     def holds(self, la: Any) -> bool:
@@ -93,29 +98,25 @@ class Stamp:
 
 
 def _summary(tensors: list[Tensor]) -> Tensor:
-    """Number, norm and sum of the entries of tensors, float64 on the CPU, shape (3,)."""
-    parts = []
-    for flat in _joined(tensors):
-        wide = flat.double()
-        parts.append(torch.stack([wide.square().sum(), wide.sum()]))
-    squares, total = torch.stack([part.cpu() for part in parts]).sum(0)
-    number = sum(t.numel() for t in tensors)
-    return torch.stack([torch.tensor(float(number), dtype=torch.float64), squares.sqrt(), total])
-
-
-def _joined(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """The entries of many tensors in few: an encoder has hundreds of small ones, and each step has its cost."""
-    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    sizes: Counter[tuple[torch.dtype, torch.device]] = Counter()
+    """Number, norm, sum and weighted sum of the entries of tensors, float64 on the CPU, shape (4,)."""
+    number, sums = 0, [torch.zeros(3, dtype=torch.float64)]
     for tensor in tensors:
         values = tensor.detach()
         flat = (torch.view_as_real(values) if values.is_complex() else values).flatten()
-        key = (flat.dtype, flat.device)
-        group = groups.setdefault(key, [])
-        group.append(flat)
-        sizes[key] += flat.numel()
-        if sizes[key] >= _AT_ONCE:
-            yield torch.cat(group)
-            group.clear()
-            sizes[key] = 0
-    yield from (torch.cat(group) for group in groups.values() if group)
+        number += flat.numel()
+        weights = _weights().to(flat.device)
+        for part in flat.split(_AT_ONCE):
+            wide = part.double()
+            rows, rest = len(wide) // _PERIOD, len(wide) % _PERIOD
+            weighted = wide[len(wide) - rest :] @ weights[:rest]
+            if rows:
+                weighted = weighted + (wide[: rows * _PERIOD].view(rows, -1) @ weights).sum()
+            sums.append(torch.stack([wide.square().sum(), wide.sum(), weighted]).cpu())
+    squares, total, weighted = torch.stack(sums).sum(0)
+    return torch.stack([torch.tensor(float(number), dtype=torch.float64), squares.sqrt(), total, weighted])
+
+
+@functools.cache
+def _weights() -> Tensor:
+    """Weights of the entries by their place: fractions of the multiples of the golden mean, shape (_PERIOD,)."""
+    return torch.arange(1, _PERIOD + 1, dtype=torch.float64) * 0.6180339887498949 % 1

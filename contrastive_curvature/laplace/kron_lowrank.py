@@ -68,7 +68,8 @@ class ContrastiveKronLowRankLLLaplace(LastLayerLaplace, _KronLowRankHost):
     ``positive``.
 
     ``backend_kwargs=dict(rank=...)`` sets the rank R. By default all eigenvectors of up to 1,024 features are kept; of
-    more features, the smallest number that leaves at most 1 % of the trace of ``A``, and at most 64.
+    more features, the smallest number that leaves at most 1 % of the trace of ``A`` that the first eigenvector leaves,
+    and at most 64.
     """
 
     _key = ("last_layer", "kron_lowrank", CONTRASTIVE)

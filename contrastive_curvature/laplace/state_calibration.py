@@ -77,8 +77,8 @@ def loaded_calibration(la: Any, state: Mapping[str, Any], like: Tensor) -> Calib
     if bool((scale <= 0).any()):
         refuse("calibration: scale", "positive numbers", f"a smallest of {float(scale.min()):g}")
     marks = saved["fingerprint"]
-    if not isinstance(marks, Tensor) or marks.dtype != torch.float64 or tuple(marks.shape) != (7,):
-        refuse("calibration: fingerprint", "a tensor of torch.float64, shape (7,)", kind_of(marks))
+    if not isinstance(marks, Tensor) or marks.dtype != torch.float64 or tuple(marks.shape) != (9,):
+        refuse("calibration: fingerprint", "a tensor of torch.float64, shape (9,)", kind_of(marks))
     if not bool(marks.isfinite().all()):
         refuse("calibration: fingerprint", "finite numbers", "NaN or infinity")
     return Calibration(Reference(Standard(location, scale), statistics), marks.detach().cpu())

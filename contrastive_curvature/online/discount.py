@@ -15,6 +15,9 @@ from contrastive_curvature.ggn.dataset import DatasetCurvature
 
 __all__ = ["DiscountedCurvature"]
 
+_NORMS_FORGET = 0.01
+"""What a step forgets of the norms of the outputs at least."""
+
 
 class DiscountedCurvature(nn.Module):
     """``R_{t+1} = (1 - alpha) R_t + h_t`` for clamped batch curvatures ``h_t``, and discounted sums of other numbers.
@@ -22,7 +25,8 @@ class DiscountedCurvature(nn.Module):
     All sums are buffers, so that moving or saving a module that contains this one moves and saves the sums. ``points``
     is the discounted number ``w`` of points. ``remembered`` is the discounted number of steps, which grows towards ``1
     / alpha``. ``value`` and ``cost`` are the discounted loss and non-negative loss, ``norms`` that sum of the norms of
-    the raw outputs.
+    the raw outputs and ``normed`` the number of points behind it. These two forget at least 1 % a step, as norms change
+    while an encoder is trained.
 
     Args:
         empty: The curvature of no pairs, which gives the shape: (P,), (P, P), or Kronecker factors whose input factors,
@@ -33,6 +37,7 @@ class DiscountedCurvature(nn.Module):
     points: Tensor
     remembered: Tensor
     norms: Tensor
+    normed: Tensor
     cost: Tensor
     value: Tensor
     steps: Tensor
@@ -48,7 +53,7 @@ class DiscountedCurvature(nn.Module):
         self._curvature_factors = [self._names[start] for start in starts]
         for name, tensor in zip(self._names, flat, strict=True):
             self.register_buffer(name, torch.zeros_like(tensor))
-        for name in ("points", "remembered", "norms", "cost", "value"):
+        for name in ("points", "remembered", "norms", "normed", "cost", "value"):
             self.register_buffer(name, flat[0].new_zeros(()))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=flat[0].device))
         self.register_buffer("positive", torch.zeros((), dtype=torch.bool, device=flat[0].device))
@@ -73,8 +78,11 @@ class DiscountedCurvature(nn.Module):
         keep = 1 - self.memory_factor
         for name, tensor in zip(self._names, new, strict=False):
             getattr(self, name).mul_(keep).add_(tensor)
-        for mine, tensor in zip((self.points, self.norms, self.cost, self.value), scalars, strict=True):
+        points, norms, cost, value = scalars
+        for mine, tensor in ((self.points, points), (self.cost, cost), (self.value, value)):
             mine.mul_(keep).add_(tensor)
+        for mine, tensor in ((self.normed, points), (self.norms, norms)):
+            mine.mul_(min(keep, 1 - _NORMS_FORGET)).add_(tensor)
         self.remembered.mul_(keep).add_(1)
         self.steps.add_(1)
         # Of Kronecker pairs only the first factor counts: the input factor is positive even without pairs.
@@ -101,7 +109,7 @@ class DiscountedCurvature(nn.Module):
                 first, *others = (next(rest) for _ in range(length))
                 curvature.append([scale * first, *(other / self.points for other in others)])
         return DatasetCurvature(
-            curvature, scale * self.value, scale * self.cost, n_data, typical_norm=self.norms / self.points
+            curvature, scale * self.value, scale * self.cost, n_data, typical_norm=self.norms / self.normed
         )
 
     def check_state(self, state: Mapping[str, Any], prefix: str) -> None:

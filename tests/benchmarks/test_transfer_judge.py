@@ -609,7 +609,9 @@ def test_targets_are_shown_line_by_line(two_results: list[dict[str, Any]]) -> No
     # 0.8 - 0.79 is a little more than 0.01 in floating point.
     assert "| `RetrievalUncertainty` | right matches | of all | <= 0.01 | 1 of 1 | 0.010 | 0.010 | first |" in whole
     assert "| `novelty` | unknown inputs | gallery-free | <= 0.02 | 1 of 1 | 0.010 | 0.010 | first far |" in whole
-    assert "| `RetrievalUncertainty` | unknown inputs | of all | <= 0.01 | 0 of 1 | 0.090 | 0.090 | first far |" in whole
+    assert (
+        "| `RetrievalUncertainty` | unknown inputs | of all | <= 0.01 | 0 of 1 | 0.090 | 0.090 | first far |" in whole
+    )
     assert "| `novelty` | harmed inputs | gallery-free | <= 0.02 | 1 of 1 | 0.010 | 0.010 | second blur 5 |" in whole
     assert "`RetrievalUncertainty` | harmed inputs" not in whole
     assert "| `uncertainty` | gallery-free | first | right match | 0.600 | 0.700 a classes one | 0.100 |" in whole

@@ -271,9 +271,10 @@ def test_a_matrix_of_low_rank_comes_back_from_its_sketch() -> None:
     assert float(found.rest) < 1e-9 * float(trace)
 
 
-def test_the_rank_leaves_one_percent() -> None:
-    values = torch.tensor([90.0, 8.0, 1.5, 0.5])
+def test_the_rank_leaves_one_percent_of_what_the_first_eigenvector_leaves() -> None:
+    values = torch.tensor([90.0, 8.0, 1.92, 0.08])
     assert choose_rank(values, torch.tensor(100.0)) == 3
+    assert choose_rank(values + torch.tensor([1e5, 0, 0, 0]), torch.tensor(100100.0)) == 3
     assert choose_rank(values, torch.tensor(1e6)) == 4
     assert choose_rank(torch.zeros(3), torch.tensor(0.0)) == 1
     assert choose_rank(torch.ones(200), torch.tensor(200.0)) == 64
