@@ -128,7 +128,8 @@ def _searches(found: Mapping[str, Any]) -> list[str]:
     out = [
         "P(the nearest neighbour is right), fitted on known queries or on a mix: known ones, and half as many each of "
         "unknown and of harmed ones of all levels. Unknown queries have no match. Right: the share whose neighbour is "
-        "right. Mixture: judged on the same composition as the mix.",
+        "right. Mixture: judged on the same composition as the mix. Without calibration inputs (Omniglot), either half "
+        "of the classes is judged with what is fitted on the other, and unknown queries are asked in both halves.",
         "",
     ]
     heads = [f"Brier: {model}" for model in MODELS]

@@ -8,22 +8,26 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.embedding import EmbeddingDistribution, sample_covariance
-from contrastive_curvature.vmf._checks import unit
+from contrastive_curvature.vmf._checks import check_real, unit
 
 __all__ = ["Directions", "directions"]
 
 _MOST = 1e8
-"""Largest sum of relative variances: there the direction is random, and powers of more would overflow in float32."""
+"""Largest sum of relative variances: there the direction is random, and powers of more would lose all digits."""
+
+_ENTRIES = 2**24
+"""Numbers of a block of dense covariances that is computed at once."""
 
 
 @dataclass(frozen=True)
 class Directions:
-    """Mean and covariance of N directions; of a diagonal covariance of the raw outputs only vectors are kept.
+    """Mean and covariance of N directions, float64; of a diagonal covariance of the raw outputs only vectors are kept.
 
     The covariance is ``covariance`` if that is given, else ``diag(diagonal) + axis tilt^T + tilt axis^T``.
 
     Attributes:
         mean: Means of the unit vectors, norm at most 1, shape (N, D).
+        lost: ``1 - |mean|^2``, which rounds to zero if computed from a mean of nearly norm 1, shape (N,).
         diagonal: Shape (N, D).
         axis: Shape (N, D).
         tilt: Shape (N, D).
@@ -31,6 +35,7 @@ class Directions:
     """
 
     mean: Tensor
+    lost: Tensor
     diagonal: Tensor
     axis: Tensor
     tilt: Tensor
@@ -39,13 +44,8 @@ class Directions:
     def __getitem__(self, rows: Tensor | slice) -> Directions:
         """The directions of some of the rows."""
         covariance = None if self.covariance is None else self.covariance[rows]
-        return Directions(self.mean[rows], self.diagonal[rows], self.axis[rows], self.tilt[rows], covariance)
-
-    def to(self, dtype: torch.dtype) -> Directions:
-        """The same in another precision."""
-        covariance = None if self.covariance is None else self.covariance.to(dtype)
-        mean, diagonal, axis, tilt = (v.to(dtype) for v in (self.mean, self.diagonal, self.axis, self.tilt))
-        return Directions(mean, diagonal, axis, tilt, covariance)
+        vectors = (v[rows] for v in (self.mean, self.lost, self.diagonal, self.axis, self.tilt))
+        return Directions(*vectors, covariance)
 
     def dense(self) -> Tensor:
         """Covariances, shape (N, D, D)."""
@@ -56,7 +56,9 @@ class Directions:
 
 
 def directions(name: str, embeddings: EmbeddingDistribution | Tensor) -> Directions:
-    """Return mean and covariance of the directions of embeddings.
+    """Return mean and covariance of the directions of embeddings, in float64.
+
+    In float32 the cosine of two embeddings that nearly agree would have lost its distance from one, and its variance.
 
     Of a tensor: its normalised rows, without spread. Of samples: mean and covariance of the normalised samples. Of a
     Gaussian ``N(m, V)`` over raw outputs, with ``n = |m|``, ``u = m / n``, ``S = V / n^2`` and ``P = I - u u^T``::
@@ -86,16 +88,26 @@ def directions(name: str, embeddings: EmbeddingDistribution | Tensor) -> Directi
     gives the limits of an isotropic Gaussian of infinite variance to order 1 / D.
     """
     if isinstance(embeddings, Tensor):
-        point, _ = unit(name, embeddings)
-        return Directions(point, torch.zeros_like(point), point, torch.zeros_like(point))
+        point, _ = unit(name, check_real(name, embeddings).double())
+        nothing = torch.zeros_like(point)
+        return Directions(point, nothing[:, 0], nothing, point, nothing)
     if embeddings._samples is not None:
-        points, _ = unit(name, embeddings._samples)
-        nothing = torch.zeros_like(points[0])
-        return Directions(points.mean(0), nothing, nothing, nothing, sample_covariance(points))
-    u, norm = unit(name, embeddings.mean)
+        points, _ = unit(name, embeddings._samples.double())
+        nothing, spread = torch.zeros_like(points[0]), sample_covariance(points)
+        lost = spread.diagonal(dim1=1, dim2=2).sum(1) * (1 - 1 / len(points))
+        return Directions(points.mean(0), lost, nothing, nothing, nothing, spread)
+    u, norm = unit(name, embeddings.mean.double())
     if embeddings._variance is not None:
-        return _of_diagonal(u, _relative(embeddings._variance.to(u.dtype), norm))
-    return _of_dense(u, _relative(embeddings.covariance.to(u.dtype), norm))
+        return _of_diagonal(u, _relative(embeddings._variance.double(), norm))
+    step = max(1, _ENTRIES // u.shape[1] ** 2)
+    chunks = zip(*(value.split(step) for value in (u, norm, embeddings.covariance)), strict=True)
+    return _joined([_of_dense(v, _relative(spread.double(), n)) for v, n, spread in chunks])
+
+
+def _joined(parts: list[Directions]) -> Directions:
+    """Blocks of directions with dense covariances, one after another."""
+    names = ("mean", "lost", "diagonal", "axis", "tilt", "covariance")
+    return Directions(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
 
 def _relative(spread: Tensor, norm: Tensor) -> Tensor:
@@ -108,18 +120,19 @@ def _relative(spread: Tensor, norm: Tensor) -> Tensor:
     return spread / size.view(shape) * relative.view(shape)
 
 
-def _scalars(tau: Tensor, rho: Tensor, bend: Tensor, square: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``R``, ``(1 - R^2 - zeta) / tau`` and ``zeta`` of tau, rho, ``|c|^2`` and q, each of shape (N,)."""
+def _scalars(tau: Tensor, rho: Tensor, bend: Tensor, square: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``R``, ``(1 - R^2 - zeta) / tau``, ``zeta`` and ``1 - |E[x]|^2`` of tau, rho, ``|c|^2`` and q, shape (N,) each."""
     tiny = torch.finfo(tau.dtype).tiny
     whole = 1 + tau
     # Divided by tau at once, because 1 - R^2 loses its digits where tau is small.
     ratio = (3 * rho * tau + 6 * bend - 1.5 * square) / (tau + tiny) / whole**2
     g = ratio * tau
     kept = torch.where(g > 0, 1 / (1 + g.clamp(min=0)), 1 - g)
-    lost = torch.where(g > 0, ratio * kept, ratio)
+    shorter = torch.where(g > 0, ratio * kept, ratio)
     radial_by_tau = (square / (tau + tiny) / 2 + rho * tau) / whole**2 / (whole + rho)
-    across = ((1 + lost) / whole - radial_by_tau).clamp(min=0)
-    return (kept / whole).sqrt(), across, radial_by_tau * tau
+    by_tau = (1 + shorter) / whole
+    lost = (tau * by_tau - bend * (whole + rho) ** -3).clamp(min=0)
+    return (kept / whole).sqrt(), (by_tau - radial_by_tau).clamp(min=0), radial_by_tau * tau, lost
 
 
 def _of_diagonal(u: Tensor, spread: Tensor) -> Directions:
@@ -128,11 +141,12 @@ def _of_diagonal(u: Tensor, spread: Tensor) -> Directions:
     tau = (spread.sum(1) - rho).clamp(min=0)
     bend = (pushed.square().sum(1) - rho**2).clamp(min=0)
     square = (spread.square().sum(1) - 2 * pushed.square().sum(1) + rho**2).clamp(min=0)
-    length, across, radial = (value.unsqueeze(1) for value in _scalars(tau, rho, bend, square))
+    *parts, lost = _scalars(tau, rho, bend, square)
+    length, across, radial = (value.unsqueeze(1) for value in parts)
     rho, whole = rho.unsqueeze(1), (1 + tau + rho).unsqueeze(1)
     mean = length * u - (pushed - rho * u) * whole**-1.5
     # P S P = S - u t^T - t u^T with t = S u - rho u / 2.
-    return Directions(mean, across * spread, u, radial / 2 * u - across * (pushed - rho / 2 * u))
+    return Directions(mean, lost, across * spread, u, radial / 2 * u - across * (pushed - rho / 2 * u))
 
 
 def _of_dense(u: Tensor, spread: Tensor) -> Directions:
@@ -143,9 +157,9 @@ def _of_dense(u: Tensor, spread: Tensor) -> Directions:
     tangent = spread - cross - cross.mT
     tau = tangent.diagonal(dim1=1, dim2=2).sum(1).clamp(min=0)
     bend = (pushed - rho * u).square().sum(1)
-    parts = _scalars(tau, rho.squeeze(1), bend, tangent.square().sum((1, 2)))
+    *parts, lost = _scalars(tau, rho.squeeze(1), bend, tangent.square().sum((1, 2)))
     length, across, radial = (value.unsqueeze(1) for value in parts)
     mean = length * u - (pushed - rho * u) * (1 + tau.unsqueeze(1) + rho) ** -1.5
     covariance = across.unsqueeze(2) * tangent + (radial * u).unsqueeze(2) * u.unsqueeze(1)
     nothing = torch.zeros_like(u)
-    return Directions(mean, nothing, nothing, nothing, covariance)
+    return Directions(mean, lost, nothing, nothing, nothing, covariance)

@@ -16,7 +16,13 @@ from contrastive_curvature.errors import InputError, InputTypeError, expected
 __all__ = ["CosineDistribution", "cosine_distribution", "similarity"]
 
 _ENTRIES = 2**24
-"""Numbers in one block of covariances or of pairs: 64 MiB in float32."""
+"""Numbers in one block of covariances or of pairs: 128 MiB in float64."""
+
+_CANCELS = 1e-4
+"""Below it ``1 - cosine`` of two directions comes from their difference, because a product has lost its digits."""
+
+_EQUAL = 8 * torch.finfo(torch.float64).eps
+"""Unit vectors that are no further apart are equal: one of them is the other, scaled."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,10 +32,13 @@ class CosineDistribution:
     Attributes:
         mean: Expected cosines, in [-1, 1], shape (N,) or (N, M).
         variance: Variances of the cosines, of the same shape.
+        complement: ``1 - mean`` in float64, with the digits that a mean near 1 has lost to rounding, of the same shape;
+            ``None`` to take it from the mean.
     """
 
     mean: Tensor
     variance: Tensor
+    complement: Tensor | None = None
 
     @property
     def std(self) -> Tensor:
@@ -58,12 +67,15 @@ class CosineDistribution:
 
         limit = self._check_threshold(threshold)
         mean, variance = self.mean.detach().cpu().double(), self.variance.detach().cpu().double()
-        size = (1 - mean * mean) / torch.where(variance > 0, variance, torch.ones_like(variance)) - 1
-        spread = (variance > 0) & (mean.abs() < 1)
+        below = 1 - mean if self.complement is None else self.complement.detach().cpu().double()
+        size = below * (2 - below) / torch.where(variance > 0, variance, torch.ones_like(variance)) - 1
+        spread = (variance > 0) & (below > 0) & (below < 2)
         size = torch.where(spread, size, torch.ones_like(size)).clamp(min=1e-9)
-        share = torch.where(spread, (1 - mean) / 2, torch.full_like(mean, 0.5))
+        share = torch.where(spread, below / 2, torch.full_like(mean, 0.5))
         above = torch.from_numpy(betainc((share * size).numpy(), ((1 - share) * size).numpy(), (1 - limit).numpy() / 2))
-        return torch.where(spread, above, (mean >= limit).double()).to(self.mean)
+        # A threshold that was read off the rounded mean counts as reached.
+        certain = (below <= 1 - limit) | ((mean == limit) & (limit < 1))
+        return torch.where(spread, above, certain.double()).to(self.mean)
 
     def _check_threshold(self, threshold: object) -> Tensor:
         wanted = "a cosine in [-1, 1]"
@@ -91,7 +103,8 @@ def similarity(
     With mean ``m`` and covariance ``C`` of each direction, ``E[cos] = m_a . m_b`` and ``Var[cos] = m_a^T C_b m_a +
     m_b^T C_a m_b + tr(C_a C_b)`` are exact for independent directions; ``m`` and ``C`` are those of
     :func:`contrastive_curvature.directions.directions`, to second order in the spread of the raw outputs. A pair takes
-    O(D) for diagonal covariances and O(D^2) for dense ones, all pairs together a few matrix products.
+    O(D) for diagonal covariances and O(D^2) for dense ones, all pairs together a few matrix products. They are computed
+    in float64, because cosines near one lose their spread in float32, and returned in the dtype of the arguments.
 
     ``docs/matching.md`` has the measured errors, and says where the closed form fails: in two or three dimensions where
     the norm of a raw output may reach zero, and where one or two directions have most of the spread.
@@ -132,40 +145,66 @@ def similarity(
     if not pairwise and len(means[0]) != len(means[1]):
         hint = "For all pairs, pass pairwise=True."
         raise InputError(expected("b", f"{len(means[0])} embeddings, as many as in a", len(means[1]), hint))
-    return cosine_distribution(directions("a", a), directions("b", b), pairwise=pairwise)
+    out = cosine_distribution(directions("a", a), directions("b", b), pairwise=pairwise)
+    # Half precision is lifted.
+    dtype = torch.promote_types(torch.promote_types(means[0].dtype, means[1].dtype), torch.float32)
+    return CosineDistribution(out.mean.to(dtype), out.variance.to(dtype), out.complement)
 
 
 def cosine_distribution(a: Directions, b: Directions, *, pairwise: bool) -> CosineDistribution:
-    """Compute :func:`similarity` from the means and covariances of the directions.
+    """Compute :func:`similarity`, in float64, from the means and covariances of the directions.
 
     Args:
         a: Directions (N, D).
         b: Directions (M, D); M = N unless ``pairwise``.
         pairwise: All pairs, or row by row.
     """
-    dtype = torch.promote_types(a.mean.dtype, b.mean.dtype)
-    a, b = a.to(dtype), b.to(dtype)
-    if not pairwise:
-        return CosineDistribution(*_moments(a, b, lambda x, y: (x * y).sum(-1)))
     n, m, dim = len(a.mean), len(b.mean), a.mean.shape[1]
     width = dim if a.covariance is None and b.covariance is None else dim * dim
+    if not pairwise:
+        step = max(1, _ENTRIES // width)
+        parts = [_row_moments(a[i : i + step], b[i : i + step]) for i in range(0, n, step)]
+        return CosineDistribution(*(torch.cat(part) for part in zip(*parts, strict=True)))
     columns = max(1, min(m, _ENTRIES // width))
     rows = max(1, min(n, _ENTRIES // max(width, columns)))
     blocks = [
-        [_moments(a[i : i + rows], b[j : j + columns], lambda x, y: x @ y.mT) for j in range(0, m, columns)]
-        for i in range(0, n, rows)
+        [_pair_moments(a[i : i + rows], b[j : j + columns]) for j in range(0, m, columns)] for i in range(0, n, rows)
     ]
-    mean, variance = (torch.cat([torch.cat([block[k] for block in row], 1) for row in blocks]) for k in (0, 1))
-    return CosineDistribution(mean, variance)
+    return CosineDistribution(
+        *(torch.cat([torch.cat([block[k] for block in row], 1) for row in blocks]) for k in range(3))
+    )
 
 
-def _moments(a: Directions, b: Directions, dot: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Mean and variance; ``dot`` multiplies rows with rows, (N, K) and (M, K), to (N,) or (N, M)."""
-    mean = dot(a.mean, b.mean)
-    variance = (_dense_variance if a.covariance is not None or b.covariance is not None else _thin_variance)(a, b, dot)
-    # A cosine of this mean cannot vary more.
-    mean = mean.clamp(-1, 1)
-    return mean, torch.minimum(variance.clamp(min=0), 1 - mean * mean)
+def _row_moments(a: Directions, b: Directions) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, variance and complement of row i with row i, shape (N,)."""
+    return _bounded(_complement(a.mean, a.lost, b.mean, b.lost), _variance(a, b, lambda x, y: (x * y).sum(-1)))
+
+
+def _pair_moments(a: Directions, b: Directions) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, variance and complement of all pairs, shape (N, M)."""
+    complement = 1 - a.mean @ b.mean.mT
+    for few in (complement < _CANCELS).nonzero().split(max(1, _ENTRIES // a.mean.shape[1])):
+        i, j = few.unbind(1)
+        complement = complement.index_put((i, j), _complement(a.mean[i], a.lost[i], b.mean[j], b.lost[j]))
+    return _bounded(complement, _variance(a, b, lambda x, y: x @ y.mT))
+
+
+def _complement(a: Tensor, lost_a: Tensor, b: Tensor, lost_b: Tensor) -> Tensor:
+    """``1 - a . b = (1 - |a|^2 + 1 - |b|^2 + |a - b|^2) / 2`` of rows (N, D) with their ``1 - |a|^2``, shape (N,)."""
+    apart = (a - b).square().sum(1)
+    return (lost_a + lost_b + torch.where(apart > _EQUAL**2, apart, torch.zeros_like(apart))) / 2
+
+
+def _bounded(complement: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, variance and complement; a cosine of this mean cannot vary more."""
+    complement = complement.clamp(0, 2)
+    variance = torch.minimum(variance.clamp(min=0), complement * (2 - complement))
+    return 1 - complement, variance, complement
+
+
+def _variance(a: Directions, b: Directions, dot: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Variance; ``dot`` multiplies rows with rows, (N, K) and (M, K), to (N,) or (N, M)."""
+    return (_dense_variance if a.covariance is not None or b.covariance is not None else _thin_variance)(a, b, dot)
 
 
 def _dense_variance(a: Directions, b: Directions, dot: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

@@ -20,7 +20,7 @@ def choice_table(found: Study, machine: Mapping[str, Any]) -> str:
     """Both questions as Markdown."""
     encoders = [choice.encoder for choice in found.known.choices]
     families = sorted({family(name) for name in encoders})
-    return "\n".join(
+    text = "\n".join(
         [
             "# What the rules of the two answers were chosen on",
             "",
@@ -30,7 +30,7 @@ def choice_table(found: Study, machine: Mapping[str, Any]) -> str:
             "gap is the AUROC of the best gallery-free score of `transfer.md` minus that of the rule, so that a rule "
             "is compared with a different, and the best, score on every question; it is averaged over an encoder's "
             "questions, its family's encoders, and the families. V is the tangential variance of the raw output, n its "
-            "norm, |phi| the norm of the features.",
+            "norm, f the norm of the features.",
             "",
             "## Is the nearest neighbour right? (`uncertainty`)",
             "",
@@ -40,9 +40,11 @@ def choice_table(found: Study, machine: Mapping[str, Any]) -> str:
             "AUROC for unknown inputs, and for harmed inputs at the worst level, where the best gallery-free score is "
             "above 0.6. Quantities are logarithms, standardised on training inputs.",
             "",
-            *_question(found.known, "mean AUROC"),
+            *_question(found.known, "AUROC"),
         ]
     )
+    # A bar would end the cell of a table.
+    return text.replace("|phi|", "f")
 
 
 def to_json(found: Study, machine: Mapping[str, Any]) -> dict[str, Any]:

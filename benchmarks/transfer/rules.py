@@ -110,12 +110,18 @@ def match_rules() -> Iterator[Rule]:
 
 
 def known_rules() -> Iterator[Rule]:
-    """Rules for "is the input of the known kind?": one to three quantities, combined."""
+    """Rules for "is the input of the known kind?": one to three quantities, combined.
+
+    At the largest strength there are single quantities and the library's rule alone: none of them is near the best.
+    """
     for strength in STRENGTHS:
-        for count in (1, 2, 3):
-            for names in combinations(_QUANTITIES, count):
-                for how in _COMBINATIONS if count > 1 else ("max",):
-                    yield _combined(names, how, variance_name(strength), f"strength {strength:g}")
+        variance, title = variance_name(strength), f"strength {strength:g}"
+        yield from (_combined((name,), "max", variance, title) for name in _QUANTITIES)
+        if strength == max(STRENGTHS):
+            yield library_at(variance, title)[1]
+            continue
+        for names in (*combinations(_QUANTITIES, 2), *combinations(_QUANTITIES, 3)):
+            yield from (_combined(names, how, variance, title) for how in _COMBINATIONS)
 
 
 def density_rules() -> Iterator[Rule]:

@@ -6,9 +6,12 @@ import torch
 from laplace.utils.matrix import KronDecomposed
 from torch import Tensor
 
+from contrastive_curvature.network.full_precision import full_precision
+
 __all__ = ["dense_last_layer_covariance", "kron_last_layer_covariance"]
 
 
+@full_precision
 def kron_last_layer_covariance(phi: Tensor, precision: KronDecomposed) -> Tensor:
     """Covariance under the precision ``G (x) A + delta I`` of the weight, and ``G_b + delta_b I`` of the bias.
 
@@ -24,14 +27,16 @@ def kron_last_layer_covariance(phi: Tensor, precision: KronDecomposed) -> Tensor
     delta = precision.deltas[0]
     damp = delta.sqrt()
     scale = torch.outer(g + damp, a + damp) if precision.damping else torch.outer(g, a) + delta
-    along = (phi @ q_a).square() @ (1 / scale).T
+    # An encoder that was converted after the fit has features of another dtype.
+    along = (phi.to(q_a.dtype) @ q_a).square() @ (1 / scale).T
     out = (q_g * along.unsqueeze(1)) @ q_g.T
     if len(precision.eigenvalues) > 1:
         q, values = precision.eigenvectors[1][0], precision.eigenvalues[1][0]
         out = out + (q / (values + precision.deltas[1])) @ q.T
-    return out
+    return out.to(phi.dtype)
 
 
+@full_precision
 def dense_last_layer_covariance(phi: Tensor, covariance: Tensor, dim: int) -> Tensor:
     """Covariance under a dense posterior covariance of ``[W.flatten(), b]``.
 

@@ -39,7 +39,7 @@ def begin(la: Any, loader: Iterable[Any]) -> None:
         loader: Batches ``(x, labels)`` or mappings.
 
     Raises:
-        InputError: The loader is empty or malformed.
+        InputError: The loader is empty or malformed, or the embeddings have one dimension.
         UnsupportedError: It gives every process a part of the data, or the encoder's raw outputs cannot be reached.
     """
     check_loader(loader)
@@ -50,8 +50,21 @@ def begin(la: Any, loader: Iterable[Any]) -> None:
         probe = slice_inputs(x, slice(0, 8))
         la._analyse(probe)
         renew_backend(la)
+        _check_dim(la, probe)
         return
     raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+
+
+def _check_dim(la: Any, probe: Inputs) -> None:
+    """Refuse embeddings of one dimension.
+
+    Raises:
+        InputError: The encoder has one output.
+    """
+    dim = la.backend.encoder(probe).dim
+    if dim < 2:
+        hint = "The direction of one number is its sign, which no small change of the weights moves."
+        raise InputError(expected("model", "embeddings of D >= 2 dimensions", f"D = {dim}", hint))
 
 
 def renew_backend(la: Any) -> None:
@@ -112,7 +125,7 @@ def posterior_around(kind: type[Any], encoder: nn.Module, probe: Inputs, **argum
         with evaluation_mode(la.model):
             la._analyse(probe)
             renew_backend(la)
-            la.backend.encoder(probe)
+            _check_dim(la, probe)
     finally:
         for module, mode in training:
             module.training = mode

@@ -15,6 +15,7 @@ from contrastive_curvature.laplace.kron_lowrank_precision import KronLowRankPrec
 from contrastive_curvature.laplace.last_layer import LastLayerLaplace
 from contrastive_curvature.laplace.options import CONTRASTIVE, arguments_by_name, given_options
 from contrastive_curvature.laplace.prediction import check_joint_size
+from contrastive_curvature.network.full_precision import full_precision
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.options import Structure
 
@@ -40,6 +41,7 @@ class _KronLowRankHost(LLLaplace):
     def log_det_ratio(self) -> Tensor:
         return self.posterior_precision.logdet_ratio().to(self._dtype)
 
+    @full_precision
     def square_norm(self, value: Tensor) -> Tensor:
         delta = value - self.mean
         return delta @ self.posterior_precision.bmm(delta)

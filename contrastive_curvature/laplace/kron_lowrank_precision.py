@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.ggn.nystrom import LowRankMoment
+from contrastive_curvature.network.full_precision import full_precision
 
 __all__ = ["KronLowRank", "KronLowRankPrecision"]
 
@@ -94,6 +95,7 @@ class KronLowRankPrecision:
         out = along.log().sum() + spare * across.log().sum()
         return out if bias is None else out + bias.log().sum()
 
+    @full_precision
     def bmm(self, weights: Tensor, exponent: float = 1) -> Tensor:
         """Product of a power of the precision with vectors.
 
@@ -117,34 +119,44 @@ class KronLowRankPrecision:
             parts.append(((flat[:, dim * width :] @ q) * self.of_bias.pow(exponent).to(flat.dtype)) @ q.T)
         return torch.cat(parts, dim=1).view_as(weights)
 
+    @full_precision
     def inv_square_form(self, jacobians: Tensor) -> Tensor:
         """``J Sigma J^T`` for Jacobians (B, D, P), shape (B, D, D)."""
         return jacobians @ self.bmm(jacobians, -1).mT
 
+    @full_precision
     def output_variance(self, phi: Tensor) -> Tensor:
         """Variances of the outputs at features (B, F), shape (B, D)."""
-        out = self._axis_variance(phi) @ self.curvature.vectors.square().T
-        covariance = self._bias_covariance(phi.dtype)
-        return out if covariance is None else out + covariance.diagonal()
+        wide = self._as_factors(phi)
+        out = self._axis_variance(wide) @ self.curvature.vectors.square().T
+        covariance = self._bias_covariance(wide.dtype)
+        return (out if covariance is None else out + covariance.diagonal()).to(phi.dtype)
 
+    @full_precision
     def output_covariance(self, phi: Tensor) -> Tensor:
         """Covariances of the outputs at features (B, F), shape (B, D, D)."""
-        u = self.curvature.vectors
-        out = (u * self._axis_variance(phi).unsqueeze(1)) @ u.T
-        covariance = self._bias_covariance(phi.dtype)
-        return out if covariance is None else out + covariance
+        u, wide = self.curvature.vectors, self._as_factors(phi)
+        out = (u * self._axis_variance(wide).unsqueeze(1)) @ u.T
+        covariance = self._bias_covariance(wide.dtype)
+        return (out if covariance is None else out + covariance).to(phi.dtype)
 
+    @full_precision
     def joint_covariance(self, phi: Tensor) -> Tensor:
         """Covariance of all outputs at features (B, F) together, shape (B D, B D)."""
-        u, (along, across) = self.curvature.vectors, self._split(phi)
-        between = torch.einsum("ar,jr,br->jab", along, self.along.reciprocal().to(phi.dtype), along)
+        wide = self._as_factors(phi)
+        u, (along, across) = self.curvature.vectors, self._split(wide)
+        between = torch.einsum("ar,jr,br->jab", along, self.along.reciprocal().to(wide.dtype), along)
         if across is not None:
-            between = between + self.across.reciprocal().to(phi.dtype).view(-1, 1, 1) * (across @ across.T)
+            between = between + self.across.reciprocal().to(wide.dtype).view(-1, 1, 1) * (across @ across.T)
         out = torch.einsum("dj,jab,ej->adbe", u, between, u)
-        covariance = self._bias_covariance(phi.dtype)
+        covariance = self._bias_covariance(wide.dtype)
         if covariance is not None:
             out = out + covariance.unsqueeze(1)
-        return out.reshape(phi.shape[0] * len(u), -1)
+        return out.reshape(phi.shape[0] * len(u), -1).to(phi.dtype)
+
+    def _as_factors(self, phi: Tensor) -> Tensor:
+        """Features in the dtype of the fit, which is not that of an encoder that was converted after it."""
+        return phi.to(self.curvature.inputs.vectors.dtype)
 
     def _axis_variance(self, phi: Tensor) -> Tensor:
         """Variances of the outputs along the ``u_j`` without the bias's part, shape (B, D)."""

@@ -57,24 +57,35 @@ _COUNTERPARTS: dict[type[BaseLaplace], type[ContrastiveLaplace] | None] = {
     VaLLA: None,
 }
 
+# Kept on laplace-torch's own functions, where a second copy of this module finds them (importlib.reload, or an import
+# after sys.modules was cleared).
+_LAPLACE, _MARGLIK_TRAINING = laplace.Laplace, laplace.marglik_training
+_UNDO, _ORIGINAL = "_contrastive_curvature_undo", "_contrastive_curvature_original"
+
 _undo: list[Callable[[], None]] = []
-_original: dict[str, Callable[..., Any]] = {}
 
 
 def register() -> None:
-    """Make ``likelihood="contrastive"`` known to laplace-torch; does nothing when it already is."""
+    """Make ``likelihood="contrastive"`` known to laplace-torch; does nothing when it already is.
+
+    A registration by an earlier copy of this package in the same process is undone first.
+    """
     if _undo:
         return
+    unregister()
+    setattr(_LAPLACE, _UNDO, _undo)
     for host, counterpart in _COUNTERPARTS.items():
         _undo.append(_redirect(host, counterpart))
-    _undo.append(_enter_by(laplace.Laplace, _laplace))
-    _undo.append(_enter_by(laplace.marglik_training, _marglik_training))
+    _undo.append(_enter_by(_LAPLACE, _laplace))
+    _undo.append(_enter_by(_MARGLIK_TRAINING, _marglik_training))
 
 
 def unregister() -> None:
     """Put laplace-torch back as it was; does nothing when nothing is registered."""
-    while _undo:
-        _undo.pop()()
+    registered: list[Callable[[], None]] = _LAPLACE.__dict__.get(_UNDO, [])
+    while registered:
+        registered.pop()()
+    _LAPLACE.__dict__.pop(_UNDO, None)
 
 
 def _redirect(host: type[BaseLaplace], counterpart: type[ContrastiveLaplace] | None) -> Callable[[], None]:
@@ -124,7 +135,7 @@ def dispatch_laplace(*args: Any, **kwargs: Any) -> Any:
             chosen = ("subset_of_weights", "hessian_structure", "functional_approximation")
             rest = {name: value for name, value in kwargs.items() if name not in chosen}
             return ContrastiveKronLowRankLLLaplace(*args[:2], *args[4:], **rest)
-    return _original["Laplace"](*args, **kwargs)
+    return getattr(_LAPLACE, _ORIGINAL)(*args, **kwargs)
 
 
 def dispatch_marglik_training(*args: Any, **kwargs: Any) -> Any:
@@ -140,7 +151,7 @@ def dispatch_marglik_training(*args: Any, **kwargs: Any) -> Any:
             "optimize_prior_precision(method='marglik')."
         )
         raise UnsupportedError(msg)
-    return _original["marglik_training"](*args, **kwargs)
+    return getattr(_MARGLIK_TRAINING, _ORIGINAL)(*args, **kwargs)
 
 
 # Their code runs inside laplace-torch's modules, so it imports what it needs.
@@ -157,7 +168,7 @@ def _marglik_training(*args: Any, **kwargs: Any) -> Any:
 
 
 def _enter_by(function: Any, entry: Any) -> Callable[[], None]:
-    """Give a function the code of another, and keep the original under its name in ``_original``.
+    """Give a function the code of another, and keep the original as its attribute.
 
     Args:
         function: Of laplace-torch, without free variables.
@@ -169,14 +180,14 @@ def _enter_by(function: Any, entry: Any) -> Callable[[], None]:
     code, name = function.__code__, function.__name__
     original = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
     original.__kwdefaults__ = function.__kwdefaults__
-    _original[name] = original
+    setattr(function, _ORIGINAL, original)
     function.__signature__ = inspect.signature(function)
     function.__code__ = entry.__code__.replace(co_name=code.co_name, co_qualname=code.co_qualname)
 
     def undo() -> None:
         function.__code__ = code
         del function.__signature__
-        del _original[name]
+        delattr(function, _ORIGINAL)
 
     return undo
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.cross import CrossBlocks
 from contrastive_curvature.network.encoder import Encoder
+from contrastive_curvature.network.full_precision import full_precision
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS, KronFactors, Pullback
 from contrastive_curvature.network.sketch import sketch_moment
@@ -134,6 +135,7 @@ class LastLayerPullback(Pullback):
         """See :meth:`Pullback.tile_size`; without Jacobians only the pair weights are held."""
         return 2048 if structure is Structure.DIAG else super().tile_size(structure, dim)
 
+    @full_precision
     def kron_factors(self, context: Any, blocks: Blocks, n_data: int) -> KronFactors:
         """See :meth:`Pullback.kron_factors`: ``[[G (D, D), A (F, F)]]``, and ``[G]`` for the bias.
 
@@ -143,6 +145,7 @@ class LastLayerPullback(Pullback):
         weight = [g, *(part / n_data for part in self.input_moment(context, context))]
         return [weight, [g.clone()]] if self.bias else [weight]
 
+    @full_precision
     def input_moment(self, left: Tensor, right: Tensor) -> list[Tensor]:
         """``left^T right`` for features (N, F), in the form that Kronecker factors have here."""
         return [left.T @ right] if self.sketch is None else sketch_moment(left, right, self.sketch)
@@ -162,18 +165,20 @@ class LastLayerPullback(Pullback):
         return torch.cat([phi, torch.ones_like(phi[:, :1])], dim=1) if self.bias else phi
 
 
+@full_precision
 def diag_last_layer_variance(phi: Tensor, variance: Tensor, dim: int) -> Tensor:
     """``v_k = sum_f var(W_kf) phi_f^2 + var(b_k)``.
 
     Args:
-        phi: Features, shape (B, F).
+        phi: Features, shape (B, F), perhaps of another dtype, in an encoder that was converted after the fit.
         variance: Posterior variances of ``[W.flatten(), b]``, shape (P,).
         dim: Number D of outputs.
 
     Returns:
-        Shape (B, D).
+        Shape (B, D), of the dtype of the features.
     """
     weights = dim * phi.shape[1]
+    variance = variance.to(phi.dtype)
     out = phi.square() @ variance[:weights].view(dim, -1).T
     return out + variance[weights:] if variance.numel() > weights else out
 

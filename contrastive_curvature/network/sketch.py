@@ -12,6 +12,8 @@ import functools
 import torch
 from torch import Tensor
 
+from contrastive_curvature.network.full_precision import full_precision
+
 __all__ = ["EXACT_WIDTH", "MOST_RANK", "sketch_matrix", "sketch_moment", "sketch_size"]
 
 MOST_RANK = 64
@@ -65,6 +67,7 @@ def _drawn(width: int, size: int, dtype: torch.dtype, device: str) -> Tensor:
         return (drawn / width**0.5).to(dtype=dtype, device=device)
 
 
+@full_precision
 def sketch_moment(left: Tensor, right: Tensor, size: int) -> list[Tensor]:
     """Sketch of ``left^T right``, which must be symmetric.
 

@@ -88,6 +88,7 @@ def test_kron_error_is_nothing_where_factors_are_exact(tmp_path, monkeypatch, ca
             assert row["total"] > 1e-3
 
 
+@pytest.mark.filterwarnings("ignore::contrastive_curvature.progress.LongRunWarning")  # on a busy machine
 def test_lam_cost(tmp_path, capsys):
     for name in ("FashionMNIST", "MNIST"):
         write_mnist(tmp_path, name, {"train": 60, "t10k": 20})

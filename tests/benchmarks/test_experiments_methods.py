@@ -15,7 +15,7 @@ from contrastive_curvature.online import OnlineLaplace
 OPTIONS = {
     "deep_ensemble": {"members": 2, "alignment": "procrustes"},
     "knn_features": {"gallery_size": 25},
-    "knn_gated": {"gallery_size": 25},
+    "knn_gated": {"gallery_size": 20},
 }
 SAMPLED = {"deep_ensemble", "pfe", "laplace_posthoc", "mc_dropout", "laplace_online"}
 EXACT_BASE = ("norm", "vmf_density", "knn_embedding", "knn_features", "pfe")
@@ -248,6 +248,12 @@ def test_positions_need_a_relation_and_have_no_classes(tmp_path):
         make_method("vmf_density", setting).fit(placed, 0, tmp_path, base)
     with pytest.raises(UnsupportedError, match="WithinMetres"):
         make_method("deterministic", make_setting(relation=near, per_class=2)).fit(placed, 0, tmp_path)
+
+
+def test_a_gate_needs_known_images_beside_those_it_searches(tmp_path):
+    data, setting = make_data(), make_setting(epochs=1)
+    with pytest.raises(InputError, match=r"data\.train: expected 19 images that are not searched.* got 15"):
+        fit("knn_gated", setting, tmp_path, data, gallery_size=25)
 
 
 @pytest.mark.parametrize(("name", "change"), [("mc_dropout", {"rate": 0.5}), ("deep_ensemble", {"members": 3})])

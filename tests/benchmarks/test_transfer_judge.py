@@ -563,6 +563,7 @@ def two_results() -> list[dict[str, Any]]:
         "diag/novelty": row(free, None, 0.4, 0.79),
         "vmf": row(classes, None, 0.58, 0.7),
     }
+    first["gated"]["title"] = "gated"
     return [result("first", first), result("second", second)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,10 @@ class KNNGated(LaplaceGated):
         least = -(-4 * NEIGHBORS // 3)
         if len(data.train) < least:
             raise InputError(expected("data.train", f"at least {least} images", len(data.train)))
+        needed, left = math.ceil(1 / self.share) - 1, len(data.plain) - self._searched(data.plain)
+        if left < needed:
+            wanted = f"{needed} images that are not searched, for share = {self.share}"
+            raise InputError(expected("data.train", wanted, left, "Use more images, or a smaller gallery_size."))
 
     def _searched(self, plain: Split) -> int:
         return min(self.gallery_size, 3 * len(plain) // 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from benchmarks.experiments.methods.checks import fitted
 from benchmarks.experiments.methods.embed import image_batches, unit
 from benchmarks.experiments.methods.spread import SphereSpread
 from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.known import OptimisticPValueWarning
 from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.options import Distance, PDFix
 
@@ -214,7 +216,10 @@ class PosteriorMethod(Method):
         batches = loader(
             split.take(rows), self.setting.eval_batch, generator=torch.Generator(), workers=self.setting.workers
         )
-        self.posterior.calibrate(batches, progress_bar=None if self.setting.progress else False)
+        with warnings.catch_warnings():
+            if not self._held_out:
+                warnings.simplefilter("ignore", OptimisticPValueWarning)
+            self.posterior.calibrate(batches, progress_bar=None if self.setting.progress else False)
 
     def predict(self, split: Split) -> Prediction:
         """See :func:`closed_form`."""
