@@ -44,8 +44,9 @@ class Directions:
     def __getitem__(self, rows: Tensor | slice) -> Directions:
         """The directions of some of the rows."""
         covariance = None if self.covariance is None else self.covariance[rows]
-        vectors = (v[rows] for v in (self.mean, self.lost, self.diagonal, self.axis, self.tilt))
-        return Directions(*vectors, covariance)
+        return Directions(
+            self.mean[rows], self.lost[rows], self.diagonal[rows], self.axis[rows], self.tilt[rows], covariance
+        )
 
     def dense(self) -> Tensor:
         """Covariances, shape (N, D, D)."""
@@ -121,7 +122,7 @@ def _relative(spread: Tensor, norm: Tensor) -> Tensor:
 
 
 def _scalars(tau: Tensor, rho: Tensor, bend: Tensor, square: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``R``, ``(1 - R^2 - zeta) / tau``, ``zeta`` and ``1 - |E[x]|^2`` of tau, rho, ``|c|^2`` and q, shape (N,) each."""
+    """``R``, ``(1 - R^2 - zeta) / tau``, ``zeta``, ``1 - |E[x]|^2`` of tau, rho, ``|c|^2`` and q, all of shape (N,)."""
     tiny = torch.finfo(tau.dtype).tiny
     whole = 1 + tau
     # Divided by tau at once, because 1 - R^2 loses its digits where tau is small.

@@ -268,6 +268,81 @@ def test_thresholds_broadcast():
     assert bool((out.probability(1.0) == 0).all())
 
 
+@pytest.mark.parametrize(
+    "kinds", [("diagonal", "diagonal"), ("dense", "diagonal"), ("samples", "dense"), ("dense", "point")]
+)
+@pytest.mark.parametrize("size", [1e-2, 1e-4, 1e-5])
+def test_near_duplicates_in_float32_are_those_of_float64(kinds, size):
+    """``1 - cosine`` is far below the rounding of a cosine in float32, and the variance below that of its terms."""
+    mean = draw(20, 8, seed=1).float()
+    moved = (mean + size * draw(20, 8, seed=2)).float()
+
+    def side(kind: str, z: Tensor, dtype: torch.dtype) -> Any:
+        z, dim = z.to(dtype), z.shape[1]
+        if kind == "samples":
+            return EmbeddingDistribution.from_samples(z + (size * draw(6, *z.shape)).to(dtype))
+        if kind == "point":
+            return z
+        spread = torch.full_like(z, size**2)
+        if kind == "diagonal":
+            return EmbeddingDistribution(z, variance=spread)
+        return EmbeddingDistribution(z, covariance=torch.eye(dim, dtype=dtype) * spread[:, :, None])
+
+    narrow, wide = (
+        similarity(side(kinds[0], mean, dtype), side(kinds[1], moved, dtype)) for dtype in (torch.float32, DOUBLE)
+    )
+    pairs = similarity(side(kinds[0], mean, torch.float32), side(kinds[1], moved, torch.float32), pairwise=True)
+    assert narrow.mean.dtype == narrow.std.dtype == torch.float32
+    # Samples in float32 are other samples.
+    close = 0.1 if "samples" in kinds else 1e-4
+    assert torch.allclose(narrow.std.double(), wide.std, rtol=close, atol=0)
+    assert torch.allclose(pairs.std.diagonal(), narrow.std, rtol=1e-4, atol=0)
+    assert wide.complement is not None
+    assert narrow.complement is not None
+    assert torch.allclose(narrow.complement, wide.complement, rtol=close, atol=0)
+    for share in (0.5, 1.0, 2.0):
+        threshold = 1 - share * wide.complement
+        chance = wide.probability(threshold)
+        assert 0.01 < float(chance.mean()) < 0.99
+        assert torch.allclose(narrow.probability(threshold).double(), chance, atol=close)
+        assert torch.allclose(pairs.probability(threshold).diagonal().double(), chance, atol=close)
+
+
+@given(
+    dim=st.integers(2, 40),
+    scale=st.sampled_from([1.0, 4.0, 3.0, 1e-12]),
+    dtype=st.sampled_from([torch.float32, DOUBLE]),
+    pairwise=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_equal_directions_without_spread_reach_every_cosine(dim, scale, dtype, pairwise, seed):
+    mean = draw(3, dim, seed=seed).to(dtype)
+    certain = EmbeddingDistribution(mean, variance=torch.zeros_like(mean))
+    out = similarity(certain, scale * mean.double() if dtype == DOUBLE else mean, pairwise=pairwise)
+    chance = out.probability(1.0)
+    assert torch.equal(chance.diagonal() if pairwise else chance, torch.ones(3, dtype=dtype))
+    assert bool((similarity(certain, certain).mean == 1).all())
+    # A cosine below one in all but its rounding.
+    other = mean + 1e-5 * draw(3, dim, seed=seed + 1).to(dtype)
+    assert torch.equal(similarity(certain, other).probability(1.0), torch.zeros(3, dtype=dtype))
+
+
+@given(
+    kind=st.sampled_from(["diagonal", "dense", "samples"]),
+    n=st.integers(1, 4),
+    dim=st.integers(2, 6),
+    size=st.sampled_from([1e-2, 1.0, 1e4]),
+    entries=st.sampled_from([1, 60, 2**24]),
+    seed=st.integers(0, 99),
+)
+def test_what_a_mean_lacks_of_norm_one(kind, n, dim, size, entries, seed):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["contrastive_curvature.directions"], "_ENTRIES", entries)
+        found = directions("a", build(kind, n, dim, seed, size))
+    assert found.mean.shape == (n, dim)
+    assert torch.allclose(found.lost, 1 - found.mean.square().sum(1), rtol=0, atol=1e-14)
+
+
 GOOD = EmbeddingDistribution(torch.ones(3, 2), variance=torch.ones(3, 2))
 
 

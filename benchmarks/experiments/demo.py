@@ -121,6 +121,6 @@ def flagged_markdown(figures: dict[str, Any], data: dict[str, Any]) -> str:
     return (
         f"Threshold: `la.calibrate` with {held:,} training images that were held out, then `~la(x).is_known(alpha)`\n\n"
         + "\n".join(lines)
-        + "\n\n\u00b1: binomial standard error. Of test images a share \u03b1 is to be expected, on average over "
-        f"calibration sets; a set of {held:,} scatters around it by {scatter}.\n"
+        + "\n\n\u00b1: binomial standard error. Of test images at most a share \u03b1 is to be expected, on average "
+        f"over calibration sets; a set of {held:,} scatters around it by {scatter}.\n"
     )

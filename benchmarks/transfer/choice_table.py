@@ -12,13 +12,15 @@ from benchmarks.transfer.markdown import head, line
 
 __all__ = ["choice_table", "to_json"]
 
+_BY = {"gap": "mean gap", "largest": "largest gap of an encoder"}
+
 _SHOWN = 20
 """Rules of the best ones that are shown."""
 
 
 def choice_table(found: Study, machine: Mapping[str, Any]) -> str:
     """Both questions as Markdown."""
-    encoders = [choice.encoder for choice in found.known.choices]
+    encoders = [choice.encoder for choice in found.known.choices["gap"]]
     families = sorted({family(name) for name in encoders})
     text = "\n".join(
         [
@@ -61,12 +63,15 @@ def _to_json(tried: Tried) -> dict[str, Any]:
         "rules": {name: _summary(found) for name, found in _shown(tried).items()},
         "others": {name: _summary(found) for name, found in tried.others.items()},
         "choices": {
-            choice.encoder: {
-                "chosen": choice.rule,
-                "best": choice.best_rule,
-                "figures": {name: round(value, 4) for name, value in choice.figures.items()},
+            by: {
+                choice.encoder: {
+                    "chosen": choice.rule,
+                    "best": choice.best_rule,
+                    "figures": {name: round(value, 4) for name, value in choice.figures.items()},
+                }
+                for choice in choices
             }
-            for choice in tried.choices
+            for by, choices in tried.choices.items()
         },
     }
 
@@ -83,33 +88,44 @@ def _summary(found: Mapping[str, Figures]) -> dict[str, Any]:
 
 
 def _shown(tried: Tried) -> Gaps:
-    """The best rules, those of one quantity, and the library's at every strength."""
+    """The best rules, those of one quantity, those that are chosen, and the library's at every strength."""
     order = sorted(tried.gaps, key=lambda rule: mean_gap(tried.gaps[rule]))
-    alike = tried.library.rsplit(", ", 1)[0]
-    rest = [rule for rule in order[_SHOWN:] if rule.rsplit(", ", 1)[0] == alike or " of " not in rule]
+    chosen = {choice.rule for choices in tried.choices.values() for choice in choices}
+    rest = [
+        rule for rule in order[_SHOWN:] if rule in chosen or _form(rule) == _form(tried.library) or " of " not in rule
+    ]
     return {rule: tried.gaps[rule] for rule in [*order[:_SHOWN], *rest]}
 
 
 def _question(tried: Tried, figure: str) -> Iterator[str]:
-    chosen = [choice.rule for choice in tried.choices]
-    families = {family(choice.encoder): choice.rule for choice in tried.choices}
-    agreed = sum(rule == tried.library for rule in families.values())
-    means = {name: _over_families(tried.choices, name) for name in ("chosen", "library", "best", "reference")}
+    some = next(iter(tried.choices.values()))
+    means = {name: _over_families(some, name) for name in ("library", "best", "reference")}
     yield (
-        f"The library follows `{tried.library}`. With one family left out, the others choose it in {agreed} of "
-        f"{len(families)} cases. Mean over the families that were left out: the rule chosen without them "
-        f"{means['chosen']:.3f}, the library's {means['library']:.3f}, the best of {len(tried.gaps)} rules in "
-        f"hindsight {means['best']:.3f}, the best gallery-free score of the table {means['reference']:.3f}."
+        f"The library follows `{tried.library}`. Mean AUROC over the families, each left out in turn: the library's "
+        f"rule {means['library']:.3f}, the best of {len(tried.gaps)} rules in hindsight {means['best']:.3f}, the best "
+        f"gallery-free score of the table {means['reference']:.3f}; and the rule that the others choose:"
     )
+    yield ""
+    yield from head(["chosen by", "AUROC where it had no say", "folds that choose the library's rule", "and its form"])
+    for by, choices in tried.choices.items():
+        rules = {family(choice.encoder): choice.rule for choice in choices}
+        same = sum(rule == tried.library for rule in rules.values())
+        form = sum(_form(rule) == _form(tried.library) for rule in rules.values())
+        count = f"of {len(rules)}"
+        yield line([_BY[by], f"{_over_families(choices, 'chosen'):.3f}", f"{same} {count}", f"{form} {count}"])
     yield ""
     yield "### Rules over all encoders"
     yield ""
     order = sorted(tried.gaps, key=lambda rule: mean_gap(tried.gaps[rule]))
-    yield from head(["place", "rule", f"mean {figure}", "mean gap", "largest gap", "at", "chosen for"])
+    yield from head(["place", "rule", f"mean {figure}", "mean gap", "largest gap", "at", "chosen for so many encoders"])
     for rule, gaps in _shown(tried).items():
         one = _summary(gaps)
         name = f"**{rule}** (library)" if rule == tried.library else rule
-        count = f"{chosen.count(rule)} encoders" if rule in chosen else ""
+        count = ", ".join(
+            f"{n} ({_BY[by]})"
+            for by, choices in tried.choices.items()
+            if (n := sum(choice.rule == rule for choice in choices))
+        )
         yield line([str(1 + order.index(rule)), name, *_cells(one), count])
     yield ""
     yield "Beside them, not to be chosen; the library's rule at its own rank, over the same encoders, in brackets:"
@@ -123,25 +139,24 @@ def _question(tried: Tried, figure: str) -> Iterator[str]:
     yield ""
     yield "### Every encoder, and the rule that was chosen without its family"
     yield ""
-    columns = [
-        "encoder",
-        "chosen without it",
-        "chosen",
-        "library",
-        "best rule there",
-        "best",
-        "best gallery-free score",
-    ]
-    yield from head(columns)
-    for choice in tried.choices:
-        figures = {name: f"{value:.3f}" for name, value in choice.figures.items()}
-        cells = [choice.encoder, choice.rule, figures["chosen"], figures["library"]]
-        yield line([*cells, choice.best_rule, figures["best"], figures["reference"]])
+    columns = [f"chosen without it by {_BY[by]} | AUROC" for by in tried.choices]
+    shown = " | ".join(["encoder", *columns, "library", "best rule there", "AUROC", "best gallery-free"])
+    yield from head(shown.split(" | "))
+    for of_encoder in zip(*tried.choices.values(), strict=True):
+        one = of_encoder[0]
+        cells = [cell for choice in of_encoder for cell in (choice.rule, f"{choice.figures['chosen']:.3f}")]
+        figures = {name: f"{value:.3f}" for name, value in one.figures.items()}
+        yield line([one.encoder, *cells, figures["library"], one.best_rule, figures["best"], figures["reference"]])
     yield ""
 
 
 def _cells(one: Mapping[str, Any]) -> list[str]:
     return [f"{one['figure']:.3f}", f"{one['gap']:.3f}", f"{one['largest']:.3f}", one["at"]]
+
+
+def _form(rule: str) -> str:
+    """A rule's name without the strength of the prior."""
+    return rule.rsplit(", ", 1)[0]
 
 
 def _over_families(choices: list[Choice], name: str) -> float:

@@ -274,10 +274,11 @@ class _ClassCross:
         if self.sums is None:
             msg = "no points were added"
             raise RuntimeError(msg)
-        weighted = -(self.coupling.y @ self.sums.flatten(1)).view_as(self.sums)
-        if self.structure is Structure.DIAG:
-            return (self.sums * weighted).sum((0, 1))
-        return self.sums.flatten(0, 1).T @ weighted.flatten(0, 1)
+        with torch.autocast(self.sums.device.type, enabled=False):
+            weighted = -(self.coupling.y @ self.sums.flatten(1)).view_as(self.sums)
+            if self.structure is Structure.DIAG:
+                return (self.sums * weighted).sum((0, 1))
+            return self.sums.flatten(0, 1).T @ weighted.flatten(0, 1)
 
 
 class _StreamedCross:

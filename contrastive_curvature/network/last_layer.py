@@ -84,6 +84,7 @@ class LastLayerPullback(Pullback):
         weight = (cotangents.T @ self.forward(x)[1]).flatten()
         return torch.cat([weight, cotangents.sum(0)]) if self.bias else weight
 
+    @full_precision
     def _block_diag(self, context: Any, blocks: Blocks) -> Tensor:
         m, phi = blocks.diagonal(), context
         out = m.new_zeros(m.shape[1], phi.shape[1])
@@ -93,6 +94,7 @@ class LastLayerPullback(Pullback):
             out.addmm_(m[rows].T, phi[rows].square())
         return torch.cat([out.flatten(), m.sum(0)]) if self.bias else out.flatten()
 
+    @full_precision
     def _block_full(self, context: Any, blocks: Blocks) -> Tensor:
         phi = self._extended(context)
         (n, width), dim = phi.shape, blocks.u.shape[1]
@@ -108,6 +110,7 @@ class LastLayerPullback(Pullback):
             order = torch.cat([order[:, :-1].flatten(), order[:, -1]])
         return by_layer[order.flatten()][:, order.flatten()]
 
+    @full_precision
     def cross_term(self, rows: Any, columns: Any, cross: CrossBlocks, structure: Structure) -> Tensor:
         """See :meth:`Pullback.cross_term`.
 
@@ -150,6 +153,7 @@ class LastLayerPullback(Pullback):
         """``left^T right`` for features (N, F), in the form that Kronecker factors have here."""
         return [left.T @ right] if self.sketch is None else sketch_moment(left, right, self.sketch)
 
+    @full_precision
     def class_sums(self, context: Any, cotangents: Tensor, index: Tensor, n_classes: int) -> Tensor:
         """See :meth:`Pullback.class_sums`."""
         phi = self._extended(context)

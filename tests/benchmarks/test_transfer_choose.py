@@ -176,7 +176,7 @@ def test_an_encoder_has_no_say_in_the_rule_that_it_is_judged_by() -> None:
     # Means over encoders: 0.81 and 0.72; over families: 0.717 and 0.733.
     assert mean_gap(gaps["theirs"]) == pytest.approx(1 - (0.95 + 0.6 + 0.6) / 3)
     assert mean_gap(gaps["theirs"], "big") == pytest.approx(0.4)
-    found = {choice.encoder: choice for choice in choose(gaps, "ours")}
+    found = {choice.encoder: choice for choice in choose(gaps, "ours", "gap")}
     assert {name: choice.rule for name, choice in found.items()} == {
         "big-2-supcon": "ours",
         "big-3-supcon": "ours",
@@ -198,12 +198,12 @@ def test_the_command_writes_both_files(cache: Path, capsys: pytest.CaptureFixtur
         assert before.count("|") in (0, shown.count("|")) or not shown
         before = shown if shown.startswith("|") else ""
     found = json.loads((cache / "results" / "transfer_choice.json").read_text(encoding="utf-8"))
-    assert set(found["match"]["choices"]) == set(NAMES)
+    assert set(found["match"]["choices"]["gap"]) == set(found["known"]["choices"]["largest"]) == set(NAMES)
     assert LIBRARY_MATCH in found["match"]["rules"]
     assert LIBRARY_KNOWN in found["known"]["rules"]
     judged = json.loads((cache / "results" / "transfer" / "faces.json").read_text(encoding="utf-8"))
     row = judged["rows"][f"{judged['default']}/uncertainty"]
-    assert found["match"]["choices"]["faces"]["figures"]["library"] == pytest.approx(row["r_auroc"], abs=2e-3)
+    assert found["match"]["choices"]["gap"]["faces"]["figures"]["library"] == pytest.approx(row["r_auroc"], abs=2e-3)
 
 
 def test_one_family_is_not_enough(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -318,6 +318,68 @@ def test_what_is_left_is_not_lost_to_rounding_in_float32() -> None:
     assert float((1 - without / truth).min()) > 0.1
 
 
+@pytest.mark.parametrize(
+    ("structure", "options"),
+    [
+        *(("kron_lowrank", {key: True}) for key in ("joint", "diagonal_output", "fitting")),
+        *((structure, {"diagonal_output": True}) for structure in ("kron", "diag")),
+        *((structure, {}) for structure in ("kron", "full", "diag")),
+    ],
+)
+def test_autocast_touches_the_encoder_alone(structure: str, options: dict[str, bool]) -> None:
+    """The encoder is one layer without rounding in bfloat16, so all differences would be of the algebra."""
+    extra = {"rank": 4} if structure == "kron_lowrank" else {}
+    x, new = features(60, 40, decay=2.0).bfloat16().float(), features(9, 40, seed=3, decay=2.0).bfloat16().float()
+    weights = nn.Linear(40, 3)
+
+    class InFloat32(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = weights
+
+        def forward(self, at: Tensor) -> Tensor:
+            with torch.autocast("cpu", enabled=False):
+                out: Tensor = self.layer(at)
+                return out
+
+    found = []
+    for inside in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+            la = fitted(x, InFloat32(), structure, **extra)
+            found.append(la(new, **options))
+            if structure == "kron_lowrank":
+                found.append(la.square_norm(la.mean + 1))
+        found.append(la(new, **options))
+    half = len(found) // 2
+    for plain, cast in zip(found[:half], found[half:], strict=True):
+        if isinstance(plain, Tensor):
+            assert near(cast, plain.numpy(), 1e-5)
+        else:
+            assert cast.covariance.dtype == torch.float32
+            assert near(cast.covariance, plain.covariance.numpy(), 1e-4)
+
+
+@pytest.mark.parametrize("structure", ["kron_lowrank", "kron", "diag", "full"])
+def test_an_encoder_that_is_converted_after_the_fit_predicts_in_its_own_dtype(structure: str) -> None:
+    x = features(40, 30)
+    la = fitted(x.float(), encoder(30, 3, dtype=torch.float32), structure)
+    before = la(x.float())
+    la.model.double()
+    after = la(x)
+    assert after.mean.dtype == after.covariance.dtype == after.uncertainty.dtype == torch.float64
+    assert near(after.covariance, before.covariance.double().numpy(), 1e-4)
+
+
+def test_embeddings_of_one_dimension_are_refused() -> None:
+    x = features(8, 4)
+    for weights, structure in (("last_layer", "kron_lowrank"), ("all", "diag")):
+        la: Any = Laplace(encoder(4, 1), "contrastive", weights, structure)
+        with pytest.raises(cc.InputError, match=r"model: expected embeddings of D >= 2 dimensions, got D = 1"):
+            la.fit([(x, labels(8))])
+    with pytest.raises(cc.InputError, match="D = 1"):
+        cc.OnlineLaplace(encoder(4, 1), probe=x, n_data=8)
+
+
 def test_the_marginal_likelihood_can_be_differentiated() -> None:
     la = fitted(features(12, 6), encoder(6, 2), rank=2)
     prior = torch.tensor([0.4, 1.3], dtype=torch.float64, requires_grad=True)

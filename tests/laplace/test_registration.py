@@ -260,6 +260,41 @@ def test_import_is_silent_and_light(registered: Any) -> None:
     assert registered["printed"] == ""
 
 
+@pytest.mark.parametrize(
+    "again",
+    [
+        "import contrastive_curvature.laplace.registry as r; importlib.reload(r)",
+        "import contrastive_curvature.laplace.registry as r; importlib.reload(r).register()",
+        "[sys.modules.pop(m) for m in list(sys.modules) if m.startswith('contrastive_curvature')]\n"
+        "import contrastive_curvature",
+    ],
+)
+def test_a_second_copy_takes_over_from_the_first(again: str) -> None:
+    """As with ``importlib.reload``, or in notebooks and test suites that clear ``sys.modules``."""
+    script = (
+        "import importlib, json, sys, warnings\n"
+        "warnings.simplefilter('ignore')\n"
+        "import torch, laplace\n"
+        "from laplace import Laplace, marglik_training\n"
+        "plain = Laplace.__code__, laplace.DiagLaplace.__init__, dict(vars(Laplace))\n"
+        "import contrastive_curvature\n"
+        f"{again}\n"
+        "import contrastive_curvature as cc\n"
+        "from contrastive_curvature.laplace import ContrastiveKronLowRankLLLaplace as ours\n"
+        "layer = torch.nn.Linear(3, 2)\n"
+        "out = [type(Laplace(layer, 'classification')).__name__, type(Laplace(layer, 'contrastive')) is ours]\n"
+        "data = torch.utils.data.TensorDataset(torch.randn(4, 3), torch.arange(4) % 2)\n"
+        "loader = torch.utils.data.DataLoader(data)\n"
+        "trained = marglik_training(layer, loader, 'classification', n_epochs=1)\n"
+        "out.append(type(trained[0]).__name__)\n"
+        "import contrastive_curvature.laplace.registry as registry\n"
+        "registry.unregister()\n"
+        "out.append((Laplace.__code__, laplace.DiagLaplace.__init__, dict(vars(Laplace))) == plain)\n"
+        "print(json.dumps(out))"
+    )
+    assert run(script)[0] == ["KronLLLaplace", True, "KronLaplace", True]
+
+
 def test_import_alone_is_silent_and_works_first() -> None:
     """Our package before laplace-torch, and every import that it causes."""
     script = (
