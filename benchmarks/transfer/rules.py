@@ -43,6 +43,9 @@ _COMBINATIONS: dict[str, Callable[[Numbers], Numbers]] = {
 """Ways to combine standardised logarithms, shape (N, K). Squares of the positive parts: below all medians, the sum
 decides."""
 
+_LIBRARY = ("V/|phi|", "V/|phi|^2", "1/n")
+"""Quantities that the library's novelty is made of."""
+
 _EXPONENTS = (1, 2, 3, 4, 6)
 _WEIGHTS = (0.3, 1, 3, 10)
 _COMPONENTS = 4
@@ -125,15 +128,21 @@ def known_rules() -> Iterator[Rule]:
 
 
 def density_rules() -> Iterator[Rule]:
-    """Two-sided densities of (log V, log n, log |phi|) among training inputs, for the same question."""
+    """Rules that see inputs with too small a V as well, for the same question.
+
+    Densities of (log V, log n, log |phi|) among training inputs, and the library's with one quantity more.
+    """
     variance = variance_name(STRENGTH)
+    for strength in STRENGTHS[:2]:
+        yield _two_sided("V/|phi|^2", 0.5, strength)
+        yield _two_sided("V/n^2", 1.0, strength)
     yield Rule("Mahalanobis distance of (log V, log n, log |phi|)", variance, _mahalanobis)
     yield Rule(f"mixture of {_COMPONENTS} Gaussians over (log V, log n, log |phi|)", variance, _mixture)
 
 
 def library_at(variance: str, title: str) -> tuple[Rule, Rule]:
     """The two rules of the library, with another variance."""
-    return _power(variance, 3, title), _combined(("V/|phi|", "V/|phi|^2", "1/n"), "soft max", variance, title)
+    return _power(variance, 3, title), _combined(_LIBRARY, "soft max", variance, title)
 
 
 def rank_rules() -> Iterator[tuple[Rule, Rule]]:
@@ -169,6 +178,20 @@ def _combined(names: tuple[str, ...], how: str, variance: str, title: str) -> Ru
 
     shown = names[0] if len(names) == 1 else f"{how} of {', '.join(names)}"
     return Rule(f"{shown}, {title}", variance, score)
+
+
+def _two_sided(quantity: str, weight: float, strength: float) -> Rule:
+    """The library's rule with the negative logarithm of a quantity, too, times a weight."""
+    variance = variance_name(strength)
+    columns = [list(_QUANTITIES).index(name) for name in (*_LIBRARY, quantity)]
+    signs = np.array([1.0] * len(_LIBRARY) + [-weight])
+
+    def score(encoder: Encoder) -> Callable[[str], Numbers]:
+        found = encoder.standardised(variance)
+        return lambda one: _COMBINATIONS["soft max"](found[one][:, columns] * signs)
+
+    shown = f"soft max of {', '.join(_LIBRARY)} and -{weight:g} times {quantity}"
+    return Rule(f"{shown}, strength {strength:g}", variance, score)
 
 
 def _mahalanobis(encoder: Encoder) -> Callable[[str], Numbers]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from contrastive_curvature.ggn.spectrum import eigenpairs
+from contrastive_curvature.network.full_precision import full_precision
 from contrastive_curvature.network.pullback import KronFactors
 
 __all__ = ["add_factors", "clamp_curvature", "clamp_factors"]
@@ -17,6 +18,7 @@ def add_factors(a: KronFactors | None, b: KronFactors) -> KronFactors:
     return [[x + y for x, y in zip(f, g, strict=True)] for f, g in zip(a, b, strict=True)]
 
 
+@full_precision
 def clamp_curvature(curvature: Tensor) -> Tensor:
     """Make an accumulated curvature positive semidefinite, once, at the end.
 
