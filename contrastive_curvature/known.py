@@ -88,8 +88,8 @@ def components(embedding: EmbeddingDistribution, feature_norm: Tensor | None = N
     and the norm ``|phi|`` of the features: the logarithms of ``V / |phi|``, ``V / |phi|^2`` and ``1 / n``, and without
     features those of ``V``, ``V / n^2`` and ``1 / n``. The first sees inputs with large features in unusual directions
     (strong noise), ``V / |phi|^2`` unusual directions alone (another kind of image), ``1 / n`` inputs that the encoder
-    sees little in (blur, little contrast): no single one of them sees all, and their two-sided density sees less
-    (``benchmarks/results/transfer_choice.md``).
+    sees little in (blur, little contrast): no single one of them sees all. None sees an input whose variance is far
+    below that of all known ones (``docs/transfer.md`` names the encoders where that happens).
 
     A ``V`` below the rounding of ``tr Cov`` counts as that rounding, and what is zero even then counts as the smallest
     normal number of float64: zero variances, outputs and features give finite components.
