@@ -34,7 +34,7 @@ from benchmarks.transfer.recipes.photographs import load_photographs
 from benchmarks.transfer.recipes.recipe import Recipe
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
-__all__ = ["FACES", "make_faces"]
+__all__ = ["FACES", "face_images", "make_faces"]
 
 _CROP = (58, 52, 191, 185)
 """The face in a deep-funneled image of 250 x 250 pixels: left, upper, right and lower edge."""
@@ -88,6 +88,12 @@ def _faces(split: Split) -> FileSplit:
     if not isinstance(split, FileSplit):
         raise InputTypeError(expected("split", "images in files", type(split).__name__))
     return FileSplit(split.paths, split.targets, _face)
+
+
+def face_images(split: Split, rows: Iterable[int]) -> list[Images]:
+    """Some of the faces of a split as the network sees them, uint8, shape (112, 112, 3) each."""
+    faces = _faces(split)
+    return [faces.images([int(row)])[0].numpy() for row in rows]
 
 
 def _face(image: Any) -> Tensor:
