@@ -192,7 +192,7 @@ def _calls() -> dict[str, Call]:
             _tuned,
             {"method": "marglik", "n_steps": 2, "lr": 0.1} | {"init_prior_prec": 1.0},
         ),
-        "calibrate": (_calibrated, {"x": x, "loader": [x], "alpha": 0.1, "progress_bar": False}),
+        "calibrate": (_calibrated, {"x": x, "loader": [x + 1], "alpha": 0.1, "progress_bar": False}),
         "OnlineLaplace": (
             _online,
             {"x": x, "labels": labels, "probe": x, "n_data": N, "loss": None, "miner": None, "curvature_miner": None}

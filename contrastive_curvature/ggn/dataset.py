@@ -138,8 +138,8 @@ def collect_points(
 
 
 def mean_norm(z: Tensor) -> Tensor:
-    """Mean norm of raw outputs (N, D), float64; in it no sum of float32 norms overflows."""
-    return normalize(z)[1].double().mean()
+    """Mean norm of raw outputs (N, D), float64 and without a graph; in it no sum of float32 norms overflows."""
+    return normalize(z.detach())[1].double().mean()
 
 
 def _expected_points(loader: Iterable[Any]) -> int:

@@ -148,7 +148,8 @@ def loads_or_refuses(la: Any, state: Any, x: Tensor) -> bool:
         return True
     found, known = picture(la, x), before
     # Prior mean, loss and cost are any numbers; the prediction of this object is what a state must not spoil.
-    assert same(found[:2], known[:2])
+    # With enable_backprop it is computed in another way, with other rounding.
+    assert all(torch.allclose(a, b, rtol=1e-12, atol=0) for a, b in zip(found[:2], known[:2], strict=True))
     return False
 
 
