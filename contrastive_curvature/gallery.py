@@ -26,8 +26,8 @@ class RetrievalUncertainty:
     gallery the second. Neither can replace the other: among known inputs the novelty ranks worse than the distance, and
     an unknown input may lie close to a class. So the novelty only decides which inputs are unknown, by a threshold that
     flags the fraction ``share`` of the known inputs. Inputs above the threshold are ranked last, ordered by novelty;
-    all others are ordered by distance: the mean of that to the nearest gallery point and that to the k nearest. In a trial
-    on eleven encoders, adding the posterior's angle to this distance made the order worse (``docs/defaults.md``).
+    all others are ordered by distance: the mean of that to the nearest gallery point and that to the k nearest. In a
+    trial on eleven encoders, adding the posterior's angle to this distance made the order worse (``docs/defaults.md``).
 
     Args:
         gallery: Embeddings that are searched, of any norm, shape (M, D).
