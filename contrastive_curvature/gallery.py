@@ -116,7 +116,7 @@ def _distances(queries: Tensor, gallery: Tensor, k: int, itself: Tensor | None =
     """Cosine distances to the k nearest gallery points but ``itself``, ascending up to rounding, shape (N, k)."""
     neighbors = metrics.nearest_neighbors(queries, gallery, k=k if itself is None else k + 1)
     if itself is not None:
-        # Without the own row, or else without the last: which is the same as the largest of a stable sort.
+        # A stable sort moves the own row to the end and keeps the order of the others; the last one is dropped.
         own = neighbors == itself.to(neighbors).unsqueeze(1)
         neighbors = neighbors.gather(1, own.long().argsort(dim=1, stable=True))[:, :k]
     v = normalize(gallery)[0]
