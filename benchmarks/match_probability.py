@@ -10,8 +10,6 @@ Run: ``python -m benchmarks.match_probability --cache FOLDER [--only NAME ...] [
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,9 +20,9 @@ from benchmarks.machine import describe, write_results
 from benchmarks.transfer.feature_file import FeatureFile, load_features
 from benchmarks.transfer.fitted import DEFAULT, Fitted
 from benchmarks.transfer.matching import BINS, MODELS, RESAMPLES, SMOOTH, judge_harmed_pairs, judge_pairs, summary
+from benchmarks.transfer.script import chosen_files, file_options, results_of_others
 from benchmarks.transfer.searching import judge_searches, open_set
 
-RESULTS = Path(__file__).parent / "results"
 NAMES = (
     "faces",
     *(f"{data}-64-{loss}" for data in ("clinc150", "omniglot") for loss in ("contrastive", "supcon", "triplet")),
@@ -172,23 +170,14 @@ def _open(found: Mapping[str, Any]) -> list[str]:
 
 def main() -> None:
     """Judge the feature files; print the tables, write JSON and Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", type=Path, default=Path("runs/transfer"), help="folder with the feature files")
-    parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="feature files (default: all of them); the results of others are kept"
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser = file_options(__doc__)
     parser.add_argument("--plots", type=Path, help="folder for reliability diagrams (default: none are drawn)")
     given = parser.parse_args()
-    names = [name for name in given.only or NAMES if (given.cache / f"{name}.npz").exists()]
-    if not names:
-        parser.error(f"--cache: no such feature file in {given.cache}; python -m benchmarks.transfer makes them")
-    machine, results, before = describe(), {}, given.out / "match_probability.json"
-    if given.only is not None and before.exists():
-        results = json.loads(before.read_text(encoding="utf-8"))["encoders"]
-    for name in names:
-        folder = None if given.plots is None else given.plots / name
-        results[name] = judge(load_features(given.cache / f"{name}.npz"), folder, name)
+    machine, paths = describe(), chosen_files(parser, given, NAMES)
+    results = results_of_others(given, "match_probability")
+    for path in paths:
+        folder = None if given.plots is None else given.plots / path.stem
+        results[path.stem] = judge(load_features(path), folder, path.stem)
         results = dict(sorted(results.items()))
         result = {"machine": machine, "resamples": RESAMPLES, "encoders": results}
         write_results(given.out, "match_probability", result, markdown(results, machine))

@@ -10,12 +10,9 @@ Run: ``python -m benchmarks.threshold --cache FOLDER [--only NAME ...] [--out FO
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +22,9 @@ from benchmarks.machine import describe, write_results
 from benchmarks.transfer.arrays import Floats
 from benchmarks.transfer.feature_file import FeatureFile, load_features
 from benchmarks.transfer.fitted import DEFAULT, Fitted
+from benchmarks.transfer.script import chosen_files, file_options, results_of_others
 from contrastive_curvature import OptimisticPValueWarning
 
-RESULTS = Path(__file__).parent / "results"
 ALPHAS = (0.01, 0.05, 0.1)
 SPLITS = 20
 _BATCH = 500
@@ -163,19 +160,10 @@ def markdown(results: Mapping[str, dict[str, Any]], machine: Mapping[str, Any]) 
 
 def main() -> None:
     """Judge every feature file of a folder; print the tables, write JSON and Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", type=Path, default=Path("runs/transfer"), help="folder with the feature files")
-    parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="feature files (default: all); the results of others are kept"
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser = file_options(__doc__)
     given = parser.parse_args()
-    paths = [path for path in sorted(given.cache.glob("*.npz")) if given.only is None or path.stem in given.only]
-    if not paths:
-        parser.error(f"--cache: no such feature file in {given.cache}; python -m benchmarks.transfer makes them")
-    machine, results, before = describe(), {}, given.out / "threshold.json"
-    if given.only is not None and before.exists():
-        results = json.loads(before.read_text(encoding="utf-8"))["encoders"]
+    machine, paths = describe(), chosen_files(parser, given)
+    results = results_of_others(given, "threshold")
     for path in paths:
         results[path.stem] = judge(load_features(path))
         results = dict(sorted(results.items()))
