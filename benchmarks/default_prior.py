@@ -47,7 +47,8 @@ def at_temperature_one(method: str) -> Callable[[Any], None]:
 
 
 RULES: dict[str, Callable[[Any], None]] = {
-    "a tenth of the average information, T from the loss (default)": lambda la: la.optimize_prior_precision(),
+    "a hundredth of the average information, T from the loss (default)": lambda la: la.optimize_prior_precision(),
+    "a tenth of the average information": of_strength(0.1),
     "the average information": of_strength(1.0),
     "ten times the average information": of_strength(10.0),
     "unit information, T = 1": at_temperature_one("unit_information"),

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import vmf
+from contrastive_curvature.axis_covariance import AxisCovariance
+from contrastive_curvature.class_centres import ClassCentres
 from contrastive_curvature.embedding_checks import (
     check_all_finite,
     check_draw,
@@ -22,6 +24,7 @@ from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.known import Judge
 from contrastive_curvature.vmf._checks import unit
+from contrastive_curvature.vmf.gaussian import concentration
 
 __all__ = ["EmbeddingDistribution", "gaussian_samples"]
 
@@ -87,7 +90,11 @@ class EmbeddingDistribution:
         self.relative_to(typical_norm)
 
     def _store(
-        self, mean: Tensor, variance: Tensor | None, covariance: Tensor | None, joint_covariance: Tensor | None
+        self,
+        mean: Tensor,
+        variance: Tensor | None,
+        covariance: Tensor | AxisCovariance | None,
+        joint_covariance: Tensor | None,
     ) -> None:
         self.mean = mean
         self._variance = variance
@@ -95,11 +102,14 @@ class EmbeddingDistribution:
         self._samples: Tensor | None = None
         self._judge: Judge | None = None
         self._typical_norm: float | None = None
+        self._class_centres: ClassCentres | None = None
         if joint_covariance is not None:
             n, dim = mean.shape
             points = torch.arange(n, device=mean.device)
             covariance = joint_covariance.view(n, dim, n, dim)[points, :, points, :]
-        self._covariance = covariance
+        # Their dense form is made when it is asked for.
+        self._axes = covariance if isinstance(covariance, AxisCovariance) else None
+        self._covariance = None if isinstance(covariance, AxisCovariance) else covariance
 
     @classmethod
     def trusted(
@@ -107,7 +117,7 @@ class EmbeddingDistribution:
         mean: Tensor,
         *,
         variance: Tensor | None = None,
-        covariance: Tensor | None = None,
+        covariance: Tensor | AxisCovariance | None = None,
         joint_covariance: Tensor | None = None,
     ) -> EmbeddingDistribution:
         """Build a distribution without checking symmetry and sign, for the library's own posteriors.
@@ -119,7 +129,7 @@ class EmbeddingDistribution:
         Args:
             mean: Mean of the raw outputs, shape (B, D), finite.
             variance: Variances of the raw outputs, shape (B, D).
-            covariance: Covariances of the raw outputs, shape (B, D, D).
+            covariance: Covariances of the raw outputs, shape (B, D, D), or their parts.
             joint_covariance: Covariance of all raw outputs together, shape (B D, B D).
 
         Raises:
@@ -130,7 +140,7 @@ class EmbeddingDistribution:
             ("covariance", covariance),
             ("joint_covariance", joint_covariance),
         ):
-            if spread is not None and not bool(spread.detach().isfinite().all()):
+            if spread is not None and not _is_finite(spread):
                 hint = "The prior precision or the temperature may be too small, or an input's Jacobian too large."
                 raise InputError(expected(f"la(x): {name}", "finite numbers", "NaN or infinity", hint))
         out = cls.__new__(cls)
@@ -164,15 +174,21 @@ class EmbeddingDistribution:
         out._samples = samples
         return out
 
-    def relative_to(self, typical_norm: float | None) -> EmbeddingDistribution:
-        """This object, with another typical norm of the raw outputs; ``None`` for none.
+    def relative_to(
+        self, typical_norm: float | None, class_centres: ClassCentres | None = None
+    ) -> EmbeddingDistribution:
+        """This object, with what :attr:`uncertainty` compares it with.
+
+        Args:
+            typical_norm: Typical norm of the raw outputs; ``None`` for none.
+            class_centres: Centres of the classes of training; ``None`` for none.
 
         Raises:
             InputTypeError: The norm is no number.
             InputError: The norm is not positive.
         """
         check_typical_norm(typical_norm)
-        self._typical_norm = typical_norm
+        self._typical_norm, self._class_centres = typical_norm, class_centres
         return self
 
     @property
@@ -192,11 +208,14 @@ class EmbeddingDistribution:
         Rank embeddings by it: the larger, the less certain is the direction, and the less likely is its nearest
         neighbour of its class. Whether an input is of a known kind is another question; ask :attr:`p_value`.
 
-        It is ``arctan(sqrt(V / n^2) sqrt(t / n))`` with the variance ``V`` tangential to the mean, the norm ``n`` of
-        the mean and the typical norm ``t``. A step of length ``sqrt(V)`` across a vector of length ``n`` turns it by
-        ``arctan(sqrt(V) / n)``: so far do the networks of the posterior typically turn an output of the typical norm.
-        The factor ``sqrt(t / n)`` is empirical: training gives short outputs to inputs that it places badly, which the
-        posterior does not know (``docs/defaults.md``). Without a typical norm it is 1.
+        It is ``arctan(sqrt(V / n^2) sqrt(t / n) exp(3 (r - r_t)))`` with the variance ``V`` tangential to the mean, the
+        norm ``n`` of the mean and the typical norm ``t``. A step of length ``sqrt(V)`` across a vector of length ``n``
+        turns it by ``arctan(sqrt(V) / n)``: so far do the networks of the posterior typically turn it. The other
+        factors are empirical, and about 1 for typical inputs (``docs/defaults.md``). Training gives short outputs to
+        inputs that it places badly, which the posterior does not know: ``sqrt(t / n)``. And an embedding between two
+        classes has a wrong neighbour more often than one near a class centre: ``r``, at most 0.85, is the distance to
+        the nearest centre over that to the second, and ``r_t`` its mean in training. Without a typical norm, and
+        without class centres, these factors are 1.
         """
         # Finite numbers whose quotient overflows make NaN; such an output may point anywhere.
         spread = self.tangential_variance.nan_to_num(nan=torch.inf, posinf=torch.inf)
@@ -205,6 +224,8 @@ class EmbeddingDistribution:
         if self._typical_norm is not None:
             # The quotient first: either norm may be near the limits of its dtype.
             angle = angle * (self._typical_norm / unit("mean", self.mean)[1]).sqrt()
+        if self._class_centres is not None:
+            angle = angle * self._class_centres.factor(self.mean)
         return angle.arctan()
 
     @property
@@ -215,6 +236,11 @@ class EmbeddingDistribution:
         if self._samples is not None:
             samples, mean, _ = self._scaled_samples()
             return vmf.tangential_variance(mean, covariance=sample_covariance(samples))
+        if self._axes is not None:
+            u, norm = unit("mean", self.mean)
+            size, total, radial = self._axes.total_and_radial(u.double())
+            # Divided twice, because the square of a tiny or huge norm underflows or overflows.
+            return ((total - radial).clamp(min=0) * (size / norm / norm)).to(u.dtype)
         return vmf.tangential_variance(self.mean, covariance=self._covariance)
 
     @property
@@ -279,6 +305,8 @@ class EmbeddingDistribution:
     @property
     def covariance(self) -> Tensor:
         """Covariance of the raw outputs, shape (B, D, D)."""
+        if self._axes is not None and self._covariance is None:
+            self._covariance = self._axes.dense()
         if self._covariance is not None:
             return self._covariance
         if self._samples is not None:
@@ -290,6 +318,8 @@ class EmbeddingDistribution:
         """Variances of the raw outputs, shape (B, D)."""
         if self._variance is not None:
             return self._variance
+        if self._axes is not None:
+            return self._axes.variance()
         return self.covariance.diagonal(dim1=1, dim2=2)
 
     @property
@@ -329,7 +359,8 @@ class EmbeddingDistribution:
         if self._joint is not None:
             flat = gaussian_samples(self.mean.reshape(1, -1), None, self._joint.unsqueeze(0), n_samples, generator)
             return flat.view(n_samples, *self.mean.shape)
-        return gaussian_samples(self.mean, self._variance, self._covariance, n_samples, generator)
+        covariance = self.covariance if self._variance is None else None
+        return gaussian_samples(self.mean, self._variance, covariance, n_samples, generator)
 
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
         """Draw embeddings: :meth:`raw_samples`, each divided by its norm. Shape (S, B, D)."""
@@ -368,10 +399,11 @@ class EmbeddingDistribution:
     def _summary(self) -> tuple[Tensor, Tensor]:
         if self._samples is not None:
             return vmf.fit(self._samples)
-        mu = normalize(self.mean)[0]
-        if self._variance is not None:
-            return mu, vmf.concentration_from_gaussian(self.mean, variance=self._variance)
-        return mu, vmf.concentration_from_gaussian(self.mean, covariance=self._covariance)
+        return normalize(self.mean)[0], concentration(self.tangential_variance, self.mean.shape[1])
+
+
+def _is_finite(spread: Tensor | AxisCovariance) -> bool:
+    return spread.isfinite() if isinstance(spread, AxisCovariance) else bool(spread.detach().isfinite().all())
 
 
 def sample_covariance(samples: Tensor) -> Tensor:

@@ -104,8 +104,12 @@ def check_typical_norm(value: object) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InputTypeError(expected("typical_norm", wanted, f"a {type(value).__name__}"))
-    if not (math.isfinite(value) and value > 0):
-        raise InputError(expected("typical_norm", wanted, value))
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not (math.isfinite(number) and number > 0):
+        raise InputError(expected("typical_norm", wanted, number))
 
 
 def check_semidefinite(name: str, matrices: Tensor) -> None:

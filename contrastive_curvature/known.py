@@ -34,6 +34,9 @@ _WITH_FEATURES = ("log V/|phi|", "log V/|phi|^2", "-log n")
 _WITHOUT = ("log V", "log V/n^2", "-log n")
 """Names of the components."""
 
+_BELOW = 0.5
+"""Weight of the first component below its median, relative to that above. Measured: ``docs/defaults.md``."""
+
 _ROUNDING = 3e-5
 """How far the components of one input may lie apart, in float32: products of matrices round differently in batches of
 another size."""
@@ -78,7 +81,7 @@ def statistic_name(with_features: bool) -> tuple[str, int]:
     Saved calibrations carry the name, so it must change whenever :func:`components` or :func:`combine` does.
     """
     names = _WITH_FEATURES if with_features else _WITHOUT
-    return f"soft maximum of standardised {', '.join(names)}", len(names)
+    return f"soft maximum of standardised {', '.join(names)} and minus half the first", len(names)
 
 
 def components(embedding: EmbeddingDistribution, feature_norm: Tensor | None = None) -> Tensor:
@@ -88,8 +91,8 @@ def components(embedding: EmbeddingDistribution, feature_norm: Tensor | None = N
     and the norm ``|phi|`` of the features: the logarithms of ``V / |phi|``, ``V / |phi|^2`` and ``1 / n``, and without
     features those of ``V``, ``V / n^2`` and ``1 / n``. The first sees inputs with large features in unusual directions
     (strong noise), ``V / |phi|^2`` unusual directions alone (another kind of image), ``1 / n`` inputs that the encoder
-    sees little in (blur, little contrast): no single one of them sees all. None sees an input whose variance is far
-    below that of all known ones (``docs/transfer.md`` names the encoders where that happens).
+    sees little in (blur, little contrast): no single one of them sees all. :func:`combine` takes the first on both
+    sides: an input may have less variance than all known ones, too (strong blur).
 
     A ``V`` below the rounding of ``tr Cov`` counts as that rounding, and what is zero even then counts as the smallest
     normal number of float64: zero variances, outputs and features give finite components.
@@ -114,7 +117,10 @@ def components(embedding: EmbeddingDistribution, feature_norm: Tensor | None = N
 
 
 def combine(standardised: Tensor) -> Tensor:
-    """The statistic: a soft maximum, ``log(sum_k exp(2 z_k)) / 2``, so that one component is enough to be unlike.
+    """The statistic: a soft maximum, ``log(sum_k exp(2 z_k) + exp(-z_1)) / 2``: one unusual component is enough.
+
+    The last term is the first component on its other side, ``-z_1``, with half its weight: inputs with too little
+    variance are rarer than those with too much, and known inputs are not symmetric around their median.
 
     Args:
         standardised: Components z, shape (B, K).
@@ -122,7 +128,8 @@ def combine(standardised: Tensor) -> Tensor:
     Returns:
         Shape (B,), larger for inputs less like the known ones.
     """
-    return torch.logsumexp(2 * standardised, dim=1) / 2
+    below = -_BELOW * standardised[:, :1]
+    return torch.logsumexp(2 * torch.cat([standardised, below], dim=1), dim=1) / 2
 
 
 @dataclass(frozen=True)
@@ -238,12 +245,19 @@ def _log(value: Tensor) -> Tensor:
 
 def _log_tangential(embedding: EmbeddingDistribution, u: Tensor) -> Tensor:
     """Logarithm of ``tr Cov - u^T Cov u``, at least its own rounding, for directions u (B, D); float64, shape (B,)."""
+    if embedding._axes is not None:
+        size, total, radial = embedding._axes.detach().total_and_radial(u)
+        return _log_across(size, total, radial, u.shape[1] * torch.finfo(embedding._axes.dtype).eps)
     spread = (embedding.covariance if embedding._variance is None else embedding._variance).detach()
     step = max(1, _ENTRIES // max(1, spread[:1].numel()))
     parts = [_total_and_radial(*pair) for pair in zip(spread.split(step), u.split(step), strict=True)]
     size, total, radial = (torch.cat(part) for part in zip(*parts, strict=True))
-    rounding = u.shape[1] * torch.finfo(spread.dtype).eps * total
-    return (_log(torch.maximum(total - radial, rounding)) + _log(size)).clamp(min=math.log(_TINY))
+    return _log_across(size, total, radial, u.shape[1] * torch.finfo(spread.dtype).eps)
+
+
+def _log_across(size: Tensor, total: Tensor, radial: Tensor, rounding: float) -> Tensor:
+    """Logarithm of ``size * (total - radial)``, where the difference is at least ``rounding * total``."""
+    return (_log(torch.maximum(total - radial, rounding * total)) + _log(size)).clamp(min=math.log(_TINY))
 
 
 def _total_and_radial(spread: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:

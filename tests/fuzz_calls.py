@@ -219,7 +219,15 @@ def _calls() -> dict[str, Call]:
         ),
         "RetrievalUncertainty": (
             _gallery,
-            {"gallery": z, "calibration": scores, "k": 3, "share": 0.1, "embeddings": z, "novelty": scores},
+            {
+                "gallery": z,
+                "calibration": scores,
+                "k": 3,
+                "share": 0.1,
+                "labels": labels,
+                "embeddings": z,
+                "novelty": scores,
+            },
         ),
         "ContrastiveGGNLinearOperator": (
             _operator,

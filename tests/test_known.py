@@ -96,12 +96,17 @@ def test_a_batch_of_nothing() -> None:
 def test_one_unlike_component_is_enough() -> None:
     standard = Standard.of(torch.randn(101, 3, dtype=torch.float64))
     usual, unlike = standard.location, standard.location + torch.tensor([0.0, 9.0, 0.0]) * standard.scale
-    statistic = standard.statistic(torch.stack([usual, unlike, usual - 9 * standard.scale]))
-    usual_one = math.log(3) / 2
-    assert statistic.tolist() == pytest.approx([usual_one, 9, usual_one - 9], abs=1e-6)
+    first = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64) * standard.scale
+    statistic = standard.statistic(torch.stack([usual, unlike, usual - 9 * first, usual - 9 * standard.scale]))
+    usual_one = math.log(4) / 2
+    # Too little of the first component counts half; too little of the others does not.
+    assert statistic.tolist() == pytest.approx([usual_one, 9, 4.5, 4.5], abs=2e-4)
+    assert standard.statistic((usual - 9 * (standard.scale - first)).unsqueeze(0)).item() < usual_one
     z = torch.randn(50, 3, dtype=torch.float64)
-    assert torch.allclose(combine(z), z.mul(2).exp().sum(1).log() / 2)
-    assert bool(((combine(z) >= z.amax(1)) & (combine(z) <= z.amax(1) + usual_one + 1e-12)).all())
+    below = (-z[:, 0]).exp()
+    assert torch.allclose(combine(z), (z.mul(2).exp().sum(1) + below).log() / 2)
+    largest = torch.maximum(z.amax(1), -z[:, 0] / 2)
+    assert bool(((combine(z) >= largest) & (combine(z) <= largest + usual_one + 1e-12)).all())
 
 
 @given(n=st.integers(1, 30).map(lambda k: 2 * k + 1), scale=st.sampled_from([0.1, 1.0, 40.0]))
@@ -130,7 +135,9 @@ def test_p_values_by_definition(n: int, b: int, draw: st.DataObject) -> None:
     known, new = values[:n], values[n:]
     reference = Reference.of(Standard(torch.zeros(1).double(), torch.ones(1).double()), known)
     found = reference.p_value(new)
-    truth = [(1 + sum(float(k) >= float(s) for k in known)) / (n + 1) for s in new]
+    # The statistic of one component z, before its increasing outer function.
+    of_known, of_new = ([math.exp(2 * float(z)) + math.exp(-float(z)) for z in part] for part in (known, new))
+    truth = [(1 + sum(k >= s for k in of_known)) / (n + 1) for s in of_new]
     assert found.tolist() == truth
     assert bool(((found > 0) & (found <= 1)).all())
 

@@ -176,7 +176,8 @@ def test_it_never_falls_as_the_cosine_grows(curve, dim, seed, size):
     features = pair_features(one, one, symmetric=True).expand(50, 4).clone()
     features[:, 0] = torch.linspace(-1, 1, 50)
     p = match._fitted["pairs"][0](features)
-    assert bool((p.diff() >= 0).all())
+    # Equal features in one product of matrices may round differently.
+    assert bool((p.diff() >= -1e-14).all())
     assert bool(((p >= 0) & (p <= 1)).all())
 
 

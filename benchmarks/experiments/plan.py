@@ -155,7 +155,7 @@ _METHODS = (
     ),
     Row(
         "laplace_online_warm",
-        "LAM (online), sampled at a tenth of the posterior's temperature",
+        "LAM (online), sampled at a tenth of the mean loss",
         "laplace_online",
         {"sampling_temperature": 0.1},
         default=False,

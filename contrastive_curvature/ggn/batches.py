@@ -14,6 +14,7 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.accumulate import add_factors
+from contrastive_curvature.ggn.class_sums import ClassSums
 from contrastive_curvature.ggn.dataset import BatchReader, DatasetCurvature, check_fittable, check_targets, mean_norm
 from contrastive_curvature.ggn.dominance import Dominance
 from contrastive_curvature.ggn.feature_sample import FeatureSample
@@ -88,12 +89,13 @@ def batches_curvature(
     cost: Any = 0
     norms: Any = 0
     again, dominance, sample = PassRecord(), Dominance(pullback, structure, n), FeatureSample.of(pullback)
+    classes = ClassSums() if relation is None else None
     for number, batch in enumerate(progress.over(loader, "[curvature]")):
         x, y = read(batch)
         y = check_targets(y, input_length(x), relation)
         again.add_targets(y)
         part = batch_curvature(
-            pullback, x, y, loss, structure, n, totals, relation, kfac_approx, dominance, sampler, sample
+            pullback, x, y, loss, structure, n, totals, relation, kfac_approx, dominance, sampler, sample, classes
         )
         check_finite(part.curvature, pullback, f"batch {number} (counted from 0)")
         value, cost = value + part.loss, cost + part.cost
@@ -105,7 +107,9 @@ def batches_curvature(
     record.check_same_targets(again)
     check_finite(curvature, pullback, "the sum over all batches")
     dominance.warn()
-    return DatasetCurvature(curvature, value, cost, n, sample, norms / n)
+    return DatasetCurvature(
+        curvature, value, cost, n, sample, norms / n, None if classes is None else classes.centres()
+    )
 
 
 def batch_curvature(
@@ -121,6 +125,7 @@ def batch_curvature(
     dominance: Dominance | None = None,
     sampler: BlockSampler | None = None,
     sample: FeatureSample | None = None,
+    classes: ClassSums | None = None,
 ) -> DatasetCurvature:
     """The contribution of one batch to the estimate for a data set.
 
@@ -138,6 +143,7 @@ def batch_curvature(
         dominance: Records the contribution of the batch, if given.
         sampler: Samples the blocks of the Hessian for an estimate; ``None`` uses the exact blocks.
         sample: Draws from the features of the batch, if given.
+        classes: Sums the embeddings of the batch by class label, if given.
 
     Returns:
         Unclamped curvature, loss and non-negative loss.
@@ -146,6 +152,8 @@ def batch_curvature(
     if sample is not None:
         sample.add(context)
     hessian = batch_hessian(loss, check_outputs(z, "model(x)"), targets, n_data, totals, relation)
+    if classes is not None:
+        classes.add(hessian.z, targets)
     curvature = structured_curvature(pullback, context, hessian, structure, n_data, kfac_approx, sampler)
     if dominance is not None and kfac_approx is KFACApprox.EXPAND:
         with_cross_terms = hessian.coupled and structure is not Structure.KRON

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from contrastive_curvature.class_centres import ClassCentres
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.accumulate import add_factors
 from contrastive_curvature.ggn.dominance import Dominance
@@ -32,7 +33,7 @@ from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.options import Structure
 from contrastive_curvature.pairs import RelationFunction, make_relation
-from contrastive_curvature.pairs.relation import check_labels
+from contrastive_curvature.pairs.relation import LabelRelation, check_labels
 from contrastive_curvature.progress import Progress
 
 __all__ = [
@@ -59,11 +60,13 @@ class DatasetPoints:
         hessian: Output Hessian of all N points, in the order of the first pass.
         function: The callable that relates targets; ``None`` for class labels.
         record: Summary of the data, to check that later passes see the same data.
+        classes: Centres of the classes; ``None`` where targets are no class labels.
     """
 
     hessian: DatasetHessian
     function: RelationFunction | None
     record: PassRecord
+    classes: ClassCentres | None = None
 
     @property
     def n(self) -> int:
@@ -82,6 +85,7 @@ class DatasetCurvature:
         n: Number of points.
         features: A sample of the features of a last layer, where the second pass saw them.
         typical_norm: Mean norm of the raw outputs, one number.
+        classes: Centres of the classes, where targets are class labels.
     """
 
     curvature: Any
@@ -90,6 +94,7 @@ class DatasetCurvature:
     n: int
     features: FeatureSample | None = None
     typical_norm: Tensor | None = None
+    classes: ClassCentres | None = None
 
 
 def collect_points(
@@ -134,7 +139,8 @@ def collect_points(
     related = make_relation(z.shape[0], z.device, torch.cat(targets), relation)
     loss.announce(related, normalize(z)[0], progress)
     check_fittable(z.shape[0], float(related.counts()[0].sum()))
-    return DatasetPoints(dataset_hessian(loss, z, related), relation, record)
+    classes = ClassCentres.of(z, related.targets) if isinstance(related, LabelRelation) else None
+    return DatasetPoints(dataset_hessian(loss, z, related), relation, record, classes)
 
 
 def mean_norm(z: Tensor) -> Tensor:
@@ -245,7 +251,9 @@ def dataset_curvature(
     check_finite(total, pullback, "the sum over all batches")
     dominance.warn()
     # The sums over all pairs, the expensive part of the loss, were computed above.
-    return DatasetCurvature(total, *hessian.loss_and_cost(totals), points.n, sample, mean_norm(hessian.z))
+    return DatasetCurvature(
+        total, *hessian.loss_and_cost(totals), points.n, sample, mean_norm(hessian.z), points.classes
+    )
 
 
 def _make_cross(pullback: Pullback, points: DatasetPoints, structure: Structure) -> _ClassCross | _StreamedCross:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from contrastive_curvature.arguments import check_flag
+from contrastive_curvature.class_centres import ClassCentres
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.ggn.dataset import DatasetCurvature
@@ -53,6 +54,9 @@ class ContrastiveLaplace(CheckedPosterior):
             each repelling pair from the margin, or from the largest distance, 2, without one.
         typical_norm: Mean norm of the raw outputs of the training inputs, which ``uncertainty`` compares norms with;
             ``None`` before ``fit``, and after loading a state that was saved without it.
+        class_centres: Centres of the classes of training, which ``uncertainty`` takes into account; ``None`` where the
+            targets are no class labels, there are too many classes, or the fit has not seen them. Set it to ``None``
+            for an ``uncertainty`` of the posterior and the norm alone.
 
     Raises:
         InputError: An option is unknown or out of range.
@@ -87,6 +91,7 @@ class ContrastiveLaplace(CheckedPosterior):
         self.cost: Tensor | float = 0.0
         self._curvature_options = check_options(self.structure, backend, backend_kwargs, kwargs, self.takes_rank)
         self.typical_norm: float | None = None
+        self.class_centres: ClassCentres | None = None
         self.H_raw: Any = None
         self._known = calibration.KnownInputs()
         self._chooses_backend = backend is None
@@ -135,7 +140,8 @@ class ContrastiveLaplace(CheckedPosterior):
         n, norm = result.n + earlier, None if result.typical_norm is None else float(result.typical_norm)
         if earlier and norm is not None:
             norm = None if self.typical_norm is None else (earlier * self.typical_norm + result.n * norm) / n
-        fitting.remember(self, result.loss + loss, float(result.cost) + cost, n, norm)
+        classes = fitting.merged_classes(self.class_centres, result.classes) if earlier else result.classes
+        fitting.remember(self, result.loss + loss, float(result.cost) + cost, n, norm, classes)
         self._known = replace(self._known, sample=sample)
 
     def set_curvature(self, result: DatasetCurvature) -> None:
@@ -146,7 +152,27 @@ class ContrastiveLaplace(CheckedPosterior):
                 backend has analysed the encoder before.
         """
         self.form.absorb(self, result, 0)
-        fitting.remember(self, result.loss, float(result.cost), result.n, result.typical_norm)
+        fitting.remember(self, result.loss, float(result.cost), result.n, result.typical_norm, result.classes)
+
+    def measure_classes(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
+        """Take the centres of the classes of labelled inputs, which ``uncertainty`` compares embeddings with.
+
+        ``fit`` does this with the training data. Call it for a posterior that has none (:class:`OnlineLaplace`, ``gp``,
+        a state of an earlier version), or for the classes that will be searched where they are not those of training.
+
+        Args:
+            loader: Batches ``(x, labels)`` or mappings, with class labels; run over once.
+            progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputError: The loader is empty, the labels are no class labels, there is one class only, or there are more
+                classes than :data:`~contrastive_curvature.class_centres.MOST_NUMBERS` allows. Nothing has changed.
+        """
+        self.check_fitted()
+        if progress_bar is not None:
+            check_flag("progress_bar", progress_bar)
+        self.class_centres = fitting.measured_classes(self, loader, progress_bar)
 
     def calibrate(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
         """Take known inputs to compare others with: afterwards ``la(x).p_value`` and ``la(x).is_known(alpha)`` hold.
@@ -258,10 +284,10 @@ class ContrastiveLaplace(CheckedPosterior):
                 hint = "A concentration is estimated from them."
                 raise InputError(expected("n_samples for pred_type='nn'", "at least 2 samples", n_samples, hint))
             samples = sampling.joint_samples(self, x, n_samples, generator, linearized=False)
-            return EmbeddingDistribution.from_samples(samples).relative_to(self.typical_norm)
+            return EmbeddingDistribution.from_samples(samples).relative_to(self.typical_norm, self.class_centres)
         if joint or diagonal_output:
-            return self._gaussian(x, joint, diagonal_output).relative_to(self.typical_norm)
-        return calibration.predict(self, x).relative_to(self.typical_norm)
+            return self._gaussian(x, joint, diagonal_output).relative_to(self.typical_norm, self.class_centres)
+        return calibration.predict(self, x).relative_to(self.typical_norm, self.class_centres)
 
     def functional_samples(
         self,
@@ -338,9 +364,11 @@ class ContrastiveLaplace(CheckedPosterior):
             pred_type: For ``"gridsearch"``: ``"glm"`` or ``"nn"`` samples.
             method: ``"average_information"`` (default): ``strength`` times the mean diagonal of the curvature, see
                 :func:`~contrastive_curvature.laplace.prior.average_information`; unless the object was constructed with
-                a temperature, that is set too, to the mean loss of a point (the maximum-likelihood scale when the
-                losses of points are read as exponential). ``"unit_information"``: the mean divided by the number of
-                points, the temperature left alone. ``"marglik"``: laplace-torch's maximisation of the marginal
+                a temperature, that is set too, to ``2 L / (N + gamma)``, with the loss ``L`` of all N points and the
+                effective number ``gamma`` of parameters
+                (:func:`~contrastive_curvature.laplace.effective.effective_parameters`), so that sampled networks have
+                at most about twice the loss of the trained one. ``"unit_information"``: the mean divided by the number
+                of points, the temperature left alone. ``"marglik"``: laplace-torch's maximisation of the marginal
                 likelihood. ``"gridsearch"``: minimise ``loss`` on ``val_loader``.
             n_steps: Steps of ``"marglik"``.
             lr: Learning rate of ``"marglik"``.
@@ -359,12 +387,11 @@ class ContrastiveLaplace(CheckedPosterior):
             progress_bar: Whether to show a progress bar.
             log_prior_prec_base: Base of the grid.
             strength: Scale of the prior for ``"average_information"``, a positive number; ``None`` for
-                :data:`~contrastive_curvature.laplace.prior.STRENGTH`. A smaller prior precision detects unknown inputs
-                better, a larger one ranks known ones better (``docs/defaults.md``).
+                :data:`~contrastive_curvature.laplace.prior.STRENGTH` (``docs/defaults.md``).
 
         Raises:
-            InputError: An option is unknown, out of range or of no use to the method, or ``"gridsearch"`` has no
-                validation data.
+            InputError: An option is unknown, out of range or of no use to the method, the posterior precision is not
+                positive definite by rounding, or ``"gridsearch"`` has no validation data.
             NotFittedError: Before ``fit``.
         """
         self.check_sampling(n_samples, None)

@@ -45,6 +45,9 @@ _SAME = 1e-5
 
 _MOST_FOUND = 0.5
 
+_CACHED = 2**17
+"""Features that are converted at once."""
+
 _CALIBRATE = "Call la.calibrate(loader) with known inputs, best those that the encoder was not trained on."
 
 
@@ -92,13 +95,21 @@ class KnownInputs:
         return KnownInputs(fits=self.fits + 1, calibration=calibration, warned=self.warned)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Prediction:
-    """The :class:`~contrastive_curvature.known.Judge` of one prediction ``la(x)``."""
+    """The :class:`~contrastive_curvature.known.Judge` of one prediction ``la(x)``.
+
+    Attributes:
+        la: The posterior that made it.
+        stamp: Its state then.
+        feature_norm: Norms of the features, shape (B,).
+        confirmed: A calibration of which it is known that it is of that state.
+    """
 
     la: Any
     stamp: Stamp
     feature_norm: Tensor | None
+    confirmed: Calibration | None = None
 
     def novelty(self, embedding: EmbeddingDistribution) -> Tensor:
         return self._reference(quiet=True).standard.statistic(components(embedding, self.feature_norm))
@@ -119,7 +130,13 @@ class _Prediction:
             wanted = "the posterior as it was when it made this prediction"
             received = "one with another curvature, prior precision, temperature or encoder"
             raise InputError(expected("p_value", wanted, received, "Call la(x) again."))
-        return _reference_of(self.la, quiet)
+        calibration: Calibration | None = self.la._known.calibration
+        if calibration is not None and calibration is self.confirmed:
+            # The look at all weights is for this prediction, which they made before.
+            return calibration.reference
+        reference = _reference_of(self.la, quiet)
+        self.confirmed = calibration
+        return reference
 
 
 def predict(la: Any, x: Inputs) -> EmbeddingDistribution:
@@ -203,7 +220,14 @@ def _observe(la: Any, x: Inputs | Features) -> tuple[EmbeddingDistribution, Tens
         return la._gaussian(x, False, False), None
     z, phi = la._features(x)
     out = la._gaussian(Features(z, phi), False, False)
-    return out, torch.linalg.vector_norm(phi.detach(), dim=1, dtype=torch.float64)
+    return out, _norms(phi.detach())
+
+
+def _norms(phi: Tensor) -> Tensor:
+    """Norms of the rows, shape (B,), float64."""
+    # In chunks that stay in the cache; the conversion within vector_norm is several times slower.
+    step = max(1, _CACHED // max(1, phi.shape[1]))
+    return torch.cat([torch.linalg.vector_norm(rows.double(), dim=1) for rows in phi.split(step)])
 
 
 def _components_of(la: Any, x: Inputs, number: int) -> Tensor:

@@ -18,6 +18,7 @@ __all__ = [
     "check_indices",
     "check_jacobians",
     "check_number",
+    "check_output_shape",
     "check_prior_mean",
     "check_prior_precision",
     "check_temperature",
@@ -233,6 +234,28 @@ def check_finite_outputs(x: Inputs, z: Tensor) -> None:
     finite = all(bool(t.isfinite().all()) for t in tensors)
     hint = "The inputs themselves are finite." if finite else "The inputs hold NaN or infinity themselves."
     raise InputError(expected("x", "inputs with finite outputs", f"NaN or infinity in rows {rows}", hint))
+
+
+def check_output_shape(x: Inputs, z: Tensor, dim: int) -> None:
+    """Refuse inputs that the encoder takes, but not as a batch of points: linear layers take any number of axes.
+
+    Args:
+        x: The inputs.
+        z: Their raw outputs.
+        dim: Number D of outputs in the fit.
+
+    Raises:
+        InputError: The outputs are not of shape (B, D).
+    """
+    if z.ndim == 2 and z.shape[1] == dim:
+        return
+    tensors = {"": x} if isinstance(x, Tensor) else x
+    shapes = [f"{key} {tuple(t.shape)}".strip() for key, t in tensors.items() if isinstance(t, Tensor)]
+    wanted = f"inputs like those of the fit, with outputs of shape (B, {dim})"
+    received = f"shape {', '.join(shapes)}, with outputs of shape {tuple(z.shape)}"
+    raise InputError(
+        expected("x", wanted, received, "One axis, the first, is that of the batch: x[None] of one point.")
+    )
 
 
 def _shown(value: object) -> str:

@@ -6,13 +6,14 @@ import torch
 from laplace.utils.matrix import KronDecomposed
 from torch import Tensor
 
+from contrastive_curvature.axis_covariance import AxisCovariance
 from contrastive_curvature.network.full_precision import full_precision
 
 __all__ = ["dense_last_layer_covariance", "kron_last_layer_covariance"]
 
 
 @full_precision
-def kron_last_layer_covariance(phi: Tensor, precision: KronDecomposed) -> Tensor:
+def kron_last_layer_covariance(phi: Tensor, precision: KronDecomposed) -> AxisCovariance:
     """Covariance under the precision ``G (x) A + delta I`` of the weight, and ``G_b + delta_b I`` of the bias.
 
     Args:
@@ -20,7 +21,7 @@ def kron_last_layer_covariance(phi: Tensor, precision: KronDecomposed) -> Tensor
         precision: laplace-torch's decomposed posterior precision of the layer.
 
     Returns:
-        Shape (B, D, D). In the eigenbasis of ``G`` the weight's part is diagonal, with
+        The covariances of the outputs. In the eigenbasis of ``G`` the weight's part is diagonal, with
         ``sum_f (U_A^T phi)_f^2 / (g_k a_f + delta)`` for axis k.
     """
     (q_g, q_a), (g, a) = precision.eigenvectors[0], precision.eigenvalues[0]
@@ -29,11 +30,11 @@ def kron_last_layer_covariance(phi: Tensor, precision: KronDecomposed) -> Tensor
     scale = torch.outer(g + damp, a + damp) if precision.damping else torch.outer(g, a) + delta
     # An encoder that was converted after the fit has features of another dtype.
     along = (phi.to(q_a.dtype) @ q_a).square() @ (1 / scale).T
-    out = (q_g * along.unsqueeze(1)) @ q_g.T
+    common = None
     if len(precision.eigenvalues) > 1:
         q, values = precision.eigenvectors[1][0], precision.eigenvalues[1][0]
-        out = out + (q / (values + precision.deltas[1])) @ q.T
-    return out.to(phi.dtype)
+        common = (q / (values + precision.deltas[1])) @ q.T
+    return AxisCovariance(q_g, along, common, phi.dtype)
 
 
 @full_precision

@@ -35,9 +35,8 @@ class FeatureNormWarning(UserWarning):
 class LastLayerDiagonalForm(DiagonalForm):
     """The diagonal of a last layer; looks at its use for the training points when it is fitted."""
 
-    def absorb(self, la: Any, result: DatasetCurvature, earlier: int) -> None:
-        """See :meth:`CurvatureForm.absorb`."""
-        super().absorb(la, result, earlier)
+    def look(self, la: Any, result: DatasetCurvature) -> None:
+        """Warn where the variance of the training points is little more than the norm of their features."""
         if result.features is None or len(result.features) < _FEWEST_POINTS:
             return
         layer = la.model.last_layer

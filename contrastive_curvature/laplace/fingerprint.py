@@ -111,7 +111,7 @@ def _summary(tensors: list[Tensor]) -> Tensor:
             weighted = wide[len(wide) - rest :] @ weights[:rest]
             if rows:
                 weighted = weighted + (wide[: rows * _PERIOD].view(rows, -1) @ weights).sum()
-            sums.append(torch.stack([wide.square().sum(), wide.sum(), weighted]).cpu())
+            sums.append(torch.stack([wide @ wide, wide.sum(), weighted]).cpu())
     squares, total, weighted = torch.stack(sums).sum(0)
     return torch.stack([torch.tensor(float(number), dtype=torch.float64), squares.sqrt(), total, weighted])
 

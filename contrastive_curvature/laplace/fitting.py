@@ -7,17 +7,31 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from contrastive_curvature.class_centres import MOST_NUMBERS, ClassCentres
 from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.ggn.class_sums import ClassSums
+from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.backends.torch_func import ContrastiveGGN
 from contrastive_curvature.laplace.options import CONTRASTIVE
 from contrastive_curvature.network.encoder import evaluation_mode, flatten_parameters
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
 from contrastive_curvature.network.loader import check_loader, check_whole, read_batch
+from contrastive_curvature.pairs.relation import check_labels
+from contrastive_curvature.progress import Progress
 
-__all__ = ["begin", "construct_backend", "posterior_around", "remember", "renew_backend"]
+__all__ = [
+    "begin",
+    "construct_backend",
+    "measured_classes",
+    "merged_classes",
+    "posterior_around",
+    "remember",
+    "renew_backend",
+]
 
 _log = logging.getLogger("contrastive_curvature")
 
@@ -78,7 +92,39 @@ def renew_backend(la: Any) -> None:
     _log.info("curvature by ContrastiveGGN: the default, exact for every encoder (backend=... takes another)")
 
 
-def remember(la: Any, loss: Tensor, cost: float, n_data: int, typical_norm: Tensor | float | None) -> None:
+def merged_classes(earlier: ClassCentres | None, new: ClassCentres | None) -> ClassCentres | None:
+    """Centres of the classes of two fits together; ``None`` where one of them has none."""
+    return None if earlier is None or new is None else earlier.merged(new)
+
+
+def measured_classes(la: Any, loader: Iterable[Any], progress_bar: bool | None) -> ClassCentres:
+    """See :meth:`contrastive_curvature.laplace.base.ContrastiveLaplace.measure_classes`."""
+    check_loader(loader)
+    check_whole(loader)
+    sums, encoder = ClassSums(), None
+    with evaluation_mode(la.model), torch.no_grad():
+        for batch in Progress(progress_bar).over(loader, "[classes]"):
+            x, y = la.backend.read(batch)
+            encoder = la.backend.encoder(x) if encoder is None else encoder
+            z = check_outputs(encoder(x), "model(x)")
+            sums.add(z, check_labels(y, len(z)))
+    if encoder is None:
+        raise InputError(expected("loader", "at least one batch", "an empty loader"))
+    centres = sums.centres()
+    if centres is None:
+        wanted = f"inputs of at least two classes, at most {MOST_NUMBERS:,} numbers of all centres"
+        raise InputError(expected("loader", wanted, "other ones"))
+    return centres
+
+
+def remember(
+    la: Any,
+    loss: Tensor,
+    cost: float,
+    n_data: int,
+    typical_norm: Tensor | float | None,
+    class_centres: ClassCentres | None = None,
+) -> None:
     """Set what every fit leaves besides the curvature.
 
     Args:
@@ -87,10 +133,12 @@ def remember(la: Any, loss: Tensor, cost: float, n_data: int, typical_norm: Tens
         cost: The sum shifted so that it is not negative.
         n_data: Number of points.
         typical_norm: Mean norm of their raw outputs, where it is known.
+        class_centres: Centres of their classes, where they have been measured.
     """
     la.loss, la.cost, la.n_data = loss.detach(), cost, n_data
     norm = 0.0 if typical_norm is None else float(typical_norm)
     la.typical_norm = norm if math.isfinite(norm) and norm > 0 else None
+    la.class_centres = class_centres
     mean = flatten_parameters(la._posterior_parameters())
     la.mean = mean if la.enable_backprop else mean.detach()
     la.n_outputs = la._encoder_dim()

@@ -10,7 +10,7 @@ from torch import Tensor
 from contrastive_curvature.ggn.dataset import DatasetCurvature
 from contrastive_curvature.ggn.nystrom import low_rank_moment
 from contrastive_curvature.ggn.spectrum import eigenpairs
-from contrastive_curvature.laplace.forms import CurvatureForm, merge_factors
+from contrastive_curvature.laplace.forms import CurvatureForm, merge_factors, warn_of_nothing
 from contrastive_curvature.laplace.kron_lowrank_precision import KronLowRank
 from contrastive_curvature.laplace.state_curvature import check_sketch
 from contrastive_curvature.network.pullback import KronFactors
@@ -26,6 +26,7 @@ class KronLowRankForm(CurvatureForm):
         """See :meth:`CurvatureForm.absorb`."""
         factors = merge_factors(la.H_raw, earlier, result)
         decomposed = _decompose(factors, la.backend.rank)
+        warn_of_nothing(decomposed.values)
         la.H_raw, la.H = factors, decomposed
 
     def diagonal(self, la: Any) -> Tensor:

@@ -16,6 +16,7 @@ from contrastive_curvature.ggn.dataset import DatasetCurvature
 from contrastive_curvature.laplace.decompose import decompose_factors
 from contrastive_curvature.laplace.kernel import kernel_product
 from contrastive_curvature.laplace.prediction import to_device
+from contrastive_curvature.laplace.prior import NOTHING_POSITIVE
 from contrastive_curvature.laplace.state_curvature import (
     check_dense,
     check_diagonal,
@@ -36,6 +37,7 @@ __all__ = [
     "KernelForm",
     "KroneckerForm",
     "merge_factors",
+    "warn_of_nothing",
 ]
 
 
@@ -84,13 +86,19 @@ class _Summed(CurvatureForm):
         """See :meth:`CurvatureForm.absorb`."""
         raw = la.H_raw + result.curvature if earlier else result.curvature
         clamped = clamp_curvature(raw)
-        if bool((clamped == 0).all()):
-            warnings.warn(
-                "The clamped curvature is zero everywhere: the posterior is the prior. All negatives may lie inside "
-                "the margin; use pd_fix='positive' or a smaller negative_weight or margin.",
-                stacklevel=3,
-            )
+        warn_of_nothing(clamped)
         la.H_raw, la.H = raw, clamped
+        self.look(la, result)
+
+    def look(self, la: Any, result: DatasetCurvature) -> None:
+        """Warn of what is to be said of the new curvature; nothing here."""
+
+
+def warn_of_nothing(clamped: Tensor) -> None:
+    """Warn the caller of ``fit`` where nothing is left of a clamped curvature."""
+    if bool((clamped == 0).all()):
+        msg = f"The clamped curvature is zero everywhere: the posterior is the prior. {NOTHING_POSITIVE}"
+        warnings.warn(msg, UserWarning, stacklevel=4)
 
 
 class DiagonalForm(_Summed):
@@ -145,6 +153,8 @@ class KroneckerForm(CurvatureForm):
         """See :meth:`CurvatureForm.absorb`."""
         factors = merge_factors(la.H_raw, earlier, result)
         decomposed = decompose_factors(factors, la.damping)
+        # Of each group the first factor is the curvature's; those of inputs are not zero.
+        warn_of_nothing(torch.cat([group[0] for group in decomposed.eigenvalues]))
         la.H_raw, la.H_facs, la.H = factors, Kron(factors), decomposed
 
     def diagonal(self, la: Any) -> Tensor:

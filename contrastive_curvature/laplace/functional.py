@@ -23,7 +23,7 @@ from contrastive_curvature.ggn.dataset import mean_norm
 from contrastive_curvature.ggn.spectrum import eigenpairs
 from contrastive_curvature.laplace import fitting
 from contrastive_curvature.laplace.base import ContrastiveLaplace
-from contrastive_curvature.laplace.checks import check_finite_outputs
+from contrastive_curvature.laplace.checks import check_finite_outputs, check_output_shape
 from contrastive_curvature.laplace.forms import KernelForm
 from contrastive_curvature.laplace.kernel import (
     held_jacobians,
@@ -206,6 +206,7 @@ class _FunctionSpace(ContrastiveLaplace):
             check_joint_size(input_length(x), self.n_outputs, 0)
         with evaluation_mode(self.model), torch.set_grad_enabled(self.enable_backprop):
             z, context = self._embed(x)
+            check_output_shape(x, z, self.n_outputs)
             check_finite_outputs(x, z)
             held = self._embed(self.H["inputs"])[1]
             if joint:

@@ -14,7 +14,7 @@ from contrastive_curvature.laplace.form_kron_lowrank import KronLowRankForm
 from contrastive_curvature.laplace.kron_lowrank_precision import KronLowRankPrecision
 from contrastive_curvature.laplace.last_layer import LastLayerLaplace
 from contrastive_curvature.laplace.options import CONTRASTIVE, arguments_by_name, given_options
-from contrastive_curvature.laplace.prediction import check_joint_size
+from contrastive_curvature.laplace.prediction import check_joint_size, distribution
 from contrastive_curvature.network.full_precision import full_precision
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.options import Structure
@@ -113,6 +113,4 @@ class ContrastiveKronLowRankLLLaplace(LastLayerLaplace, _KronLowRankHost):
         if joint:
             check_joint_size(len(z), z.shape[1], 0)
             return EmbeddingDistribution.trusted(z, joint_covariance=precision.joint_covariance(phi))
-        if diagonal:
-            return EmbeddingDistribution.trusted(z, variance=precision.output_variance(phi))
-        return EmbeddingDistribution.trusted(z, covariance=precision.output_covariance(phi))
+        return distribution(z, precision.output_covariance(phi), diagonal)

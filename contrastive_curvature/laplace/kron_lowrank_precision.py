@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from contrastive_curvature.axis_covariance import AxisCovariance
 from contrastive_curvature.ggn.nystrom import LowRankMoment
 from contrastive_curvature.network.full_precision import full_precision
 
@@ -125,20 +126,11 @@ class KronLowRankPrecision:
         return jacobians @ self.bmm(jacobians, -1).mT
 
     @full_precision
-    def output_variance(self, phi: Tensor) -> Tensor:
-        """Variances of the outputs at features (B, F), shape (B, D)."""
+    def output_covariance(self, phi: Tensor) -> AxisCovariance:
+        """Covariances of the outputs at features (B, F)."""
         wide = self._as_factors(phi)
-        out = self._axis_variance(wide) @ self.curvature.vectors.square().T
-        covariance = self._bias_covariance(wide.dtype)
-        return (out if covariance is None else out + covariance.diagonal()).to(phi.dtype)
-
-    @full_precision
-    def output_covariance(self, phi: Tensor) -> Tensor:
-        """Covariances of the outputs at features (B, F), shape (B, D, D)."""
-        u, wide = self.curvature.vectors, self._as_factors(phi)
-        out = (u * self._axis_variance(wide).unsqueeze(1)) @ u.T
-        covariance = self._bias_covariance(wide.dtype)
-        return (out if covariance is None else out + covariance).to(phi.dtype)
+        values, common = self._axis_variance(wide), self._bias_covariance(wide.dtype)
+        return AxisCovariance(self.curvature.vectors, values, common, phi.dtype)
 
     @full_precision
     def joint_covariance(self, phi: Tensor) -> Tensor:

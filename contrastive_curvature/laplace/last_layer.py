@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.laplace.base import ContrastiveLaplace
-from contrastive_curvature.laplace.checks import check_finite_outputs, check_text
+from contrastive_curvature.laplace.checks import check_finite_outputs, check_output_shape, check_text
 from contrastive_curvature.laplace.features import Features, RawFeatureExtractor
 from contrastive_curvature.laplace.options import CONTRASTIVE, arguments_by_name
 from contrastive_curvature.laplace.prediction import to_device
@@ -116,6 +116,7 @@ class LastLayerLaplace(ContrastiveLaplace):
             return x
         with evaluation_mode(self.model), torch.set_grad_enabled(self.enable_backprop):
             z, phi = self.model.forward_with_features(to_device(self, x))
+        check_output_shape(x, z, self.model.last_layer.out_features)
         check_finite_outputs(x, z)
         return z, phi
 

@@ -15,9 +15,10 @@ import torch
 from laplace.utils.enums import LinkApprox, PredType
 from torch import Tensor
 
+from contrastive_curvature.axis_covariance import AxisCovariance
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.laplace.checks import check_finite_outputs
+from contrastive_curvature.laplace.checks import check_finite_outputs, check_output_shape
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS, Pullback
@@ -85,7 +86,7 @@ def to_device(la: Any, x: Inputs) -> Inputs:
     return {k: v.to(la._device) if isinstance(v, Tensor) else v for k, v in x.items()}
 
 
-def distribution(z: Tensor, covariance: Tensor, diagonal: bool) -> EmbeddingDistribution:
+def distribution(z: Tensor, covariance: Tensor | AxisCovariance, diagonal: bool) -> EmbeddingDistribution:
     """The distribution of embeddings, from means (B, D) and covariances (B, D, D) of the raw outputs.
 
     Args:
@@ -96,9 +97,11 @@ def distribution(z: Tensor, covariance: Tensor, diagonal: bool) -> EmbeddingDist
     Returns:
         The distribution.
     """
-    if diagonal:
-        return EmbeddingDistribution.trusted(z, variance=covariance.diagonal(dim1=1, dim2=2))
-    return EmbeddingDistribution.trusted(z, covariance=covariance)
+    if not diagonal:
+        return EmbeddingDistribution.trusted(z, covariance=covariance)
+    if isinstance(covariance, AxisCovariance):
+        return EmbeddingDistribution.trusted(z, variance=covariance.variance())
+    return EmbeddingDistribution.trusted(z, variance=covariance.diagonal(dim1=1, dim2=2))
 
 
 def gaussian(la: Any, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistribution:
@@ -122,6 +125,7 @@ def gaussian(la: Any, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistri
     if la.enable_backprop:
         # The graph leads through every Jacobian, so all of them have to be kept.
         jacobians, z = la.backend.jacobians(x, enable_backprop=True)
+        check_output_shape(x, z, la.n_outputs)
         check_finite_outputs(x, z)
         if joint:
             return EmbeddingDistribution.trusted(z, joint_covariance=la.functional_covariance(jacobians))
@@ -130,6 +134,7 @@ def gaussian(la: Any, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistri
         with torch.no_grad():
             pullback = la.backend.pullback(x)
             z, context = pullback.forward(x)
+        check_output_shape(x, z, la.n_outputs)
         check_finite_outputs(x, z)
         if joint:
             jacobians = _all_jacobians(pullback, context, z)

@@ -9,21 +9,27 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["PRIOR_STRUCTURES", "STRENGTH", "PriorMethod", "average_information"]
+__all__ = ["NOTHING_POSITIVE", "PRIOR_STRUCTURES", "STRENGTH", "PriorMethod", "average_information"]
 
 PRIOR_STRUCTURES = ("scalar", "layerwise", "diag")
 """One prior precision in all, one a parameter tensor, or one a parameter."""
 
-STRENGTH = 0.1
+STRENGTH = 0.01
 """The default prior precision over the average information. Measured: ``docs/defaults.md``."""
+
+NOTHING_POSITIVE = (
+    "The negative pairs push more than the positive ones pull, as before training. Train the encoder further, or use a "
+    "smaller negative_weight or margin (backend_kwargs), or hessian_structure='diag' with pd_fix='positive'."
+)
+"""Why a clamped curvature is zero, and what to do."""
 
 
 class PriorMethod(StrEnum):
     """Ways to choose the prior precision."""
 
     AVERAGE_INFORMATION = "average_information"
-    """A tenth of the information of the data on the average weight, at the temperature that the loss itself suggests.
-    The default: closed form, no validation data."""
+    """A hundredth of the information of the data on the average weight, at the temperature that the loss itself
+    suggests. The default: closed form, no validation data."""
 
     UNIT_INFORMATION = "unit_information"
     """The information of one average observation (Kass and Wasserman, 1995), at the present temperature."""
@@ -54,7 +60,7 @@ def average_information(diagonal: Tensor, sizes: list[int], structure: str) -> T
         InputError: The structure is unknown, or the curvature is zero everywhere.
     """
     if not bool((diagonal > 0).any()):
-        hint = "Set la.prior_precision by hand, or see the warning that fit gave."
+        hint = f"{NOTHING_POSITIVE} Or set la.prior_precision by hand."
         raise InputError(expected("curvature", "a positive entry somewhere on its diagonal", "zero everywhere", hint))
     mean = diagonal.mean()
     if structure == "scalar":

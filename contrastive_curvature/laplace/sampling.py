@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.laplace.checks import check_finite_outputs
+from contrastive_curvature.laplace.checks import check_finite_outputs, check_output_shape
 from contrastive_curvature.laplace.prediction import FASTER, to_device
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import Inputs
@@ -37,6 +37,7 @@ def joint_samples(la: Any, x: Inputs, n_samples: int, generator: torch.Generator
             done += len(piece)
             progress.extrapolate(started, done, n_samples, f"Outputs of {n_samples} sampled networks")
     samples = torch.cat(parts)
+    check_output_shape(moved, samples[0], la.n_outputs)
     check_finite_outputs(moved, samples)
     return samples
 

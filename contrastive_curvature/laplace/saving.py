@@ -17,6 +17,7 @@ from contrastive_curvature.laplace.state import (
     unchanged_on_error,
 )
 from contrastive_curvature.laplace.state_calibration import loaded_calibration, saved_calibration
+from contrastive_curvature.laplace.state_classes import loaded_classes, saved_classes
 from contrastive_curvature.laplace.state_values import has_norms, refuse
 from contrastive_curvature.network.encoder import weight_norms
 
@@ -41,6 +42,7 @@ def saved_parts(la: Any) -> dict[str, Any]:
         "encoder_norms": weight_norms(la.model),
         "calibration": saved_calibration(la),
         "typical_norm": la.typical_norm,
+        "class_centres": saved_classes(la.class_centres),
     }
 
 
@@ -66,9 +68,9 @@ def load_state(la: Any, state: dict[str, Any], likelihood: str) -> None:
             refuse("enable_backprop", f"False, since {kind.__name__} keeps no graph", True)
         la.form.check(la, state, like)
         check_norm(state)
-        known = la._known.anew(loaded_calibration(la, state, like))
+        known, classes = la._known.anew(loaded_calibration(la, state, like)), loaded_classes(state, like)
         _assign(la, state, kind)
-        la._known = known
+        la._known, la.class_centres = known, classes
 
 
 def _assign(la: Any, state: Mapping[str, Any], kind: type[ContrastiveBackend]) -> None:
@@ -82,6 +84,14 @@ def _assign(la: Any, state: Mapping[str, Any], kind: type[ContrastiveBackend]) -
         warnings.warn(msg, UserWarning, stacklevel=4)
     for name in ("mean", "loss", "cost", "prior_mean", "prior_precision", "sigma_noise", "n_data", "n_outputs"):
         setattr(la, name, state[name])
+    if "typical_norm" not in state:
+        msg = (
+            "state_dict: an earlier version of this library saved it, without the typical norm of the outputs. The "
+            "uncertainty of an embedding is then without the factor of its own norm, and ranks embeddings worse. Call "
+            "la.fit(train_loader) again, or set la.typical_norm to the mean norm of the raw outputs of the training "
+            "inputs."
+        )
+        warnings.warn(msg, UserWarning, stacklevel=4)
     la.typical_norm = state.get("typical_norm")
     la.temperature, la._temperature_given = state["temperature"], state["temperature_given"]
     la.enable_backprop = state["enable_backprop"]

@@ -16,6 +16,7 @@ from contrastive_curvature.arguments import check_count
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.laplace.checks import check_number, check_prior_precision
+from contrastive_curvature.laplace.effective import effective_parameters
 from contrastive_curvature.laplace.prior import PRIOR_STRUCTURES, STRENGTH, PriorMethod, average_information
 from contrastive_curvature.laplace.sampling import sampled_weights
 from contrastive_curvature.network.loader import check_batches, check_whole
@@ -94,6 +95,11 @@ def make_grid(low: float, high: float, size: int, base: float, dtype: torch.dtyp
 def set_information(la: Any, method: PriorMethod, prior_structure: str, strength: float | None) -> None:
     """Set the prior precision to a multiple of the average information, and maybe the temperature.
 
+    The temperature is ``T = 2 L / (N + gamma)``, with the loss ``L`` of all N points at the trained weights and the
+    effective number ``gamma`` of parameters. ``2 L / N`` is the maximum-likelihood variance of a Gaussian whose
+    log-likelihood is the loss, a sum of half squares. To second order a sampled network has on average the loss
+    ``L + T gamma / 2``: with ``gamma`` in the denominator, this stays below ``2 L`` however many parameters there are.
+
     Args:
         la: A fitted posterior.
         method: ``AVERAGE_INFORMATION`` or ``UNIT_INFORMATION``.
@@ -101,19 +107,23 @@ def set_information(la: Any, method: PriorMethod, prior_structure: str, strength
         strength: The multiple for ``AVERAGE_INFORMATION``; ``None`` for :data:`.STRENGTH`.
 
     Raises:
-        InputError: The curvature is zero everywhere, or the prior precision leaves the numbers of the encoder's dtype.
-            Prior and temperature are as they were.
+        InputError: The curvature is zero everywhere, is not positive semidefinite by rounding, or the prior precision
+            leaves the numbers of the encoder's dtype. Prior and temperature are as they were.
     """
     prior = average_information(la.form.diagonal(la), la._parameter_sizes(), prior_structure)
-    factor, before = 1 / la.n_data, la.temperature
-    if method is PriorMethod.AVERAGE_INFORMATION:
-        factor = STRENGTH if strength is None else float(strength)
-        if not la._temperature_given and float(la.cost) > 0:
-            la.temperature = float(la.cost) / la.n_data
+    before, prior_before = la.temperature, la.prior_precision
     try:
-        la.prior_precision = factor * la._H_factor * prior
-    except InputError:
-        la.temperature = before
+        if method is PriorMethod.UNIT_INFORMATION:
+            la.prior_precision = prior * la._H_factor / la.n_data
+            return
+        prior = prior * (STRENGTH if strength is None else float(strength))
+        if not la._temperature_given and float(la.cost) > 0:
+            # The effective number of parameters does not depend on the temperature, which divides both precisions.
+            la.prior_precision = prior * la._H_factor
+            la.temperature = 2 * float(la.cost) / (la.n_data + effective_parameters(la))
+        la.prior_precision = prior * la._H_factor
+    except BaseException:
+        la.temperature, la.prior_precision = before, prior_before
         raise
 
 

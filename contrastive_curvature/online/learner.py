@@ -57,13 +57,12 @@ class OnlineLaplace(nn.Module):
     the data set, ``H = (N / w) R``. The posterior precision therefore has the size of the post-hoc one for every
     ``alpha``, and the zero start value of the sum causes no bias (as in Adam).
 
-    :meth:`laplace` returns a posterior with precision ``P = H / T + prior``, by the rule of
-    ``la.optimize_prior_precision()``: the temperature ``T`` is the mean loss of a point, and the prior precision is a
-    tenth of the mean diagonal of ``H / T``. During training the prior precision is this mean diagonal itself, and ``T``
-    is divided by the discounted number of steps, which grows towards ``1 / alpha``: ``q_t`` has the precision of the
-    sum over steps, as in Eq. 80, and the sampled noise becomes small. (At the temperature of the final posterior the
-    noise is as large as the weights, and the encoder retrieves worse: ``docs/online.md``.) The first step is
-    deterministic, because there is no curvature for a prior yet.
+    :meth:`laplace` returns a posterior with precision ``P = H / T + prior``, with ``T`` and the prior by the rules of
+    ``la.optimize_prior_precision()``. During training the prior precision is the mean diagonal of ``H / T`` itself, and
+    ``T`` is the mean loss of a point, divided by the discounted number of steps, which grows towards ``1 / alpha``:
+    ``q_t`` has the precision of the sum over steps, as in Eq. 80, and the sampled noise becomes small. (At the mean
+    loss itself the noise is as large as the weights, and the encoder retrieves worse: ``docs/online.md``.) The first
+    step is deterministic, because there is no curvature for a prior yet.
 
     The object is a ``torch.nn.Module`` that contains the encoder as ``encoder`` and the posterior as buffers, so
     optimisers, Lightning and Accelerate treat it as any model. If ``torch.distributed`` runs, the curvatures of all
@@ -88,11 +87,12 @@ class OnlineLaplace(nn.Module):
         hessian_structure: ``"diag"``, ``"full"``, ``"kron"``, or for the last layer ``"kron_lowrank"``; all but the
             first decompose matrices at every step, which is slower. With ``"kron_lowrank"`` the cost grows with the
             rank; ``backend_kwargs=dict(rank=32)`` is faster than the default.
-        prior_precision: A positive number, used for ``q_t`` and for the final posterior; ``None`` for the rule above.
+        prior_precision: A positive number, used for ``q_t`` and for the final posterior, whose temperature is then the
+            mean loss of a point; ``None`` for the rules above.
         temperature: A positive number, the constant ``T`` of both posteriors; ``None`` for the rule above.
-        sampling_temperature: Temperature of ``q_t`` divided by that of the final posterior. 1 samples with the variance
-            of the final posterior; 0 trains deterministically and only accumulates the curvature. ``None`` for the rule
-            above, or 1 if ``temperature`` is given.
+        sampling_temperature: Temperature of ``q_t`` in units of ``temperature`` or, without it, of the mean loss of a
+            point; 0 trains deterministically and only accumulates the curvature. ``None`` for the rule above, or 1 if
+            ``temperature`` is given.
         backend: The class that computes curvatures, as in ``laplace.Laplace``; by default ``ContrastiveGGN``, which is
             exact for every encoder.
         backend_kwargs: Options of the curvature, documented in the backend: ``distance``, ``pd_fix``, ``margin``,

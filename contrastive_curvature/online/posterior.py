@@ -12,6 +12,7 @@ from contrastive_curvature.errors import DivergenceError, InputError
 from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.fitting import posterior_around
+from contrastive_curvature.laplace.prior import average_information
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
 from contrastive_curvature.network.loader import check_model
 from contrastive_curvature.online.discount import DiscountedCurvature
@@ -35,9 +36,9 @@ class OnlinePosterior:
         kind: The class of the posteriors.
         arguments: Further arguments of this class.
         prior_precision: A positive number, or ``None`` for a prior that follows the curvature.
-        temperature: A positive number, or ``None`` for the mean loss of a point.
-        sampling_temperature: Temperature of ``q_t`` divided by that of the final posterior, or ``None`` for the rule of
-            :class:`~contrastive_curvature.OnlineLaplace`.
+        temperature: A positive number, or ``None`` for the rules of :class:`~contrastive_curvature.OnlineLaplace`.
+        sampling_temperature: Temperature of ``q_t`` divided by ``temperature``, or by the mean loss of a point;
+            ``None`` for the rule of :class:`~contrastive_curvature.OnlineLaplace`.
     """
 
     def __init__(
@@ -94,7 +95,11 @@ class OnlinePosterior:
         # The user may call fit(loader) later, which uses all pairs; other factors than 'expand' exist for batches only.
         pairs = "batch" if options.get("kfac_approx", KFACApprox.EXPAND) != KFACApprox.EXPAND else "dataset"
         posterior = self._new(backend_kwargs={**options, "pairs": pairs})
-        self._update(posterior, discounted, None)
+        posterior.set_curvature(discounted.at_scale(self.n_data))
+        if self.prior_precision is None:
+            posterior.optimize_prior_precision()
+        else:
+            posterior.temperature = self._mean_loss(posterior)
         return posterior
 
     def draw(self, discounted: DiscountedCurvature, n_samples: int) -> list[Tensor | None]:
@@ -133,31 +138,26 @@ class OnlinePosterior:
 
     def _draw_from_curvature(self, discounted: DiscountedCurvature, n_samples: int) -> Tensor:
         posterior = self._sampling_posterior
-        self._update(posterior, discounted, _SAMPLING_PRIOR_SCALE)
-        cooling = self._cooling(discounted)
-        posterior.temperature /= cooling
+        posterior.set_curvature(discounted.at_scale(self.n_data))
+        posterior.temperature = self._mean_loss(posterior) / self._cooling(discounted)
         if self.prior_precision is None:
-            posterior.prior_precision = posterior.prior_precision * cooling
+            diagonal = posterior.form.diagonal(posterior)
+            information = average_information(diagonal, posterior._parameter_sizes(), "scalar")
+            posterior.prior_precision = _SAMPLING_PRIOR_SCALE * posterior._H_factor * information
         posterior.mean = torch.zeros_like(posterior.mean)
         return posterior.sample(n_samples)
 
     def _cooling(self, discounted: DiscountedCurvature) -> float:
-        """Temperature of the final posterior divided by that of ``q_t``."""
+        """What the temperature of ``q_t`` is divided by."""
         if self.sampling_temperature is not None:
             return 1 / self.sampling_temperature
         return 1.0 if self.temperature is not None else float(discounted.remembered)
 
-    def _update(
-        self, posterior: ContrastiveLaplace, discounted: DiscountedCurvature, prior_scale: float | None
-    ) -> None:
-        posterior.set_curvature(discounted.at_scale(self.n_data))
+    def _mean_loss(self, posterior: ContrastiveLaplace) -> float:
+        """The temperature that the user gave, else the mean loss of a point, or one where there is no loss."""
         if self.temperature is not None:
-            # The previous draw divided the temperature of the sampling posterior.
-            posterior.temperature = self.temperature
-        if self.prior_precision is None:
-            posterior.optimize_prior_precision(strength=prior_scale)
-        elif self.temperature is None and posterior.cost > 0:
-            posterior.temperature = float(posterior.cost) / self.n_data
+            return self.temperature
+        return float(posterior.cost) / self.n_data if posterior.cost > 0 else 1.0
 
     def _new(self, **changes: Any) -> ContrastiveLaplace:
         return posterior_around(self.kind, self.encoder, self.probe, **{**self._arguments, **changes})

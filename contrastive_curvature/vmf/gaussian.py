@@ -9,7 +9,7 @@ from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.vmf._checks import check_finite, check_real, unit
 from contrastive_curvature.vmf.estimation import sra
 
-__all__ = ["concentration_from_gaussian", "tangential_variance"]
+__all__ = ["concentration", "concentration_from_gaussian", "tangential_variance"]
 
 
 def _checked_spread(mean: Tensor, variance: Tensor | None, covariance: Tensor | None) -> Tensor:
@@ -99,5 +99,9 @@ def concentration_from_gaussian(
     Source: derived for this library, by projecting the Gaussian onto the tangent space at its mean; kappa from Rbar as
     in Sra (2012).
     """
-    tv = tangential_variance(mean, variance=variance, covariance=covariance)
-    return sra((1 + tv).rsqrt(), tv / (1 + tv), mean.shape[-1])
+    return concentration(tangential_variance(mean, variance=variance, covariance=covariance), mean.shape[-1])
+
+
+def concentration(tv: Tensor, dim: int) -> Tensor:
+    """Concentrations (...) of tangential variances (...) in D = ``dim`` dimensions."""
+    return sra((1 + tv).rsqrt(), tv / (1 + tv), dim)

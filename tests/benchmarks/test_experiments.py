@@ -104,16 +104,16 @@ def test_the_default_strength_gives_the_figures_of_the_run(whole, tmp_path, caps
     for row, strengths in run["rows"].items():
         cells = [cell["figures"] for cell in results_of(whole)["cells"] if cell["row"] == row]
         first = next(cell["variants"] for cell in results_of(whole)["cells"] if cell["row"] == row)
-        assert strengths["0.1"].pop("auroc of 1/κ")[0] == pytest.approx(first["inverse_kappa"]["auroc"], abs=1e-3)
+        assert strengths["0.01"].pop("auroc of 1/κ")[0] == pytest.approx(first["inverse_kappa"]["auroc"], abs=1e-3)
         # The whole test set, of which the run has a part.
-        assert all(abs(value - 0.5) < 0.1 for value in strengths["0.1"].pop("AUROC, Digits"))
-        for name, values in strengths["0.1"].items():
+        assert all(abs(value - 0.5) < 0.1 for value in strengths["0.01"].pop("AUROC, Digits"))
+        for name, values in strengths["0.01"].items():
             # From features and in other batches: the last bits differ, which a rank may feel. What is novel depends on
             # the images that it is standardised with, and a loaded posterior has no training images.
             wide = row == "laplace_posthoc" and name in ("auroc", "auprc")
             assert values == pytest.approx([figures[name] for figures in cells], abs=0.03 if wide else 1e-3)
-        assert strengths["0.1"]["map_at_5"] == strengths["3"]["map_at_5"]
-        assert strengths["0.1"]["auroc"] != strengths["3"]["auroc"]
+        assert strengths["0.01"]["map_at_5"] == strengths["1"]["map_at_5"]
+        assert strengths["0.01"]["auroc"] != strengths["1"]["auroc"]
     with pytest.raises(InputError, match="run folder of benchmarks"):
         prior_scale.main([str(tmp_path), "--out", str(tmp_path)])
 

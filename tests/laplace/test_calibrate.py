@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
+from contrastive_curvature.laplace import calibration
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 INPUTS, HIDDEN, DIM, TRAINED, GIVEN = 4, 6, 3, 20, 30
@@ -74,7 +75,12 @@ def truth_components(la: Any, x: Tensor, with_features: bool) -> Tensor:
 def truth_p_values(for_scale: Tensor, known: Tensor, new: Tensor) -> Tensor:
     middle = for_scale.median(0).values
     scale = 1.4826 * (for_scale - middle).abs().median(0).values
-    s, t = (((c - middle) / scale).mul(2).exp().sum(1).log() / 2 for c in (known, new))
+
+    def statistic(c: Tensor) -> Tensor:
+        z = (c - middle) / scale
+        return (z.mul(2).exp().sum(1) + z[:, 0].neg().exp()).log() / 2
+
+    s, t = statistic(known), statistic(new)
     # Numbers within the rounding of float32 components are equal.
     return (1 + (s >= t.unsqueeze(1) - 3e-5 / scale.min()).sum(1)).double() / (len(s) + 1)
 
@@ -599,3 +605,33 @@ def test_calibrating_with_the_training_inputs_is_optimistic() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         la.calibrate(given())
+
+
+def test_one_look_at_the_weights_is_enough_for_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It costs as much as the encoder has weights; every calibration and every prediction is confirmed anew."""
+    la, x, looks = fitted(), inputs(9, 8), []
+    la.calibrate(given())
+    whole = calibration.fingerprint
+    monkeypatch.setattr(calibration, "fingerprint", lambda la: looks.append(la) or whole(la))
+    out = la(x)
+    p = out.p_value
+    assert torch.equal(out.novelty.argsort(stable=True), la(x).novelty.argsort(stable=True))
+    assert torch.equal(out.is_known(0.2), p > 0.2)
+    assert len(looks) == 2
+    _weights_behind_torchs_back(la)
+    # It was made and confirmed before.
+    assert torch.equal(out.p_value, p)
+    with pytest.raises(cc.NotFittedError, match="another posterior"):
+        _ = la(x).novelty
+    la.calibrate(given())
+    _weights_behind_torchs_back(la)
+    with pytest.raises(cc.NotFittedError, match="another posterior"):
+        _ = out.p_value
+
+
+@pytest.mark.parametrize(("n", "width"), [(1, 3), (7, 2**17 + 5), (40, 9000)])
+def test_norms_of_features(n: int, width: int) -> None:
+    for size in (1e-30, 1.0, 1e30):
+        phi = size * torch.randn(n, width)
+        torch.testing.assert_close(calibration._norms(phi), phi.double().square().sum(1).sqrt(), rtol=1e-12, atol=0)
+    assert calibration._norms(torch.randn(0, width)).shape == (0,)

@@ -446,3 +446,47 @@ def test_a_prior_that_is_no_number_leaves_the_temperature() -> None:
     before = la.temperature, la.prior_precision.clone()
     refused(lambda: la.optimize_prior_precision(strength=1e-300), "prior_precision")
     assert (la.temperature, float(la.prior_precision)) == (before[0], float(before[1]))
+
+
+@on_every_device
+@for_every_combination
+def test_inputs_that_are_no_batch_of_points(weights: str, structure: str, device: str) -> None:
+    """Linear layers take any number of axes, so the encoder itself refuses none of these."""
+    la, x = fitted(weights, structure, device), data(device)[0]
+    shapes = {(1, 12, 4): (1, 12, 3), (4,): (3,)}
+    for shape, of_outputs in shapes.items():
+        bad = x.flatten()[: math.prod(shape)].view(shape)
+        assert encoder(device)(bad).shape == of_outputs
+        for call in (
+            la,
+            lambda x: la(x, joint=True),
+            lambda x: la(x, diagonal_output=True),
+            lambda x: la(x, pred_type="nn", n_samples=2),
+            lambda x: la.functional_samples(x, n_samples=2, joint=True),
+        ):
+            refused(lambda call=call, bad=bad: call(bad), "x", f"shape {shape}", f"outputs of shape {of_outputs}")
+
+
+def test_an_error_of_the_encoder_is_its_own() -> None:
+    """Of points like those of the fit; of others it is the cause of an error that names them."""
+
+    class Picky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = encoder()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if bool((x > 100).any()) or x.ndim > 2:
+                msg = "too much"
+                raise RuntimeError(msg)
+            out: Tensor = self.inner(x)
+            return out
+
+    la, (x, y) = laplace.Laplace(Picky(), "contrastive"), data()
+    la.fit([(x, y)])
+    with pytest.raises(RuntimeError, match="too much") as caught:
+        la(x + 1000)
+    assert not isinstance(caught.value, cc.ContrastiveCurvatureError)
+    with pytest.raises(cc.InputError, match=r"shape \(12, 4\).*too much") as caught_too:
+        la(x[None])
+    assert isinstance(caught_too.value.__cause__, RuntimeError)

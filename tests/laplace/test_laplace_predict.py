@@ -33,6 +33,8 @@ from test_laplace import (
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
+from contrastive_curvature.class_centres import ClassCentres
+from contrastive_curvature.laplace.effective import effective_parameters
 from contrastive_curvature.testing import dense_jacobian
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
@@ -110,7 +112,10 @@ def test_predictions_have_the_linearised_covariance(weights: str, structure: str
     spread = (truth.diagonal(dim1=1, dim2=2).sum(1) - (u.mT @ truth @ u).flatten()) / z.norm(dim=1).square()
     assert close(distribution.tangential_variance, spread)
     typical = float(z.norm(dim=1).mean())
-    assert close(distribution.uncertainty, (spread * typical / z.norm(dim=1)).sqrt().arctan())
+    centres = ClassCentres.of(z, data(device)[1])
+    assert centres is not None
+    angle = (spread * typical / z.norm(dim=1)).sqrt() * centres.factor(z)
+    assert close(distribution.uncertainty, angle.arctan())
     # Sra (2012) with Rbar = 1 / sqrt(1 + tv).
     assert close(kappa, (1 + spread).rsqrt() * (DIM - 1 / (1 + spread)) * (1 + spread) / spread)
     flat = jacobian.flatten(0, 1)
@@ -208,26 +213,57 @@ def test_sampled_networks_are_summarised(device: str) -> None:
     assert out.covariance.shape == (POINTS, DIM, DIM)
 
 
-def diagonal_of(weights: str, structure: str) -> Tensor:
+def curvature_of(weights: str, structure: str) -> Tensor:
     x, y = data()
-    return dense_truth(body(), x, y, weights, structure).diagonal()
+    return dense_truth(body(), x, y, weights, structure)
+
+
+def diagonal_of(weights: str, structure: str) -> Tensor:
+    return curvature_of(weights, structure).diagonal()
+
+
+def well_determined(curvature: Tensor, prior: Tensor) -> float:
+    """``tr(H (H + D)^-1)``, from the matrix itself."""
+    return torch.linalg.solve(curvature + torch.diag(prior.expand(len(curvature))), curvature).trace().item()
 
 
 @for_every_combination
-def test_default_prior_is_a_tenth_of_the_average_information(weights: str, structure: str) -> None:
+def test_default_prior_is_a_hundredth_of_the_average_information(weights: str, structure: str) -> None:
     x, y = data()
     la = fitted(body(), weights, structure, x, y)
-    la.optimize_prior_precision()
     cost = cc.ContrastiveLoss(**OPTIONS)(body()(x), y).item()  # with a margin, cost and loss are one
-    assert la.temperature == pytest.approx(cost / POINTS, rel=1e-10)
-    mean = diagonal_of(weights, structure).mean()
-    assert close(la.prior_precision, (0.1 * mean / la.temperature).reshape(1))
-    before = (la.temperature, la.prior_precision.clone())
+    curvature = curvature_of(weights, structure)
+    mean = curvature.diagonal().mean()
+    for strength in (None, 3.0, 1e-6, None):
+        la.optimize_prior_precision(strength=strength)
+        prior = (strength or 0.01) * mean
+        determined = well_determined(curvature, prior)
+        assert la.temperature == pytest.approx(2 * cost / (POINTS + determined), rel=1e-9)
+        assert close(la.prior_precision, (prior / la.temperature).reshape(1))
+        # Both precisions are over the temperature, so this number is free of it.
+        assert effective_parameters(la) == pytest.approx(determined, rel=1e-9)
+
+
+@for_every_combination
+def test_effective_parameters_of_any_prior(weights: str, structure: str) -> None:
+    la, _, _ = posterior(weights, structure)
+    curvature = curvature_of(weights, structure) / TEMPERATURE
+    for kind in la.prior_structures:
+        sizes = {"scalar": 1, "layerwise": len(la._parameter_sizes()), "diag": len(curvature)}
+        given = torch.linspace(0.1, 4.0, sizes[kind], dtype=curvature.dtype)
+        la.prior_precision = given
+        each = given.repeat_interleave(torch.tensor(la._parameter_sizes())) if kind == "layerwise" else given
+        assert effective_parameters(la) == pytest.approx(well_determined(curvature, each), rel=1e-9)
+        assert torch.equal(la.prior_precision, given)
+
+
+@for_every_combination
+def test_sampled_networks_have_at_most_twice_the_loss_to_second_order(weights: str, structure: str) -> None:
+    la = fitted(body(), weights, structure, *data())
     la.optimize_prior_precision()
-    assert before == (la.temperature, la.prior_precision)
-    la.optimize_prior_precision(strength=3)
-    assert before[0] == la.temperature
-    assert close(la.prior_precision, (3 * mean / la.temperature).reshape(1))
+    curvature = curvature_of(weights, structure)
+    covariance = torch.linalg.inv(curvature / la.temperature + torch.eye(len(curvature)) * la.prior_precision)
+    assert 0 < (curvature @ covariance).trace() / 2 < float(la.cost)
 
 
 @pytest.mark.parametrize("strength", [0, -1.0, math.nan, math.inf, True, "weak"])
@@ -247,7 +283,7 @@ def test_a_given_temperature_stays_and_unit_information_is_a_share(weights: str,
     la.optimize_prior_precision()
     assert la.temperature == TEMPERATURE
     average = (diagonal_of(weights, structure).mean() / TEMPERATURE).reshape(1)
-    assert close(la.prior_precision, 0.1 * average)
+    assert close(la.prior_precision, 0.01 * average)
     la.optimize_prior_precision(method="unit_information")
     assert close(la.prior_precision, average / POINTS)
 
@@ -289,7 +325,7 @@ def test_structured_priors(weights: str, structure: str, prior: str, method: str
         "layerwise": torch.stack([part.mean() for part in diagonal.split(sizes)]),
         "diag": (diagonal + diagonal.mean()) / 2,
     }
-    assert close(la.prior_precision, 0.1 * truth[prior])
+    assert close(la.prior_precision, 0.01 * truth[prior])
 
 
 REFUSED = [("last_layer", "kron", "diag"), ("last_layer", "kron_lowrank", "diag"), ("all", "kron", "diag")]

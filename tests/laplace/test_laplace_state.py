@@ -322,3 +322,19 @@ def test_factors_that_cannot_be_decomposed_do_not_end_the_process(monkeypatch: p
 def test_what_is_no_state(state: Any) -> None:
     with pytest.raises(cc.InputError, match="state_dict"):
         make("last_layer", "diag").load_state_dict(state)
+
+
+def test_a_state_without_a_typical_norm_says_what_is_missing() -> None:
+    la, x = fitted("last_layer", "diag"), data()[0]
+    state = la.state_dict()
+    loaded = make("last_layer", "diag")
+    with pytest.warns(UserWarning, match=r"typical norm.*uncertainty.*la\.fit\(train_loader\) again") as caught:
+        loaded.load_state_dict({key: value for key, value in state.items() if key != "typical_norm"})
+    assert caught[0].filename == __file__
+    assert loaded.typical_norm is None
+    loaded.typical_norm = la.typical_norm
+    assert torch.equal(loaded(x).uncertainty, la(x).uncertainty)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded.load_state_dict({**state, "typical_norm": None})
+        loaded.load_state_dict(state)

@@ -72,6 +72,14 @@ def remembered(online: OnlineLaplace) -> list[Tensor]:
     return [b.clone() for name, b in online.discounted.named_buffers() if name.startswith("curvature_")]
 
 
+def at_mean_loss(la: Any) -> None:
+    """Set the temperature to the mean loss of a point, with the prior still over it; a given one stays."""
+    if not la._temperature_given and la.cost > 0:
+        prior = la.prior_precision * la.temperature
+        la.temperature = float(la.cost) / la.n_data
+        la.prior_precision = prior / la.temperature
+
+
 def posterior_noise(online: OnlineLaplace, how: dict[str, Any]) -> list[Tensor | None]:
     """The draw of the next step, as the generator stands."""
     terms, n = remembered(online), online.n_samples
@@ -84,6 +92,7 @@ def posterior_noise(online: OnlineLaplace, how: dict[str, Any]) -> list[Tensor |
         la = online.laplace()
         if online._posterior.prior_precision is None:
             la.optimize_prior_precision(strength=1.0)
+            at_mean_loss(la)
         return list(la.sample(n) - la.mean)
     h = N_DATA / online.discounted.points * terms[0]
     t = online._posterior.temperature or N_DATA / online.discounted.points * online.discounted.cost / N_DATA

@@ -28,7 +28,7 @@ class LaplaceOnline(PosteriorMethod):
         distance: Of the curvature; ``None`` for the library's default.
         pd_fix: Of the curvature; ``None`` for the library's default.
         train_samples: Sampled networks a training step.
-        sampling_temperature: Of the sampled weights, in units of the final posterior's; ``None`` for the default.
+        sampling_temperature: Of the sampled weights, in units of the mean loss of a point; ``None`` for the default.
         curvature: ``"discounted"``: the one that training remembers, as in the paper. ``"refitted"``: that of the
             final weights over all pairs of the training set, as post-hoc.
         structure: ``hessian_structure`` of training and posterior; ``None`` for the library's default in training, and

@@ -128,7 +128,8 @@ class DatasetFits:
         scale = self._data_scale(found.n)
         loss, cost = found.hessian.loss_and_cost()
         norm = mean_norm(found.hessian.z)
-        return DatasetCurvature((vectors, scale * values), scale * loss, scale * cost, found.n, typical_norm=norm)
+        curvature = (vectors, scale * values)
+        return DatasetCurvature(curvature, scale * loss, scale * cost, found.n, None, norm, found.classes)
 
     def matvec(self, loader: Iterable[Any], v: Tensor) -> Tensor:
         """``J^T H J v`` over all pairs of a data set, unclamped, times its scale; no matrix is formed.

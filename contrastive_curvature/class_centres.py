@@ -1,0 +1,143 @@
+"""Mean directions of the classes of training: an embedding between two of them is less certain than the angle says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.hessian.sphere import normalize
+
+__all__ = ["CAP", "MOST_NUMBERS", "WEIGHT", "ClassCentres", "add_sums", "class_sums"]
+
+WEIGHT = 3.0
+"""How strongly the position between classes counts: the factor of an angle is ``exp(WEIGHT (r - typical r))``.
+Measured: ``docs/defaults.md``."""
+
+CAP = 0.85
+"""Largest ratio that counts. An embedding of none of the classes is nearly as far from the second centre as from the
+first, and which of the two is nearer says nothing about it."""
+
+MOST_NUMBERS = 2**24
+"""Largest K times D: more would take longer than the forward pass of many encoders."""
+
+_SAMPLE = 2000
+"""Inputs that say which ratio is typical."""
+
+_ROWS = 4096
+_ENTRIES = 2**24
+"""Cosines in memory at once."""
+
+
+@dataclass(frozen=True)
+class ClassCentres:
+    """Sums of the unit embeddings of every class, whose directions are the centres.
+
+    Args:
+        labels: Different class labels, ascending, int64, shape (K,), K >= 2.
+        sums: Sums of unit embeddings, float64, shape (K, D).
+        typical: Mean of :meth:`ratio`, capped, over inputs of these classes.
+        n: Number of these inputs.
+    """
+
+    labels: Tensor
+    sums: Tensor
+    typical: float
+    n: int
+
+    @classmethod
+    def of(cls, outputs: Tensor, labels: Tensor) -> ClassCentres | None:
+        """The centres of labelled inputs.
+
+        Args:
+            outputs: Raw outputs, shape (N, D).
+            labels: Class labels, int64, shape (N,).
+
+        Returns:
+            ``None`` where they say nothing or cost too much: one class only, or more than :data:`MOST_NUMBERS` numbers.
+        """
+        some = torch.randperm(len(outputs), generator=torch.Generator().manual_seed(0))[:_SAMPLE]
+        return cls.from_sums(*class_sums(outputs, labels), outputs[some.to(outputs.device)], len(outputs))
+
+    @classmethod
+    def from_sums(cls, labels: Tensor, sums: Tensor, sample: Tensor, n: int) -> ClassCentres | None:
+        """The centres of classes whose sums are known; see :meth:`of`.
+
+        Args:
+            labels: Different class labels, ascending, shape (K,).
+            sums: Sums of unit embeddings, float64, shape (K, D).
+            sample: Raw outputs of some inputs of these classes, for what is typical, shape (m, D).
+            n: Number of all of them.
+        """
+        if len(labels) < 2 or sums.numel() > MOST_NUMBERS:
+            return None
+        made = cls(labels, sums, 0.0, n)
+        return replace(made, typical=float(made.ratio(sample.detach()).clamp(max=CAP).double().mean()))
+
+    def merged(self, other: ClassCentres) -> ClassCentres | None:
+        """The centres of both data sets; what is typical is the mean of the two. ``None`` where they are too many."""
+        labels, sums = add_sums((self.labels, self.sums), (other.labels.to(self.labels), other.sums.to(self.sums)))
+        if sums.numel() > MOST_NUMBERS:
+            return None
+        n = self.n + other.n
+        return ClassCentres(labels, sums, (self.n * self.typical + other.n * other.typical) / n, n)
+
+    def ratio(self, outputs: Tensor) -> Tensor:
+        """Distance to the nearest centre over that to the second, on the sphere; 0 at a centre, 1 between two.
+
+        Args:
+            outputs: Outputs of any norm but zero, shape (B, D).
+
+        Returns:
+            Shape (B,), in [0, 1].
+
+        Raises:
+            InputError: They have another dimension.
+
+        Source: Lowe (2004), "Distinctive image features from scale-invariant keypoints", section 7.1: the ratio that
+        tells right matches from wrong ones.
+        """
+        if outputs.shape[1] != self.sums.shape[1]:
+            wanted = f"D = {self.sums.shape[1]}, that of the embeddings"
+            raise InputError(expected("class_centres", wanted, f"outputs of D = {outputs.shape[1]}"))
+        units, centres = normalize(outputs)[0], self._directions().to(outputs)
+        return torch.cat([_ratio(part, centres) for part in units.split(max(1, _ENTRIES // len(centres)))])
+
+    def factor(self, outputs: Tensor) -> Tensor:
+        """What angles are multiplied with, shape (B,): 1 for a typical input, more between two classes, less near one.
+
+        Args:
+            outputs: As for :meth:`ratio`.
+        """
+        return (WEIGHT * (self.ratio(outputs).clamp(max=CAP) - self.typical)).exp()
+
+    def _directions(self) -> Tensor:
+        """Centres (K, D); a sum of zero has no direction, and is at a right angle to everything."""
+        norms = self.sums.norm(dim=1, keepdim=True)
+        return self.sums / torch.where(norms > 0, norms, 1)
+
+
+def class_sums(outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Different labels (K,), ascending, and the sums of the unit embeddings of each, float64, shape (K, D)."""
+    kinds, inverse = labels.unique(return_inverse=True)
+    sums = torch.zeros(len(kinds), outputs.shape[1], dtype=torch.float64, device=outputs.device)
+    for part, rows in zip(outputs.detach().split(_ROWS), inverse.split(_ROWS), strict=True):
+        sums.index_add_(0, rows, normalize(part)[0].double())
+    return kinds, sums
+
+
+def add_sums(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Labels and sums of two sets of inputs together."""
+    labels, inverse = torch.cat([first[0], second[0]]).unique(return_inverse=True)
+    both = torch.cat([first[1], second[1]])
+    return labels, both.new_zeros(len(labels), both.shape[1]).index_add_(0, inverse, both)
+
+
+def _ratio(units: Tensor, centres: Tensor) -> Tensor:
+    nearest = (units.detach() @ centres.T).topk(2, dim=1).indices
+    # Differences, because 1 - cosine loses all digits near a centre.
+    first, second = (units.unsqueeze(1) - centres[nearest]).norm(dim=2).unbind(1)
+    # Two centres in one place: the embedding is as much between them as it can be.
+    return torch.where(second > 0, first / torch.where(second > 0, second, 1), 1.0).clamp(max=1)

@@ -1,0 +1,165 @@
+"""Class centres of a posterior: from every fit, in its state, measured apart from a fit."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from laplace import Laplace
+from test_laplace import COMBINATIONS, batches, body, data, fitted, make
+from torch import Tensor
+
+import contrastive_curvature as cc
+from contrastive_curvature.class_centres import ClassCentres
+
+for_every_combination = pytest.mark.parametrize(("weights", "structure"), COMBINATIONS)
+
+
+def truth() -> ClassCentres:
+    x, y = data()
+    made = ClassCentres.of(body()(x), y)
+    assert made is not None
+    return made
+
+
+def same(found: ClassCentres | None, wanted: ClassCentres) -> bool:
+    assert found is not None
+    close = torch.allclose(found.sums, wanted.sums, rtol=1e-9, atol=1e-12) and torch.equal(found.labels, wanted.labels)
+    return close and found.n == wanted.n and found.typical == pytest.approx(wanted.typical, abs=1e-9)
+
+
+@for_every_combination
+def test_every_fit_takes_the_centres_of_its_data(weights: str, structure: str) -> None:
+    la = fitted(body(cc.L2Norm()), weights, structure, *data())
+    assert same(la.class_centres, truth())
+    x, _ = data()
+    angle = la(x).tangential_variance.sqrt() * (la.typical_norm / la(x).mean.norm(dim=1)).sqrt()
+    assert torch.allclose(la(x).uncertainty, (angle * truth().factor(la(x).mean)).arctan(), rtol=1e-9)
+    la.class_centres = None
+    assert torch.allclose(la(x).uncertainty, angle.arctan(), rtol=1e-9)
+
+
+@pytest.mark.parametrize("options", [{"pairs": "batch"}, {"pairs": "batch", "pd_fix": "psd"}], ids=str)
+def test_a_fit_over_batches_takes_the_same_centres(options: dict[str, Any]) -> None:
+    la = Laplace(body(), "contrastive", "last_layer", "diag", backend_kwargs=options)
+    la.fit(batches(*data()))
+    assert same(la.class_centres, truth())
+
+
+def test_targets_that_are_no_class_labels_have_no_centres() -> None:
+    x, _ = data()
+
+    def near(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        distance = torch.cdist(a, b)
+        return distance < 1, distance > 2
+
+    places = 3 * torch.randn(len(x), 2, dtype=x.dtype, generator=torch.Generator().manual_seed(0))
+    for pairs in ("dataset", "batch"):
+        options = {"relation": near, "pairs": pairs, "pd_fix": "positive"}
+        la = Laplace(body(), "contrastive", "last_layer", "diag", backend_kwargs=options)
+        la.fit(batches(x, places, size=20))
+        assert la.class_centres is None
+        with pytest.raises(cc.InputError, match="labels"):
+            la.measure_classes(batches(x, torch.randn(len(x), 2)))
+        la.measure_classes(batches(*data()))
+        assert same(la.class_centres, truth())
+
+
+def test_a_second_fit_adds_its_classes() -> None:
+    x, y = data()
+    la = fitted(body(), "last_layer", "diag", x, y)
+    la.fit(batches(x[:8], y[:8] + 100), override=False)
+    new = ClassCentres.of(body()(x[:8]), y[:8] + 100)
+    assert new is not None
+    wanted = truth().merged(new)
+    assert wanted is not None
+    assert same(la.class_centres, wanted)
+    la.class_centres = None
+    la.fit(batches(x, y), override=False)
+    assert la.class_centres is None
+    la.fit(batches(x, y))
+    assert same(la.class_centres, truth())
+
+
+@pytest.mark.parametrize("weights", ["last_layer", "all"])
+def test_they_are_saved_and_loaded(weights: str) -> None:
+    x, _ = data()
+    la = fitted(body(), weights, "diag", *data())
+    file = io.BytesIO()
+    torch.save(la.state_dict(), file)
+    file.seek(0)
+    other = make(body(), weights, "diag")
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert same(other.class_centres, truth())
+    assert torch.equal(other(x).uncertainty, la(x).uncertainty)
+    la.class_centres = None
+    other.load_state_dict(la.state_dict())
+    assert other.class_centres is None
+    early = la.state_dict()
+    del early["class_centres"]
+    other.load_state_dict(early)
+    assert other.class_centres is None
+
+
+MUTATIONS: list[tuple[str, Any, str]] = [
+    ("labels", torch.tensor([0, 0, 1]), "ascending"),
+    ("labels", torch.tensor([1]), "at least two"),
+    ("labels", torch.tensor([0.0, 1.0, 2.0]), "int64"),
+    ("labels", [0, 1, 2], "a tensor"),
+    ("sums", torch.full((4, 3), torch.nan, dtype=torch.float64), "finite"),
+    ("sums", torch.zeros(2, 3, dtype=torch.float64), "shape"),
+    ("sums", torch.zeros(4, 3), "float64"),
+    ("typical", 1.5, "a number in"),
+    ("typical", float("nan"), "a number in"),
+    ("typical", 1, "a number in"),
+    ("n", 0, "positive whole number"),
+    ("n", True, "positive whole number"),
+    ("n", 4.0, "positive whole number"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "message"), MUTATIONS, ids=str)
+def test_a_malformed_state_is_refused_and_nothing_changes(key: str, value: Any, message: str) -> None:
+    la = fitted(body(), "last_layer", "diag", *data())
+    state = copy.deepcopy(la.state_dict())
+    state["class_centres"][key] = value
+    with pytest.raises(cc.InputError, match=rf"class_centres: {key}.*{message}"):
+        la.load_state_dict(state)
+    assert same(la.class_centres, truth())
+    state["class_centres"] = {"labels": 1}
+    with pytest.raises(cc.InputError, match=r"class_centres.*a dictionary of labels"):
+        la.load_state_dict(state)
+
+
+def test_measured_apart_from_a_fit_and_refused_with_everything_as_it_was() -> None:
+    x, y = data()
+    la = fitted(body(), "last_layer", "gp", x, y, host={"n_subset": 9}, pd_fix="psd", distance="euclidean")
+    assert la.class_centres is None
+    before = la(x).uncertainty
+    la.measure_classes(batches(x, y), progress_bar=False)
+    assert same(la.class_centres, truth())
+    assert not torch.allclose(la(x).uncertainty, before)
+    for bad in (
+        [],
+        batches(x, torch.zeros_like(y)),
+        batches(x, y.float() + 0.5),
+        batches(torch.full_like(x, torch.nan), y),
+    ):
+        with pytest.raises(cc.InputError):
+            la.measure_classes(bad)
+        assert same(la.class_centres, truth())
+    with pytest.raises(cc.NotFittedError):
+        Laplace(body(), "contrastive", "last_layer", "diag").measure_classes(batches(x, y))
+
+
+def test_online_posteriors_have_none_until_they_are_measured() -> None:
+    x, y = data()
+    online = cc.OnlineLaplace(body(), probe=x, n_data=len(x))
+    online(x, y)
+    la = online.laplace()
+    assert la.class_centres is None
+    la.measure_classes(batches(x, y))
+    assert same(la.class_centres, truth())

@@ -1,0 +1,111 @@
+"""Covariances kept as their parts: every figure of an embedding against that of the dense matrices."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from devices import DEVICES
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import contrastive_curvature as cc
+from contrastive_curvature.axis_covariance import AxisCovariance
+from contrastive_curvature.known import components
+
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def parts(n: int, dim: int, common: bool, size: float = 1.0, device: str = "cpu") -> AxisCovariance:
+    like = {"dtype": torch.float64, "device": device}
+    axes = torch.linalg.qr(torch.randn(dim, dim, **like))[0]
+    root = torch.randn(dim, dim, **like)
+    values, shared = size * torch.rand(n, dim, **like), size * root @ root.T if common else None
+    return AxisCovariance(axes, values, shared, torch.float64)
+
+
+def by_hand(made: AxisCovariance) -> Tensor:
+    wide = torch.stack([made.axes @ v.diag() @ made.axes.T for v in made.values.unbind()] or [made.axes[:0, :0]])
+    wide = wide if len(made.values) else made.values.new_zeros(0, *made.axes.shape)
+    return wide if made.common is None else wide + made.common
+
+
+@on_every_device
+@given(n=st.integers(0, 5), dim=st.integers(2, 7), common=st.booleans(), size=st.sampled_from([1e-3, 1.0, 1e4]))
+def test_every_figure_is_that_of_the_dense_covariances(
+    device: str, n: int, dim: int, common: bool, size: float
+) -> None:
+    made = parts(n, dim, common, size, device)
+    z = torch.randn(n, dim, dtype=torch.float64, device=device)
+    out = cc.EmbeddingDistribution.trusted(z, covariance=made).relative_to(2.0)
+    truth = cc.EmbeddingDistribution.trusted(z, covariance=by_hand(made)).relative_to(2.0)
+    for name in ("variance", "tangential_variance", "uncertainty", "kappa", "mu", "covariance"):
+        torch.testing.assert_close(getattr(out, name), getattr(truth, name), rtol=1e-9, atol=1e-12 * size)
+    torch.testing.assert_close(components(out), components(truth), rtol=1e-9, atol=1e-9)
+    generators = (torch.Generator(device).manual_seed(0) for _ in range(2))
+    found, wanted = (d.raw_samples(3, g) for d, g in zip((out, truth), generators, strict=True))
+    assert found.shape == wanted.shape
+    torch.testing.assert_close(copy.deepcopy(out).covariance, truth.covariance)
+
+
+@given(dim=st.integers(2, 40), common=st.booleans())
+def test_in_single_precision(dim: int, common: bool) -> None:
+    made = parts(4, dim, common)
+    z = torch.randn(4, dim, dtype=torch.float64)
+    truth = cc.EmbeddingDistribution.trusted(z, covariance=by_hand(made))
+    shared = None if made.common is None else made.common.float()
+    single = AxisCovariance(made.axes.float(), made.values.float(), shared, torch.float32)
+    out = cc.EmbeddingDistribution.trusted(z.float(), covariance=single)
+    for name in ("variance", "uncertainty", "covariance"):
+        assert getattr(out, name).dtype == torch.float32
+        torch.testing.assert_close(getattr(out, name).double(), getattr(truth, name), rtol=1e-4, atol=1e-4)
+
+
+def test_no_dense_covariance_is_made_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = cc.EmbeddingDistribution.trusted(torch.randn(5, 3).double(), covariance=parts(5, 3, True)).relative_to(1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(AxisCovariance, "dense", lambda _: pytest.fail("made"))
+        assert out.uncertainty.shape == out.kappa.shape == (5,)
+        assert components(out).shape == (5, 3)
+    assert out.covariance is out.covariance
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("common", [False, True])
+def test_components_are_finite_at_every_extreme(dtype: torch.dtype, common: bool) -> None:
+    info = torch.finfo(dtype)
+    for size in (0.0, info.tiny, info.max / 8):
+        values = torch.full((2, 3), size, dtype=dtype)
+        made = AxisCovariance(torch.eye(3, dtype=dtype), values, values[0].diag() if common else None, dtype)
+        for length in (0.0, info.tiny, info.max / 4):
+            z = torch.full((2, 3), length, dtype=dtype)
+            assert components(cc.EmbeddingDistribution.trusted(z, covariance=made)).isfinite().all()
+
+
+def test_overflow_is_refused_where_an_entry_overflows() -> None:
+    most = torch.finfo(torch.float32).max
+    z = torch.ones(1, 3)
+    fine = AxisCovariance(torch.eye(3), torch.full((1, 3), 0.9 * most), None, torch.float32)
+    assert cc.EmbeddingDistribution.trusted(z, covariance=fine).covariance.isfinite().all()
+    for bad in (torch.full((1, 3), torch.inf), torch.tensor([[1.0, torch.nan, 1.0]])):
+        with pytest.raises(cc.InputError, match=r"covariance.*finite numbers"):
+            cc.EmbeddingDistribution.trusted(z, covariance=AxisCovariance(torch.eye(3), bad, None, torch.float32))
+
+
+def test_gradients() -> None:
+    made, z = parts(3, 4, True), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    values = (made.values + 0.1).requires_grad_()
+
+    def of(z: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        spread = AxisCovariance(made.axes, values, made.common, torch.float64)
+        out = cc.EmbeddingDistribution.trusted(z, covariance=spread).relative_to(2.0)
+        return out.uncertainty, out.kappa
+
+    assert torch.autograd.gradcheck(of, (z, values))
+    out = cc.EmbeddingDistribution.trusted(z, covariance=AxisCovariance(made.axes, values, None, torch.float64))
+    with torch.no_grad():
+        first = out.covariance
+    # Asked for first without gradients, and kept.
+    assert torch.autograd.grad(first.sum(), values)[0].shape == values.shape

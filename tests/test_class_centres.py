@@ -1,0 +1,156 @@
+"""Class centres: the ratio of distances against a loop, sums of streams, and the factor of ``uncertainty``."""
+
+from __future__ import annotations
+
+import importlib
+import math
+
+import pytest
+import torch
+from devices import DEVICES
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import contrastive_curvature as cc
+from contrastive_curvature import class_centres
+from contrastive_curvature.class_centres import CAP, WEIGHT, ClassCentres
+from contrastive_curvature.ggn.class_sums import ClassSums
+
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def unit(v: Tensor) -> Tensor:
+    return v / v.norm()
+
+
+def ratio_by_hand(train: Tensor, labels: Tensor, outputs: Tensor) -> list[float]:
+    centres = [unit(sum(unit(z) for z in train[labels == label])) for label in labels.unique()]
+    found = []
+    for z in outputs:
+        first, second = sorted(float((unit(z) - c).norm()) for c in centres)[:2]
+        found.append(first / second)
+    return found
+
+
+@st.composite
+def labelled(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(draw(st.integers(0, 2**16)))
+    dim, n = draw(st.integers(2, 6)), draw(st.integers(2, 30))
+    labels = torch.randint(-3, draw(st.integers(-1, 9)), (n,))
+    labels[0], labels[1] = -5, 40  # two classes at least
+    scale = draw(st.sampled_from([1e-6, 1.0, 1e6]))
+    return scale * torch.randn(n, dim).double(), labels, scale * torch.randn(draw(st.integers(0, 9)), dim).double()
+
+
+@given(case=labelled(), dtype=st.sampled_from([torch.float32, torch.float64]))
+def test_ratio_is_nearest_over_second_distance(case: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype) -> None:
+    train, labels, outputs = case
+    made = ClassCentres.of(train.to(dtype), labels)
+    assert made is not None
+    assert made.labels.tolist() == sorted(set(labels.tolist()))
+    found = made.ratio(outputs.to(dtype))
+    assert found.dtype == dtype
+    # float32: of two distances that are sums of squares of differences of numbers of order one.
+    tolerance = 1e-10 if dtype == torch.float64 else 2e-4
+    assert found.tolist() == pytest.approx(ratio_by_hand(train, labels, outputs), abs=tolerance)
+    typical = sum(min(r, CAP) for r in ratio_by_hand(train, labels, train)) / len(train)
+    assert made.typical == pytest.approx(typical, abs=tolerance)
+    assert torch.equal(made.factor(outputs.to(dtype)), (WEIGHT * (found.clamp(max=CAP) - made.typical)).exp())
+
+
+@on_every_device
+def test_at_a_centre_between_two_and_on_the_other_side(device: str) -> None:
+    made = ClassCentres.of(torch.eye(3, device=device), torch.arange(3, device=device))
+    assert made is not None
+    x = torch.tensor([[2.0, 0, 0], [1, 1, 0], [-1, -1, -1]], device=device, requires_grad=True)
+    found = made.ratio(x)
+    assert found.tolist() == pytest.approx([0, 1, 1], abs=1e-6)
+    made.factor(x).sum().backward()
+    assert bool(x.grad.isfinite().all())  # type: ignore[union-attr]
+
+
+def test_sums_of_zero_and_centres_in_one_place() -> None:
+    opposite = torch.tensor([[1.0, 0], [-1, 0], [0, 1], [0, 2]])
+    made = ClassCentres.of(opposite, torch.tensor([0, 0, 1, 1]))
+    assert made is not None
+    # The first class has no direction: it is at a distance of one from everything.
+    assert made.ratio(torch.tensor([[0.0, 1], [1, 0]])).tolist() == pytest.approx([0, 1 / math.sqrt(2)])
+    same = ClassCentres.of(torch.tensor([[1.0, 0], [1, 0]]), torch.tensor([0, 1]))
+    assert same is not None
+    assert same.ratio(torch.tensor([[1.0, 0], [0, 1]])).tolist() == [1, 1]
+
+
+def test_one_class_or_too_many_have_no_centres(monkeypatch: pytest.MonkeyPatch) -> None:
+    z, labels = torch.randn(6, 3), torch.arange(6)
+    assert ClassCentres.of(z, torch.zeros(6, dtype=torch.int64)) is None
+    monkeypatch.setattr(class_centres, "MOST_NUMBERS", 15)
+    assert ClassCentres.of(z, labels) is None
+    few, others = ClassCentres.of(z[:3], labels[:3]), ClassCentres.of(z[3:], labels[3:])
+    assert few is not None
+    assert others is not None
+    assert few.merged(others) is None
+
+
+def test_outputs_of_another_dimension_are_refused() -> None:
+    made = ClassCentres.of(torch.randn(4, 3), torch.arange(4))
+    assert made is not None
+    with pytest.raises(cc.InputError, match=r"class_centres: expected D = 3.*D = 2"):
+        made.ratio(torch.randn(2, 2))
+
+
+@given(case=labelled(), cut=st.integers(1, 29))
+def test_streams_and_merged_fits_have_the_centres_of_all(case: tuple[Tensor, Tensor, Tensor], cut: int) -> None:
+    train, labels, _ = case
+    whole, stream = ClassCentres.of(train, labels), ClassSums()
+    for rows in torch.arange(len(train)).split(cut):
+        stream.add(train[rows], labels[rows])
+    found = stream.centres()
+    assert whole is not None
+    assert found is not None
+    assert torch.equal(found.labels, whole.labels)
+    assert torch.allclose(found.sums, whole.sums, rtol=1e-12, atol=1e-12)
+    assert (found.n, found.typical) == (whole.n, pytest.approx(whole.typical, abs=1e-9))
+    twice = whole.merged(found)
+    assert twice is not None
+    assert torch.allclose(twice.sums, 2 * whole.sums, rtol=1e-12, atol=1e-12)
+    assert (twice.n, twice.typical) == (2 * whole.n, pytest.approx(whole.typical))
+
+
+def test_a_stream_of_nothing_of_one_class_or_of_too_many_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ClassSums().centres() is None
+    one = ClassSums()
+    one.add(torch.randn(3, 2), torch.zeros(3, dtype=torch.int64))
+    assert one.centres() is None
+    # By name in a string, the function cc.ggn would be found instead of the folder.
+    monkeypatch.setattr(importlib.import_module(ClassSums.__module__), "MOST_NUMBERS", 7)
+    many = ClassSums()
+    for start in range(0, 6, 2):
+        many.add(torch.randn(2, 2), torch.arange(start, start + 2))
+    assert many.centres() is None
+
+
+@on_every_device
+def test_blocks_do_not_change_a_ratio(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = ClassCentres.of(torch.randn(9, 4, device=device), torch.arange(9, device=device))
+    assert made is not None
+    x = torch.randn(7, 4, device=device)
+    whole = made.ratio(x)
+    monkeypatch.setattr(class_centres, "_ENTRIES", 10)
+    assert torch.allclose(made.ratio(x), whole, atol=1e-6)
+
+
+@given(seed=st.integers(0, 2**16), typical=st.sampled_from([None, 0.5, 30.0]))
+def test_uncertainty_is_the_angle_times_both_factors(seed: int, typical: float | None) -> None:
+    torch.manual_seed(seed)
+    mean, variance = torch.randn(5, 3).double(), torch.rand(5, 3).double()
+    made = ClassCentres.of(torch.randn(12, 3).double(), torch.arange(12) % 4)
+    assert made is not None
+    embedding = cc.EmbeddingDistribution(mean, variance=variance)
+    plain = embedding.tangential_variance.sqrt()
+    found = embedding.relative_to(typical, made).uncertainty
+    norm = mean.norm(dim=1)
+    wanted = plain * (1 if typical is None else (typical / norm).sqrt()) * made.factor(mean)
+    assert torch.allclose(found, wanted.arctan(), rtol=1e-12)
+    assert torch.allclose(embedding.relative_to(None).uncertainty, plain.arctan(), rtol=1e-12)
+    assert made.factor(mean).log().abs().max() <= WEIGHT * CAP

@@ -1,0 +1,175 @@
+"""Retrieval uncertainty with the labels of the gallery, against a loop over single points."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from devices import DEVICES
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from contrastive_curvature import InputError, InputTypeError, RetrievalUncertainty, metrics
+from contrastive_curvature.gallery_labels import GalleryClasses
+
+KNOWN = torch.arange(5.0)
+"""Novelties of which none is above the threshold of a share of 0.2, nor is 0."""
+
+
+def draw(n: int, dim: int, seed: int) -> torch.Tensor:
+    return torch.randn(n, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def draw_labels(m: int, classes: int, seed: int) -> torch.Tensor:
+    """Of any numbers, not 0 to C - 1."""
+    return 7 * torch.randint(classes, (m,), generator=torch.Generator().manual_seed(seed)) - 3
+
+
+def by_loop(query: list[float], gallery: list[list[float]], labels: list[int], k: int) -> float:
+    """The score of one query, in plain Python."""
+
+    def unit(x: list[float]) -> list[float]:
+        return [v / math.hypot(*x) for v in x]
+
+    def chord(x: list[float]) -> float:
+        return math.dist(unit(query), unit(x))
+
+    near = sorted(range(len(gallery)), key=lambda i: chord(gallery[i]))
+    match, chords = labels[near[0]], [chord(gallery[i]) for i in near]
+    others = [c for c, i in zip(chords, near, strict=True) if labels[i] != match]
+    agree = sum(labels[i] == match for i in near[:k]) / min(k, labels.count(match))
+    s = math.log(chords[0] + sum(chords[:k]) / k) + 2 * (chords[0] / others[0] if others else 0.0) - 4 * agree
+    return 2 / (1 + math.exp(-s))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@given(m=st.integers(1, 12), classes=st.integers(1, 4), dim=st.integers(2, 5), seed=st.integers(0, 99), data=st.data())
+def test_score_is_that_of_a_loop_over_points(device, dtype, tolerance, m, classes, dim, seed, data):
+    n, k = data.draw(st.integers(1, 6)), data.draw(st.integers(1, m))
+    queries, gallery = draw(n, dim, seed), draw(m, dim, seed + 100)
+    cosine = torch.nn.functional.cosine_similarity(queries.unsqueeze(1), gallery, dim=2).sort(1).values
+    # Nearly equal distances may come in any order in float32.
+    assume(m == 1 or bool((cosine.diff(dim=1) > 1e-5).all()))
+    labels = draw_labels(m, classes, seed)
+    score = RetrievalUncertainty(gallery.to(device, dtype), KNOWN, k=k, share=0.2, labels=labels)
+    found = score(queries.to(device, dtype), torch.zeros(n))
+    wanted = [by_loop(query, gallery.tolist(), labels.tolist(), k) for query in queries.tolist()]
+    assert found.dtype == dtype
+    assert found.device.type == device.split(":")[0]
+    torch.testing.assert_close(found.cpu(), torch.tensor(wanted, dtype=dtype), rtol=0, atol=tolerance)
+
+
+@given(m=st.integers(2, 12), classes=st.integers(1, 4), seed=st.integers(0, 99), data=st.data())
+def test_an_input_counts_neither_as_neighbour_nor_for_its_class(m, classes, seed, data):
+    k, gallery, labels = data.draw(st.integers(1, m - 1)), draw(m, 3, seed), draw_labels(m, classes, seed)
+    rows = torch.arange(m)
+    # Some queries are not in the gallery, though they equal a point of it.
+    itself = torch.where(draw(m, 1, seed + 1).flatten() > 1, -1, rows)
+    score = RetrievalUncertainty(gallery, KNOWN, k=k, share=0.2, labels=labels)
+    found = score(gallery, torch.zeros(m), itself)
+    for i, row in enumerate(itself.tolist()):
+        kept = rows != row
+        others = RetrievalUncertainty(gallery[kept], KNOWN, k=k, share=0.2, labels=labels[kept])
+        torch.testing.assert_close(found[i], others(gallery[i : i + 1], torch.zeros(1))[0], rtol=1e-9, atol=1e-12)
+
+
+@given(m=st.integers(1, 12), classes=st.integers(1, 4), seed=st.integers(0, 99), data=st.data())
+def test_neither_the_order_of_the_gallery_nor_the_names_of_classes_matter(m, classes, seed, data):
+    k, queries, gallery = data.draw(st.integers(1, m)), draw(5, 3, seed), draw(m, 3, seed + 1)
+    labels, order = draw_labels(m, classes, seed), torch.tensor(data.draw(st.permutations(range(m))))
+    one = RetrievalUncertainty(gallery, KNOWN, k=k, share=0.2, labels=labels)
+    other = RetrievalUncertainty(gallery[order], KNOWN, k=k, share=0.2, labels=(5 - 2 * labels[order]).int())
+    torch.testing.assert_close(one(queries, torch.zeros(5)), other(queries, torch.zeros(5)), rtol=0, atol=1e-12)
+
+
+@given(m=st.integers(1, 12), classes=st.integers(1, 3), doubles=st.integers(0, 12), seed=st.integers(0, 99))
+def test_known_inputs_stay_below_two_and_unknown_ones_above(m, classes, doubles, seed):
+    gallery, labels = draw(m, 2, seed).float(), draw_labels(m, classes, seed)
+    # One direction, which rounds to several unit vectors.
+    gallery[:doubles] = gallery[0] * torch.linspace(1, 9, m).unsqueeze(1)[:doubles]
+    queries = torch.cat([gallery, -gallery, draw(4, 2, seed + 1).float()])
+    novelty = draw(len(queries), 1, seed + 2).flatten().mul(4).abs()
+    score = RetrievalUncertainty(gallery, KNOWN, k=m, share=0.2, labels=labels)
+    found = score(queries, novelty)
+    unknown = novelty > score.threshold
+    assert bool(found.isfinite().all())
+    assert bool((found[~unknown] > 0).all() and (found[~unknown] < 2).all())
+    plain = RetrievalUncertainty(gallery, KNOWN, k=m, share=0.2)(queries, novelty)
+    assert torch.equal(found[unknown], plain[unknown])
+
+
+def test_duplicates_of_one_class_are_certain_and_those_of_two_are_not():
+    point, far = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
+    gallery = torch.cat([point, point, far])
+    alike, split, lone = (
+        float(RetrievalUncertainty(gallery, KNOWN, k=2, share=0.2, labels=torch.tensor(labels))(point, torch.zeros(1)))
+        for labels in ([0, 0, 1], [0, 1, 1], [0, 0, 0])
+    )
+    # log(2 sqrt(tiny)); the ratio of a point to its double of another class is 1.
+    base = math.log(2) + math.log(torch.finfo(torch.float32).tiny) / 2
+    assert math.log(alike / 2) == pytest.approx(base - 4, abs=1e-4)
+    assert math.log(lone / 2) == pytest.approx(base - 4, abs=1e-4)
+    # Whichever of the two is found first: one of two agrees, of one or of two that could.
+    assert min(abs(math.log(split / 2) - (base + 2 - share)) for share in (2, 4)) < 1e-4
+
+
+@pytest.mark.parametrize("entries", [1, 30, 100])
+def test_blocks_of_queries_are_put_together_in_their_order(entries, monkeypatch):
+    queries, gallery, labels = draw(23, 4, 0), draw(15, 4, 1), draw_labels(15, 3, 2)
+    itself = torch.where(torch.arange(23) < 15, torch.arange(23), -1)
+    score = RetrievalUncertainty(gallery, KNOWN, k=3, share=0.2, labels=labels)
+    whole = score(queries, torch.zeros(23), itself)
+    monkeypatch.setattr("contrastive_curvature.gallery_labels._ENTRIES", entries)
+    torch.testing.assert_close(score(queries, torch.zeros(23), itself), whole, rtol=1e-12, atol=0)
+
+
+def test_the_nearest_of_another_class_is_searched_beyond_the_k_nearest():
+    angles = torch.tensor([0.1, 0.2, 0.3, 1.0, 2.0]).double()
+    gallery = torch.stack([angles.cos(), angles.sin()], 1)
+    classes = GalleryClasses(torch.tensor([4, 4, 4, 9, 4]))
+    match, own = torch.tensor([0, 0, 1]), torch.tensor([-1, 3, -1])
+    found = classes._other(torch.tensor([[1.0, 0.0]] * 3).double(), gallery, match, own)
+    # The second query is the only point of class 9 itself; the third has a match of that class.
+    torch.testing.assert_close(found, torch.tensor([2 * math.sin(0.5), math.inf, 2 * math.sin(0.05)]).double())
+
+
+def test_labels_tell_more_and_any_score_of_novelty_will_do():
+    """Three overlapping classes, without a posterior: minus the norm stands for the novelty."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(600) % 3
+    points = 1.2 * torch.eye(3)[labels] + 0.5 * torch.randn(600, 3, generator=generator)
+    gallery, queries, calibration = points[:300], points[300:500], points[500:]
+    right = labels[:300][metrics.nearest_neighbors(queries, gallery, k=1)[:, 0]] == labels[300:500]
+    figures = []
+    for known in (None, labels[:300]):
+        score = RetrievalUncertainty(gallery, -calibration.norm(dim=1), labels=known)
+        found = score(queries, -queries.norm(dim=1))
+        figures.append(metrics.auroc(found[right], found[~right]))
+    assert figures[1] > figures[0] + 0.1
+
+
+def test_gradients_are_finite_where_a_query_is_its_match():
+    gallery = draw(6, 3, 0)
+    queries = torch.cat([gallery[:2], draw(2, 3, 1)]).requires_grad_()
+    score = RetrievalUncertainty(gallery, KNOWN, k=2, share=0.2, labels=torch.tensor([0, 0, 0, 1, 1, 1]))
+    score(queries, torch.zeros(4)).sum().backward()
+    assert bool(queries.grad.isfinite().all())
+    assert bool((queries.grad[2:] != 0).any())
+
+
+@pytest.mark.parametrize(
+    ("labels", "error", "words"),
+    [
+        (torch.zeros(5), InputTypeError, "an integer tensor"),
+        (torch.zeros(5).bool(), InputTypeError, "an integer tensor"),
+        ([0] * 5, InputTypeError, "a torch.Tensor"),
+        (torch.arange(4), InputError, r"shape \(5,\)"),
+        (torch.zeros(5, 1).long(), InputError, r"shape \(5,\)"),
+        (torch.arange(0), InputError, r"shape \(5,\)"),
+    ],
+)
+def test_labels_that_are_refused(labels, error, words):
+    with pytest.raises(error, match="labels.*" + words):
+        RetrievalUncertainty(torch.eye(5), KNOWN, k=2, share=0.2, labels=labels)
