@@ -91,7 +91,7 @@ def render(result: dict[str, Any]) -> str:
         "",
         f"`python -m benchmarks.prior_scale` on {machine['cpu']}, torch {machine['torch']}, {machine['date']}: "
         f"encoders of `benchmarks.experiments --table 2`, {result['votes']} votes for the ECE. Strength: times the "
-        "average information; the default is {STRENGTH:g}. Mean ± standard deviation over seeds, test images.",
+        f"average information; the default is {STRENGTH:g}. Mean ± standard deviation over seeds, test images.",
     ]
     titles = {row.key: row.title for row in known_rows(2)}
     for run in result["runs"]:

@@ -8,10 +8,10 @@ from torch import Tensor
 from benchmarks.experiments.methods.knn import NEIGHBORS, feature_distance
 from contrastive_curvature import metrics
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.gallery import neighbor_distance
+from contrastive_curvature.gallery import nearest_others, neighbor_distance
 from contrastive_curvature.hessian.sphere import normalize
 
-__all__ = ["ClassGaussians", "FeatureNeighbors", "match_distance", "neighbors"]
+__all__ = ["ClassGaussians", "FeatureNeighbors", "match_distance", "match_votes", "neighbors"]
 
 _FEATURES = 2**26
 """Numbers in the searched features: 256 MiB, and the time of the search grows with them."""
@@ -72,6 +72,25 @@ def match_distance(queries: Tensor, gallery: Tensor, rows: Tensor | None) -> Ten
     match = nearest[:, 0] if rows is None else torch.where(nearest[:, 0] == rows, nearest[:, 1], nearest[:, 0])
     u, v = normalize(queries)[0], normalize(gallery)[0]
     return (u - v[match]).square().sum(1) / 2
+
+
+def match_votes(queries: Tensor, gallery: Tensor, labels: Tensor, rows: Tensor | None) -> Tensor:
+    """Minus the share of the ten nearest test inputs that are of the class of the nearest, the match.
+
+    Args:
+        queries: Raw outputs, shape (N, D).
+        gallery: Raw outputs of the test inputs, shape (M, D).
+        labels: Their classes, shape (M,).
+        rows: As in :func:`match_distance`.
+
+    Returns:
+        Shape (N,), in [-1, 0). It takes ten values at most: many queries are tied.
+
+    Raises:
+        InputError: There are fewer than ten test inputs to search.
+    """
+    classes = labels[nearest_others(queries, gallery, NEIGHBORS, rows)]
+    return -(classes == classes[:, :1]).double().mean(1)
 
 
 class ClassGaussians:

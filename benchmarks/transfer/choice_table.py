@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.transfer.leave_out import Choice, Figures, Gaps, Study, Tried, family, mean_gap
+from benchmarks.transfer.leave_out import Choice, Figures, Gaps, family, mean_over_families
 from benchmarks.transfer.markdown import head, line
+from benchmarks.transfer.part_table import BY, class_table, lower_table, part_to_json, strength_table
+from benchmarks.transfer.study import Study, Tried
 
 __all__ = ["choice_table", "to_json"]
-
-_BY = {"gap": "mean gap", "largest": "largest gap of an encoder"}
 
 _SHOWN = 20
 """Rules of the best ones that are shown."""
@@ -32,7 +32,8 @@ def choice_table(found: Study, machine: Mapping[str, Any]) -> str:
             "gap is the AUROC of the best gallery-free score of `transfer.md` minus that of the rule, so that a rule "
             "is compared with a different, and the best, score on every question; it is averaged over an encoder's "
             "questions, its family's encoders, and the families. V is the tangential variance of the raw output, n its "
-            "norm, f the norm of the features.",
+            "norm, f the norm of the features, r the distance of the embedding to the nearest class centre of training "
+            "over that to the second.",
             "",
             "## Is the nearest neighbour right? (`uncertainty`)",
             "",
@@ -40,7 +41,8 @@ def choice_table(found: Study, machine: Mapping[str, Any]) -> str:
             "## Is the input of the known kind? (`novelty`)",
             "",
             "AUROC for unknown inputs, and for harmed inputs at the worst level, where the best gallery-free score is "
-            "above 0.6. Quantities are logarithms, standardised on training inputs.",
+            "above 0.6. Quantities are logarithms, standardised on training inputs; one with a minus and a weight "
+            "counts on its lower side.",
             "",
             *_question(found.known, "AUROC"),
         ]
@@ -73,6 +75,9 @@ def _to_json(tried: Tried) -> dict[str, Any]:
             }
             for by, choices in tried.choices.items()
         },
+        "strength": part_to_json(tried.strength),
+        **({} if tried.classes is None else {"classes": part_to_json(tried.classes)}),
+        **({} if tried.lower is None else {"lower": part_to_json(tried.lower)}),
     }
 
 
@@ -81,19 +86,20 @@ def _summary(found: Mapping[str, Figures]) -> dict[str, Any]:
     return {
         "encoders": len(found),
         "figure": round(float(np.mean([one["figure"] for one in found.values()])), 4),
-        "gap": round(mean_gap(found), 4),
+        "gap": round(mean_over_families(found), 4),
         "largest": round(found[worst]["largest"], 4),
         "at": worst,
     }
 
 
 def _shown(tried: Tried) -> Gaps:
-    """The best rules, those of one quantity, those that are chosen, and the library's at every strength."""
-    order = sorted(tried.gaps, key=lambda rule: mean_gap(tried.gaps[rule]))
+    """The best rules, those that are chosen, the library's at every strength, and simple ones at its own."""
+    order = sorted(tried.gaps, key=lambda rule: mean_over_families(tried.gaps[rule]))
     chosen = {choice.rule for choices in tried.choices.values() for choice in choices}
-    rest = [
-        rule for rule in order[_SHOWN:] if rule in chosen or _form(rule) == _form(tried.library) or " of " not in rule
-    ]
+    strength = tried.library.removeprefix(_form(tried.library))
+    simple = [rule for rule in order if " of " not in rule and ", r " not in rule]
+    simple = [rule for rule in simple if rule in (_form(rule), _form(rule) + strength)]
+    rest = [rule for rule in order[_SHOWN:] if rule in chosen or rule in simple or _form(rule) == _form(tried.library)]
     return {rule: tried.gaps[rule] for rule in [*order[:_SHOWN], *rest]}
 
 
@@ -102,8 +108,8 @@ def _question(tried: Tried, figure: str) -> Iterator[str]:
     means = {name: _over_families(some, name) for name in ("library", "best", "reference")}
     yield (
         f"The library follows `{tried.library}`. Mean AUROC over the families, each left out in turn: the library's "
-        f"rule {means['library']:.3f}, the best of {len(tried.gaps)} rules in hindsight {means['best']:.3f}, the best "
-        f"gallery-free score of the table {means['reference']:.3f}; and the rule that the others choose:"
+        f"rule {means['library']:.3f}, the best of {len(tried.gaps):,} rules in hindsight {means['best']:.3f}, the "
+        f"best gallery-free score of the table {means['reference']:.3f}; and the rule that the others choose:"
     )
     yield ""
     yield from head(["chosen by", "AUROC where it had no say", "folds that choose the library's rule", "and its form"])
@@ -112,17 +118,27 @@ def _question(tried: Tried, figure: str) -> Iterator[str]:
         same = sum(rule == tried.library for rule in rules.values())
         form = sum(_form(rule) == _form(tried.library) for rule in rules.values())
         count = f"of {len(rules)}"
-        yield line([_BY[by], f"{_over_families(choices, 'chosen'):.3f}", f"{same} {count}", f"{form} {count}"])
+        yield line([BY[by], f"{_over_families(choices, 'chosen'):.3f}", f"{same} {count}", f"{form} {count}"])
     yield ""
+    if tried.classes is not None:
+        yield from class_table(tried.classes)
+    if tried.lower is not None:
+        yield from lower_table(tried.lower)
+    yield from strength_table(tried.strength)
     yield "### Rules over all encoders"
     yield ""
-    order = sorted(tried.gaps, key=lambda rule: mean_gap(tried.gaps[rule]))
+    yield (
+        f"The best {min(_SHOWN, len(tried.gaps))} of {len(tried.gaps):,} rules; below them those that are chosen, the "
+        "library's form at every strength, and at its own strength single quantities and forms without a class part."
+    )
+    yield ""
+    order = sorted(tried.gaps, key=lambda rule: mean_over_families(tried.gaps[rule]))
     yield from head(["place", "rule", f"mean {figure}", "mean gap", "largest gap", "at", "chosen for so many encoders"])
     for rule, gaps in _shown(tried).items():
         one = _summary(gaps)
         name = f"**{rule}** (library)" if rule == tried.library else rule
         count = ", ".join(
-            f"{n} ({_BY[by]})"
+            f"{n} ({BY[by]})"
             for by, choices in tried.choices.items()
             if (n := sum(choice.rule == rule for choice in choices))
         )
@@ -139,7 +155,7 @@ def _question(tried: Tried, figure: str) -> Iterator[str]:
     yield ""
     yield "### Every encoder, and the rule that was chosen without its family"
     yield ""
-    columns = [f"chosen without it by {_BY[by]} | AUROC" for by in tried.choices]
+    columns = [f"chosen without it by {BY[by]} | AUROC" for by in tried.choices]
     shown = " | ".join(["encoder", *columns, "library", "best rule there", "AUROC", "best gallery-free"])
     yield from head(shown.split(" | "))
     for of_encoder in zip(*tried.choices.values(), strict=True):
@@ -156,7 +172,7 @@ def _cells(one: Mapping[str, Any]) -> list[str]:
 
 def _form(rule: str) -> str:
     """A rule's name without the strength of the prior."""
-    return rule.rsplit(", ", 1)[0]
+    return rule.rsplit(", strength ", 1)[0]
 
 
 def _over_families(choices: list[Choice], name: str) -> float:

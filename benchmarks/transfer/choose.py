@@ -18,10 +18,10 @@ from benchmarks.machine import describe, write_atomically
 from benchmarks.transfer.choice_table import choice_table, to_json
 from benchmarks.transfer.compact import compact_of
 from benchmarks.transfer.gaps import questions
-from benchmarks.transfer.leave_out import Study, references, study
+from benchmarks.transfer.quantities import Encoder
 from benchmarks.transfer.results import Result, read_results
-from benchmarks.transfer.rules import Encoder
 from benchmarks.transfer.run import RESULTS
+from benchmarks.transfer.study import Study, references, study
 from contrastive_curvature.errors import ContrastiveCurvatureError, InputError, expected
 
 __all__ = ["compare", "main"]

@@ -14,16 +14,22 @@ from benchmarks.transfer.feature_file import FeatureFile, load_features
 from benchmarks.transfer.figures import retrieve
 from benchmarks.transfer.fitted import DEFAULT, Fitted, Points
 from benchmarks.transfer.results import key_of
+from contrastive_curvature.class_centres import ClassCentres
+from contrastive_curvature.laplace.prior import STRENGTH
 
-__all__ = ["RANKS", "STRENGTHS", "Compact", "compact", "compact_of", "variance_name"]
+__all__ = ["RANKS", "RATIO", "STRENGTHS", "Compact", "compact", "compact_of", "variance_name"]
 
 Numbers = NDArray[np.float64]
 
 Compact = dict[str, dict[str, Numbers]]
-"""Set of inputs -> name -> numbers (N,): ``n``, ``phi``, and a tangential variance for each strength and rank. Sets are
-``train`` (a sample), ``test`` (with ``right``: 0, 1 or NaN), ``unknown_NAME`` and ``harmed_KIND`` (its worst level)."""
+"""Set of inputs -> name -> numbers (N,): ``n``, ``phi``, :data:`RATIO`, and a tangential variance for each strength and
+rank. Sets are ``train`` (a sample), ``test`` (with ``right``: 0, 1 or NaN), ``unknown_NAME`` and ``harmed_KIND`` (its
+worst level)."""
 
-STRENGTHS = (0.01, 0.1, 1.0)
+RATIO = "ratio"
+"""Name of the distance to the nearest class centre over that to the second; ones where the posterior has no centres."""
+
+STRENGTHS = (0.001, 0.01, 0.1, 1.0)
 """Strengths of the prior."""
 
 RANKS = (16, 256)
@@ -32,7 +38,7 @@ RANKS = (16, 256)
 _LARGEST = 64
 """Dimensions of the output up to which other ranks are tried: a covariance has their square."""
 
-_VERSION = 1
+_VERSION = 2
 _BATCH = 1024
 _COVARIANCES = 2**20
 """Entries of the covariances in memory at once: many more would leave the processor's caches."""
@@ -50,7 +56,8 @@ def compact_of(features: Path, folder: Path) -> Compact:
         features: The feature file.
         folder: Where ``choice.npz`` is kept.
     """
-    path, key = folder / "choice.npz", key_of(features, what=(_VERSION, STRENGTHS, RANKS))
+    # The ranks are at the default strength, so that they change with it.
+    path, key = folder / "choice.npz", key_of(features, what=(_VERSION, STRENGTHS, RANKS, STRENGTH))
     if path.is_file():
         with np.load(path) as archive:
             if str(archive["key"]) == key:
@@ -79,6 +86,7 @@ def compact(content: FeatureFile) -> Compact:
     }
     out["test"]["right"] = retrieve(fitted.test.outputs, torch.from_numpy(content.test_labels)).right.double().numpy()
     la = fitted.posterior(DEFAULT)
+    _add_ratios(out, la.class_centres, sets)
     for strength in STRENGTHS:
         la.optimize_prior_precision(strength=strength)
         _add(out, variance_name(strength), la, sets)
@@ -99,6 +107,12 @@ def _add(out: Compact, name: str, la: Any, sets: Mapping[str, Points]) -> None:
             spread = predicted.tangential_variance.detach().double()
             parts.append(spread * predicted.mean.detach().double().square().sum(1))
         out[one][name] = torch.cat(parts).numpy()
+
+
+def _add_ratios(out: Compact, centres: ClassCentres | None, sets: Mapping[str, Points]) -> None:
+    for one, points in sets.items():
+        ratio = torch.ones(len(points)) if centres is None else centres.ratio(points.outputs)
+        out[one][RATIO] = ratio.double().numpy()
 
 
 def _nested(arrays: Mapping[str, Numbers]) -> Compact:

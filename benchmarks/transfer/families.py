@@ -32,6 +32,8 @@ RIGHT = {
     "norm": "minus norm",
     "vmf": "class density",
     "match": "distance to match",
+    "knn_votes": "votes of 10-NN",
+    "gated_labels": "`RetrievalUncertainty` with labels",
 }
 """Scores for whether the nearest neighbour is right."""
 

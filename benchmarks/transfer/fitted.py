@@ -77,6 +77,7 @@ class Fitted:
         content: Of the feature file.
 
     Attributes:
+        gallery_labels: Classes of the test inputs, which are the gallery, shape (M,).
         warned: Structure -> what its fit warned of: that its score is little more than the norm of the features.
 
     Raises:
@@ -94,6 +95,7 @@ class Fitted:
         self.train = self.points("train_features", torch.from_numpy(content.train_features))
         rows = torch.arange(len(content.test_features))
         self.test = self.points("test_features", torch.from_numpy(content.test_features), rows)
+        self.gallery_labels = torch.from_numpy(content.test_labels)
         found = content.calibration_features
         self.calibration = None if found is None else self.points("calibration_features", torch.from_numpy(found))
         self.warned: dict[str, str] = {}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from benchmarks.transfer.results import Result
 from benchmarks.transfer.rows import DEFAULT, Needs
 
-__all__ = ["KINDS", "Question", "best", "class_free", "gallery_free", "questions", "resolve", "summarise"]
+__all__ = ["KINDS", "Question", "best", "class_free", "gallery_free", "label_free", "questions", "resolve", "summarise"]
 
 KINDS = ("match", "unknown", "harm")
 """Is the nearest neighbour right (R-AUROC)? Is the input of another kind (AUROC)? Is it harmed (AUROC, worst level)?"""
@@ -45,7 +45,12 @@ class Question:
 
 def gallery_free(needs: str) -> bool:
     """Whether a row does without training inputs and without the gallery."""
-    return needs != Needs.GALLERY
+    return needs not in (Needs.GALLERY, Needs.LABELS)
+
+
+def label_free(needs: str) -> bool:
+    """Whether a row does without the labels of the gallery."""
+    return needs != Needs.LABELS
 
 
 def class_free(needs: str) -> bool:

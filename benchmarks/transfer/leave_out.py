@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, TypedDict
 
 import numpy as np
-from numpy.typing import NDArray
-
-from benchmarks.transfer.gaps import Question, best, gallery_free
-from benchmarks.transfer.rules import (
-    LIBRARY_KNOWN,
-    LIBRARY_MATCH,
-    Encoder,
-    Rule,
-    density_rules,
-    known_rules,
-    match_rules,
-    rank_rules,
-)
-from contrastive_curvature.errors import InputError, expected
 
 __all__ = [
     "CRITERIA",
@@ -29,20 +16,12 @@ __all__ = [
     "Criterion",
     "Figures",
     "Gaps",
-    "Study",
-    "Tried",
-    "auroc",
+    "Part",
     "choose",
+    "choose_part",
     "family",
-    "mean_gap",
-    "references",
-    "study",
+    "mean_over_families",
 ]
-
-Numbers = NDArray[np.float64]
-
-References = dict[str, dict[str, float]]
-"""Encoder -> ``match`` or set of inputs -> the best gallery-free figure, for questions that count."""
 
 
 class Figures(TypedDict):
@@ -64,35 +43,21 @@ CRITERIA: tuple[Criterion, ...] = ("largest", "gap")
 Gaps = dict[str, dict[str, Figures]]
 """Rule -> encoder -> figures."""
 
-_Ask = Callable[[Rule, Encoder, Mapping[str, float]], list[tuple[float, float]]]
-"""Figure and gap of every question that counts."""
 
-
-def references(asked: Sequence[Question]) -> References:
-    """The best gallery-free figures among the judge's rows."""
-    out: References = {}
-    for question in asked:
-        found = best(question, gallery_free)
-        if not question.counts or found is None:
-            continue
-        one = {
-            "match": "match",
-            "unknown": f"unknown_{question.item}",
-            "harm": f"harmed_{question.item.rsplit(' ', 1)[0]}",
-        }[question.kind]
-        out.setdefault(question.encoder, {})[one] = found[1]
-    return out
-
-
+@cache
 def family(encoder: str) -> str:
     """Data set and trunk: encoders that share both are not independent of each other."""
     return re.sub(r"-\d+-(contrastive|supcon|triplet)(-seed\d+)?$", "", encoder)
 
 
-def auroc(known: Numbers, unknown: Numbers) -> float:
-    """AUROC of scores for the unknown; ``known`` is sorted."""
-    below = np.searchsorted(known, unknown, "left") + np.searchsorted(known, unknown, "right")
-    return float(below.mean() / (2 * len(known)))
+def mean_over_families(found: Mapping[str, Figures], of: Literal["figure", "gap", "largest"] = "gap") -> float:
+    """Mean over families of the mean over their encoders.
+
+    Args:
+        found: Encoder -> figures.
+        of: Which of them.
+    """
+    return float(np.mean(list(_by_family(found, of).values())))
 
 
 @dataclass(frozen=True)
@@ -114,64 +79,42 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Tried:
-    """All rules for one of the two questions.
+class Part:
+    """One part of the library's rule, chosen by leaving families out while the rest of the rule stays as it is.
 
     Args:
-        library: Name of the rule that the library follows.
-        gaps: Of the rules that can be chosen.
-        others: Of rules that are shown beside them.
-        choices: Criterion, one of :data:`CRITERIA` -> one for each encoder.
+        library: What the library has.
+        candidates: What the part could be -> encoder -> figures.
+        choices: Criterion -> family that is left out -> what all others choose.
     """
 
     library: str
-    gaps: Gaps
-    others: Gaps
-    choices: dict[Criterion, list[Choice]]
+    candidates: Gaps
+    choices: dict[Criterion, dict[str, str]]
 
+    def there(self, candidate: str, left_out: str) -> Figures:
+        """Means of a candidate's figures over the encoders of one family."""
+        found = {name: figures for name, figures in self.candidates[candidate].items() if family(name) == left_out}
+        return self._means(found)
 
-@dataclass(frozen=True)
-class Study:
-    """Both questions."""
+    def mean(self, candidate: str) -> Figures:
+        """Means of a candidate's figures over all families."""
+        return self._means(self.candidates[candidate])
 
-    match: Tried
-    known: Tried
+    def without_a_say(self, by: Criterion) -> Figures:
+        """Means over all families of the figures of what the others choose."""
+        chosen = self.choices[by]
+        return self._means(
+            {name: self.candidates[chosen[family(name)]][name] for name in self.candidates[self.library]}
+        )
 
-
-def study(encoders: Sequence[Encoder], reference: References) -> Study:
-    """Try all rules on all encoders.
-
-    Args:
-        encoders: Of at least two families.
-        reference: The figures that gaps are taken to.
-
-    Raises:
-        InputError: There are fewer than two families.
-    """
-    families = {family(encoder.name) for encoder in encoders}
-    if len(families) < 2:
-        came = f"{len(encoders)} encoders of {len(families)}"
-        raise InputError(expected("encoders", "feature files and results of at least two families", came))
-    ranks = list(rank_rules())
-    match = _gaps(list(match_rules()), encoders, reference, _match_figures)
-    match_ranks = _gaps([rule for rule, _ in ranks], encoders, reference, _match_figures)
-    known = _gaps(list(known_rules()), encoders, reference, _known_figures)
-    others = [*density_rules(), *(rule for _, rule in ranks)]
-    known_others = _gaps(others, encoders, reference, _known_figures)
-    return Study(
-        # There is one question about matches, so that both criteria are the same.
-        Tried(LIBRARY_MATCH, match, match_ranks, {"gap": choose(match, LIBRARY_MATCH, "gap")}),
-        Tried(LIBRARY_KNOWN, known, known_others, {by: choose(known, LIBRARY_KNOWN, by) for by in CRITERIA}),
-    )
-
-
-def mean_gap(gaps: Mapping[str, Figures], without: str = "", by: Criterion = "gap") -> float:
-    """Mean over families of the mean criterion of their encoders, one family left out."""
-    groups: dict[str, list[float]] = {}
-    for encoder, found in gaps.items():
-        groups.setdefault(family(encoder), []).append(found[by])
-    means = [float(np.mean(group)) for name, group in groups.items() if name != without]
-    return float(np.mean(means)) if means else float("inf")
+    @staticmethod
+    def _means(found: Mapping[str, Figures]) -> Figures:
+        return Figures(
+            figure=mean_over_families(found, "figure"),
+            gap=mean_over_families(found, "gap"),
+            largest=mean_over_families(found, "largest"),
+        )
 
 
 def choose(gaps: Gaps, library: str, by: Criterion) -> list[Choice]:
@@ -182,10 +125,7 @@ def choose(gaps: Gaps, library: str, by: Criterion) -> list[Choice]:
         library: Name of the rule that the library follows.
         by: The criterion.
     """
-    chosen = {}
-    for left_out in {family(encoder) for encoder in gaps[library]}:
-        means = {rule: mean_gap(found, left_out, by) for rule, found in gaps.items()}
-        chosen[left_out] = min(means, key=lambda rule, means=means: means[rule])  # type: ignore[misc]
+    chosen = _folds(gaps, by)
     out = []
     for encoder, own in gaps[library].items():
         there = {rule: found[encoder]["figure"] for rule, found in gaps.items()}
@@ -200,31 +140,30 @@ def choose(gaps: Gaps, library: str, by: Criterion) -> list[Choice]:
     return out
 
 
-def _gaps(rules: Sequence[Rule], encoders: Sequence[Encoder], reference: References, ask: _Ask) -> Gaps:
-    out: Gaps = {}
-    for encoder in encoders:
-        for rule in rules:
-            figures = ask(rule, encoder, reference.get(encoder.name, {})) if encoder.has(rule.variance) else []
-            if figures:
-                gaps = [gap for _, gap in figures]
-                mean = float(np.mean([figure for figure, _ in figures]))
-                found = Figures(figure=mean, gap=float(np.mean(gaps)), largest=max(gaps))
-                out.setdefault(rule.name, {})[encoder.name] = found
-    return out
+def choose_part(candidates: Gaps, library: str, criteria: Iterable[Criterion]) -> Part:
+    """Leave each family out in turn, and take the candidate whose criterion is smallest on the others.
+
+    Args:
+        candidates: What the part could be -> encoder -> figures, over the same encoders.
+        library: Which of them the library has.
+        criteria: Each by itself.
+    """
+    return Part(library, candidates, {by: _folds(candidates, by) for by in criteria})
 
 
-def _match_figures(rule: Rule, encoder: Encoder, reference: Mapping[str, float]) -> list[tuple[float, float]]:
-    """R-AUROC of a rule, and its gap; nothing where all matches are right, or all wrong."""
-    if "match" not in reference:
-        return []
-    score, right = rule.score(encoder)("test"), encoder.values["test"]["right"]
-    figure = auroc(np.sort(score[right == 1]), score[right == 0])
-    return [(figure, reference["match"] - figure)]
+def _folds(gaps: Gaps, by: Criterion) -> dict[str, str]:
+    """Family that is left out -> what is best on all others."""
+    means = {name: _by_family(found, by) for name, found in gaps.items()}
+    families = sorted({one for found in means.values() for one in found})
+
+    def elsewhere(name: str, left_out: str) -> float:
+        return float(np.mean([value for one, value in means[name].items() if one != left_out]))
+
+    return {left_out: min(gaps, key=lambda name: elsewhere(name, left_out)) for left_out in families}
 
 
-def _known_figures(rule: Rule, encoder: Encoder, reference: Mapping[str, float]) -> list[tuple[float, float]]:
-    """AUROC and gap of a rule for every set that is told from the test inputs."""
-    score = rule.score(encoder)
-    known = np.sort(score("test"))
-    figures = {one: auroc(known, score(one)) for one in encoder.unknowns if one in reference}
-    return [(figure, reference[one] - figure) for one, figure in figures.items()]
+def _by_family(found: Mapping[str, Figures], of: Literal["figure", "gap", "largest"]) -> dict[str, float]:
+    groups: dict[str, list[float]] = {}
+    for encoder, figures in found.items():
+        groups.setdefault(family(encoder), []).append(figures[of])
+    return {name: float(np.mean(group)) for name, group in groups.items()}

@@ -12,6 +12,7 @@ from benchmarks.transfer.rows import ANSWERS
 __all__ = ["overview"]
 
 _TITLES = {"match": "R-AUROC", "unknown": "unknown", "harm": "harm"}
+_GALLERY = {"unlabelled": "`RetrievalUncertainty`", "gallery": "`RetrievalUncertainty` with labels"}
 
 
 def overview(results: Sequence[Result]) -> Iterator[str]:
@@ -23,7 +24,7 @@ def overview(results: Sequence[Result]) -> Iterator[str]:
             "`uncertainty`" if kind == "match" else "`novelty`",
             "best that keeps nothing",
             "best gallery-free",
-            "`RetrievalUncertainty`",
+            *(_GALLERY[name] for name in _gallery(kind)),
             "best of all",
         )
     ]
@@ -41,9 +42,14 @@ def _of_kind(result: Result, kind: str, asked: Sequence[Question]) -> list[str]:
     return [
         _mean([question.values.get(row) for question in asked]),
         *(_mean([_best(question, allowed) for question in asked]) for allowed in (class_free, gallery_free)),
-        _mean([question.values.get(ANSWERS["gallery"]) for question in asked]),
+        *(_mean([question.values.get(ANSWERS[name]) for question in asked]) for name in _gallery(kind)),
         _mean([_best(question, lambda _: True) for question in asked]),
     ]
+
+
+def _gallery(kind: str) -> list[str]:
+    """Answers with a gallery. Its labels change the order of known inputs, and not which inputs are called unknown."""
+    return [name for name in _GALLERY if kind == "match" or name == "gallery"]
 
 
 def _best(question: Question, allowed: Callable[[str], bool]) -> float | None:

@@ -18,7 +18,7 @@ __all__ = ["VERSION", "Result", "key_of", "read_result", "read_results", "save_s
 
 Result = dict[str, Any]
 
-VERSION = 3
+VERSION = 4
 """To be raised when figures change their meaning: results of another version are made again."""
 
 _DIGITS = 4

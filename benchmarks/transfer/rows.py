@@ -14,7 +14,7 @@ from enum import StrEnum
 from torch import Tensor
 
 from benchmarks.experiments.methods.vmf_density import VMFMixture
-from benchmarks.transfer.baselines import ClassGaussians, FeatureNeighbors, match_distance, neighbors
+from benchmarks.transfer.baselines import ClassGaussians, FeatureNeighbors, match_distance, match_votes, neighbors
 from benchmarks.transfer.fitted import DEFAULT, STRUCTURES, Fitted, Points
 from contrastive_curvature import RetrievalUncertainty
 from contrastive_curvature.hessian.sphere import normalize
@@ -31,6 +31,8 @@ class Needs(StrEnum):
     """Something for each training class."""
     GALLERY = "gallery"
     """Training inputs, or the gallery that is searched."""
+    LABELS = "labelled gallery"
+    """The gallery that is searched, with the class of each of its points."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,14 @@ class Row:
     score: Callable[[Fitted, Points], Tensor]
 
 
-ANSWERS = {"retrieval": f"{DEFAULT}/uncertainty", "known": f"{DEFAULT}/novelty", "gallery": "gated"}
+ANSWERS = {
+    "retrieval": f"{DEFAULT}/uncertainty",
+    "known": f"{DEFAULT}/novelty",
+    "gallery": "gated_labels",
+    "unlabelled": "gated",
+}
 """The library's answers to "is the nearest neighbour right?" and "is the input of the known kind?", and to both with a
-gallery: names of rows. The tables show how far each is from the best row."""
+gallery, with labels of its points and without: names of rows. The tables show how far each is from the best row."""
 
 _OF_POSTERIOR = {
     "uncertainty": "uncertainty",
@@ -75,6 +82,8 @@ def all_rows() -> list[Row]:
         Row("knn_features", "10-NN, features", Needs.GALLERY, _knn_features),
         Row("match", "distance to match", Needs.GALLERY, _match),
         Row("gated", "RetrievalUncertainty", Needs.GALLERY, _gated),
+        Row("knn_votes", "votes of 10-NN", Needs.LABELS, _votes),
+        Row("gated_labels", "RetrievalUncertainty with labels", Needs.LABELS, _gated_labels),
     ]
 
 
@@ -110,11 +119,24 @@ def _match(fitted: Fitted, points: Points) -> Tensor:
     return match_distance(points.outputs, fitted.test.outputs, points.rows)
 
 
+def _votes(fitted: Fitted, points: Points) -> Tensor:
+    return match_votes(points.outputs, fitted.test.outputs, fitted.gallery_labels, points.rows)
+
+
 def _gated(fitted: Fitted, points: Points) -> Tensor:
+    return _retrieval("gated", fitted, points, None)
+
+
+def _gated_labels(fitted: Fitted, points: Points) -> Tensor:
+    return _retrieval("gated_labels", fitted, points, fitted.gallery_labels)
+
+
+def _retrieval(name: str, fitted: Fitted, points: Points, labels: Tensor | None) -> Tensor:
     def make() -> RetrievalUncertainty:
         # The gallery that is searched. The encoder need not have been trained on its classes.
-        return RetrievalUncertainty(fitted.test.outputs, fitted.answers(DEFAULT, fitted.known)["novelty"])
+        known = fitted.answers(DEFAULT, fitted.known)["novelty"]
+        return RetrievalUncertainty(fitted.test.outputs, known, labels=labels)
 
-    score = fitted.once("gated", make)
+    score = fitted.once(name, make)
     novelty = fitted.answers(DEFAULT, points)["novelty"]
     return score(points.outputs, novelty, points.rows)

@@ -4,88 +4,62 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import combinations
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
-from benchmarks.transfer.compact import RANKS, STRENGTHS, Compact, variance_name
-from contrastive_curvature.known import Standard
+from benchmarks.transfer.compact import RANKS, RATIO, STRENGTHS, variance_name
+from benchmarks.transfer.quantities import COMBINATIONS, QUANTITIES, WITH_VARIANCE, Encoder, Numbers, columns, log
+from contrastive_curvature.class_centres import CAP, WEIGHT
 from contrastive_curvature.laplace.prior import STRENGTH
 
-__all__ = ["LIBRARY_KNOWN", "LIBRARY_MATCH", "Encoder", "Rule", "Scores", "density_rules", "known_rules", "match_rules"]
+__all__ = [
+    "CAPS",
+    "CLASS_WEIGHTS",
+    "LIBRARY_CLASSES",
+    "LIBRARY_KNOWN",
+    "LIBRARY_LOWER",
+    "LIBRARY_MATCH",
+    "LOWER_WEIGHTS",
+    "NO_CLASSES",
+    "NO_LOWER",
+    "Rule",
+    "Scores",
+    "class_name",
+    "class_rules",
+    "density_rules",
+    "known_rules",
+    "library_at",
+    "lower_name",
+    "lower_rules",
+    "match_rules",
+    "rank_rules",
+]
 
-Numbers = NDArray[np.float64]
-
-Scores = Callable[["Encoder"], Callable[[str], Numbers]]
+Scores = Callable[[Encoder], Callable[[str], Numbers]]
 """Of an encoder: set of inputs -> scores (N,), larger is less certain."""
 
-_QUANTITIES: dict[str, tuple[int, int, int]] = {
-    "V": (1, 0, 0),
-    "V/n": (1, -1, 0),
-    "V/n^2": (1, -2, 0),
-    "V/|phi|": (1, 0, -1),
-    "V/|phi|^2": (1, 0, -2),
-    "V/(n |phi|)": (1, -1, -1),
-    "1/n": (0, -1, 0),
-    "1/|phi|": (0, 0, -1),
-}
-"""Name -> exponents of the tangential variance V, the norm n of the raw output, and the norm |phi| of the features."""
+_UPPER = ("V/|phi|", "V/|phi|^2", "1/n")
+_BELOW = ("V/|phi|", 0.5)
+"""What the library's novelty is made of: its quantities, and its lower side, a quantity and a weight."""
 
-_COMBINATIONS: dict[str, Callable[[Numbers], Numbers]] = {
-    "max": lambda z: z.max(1),
-    "soft max": lambda z: np.logaddexp.reduce(2 * z, axis=1) / 2,
-    "sum": lambda z: z.sum(1),
-    "squares": lambda z: np.square(np.maximum(z, 0)).sum(1) + 1e-3 * z.sum(1),
-}
-"""Ways to combine standardised logarithms, shape (N, K). Squares of the positive parts: below all medians, the sum
-decides."""
+LOWER_WEIGHTS = (0.25, 0.4, 0.5, 0.6, 0.75, 1.0)
+"""Weights of a lower side that are tried with the library's upper side."""
 
-_LIBRARY = ("V/|phi|", "V/|phi|^2", "1/n")
-"""Quantities that the library's novelty is made of."""
+NO_LOWER = "none"
+"""Stands for a rule without a lower side."""
+
+CLASS_WEIGHTS = (1.0, 2.0, 3.0, 4.0)
+CAPS = (0.7, 0.8, 0.85, 0.9, 0.95, 1.0)
+"""What is tried as the class part: weights w, and the largest ratio r of distances to class centres that counts."""
+
+NO_CLASSES = "none"
+"""Stands for a rule without a class part."""
 
 _EXPONENTS = (1, 2, 3, 4, 6)
 _WEIGHTS = (0.3, 1, 3, 10)
 _COMPONENTS = 4
 _SEED = 0
-
-
-class Encoder:
-    """One encoder's numbers, with the logarithms that many rules share.
-
-    Args:
-        name: Of its feature file.
-        values: Its numbers.
-    """
-
-    def __init__(self, name: str, values: Compact) -> None:
-        self.name, self.values = name, values
-        self._logs: dict[str, dict[str, Numbers]] = {}
-
-    def has(self, variance: str) -> bool:
-        """Whether there is a variance of this name: an encoder of few features has no larger rank."""
-        return variance in self.values["train"]
-
-    def logs(self, variance: str) -> dict[str, Numbers]:
-        """Set of inputs -> logarithms of V, n and |phi|, shape (N, 3)."""
-        return {one: _log(np.stack([v[variance], v["n"], v["phi"]], axis=1)) for one, v in self.values.items()}
-
-    def standardised(self, variance: str) -> dict[str, Numbers]:
-        """Set of inputs -> logarithms of all quantities, shape (N, 8), in the units of the training inputs."""
-        if variance not in self._logs:
-            exponents = np.array(list(_QUANTITIES.values()), dtype=float).T
-            logs = {one: v @ exponents for one, v in self.logs(variance).items()}
-            standard = Standard.of(torch.from_numpy(logs["train"]))
-            location, scale = standard.location.numpy(), standard.scale.numpy()
-            self._logs[variance] = {one: (v - location) / scale for one, v in logs.items()}
-        return self._logs[variance]
-
-    @cached_property
-    def unknowns(self) -> list[str]:
-        """Sets that are told from the test inputs."""
-        return [name for name in self.values if name not in ("train", "test")]
 
 
 @dataclass(frozen=True)
@@ -104,45 +78,72 @@ class Rule:
 
 
 def match_rules() -> Iterator[Rule]:
-    """Rules for "is the nearest neighbour right?"."""
-    yield Rule("1/n", variance_name(STRENGTH), lambda encoder: lambda one: 1 / encoder.values[one]["n"])
-    for strength in STRENGTHS:
-        variance = variance_name(strength)
-        yield from (_power(variance, exponent, f"strength {strength:g}") for exponent in _EXPONENTS)
-        yield from (_additive(variance, weight, f"strength {strength:g}") for weight in _WEIGHTS)
+    """Rules for "is the nearest neighbour right?": the ratio alone, and every form with every class part.
+
+    Scores are logarithms, to which the class part is added.
+    """
+    yield Rule("r", variance_name(STRENGTH), lambda encoder: lambda one: encoder.values[one][RATIO])
+    for form in _match_forms():
+        yield form
+        yield from (_with_classes(form, weight, cap) for weight in CLASS_WEIGHTS for cap in CAPS)
+
+
+def class_rules() -> dict[str, Rule]:
+    """The library's rule with every class part that is tried, by :func:`class_name`."""
+    form = _power(variance_name(STRENGTH), 3, f"strength {STRENGTH:g}")
+    parts = [(weight, cap) for weight in CLASS_WEIGHTS for cap in CAPS]
+    return {NO_CLASSES: form} | {class_name(*part): _with_classes(form, *part) for part in parts}
+
+
+def class_name(weight: float, cap: float) -> str:
+    """How a class part is shown: ``2 weight min(r, cap)`` is added to the logarithm of a score, a squared angle's.
+
+    Args:
+        weight: As :data:`~contrastive_curvature.class_centres.WEIGHT`, which is the factor for an angle.
+        cap: As :data:`~contrastive_curvature.class_centres.CAP`.
+    """
+    return f"r {weight:g} to {cap:g}"
 
 
 def known_rules() -> Iterator[Rule]:
     """Rules for "is the input of the known kind?": one to three quantities, combined.
 
-    At the largest strength there are single quantities and the library's rule alone: none of them is near the best.
+    Soft maxima are tried with a lower side of half weight, too.
     """
     for strength in STRENGTHS:
         variance, title = variance_name(strength), f"strength {strength:g}"
-        yield from (_combined((name,), "max", variance, title) for name in _QUANTITIES)
-        if strength == max(STRENGTHS):
-            yield library_at(variance, title)[1]
-            continue
-        for names in (*combinations(_QUANTITIES, 2), *combinations(_QUANTITIES, 3)):
-            yield from (_combined(names, how, variance, title) for how in _COMBINATIONS)
+        yield from (_combined((name,), "max", variance, title) for name in QUANTITIES)
+        for count in (1, 2, 3):
+            for names in combinations(QUANTITIES, count):
+                yield from (_combined(names, how, variance, title) for how in COMBINATIONS if count > 1)
+                yield from (_two_sided(names, (name, 0.5), variance, title) for name in WITH_VARIANCE)
+
+
+def lower_rules() -> dict[str, Rule]:
+    """The library's rule with every lower side that is tried, by :func:`lower_name`."""
+    variance, title = variance_name(STRENGTH), f"strength {STRENGTH:g}"
+    out = {NO_LOWER: _combined(_UPPER, "soft max", variance, title)}
+    for name in WITH_VARIANCE:
+        for weight in LOWER_WEIGHTS:
+            out[lower_name(name, weight)] = _two_sided(_UPPER, (name, weight), variance, title)
+    return out
+
+
+def lower_name(quantity: str, weight: float) -> str:
+    """How a lower side is shown: minus the standardised logarithm of a quantity, times a weight."""
+    return f"-{weight:g} {quantity}"
 
 
 def density_rules() -> Iterator[Rule]:
-    """Rules that see inputs with too small a V as well, for the same question.
-
-    Densities of (log V, log n, log |phi|) among training inputs, and the library's with one quantity more.
-    """
+    """Densities of (log V, log n, log |phi|) among training inputs, for the same question."""
     variance = variance_name(STRENGTH)
-    for strength in STRENGTHS[:2]:
-        yield _two_sided("V/|phi|^2", 0.5, strength)
-        yield _two_sided("V/n^2", 1.0, strength)
     yield Rule("Mahalanobis distance of (log V, log n, log |phi|)", variance, _mahalanobis)
     yield Rule(f"mixture of {_COMPONENTS} Gaussians over (log V, log n, log |phi|)", variance, _mixture)
 
 
 def library_at(variance: str, title: str) -> tuple[Rule, Rule]:
     """The two rules of the library, with another variance."""
-    return _power(variance, 3, title), _combined(_LIBRARY, "soft max", variance, title)
+    return _with_classes(_power(variance, 3, title), WEIGHT, CAP), _two_sided(_UPPER, _BELOW, variance, title)
 
 
 def rank_rules() -> Iterator[tuple[Rule, Rule]]:
@@ -150,11 +151,28 @@ def rank_rules() -> Iterator[tuple[Rule, Rule]]:
     return (library_at(variance_name(rank=rank), f"rank {rank}") for rank in RANKS)
 
 
+def _match_forms() -> Iterator[Rule]:
+    yield Rule("1/n", variance_name(STRENGTH), lambda encoder: lambda one: -log(encoder.values[one]["n"]))
+    for strength in STRENGTHS:
+        variance, title = variance_name(strength), f"strength {strength:g}"
+        yield from (_power(variance, exponent, title) for exponent in _EXPONENTS)
+        yield from (_additive(variance, weight, title) for weight in _WEIGHTS)
+
+
+def _with_classes(form: Rule, weight: float, cap: float) -> Rule:
+    def score(encoder: Encoder) -> Callable[[str], Numbers]:
+        of = form.score(encoder)
+        return lambda one: of(one) + 2 * weight * np.minimum(encoder.values[one][RATIO], cap)
+
+    shown, *strength = form.name.split(", ")
+    return Rule(", ".join([shown, class_name(weight, cap), *strength]), form.variance, score)
+
+
 def _power(variance: str, exponent: int, title: str) -> Rule:
     def score(encoder: Encoder) -> Callable[[str], Numbers]:
         def of(one: str) -> Numbers:
             values = encoder.values[one]
-            return _log(values[variance]) - exponent * _log(values["n"])
+            return log(values[variance]) - exponent * log(values["n"])
 
         return of
 
@@ -164,34 +182,33 @@ def _power(variance: str, exponent: int, title: str) -> Rule:
 def _additive(variance: str, weight: float, title: str) -> Rule:
     def score(encoder: Encoder) -> Callable[[str], Numbers]:
         offset = weight * float(np.median(encoder.values["train"][variance]))
-        return lambda one: (offset + encoder.values[one][variance]) / np.square(encoder.values[one]["n"])
+        return lambda one: log(offset + encoder.values[one][variance]) - 2 * log(encoder.values[one]["n"])
 
     return Rule(f"({weight:g} median V + V)/n^2, {title}", variance, score)
 
 
 def _combined(names: tuple[str, ...], how: str, variance: str, title: str) -> Rule:
-    columns = [list(_QUANTITIES).index(name) for name in names]
+    taken = columns(names)
 
     def score(encoder: Encoder) -> Callable[[str], Numbers]:
         found = encoder.standardised(variance)
-        return lambda one: _COMBINATIONS[how](found[one][:, columns])
+        return lambda one: COMBINATIONS[how](found[one][:, taken])
 
     shown = names[0] if len(names) == 1 else f"{how} of {', '.join(names)}"
     return Rule(f"{shown}, {title}", variance, score)
 
 
-def _two_sided(quantity: str, weight: float, strength: float) -> Rule:
-    """The library's rule with the negative logarithm of a quantity, too, times a weight."""
-    variance = variance_name(strength)
-    columns = [list(_QUANTITIES).index(name) for name in (*_LIBRARY, quantity)]
-    signs = np.array([1.0] * len(_LIBRARY) + [-weight])
+def _two_sided(names: tuple[str, ...], below: tuple[str, float], variance: str, title: str) -> Rule:
+    """A soft maximum with the lower side of a quantity, times a weight."""
+    quantity, weight = below
+    taken = columns((*names, quantity))
+    signs = np.array([1.0] * len(names) + [-weight])
 
     def score(encoder: Encoder) -> Callable[[str], Numbers]:
         found = encoder.standardised(variance)
-        return lambda one: _COMBINATIONS["soft max"](found[one][:, columns] * signs)
+        return lambda one: COMBINATIONS["soft max"](found[one][:, taken] * signs)
 
-    shown = f"soft max of {', '.join(_LIBRARY)} and -{weight:g} times {quantity}"
-    return Rule(f"{shown}, strength {strength:g}", variance, score)
+    return Rule(f"soft max of {', '.join(names)}, {lower_name(*below)}, {title}", variance, score)
 
 
 def _mahalanobis(encoder: Encoder) -> Callable[[str], Numbers]:
@@ -210,9 +227,11 @@ def _mixture(encoder: Encoder) -> Callable[[str], Numbers]:
     return lambda one: -np.asarray(fitted.score_samples(logs[one]))
 
 
-def _log(value: Numbers) -> Numbers:
-    return np.log(np.maximum(value, np.finfo(np.float64).tiny))
-
-
 LIBRARY_MATCH, LIBRARY_KNOWN = (rule.name for rule in library_at(variance_name(STRENGTH), f"strength {STRENGTH:g}"))
 """Names of the rules that the library follows."""
+
+LIBRARY_CLASSES = class_name(WEIGHT, CAP)
+"""The class part of the first."""
+
+LIBRARY_LOWER = lower_name(*_BELOW)
+"""The lower side of the second."""

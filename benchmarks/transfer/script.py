@@ -27,18 +27,26 @@ def file_options(description: str | None) -> argparse.ArgumentParser:
 def chosen_files(
     parser: argparse.ArgumentParser, given: argparse.Namespace, names: Sequence[str] | None = None
 ) -> list[Path]:
-    """The feature files to judge, of those that are there; ends the program where there are none.
+    """The feature files to judge; ends the program where there are none, or one of ``--only`` is missing.
 
     Args:
         parser: Of :func:`file_options`.
         given: What it read.
-        names: Without ``--only``; every file of the folder by default.
+        names: Without ``--only``, those of them that are there; every file of the folder by default.
     """
-    wanted = given.only or names or sorted(path.stem for path in given.cache.glob("*.npz"))
-    paths = [path for path in (given.cache / f"{name}.npz" for name in wanted) if path.exists()]
-    if not paths:
-        parser.error(f"--cache: no such feature file in {given.cache}; python -m benchmarks.transfer makes them")
-    return paths
+    there = sorted(path.stem for path in given.cache.glob("*.npz"))
+    if not there:
+        parser.error(f"--cache: no feature file in {given.cache}; python -m benchmarks.transfer makes them")
+    if given.only is not None:
+        missing = [name for name in given.only if name not in there]
+        if missing:
+            parser.error(f"--only: no {', '.join(missing)} in {given.cache}; there are {', '.join(there)}")
+        chosen = list(dict.fromkeys(given.only))
+    else:
+        chosen = [name for name in (there if names is None else names) if name in there]
+        if not chosen:
+            parser.error(f"--cache: none of {', '.join(names or ())} in {given.cache}; there are {', '.join(there)}")
+    return [given.cache / f"{name}.npz" for name in chosen]
 
 
 def results_of_others(given: argparse.Namespace, name: str) -> dict[str, Any]:

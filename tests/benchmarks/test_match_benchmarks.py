@@ -371,3 +371,17 @@ def test_scripts_say_where_feature_files_come_from(
     with pytest.raises(SystemExit):
         _run(monkeypatch, script, "--cache", str(tmp_path))
     assert "benchmarks.transfer makes them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", [match_probability, threshold])
+def test_scripts_name_feature_files_that_are_missing(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("people", "text"):
+        save_features(tmp_path / f"{name}.npz", make_content())
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit):
+        _run(monkeypatch, script, "--cache", str(tmp_path), "--out", str(out), "--only", "text", "drawings", "texts")
+    assert "--only: no drawings, texts in" in (said := capsys.readouterr().err)
+    assert "there are people, text" in said
+    assert not out.exists()

@@ -1,4 +1,4 @@
-"""``benchmarks.transfer.choose``: the compact numbers against the library, rules and choices against loops."""
+"""``benchmarks.transfer.choose``: compact numbers and rules against the library, and what is written."""
 
 from __future__ import annotations
 
@@ -17,16 +17,27 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.transfer import compact as compact_module
 from benchmarks.transfer.choose import main
-from benchmarks.transfer.compact import Compact, compact_of
+from benchmarks.transfer.compact import Compact, compact, compact_of
 from benchmarks.transfer.feature_file import FeatureFile, save_features
 from benchmarks.transfer.fitted import Fitted, default_structure
 from benchmarks.transfer.gaps import Question
 from benchmarks.transfer.judge import judge
-from benchmarks.transfer.leave_out import Figures, auroc, choose, family, mean_gap, references
+from benchmarks.transfer.quantities import Encoder
 from benchmarks.transfer.results import VERSION, write_result
 from benchmarks.transfer.rows import all_rows
-from benchmarks.transfer.rules import LIBRARY_KNOWN, LIBRARY_MATCH, Encoder, density_rules, known_rules, match_rules
-from contrastive_curvature import metrics
+from benchmarks.transfer.rules import (
+    LIBRARY_CLASSES,
+    LIBRARY_KNOWN,
+    LIBRARY_LOWER,
+    LIBRARY_MATCH,
+    NO_CLASSES,
+    class_rules,
+    known_rules,
+    match_rules,
+)
+from benchmarks.transfer.study import auroc, references
+from contrastive_curvature import class_centres, metrics
+from contrastive_curvature.laplace.prior import STRENGTH
 from tests.benchmarks.test_transfer_judge import make_content
 
 NAMES = ("faces", "data-trunk-4-supcon")
@@ -61,8 +72,8 @@ def test_compact_numbers_are_those_of_the_library(numbers: Compact) -> None:
     content = make_content(width=20)
     assert set(numbers) == {"train", "test", "unknown_far", "unknown_near", "harmed_noise"}
     features = torch.tensor(content.harmed["noise", 5])
-    wanted = {f"V {strength:g}": (strength, {}) for strength in (0.01, 0.1, 1.0)}
-    for name, (strength, options) in {**wanted, "V rank 16": (0.1, {"backend_kwargs": {"rank": 16}})}.items():
+    wanted = {f"V {strength:g}": (strength, {}) for strength in (0.001, 0.01, 0.1, 1.0)}
+    for name, (strength, options) in {**wanted, "V rank 16": (STRENGTH, {"backend_kwargs": {"rank": 16}})}.items():
         la = fitted(content, **options)
         la.optimize_prior_precision(strength=strength)
         covariance, mean = la(features).covariance.double(), la(features).mean.double()
@@ -74,9 +85,29 @@ def test_compact_numbers_are_those_of_the_library(numbers: Compact) -> None:
     outputs = content.outputs(content.test_features)
     np.testing.assert_allclose(numbers["test"]["n"], np.linalg.norm(outputs, axis=1), rtol=1e-5)
     assert set(np.unique(numbers["test"]["right"])) <= {0.0, 1.0}
+    labels, units = content.train_labels, unit_vectors(content.outputs(content.train_features))
+    centres = unit_vectors(np.stack([units[labels == label].sum(0) for label in np.unique(labels)]))
+    for name, points in (("test", content.test_features), ("unknown_far", content.unknown["far"])):
+        distances = np.linalg.norm(unit_vectors(content.outputs(points))[:, None] - centres, axis=2)
+        distances.sort(axis=1)
+        np.testing.assert_allclose(numbers[name]["ratio"], distances[:, 0] / distances[:, 1], rtol=1e-4)
 
 
-def test_compact_numbers_are_kept_until_the_feature_file_changes(
+def unit_vectors(v: np.ndarray) -> np.ndarray:
+    return np.asarray(v / np.linalg.norm(v, axis=1, keepdims=True))
+
+
+def test_without_class_centres_no_class_part_changes_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(class_centres, "MOST_NUMBERS", 1)
+    numbers = compact(make_content())
+    assert all((values["ratio"] == 1).all() for values in numbers.values())
+    encoder = Encoder("faces", numbers)
+    scores = {name: rule.score(encoder)("test") for name, rule in class_rules().items()}
+    for score in scores.values():
+        np.testing.assert_array_equal(score.argsort(), scores[NO_CLASSES].argsort())
+
+
+def test_compact_numbers_are_kept_until_the_feature_file_or_the_strength_changes(
     cache: Path, numbers: Compact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
@@ -89,6 +120,10 @@ def test_compact_numbers_are_kept_until_the_feature_file_changes(
     compact_of(cache / "third.npz", tmp_path)
     (cache / "third.npz").unlink()
     assert made == [1, 1]
+    # Other ranks are at the default strength.
+    monkeypatch.setattr(compact_module, "STRENGTH", 2 * STRENGTH)
+    compact_of(cache / "data-trunk-4-supcon.npz", tmp_path)
+    assert made == [1, 1, 1]
 
 
 def test_the_librarys_rules_are_the_librarys_scores(numbers: Compact) -> None:
@@ -101,42 +136,11 @@ def test_the_librarys_rules_are_the_librarys_scores(numbers: Compact) -> None:
         assert len({rule.name for rule in made()}) == len(list(made()))
     rules = {rule.name: rule for rule in (*match_rules(), *known_rules())}
     order = out.uncertainty.argsort().numpy()
-    assert (np.diff(rules[LIBRARY_MATCH].score(encoder)("test")[order]) > -1e-4).all()
+    same = {name for name, rule in rules.items() if (np.diff(rule.score(encoder)("test")[order]) > -1e-4).all()}
+    # No other rule has this order, so that the library cannot have changed unseen.
+    assert same == {LIBRARY_MATCH}
     novelty = rules[LIBRARY_KNOWN].score(encoder)("test")
     np.testing.assert_allclose(novelty, out.novelty.numpy(), atol=1e-3)
-
-
-def test_rules_by_hand(numbers: Compact) -> None:
-    encoder = Encoder("faces", numbers)
-    rules = {rule.name: rule for rule in (*match_rules(), *known_rules(), *density_rules())}
-    one = numbers["unknown_far"]
-    added = rules["(3 median V + V)/n^2, strength 1"].score(encoder)("unknown_far")
-    np.testing.assert_allclose(added, (3 * np.median(numbers["train"]["V 1"]) + one["V 1"]) / one["n"] ** 2)
-    powers = rules["V/n^4, strength 0.01"].score(encoder)("unknown_far")
-    np.testing.assert_allclose(np.exp(powers), one["V 0.01"] / one["n"] ** 4)
-
-    def standardised(of: Any) -> np.ndarray:
-        train = np.sort(np.log(of(numbers["train"])))
-        # The lower median, as torch has it.
-        middle = train[(len(train) - 1) // 2]
-        scale = 1.4826 * np.sort(np.abs(train - middle))[(len(train) - 1) // 2]
-        return np.asarray((np.log(of(one)) - middle) / scale)
-
-    z = np.stack([standardised(lambda s: s["V 0.1"] / (s["n"] * s["phi"])), standardised(lambda s: 1 / s["n"])], axis=1)
-    by_hand = {
-        "max": z.max(1),
-        "soft max": np.log(np.exp(2 * z).sum(1)) / 2,
-        "sum": z.sum(1),
-        "squares": (np.maximum(z, 0) ** 2).sum(1) + 1e-3 * z.sum(1),
-    }
-    for how, expected in by_hand.items():
-        found = rules[f"{how} of V/(n |phi|), 1/n, strength 0.1"].score(encoder)("unknown_far")
-        np.testing.assert_allclose(found, expected, rtol=1e-8)
-    logs = {k: np.log(np.stack([v["V 0.1"], v["n"], v["phi"]], axis=1)) for k, v in numbers.items()}
-    left = logs["unknown_far"] - logs["train"].mean(0)
-    expected = (left @ np.linalg.inv(np.cov(logs["train"].T, ddof=0)) * left).sum(1)
-    name = next(name for name in rules if name.startswith("Mahalanobis"))
-    np.testing.assert_allclose(rules[name].score(encoder)("unknown_far"), expected, rtol=1e-6)
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=9), st.lists(st.integers(0, 4), min_size=1, max_size=9))
@@ -158,36 +162,6 @@ def test_references_are_the_best_gallery_free_figures_that_count() -> None:
     assert references(asked) == {"one": {"match": 0.5, "unknown_x": 0.8, "harmed_blur": 0.9}}
 
 
-def test_families_share_data_set_and_trunk() -> None:
-    assert family("cifar10-resnet56-128-supcon") == family("cifar10-resnet56-16-triplet-seed3") == "cifar10-resnet56"
-    assert len({family(name) for name in ("cifar10-resnet-16-supcon", "cifar10-paper-16-supcon", "faces")}) == 3
-
-
-def of(figure: float, best: float = 1.0) -> Figures:
-    return Figures(figure=figure, gap=best - figure, largest=best - figure)
-
-
-def test_an_encoder_has_no_say_in_the_rule_that_it_is_judged_by() -> None:
-    gaps = {
-        # The three of one family agree on a rule that no other family likes.
-        "theirs": {**{f"big-{dim}-supcon": of(0.95) for dim in (2, 3, 4)}, "small": of(0.6), "other": of(0.6)},
-        "ours": {**{f"big-{dim}-supcon": of(0.7) for dim in (2, 3, 4)}, "small": of(0.8), "other": of(0.7)},
-    }
-    # Means over encoders: 0.81 and 0.72; over families: 0.717 and 0.733.
-    assert mean_gap(gaps["theirs"]) == pytest.approx(1 - (0.95 + 0.6 + 0.6) / 3)
-    assert mean_gap(gaps["theirs"], "big") == pytest.approx(0.4)
-    found = {choice.encoder: choice for choice in choose(gaps, "ours", "gap")}
-    assert {name: choice.rule for name, choice in found.items()} == {
-        "big-2-supcon": "ours",
-        "big-3-supcon": "ours",
-        "big-4-supcon": "ours",
-        "small": "theirs",
-        "other": "theirs",
-    }
-    assert found["big-2-supcon"].best_rule == "theirs"
-    assert found["small"].figures == pytest.approx({"chosen": 0.6, "library": 0.8, "best": 0.8, "reference": 1.0})
-
-
 def test_the_command_writes_both_files(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--cache", str(cache), "--results", str(cache / "results")]
     assert main(options) == 0
@@ -201,6 +175,21 @@ def test_the_command_writes_both_files(cache: Path, capsys: pytest.CaptureFixtur
     assert set(found["match"]["choices"]["gap"]) == set(found["known"]["choices"]["largest"]) == set(NAMES)
     assert LIBRARY_MATCH in found["match"]["rules"]
     assert LIBRARY_KNOWN in found["known"]["rules"]
+    assert found["match"]["strength"]["library"] == found["known"]["strength"]["library"] == f"{STRENGTH:g}"
+    assert found["known"]["lower"]["library"] == LIBRARY_LOWER
+    classes, own = found["match"]["classes"], found["match"]["rules"][LIBRARY_MATCH]
+    assert classes["library"] == LIBRARY_CLASSES
+    for part, rule in ((classes, LIBRARY_CLASSES), (found["match"]["strength"], f"{STRENGTH:g}")):
+        assert part["candidates"][rule]["mean"]["gap"] == own["gap"]
+    simple = f"V/n^3, strength {STRENGTH:g}"
+    assert classes["candidates"][NO_CLASSES]["mean"]["gap"] == found["match"]["rules"][simple]["gap"]
+    assert "classes" not in found["known"]
+    for part, rule in ((found["known"]["lower"], LIBRARY_LOWER), (found["known"]["strength"], f"{STRENGTH:g}")):
+        own = found["known"]["rules"][LIBRARY_KNOWN]
+        assert part["candidates"][rule]["mean"]["gap"] == own["gap"]
+        assert set(part["choices"]["gap"]["families"]) == {"faces", "data-trunk"}
+    assert text.count("### The lower side alone") == text.count("### The class part alone") == 1
+    assert text.count("### The strength of the prior alone") == 2
     judged = json.loads((cache / "results" / "transfer" / "faces.json").read_text(encoding="utf-8"))
     row = judged["rows"][f"{judged['default']}/uncertainty"]
     assert found["match"]["choices"]["gap"]["faces"]["figures"]["library"] == pytest.approx(row["r_auroc"], abs=2e-3)

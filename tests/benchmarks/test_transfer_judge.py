@@ -26,7 +26,7 @@ from benchmarks.transfer.fitted import Fitted, default_structure
 from benchmarks.transfer.judge import Judgement, judge
 from benchmarks.transfer.rows import ANSWERS, Needs, Row, all_rows
 from benchmarks.transfer.verification import best_threshold, true_accept_rate, verify
-from contrastive_curvature import FeatureNormWarning, OptimisticPValueWarning, metrics
+from contrastive_curvature import FeatureNormWarning, OptimisticPValueWarning, RetrievalUncertainty, metrics
 from contrastive_curvature.errors import InputError, UnsupportedError
 
 
@@ -236,6 +236,35 @@ def test_match_distance_leaves_the_query_out() -> None:
     distance[torch.arange(4), rows] = 9
     held = baselines.match_distance(queries, gallery, rows)
     torch.testing.assert_close(held.double(), distance.amin(1), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_match_votes_are_counted_one_by_one(alone: bool) -> None:
+    g = torch.Generator().manual_seed(3)
+    gallery, labels = torch.randn(14, 3, generator=g), torch.randint(3, (14,), generator=g)
+    u = gallery.double() / gallery.double().norm(dim=1, keepdim=True)
+    found = baselines.match_votes(gallery, gallery, labels, None if alone else torch.arange(14))
+    for i, cosines in enumerate((u @ u.T).tolist()):
+        near = sorted((j for j in range(14) if alone or j != i), key=lambda j, c=cosines: -c[j])[:10]
+        assert float(found[i]) == -sum(int(labels[j] == labels[near[0]]) for j in near) / 10
+    with pytest.raises(InputError, match="k"):
+        baselines.match_votes(gallery, gallery[:9], labels[:9], None)
+
+
+def test_labels_of_the_gallery_move_known_inputs_only(content: FeatureFile, judged: Judgement) -> None:
+    plain, labelled = (judged.scores[name] for name in ("gated", "gated_labels"))
+    score = RetrievalUncertainty(
+        torch.tensor(content.outputs(content.test_features)),
+        Fitted(content).answers("default", Fitted(content).known)["novelty"],
+        labels=torch.tensor(content.test_labels),
+    )
+    novelty = judged.scores[f"{default_structure()}/novelty"]["test"]
+    expected = score(torch.tensor(content.outputs(content.test_features)), novelty, torch.arange(60))
+    torch.testing.assert_close(labelled["test"], expected.double(), rtol=1e-4, atol=1e-6)
+    for name, values in plain.items():
+        unknown = values > 2
+        assert torch.equal(unknown, labelled[name] > 2)
+        assert torch.equal(values[unknown], labelled[name][unknown])
 
 
 # Figures
@@ -550,20 +579,22 @@ def result(name: str, rows: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def two_results() -> list[dict[str, Any]]:
-    free, classes, gallery = Needs.NOTHING, Needs.CLASSES, Needs.GALLERY
+    free, classes, gallery, labels = Needs.NOTHING, Needs.CLASSES, Needs.GALLERY, Needs.LABELS
     first = {
         "diag/uncertainty": row(free, 0.6, 0.9, 0.5),
         "diag/novelty": row(free, 0.55, 0.94, 0.5),
         "vmf": row(classes, 0.7, 0.95, 0.55),
         "match": row(gallery, 0.8, 0.99, 0.9),
         "gated": row(gallery, 0.79, 0.9, 0.9),
+        "knn_votes": row(labels, 0.85, 0.5, 0.5),
+        "gated_labels": row(labels, 0.84, 0.91, 0.9),
     }
     second = {
         "diag/uncertainty": row(free, None, 0.5, 0.8),
         "diag/novelty": row(free, None, 0.4, 0.79),
         "vmf": row(classes, None, 0.58, 0.7),
     }
-    first["gated"]["title"] = "gated"
+    first["gated"]["title"], first["gated_labels"]["title"] = "gated", "gated with labels"
     return [result("first", first), result("second", second)]
 
 
@@ -591,12 +622,13 @@ def test_tables_mark_the_best(two_results: list[dict[str, Any]]) -> None:
         == "| a classes one | classes | **0.700** | **0.500** | **0.950** | **0.100 (0.550, 0.550)** |"
     )
     assert lines["| a gallery one"].split(" | ")[2:5] == ["*0.800*", "0.500", "*0.990*"]
+    assert lines["| a labelled gallery one"].split(" | ")[1:4] == ["labelled gallery", "*0.850*", "0.500"]
     assert "`kron/angle` (too wide.)" in text
     assert "The fit of `diag` warns" in text
     whole = table.summary(two_results)
     assert "a processor, 1 threads" in whole
     assert table.summary([]).startswith("# ")
-    own = "0.600 | 0.600 | 0.700 | 0.790 | 0.800 | 0.940 | 0.940 | 0.950 | 0.900 | 0.990 |  |  |  |  |  |"
+    own = "0.600 | 0.600 | 0.700 | 0.790 | 0.840 | 0.850 | 0.940 | 0.940 | 0.950 | 0.910 | 0.990 |  |  |  |  |  |"
     assert f"| `first` | 0.500 | {own}" in whole
 
 
@@ -608,15 +640,15 @@ def test_targets_are_shown_line_by_line(two_results: list[dict[str, Any]]) -> No
     assert f"| {about} | that keeps classes | <= 0.01 | 0 of 1 | 0.100 | 0.100 | first |" in whole
     assert f"| {about} | chance | >= 0.5 | 1 of 1 |  |  |  |" in whole
     # 0.8 - 0.79 is a little more than 0.01 in floating point.
-    assert "| `RetrievalUncertainty` | right matches | of all | <= 0.01 | 1 of 1 | 0.010 | 0.010 | first |" in whole
+    gated, labelled = "| `RetrievalUncertainty`", "| `RetrievalUncertainty` with labels"
+    assert f"{gated} | right matches | without gallery labels | <= 0.01 | 1 of 1 | 0.010 | 0.010 | first |" in whole
+    assert f"{labelled} | right matches | of all | <= 0.01 | 1 of 1 | 0.010 | 0.010 | first |" in whole
     assert "| `novelty` | unknown inputs | gallery-free | <= 0.02 | 1 of 1 | 0.010 | 0.010 | first far |" in whole
-    assert (
-        "| `RetrievalUncertainty` | unknown inputs | of all | <= 0.01 | 0 of 1 | 0.090 | 0.090 | first far |" in whole
-    )
+    assert f"{labelled} | unknown inputs | of all | <= 0.01 | 0 of 1 | 0.080 | 0.080 | first far |" in whole
     assert "| `novelty` | harmed inputs | gallery-free | <= 0.02 | 1 of 1 | 0.010 | 0.010 | second blur 5 |" in whole
     assert "`RetrievalUncertainty` | harmed inputs" not in whole
     assert "| `uncertainty` | gallery-free | first | right match | 0.600 | 0.700 a classes one | 0.100 |" in whole
-    assert "| `RetrievalUncertainty` | of all | first | far | 0.900 | 0.990 a gallery one | 0.090 |" in whole
+    assert f"{labelled} | of all | first | far | 0.910 | 0.990 a gallery one | 0.080 |" in whole
     two_results[0]["rows"]["diag/uncertainty"]["r_auroc"] = 0.45
     assert answers.below_chance(two_results) == (["first (0.450)"], 1)
     two_results[0]["flagged"] = {"training": {name: {"0.01": 0.1} for name in ("test", "unknown_far")}}
