@@ -24,7 +24,6 @@ from benchmarks.transfer.fitted import DEFAULT, Fitted
 from benchmarks.transfer.leave_out import family
 from benchmarks.transfer.script import chosen_files, file_options, results_of_others
 from contrastive_curvature import metrics
-from contrastive_curvature.laplace.effective import effective_parameters
 from contrastive_curvature.laplace.sampling import sampled_weights
 
 RULES: dict[str, Callable[[float, int, float], float]] = {
@@ -60,7 +59,8 @@ def judge(content: FeatureFile, seed: int = 0) -> dict[str, Any]:
     """
     fitted = Fitted(content)
     la = fitted.posterior(DEFAULT)
-    loss, n, gamma = float(la.cost), int(la.n_data), effective_parameters(la)
+    loss, n = float(la.cost), int(la.n_data)
+    gamma = la.form.effective_parameters(la, la.prior_precision / la._H_factor)
     features, labels = _some(content, seed)
     encoder, (dim, width) = fitted.encoder, content.weight.shape
     moves = []

@@ -84,5 +84,11 @@ class AxisCovariance:
     def _as_made(self) -> Iterator[None]:
         """Without autocast, and with a graph where the parts have one."""
         graph = self.values.requires_grad or (self.common is not None and self.common.requires_grad)
-        with torch.set_grad_enabled(graph), torch.autocast(self.values.device.type, enabled=False):
+        # What inference mode makes has no graph, whatever the parts have.
+        inference = torch.is_inference_mode_enabled() and not graph
+        with (
+            torch.inference_mode(inference),
+            torch.set_grad_enabled(graph),
+            torch.autocast(self.values.device.type, enabled=False),
+        ):
             yield

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +29,9 @@ _SAMPLE = 2000
 """Inputs that say which ratio is typical."""
 
 _ROWS = 4096
+_NEAREST = 4
+"""Centres whose distances are computed exactly: products of matrices may be rounded to 10 bits (TF32)."""
+
 _ENTRIES = 2**24
 """Cosines in memory at once."""
 
@@ -58,6 +63,8 @@ class ClassCentres:
         Returns:
             ``None`` where they say nothing or cost too much: one class only, or more than :data:`MOST_NUMBERS` numbers.
         """
+        if len(labels.unique()) * outputs.shape[1] > MOST_NUMBERS:
+            return None
         some = torch.randperm(len(outputs), generator=torch.Generator().manual_seed(0))[:_SAMPLE]
         return cls.from_sums(*class_sums(outputs, labels), outputs[some.to(outputs.device)], len(outputs))
 
@@ -74,15 +81,17 @@ class ClassCentres:
         if len(labels) < 2 or sums.numel() > MOST_NUMBERS:
             return None
         made = cls(labels, sums, 0.0, n)
-        return replace(made, typical=float(made.ratio(sample.detach()).clamp(max=CAP).double().mean()))
+        # In float32, the cap itself would be rounded up.
+        return replace(made, typical=min(CAP, float(made.ratio(sample.detach()).double().clamp(max=CAP).mean())))
 
     def merged(self, other: ClassCentres) -> ClassCentres | None:
         """The centres of both data sets; what is typical is the mean of the two. ``None`` where they are too many."""
-        labels, sums = add_sums((self.labels, self.sums), (other.labels.to(self.labels), other.sums.to(self.sums)))
+        labels, sums = add_sums([(self.labels, self.sums), (other.labels.to(self.labels), other.sums.to(self.sums))])
         if sums.numel() > MOST_NUMBERS:
             return None
         n = self.n + other.n
-        return ClassCentres(labels, sums, (self.n * self.typical + other.n * other.typical) / n, n)
+        typical = self.typical + (other.typical - self.typical) * (other.n / n)
+        return ClassCentres(labels, sums, min(CAP, typical), n)
 
     def ratio(self, outputs: Tensor) -> Tensor:
         """Distance to the nearest centre over that to the second, on the sphere; 0 at a centre, 1 between two.
@@ -102,7 +111,7 @@ class ClassCentres:
         if outputs.shape[1] != self.sums.shape[1]:
             wanted = f"D = {self.sums.shape[1]}, that of the embeddings"
             raise InputError(expected("class_centres", wanted, f"outputs of D = {outputs.shape[1]}"))
-        units, centres = normalize(outputs)[0], self._directions().to(outputs)
+        units, centres = normalize(outputs)[0], self._directions(outputs)
         return torch.cat([_ratio(part, centres) for part in units.split(max(1, _ENTRIES // len(centres)))])
 
     def factor(self, outputs: Tensor) -> Tensor:
@@ -113,10 +122,22 @@ class ClassCentres:
         """
         return (WEIGHT * (self.ratio(outputs).clamp(max=CAP) - self.typical)).exp()
 
-    def _directions(self) -> Tensor:
+    def _directions(self, like: Tensor) -> Tensor:
         """Centres (K, D); a sum of zero has no direction, and is at a right angle to everything."""
-        norms = self.sums.norm(dim=1, keepdim=True)
-        return self.sums / torch.where(norms > 0, norms, 1)
+        kept: Tensor | None = self.__dict__.get("_kept")
+        if kept is None or kept.dtype != like.dtype or kept.device != like.device:
+            # A tensor that is made in inference mode would stay out of later gradients.
+            with torch.inference_mode(False), torch.no_grad():
+                sums = self.sums.clone() if self.sums.is_inference() else self.sums
+                norms = sums.norm(dim=1, keepdim=True)
+                kept = (sums / torch.where(norms > 0, norms, 1)).to(like.dtype).to(like.device)
+            # The division takes longer than a prediction where there are many classes.
+            object.__setattr__(self, "_kept", kept)
+        return kept
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: all but the directions, which follow from the sums."""
+        return {name: value for name, value in self.__dict__.items() if name != "_kept"}
 
 
 def class_sums(outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,16 +149,17 @@ def class_sums(outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return kinds, sums
 
 
-def add_sums(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Labels and sums of two sets of inputs together."""
-    labels, inverse = torch.cat([first[0], second[0]]).unique(return_inverse=True)
-    both = torch.cat([first[1], second[1]])
-    return labels, both.new_zeros(len(labels), both.shape[1]).index_add_(0, inverse, both)
+def add_sums(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Labels and sums of several sets of inputs together."""
+    labels, inverse = torch.cat([labels for labels, _ in parts]).unique(return_inverse=True)
+    every = torch.cat([sums for _, sums in parts])
+    return labels, every.new_zeros(len(labels), every.shape[1]).index_add_(0, inverse, every)
 
 
 def _ratio(units: Tensor, centres: Tensor) -> Tensor:
-    nearest = (units.detach() @ centres.T).topk(2, dim=1).indices
+    with torch.autocast(units.device.type, enabled=False):
+        nearest = (units.detach() @ centres.T).topk(min(_NEAREST, len(centres)), dim=1).indices
     # Differences, because 1 - cosine loses all digits near a centre.
-    first, second = (units.unsqueeze(1) - centres[nearest]).norm(dim=2).unbind(1)
+    first, second = (units.unsqueeze(1) - centres[nearest]).norm(dim=2).topk(2, largest=False).values.unbind(1)
     # Two centres in one place: the embedding is as much between them as it can be.
     return torch.where(second > 0, first / torch.where(second > 0, second, 1), 1.0).clamp(max=1)

@@ -13,7 +13,10 @@ from contrastive_curvature.gallery_labels import GalleryClasses
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.metrics._checks import check_count, check_embeddings, check_labels, check_scores
 
-__all__ = ["RetrievalUncertainty", "nearest_others", "neighbor_distance"]
+__all__ = ["SHARE", "RetrievalUncertainty", "nearest_others", "neighbor_distance"]
+
+SHARE = 0.02
+"""Share of the known inputs that may be flagged as unknown. Measured: ``docs/defaults.md``."""
 
 _ENTRIES = 2**24
 """Numbers in one block of differences to neighbours: 64 MiB in float32."""
@@ -59,7 +62,7 @@ class RetrievalUncertainty:
         calibration: Tensor,
         *,
         k: int = 10,
-        share: float = 0.02,
+        share: float = SHARE,
         labels: Tensor | None = None,
     ) -> None:
         self.gallery = check_embeddings("gallery", gallery)

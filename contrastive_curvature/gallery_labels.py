@@ -84,7 +84,8 @@ class GalleryClasses:
         out = []
         for block, number, row in zip(queries.split(rows), match.split(rows), own.split(rows), strict=True):
             u = normalize(block)[0]
-            cosine = (u.detach() @ v.T).masked_fill_(index == number.unsqueeze(1), -torch.inf)
+            with torch.autocast(u.device.type, enabled=False):
+                cosine = (u.detach() @ v.T).masked_fill_(index == number.unsqueeze(1), -torch.inf)
             inside = (row >= 0).nonzero().squeeze(1)
             cosine[inside, row[inside]] = -torch.inf
             top, other = cosine.max(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import pickle
 
 import pytest
 import torch
@@ -90,6 +91,38 @@ def test_one_class_or_too_many_have_no_centres(monkeypatch: pytest.MonkeyPatch) 
     assert few is not None
     assert others is not None
     assert few.merged(others) is None
+
+
+def test_many_alike_are_typical_at_the_cap() -> None:
+    """In float32 the cap would be rounded up, and a state with it refused."""
+    z = torch.ones(50, 4) + 1e-3 * torch.randn(50, 4)
+    made = ClassCentres.of(z, torch.arange(50) % 2)
+    assert made is not None
+    assert made.typical <= CAP
+    twice = made.merged(made)
+    assert twice is not None
+    assert twice.typical <= CAP
+
+
+def test_labels_may_be_any_integers() -> None:
+    labels = torch.tensor([2**63 - 1, -(2**63), 0, -(2**63)])
+    made = ClassCentres.of(torch.randn(4, 3), labels)
+    assert made is not None
+    assert made.labels.tolist() == [-(2**63), 0, 2**63 - 1]
+
+
+def test_autocast_and_inference_mode_change_nothing() -> None:
+    train, labels = torch.randn(400, 8), torch.arange(400) % 200
+    made, x = ClassCentres.of(train, labels), torch.randn(50, 8)
+    assert made is not None
+    with torch.inference_mode():
+        first = made.ratio(x).clone()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(made.ratio(x), first)
+    x.requires_grad_()
+    made.factor(x).sum().backward()
+    assert x.grad is not None
+    assert pickle.loads(pickle.dumps(made)).ratio(x.detach()).equal(first)
 
 
 def test_outputs_of_another_dimension_are_refused() -> None:

@@ -125,6 +125,14 @@ def test_blocks_of_queries_are_put_together_in_their_order(entries, monkeypatch)
     torch.testing.assert_close(score(queries, torch.zeros(23), itself), whole, rtol=1e-12, atol=0)
 
 
+def test_autocast_changes_nothing():
+    gallery, labels, queries = torch.randn(60, 6), torch.arange(60) % 20, torch.randn(30, 6)
+    score = RetrievalUncertainty(gallery, torch.arange(99.0), labels=labels)
+    wanted = score(queries, torch.zeros(30))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(score(queries, torch.zeros(30)), wanted)
+
+
 def test_the_nearest_of_another_class_is_searched_beyond_the_k_nearest():
     angles = torch.tensor([0.1, 0.2, 0.3, 1.0, 2.0]).double()
     gallery = torch.stack([angles.cos(), angles.sin()], 1)

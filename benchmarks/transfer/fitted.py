@@ -29,6 +29,7 @@ DEFAULT = "default"
 
 READ: dict[str, Callable[[EmbeddingDistribution, Tensor], Tensor]] = {
     "uncertainty": lambda e, _: e.uncertainty,
+    "without_classes": lambda e, spread: spread / e.mean.norm(dim=1),
     "lost_length": lambda e, spread: spread * e.mean.norm(dim=1) / 2,
     "novelty": lambda e, _: e.novelty,
     "angle": lambda _, spread: spread,

@@ -17,6 +17,7 @@ from benchmarks.experiments.methods.vmf_density import VMFMixture
 from benchmarks.transfer.baselines import ClassGaussians, FeatureNeighbors, match_distance, match_votes, neighbors
 from benchmarks.transfer.fitted import DEFAULT, STRUCTURES, Fitted, Points
 from contrastive_curvature import RetrievalUncertainty
+from contrastive_curvature.gallery import SHARE
 from contrastive_curvature.hessian.sphere import normalize
 
 __all__ = ["ANSWERS", "Needs", "Row", "all_rows"]
@@ -64,6 +65,7 @@ gallery, with labels of its points and without: names of rows. The tables show h
 _OF_POSTERIOR = {
     "uncertainty": "uncertainty",
     "novelty": "novelty",
+    "without_classes": "uncertainty without class centres",
     "lost_length": "lost length",
     "angle": "V / n^2 (1 / kappa)",
     "variance": "tangential variance",
@@ -91,7 +93,9 @@ def _posterior(structure: str, name: str) -> Row:
     def score(fitted: Fitted, points: Points) -> Tensor:
         return fitted.answers(structure, points)[name]
 
-    return Row(f"{structure}/{name}", f"`{structure}`, {_OF_POSTERIOR[name]}", Needs.NOTHING, score)
+    # The angle grows between the centres of the training classes.
+    needs = Needs.CLASSES if name == "uncertainty" else Needs.NOTHING
+    return Row(f"{structure}/{name}", f"`{structure}`, {_OF_POSTERIOR[name]}", needs, score)
 
 
 def _minus_norm(_: Fitted, points: Points) -> Tensor:
@@ -135,7 +139,10 @@ def _retrieval(name: str, fitted: Fitted, points: Points, labels: Tensor | None)
     def make() -> RetrievalUncertainty:
         # The gallery that is searched. The encoder need not have been trained on its classes.
         known = fitted.answers(DEFAULT, fitted.known)["novelty"]
-        return RetrievalUncertainty(fitted.test.outputs, known, labels=labels)
+        if len(known) + 1 >= 1 / SHARE:
+            return RetrievalUncertainty(fitted.test.outputs, known, labels=labels)
+        # A file of anybody's may have few known inputs: the smallest share that they allow.
+        return RetrievalUncertainty(fitted.test.outputs, known, labels=labels, share=1 / (len(known) + 1))
 
     score = fitted.once(name, make)
     novelty = fitted.answers(DEFAULT, points)["novelty"]

@@ -133,6 +133,7 @@ class ContrastiveLaplace(CheckedPosterior):
         fitting.begin(self, train_loader)
         result = self.backend.fit(train_loader, self.structure, progress_bar)
         earlier = 0 if override else self.n_data
+        classes = fitting.merged_classes(self.class_centres, result.classes) if earlier else result.classes
         # Everything that can fail runs before the first assignment, so that a failed fit leaves the last one whole.
         self.form.absorb(self, result, earlier)
         loss, cost = (self.loss, float(self.cost)) if earlier else (0.0, 0.0)
@@ -140,7 +141,6 @@ class ContrastiveLaplace(CheckedPosterior):
         n, norm = result.n + earlier, None if result.typical_norm is None else float(result.typical_norm)
         if earlier and norm is not None:
             norm = None if self.typical_norm is None else (earlier * self.typical_norm + result.n * norm) / n
-        classes = fitting.merged_classes(self.class_centres, result.classes) if earlier else result.classes
         fitting.remember(self, result.loss + loss, float(result.cost) + cost, n, norm, classes)
         self._known = replace(self._known, sample=sample)
 
@@ -366,7 +366,7 @@ class ContrastiveLaplace(CheckedPosterior):
                 :func:`~contrastive_curvature.laplace.prior.average_information`; unless the object was constructed with
                 a temperature, that is set too, to ``2 L / (N + gamma)``, with the loss ``L`` of all N points and the
                 effective number ``gamma`` of parameters
-                (:func:`~contrastive_curvature.laplace.effective.effective_parameters`), so that sampled networks have
+                (:mod:`~contrastive_curvature.laplace.effective`), so that sampled networks have
                 at most about twice the loss of the trained one. ``"unit_information"``: the mean divided by the number
                 of points, the temperature left alone. ``"marglik"``: laplace-torch's maximisation of the marginal
                 likelihood. ``"gridsearch"``: minimise ``loss`` on ``val_loader``.

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from contrastive_curvature.ggn.dataset import DatasetCurvature
 from contrastive_curvature.ggn.nystrom import low_rank_moment
 from contrastive_curvature.ggn.spectrum import eigenpairs
+from contrastive_curvature.laplace import effective
 from contrastive_curvature.laplace.forms import CurvatureForm, merge_factors, warn_of_nothing
 from contrastive_curvature.laplace.kron_lowrank_precision import KronLowRank
 from contrastive_curvature.laplace.state_curvature import check_sketch
@@ -33,6 +35,16 @@ class KronLowRankForm(CurvatureForm):
         """See :meth:`CurvatureForm.diagonal`."""
         curvature: KronLowRank = la.H
         return curvature.diag()
+
+    def effective_parameters(self, la: Any, prior: Tensor) -> float:
+        """See :meth:`CurvatureForm.effective_parameters`."""
+        curvature: KronLowRank = la.H
+        _, values, rest = curvature.inputs
+        of_weight, of_bias = prior.expand(2)
+        spare = curvature.inputs.vectors.shape[0] - curvature.rank
+        out = effective.of_eigenvalues([(torch.outer(curvature.values, values), of_weight)])
+        out += spare * effective.of_eigenvalues([(curvature.values * rest, of_weight)])
+        return out if curvature.bias is None else out + effective.of_eigenvalues([(curvature.bias[1], of_bias)])
 
     def check(self, la: Any, state: Mapping[str, Any], like: Tensor) -> None:
         """See :meth:`CurvatureForm.check`."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from contrastive_curvature.ggn.accumulate import clamp_curvature, clamp_factors
 from contrastive_curvature.ggn.dataset import DatasetCurvature
+from contrastive_curvature.laplace import effective
 from contrastive_curvature.laplace.decompose import decompose_factors
 from contrastive_curvature.laplace.kernel import kernel_product
 from contrastive_curvature.laplace.prediction import to_device
@@ -62,6 +63,18 @@ class CurvatureForm(ABC):
         """Diagonal of the clamped curvature, without the likelihood factor, shape (P,)."""
 
     @abstractmethod
+    def effective_parameters(self, la: Any, prior: Tensor) -> float:
+        """Effective number of parameters; see :mod:`contrastive_curvature.laplace.effective`.
+
+        Args:
+            la: The posterior.
+            prior: Prior precision at the temperature 1: one number, one a parameter tensor, or one a parameter.
+
+        Raises:
+            InputError: The precision is not positive definite, by rounding.
+        """
+
+    @abstractmethod
     def check(self, la: Any, state: Mapping[str, Any], like: Tensor) -> None:
         """Check ``H`` and ``H_raw`` of a saved posterior.
 
@@ -77,6 +90,14 @@ class CurvatureForm(ABC):
     def load(self, la: Any, state: Mapping[str, Any]) -> None:
         """Set ``H_raw`` and ``H`` from a state that :meth:`check` has accepted."""
         la.H_raw, la.H = state["H_raw"], state["H"]
+
+
+def _of_each(la: Any, prior: Tensor) -> Tensor:
+    """A prior precision for each weight, shape (P,)."""
+    sizes = la._parameter_sizes()
+    if prior.numel() == len(sizes):
+        return prior.reshape(-1).repeat_interleave(torch.tensor(sizes, device=prior.device))
+    return prior.reshape(-1).expand(sum(sizes))
 
 
 class _Summed(CurvatureForm):
@@ -104,6 +125,10 @@ def warn_of_nothing(clamped: Tensor) -> None:
 class DiagonalForm(_Summed):
     """The diagonal, shape (P,)."""
 
+    def effective_parameters(self, la: Any, prior: Tensor) -> float:
+        """See :meth:`CurvatureForm.effective_parameters`."""
+        return effective.of_eigenvalues([(la.H, _of_each(la, prior))])
+
     def diagonal(self, la: Any) -> Tensor:
         """See :meth:`CurvatureForm.diagonal`."""
         return la.H
@@ -115,6 +140,10 @@ class DiagonalForm(_Summed):
 
 class DenseForm(_Summed):
     """The matrix, shape (P, P)."""
+
+    def effective_parameters(self, la: Any, prior: Tensor) -> float:
+        """See :meth:`CurvatureForm.effective_parameters`."""
+        return effective.of_dense(la.H, _of_each(la, prior))
 
     def diagonal(self, la: Any) -> Tensor:
         """See :meth:`CurvatureForm.diagonal`."""
@@ -149,6 +178,11 @@ def merge_factors(before: KronFactors, earlier: int, result: DatasetCurvature) -
 class KroneckerForm(CurvatureForm):
     """Kronecker factors: they add factor by factor, and are clamped in their eigenbases."""
 
+    def effective_parameters(self, la: Any, prior: Tensor) -> float:
+        """See :meth:`CurvatureForm.effective_parameters`."""
+        groups = [values[0] if len(values) == 1 else torch.outer(*values) for values in la.H.eigenvalues]
+        return effective.of_eigenvalues(list(zip(groups, prior.expand(len(groups)), strict=True)))
+
     def absorb(self, la: Any, result: DatasetCurvature, earlier: int) -> None:
         """See :meth:`CurvatureForm.absorb`."""
         factors = merge_factors(la.H_raw, earlier, result)
@@ -182,6 +216,11 @@ class _Replaced(CurvatureForm):
 class EigenpairForm(_Replaced):
     """Leading eigenvectors (P, R) and positive eigenvalues (R,)."""
 
+    def effective_parameters(self, la: Any, prior: Tensor) -> float:
+        """See :meth:`CurvatureForm.effective_parameters`."""
+        vectors, values = la.H
+        return effective.of_eigenpairs(vectors, values, _of_each(la, prior))
+
     def diagonal(self, la: Any) -> Tensor:
         """See :meth:`CurvatureForm.diagonal`."""
         vectors, values = la.H
@@ -198,6 +237,10 @@ class EigenpairForm(_Replaced):
 
 class KernelForm(_Replaced):
     """Some points, a root of their output Hessian, and the eigenpairs of ``A A^T``."""
+
+    def effective_parameters(self, la: Any, prior: Tensor) -> float:
+        """See :meth:`CurvatureForm.effective_parameters`; ``A^T A`` has the same eigenvalues, and zeros."""
+        return effective.of_eigenvalues([(la.H["values"], prior)])
 
     def diagonal(self, la: Any) -> Tensor:
         """The mean of the diagonal, shape (1,): the one prior precision needs no more."""

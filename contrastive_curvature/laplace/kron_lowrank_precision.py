@@ -144,7 +144,7 @@ class KronLowRankPrecision:
         covariance = self._bias_covariance(wide.dtype)
         if covariance is not None:
             out = out + covariance.unsqueeze(1)
-        return out.reshape(phi.shape[0] * len(u), -1).to(phi.dtype)
+        return out.reshape(phi.shape[0] * len(u), phi.shape[0] * len(u)).to(phi.dtype)
 
     def _as_factors(self, phi: Tensor) -> Tensor:
         """Features in the dtype of the fit, which is not that of an encoder that was converted after it."""

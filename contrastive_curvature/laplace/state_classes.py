@@ -39,12 +39,15 @@ def loaded_classes(state: Mapping[str, Any], like: Tensor) -> ClassCentres | Non
         got = f"the keys {sorted(saved, key=str)}" if type(saved) is dict else kind_of(saved)
         refuse("class_centres", f"None, or a dictionary of {', '.join(_KEYS)}", got)
     labels = check_tensor("class_centres: labels", saved["labels"], like, (None,), torch.int64)
-    if len(labels) < 2 or bool((labels.diff() <= 0).any()):
+    if len(labels) < 2 or bool((labels[1:] <= labels[:-1]).any()):
         refuse("class_centres: labels", "at least two numbers, ascending", kind_of(labels))
     sums = check_tensor("class_centres: sums", saved["sums"], like, (len(labels), state["n_outputs"]), torch.float64)
     typical, n = saved["typical"], saved["n"]
     if type(typical) is not float or not (math.isfinite(typical) and 0 <= typical <= CAP):
         refuse("class_centres: typical", f"a number in [0, {CAP}]", kind_of(typical))
-    if type(n) is not int or n < 1:
+    if type(n) is not int or not 0 < n < 2**63:
         refuse("class_centres: n", "a positive whole number", kind_of(n))
+    # Unit vectors of single precision may be longer by its rounding.
+    if bool((sums.abs() > (1 + 1e-5) * n).any()):
+        refuse("class_centres: sums", f"sums of at most {n:,} unit vectors", f"an entry of {float(sums.abs().max()):g}")
     return ClassCentres(labels, sums, typical, n)

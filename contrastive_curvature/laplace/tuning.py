@@ -16,7 +16,6 @@ from contrastive_curvature.arguments import check_count
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.laplace.checks import check_number, check_prior_precision
-from contrastive_curvature.laplace.effective import effective_parameters
 from contrastive_curvature.laplace.prior import PRIOR_STRUCTURES, STRENGTH, PriorMethod, average_information
 from contrastive_curvature.laplace.sampling import sampled_weights
 from contrastive_curvature.network.loader import check_batches, check_whole
@@ -111,19 +110,17 @@ def set_information(la: Any, method: PriorMethod, prior_structure: str, strength
             leaves the numbers of the encoder's dtype. Prior and temperature are as they were.
     """
     prior = average_information(la.form.diagonal(la), la._parameter_sizes(), prior_structure)
-    before, prior_before = la.temperature, la.prior_precision
+    before = la.temperature
     try:
         if method is PriorMethod.UNIT_INFORMATION:
             la.prior_precision = prior * la._H_factor / la.n_data
             return
         prior = prior * (STRENGTH if strength is None else float(strength))
         if not la._temperature_given and float(la.cost) > 0:
-            # The effective number of parameters does not depend on the temperature, which divides both precisions.
-            la.prior_precision = prior * la._H_factor
-            la.temperature = 2 * float(la.cost) / (la.n_data + effective_parameters(la))
+            la.temperature = 2 * float(la.cost) / (la.n_data + la.form.effective_parameters(la, prior))
         la.prior_precision = prior * la._H_factor
     except BaseException:
-        la.temperature, la.prior_precision = before, prior_before
+        la.temperature = before
         raise
 
 

@@ -104,6 +104,16 @@ def test_they_are_saved_and_loaded(weights: str) -> None:
     assert other.class_centres is None
 
 
+def test_any_labels_are_saved_and_loaded() -> None:
+    x, y = data()
+    extreme = torch.tensor([-(2**63), -1, 0, 2**63 - 1])[y]
+    la = fitted(body(), "last_layer", "diag", x, extreme)
+    other = make(body(), "last_layer", "diag")
+    other.load_state_dict(la.state_dict())
+    assert la.class_centres is not None
+    assert same(other.class_centres, la.class_centres)
+
+
 MUTATIONS: list[tuple[str, Any, str]] = [
     ("labels", torch.tensor([0, 0, 1]), "ascending"),
     ("labels", torch.tensor([1]), "at least two"),
@@ -118,6 +128,8 @@ MUTATIONS: list[tuple[str, Any, str]] = [
     ("n", 0, "positive whole number"),
     ("n", True, "positive whole number"),
     ("n", 4.0, "positive whole number"),
+    ("n", 10**400, "positive whole number"),
+    ("sums", torch.full((4, 3), 1e9, dtype=torch.float64), "unit vectors"),
 ]
 
 

@@ -34,7 +34,6 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.class_centres import ClassCentres
-from contrastive_curvature.laplace.effective import effective_parameters
 from contrastive_curvature.testing import dense_jacobian
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
@@ -199,6 +198,24 @@ def test_predictive_samples_lie_on_the_sphere(joint: bool, pred_type: str, devic
         assert close(z, raw / raw.norm(dim=2, keepdim=True))
 
 
+@pytest.mark.parametrize("structure", ["kron", "kron_lowrank"])
+def test_a_covariance_has_its_graph_wherever_it_is_asked_for_first(structure: str) -> None:
+    la, _, x = posterior("last_layer", structure, host={"enable_backprop": True})
+    out = la(x.requires_grad_())
+    with torch.inference_mode():
+        assert out.covariance.shape == (POINTS, DIM, DIM)
+    assert out.covariance.requires_grad
+    out.covariance.sum().backward()
+    assert x.grad is not None
+
+
+@for_every_combination
+def test_no_inputs_have_no_predictions(weights: str, structure: str) -> None:
+    la, _, x = posterior(weights, structure)
+    assert la(x[:0], joint=True).joint_covariance.shape == (0, 0)
+    assert la(x[:0]).uncertainty.shape == (0,)
+
+
 @on_every_device
 def test_sampled_networks_are_summarised(device: str) -> None:
     la, _, x = posterior("all", "diag", device)
@@ -240,21 +257,36 @@ def test_default_prior_is_a_hundredth_of_the_average_information(weights: str, s
         determined = well_determined(curvature, prior)
         assert la.temperature == pytest.approx(2 * cost / (POINTS + determined), rel=1e-9)
         assert close(la.prior_precision, (prior / la.temperature).reshape(1))
-        # Both precisions are over the temperature, so this number is free of it.
-        assert effective_parameters(la) == pytest.approx(determined, rel=1e-9)
+        assert la.form.effective_parameters(la, prior.reshape(1)) == pytest.approx(determined, rel=1e-9)
 
 
 @for_every_combination
 def test_effective_parameters_of_any_prior(weights: str, structure: str) -> None:
     la, _, _ = posterior(weights, structure)
-    curvature = curvature_of(weights, structure) / TEMPERATURE
+    curvature, before = curvature_of(weights, structure), la.prior_precision
     for kind in la.prior_structures:
         sizes = {"scalar": 1, "layerwise": len(la._parameter_sizes()), "diag": len(curvature)}
         given = torch.linspace(0.1, 4.0, sizes[kind], dtype=curvature.dtype)
-        la.prior_precision = given
         each = given.repeat_interleave(torch.tensor(la._parameter_sizes())) if kind == "layerwise" else given
-        assert effective_parameters(la) == pytest.approx(well_determined(curvature, each), rel=1e-9)
-        assert torch.equal(la.prior_precision, given)
+        truth = well_determined(curvature, each)
+        assert la.form.effective_parameters(la, given) == pytest.approx(truth, rel=1e-9)
+    assert torch.equal(la.prior_precision, before)
+
+
+@for_every_combination
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_choosing_the_prior_again_changes_nothing(weights: str, structure: str, dtype: torch.dtype) -> None:
+    x, y = data()
+    # Twice to the last bit, or a calibration would be out of date; and in any mode of torch.
+    la = fitted(body().to(dtype), weights, structure, x.to(dtype), y)
+    la.optimize_prior_precision()
+    wanted = (la.temperature, la.prior_precision.tolist())
+    la.temperature = 1e30
+    with torch.inference_mode():
+        la.optimize_prior_precision()
+    assert (la.temperature, la.prior_precision.tolist()) == wanted
+    la.optimize_prior_precision()
+    assert (la.temperature, la.prior_precision.tolist()) == wanted
 
 
 @for_every_combination
