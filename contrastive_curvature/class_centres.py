@@ -29,6 +29,9 @@ _SAMPLE = 2000
 """Inputs that say which ratio is typical."""
 
 _ROWS = 4096
+_ALONE = 1e-3
+"""Norm of a sum of unit vectors below which it has no direction."""
+
 _NEAREST = 4
 """Centres whose distances are computed exactly: products of matrices may be rounded to 10 bits (TF32)."""
 
@@ -43,7 +46,7 @@ class ClassCentres:
     Args:
         labels: Different class labels, ascending, int64, shape (K,), K >= 2.
         sums: Sums of unit embeddings, float64, shape (K, D).
-        typical: Mean of :meth:`ratio`, capped, over inputs of these classes.
+        typical: Mean of :meth:`ratio`, capped, over inputs of these classes, each left out of its own centre.
         n: Number of these inputs.
     """
 
@@ -65,24 +68,28 @@ class ClassCentres:
         """
         if len(labels.unique()) * outputs.shape[1] > MOST_NUMBERS:
             return None
-        some = torch.randperm(len(outputs), generator=torch.Generator().manual_seed(0))[:_SAMPLE]
-        return cls.from_sums(*class_sums(outputs, labels), outputs[some.to(outputs.device)], len(outputs))
+        some = torch.randperm(len(outputs), generator=torch.Generator().manual_seed(0))[:_SAMPLE].to(outputs.device)
+        return cls.from_sums(*class_sums(outputs, labels), outputs[some], labels[some], len(outputs))
 
     @classmethod
-    def from_sums(cls, labels: Tensor, sums: Tensor, sample: Tensor, n: int) -> ClassCentres | None:
+    def from_sums(cls, labels: Tensor, sums: Tensor, sample: Tensor, of: Tensor, n: int) -> ClassCentres | None:
         """The centres of classes whose sums are known; see :meth:`of`.
 
         Args:
             labels: Different class labels, ascending, shape (K,).
             sums: Sums of unit embeddings, float64, shape (K, D).
-            sample: Raw outputs of some inputs of these classes, for what is typical, shape (m, D).
-            n: Number of all of them.
+            sample: Raw outputs of some of the inputs that were summed, for what is typical, shape (m, D).
+            of: Their labels, shape (m,).
+            n: Number of all inputs.
         """
         if len(labels) < 2 or sums.numel() > MOST_NUMBERS:
             return None
         made = cls(labels, sums, 0.0, n)
+        units, own = normalize(sample.detach())[0], torch.searchsorted(labels, of)
+        rows = max(1, _ENTRIES // len(labels))
+        parts = [made._left_out(u, k) for u, k in zip(units.split(rows), own.split(rows), strict=True)]
         # In float32, the cap itself would be rounded up.
-        return replace(made, typical=min(CAP, float(made.ratio(sample.detach()).double().clamp(max=CAP).mean())))
+        return replace(made, typical=min(CAP, float(torch.cat(parts).double().clamp(max=CAP).mean())))
 
     def merged(self, other: ClassCentres) -> ClassCentres | None:
         """The centres of both data sets; what is typical is the mean of the two. ``None`` where they are too many."""
@@ -113,6 +120,17 @@ class ClassCentres:
             raise InputError(expected("class_centres", wanted, f"outputs of D = {outputs.shape[1]}"))
         units, centres = normalize(outputs)[0], self._directions(outputs)
         return torch.cat([_ratio(part, centres) for part in units.split(max(1, _ENTRIES // len(centres)))])
+
+    def _left_out(self, units: Tensor, own: Tensor) -> Tensor:
+        """The ratio of unit embeddings (B, D) of the classes with rows ``own`` (B,), each left out of its own centre.
+
+        A new input is part of no centre. In a class of few, an input is much nearer to a centre that it is part of.
+        """
+        rest = self.sums[own] - units.double()
+        # What rounding leaves of a class of one is no direction.
+        alone = rest.norm(dim=1) < _ALONE
+        left = normalize(torch.where(alone.unsqueeze(1), 1.0, rest))[0].to(units)
+        return _ratio(units, self._directions(units), own, left.masked_fill(alone.unsqueeze(1), torch.nan))
 
     def factor(self, outputs: Tensor) -> Tensor:
         """What angles are multiplied with, shape (B,): 1 for a typical input, more between two classes, less near one.
@@ -156,10 +174,20 @@ def add_sums(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return labels, every.new_zeros(len(labels), every.shape[1]).index_add_(0, inverse, every)
 
 
-def _ratio(units: Tensor, centres: Tensor) -> Tensor:
+def _ratio(units: Tensor, centres: Tensor, own: Tensor | None = None, left: Tensor | None = None) -> Tensor:
+    """Ratio of the two smallest distances; in each row, the centre ``own`` (B,) is replaced by ``left`` (B, D)."""
     with torch.autocast(units.device.type, enabled=False):
-        nearest = (units.detach() @ centres.T).topk(min(_NEAREST, len(centres)), dim=1).indices
+        cosine = units.detach() @ centres.T
+    if own is not None and left is not None:
+        # A centre that is not there is the last one.
+        cosine = cosine.scatter(1, own.unsqueeze(1), (units * left).sum(1, keepdim=True).nan_to_num(nan=-2.0))
+    nearest = cosine.topk(min(_NEAREST, len(centres)), dim=1).indices
+    near = centres[nearest]
+    if own is not None and left is not None:
+        near = torch.where((nearest == own.unsqueeze(1)).unsqueeze(2), left.unsqueeze(1), near)
     # Differences, because 1 - cosine loses all digits near a centre.
-    first, second = (units.unsqueeze(1) - centres[nearest]).norm(dim=2).topk(2, largest=False).values.unbind(1)
-    # Two centres in one place: the embedding is as much between them as it can be.
-    return torch.where(second > 0, first / torch.where(second > 0, second, 1), 1.0).clamp(max=1)
+    apart = (units.unsqueeze(1) - near).norm(dim=2).nan_to_num(nan=torch.inf)
+    first, second = apart.topk(2, largest=False).values.unbind(1)
+    # Two centres in one place, or one alone: the embedding is as much between two as it can be.
+    between = (second == 0) | second.isinf()
+    return torch.where(between, 1.0, first / torch.where(between, 1, second)).clamp(max=1)

@@ -214,8 +214,8 @@ class EmbeddingDistribution:
         factors are empirical, and about 1 for typical inputs (``docs/defaults.md``). Training gives short outputs to
         inputs that it places badly, which the posterior does not know: ``sqrt(t / n)``. And an embedding between two
         classes has a wrong neighbour more often than one near a class centre: ``r``, at most 0.85, is the distance to
-        the nearest centre over that to the second, and ``r_t`` its mean in training. Without a typical norm, and
-        without class centres, these factors are 1.
+        the nearest centre over that to the second, and ``r_t`` its mean in training, where each input is left out of
+        its own centre. Without a typical norm, and without class centres, these factors are 1.
         """
         # Finite numbers whose quotient overflows make NaN; such an output may point anywhere.
         spread = self.tangential_variance.nan_to_num(nan=torch.inf, posinf=torch.inf)

@@ -20,6 +20,7 @@ class ClassSums:
         self._found: tuple[Tensor, Tensor] | None = None
         self._waiting: list[tuple[Tensor, Tensor]] = []
         self._sample: FeatureSample | None = None
+        self._of = FeatureSample(1)
         self._n = 0
         self._too_many = False
 
@@ -33,8 +34,11 @@ class ClassSums:
         if sum(sums.numel() for _, sums in self._waiting) >= enough:
             self._take()
         if self._sample is None:
-            self._sample = FeatureSample(outputs.shape[1])
+            self._sample, self._of = FeatureSample(outputs.shape[1]), FeatureSample(1)
+            # Of one size and one seed, both draw the same rows.
+            self._of.size = self._sample.size
         self._sample.add(outputs)
+        self._of.add(labels.unsqueeze(1))
         self._n += len(outputs)
 
     def centres(self) -> ClassCentres | None:
@@ -42,7 +46,7 @@ class ClassSums:
         self._take()
         if self._found is None or self._sample is None or self._too_many:
             return None
-        return ClassCentres.from_sums(*self._found, self._sample.rows, self._n)
+        return ClassCentres.from_sums(*self._found, self._sample.rows, self._of.rows.squeeze(1), self._n)
 
     def _take(self) -> None:
         parts = [*([] if self._found is None else [self._found]), *self._waiting]
