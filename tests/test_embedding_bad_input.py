@@ -219,7 +219,7 @@ def test_typical_norm(bad: Any) -> None:
 
 
 def test_retrieval_uncertainty() -> None:
-    gallery, calibration = torch.randn(20, D), torch.rand(30) + 0.1
+    gallery, calibration = torch.randn(20, D), torch.rand(60) + 0.1
     make = cc.RetrievalUncertainty
     for bad in (None, 3, gallery.tolist(), gallery.long(), gallery[0], gallery * NAN, gallery * 0):
         refused(lambda bad=bad: make(bad, calibration), "gallery")
