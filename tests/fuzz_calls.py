@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature import metrics, vmf
+from contrastive_curvature import metrics, triplet, vmf
 from contrastive_curvature.losses.mining import active_pairs
 from contrastive_curvature.online import load_checkpoint
 
@@ -52,6 +52,54 @@ def posterior(weights: str = "last_layer", structure: str = "diag", more: dict[s
         warnings.simplefilter("ignore")
         la.fit([(x[:7], labels[:7]), (x[7:], labels[7:])])
     return la
+
+
+def _proxy_calls(mean: Tensor, kappa: Tensor) -> dict[str, Call]:
+    """Distances between embeddings and proxies."""
+    proxies, axes = torch.randn(4, D), 0.1 + torch.rand(4, D)
+    rows = {"mu": mean, "kappa": kappa.expand(len(mean)), "proxy_mu": proxies}
+    pairs = {**rows, "proxy_kappa": torch.rand(4)}
+    expected = {**rows, "proxy_kappa": axes, "n_samples": 3, "generator": None, "normalized": True}
+    with_temperature = {**expected, "temperature": torch.tensor(1.0)}
+    density = {"x": mean, "mu": mean, "kappa": 0.1 + torch.rand(len(mean), D), "normalized": True}
+    calls: dict[str, Call] = {
+        f"vmf.{name}": (getattr(vmf, name), pairs)
+        for name in (
+            "squared_euclidean_distance",
+            "bhattacharyya_distance",
+            "expected_likelihood_distance",
+            "kl_distance",
+            "kl_distance_printed",
+        )
+    }
+    return calls | {
+        "vmf.cosine_distance": (vmf.cosine_distance, {"mu": mean, "proxy_mu": proxies}),
+        "vmf.from_embedding": (vmf.from_embedding, {"z": mean}),
+        "vmf.nivmf_log_prob": (vmf.nivmf_log_prob, density),
+        "vmf.nivmf_distance": (
+            vmf.nivmf_distance,
+            {"mu": mean, "proxy_mu": proxies, "proxy_kappa": axes, "normalized": True},
+        ),
+        "vmf.el_nivmf_distance": (vmf.el_nivmf_distance, expected),
+        "vmf.el_nivmf_logits": (vmf.el_nivmf_logits, with_temperature),
+        "vmf.rsample": (vmf.rsample, {"mu": mean, "kappa": kappa, "n_samples": 3, "generator": None}),
+        "vmf.log_normalizer_quadratic": (vmf.log_normalizer_quadratic, {"kappa": kappa, "dim": 128}),
+    }
+
+
+def _triplet_calls() -> dict[str, Call]:
+    """The Bayesian triplet loss and its parts."""
+    three = {name: (torch.randn(5, D), 0.1 + torch.rand(5, D)) for name in ("anchor", "positive", "negative")}
+    options = {"distribution": "gaussian", "prior_variance": 1.0, "kl_weight": 0.1, "reduction": "mean"}
+    normal = {"mean": torch.randn(5, D), "variance": 0.1 + torch.rand(5, D), "prior_variance": 1.0}
+    return {
+        "triplet.tau_moments": (triplet.tau_moments, three),
+        "triplet.log_normal_cdf": (triplet.log_normal_cdf, {"z": torch.randn(5)}),
+        "triplet.log_probability": (triplet.log_probability, {**three, "margin": 0.1}),
+        "triplet.kl_to_normal": (triplet.kl_to_normal, normal),
+        "triplet.kl_to_uniform": (triplet.kl_to_uniform, {"kappa": torch.rand(5), "dim": D}),
+        "triplet.bayesian_triplet_loss": (triplet.bayesian_triplet_loss, {**three, "margin": 0.1, **options}),
+    }
 
 
 def _options() -> dict[str, Any]:
@@ -263,6 +311,8 @@ def _calls() -> dict[str, Call]:
             {"mu": mean, "kappa": kappa, "other_mu": mean.flip(0), "other_kappa": kappa},
         ),
         "vmf.sample": (vmf.sample, {"mu": mean, "kappa": kappa, "n_samples": 3, "generator": None}),
+        **_proxy_calls(mean, kappa),
+        **_triplet_calls(),
     }
 
 

@@ -1,4 +1,4 @@
-"""The von Mises-Fisher distribution on the unit sphere: estimation, density, normaliser and sampling.
+"""The von Mises-Fisher distribution on the unit sphere: estimation, density, normaliser, sampling and distances.
 
 The density of a direction ``u`` on the sphere of R^D (D >= 2), with respect to the surface measure, is
 ``C_D(kappa) exp(kappa <mu, u>)`` (Warburg et al. 2023, appendix C). Shape letters: ``S`` samples, ``D`` ambient
@@ -8,10 +8,23 @@ are divided by their norm, and a zero vector is refused. Half precision is conve
 
 from __future__ import annotations
 
+from contrastive_curvature.vmf.approximations import log_normalizer_quadratic
 from contrastive_curvature.vmf.density import kl_divergence, log_prob
+from contrastive_curvature.vmf.distances import (
+    bhattacharyya_distance,
+    cosine_distance,
+    expected_likelihood_distance,
+    from_embedding,
+    kl_distance,
+    kl_distance_printed,
+    squared_euclidean_distance,
+)
 from contrastive_curvature.vmf.estimation import concentration, fit, mean_direction
+from contrastive_curvature.vmf.expected_likelihood import el_nivmf_distance, el_nivmf_logits
 from contrastive_curvature.vmf.gaussian import concentration_from_gaussian, tangential_variance
+from contrastive_curvature.vmf.nonisotropic import nivmf_distance, nivmf_log_prob
 from contrastive_curvature.vmf.normalizer import log_density_at_mode, log_normalizer, mean_resultant_length
+from contrastive_curvature.vmf.reparameterized import rsample
 from contrastive_curvature.vmf.sampling import sample
 
 __all__ = [
@@ -29,4 +42,20 @@ __all__ = [
     "log_prob",
     "kl_divergence",
     "sample",
+    "rsample",
+    # a concentration for each axis
+    "nivmf_log_prob",
+    # distances of all embeddings to all proxies
+    "from_embedding",
+    "squared_euclidean_distance",
+    "cosine_distance",
+    "bhattacharyya_distance",
+    "expected_likelihood_distance",
+    "kl_distance",
+    "nivmf_distance",
+    "el_nivmf_distance",
+    "el_nivmf_logits",
+    # what a source document prints, for comparison
+    "kl_distance_printed",
+    "log_normalizer_quadratic",
 ]

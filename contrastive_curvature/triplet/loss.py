@@ -1,0 +1,103 @@
+"""The Bayesian triplet loss: negative log-probability of the triplets, plus divergences to the prior."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.triplet._checks import Gaussian, Triplet, check_number, check_triplet
+from contrastive_curvature.triplet.divergence import kl_to_normal_of
+from contrastive_curvature.triplet.likelihood import log_probability_of
+from contrastive_curvature.triplet.uniform import kl_to_uniform_of
+from contrastive_curvature.vmf._checks import check_dim, unit
+
+__all__ = ["bayesian_triplet_loss"]
+
+
+def _check_choice(argument: str, value: object, known: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in known:
+        raise InputError(expected(argument, "one of " + ", ".join(map(repr, known)), value))
+
+
+def _on_sphere(name: str, embedding: Gaussian) -> tuple[Gaussian, Tensor]:
+    """Return the embedding with a mean of norm 1, and its concentration ``1 / variance``."""
+    mean, variance, dtype = embedding
+    check_dim(mean.shape[-1])
+    if variance.shape[-1] != 1:
+        hint = 'distribution="vmf" has one concentration for all directions.'
+        wanted = f"shape {(*mean.shape[:-1], 1)} (isotropic)"
+        raise InputError(expected(f"variance of {name}", wanted, tuple(variance.shape), hint))
+    zeros = int((variance == 0).sum())
+    if zeros:
+        hint = "The concentration would be infinite."
+        raise InputError(expected(f"variance of {name}", "variances > 0", f"{zeros} zeros", hint))
+    return Gaussian(unit(f"mean of {name}", mean)[0], variance, dtype), 1 / variance.squeeze(-1)
+
+
+def bayesian_triplet_loss(
+    anchor: tuple[Tensor, Tensor],
+    positive: tuple[Tensor, Tensor],
+    negative: tuple[Tensor, Tensor],
+    margin: float = 0.0,
+    *,
+    distribution: Literal["gaussian", "vmf"] = "gaussian",
+    prior_variance: float | None = None,
+    kl_weight: float = 1e-6,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+) -> Tensor:
+    """Return the negative log-probability of triplets plus the weighted divergences of their embeddings to the prior.
+
+    ``-log P(|a - p|^2 + margin < |a - n|^2) + kl_weight [KL(a) + KL(p) + KL(n)]`` per triplet, with
+    :func:`~contrastive_curvature.triplet.log_probability` for the first part. The documents call it the negative
+    evidence lower bound (at ``kl_weight=1``). It is not a bound: the embeddings are integrated out inside the
+    logarithm, where the bound has them outside; see ``docs/bayesian_triplet.md``.
+
+    Args:
+        anchor: Mean (..., D) and variance (..., D) (diagonal) or (..., 1) (isotropic), the latter > 0.
+        positive: The same for the embedding that should be close.
+        negative: The same for the embedding that should be far.
+        margin: ``m >= 0``, in squared units of the embedding.
+        distribution: ``"gaussian"``: prior ``N(0, prior_variance I)``. ``"vmf"``: the means are divided by their norm;
+            the prior is uniform on the sphere, the divergence that of a von Mises-Fisher distribution with
+            ``kappa = 1 / variance``, D >= 2, isotropic variances only. The first part treats the embeddings as
+            Gaussians in both cases, as the documents do.
+        prior_variance: Variance of the Gaussian prior, > 0; ``None`` stands for 1. Refused with ``"vmf"``.
+        kl_weight: Weight of the divergences, >= 0. The default is that of the supplement's listing 1.
+        reduction: ``"mean"`` or ``"sum"`` over the triplets, or ``"none"``.
+
+    Returns:
+        The loss (in nats): a scalar, or the broadcast batch shape with ``"none"``. Twice differentiable.
+
+    Raises:
+        InputTypeError: An argument has a wrong type.
+        InputError: An option is unknown or has no effect, a shape does not fit, the batch shapes do not broadcast, the
+            dimensions or the devices differ, an entry is NaN or infinite, a variance is not positive, a mean is zero
+            (with ``"vmf"``), or the mean over no triplets is asked for.
+
+    Source: Eq. 37 to 46 and listings 1 and 2 of the supplement of Warburg et al. (2021).
+    """
+    margin, kl_weight = check_number("margin", margin), check_number("kl_weight", kl_weight)
+    _check_choice("distribution", distribution, ("gaussian", "vmf"))
+    _check_choice("reduction", reduction, ("mean", "sum", "none"))
+    if distribution == "vmf" and prior_variance is not None:
+        hint = 'The uniform distribution on the sphere has no variance; leave it out, or use distribution="gaussian".'
+        raise InputError(expected("prior_variance", 'None with distribution="vmf"', prior_variance, hint))
+    prior = 1.0 if prior_variance is None else check_number("prior_variance", prior_variance, positive=True)
+    triplet = check_triplet(anchor, positive, negative)
+    named = zip(("anchor", "positive", "negative"), triplet[:3], strict=True)
+    if distribution == "gaussian":
+        divergences = [kl_to_normal_of(one, prior, f"variance of {name}") for name, one in named]
+    else:
+        directed = [_on_sphere(name, one) for name, one in named]
+        divergences = [kl_to_uniform_of(kappa, one.mean.shape[-1]) for one, kappa in directed]
+        (a, _), (p, _), (n, _) = directed
+        triplet = Triplet(a, p, n, triplet.dtype)
+    log_probabilities = log_probability_of(triplet, margin)
+    losses = kl_weight * (divergences[0] + divergences[1] + divergences[2]) - log_probabilities
+    if reduction == "mean" and not losses.numel():
+        raise InputError(expected("anchor, positive, negative", "at least one triplet", "none", 'Or reduction="sum".'))
+    if reduction != "none":
+        losses = losses.mean() if reduction == "mean" else losses.sum()
+    return losses.to(triplet.dtype)

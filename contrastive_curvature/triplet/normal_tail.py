@@ -1,0 +1,97 @@
+"""The logarithm of the normal distribution function, with derivatives that hold far into the tail.
+
+``torch.special.log_ndtr`` has the right value. Its gradient ``exp(-log_ndtr(z) - z^2 / 2) / sqrt(2 pi)`` subtracts two
+numbers of size z^2 / 2: at z = -1e4 in float32 it is 6.5 times too large, at z = -1e10 in float64 it is infinite.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.vmf._checks import check_finite, check_real
+
+__all__ = ["log_cdf", "log_normal_cdf"]
+
+# From here on outwards the continued fraction is used; measured with mpmath, _LEVELS of it err by less than 1e-15.
+_TAIL = 5.0
+_LEVELS = 40
+
+
+def _fraction(z: Tensor) -> Tensor:
+    """Return ``z + phi(z) / Phi(z)`` for z <= -_TAIL: with x = -z, ``1 / (x + 2 / (x + 3 / (x + ...)))``."""
+    x = (-z).clamp(min=_TAIL)
+    rest = torch.zeros_like(x)
+    for level in range(_LEVELS, 1, -1):
+        rest = level / (x + rest)
+    return 1 / (x + rest)
+
+
+class _Tail(torch.autograd.Function):
+    """``log``: log Phi(z). ``hazard``: its derivative h = phi(z) / Phi(z). ``excess``: z + h, which would cancel."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(z: Tensor, name: str) -> Tensor:
+        if name == "log":
+            value: Tensor = torch.special.log_ndtr(z)
+            return value
+        hazard = math.sqrt(2 / math.pi) / torch.special.erfcx(z / -math.sqrt(2))
+        excess = torch.where(z < -_TAIL, _fraction(z), z + hazard)
+        return excess if name == "excess" else torch.where(z < -_TAIL, excess - z, hazard)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:  # noqa: ARG004  # torch's signature
+        z, ctx.name = inputs
+        ctx.save_for_backward(z)
+        ctx.save_for_forward(z)
+
+    @staticmethod
+    def _derivative(ctx: Any) -> Tensor:
+        (z,) = ctx.saved_tensors
+        if ctx.name == "excess":
+            message = "log_normal_cdf can be differentiated at most twice."
+            raise UnsupportedError(message)
+        hazard: Tensor = _Tail.apply(z, "hazard")
+        return hazard if ctx.name == "log" else -hazard * _Tail.apply(z, "excess")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * _Tail._derivative(ctx), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        tangent: Tensor = tangents[0]
+        return tangent * _Tail._derivative(ctx)
+
+
+def log_cdf(z: Tensor) -> Tensor:
+    """Return ``log Phi(z)`` for a float64 tensor, unchecked."""
+    value: Tensor = _Tail.apply(z, "log")
+    return value
+
+
+def log_normal_cdf(z: Tensor) -> Tensor:
+    """Return ``log Phi(z)``, the logarithm of the standard normal distribution function.
+
+    Args:
+        z: Finite numbers, any shape, any floating dtype.
+
+    Returns:
+        Values <= 0 with the shape and dtype of ``z`` (float32 for half precision), computed in float64. The
+        relative error of value, first derivative ``phi(z) / Phi(z)`` and second derivative is below 3e-13 for z from
+        -1e150 to 37; above, all three go to zero and underflow.
+
+    Raises:
+        InputTypeError: ``z`` is not a floating-point tensor.
+        InputError: An entry is NaN or infinite.
+        UnsupportedError: A third derivative is asked for.
+    """
+    checked = check_real("z", z)
+    check_finite("z", checked)
+    return log_cdf(checked.double()).to(checked.dtype)

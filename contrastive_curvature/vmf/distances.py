@@ -1,0 +1,215 @@
+"""Distances of von Mises-Fisher distributions, between all embeddings and all proxies, in closed form.
+
+An embedding z stands for the distribution with direction ``z/|z|`` and concentration ``|z|`` (``from_embedding``), and
+a proxy for one with a direction and a concentration of its own. Shape letters: ``B`` embeddings, ``C`` proxies, ``D``
+dimensions. The work is a (B, D) by (D, C) matrix product in the dtype of the directions, and functions of (B, C)
+numbers in float64; no (B, C, D) tensor is made. Cosines carry the rounding error eps of their dtype, so a distance
+carries about ``eps * kappa`` where it grows with kappa.
+
+Source: Kirchhof et al. (2022), A Non-isotropic Probabilistic Take on Proxy-based Deep Metric Learning, supplement.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.vmf._checks import unit
+from contrastive_curvature.vmf._pairs import Pairs, check_same_space, checked_directions, make_pairs
+from contrastive_curvature.vmf.normalizer import log_surface, of_kappa
+
+__all__ = [
+    "bhattacharyya_distance",
+    "cosine_distance",
+    "expected_likelihood_distance",
+    "from_embedding",
+    "kl_distance",
+    "kl_distance_printed",
+    "squared_euclidean_distance",
+]
+
+
+def from_embedding(z: Tensor) -> tuple[Tensor, Tensor]:
+    """Split embeddings into the direction and the concentration of the distribution that they stand for.
+
+    Args:
+        z: Embeddings, shape (..., D), D >= 2, none zero.
+
+    Returns:
+        Directions (..., D) of norm 1, and concentrations (...), the norms. Gradients flow through both.
+
+    Raises:
+        InputTypeError: If ``z`` is not a floating-point tensor.
+        InputError: If D < 2, an entry is not finite, or an embedding is zero.
+    """
+    return unit("z", z)
+
+
+def cosine_distance(mu: Tensor, proxy_mu: Tensor) -> Tensor:
+    """Return minus the cosine of every embedding with every proxy, d_Cos.
+
+    Args:
+        mu: Directions of the embeddings, shape (B, D); normalised here.
+        proxy_mu: Directions of the proxies, shape (C, D); normalised here.
+
+    Returns:
+        Distances in [-1, 1], shape (B, C).
+
+    Raises:
+        InputTypeError: If an argument is not a floating-point tensor.
+        InputError: If a shape or device disagrees, or a direction is zero or not finite.
+    """
+    u, p = checked_directions("mu", mu), checked_directions("proxy_mu", proxy_mu)
+    dtype = check_same_space(mu=u, proxy_mu=p)
+    return -(u.to(dtype) @ p.to(dtype).T)
+
+
+def squared_euclidean_distance(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, proxy_kappa: Tensor) -> Tensor:
+    """Return ``|kappa mu - proxy_kappa proxy_mu|^2``, d_L2, which the document defines without a root.
+
+    Args:
+        mu: Directions of the embeddings, shape (B, D); normalised here.
+        kappa: Concentrations of the embeddings, shape (B,) or (), finite and >= 0.
+        proxy_mu: Directions of the proxies, shape (C, D); normalised here.
+        proxy_kappa: Concentrations of the proxies, shape (C,) or (), finite and >= 0.
+
+    Returns:
+        Distances >= 0, shape (B, C), in squared units of the concentrations.
+
+    Raises:
+        InputTypeError: If an argument is not a floating-point tensor.
+        InputError: If a shape or device disagrees, a direction is zero or not finite, or a concentration is negative
+            or not finite.
+
+    Source: the law of cosines, before Eq. 44.
+    """
+    pairs = make_pairs(mu, kappa, proxy_mu, proxy_kappa)
+    k, other = pairs.kappa, pairs.proxy_kappa
+    return ((k - other).square() + 2 * k * other * pairs.versine).to(pairs.dtype)
+
+
+def _sum_and_deficit(pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """Return ``s = |kappa mu + proxy_kappa proxy_mu|`` and ``kappa + proxy_kappa - s``, without cancellation."""
+    k, other = pairs.kappa, pairs.proxy_kappa
+    top = torch.maximum(k, other).detach()
+    top = torch.where(top > 0, top, torch.ones_like(top))
+    a, b = k / top, other / top
+    square = (a - b).square() + 2 * a * b * (2 - pairs.versine)
+    # The root has no derivative at 0, where the distances have one: it is that of a length which stays 0.
+    opposite = square <= 0
+    relative = torch.where(opposite, torch.ones_like(square), square).sqrt()
+    length = torch.where(opposite, torch.zeros_like(square), top * relative)
+    deficit = torch.where(opposite, k + other, top * (2 * a * b * pairs.versine / (a + b + relative)))
+    return length, deficit
+
+
+def bhattacharyya_distance(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, proxy_kappa: Tensor) -> Tensor:
+    """Return the Bhattacharyya distance ``-log of the integral of sqrt(p q)``, d_B-vMF.
+
+    ``log C(|a + b| / 2) - log C(|a|) / 2 - log C(|b|) / 2`` with ``a = kappa mu`` and ``b = proxy_kappa proxy_mu``.
+
+    Args:
+        mu: Directions of the embeddings, shape (B, D); normalised here.
+        kappa: Concentrations of the embeddings, shape (B,) or (), finite and >= 0.
+        proxy_mu: Directions of the proxies, shape (C, D); normalised here.
+        proxy_kappa: Concentrations of the proxies, shape (C,) or (), finite and >= 0.
+
+    Returns:
+        Distances (in nats), shape (B, C): >= 0, and 0 for equal distributions, up to rounding.
+
+    Raises:
+        InputTypeError: If an argument is not a floating-point tensor.
+        InputError: If a shape or device disagrees, a direction is zero or not finite, or a concentration is negative
+            or not finite.
+
+    Source: Eq. 29.
+    """
+    pairs = make_pairs(mu, kappa, proxy_mu, proxy_kappa)
+    length, deficit = _sum_and_deficit(pairs)
+    ends = (of_kappa(pairs.kappa, pairs.dim, "gain") + of_kappa(pairs.proxy_kappa, pairs.dim, "gain")) / 2
+    return (of_kappa(length / 2, pairs.dim, "gain") - ends + deficit / 2).to(pairs.dtype)
+
+
+def expected_likelihood_distance(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, proxy_kappa: Tensor) -> Tensor:
+    """Return ``-log of the integral of p q``, the expected likelihood distance or mutual likelihood score, d_EL-vMF.
+
+    ``log C(|a + b|) - log C(|a|) - log C(|b|)`` with ``a = kappa mu`` and ``b = proxy_kappa proxy_mu``. It may be
+    negative, and it is not 0 for equal distributions: densities are not below 1.
+
+    Args:
+        mu: Directions of the embeddings, shape (B, D); normalised here.
+        kappa: Concentrations of the embeddings, shape (B,) or (), finite and >= 0.
+        proxy_mu: Directions of the proxies, shape (C, D); normalised here.
+        proxy_kappa: Concentrations of the proxies, shape (C,) or (), finite and >= 0.
+
+    Returns:
+        Distances (in nats), shape (B, C).
+
+    Raises:
+        InputTypeError: If an argument is not a floating-point tensor.
+        InputError: If a shape or device disagrees, a direction is zero or not finite, or a concentration is negative
+            or not finite.
+
+    Source: Eq. 35.
+    """
+    pairs = make_pairs(mu, kappa, proxy_mu, proxy_kappa)
+    length, deficit = _sum_and_deficit(pairs)
+    ends = of_kappa(pairs.kappa, pairs.dim, "gain") + of_kappa(pairs.proxy_kappa, pairs.dim, "gain")
+    return (of_kappa(length, pairs.dim, "gain") - ends + deficit + log_surface(pairs.dim)).to(pairs.dtype)
+
+
+def kl_distance(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, proxy_kappa: Tensor) -> Tensor:
+    """Return the Kullback-Leibler divergence from every embedding to every proxy, d_KL-vMF, in its right form.
+
+    ``log C(kappa) - log C(proxy_kappa) + A(kappa) (kappa - proxy_kappa cos)``: the mean of a von Mises-Fisher
+    distribution is ``A(kappa) mu``. ``kl_divergence`` gives the same for single pairs.
+
+    Args:
+        mu: Directions of the embeddings, shape (B, D); normalised here.
+        kappa: Concentrations of the embeddings, shape (B,) or (), finite and >= 0.
+        proxy_mu: Directions of the proxies, shape (C, D); normalised here.
+        proxy_kappa: Concentrations of the proxies, shape (C,) or (), finite and >= 0.
+
+    Returns:
+        Divergences (in nats), shape (B, C): >= 0, and 0 for equal distributions, up to rounding.
+
+    Raises:
+        InputTypeError: If an argument is not a floating-point tensor.
+        InputError: If a shape or device disagrees, a direction is zero or not finite, or a concentration is negative
+            or not finite.
+
+    Source: Eq. 38, with the mean ``A(kappa) mu`` inserted.
+    """
+    pairs = make_pairs(mu, kappa, proxy_mu, proxy_kappa)
+    k, other, dim = pairs.kappa, pairs.proxy_kappa, pairs.dim
+    modes = of_kappa(k, dim, "gain") - of_kappa(other, dim, "gain")
+    spread, mean_length = of_kappa(k, dim, "complement"), of_kappa(k, dim, "ratio")
+    return (modes + (other - k) * spread + other * mean_length * pairs.versine).to(pairs.dtype)
+
+
+def kl_distance_printed(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, proxy_kappa: Tensor) -> Tensor:
+    """Return what the document prints as d_KL-vMF, for comparison; it is not a divergence.
+
+    ``log C(kappa) - log C(proxy_kappa) + kappa - proxy_kappa cos``: the mean of the distribution is replaced by its
+    direction. It is negative for two equal directions with ``proxy_kappa > kappa``, and falls without limit in
+    ``proxy_kappa`` there.
+
+    Args:
+        mu: Directions of the embeddings, shape (B, D); normalised here.
+        kappa: Concentrations of the embeddings, shape (B,) or (), finite and >= 0.
+        proxy_mu: Directions of the proxies, shape (C, D); normalised here.
+        proxy_kappa: Concentrations of the proxies, shape (C,) or (), finite and >= 0.
+
+    Returns:
+        Numbers (in nats) of either sign, shape (B, C).
+
+    Raises:
+        InputTypeError: If an argument is not a floating-point tensor.
+        InputError: If a shape or device disagrees, a direction is zero or not finite, or a concentration is negative
+            or not finite.
+
+    Source: Eq. 39.
+    """
+    pairs = make_pairs(mu, kappa, proxy_mu, proxy_kappa)
+    modes = of_kappa(pairs.kappa, pairs.dim, "gain") - of_kappa(pairs.proxy_kappa, pairs.dim, "gain")
+    return (modes + pairs.proxy_kappa * pairs.versine).to(pairs.dtype)

@@ -1,0 +1,140 @@
+"""The non-isotropic von Mises-Fisher distribution: a concentration for every axis.
+
+With ``K = diag(kappa)``, ``a = K mu / |K mu|`` and ``b = |K mu|``, the direction ``K x / |K x|`` has the von
+Mises-Fisher distribution with direction ``a`` and concentration ``b``. The map ``x -> K x / |K x|`` is a bijection of
+the sphere, which multiplies its surface by ``det K / |K x|^D``. So the density of x is
+
+    C_D(b) exp(b <K x / |K x|, a>) det K / |K x|^D.
+
+The document writes ``det K / |K mu|`` for the last factor and says itself that this is a heuristic: its function does
+not integrate to 1 (for ``K = kappa I`` it integrates to ``kappa^(D-1)``). It is had by ``normalized=False``.
+
+Source: Kirchhof et al. (2022), A Non-isotropic Probabilistic Take on Proxy-based Deep Metric Learning, supplement, Eq.
+14-22; the surface factor is derived for this library.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.arguments import check_flag
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.vmf._checks import broadcast_batch, check_kappa, unit
+from contrastive_curvature.vmf._pairs import check_same_space, checked_directions, versine
+from contrastive_curvature.vmf.normalizer import log_density_at_mode
+
+__all__ = ["nivmf_distance", "nivmf_log_prob"]
+
+
+class _Terms(NamedTuple):
+    """What does not depend on x: K divided by its largest entry, a, b, and the logarithm of the constant factors."""
+
+    scaled: Tensor
+    pole: Tensor
+    length: Tensor
+    log_factor: Tensor
+
+
+def _axis_kappas(name: str, value: object) -> Tensor:
+    checked = check_kappa(value)
+    if bool((checked <= 0).any()):
+        hint = "An axis without concentration makes the map of the sphere singular; use a small value."
+        raise InputError(expected(name, "> 0 for every axis", float(checked.min()), hint))
+    return checked
+
+
+def _terms(m: Tensor, kappa: Tensor, normalized: bool) -> _Terms:
+    top = kappa.detach().amax(-1, keepdim=True)
+    scaled = kappa / top
+    pole, share = unit("kappa * mu", scaled * m)
+    length = share * top.squeeze(-1)
+    log_factor = log_density_at_mode(length, m.shape[-1])
+    surface = scaled.log().sum(-1) if normalized else kappa.log().sum(-1) - length.log()
+    return _Terms(scaled, pole, length, log_factor + surface)
+
+
+def nivmf_log_prob(x: Tensor, mu: Tensor, kappa: Tensor, *, normalized: bool = True) -> Tensor:
+    """Return the log-density of the non-isotropic von Mises-Fisher distribution, by the surface measure of the sphere.
+
+    For equal concentrations it is ``log_prob`` of the isotropic distribution. For others, the surface factor moves the
+    mode from ``mu`` towards the axes of small concentration.
+
+    Args:
+        x: Directions, shape (..., D), D >= 2; normalised here.
+        mu: Directions of the distributions, shape (..., D); normalised here.
+        kappa: Concentrations of the axes, shape (..., D), finite and > 0.
+        normalized: Whether the surface factor is the right one, which makes this a density. With ``False`` it is the
+            document's ``det K / |K mu|`` (Eq. 19), which does not depend on x.
+
+    Returns:
+        Log-densities (in nats), with the broadcast batch shape.
+
+    Raises:
+        InputTypeError: If an argument is not a floating-point tensor, or ``normalized`` not a bool.
+        InputError: If a vector is zero or not finite, a concentration is not positive or not finite, D < 2 or
+            disagrees, the batch shapes do not broadcast, or the devices differ.
+
+    Source: Eq. 22.
+    """
+    check_flag("normalized", normalized)
+    u, _ = unit("x", x)
+    m, _ = unit("mu", mu)
+    k = _axis_kappas("kappa", kappa)
+    if k.ndim < 1:
+        raise InputError(expected("kappa", "shape (..., D)", tuple(k.shape)))
+    dtype = check_same_space(x=u, mu=m, kappa=k)
+    broadcast_batch(x=(u, 1), mu=(m, 1), kappa=(k, 1))
+    terms = _terms(m.to(dtype), k.to(dtype), normalized)
+    image, stretch = unit("kappa * x", terms.scaled * u.to(dtype))
+    log_prob = terms.log_factor - terms.length / 2 * (image - terms.pole).square().sum(-1)
+    return log_prob - u.shape[-1] * stretch.log() if normalized else log_prob
+
+
+def all_pairs(u: Tensor, m: Tensor, kappa: Tensor, normalized: bool) -> Tensor:
+    """Return the log-densities of directions (M, D) under distributions (C, D), shape (M, C), for checked arguments."""
+    terms = _terms(m, kappa, normalized)
+    tiny = torch.finfo(u.dtype).tiny
+    stretch = (u.square() @ terms.scaled.square().T).clamp(min=tiny).sqrt()
+    cosine = (u @ (terms.scaled * terms.pole).T) / stretch
+    log_prob = terms.log_factor - terms.length * versine(cosine)
+    return log_prob - u.shape[-1] * stretch.log() if normalized else log_prob
+
+
+def checked_proxies(u: Tensor, proxy_mu: object, proxy_kappa: object, normalized: object) -> tuple[Tensor, Tensor]:
+    """Return directions and concentrations of nivMF proxies, both (C, D), in the space of the directions ``u``."""
+    check_flag("normalized", normalized)
+    p = checked_directions("proxy_mu", proxy_mu)
+    k = _axis_kappas("proxy_kappa", proxy_kappa)
+    if k.shape != p.shape:
+        hint = f"To use one concentration for all axes, call .expand({tuple(p.shape)}) on a column."
+        raise InputError(expected("proxy_kappa", f"shape {tuple(p.shape)}, that of proxy_mu", tuple(k.shape), hint))
+    check_same_space(mu=u, proxy_mu=p, proxy_kappa=k)
+    return p, k
+
+
+def nivmf_distance(mu: Tensor, proxy_mu: Tensor, proxy_kappa: Tensor, *, normalized: bool = True) -> Tensor:
+    """Return minus the log-density of every embedding's direction under every proxy's distribution, d_nivMF.
+
+    Args:
+        mu: Directions of the embeddings, shape (B, D); normalised here.
+        proxy_mu: Directions of the proxies, shape (C, D); normalised here.
+        proxy_kappa: Concentrations of the proxies' axes, shape (C, D), finite and > 0.
+        normalized: As in ``nivmf_log_prob``; ``False`` is what the document trains with.
+
+    Returns:
+        Distances (in nats), of either sign, shape (B, C). Rounding: about eps times the largest ``|K mu|``.
+
+    Raises:
+        InputTypeError: If an argument is not a floating-point tensor, or ``normalized`` not a bool.
+        InputError: If a shape or device disagrees, a direction is zero or not finite, or a concentration is not
+            positive or not finite.
+
+    Source: Eq. 22.
+    """
+    u = checked_directions("mu", mu)
+    p, k = checked_proxies(u, proxy_mu, proxy_kappa, normalized)
+    dtype = torch.promote_types(torch.promote_types(u.dtype, p.dtype), k.dtype)
+    return -all_pairs(u.to(dtype), p.to(dtype), k.to(dtype), normalized)

@@ -1,0 +1,170 @@
+"""The logarithm of the normal distribution function, and the log-probability of a triplet."""
+
+from __future__ import annotations
+
+import math
+
+import mpmath
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
+from contrastive_curvature.triplet import log_normal_cdf, log_probability, tau_moments
+
+POINTS = [-1e8, -1e4, -300.0, -37.5, -8.0, -5.0001, -5.0, -4.9999, -1.0, -1e-9, 0.0, 1e-9, 0.7, 5.0, 8.3, 20.0, 37.0]
+
+
+def f64(value: object) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def reference(z: float) -> tuple[float, float, float]:
+    """Log Phi(z) and its first two derivatives, to 60 digits before they are rounded."""
+    with mpmath.workdps(60):
+        x = mpmath.mpf(z)
+        if x < -100:  # erfc is slow so far out, where the asymptotic series has all digits
+            mills = mpmath.nsum(lambda k: (-1) ** int(k) * mpmath.fac2(2 * k - 1) / (-x) ** (2 * k + 1), [0, 12])
+            log = mpmath.log(mills) - x**2 / 2 - mpmath.log(2 * mpmath.pi) / 2
+            hazard = 1 / mills
+        else:
+            cdf = mpmath.erfc(-x / mpmath.sqrt(2)) / 2
+            # Close to one, log Phi would be the logarithm of a rounded number.
+            log = mpmath.log1p(-mpmath.erfc(x / mpmath.sqrt(2)) / 2) if x > 0 else mpmath.log(cdf)
+            hazard = mpmath.exp(-(x**2) / 2) / mpmath.sqrt(2 * mpmath.pi) / cdf
+        return float(log), float(hazard), float(-hazard * (x + hazard))
+
+
+def with_derivatives(z: float, dtype: torch.dtype = torch.float64) -> tuple[float, float, float]:
+    x = torch.tensor(z, dtype=dtype, requires_grad=True)
+    value = log_normal_cdf(x)
+    (first,) = torch.autograd.grad(value, x, create_graph=True)
+    (second,) = torch.autograd.grad(first, x)
+    return value.item(), first.item(), second.item()
+
+
+@pytest.mark.parametrize("z", POINTS)
+def test_value_and_two_derivatives(z: float) -> None:
+    assert with_derivatives(z) == pytest.approx(reference(z), rel=2e-13, abs=0)
+
+
+@pytest.mark.parametrize("z", [-1e4, -300.0, -5.0, 0.5, 8.0])
+def test_single_precision_is_the_rounded_result(z: float) -> None:
+    assert with_derivatives(z, torch.float32) == pytest.approx(reference(float(torch.tensor(z))), rel=1e-6)
+
+
+def test_far_out_on_both_sides() -> None:
+    assert with_derivatives(40.0) == (0.0, 0.0, 0.0)  # the right value, -4e-350, is below the smallest float64
+    value, first, second = with_derivatives(-1e150)
+    assert (value, first, second) == pytest.approx((-5e299, 1e150, -1.0), rel=1e-14)
+
+
+def test_the_gradient_of_torch_fails_where_this_one_holds() -> None:
+    # When this test fails, torch has mended its gradient, and this library's own may go.
+    z = torch.tensor(-1e4, requires_grad=True)
+    torch.special.log_ndtr(z).backward()
+    assert z.grad is not None
+    assert not 0.9e4 < z.grad < 1.1e4
+
+
+@given(st.floats(-1e4, 10))
+def test_gradcheck_of_the_distribution_function(z: float) -> None:
+    # Finite differences of a number of size z^2 / 2 need a step in proportion.
+    x, eps = f64([z]).requires_grad_(), 1e-5 * max(1.0, abs(z))
+    assert torch.autograd.gradcheck(log_normal_cdf, x, eps=eps, rtol=1e-4, atol=1e-6, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(log_normal_cdf, x, eps=eps, rtol=1e-3, atol=1e-4)
+
+
+def test_a_third_derivative_is_refused() -> None:
+    x = f64(-2.0).requires_grad_()
+    (first,) = torch.autograd.grad(log_normal_cdf(x), x, create_graph=True)
+    (second,) = torch.autograd.grad(first, x, create_graph=True)
+    with pytest.raises(UnsupportedError, match="at most twice"):
+        torch.autograd.grad(second, x)
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"), [(0.5, InputTypeError), (torch.tensor(1), InputTypeError), (f64(math.nan), InputError)]
+)
+def test_bad_arguments_of_the_distribution_function(bad: Tensor, error: type[Exception]) -> None:
+    with pytest.raises(error, match="z: expected"):
+        log_normal_cdf(bad)
+
+
+def draw(seed: int, dim: int, batch: tuple[int, ...] = ()) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(3, 2, *batch, dim, generator=generator, dtype=torch.float64)
+    return [(mean, raw.exp()) for mean, raw in numbers]
+
+
+@given(st.integers(0, 10**6), st.integers(1, 5), st.floats(0, 3), st.sampled_from([(), (0,), (1,), (2, 3)]))
+def test_log_probability_is_the_normal_approximation(
+    seed: int, dim: int, margin: float, batch: tuple[int, ...]
+) -> None:
+    three = draw(seed, dim, batch)
+    mean, variance = tau_moments(*three)
+    normal = torch.distributions.Normal(mean, variance.sqrt(), validate_args=False)
+    result = log_probability(*three, margin=margin)
+    assert result.shape == batch
+    torch.testing.assert_close(result.exp(), normal.cdf(torch.full_like(mean, -margin)), rtol=1e-9, atol=1e-12)
+
+
+def test_log_probability_is_close_to_the_share_of_samples() -> None:
+    three, margin, count = draw(0, 64), 20.0, 20_000
+    noise = torch.randn(3, count, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    a, p, n = (mean + variance.sqrt() * e for (mean, variance), e in zip(three, noise, strict=True))
+    share = ((a - p).square().sum(1) + margin < (a - n).square().sum(1)).double().mean()
+    right = log_probability(*three, margin=margin).exp()
+    assert 0.02 < right < 0.98
+    assert abs(share - right) < 0.02
+    wrong_side = log_probability(*three, margin=0.0).exp()  # the margin matters here
+    assert abs(share - wrong_side) > 0.05
+
+
+def test_a_larger_margin_is_less_probable() -> None:
+    three = draw(3, 4, (5,))
+    assert (log_probability(*three, margin=1.0) < log_probability(*three, margin=0.5)).all()
+
+
+def test_a_hopeless_triplet_keeps_its_gradient() -> None:
+    # The printed nll, -log(cdf + 1e-8), is flat here.
+    a, p, n = f64([[0.0]]), f64([[100.0]]).requires_grad_(), f64([[0.0]])
+    tiny = f64([[1e-4]])
+    result = log_probability((a, tiny), (p, tiny), (n, tiny), margin=0.1)
+    result.sum().backward()
+    assert p.grad is not None
+    assert result.item() < -1e6
+    assert p.grad.item() < -1e4
+    printed = -torch.log(torch.distributions.Normal(10_000.0, 2.8).cdf(f64(-0.1)) + 1e-8)
+    assert printed.item() == pytest.approx(8 * math.log(10))
+
+
+@given(st.integers(0, 10**6), st.integers(1, 3))
+def test_gradients_of_the_log_probability(seed: int, dim: int) -> None:
+    flat = [t.clone().requires_grad_() for pair in draw(seed, dim, (2,)) for t in pair]
+
+    def function(*t: Tensor) -> Tensor:
+        return log_probability(t[0:2], t[2:4], t[4:6], margin=0.2)
+
+    assert torch.autograd.gradcheck(function, flat)
+    assert torch.autograd.gradgradcheck(function, flat, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("bad", [-0.1, math.nan, math.inf])
+def test_bad_margins(bad: float) -> None:
+    with pytest.raises(InputError, match="margin: expected a finite number >= 0"):
+        log_probability(*draw(0, 2), margin=bad)
+
+
+@pytest.mark.parametrize("bad", [True, "1", torch.tensor(1.0)])
+def test_margins_of_a_wrong_type(bad: float) -> None:
+    with pytest.raises(InputTypeError, match="margin"):
+        log_probability(*draw(0, 2), margin=bad)
+
+
+def test_certain_triplets_are_refused() -> None:
+    point = (torch.ones(2, 3), torch.zeros(2, 3))
+    with pytest.raises(InputError, match=r"Var\[tau\] > 0, got 2 triplets"):
+        log_probability(point, point, point)

@@ -1,0 +1,275 @@
+"""Distances of vMF distributions: integrals on the circle and the sphere, Monte Carlo above, gradients, refusals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from devices import DEVICES
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from contrastive_curvature import vmf
+from contrastive_curvature.errors import InputError, InputTypeError
+from contrastive_curvature.vmf import distances as d
+
+Distance = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+PROBABILISTIC = (
+    d.bhattacharyya_distance,
+    d.expected_likelihood_distance,
+    d.kl_distance,
+    d.kl_distance_printed,
+)
+ALL = (*PROBABILISTIC, d.squared_euclidean_distance)
+
+
+def f64(value: object, device: str = "cpu") -> Tensor:
+    return torch.tensor(value, dtype=torch.float64, device=device)
+
+
+def random(*shape: int, seed: int = 0, device: str = "cpu") -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device)
+
+
+def sphere(dim: int, n: int = 128) -> tuple[Tensor, Tensor]:
+    """Points of the circle (D = 2) or the sphere (D = 3), and their quadrature weights."""
+    angle = torch.arange(4 * n, dtype=torch.float64) * (2 * math.pi / (4 * n))
+    circle = torch.stack([angle.cos(), angle.sin()], 1)
+    if dim == 2:
+        return circle, torch.full((4 * n,), 2 * math.pi / (4 * n), dtype=torch.float64)
+    height, weight = (torch.from_numpy(part) for part in np.polynomial.legendre.leggauss(n))
+    radius = (1 - height.square()).sqrt()
+    flat = radius[:, None, None] * circle
+    points = torch.cat([flat, height[:, None, None].expand(-1, 4 * n, 1)], -1)
+    return points.reshape(-1, 3), (weight[:, None].expand(-1, 4 * n) * (2 * math.pi / (4 * n))).reshape(-1)
+
+
+def integrals(z: Tensor, weights: Tensor, p: tuple[Tensor, Tensor], q: tuple[Tensor, Tensor]) -> dict[Distance, float]:
+    log_p, log_q = vmf.log_prob(z, *p), vmf.log_prob(z, *q)
+    return {
+        d.bhattacharyya_distance: -math.log((weights * ((log_p + log_q) / 2).exp()).sum().item()),
+        d.expected_likelihood_distance: -math.log((weights * (log_p + log_q).exp()).sum().item()),
+        d.kl_distance: (weights * log_p.exp() * (log_p - log_q)).sum().item(),
+    }
+
+
+@given(st.integers(2, 3), st.integers(0, 10**6), st.floats(0, 40), st.floats(0, 40))
+def test_distances_are_the_integrals_on_circle_and_sphere(dim: int, seed: int, kappa: float, other: float) -> None:
+    mu, proxy = random(1, dim, seed=seed), random(1, dim, seed=seed + 1)
+    z, weights = sphere(dim)
+    truth = integrals(z, weights, (mu[0], f64(kappa)), (proxy[0], f64(other)))
+    for distance, value in truth.items():
+        assert distance(mu, f64([kappa]), proxy, f64([other])).item() == pytest.approx(value, rel=1e-11, abs=1e-11)
+
+
+@pytest.mark.parametrize(("dim", "kappa", "other"), [(5, 3.0, 2.0), (16, 20.0, 12.0), (128, 30.0, 15.0)])
+def test_distances_are_expectations_above(dim: int, kappa: float, other: float) -> None:
+    n = 20_000
+    mu, proxy = random(dim, seed=dim), random(dim, seed=dim + 1) + random(dim, seed=dim)
+    z = vmf.sample(mu, f64(kappa), n, torch.Generator().manual_seed(1))
+    log_p, log_q = vmf.log_prob(z, mu, f64(kappa)), vmf.log_prob(z, proxy, f64(other))
+    # scaled by their largest value, the densities of 128 dimensions do not overflow
+    top = log_q.max()
+    estimates = {
+        d.bhattacharyya_distance: ((log_q - log_p) / 2).exp(),
+        d.expected_likelihood_distance: (log_q - top).exp(),
+    }
+    for distance, drawn in estimates.items():
+        shift = top.item() if distance is d.expected_likelihood_distance else 0.0
+        value = distance(mu[None], f64([kappa]), proxy[None], f64([other])).item()
+        # the deviation of a logarithm is the relative deviation; 4.5 sigma
+        error = (drawn.std() / drawn.mean()).item() / math.sqrt(n)
+        assert error < 0.05
+        assert abs(value + math.log(drawn.mean().item()) + shift) < 4.5 * error
+    apart = log_p - log_q
+    value = d.kl_distance(mu[None], f64([kappa]), proxy[None], f64([other])).item()
+    assert abs(value - apart.mean().item()) < 4.5 * apart.std().item() / math.sqrt(n)
+
+
+@given(
+    st.integers(0, 10**6),
+    st.integers(2, 600),
+    st.integers(0, 3),
+    st.integers(1, 4),
+    st.sampled_from([0.0, 1e-8, 1.0, 40.0, 1e5]),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+def test_pairs_agree_with_the_printed_formulas(
+    seed: int, dim: int, rows: int, columns: int, scale: float, dtype: torch.dtype
+) -> None:
+    mu, proxy = random(rows, dim, seed=seed).to(dtype), random(columns, dim, seed=seed + 1).to(dtype)
+    kappa, other = scale * random(rows, seed=seed + 2).abs().to(dtype), random(columns, seed=seed + 3).abs().to(dtype)
+    u, p = torch.nn.functional.normalize(mu.double(), dim=1), torch.nn.functional.normalize(proxy.double(), dim=1)
+    k, o = kappa.double()[:, None], other.double()[None]
+    together = torch.linalg.vector_norm(k[..., None] * u[:, None] + o[..., None] * p, dim=-1)
+    cosine = u @ p.T
+    log_c, log_o = vmf.log_normalizer(k, dim), vmf.log_normalizer(o, dim)
+    truth = {
+        d.squared_euclidean_distance: (k[..., None] * u[:, None] - o[..., None] * p).square().sum(-1),
+        d.bhattacharyya_distance: vmf.log_normalizer(together / 2, dim) - log_c / 2 - log_o / 2,
+        d.expected_likelihood_distance: vmf.log_normalizer(together, dim) - log_c - log_o,
+        d.kl_distance: log_c - log_o + vmf.mean_resultant_length(k, dim) * (k - o * cosine),
+        d.kl_distance_printed: log_c - log_o + k - o * cosine,
+    }
+    eps = torch.finfo(dtype).eps
+    for distance, value in truth.items():
+        found = distance(mu, kappa, proxy, other)
+        assert found.dtype == dtype
+        assert found.shape == (rows, columns)
+        # terms of the size of log C_D(0) (1e3 at D = 600) and of kappa are subtracted in the printed formulas
+        torch.testing.assert_close(found.double(), value, rtol=8 * eps, atol=eps * 64 * (1 + scale) + 1e-11)
+    torch.testing.assert_close(d.cosine_distance(mu, proxy).double(), -cosine, rtol=0, atol=8 * eps)
+
+
+@given(st.integers(0, 10**6), st.integers(2, 100), st.floats(-4, 5), st.floats(-4, 5))
+def test_what_a_distance_is(seed: int, dim: int, one: float, two: float) -> None:
+    mu, proxy = random(1, dim, seed=seed), random(1, dim, seed=seed + 1)
+    kappa, other = f64([10.0**one]), f64([10.0**two])
+    slack = 1e-14 * (dim * 20 + 10.0**one + 10.0**two)
+    bhattacharyya = d.bhattacharyya_distance(mu, kappa, proxy, other)
+    kl = d.kl_distance(mu, kappa, proxy, other)
+    assert bhattacharyya.item() >= -slack
+    assert kl.item() >= -slack
+    assert abs(d.bhattacharyya_distance(mu, kappa, mu, kappa).item()) <= slack
+    assert abs(d.kl_distance(mu, kappa, mu, kappa).item()) <= slack
+    # Jensen: -log E_p[sqrt(q/p)] <= E_p[log(p/q)] / 2
+    assert bhattacharyya.item() <= kl.item() / 2 + slack
+    single = vmf.kl_divergence(mu, kappa, proxy, other)
+    torch.testing.assert_close(kl[0], single, rtol=1e-12, atol=slack)
+    for symmetric in (d.bhattacharyya_distance, d.expected_likelihood_distance):
+        swapped = symmetric(proxy, other, mu, kappa)
+        torch.testing.assert_close(symmetric(mu, kappa, proxy, other), swapped, rtol=1e-13, atol=slack)
+
+
+def test_close_directions_of_huge_concentration_keep_their_digits() -> None:
+    # At D = 3, log C + kappa = log(kappa / 2 pi), and B = log(mean kappa / root of the product) + quarter turn terms
+    kappa, step = 1e8, 1e-3
+    mu, proxy = f64([[1.0, 0.0, 0.0]]), f64([[math.cos(step), math.sin(step), 0.0]])
+    length = kappa * math.cos(step / 2)
+    closed = math.log(length / kappa) + 2 * kappa * math.sin(step / 4) ** 2
+    found = d.bhattacharyya_distance(mu, f64([kappa]), proxy, f64([kappa])).item()
+    assert found == pytest.approx(closed, rel=1e-9)
+
+
+def test_squares_of_equal_vectors_are_not_negative_in_float32() -> None:
+    # some of their cosines round above 1
+    z = random(200, 7).float()
+    mu, kappa = d.from_embedding(100 * z)
+    assert (1 - (mu @ mu.T).diagonal()).min().item() < 0
+    assert d.squared_euclidean_distance(mu, kappa, mu, kappa).min().item() >= 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("distance", ALL)
+def test_gradients(distance: Distance, device: str) -> None:
+    mu, proxy = random(2, 4, device=device).requires_grad_(), random(3, 4, seed=1, device=device).requires_grad_()
+    kappa, other = f64([0.4, 9.0], device).requires_grad_(), f64([0.3, 2.0, 30.0], device).requires_grad_()
+    assert torch.autograd.gradcheck(distance, (mu, kappa, proxy, other))
+    assert torch.autograd.gradgradcheck(distance, (mu, kappa, proxy, other))
+
+
+def test_gradient_of_the_cosine() -> None:
+    assert torch.autograd.gradcheck(d.cosine_distance, (random(2, 4).requires_grad_(), random(3, 4).requires_grad_()))
+
+
+@pytest.mark.parametrize("dim", [2, 3, 50])
+@pytest.mark.parametrize(("k", "o"), [(0.0, 0.0), (0.0, 3.0), (3.0, 3.0)])
+def test_gradients_where_the_sum_of_the_parameters_vanishes(dim: int, k: float, o: float) -> None:
+    mu = torch.eye(dim, dtype=torch.float64)[:1].requires_grad_()
+    kappa = f64([k]).requires_grad_()
+    found = d.expected_likelihood_distance(mu, kappa, -mu.detach(), f64([o]))
+    by_kappa, by_mu = torch.autograd.grad(found.sum(), (kappa, mu))
+    # d/dk of log C(|a + b|) - log C(k) is A(k) - A(|a + b|) cos, and the cosine of a + b with mu is -1 where k < o
+    length = vmf.mean_resultant_length(f64([k, abs(k - o)]), dim)
+    assert by_kappa.item() == pytest.approx((length[0] + length[1]).item(), rel=1e-12, abs=1e-12)
+    assert by_mu.abs().max().item() < 1e-12
+    by_half = torch.autograd.grad(d.bhattacharyya_distance(mu, kappa, -mu.detach(), f64([o])).sum(), kappa)[0]
+    half = vmf.mean_resultant_length(f64([k, abs(k - o) / 2]), dim)
+    assert by_half.item() == pytest.approx((half.sum() / 2).item(), rel=1e-12, abs=1e-12)
+
+
+def test_the_printed_divergence_is_none() -> None:
+    # erratum: Eq. 39 takes the direction for the mean, and leaves out the factor A of the last term of Eq. 38
+    mu, proxy, kappa = random(1, 10), random(1, 10, seed=1), f64([6.0])
+    others = f64([2.0, 6.0, 60.0, 600.0])
+    printed = d.kl_distance_printed(mu, kappa, mu.expand(4, 10), others)[0]
+    right = d.kl_distance(mu, kappa, mu.expand(4, 10), others)[0]
+    assert printed[2].item() < -5
+    assert printed[3].item() < printed[2].item()
+    assert right.argmin().item() == 1
+    cosine = torch.cosine_similarity(mu, proxy).item()
+    gap = d.kl_distance_printed(mu, kappa, proxy, f64([2.5])) - d.kl_distance(mu, kappa, proxy, f64([2.5]))
+    lost = (1 - vmf.mean_resultant_length(kappa, 10)) * (kappa - 2.5 * cosine)
+    assert gap.item() == pytest.approx(lost.item(), rel=1e-12)
+
+
+def test_the_printed_gradient_of_the_euclidean_softmax_has_a_wrong_sign() -> None:
+    # erratum: Eq. 45 has +kappa_p^2 where Eq. 44 leaves -kappa_p^2, and kappa_p in the sum where kappa_(p_c) belongs
+    mu, proxy, kappa = random(1, 4), random(3, 4, seed=1), f64([1.5])
+    others, t = f64([0.5, 1.0, 2.0]), 2.0
+    versine = (1 + d.cosine_distance(mu, proxy)).requires_grad_()
+    squares = (kappa[:, None] - others).square() + 2 * kappa[:, None] * others * versine
+    torch.testing.assert_close(squares, d.squared_euclidean_distance(mu, kappa, proxy, others))
+    (gradient,) = torch.autograd.grad(torch.logsumexp(-squares / t, 1).sum(), versine)
+    cosine = (1 - versine).detach()
+    factor = 2 * kappa[:, None] * others / t
+    right = torch.softmax((-others.square() + 2 * kappa * others * cosine) / t, 1)
+    top = ((others.square() + 2 * kappa * others * cosine) / t).exp()
+    below = torch.stack([((others.square() + 2 * kappa * o * cosine) / t).exp().sum(1) for o in others], 1)
+    # the gradient by the cosine is minus that by one minus the cosine
+    torch.testing.assert_close(-gradient, factor * right)
+    assert (factor * top / below + gradient).abs().max().item() > 0.1
+
+
+def test_an_embedding_is_a_direction_and_a_norm() -> None:
+    z = f64([[3.0, 4.0]]).requires_grad_()
+    mu, kappa = d.from_embedding(z)
+    torch.testing.assert_close(mu, f64([[0.6, 0.8]]))
+    assert kappa.tolist() == [5.0]
+    assert torch.autograd.gradcheck(d.from_embedding, (z,))
+
+
+def test_one_concentration_for_all_rows() -> None:
+    mu, proxy = random(2, 3), random(4, 3, seed=1)
+    for distance in ALL:
+        one = distance(mu, f64(2.0), proxy, f64(3.0))
+        assert torch.equal(one, distance(mu, f64([2.0] * 2), proxy, f64([3.0] * 4)))
+
+
+ONE = (torch.ones(2, 3), torch.ones(2), torch.ones(4, 3), torch.ones(4))
+
+
+@pytest.mark.parametrize("distance", ALL)
+@pytest.mark.parametrize(
+    ("at", "value", "kind", "message"),
+    [
+        (0, torch.ones(3), InputError, r"mu: expected shape \(rows, D\)"),
+        (0, torch.zeros(2, 3), InputError, "mu: expected non-zero vectors"),
+        (0, torch.full((2, 3), torch.nan), InputError, "mu: expected finite"),
+        (0, [[1.0, 2.0, 3.0]], InputTypeError, "mu: expected a torch.Tensor"),
+        (0, torch.ones(2, 1), InputError, "D >= 2"),
+        (1, torch.ones(3), InputError, r"kappa: expected shape \(2,\)"),
+        (1, torch.tensor([1.0, -1.0]), InputError, "kappa: expected >= 0"),
+        (1, torch.tensor([1, 1]), InputTypeError, "floating-point"),
+        (2, torch.ones(4, 5), InputError, "mu 3, proxy_mu 5"),
+        (2, torch.zeros(4, 3), InputError, "proxy_mu: expected non-zero vectors"),
+        (3, torch.ones(4, 3), InputError, r"proxy_kappa: expected shape \(4,\)|kappa"),
+    ],
+)
+def test_refusals(distance: Distance, at: int, value: object, kind: type[Exception], message: str) -> None:
+    arguments: list[object] = list(ONE)
+    arguments[at] = value
+    with pytest.raises(kind, match=message):
+        distance(*arguments)  # type: ignore[arg-type]
+
+
+def test_refusals_of_the_cosine() -> None:
+    with pytest.raises(InputError, match="mu 3, proxy_mu 2"):
+        d.cosine_distance(torch.ones(1, 3), torch.ones(1, 2))
+    with pytest.raises(InputError, match="proxy_mu: expected non-zero"):
+        d.cosine_distance(torch.ones(1, 3), torch.zeros(1, 3))

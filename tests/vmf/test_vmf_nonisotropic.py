@@ -1,0 +1,203 @@
+"""The non-isotropic von Mises-Fisher density: what it integrates to, its surface factor, its gradients."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from devices import DEVICES
+from hypothesis import given
+from hypothesis import strategies as st
+from test_vmf_distances import f64, random, sphere
+from torch import Tensor
+
+from contrastive_curvature import vmf
+from contrastive_curvature.errors import InputError, InputTypeError
+from contrastive_curvature.vmf.nonisotropic import nivmf_distance, nivmf_log_prob
+
+
+def axis_kappas(dim: int, seed: int, low: float, high: float) -> Tensor:
+    share = torch.rand(dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return low * (high / low) ** share
+
+
+def log_mass(mu: Tensor, kappa: Tensor, samples: int = 0) -> tuple[float, float]:
+    """Log of the printed function's integral, and its relative sampling error: ``E[|K x|^D] / |K mu|`` over x."""
+    dim = len(kappa)
+    m = mu / mu.norm()
+    image = vmf.sample(kappa * m, (kappa * m).norm(), samples, torch.Generator().manual_seed(5)) / kappa
+    logs = -dim * image.norm(dim=1).log() - (kappa * m).norm().log()
+    scaled = (logs - logs.max()).exp()
+    return math.log(scaled.mean().item()) + logs.max().item(), (scaled.std() / scaled.mean()).item() / samples**0.5
+
+
+@given(st.integers(2, 3), st.integers(0, 10**6), st.floats(0.01, 20), st.floats(1, 4))
+def test_density_integrates_to_one_on_circle_and_sphere(dim: int, seed: int, low: float, ratio: float) -> None:
+    z, weights = sphere(dim)
+    mu, kappa = random(dim, seed=seed), axis_kappas(dim, seed, low, low * ratio)
+    total = (weights * nivmf_log_prob(z, mu, kappa).exp()).sum().item()
+    assert total == pytest.approx(1, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("dim", "low", "ratio", "proposal"), [(5, 3.0, 2.5, 2.0), (20, 4.0, 1.6, 3.0), (64, 10.0, 1.2, 8.0)]
+)
+def test_density_integrates_to_one_above(dim: int, low: float, ratio: float, proposal: float) -> None:
+    n, mu, kappa = 40_000, random(dim, seed=dim), axis_kappas(dim, dim, low, low * ratio)
+    # importance sampling from a wider isotropic distribution around the same direction
+    width = f64(proposal)
+    x = vmf.sample(mu, width, n, torch.Generator().manual_seed(2))
+    weights = (nivmf_log_prob(x, mu, kappa) - vmf.log_prob(x, mu, width)).exp()
+    error = weights.std().item() / math.sqrt(n)
+    assert error < 0.01
+    assert abs(weights.mean().item() - 1) < 4.5 * error
+
+
+@pytest.mark.parametrize("dim", [2, 3, 7])
+def test_surface_factor_is_the_volume_that_the_map_spans(dim: int) -> None:
+    x, kappa = torch.nn.functional.normalize(random(dim, seed=3), dim=0), axis_kappas(dim, 4, 0.5, 5.0)
+
+    def image(v: Tensor) -> Tensor:
+        return torch.nn.functional.normalize(kappa * v, dim=0)
+
+    def tangents(v: Tensor) -> Tensor:
+        return torch.linalg.svd(v[None]).Vh[1:]
+
+    derivative = torch.autograd.functional.jacobian(image, x)
+    volume = torch.linalg.det(tangents(image(x)) @ derivative @ tangents(x).T).abs().item()
+    assert volume == pytest.approx((kappa.prod() / (kappa * x).norm() ** dim).item(), rel=1e-12)
+    # erratum: Eq. 19 takes the projection of K and leaves out the factor 1 / |K mu| of Eq. 18, D - 1 times
+    printed = (kappa.prod() / (kappa * x).norm()).item()
+    assert volume == pytest.approx(printed / (kappa * x).norm().item() ** (dim - 1), rel=1e-12)
+
+
+@given(st.integers(0, 10**6), st.integers(2, 200), st.floats(-3, 5))
+def test_equal_concentrations_are_the_isotropic_distribution(seed: int, dim: int, log_kappa: float) -> None:
+    x, mu, kappa = random(3, dim, seed=seed), random(dim, seed=seed + 1), 10.0**log_kappa
+    found = nivmf_log_prob(x, mu, f64(kappa).expand(dim))
+    slack = 1e-13 * (dim * 20 + kappa)
+    torch.testing.assert_close(found, vmf.log_prob(x, mu, f64(kappa)), rtol=1e-12, atol=slack)
+    # which the printed function exceeds by the factor kappa^(D - 1)
+    printed = nivmf_log_prob(x, mu, f64(kappa).expand(dim), normalized=False)
+    torch.testing.assert_close(printed, found + (dim - 1) * math.log(kappa), rtol=1e-12, atol=slack)
+
+
+@pytest.mark.parametrize("dim", [2, 3])
+def test_the_printed_function_integrates_to_another_number(dim: int) -> None:
+    z, weights = sphere(dim)
+    mu, kappa = random(dim, seed=1), axis_kappas(dim, 6, 2.0, 8.0)
+    total = math.log((weights * nivmf_log_prob(z, mu, kappa, normalized=False).exp()).sum().item())
+    estimate, error = log_mass(mu, kappa, 20_000)
+    assert abs(total - estimate) < 4.5 * error
+    longest = (kappa * mu / mu.norm()).norm().log().item()
+    low, high = dim * kappa.min().log().item() - longest, dim * kappa.max().log().item() - longest
+    assert low < total < high
+    assert total > 0.5
+
+
+def test_the_printed_function_prefers_the_concentrated_proxy_everywhere() -> None:
+    mu = random(1, 512)
+    axes = f64([[10.0], [50.0]]).expand(2, 512)
+    for normalized in (False, True):
+        here, opposite = (nivmf_distance(x, mu.expand(2, 512), axes, normalized=normalized)[0] for x in (mu, -mu))
+        assert here[1].item() < here[0].item()
+        assert (opposite[1].item() < opposite[0].item()) != normalized
+
+
+def test_mode_moves_to_the_axes_of_small_concentration() -> None:
+    angle = torch.linspace(0, math.pi / 2, 2001, dtype=torch.float64)
+    z = torch.stack([angle.cos(), angle.sin()], 1)
+    mu, kappa = f64([1.0, 1.0]), f64([2.0, 6.0])
+    assert angle[nivmf_log_prob(z, mu, kappa).argmax()].item() < math.pi / 4 - 0.01
+    printed = angle[nivmf_log_prob(z, mu, kappa, normalized=False).argmax()].item()
+    assert printed == pytest.approx(math.pi / 4, abs=1e-3)
+
+
+@given(
+    st.integers(0, 10**6),
+    st.integers(2, 300),
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.floats(-2, 5),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+def test_pairs_agree_with_single_densities(
+    seed: int, dim: int, rows: int, columns: int, log_kappa: float, normalized: bool, dtype: torch.dtype
+) -> None:
+    scale = 10.0**log_kappa
+    mu, proxy = random(rows, dim, seed=seed).to(dtype), random(columns, dim, seed=seed + 1).to(dtype)
+    kappa = (scale * (0.2 + random(columns, dim, seed=seed + 2).abs())).to(dtype)
+    found = nivmf_distance(mu, proxy, kappa, normalized=normalized)
+    assert found.shape == (rows, columns)
+    assert found.dtype == dtype
+    single = -nivmf_log_prob(mu.double()[:, None], proxy.double(), kappa.double(), normalized=normalized)
+    slack = torch.finfo(dtype).eps * 64 * (1 + dim + scale * dim**0.5)
+    torch.testing.assert_close(found.double(), single, rtol=16 * torch.finfo(dtype).eps, atol=slack)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("normalized", [True, False])
+def test_gradients(normalized: bool, device: str) -> None:
+    x, mu = random(2, 4, device=device).requires_grad_(), random(3, 4, seed=1, device=device).requires_grad_()
+    kappa = (0.3 + 5 * random(3, 4, seed=2, device=device).abs()).requires_grad_()
+
+    def single(x: Tensor, mu: Tensor, kappa: Tensor) -> Tensor:
+        return nivmf_log_prob(x[:, None], mu, kappa, normalized=normalized)
+
+    def pairs(x: Tensor, mu: Tensor, kappa: Tensor) -> Tensor:
+        return nivmf_distance(x, mu, kappa, normalized=normalized)
+
+    for function in (single, pairs):
+        assert torch.autograd.gradcheck(function, (x, mu, kappa))
+        assert torch.autograd.gradgradcheck(function, (x, mu, kappa))
+
+
+def test_concentrations_of_any_size_do_not_overflow() -> None:
+    for scale in (1e-15, 1e25):
+        kappa = torch.tensor([[scale, 3 * scale]])
+        for normalized in (True, False):
+            found = nivmf_distance(torch.ones(1, 2), torch.ones(1, 2), kappa, normalized=normalized)
+            assert bool(torch.isfinite(found).all())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        (
+            (torch.ones(2, 3), torch.ones(4, 3), torch.zeros(4, 3)),
+            InputError,
+            "proxy_kappa: expected > 0 for every",
+        ),
+        ((torch.ones(2, 3), torch.ones(4, 3), -torch.ones(4, 3)), InputError, "kappa: expected >= 0"),
+        ((torch.ones(2, 3), torch.ones(4, 3), torch.ones(4)), InputError, r"proxy_kappa: expected shape \(4, 3\)"),
+        ((torch.ones(2, 3), torch.ones(4, 5), torch.ones(4, 5)), InputError, "mu 3, proxy_mu 5"),
+        ((torch.zeros(2, 3), torch.ones(4, 3), torch.ones(4, 3)), InputError, "mu: expected non-zero"),
+        ((torch.ones(3), torch.ones(4, 3), torch.ones(4, 3)), InputError, "mu: expected shape"),
+        ((torch.ones(2, 3), torch.ones(4, 3), 1.0), InputTypeError, "kappa: expected a torch.Tensor"),
+    ],
+)
+def test_refusals_of_the_distance(arguments: tuple[Tensor, ...], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        nivmf_distance(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ((torch.ones(3), torch.ones(3), torch.zeros(3)), InputError, "kappa: expected > 0 for every axis"),
+        ((torch.ones(3), torch.ones(3), torch.tensor(1.0)), InputError, r"kappa: expected shape \(..., D\)"),
+        ((torch.ones(3), torch.ones(2), torch.ones(3)), InputError, "x 3, mu 2, kappa 3"),
+        ((torch.ones(2, 3), torch.ones(4, 3), torch.ones(3)), InputError, "broadcast"),
+        ((torch.zeros(3), torch.ones(3), torch.ones(3)), InputError, "x: expected non-zero"),
+    ],
+)
+def test_refusals_of_the_density(arguments: tuple[Tensor, ...], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        nivmf_log_prob(*arguments)
+
+
+def test_refusal_of_a_word_for_a_flag() -> None:
+    with pytest.raises(InputTypeError, match="normalized: expected True or False"):
+        nivmf_log_prob(torch.ones(3), torch.ones(3), torch.ones(3), normalized="no")  # type: ignore[arg-type]
