@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature import metrics, triplet, vmf
+from contrastive_curvature import hedged, metrics, triplet, vmf
 from contrastive_curvature.losses.mining import active_pairs
 from contrastive_curvature.online import load_checkpoint
 
@@ -99,6 +99,30 @@ def _triplet_calls() -> dict[str, Call]:
         "triplet.kl_to_normal": (triplet.kl_to_normal, normal),
         "triplet.kl_to_uniform": (triplet.kl_to_uniform, {"kappa": torch.rand(5), "dim": D}),
         "triplet.bayesian_triplet_loss": (triplet.bayesian_triplet_loss, {**three, "margin": 0.1, **options}),
+    }
+
+
+def _hedged_calls() -> dict[str, Call]:
+    """Hedged instance embeddings: mixtures of two Gaussians."""
+    mean, variance, so = torch.randn(5, 2, D), 0.1 + torch.rand(5, 2, D), torch.arange(5) % 2 == 0
+    samples, numbers = torch.randn(5, 4, D), {"a": 1.0, "b": 0.5}
+    points = {"z1": torch.randn(5, D), "z2": torch.randn(5, D)}
+    both = {"samples1": samples, "samples2": samples.flip(0), **numbers}
+    options = {"kl_weight": 0.1, "n_samples": 4, "average": "log", "divergence": "bound", "reduction": "mean"}
+    pairs = {"first": (mean, variance), "second": (mean.flip(0), variance), "matches": so}
+    one = {"mean": mean, "variance": variance}
+    return {
+        "hedged.MatchParameters": (hedged.MatchParameters, {"a": 1.0, "b": 0.0}),
+        "hedged.match_logits": (hedged.match_logits, {**points, **numbers}),
+        "hedged.soft_contrastive_loss": (hedged.soft_contrastive_loss, {**points, "matches": so, **numbers}),
+        "hedged.hard_contrastive_loss": (hedged.hard_contrastive_loss, {**points, "matches": so, "margin": 1.0}),
+        "hedged.stratified_samples": (hedged.stratified_samples, {**one, "n_samples": 4, "generator": None}),
+        "hedged.match_probability": (hedged.match_probability, both),
+        "hedged.self_mismatch": (hedged.self_mismatch, {**one, **numbers, "n_samples": 4, "generator": None}),
+        "hedged.match_loss": (hedged.match_loss, {**both, "matches": so, "average": "log", "reduction": "mean"}),
+        "hedged.kl_bound": (hedged.kl_bound, one),
+        "hedged.kl_estimate": (hedged.kl_estimate, {"samples": samples, **one}),
+        "hedged.vib_objective": (hedged.vib_objective, {**pairs, **numbers, **options, "generator": None}),
     }
 
 
@@ -313,6 +337,7 @@ def _calls() -> dict[str, Call]:
         "vmf.sample": (vmf.sample, {"mu": mean, "kappa": kappa, "n_samples": 3, "generator": None}),
         **_proxy_calls(mean, kappa),
         **_triplet_calls(),
+        **_hedged_calls(),
     }
 
 

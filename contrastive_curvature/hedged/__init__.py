@@ -1,0 +1,33 @@
+"""Hedged instance embeddings: embeddings that are Gaussians or mixtures of them, compared by their samples.
+
+After "Modeling uncertainty with hedged instance embedding" (under review at ICLR 2019). Shape letters: ``D`` dimension
+of the embedding, ``C`` components of a mixture, ``K`` samples of an embedding, ``...`` any batch shape. An embedding is
+a mean and a variance, both (..., C, D); the components weigh the same, and their covariances are diagonal. Batch shapes
+of two embeddings are broadcast. Half precision is converted to float32.
+"""
+
+from __future__ import annotations
+
+from contrastive_curvature.hedged.contrastive import hard_contrastive_loss, soft_contrastive_loss
+from contrastive_curvature.hedged.divergence import kl_bound, kl_estimate
+from contrastive_curvature.hedged.match import MatchParameters, match_logits, match_probability
+from contrastive_curvature.hedged.objective import match_loss, vib_objective
+from contrastive_curvature.hedged.sampling import stratified_samples
+from contrastive_curvature.hedged.uncertainty import self_mismatch
+
+__all__ = [
+    # points
+    "MatchParameters",
+    "match_logits",
+    "soft_contrastive_loss",
+    "hard_contrastive_loss",
+    # an embedding -> samples -> probability of a match, uncertainty
+    "stratified_samples",
+    "match_probability",
+    "self_mismatch",
+    # training
+    "match_loss",
+    "kl_bound",
+    "kl_estimate",
+    "vib_objective",
+]
