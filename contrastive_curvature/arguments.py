@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
-__all__ = ["check_count", "check_dense", "check_flag", "check_generator"]
+__all__ = ["check_choice", "check_count", "check_dense", "check_flag", "check_generator", "check_number"]
 
 
 def check_count(argument: str, value: object) -> int:
@@ -19,6 +21,40 @@ def check_count(argument: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InputError(expected(argument, "a positive whole number", value))
     return value
+
+
+def check_number(argument: str, value: object, *, positive: bool = False) -> float:
+    """Return ``value`` if it is a finite number that is not negative.
+
+    Args:
+        argument: Name of the argument, for the error messages.
+        value: What the caller gave.
+        positive: Whether zero is refused, too.
+
+    Raises:
+        InputTypeError: ``value`` is not an int or a float.
+        InputError: It is negative, NaN or infinite; or zero, where ``positive``.
+    """
+    wanted = f"a finite number {'>' if positive else '>='} 0"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InputTypeError(expected(argument, wanted, f"a {type(value).__name__}"))
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or number < 0 or (positive and number == 0):
+        raise InputError(expected(argument, wanted, number))
+    return number
+
+
+def check_choice(argument: str, value: object, known: tuple[str, ...]) -> None:
+    """Refuse a string that is not one of the known ones.
+
+    Raises:
+        InputError: ``value`` is anything else.
+    """
+    if not isinstance(value, str) or value not in known:
+        raise InputError(expected(argument, "one of " + ", ".join(map(repr, known)), value))
 
 
 def check_flag(argument: str, value: object) -> None:

@@ -7,43 +7,17 @@ import math
 import torch
 from torch import Tensor
 
+from contrastive_curvature.arguments import check_choice
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.vmf._checks import check_finite, check_real
 
 __all__ = [
-    "check_choice",
     "check_matches",
     "check_mixture",
-    "check_number",
     "check_points",
     "check_slope",
     "reduced",
 ]
-
-
-def check_number(argument: str, value: object, *, positive: bool = False) -> float:
-    """Return ``value`` if it is a finite number that is not negative.
-
-    Raises:
-        InputTypeError: ``value`` is not an int or a float.
-        InputError: It is negative, NaN or infinite; or zero, where ``positive``.
-    """
-    wanted = f"a finite number {'>' if positive else '>='} 0"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InputTypeError(expected(argument, wanted, f"a {type(value).__name__}"))
-    if not math.isfinite(value) or value < 0 or (positive and value == 0):
-        raise InputError(expected(argument, wanted, value))
-    return float(value)
-
-
-def check_choice(argument: str, value: object, known: tuple[str, ...]) -> None:
-    """Refuse a string that is not one of the known ones.
-
-    Raises:
-        InputError: ``value`` is anything else.
-    """
-    if not isinstance(value, str) or value not in known:
-        raise InputError(expected(argument, "one of " + ", ".join(map(repr, known)), value))
 
 
 def _scalar(argument: str, value: object) -> float:

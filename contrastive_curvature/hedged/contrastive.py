@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from contrastive_curvature.arguments import check_number
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.hedged._checks import check_matches, check_number, check_points, reduced
+from contrastive_curvature.hedged._checks import check_matches, check_points, reduced
 from contrastive_curvature.hedged.match import match_logits
 from contrastive_curvature.vmf._checks import broadcast_batch
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, softplus
 
+from contrastive_curvature.arguments import check_number
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.hedged._checks import check_number, check_points, check_slope
+from contrastive_curvature.hedged._checks import check_points, check_slope
 from contrastive_curvature.vmf._checks import broadcast_batch
 
 __all__ = ["MatchParameters", "log_mean", "match_logits", "match_probability", "pair_logits"]

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from contrastive_curvature.arguments import check_choice, check_number
 from contrastive_curvature.errors import InputTypeError, expected
-from contrastive_curvature.hedged._checks import check_choice, check_matches, check_mixture, check_number, reduced
+from contrastive_curvature.hedged._checks import check_matches, check_mixture, reduced
 from contrastive_curvature.hedged.divergence import kl_bound, kl_estimate
 from contrastive_curvature.hedged.match import log_mean, pair_logits
 from contrastive_curvature.hedged.sampling import stratified_samples

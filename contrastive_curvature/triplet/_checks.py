@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.vmf._checks import broadcast_batch, check_finite, check_real
 
-__all__ = ["Gaussian", "Triplet", "check_gaussian", "check_number", "check_triplet"]
+__all__ = ["Gaussian", "Triplet", "check_gaussian", "check_triplet"]
 
 
 class Gaussian(NamedTuple):
@@ -30,26 +29,6 @@ class Triplet(NamedTuple):
     positive: Gaussian
     negative: Gaussian
     dtype: torch.dtype
-
-
-def check_number(argument: str, value: object, *, positive: bool = False) -> float:
-    """Return ``value`` if it is a finite number that is not negative.
-
-    Args:
-        argument: Name of the argument, for the error messages.
-        value: What the caller gave.
-        positive: Whether zero is refused, too.
-
-    Raises:
-        InputTypeError: ``value`` is not an int or a float.
-        InputError: It is negative, NaN or infinite; or zero, where ``positive``.
-    """
-    wanted = f"a finite number {'>' if positive else '>='} 0"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InputTypeError(expected(argument, wanted, f"a {type(value).__name__}"))
-    if not math.isfinite(value) or value < 0 or (positive and value == 0):
-        raise InputError(expected(argument, wanted, value))
-    return float(value)
 
 
 def check_gaussian(mean_name: str, mean: object, variance_name: str, variance: object) -> Gaussian:

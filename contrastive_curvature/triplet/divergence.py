@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from contrastive_curvature.arguments import check_number
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.triplet._checks import Gaussian, check_gaussian, check_number
+from contrastive_curvature.triplet._checks import Gaussian, check_gaussian
 
 __all__ = ["kl_to_normal", "kl_to_normal_of"]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from contrastive_curvature.arguments import check_number
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.triplet._checks import Triplet, check_number, check_triplet
+from contrastive_curvature.triplet._checks import Triplet, check_triplet
 from contrastive_curvature.triplet.moments import moments_of
 from contrastive_curvature.triplet.normal_tail import log_cdf
 

@@ -6,19 +6,15 @@ from typing import Literal
 
 from torch import Tensor
 
+from contrastive_curvature.arguments import check_choice, check_number
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.triplet._checks import Gaussian, Triplet, check_number, check_triplet
+from contrastive_curvature.triplet._checks import Gaussian, Triplet, check_triplet
 from contrastive_curvature.triplet.divergence import kl_to_normal_of
 from contrastive_curvature.triplet.likelihood import log_probability_of
 from contrastive_curvature.triplet.uniform import kl_to_uniform_of
 from contrastive_curvature.vmf._checks import check_dim, unit
 
 __all__ = ["bayesian_triplet_loss"]
-
-
-def _check_choice(argument: str, value: object, known: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in known:
-        raise InputError(expected(argument, "one of " + ", ".join(map(repr, known)), value))
 
 
 def _on_sphere(name: str, embedding: Gaussian) -> tuple[Gaussian, Tensor]:
@@ -79,8 +75,8 @@ def bayesian_triplet_loss(
     Source: Eq. 37 to 46 and listings 1 and 2 of the supplement of Warburg et al. (2021).
     """
     margin, kl_weight = check_number("margin", margin), check_number("kl_weight", kl_weight)
-    _check_choice("distribution", distribution, ("gaussian", "vmf"))
-    _check_choice("reduction", reduction, ("mean", "sum", "none"))
+    check_choice("distribution", distribution, ("gaussian", "vmf"))
+    check_choice("reduction", reduction, ("mean", "sum", "none"))
     if distribution == "vmf" and prior_variance is not None:
         hint = 'The uniform distribution on the sphere has no variance; leave it out, or use distribution="gaussian".'
         raise InputError(expected("prior_variance", 'None with distribution="vmf"', prior_variance, hint))
