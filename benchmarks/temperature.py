@@ -18,11 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.machine import describe, write_results
-from benchmarks.transfer.feature_file import FeatureFile, load_features
+from benchmarks.transfer.feature_file import FeatureFile
 from benchmarks.transfer.fitted import DEFAULT, Fitted
 from benchmarks.transfer.leave_out import family
-from benchmarks.transfer.script import chosen_files, file_options, results_of_others
+from benchmarks.transfer.script import judge_files
 from contrastive_curvature import metrics
 from contrastive_curvature.laplace.sampling import sampled_weights
 
@@ -166,16 +165,7 @@ def markdown(results: Mapping[str, dict[str, Any]], machine: Mapping[str, Any]) 
 
 def main() -> None:
     """Judge every feature file of a folder; print the tables, write JSON and Markdown."""
-    parser = file_options(__doc__)
-    given = parser.parse_args()
-    machine, paths = describe(), chosen_files(parser, given)
-    results = results_of_others(given, "temperature")
-    for path in paths:
-        results[path.stem] = judge(load_features(path))
-        print(f"{path.stem}: judged", flush=True)
-    results = dict(sorted(results.items()))
-    result = {"machine": machine, "networks": NETWORKS, "inputs": INPUTS, "encoders": results}
-    write_results(given.out, "temperature", result, markdown(results, machine))
+    judge_files(__doc__, "temperature", judge, markdown, {"networks": NETWORKS, "inputs": INPUTS})
 
 
 if __name__ == "__main__":

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.machine import describe, write_results
 from benchmarks.transfer.arrays import Floats
-from benchmarks.transfer.feature_file import FeatureFile, load_features
+from benchmarks.transfer.feature_file import FeatureFile
 from benchmarks.transfer.fitted import DEFAULT, Fitted
-from benchmarks.transfer.script import chosen_files, file_options, results_of_others
+from benchmarks.transfer.script import judge_files
 from contrastive_curvature import OptimisticPValueWarning
 
 ALPHAS = (0.01, 0.05, 0.1)
@@ -160,15 +159,7 @@ def markdown(results: Mapping[str, dict[str, Any]], machine: Mapping[str, Any]) 
 
 def main() -> None:
     """Judge every feature file of a folder; print the tables, write JSON and Markdown."""
-    parser = file_options(__doc__)
-    given = parser.parse_args()
-    machine, paths = describe(), chosen_files(parser, given)
-    results = results_of_others(given, "threshold")
-    for path in paths:
-        results[path.stem] = judge(load_features(path))
-        results = dict(sorted(results.items()))
-        result = {"machine": machine, "alphas": ALPHAS, "splits": SPLITS, "encoders": results}
-        write_results(given.out, "threshold", result, markdown(results, machine))
+    judge_files(__doc__, "threshold", judge, markdown, {"alphas": ALPHAS, "splits": SPLITS})
 
 
 if __name__ == "__main__":

@@ -66,10 +66,12 @@ class ClassCentres:
         Returns:
             ``None`` where they say nothing or cost too much: one class only, or more than :data:`MOST_NUMBERS` numbers.
         """
-        if len(labels.unique()) * outputs.shape[1] > MOST_NUMBERS:
+        kinds, rows = labels.unique(return_inverse=True)
+        if len(kinds) * outputs.shape[1] > MOST_NUMBERS:
             return None
         some = torch.randperm(len(outputs), generator=torch.Generator().manual_seed(0))[:_SAMPLE].to(outputs.device)
-        return cls.from_sums(*class_sums(outputs, labels), outputs[some], labels[some], len(outputs))
+        sums = _sums_of_rows(outputs, rows, len(kinds))
+        return cls.from_sums(kinds, sums, outputs[some], labels[some], len(outputs))
 
     @classmethod
     def from_sums(cls, labels: Tensor, sums: Tensor, sample: Tensor, of: Tensor, n: int) -> ClassCentres | None:
@@ -160,11 +162,16 @@ class ClassCentres:
 
 def class_sums(outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Different labels (K,), ascending, and the sums of the unit embeddings of each, float64, shape (K, D)."""
-    kinds, inverse = labels.unique(return_inverse=True)
-    sums = torch.zeros(len(kinds), outputs.shape[1], dtype=torch.float64, device=outputs.device)
-    for part, rows in zip(outputs.detach().split(_ROWS), inverse.split(_ROWS), strict=True):
-        sums.index_add_(0, rows, normalize(part)[0].double())
-    return kinds, sums
+    kinds, rows = labels.unique(return_inverse=True)
+    return kinds, _sums_of_rows(outputs, rows, len(kinds))
+
+
+def _sums_of_rows(outputs: Tensor, rows: Tensor, n_classes: int) -> Tensor:
+    """Sums of the unit embeddings of the classes with the rows (B,) of the result, float64, shape (K, D)."""
+    sums = torch.zeros(n_classes, outputs.shape[1], dtype=torch.float64, device=outputs.device)
+    for part, into in zip(outputs.detach().split(_ROWS), rows.split(_ROWS), strict=True):
+        sums.index_add_(0, into, normalize(part)[0].double())
+    return sums
 
 
 def add_sums(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["chosen_files", "file_options", "results_of_others"]
+from benchmarks.machine import describe, write_results
+from benchmarks.transfer.feature_file import FeatureFile, load_features
+
+__all__ = ["chosen_files", "file_options", "judge_files", "results_of_others"]
 
 _RESULTS = Path(__file__).parents[1] / "results"
 
@@ -47,6 +50,32 @@ def chosen_files(
         if not chosen:
             parser.error(f"--cache: none of {', '.join(names or ())} in {given.cache}; there are {', '.join(there)}")
     return [given.cache / f"{name}.npz" for name in chosen]
+
+
+def judge_files(
+    description: str | None,
+    name: str,
+    judge: Callable[[FeatureFile], Mapping[str, Any]],
+    render: Callable[[Mapping[str, Any], Mapping[str, Any]], str],
+    settings: Mapping[str, Any],
+) -> None:
+    """The whole of a script that judges every feature file apart, and keeps what it has after each of them.
+
+    Args:
+        description: Of the command line.
+        name: Of the files that are written.
+        judge: Figures of one feature file.
+        render: Markdown, from the figures of every encoder and the machine.
+        settings: What the figures depend on, for the JSON.
+    """
+    parser = file_options(description)
+    given = parser.parse_args()
+    machine, paths = describe(), chosen_files(parser, given)
+    results = results_of_others(given, name)
+    for path in paths:
+        results[path.stem] = judge(load_features(path))
+        results = dict(sorted(results.items()))
+        write_results(given.out, name, {"machine": machine, **settings, "encoders": results}, render(results, machine))
 
 
 def results_of_others(given: argparse.Namespace, name: str) -> dict[str, Any]:
