@@ -9,6 +9,7 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.hedged._checks import check_mixture, check_points
+from contrastive_curvature.triplet.divergence import excess
 from contrastive_curvature.vmf._checks import broadcast_batch
 
 __all__ = ["kl_bound", "kl_estimate"]
@@ -37,7 +38,7 @@ def kl_bound(mean: Tensor, variance: Tensor) -> Tensor:
     appendix E bounds the objective from below; an upper bound on the divergence keeps that bound one.
     """
     centre, spread = check_mixture("mean", mean, "variance", variance)
-    return (spread - 1 - torch.log(spread) + centre.square()).sum(-1).mean(-1) / 2
+    return (excess(spread) + centre.square()).sum(-1).mean(-1) / 2
 
 
 def kl_estimate(samples: Tensor, mean: Tensor, variance: Tensor) -> Tensor:

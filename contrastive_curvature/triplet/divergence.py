@@ -9,12 +9,12 @@ from contrastive_curvature.arguments import check_number
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.triplet._checks import Gaussian, check_gaussian
 
-__all__ = ["kl_to_normal", "kl_to_normal_of"]
+__all__ = ["excess", "kl_to_normal", "kl_to_normal_of"]
 
 _SERIES_TERMS = 16  # with |x| <= 1/2 below, t^2 <= 1/9: the first term left out is below 1e-16 of the sum
 
 
-def _excess(ratio: Tensor) -> Tensor:
+def excess(ratio: Tensor) -> Tensor:
     """Return ``r - 1 - log r``, also for r close to 1, where both parts cancel."""
     x = ratio - 1
     t = x / (ratio + 1)
@@ -35,7 +35,7 @@ def kl_to_normal_of(embedding: Gaussian, prior_variance: float, name: str = "var
     zeros = int((variance == 0).sum())
     if zeros:
         raise InputError(expected(name, "variances > 0", f"{zeros} zeros", "The divergence would be infinite."))
-    return (_excess(variance / prior_variance) + mean.square() / prior_variance).sum(-1) / 2
+    return (excess(variance / prior_variance) + mean.square() / prior_variance).sum(-1) / 2
 
 
 def kl_to_normal(mean: Tensor, variance: Tensor, prior_variance: float = 1.0) -> Tensor:
