@@ -305,7 +305,10 @@ def _calls() -> dict[str, Call]:
             _operator,
             {"loss": cc.ContrastiveLoss(), "data": loader, "pairs": None, "dict_key_y": "labels"},
         ),
-        "nearest_neighbors": (metrics.nearest_neighbors, {"queries": z, "gallery": z, "k": 3, "backend": "auto"}),
+        "nearest_neighbors": (
+            metrics.nearest_neighbors,
+            {"queries": z, "gallery": z, "k": 3, "backend": "auto", "metric": "cosine"},
+        ),
         "rank_by_labels": (
             _ranked,
             {"neighbors": metrics.nearest_neighbors(z, k=4), "labels": labels, "gallery_labels": None, "k": 2},
@@ -313,7 +316,7 @@ def _calls() -> dict[str, Call]:
         "auroc": (metrics.auroc, {"uncertainty_id": scores, "uncertainty_ood": scores + 1}),
         "auprc": (metrics.auprc, {"uncertainty_id": scores, "uncertainty_ood": scores + 1}),
         "ausc": (metrics.ausc, {"uncertainty": scores, "performance": scores}),
-        "retrieval_votes": (metrics.retrieval_votes, {**retrieval, "backend": "auto"}),
+        "retrieval_votes": (metrics.retrieval_votes, {**retrieval, "backend": "auto", "metric": "cosine"}),
         "retrieval_ece": (metrics.retrieval_ece, {**retrieval, "n_bins": 10}),
         "retrieval_brier": (metrics.retrieval_brier, retrieval),
         "calibration_bins": (_votes, {"votes": votes, "labels": labels, "n_bins": 5}),

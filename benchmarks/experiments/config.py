@@ -80,12 +80,15 @@ class Config:
     seeds: tuple[int, ...]
     methods: tuple[str, ...] | None
     workers: int
+    precision: str
     threads: int | None
     progress: bool
 
     def identity(self) -> dict[str, Any]:
         """What a run folder must agree on to be resumed, as JSON has it."""
-        return {k: v for k, v in dataclasses.asdict(self).items() if k not in _FREE}
+        given = {k: v for k, v in dataclasses.asdict(self).items() if k not in _FREE}
+        # A run of before there was a choice is one in float32.
+        return {k: v for k, v in given.items() if (k, v) != ("precision", "float32")}
 
 
 def check_config(config: Config) -> None:

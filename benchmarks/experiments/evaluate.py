@@ -15,6 +15,7 @@ from benchmarks.experiments.plan import ALPHAS, NOVELTY, OWN, UNCERTAINTY
 from benchmarks.experiments.ranking import Retrieval, retrieve
 from contrastive_curvature import metrics
 from contrastive_curvature.metrics import CalibrationBins
+from contrastive_curvature.metrics.neighbors import Metric
 
 __all__ = ["Evaluation", "Scores", "evaluate"]
 
@@ -49,7 +50,8 @@ class Evaluation:
             :data:`~benchmarks.experiments.plan.OWN`, the other under :data:`~benchmarks.experiments.plan.NOVELTY`.
         precision_at_1: Of every query, NaN without a positive, shape (N,).
         nearest: Index of each query's nearest neighbour, shape (N,).
-        embeddings: Unit embeddings of the first test images in and out of distribution, each (at most 3000, D).
+        embeddings: Of the first test images in and out of distribution, each (at most 3000, D); of unit length where
+            they are compared by cosine.
         p_values: Of "this image is of a known kind", where there are.
         calibration: Of the votes, where there are.
         seconds: ``"predict"``: mean and uncertainty of all test images, in and out of distribution; ``"predict_NAME"``:
@@ -85,7 +87,7 @@ def evaluate(method: Method, data: RetrievalData, *, n_votes: int, seed: int) ->
         outside, more = _predict(method, data.ood)
         seconds = {name: taken + more[name] for name, taken in seconds.items()}
     gallery = None if data.gallery is None else method.predict(data.gallery)
-    retrieval = retrieve(data, inside.mean, None if gallery is None else gallery.mean)
+    retrieval = retrieve(data, inside.mean, None if gallery is None else gallery.mean, inside.metric)
     precision = metrics.average_precision_at_k(retrieval.ranking, 1)
     all_scores = _scores(inside, outside)
     held = _scores(inside if gallery is None else gallery, None)
@@ -100,8 +102,9 @@ def evaluate(method: Method, data: RetrievalData, *, n_votes: int, seed: int) ->
     if NOVELTY in all_scores:
         variants[OWN] |= _detection_figures(all_scores[NOVELTY])
     for name, mean in inside.means.items():
-        variants[name] |= _map(retrieve(data, mean, None if gallery is None else gallery.means[name]))
-    calibration, voted, vote_seconds = _votes(method, data, n_votes, seed)
+        held_mean = None if gallery is None else gallery.means[name]
+        variants[name] |= _map(retrieve(data, mean, held_mean, inside.metric))
+    calibration, voted, vote_seconds = _votes(method, data, n_votes, seed, inside.metric)
     own = variants.get(OWN, {})
     p_values = _p_values(inside, outside)
     found |= _flagged(data, p_values)
@@ -111,10 +114,7 @@ def evaluate(method: Method, data: RetrievalData, *, n_votes: int, seed: int) ->
         all_scores,
         precision,
         retrieval.nearest,
-        {
-            name: None if part is None else unit(part.mean[:DOTS])
-            for name, part in (("inside", inside), ("outside", outside))
-        },
+        {name: None if part is None else _placed(part) for name, part in (("inside", inside), ("outside", outside))},
         p_values,
         calibration,
         seconds | ({"votes": vote_seconds} if voted else {}),
@@ -134,6 +134,11 @@ def _predict(method: Method, split: Split) -> tuple[Prediction, dict[str, float]
         if taken > 1:
             break
     return prediction, best
+
+
+def _placed(prediction: Prediction) -> Tensor:
+    first = prediction.mean[:DOTS]
+    return unit(first) if prediction.metric == "cosine" else first
 
 
 def _map(retrieval: Retrieval) -> dict[str, float]:
@@ -191,7 +196,7 @@ def _flagged(data: RetrievalData, p_values: Scores | None) -> dict[str, float | 
 
 
 def _votes(
-    method: Method, data: RetrievalData, n_votes: int, seed: int
+    method: Method, data: RetrievalData, n_votes: int, seed: int, metric: Metric
 ) -> tuple[CalibrationBins | None, dict[str, float | None], float]:
     """Calibration of the votes for a class, which open-set queries and positions do not have (paper, G.3)."""
     if data.open_set or data.gallery is not None or data.relation is not None:
@@ -201,7 +206,7 @@ def _votes(
     if samples is None:
         return None, {}, 0.0
     labels = data.test.targets
-    votes = metrics.retrieval_votes(samples, labels)
+    votes = metrics.retrieval_votes(samples, labels, metric=metric)
     bins = metrics.calibration_bins(votes, labels)
     found = {
         "ece": bins.expected_calibration_error,

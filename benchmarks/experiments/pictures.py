@@ -24,6 +24,8 @@ _SHOWN = 10
 """Images in a row."""
 _COLOURS = 10
 """Classes that the colours of a plot can tell apart."""
+_UNIT = 1e-3
+"""How far from 1 the length of a unit vector may be."""
 
 
 def draw_images(data: RetrievalData, curves: Curves, title: str) -> Figure:
@@ -87,20 +89,20 @@ def _shown(image: Tensor) -> tuple[np.ndarray, str | None]:
 
 
 def project(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor, str]:
-    """Bring unit embeddings onto paper.
+    """Bring embeddings onto paper.
 
     Args:
-        inside: Shape (N, D).
+        inside: Shape (N, D), all of unit length or not.
         outside: Shape (M, D).
 
     Returns:
-        Two coordinates a point for both, and what they are: longitude and latitude for D = 3, the embeddings themselves
-        for D = 2, else the two principal components of ``inside``.
+        Two coordinates a point for both, and what they are: the embeddings themselves for D = 2, longitude and latitude
+        for unit vectors of D = 3, else the two principal components of ``inside``.
     """
     dim = inside.shape[1]
     if dim == 2:
-        return inside, outside, "the unit circle"
-    if dim == 3:
+        return inside, outside, "the unit circle" if _on_sphere(inside) else "the plane of the embeddings"
+    if dim == 3 and _on_sphere(inside):
         on_map = [
             torch.stack([torch.atan2(u[:, 1], u[:, 0]), torch.asin(u[:, 2].clamp(-1, 1))], 1) for u in (inside, outside)
         ]
@@ -110,6 +112,10 @@ def project(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor, str]:
     part = float(values[:2].square().sum() / values.square().sum())
     what = f"first two principal components ({part:.0%} of the variance) of {dim} dimensions"
     return (inside - mean) @ axes[:2].T, (outside - mean) @ axes[:2].T, what
+
+
+def _on_sphere(embeddings: Tensor) -> bool:
+    return bool(((embeddings.norm(dim=1) - 1).abs() < _UNIT).all())
 
 
 def draw_embeddings(data: RetrievalData, curves: Curves, title: str) -> Figure:
@@ -124,7 +130,7 @@ def draw_embeddings(data: RetrievalData, curves: Curves, title: str) -> Figure:
         The figure, one to three panels.
     """
     inside, outside = curves.embeddings["inside"], curves.embeddings["outside"]
-    sphere = inside.shape[1] == 3
+    sphere = inside.shape[1] == 3 and _on_sphere(inside)
     flat_in, flat_out, what = project(inside, inside[:0] if outside is None else outside)
     scores = curves.scores[OWN]
     sets = [("in distribution, by uncertainty", flat_in, scores.inside)]

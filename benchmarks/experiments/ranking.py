@@ -12,6 +12,7 @@ from benchmarks.experiments.methods.knn import NEIGHBORS
 from contrastive_curvature import metrics
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.metrics import Ranking
+from contrastive_curvature.metrics.neighbors import Metric
 
 __all__ = ["Retrieval", "retrieve"]
 
@@ -32,13 +33,14 @@ class Retrieval:
     nearest: Tensor
 
 
-def retrieve(data: RetrievalData, queries: Tensor, gallery: Tensor | None) -> Retrieval:
-    """Find the ten nearest neighbours by cosine similarity, and tell the right ones.
+def retrieve(data: RetrievalData, queries: Tensor, gallery: Tensor | None, metric: Metric = "cosine") -> Retrieval:
+    """Find the ten nearest neighbours, and tell the right ones.
 
     Args:
         data: Targets of queries and gallery; with positions, its relevance (or else its relation) decides.
         queries: Embeddings, shape (N, D).
         gallery: Embeddings, shape (M, D), or ``None`` for leave-one-out.
+        metric: What is near, ``"cosine"`` or ``"euclidean"``.
 
     Returns:
         The neighbours.
@@ -50,7 +52,7 @@ def retrieve(data: RetrievalData, queries: Tensor, gallery: Tensor | None) -> Re
         raise InputError(
             expected("gallery", "embeddings of the data's gallery, if it has one", "one without the other")
         )
-    found = metrics.nearest_neighbors(queries, gallery, k=NEIGHBORS)
+    found = metrics.nearest_neighbors(queries, gallery, k=NEIGHBORS, metric=metric)
     same = data.relevance or data.relation
     if same is None:
         held = None if data.gallery is None else data.gallery.targets

@@ -38,8 +38,8 @@ def check_count(name: str, value: object, least: int, most: int | None = None, w
     return value
 
 
-def check_embeddings(name: str, value: object) -> Tensor:
-    """Return embeddings (N, D) if they are finite, not empty and have no zero row.
+def check_embeddings(name: str, value: object, zeros: bool = False) -> Tensor:
+    """Return embeddings (N, D) if they are finite, not empty and, unless ``zeros``, have no zero row.
 
     Raises:
         InputTypeError: If ``value`` is not a floating-point tensor.
@@ -53,9 +53,10 @@ def check_embeddings(name: str, value: object) -> Tensor:
         raise InputError(expected(name, "shape (N, D), not empty", tuple(checked.shape)))
     if not bool(torch.isfinite(checked).all()):
         raise InputError(expected(name, "finite entries", "NaN or infinity"))
-    zeros = int((checked == 0).all(1).sum())
-    if zeros:
-        raise InputError(expected(name, "non-zero rows", f"{zeros} zero rows", "A zero row has no cosine similarity."))
+    zero_rows = 0 if zeros else int((checked == 0).all(1).sum())
+    if zero_rows:
+        hint = "A zero row has no cosine similarity."
+        raise InputError(expected(name, "non-zero rows", f"{zero_rows} zero rows", hint))
     return checked
 
 

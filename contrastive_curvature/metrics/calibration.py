@@ -9,7 +9,7 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.metrics._checks import check_count, check_labels, check_tensor
-from contrastive_curvature.metrics.neighbors import Backend
+from contrastive_curvature.metrics.neighbors import Backend, Metric
 from contrastive_curvature.metrics.votes import Samples, retrieval_votes
 
 __all__ = ["CalibrationBins", "brier_score", "calibration_bins", "retrieval_brier", "retrieval_ece"]
@@ -142,6 +142,7 @@ def retrieval_ece(
     *,
     n_bins: int = 10,
     backend: Backend = "auto",
+    metric: Metric = "cosine",
 ) -> float:
     """Return the expected calibration error of retrieval from sampled embeddings.
 
@@ -155,6 +156,7 @@ def retrieval_ece(
         gallery_labels: Labels of the gallery, int, shape (M,).
         n_bins: Number of bins, >= 1.
         backend: ``"auto"``, ``"faiss"`` or ``"sklearn"``, see ``nearest_neighbors``.
+        metric: ``"cosine"`` or ``"euclidean"``, see there.
 
     Returns:
         A number in [0, 1]; 0 is perfectly calibrated.
@@ -166,7 +168,7 @@ def retrieval_ece(
     Source: Warburg et al. (2023), Eq. 121, with ``1/|B|`` corrected to ``|B|/N``.
     """
     n_bins = check_count("n_bins", n_bins, 1)
-    votes = retrieval_votes(samples, labels, gallery, gallery_labels, backend=backend)
+    votes = retrieval_votes(samples, labels, gallery, gallery_labels, backend=backend, metric=metric)
     return calibration_bins(votes, labels, n_bins).expected_calibration_error
 
 
@@ -177,6 +179,7 @@ def retrieval_brier(
     gallery_labels: Tensor | None = None,
     *,
     backend: Backend = "auto",
+    metric: Metric = "cosine",
 ) -> float:
     """Return the Brier score of retrieval from sampled embeddings.
 
@@ -186,6 +189,7 @@ def retrieval_brier(
         gallery: Embeddings that are searched, as for ``retrieval_votes``; ``None`` is leave-one-out among the points.
         gallery_labels: Labels of the gallery, int, shape (M,).
         backend: ``"auto"``, ``"faiss"`` or ``"sklearn"``, see ``nearest_neighbors``.
+        metric: ``"cosine"`` or ``"euclidean"``, see there.
 
     Returns:
         A number in [0, 2]; 0 is perfect. See ``brier_score``.
@@ -194,4 +198,5 @@ def retrieval_brier(
         InputTypeError: If an argument has a wrong type.
         InputError: For the reasons given in ``retrieval_votes``.
     """
-    return brier_score(retrieval_votes(samples, labels, gallery, gallery_labels, backend=backend), labels)
+    votes = retrieval_votes(samples, labels, gallery, gallery_labels, backend=backend, metric=metric)
+    return brier_score(votes, labels)

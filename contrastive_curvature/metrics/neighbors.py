@@ -1,4 +1,4 @@
-"""Nearest neighbours by cosine similarity, with faiss or scikit-learn."""
+"""Nearest neighbours by cosine similarity or by Euclidean distance, with faiss or scikit-learn."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from contrastive_curvature.arguments import check_choice
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.metrics._checks import check_count, check_embeddings
 
-__all__ = ["nearest_neighbors"]
+__all__ = ["Backend", "Metric", "nearest_neighbors"]
 
 Backend = Literal["auto", "faiss", "sklearn"]
+Metric = Literal["cosine", "euclidean"]
 
 
 def _choose_backend(backend: str, double: bool) -> str:
@@ -28,11 +30,11 @@ def _choose_backend(backend: str, double: bool) -> str:
     return backend
 
 
-def _search(queries: Tensor, gallery: Tensor, k: int, backend: str) -> Tensor:
-    """Return indices (N, k), most similar first; the rows of both are unit vectors on the CPU."""
+def _search(queries: Tensor, gallery: Tensor, k: int, backend: str, metric: str) -> Tensor:
+    """Return indices (N, k), nearest first; both are on the CPU, and their rows are unit vectors for the cosine."""
     if backend == "faiss":
         faiss = importlib.import_module("faiss")
-        index = faiss.IndexFlatIP(gallery.shape[1])
+        index = (faiss.IndexFlatIP if metric == "cosine" else faiss.IndexFlatL2)(gallery.shape[1])
         index.add(gallery.float().contiguous().numpy())
         _, neighbors = index.search(queries.float().contiguous().numpy(), k)
     else:
@@ -44,6 +46,19 @@ def _search(queries: Tensor, gallery: Tensor, k: int, backend: str) -> Tensor:
     return torch.from_numpy(neighbors).long()
 
 
+def _unit(embeddings: list[Tensor]) -> list[Tensor]:
+    # Divided by the largest entry first, so that the squared norm neither overflows nor underflows.
+    return [torch.nn.functional.normalize(x / x.abs().amax(1, keepdim=True), dim=1) for x in embeddings]
+
+
+def _centred(embeddings: list[Tensor]) -> list[Tensor]:
+    # Distances are computed as |x|^2 + |y|^2 - 2 <x, y>, which neither cancels more than it must nor overflows then.
+    gallery = embeddings[-1]
+    scale = max(float(x.abs().max()) for x in embeddings) or 1.0
+    centre = (gallery / scale).mean(0)
+    return [x / scale - centre for x in embeddings]
+
+
 def _drop_self(neighbors: Tensor) -> Tensor:
     """Remove each query from its own row (N, k + 1); if duplicates of the query left no place for it, drop the last."""
     own = neighbors == torch.arange(len(neighbors)).unsqueeze(1)
@@ -51,41 +66,52 @@ def _drop_self(neighbors: Tensor) -> Tensor:
     return neighbors[~own].reshape(len(neighbors), -1)
 
 
-def nearest_neighbors(queries: Tensor, gallery: Tensor | None = None, *, k: int, backend: Backend = "auto") -> Tensor:
-    """Return the indices of the k gallery points with the largest cosine similarity to each query.
+def nearest_neighbors(
+    queries: Tensor,
+    gallery: Tensor | None = None,
+    *,
+    k: int,
+    backend: Backend = "auto",
+    metric: Metric = "cosine",
+) -> Tensor:
+    """Return the indices of the k gallery points that are nearest to each query.
 
-    Exact search on the CPU. With ``backend="auto"``: faiss (``IndexFlatIP``) if it is installed and the embeddings are
-    not float64, because faiss computes in float32; else scikit-learn (brute force), in the dtype given. The order of
-    exactly equal similarities depends on the backend.
+    Exact search on the CPU. With ``backend="auto"``: faiss (``IndexFlatIP`` or ``IndexFlatL2``) if it is installed and
+    the embeddings are not float64, because faiss computes in float32; else scikit-learn (brute force), in the dtype
+    given. The order of points at exactly equal distances depends on the backend.
 
     Args:
-        queries: Embeddings of any norm, without zero rows, shape (N, D). Half precision is converted to float32.
+        queries: Embeddings of any norm, shape (N, D); without zero rows for the cosine. Half precision is converted to
+            float32.
         gallery: Embeddings that are searched, shape (M, D). ``None`` searches the queries themselves and removes each
             query from its own result, by its index: an exact duplicate of a query remains in the result.
         k: Number of neighbours per query, 1 <= k <= M (``N - 1`` without a gallery).
         backend: ``"auto"``, ``"faiss"`` or ``"sklearn"``.
+        metric: ``"cosine"``: largest cosine similarity. ``"euclidean"``: smallest distance of the embeddings as they
+            are, for those that are not meant for the sphere; it loses digits like |x|^2 / |x - y|^2 with the norm |x|
+            after the mean is subtracted.
 
     Returns:
-        int64 indices into the gallery, shape (N, k), most similar first, on the device of ``queries``.
+        int64 indices into the gallery, shape (N, k), nearest first, on the device of ``queries``.
 
     Raises:
         InputTypeError: If the embeddings are not floating-point tensors or ``k`` is not an int.
-        InputError: If a shape is wrong, an entry is not finite, a row is zero, D disagrees, or ``k`` is too large.
+        InputError: If a shape is wrong, an entry is not finite, a row is zero and has no cosine, D disagrees, ``k`` is
+            too large, or ``metric`` is unknown.
         UnsupportedError: If ``backend="faiss"`` and faiss is not installed.
     """
-    points = check_embeddings("queries", queries)
+    check_choice("metric", metric, ("cosine", "euclidean"))
+    zeros = metric == "euclidean"
+    points = check_embeddings("queries", queries, zeros)
     leave_one_out = gallery is None
-    searched_gallery = points if gallery is None else check_embeddings("gallery", gallery)
+    searched_gallery = points if gallery is None else check_embeddings("gallery", gallery, zeros)
     if searched_gallery.shape[1] != points.shape[1]:
         raise InputError(expected("gallery", f"D = {points.shape[1]}, that of queries", searched_gallery.shape[1]))
     available = len(searched_gallery) - leave_one_out
     k = check_count("k", k, 1, available, f"There are {available} gallery points per query.")
     chosen_backend = _choose_backend(backend, points.dtype == torch.float64)
     dtype = torch.float64 if points.dtype == torch.float64 else torch.float32
-    # Divided by the largest entry first, so that the squared norm neither overflows nor underflows.
-    units = [
-        torch.nn.functional.normalize(x / x.abs().amax(1, keepdim=True), dim=1)
-        for x in (e.to("cpu", dtype) for e in ((points,) if leave_one_out else (points, searched_gallery)))
-    ]
-    neighbors = _search(units[0], units[-1], k + leave_one_out, chosen_backend)
+    given = [e.to("cpu", dtype) for e in ((points,) if leave_one_out else (points, searched_gallery))]
+    prepared = _unit(given) if metric == "cosine" else _centred(given)
+    neighbors = _search(prepared[0], prepared[-1], k + leave_one_out, chosen_backend, metric)
     return (_drop_self(neighbors) if leave_one_out else neighbors).to(points.device)

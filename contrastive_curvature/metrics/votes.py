@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from contrastive_curvature.arguments import check_choice
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.metrics._checks import check_embeddings, check_labels
-from contrastive_curvature.metrics.neighbors import Backend, nearest_neighbors
+from contrastive_curvature.metrics.neighbors import Backend, Metric, nearest_neighbors
 
 __all__ = ["Samples", "retrieval_votes"]
 
@@ -35,12 +36,12 @@ def _iterate_samples(name: str, samples: object) -> Iterator[Tensor]:
     raise InputTypeError(expected(name, wanted, f"a {type(samples).__name__}", _HINT))
 
 
-def _check_sample(name: str, sample: object) -> Tensor:
+def _check_sample(name: str, sample: object, metric: str) -> Tensor:
     """Check one sample of an iterable; the error for a wrong shape names what to pass."""
     if isinstance(sample, Tensor) and sample.ndim != 2:
         wanted = "an iterable of tensors (N, D), one per sampled network"
         raise InputError(expected(name, wanted, f"one of shape {tuple(sample.shape)}", _HINT))
-    return check_embeddings(name, sample)
+    return check_embeddings(name, sample, zeros=metric == "euclidean")
 
 
 def _pair_with_gallery(samples: Samples, gallery: Samples | None) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -65,6 +66,7 @@ def retrieval_votes(
     gallery_labels: Tensor | None = None,
     *,
     backend: Backend = "auto",
+    metric: Metric = "cosine",
 ) -> Tensor:
     """Return, for each sample and point, the label of the nearest neighbour under that sample.
 
@@ -79,17 +81,20 @@ def retrieval_votes(
             sample s of ``samples``; or one (M, D) for all samples. ``None`` is leave-one-out among the points.
         gallery_labels: Labels of the gallery, int, shape (M,); needed with ``gallery`` only.
         backend: ``"auto"``, ``"faiss"`` or ``"sklearn"``, see ``nearest_neighbors``.
+        metric: ``"cosine"`` or ``"euclidean"``, see there.
 
     Returns:
         int64 labels, shape (S, N), on the device of ``labels``.
 
     Raises:
         InputTypeError: If an argument has a wrong type.
-        InputError: If a shape is wrong, there is no sample, an embedding is zero or not finite, one of ``gallery`` and
-            ``gallery_labels`` is missing, or their numbers of samples differ.
+        InputError: If a shape is wrong, there is no sample, an embedding is not finite, or zero and without a cosine,
+            one of ``gallery`` and ``gallery_labels`` is missing, their numbers of samples differ, or ``metric`` is
+            unknown.
 
     Source: Warburg et al. (2023), appendix G.3.
     """
+    check_choice("metric", metric, ("cosine", "euclidean"))
     points = check_labels("labels", labels)
     if (gallery is None) != (gallery_labels is None):
         raise InputError(expected("gallery, gallery_labels", "both or neither", "one of the two"))
@@ -98,12 +103,12 @@ def retrieval_votes(
     )
     votes = []
     for sample, searched in _pair_with_gallery(samples, gallery):
-        if len(_check_sample("samples", sample)) != len(points):
+        if len(_check_sample("samples", sample, metric)) != len(points):
             hint = "" if isinstance(samples, Tensor) else _HINT
             raise InputError(expected("samples", f"N = {len(points)} points, as labels", f"N = {len(sample)}", hint))
-        if searched is not None and len(_check_sample("gallery", searched)) != len(searched_labels):
+        if searched is not None and len(_check_sample("gallery", searched, metric)) != len(searched_labels):
             raise InputError(expected("gallery_labels", f"shape ({len(searched)},)", tuple(searched_labels.shape)))
-        neighbors = nearest_neighbors(sample, searched, k=1, backend=backend).squeeze(1)
+        neighbors = nearest_neighbors(sample, searched, k=1, backend=backend, metric=metric).squeeze(1)
         votes.append(searched_labels[neighbors.to(points.device)])
     if not votes:
         raise InputError(expected("samples", "at least one sample", "none"))

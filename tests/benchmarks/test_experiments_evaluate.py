@@ -19,9 +19,9 @@ class Told(Method):
 
     name, title = "told", "Told"
 
-    def __init__(self, table, scores, samples=None):
+    def __init__(self, table, scores, samples=None, metric="cosine"):
         super().__init__(Setting())
-        self.table, self.scores, self.drawn = table, scores, samples
+        self.table, self.scores, self.drawn, self.metric = table, scores, samples, metric
 
     def _rows(self, split):
         return split.pixels[:, 0, 0, 0].long()
@@ -33,7 +33,7 @@ class Told(Method):
         rows = self._rows(split)
         scores = {name: score[rows] for name, score in self.scores.items()}
         more = {name: scores.pop(name, None) for name in ("novelty", "p_value")}
-        return Prediction(self.table[rows], scores.pop(OWN, None), scores, seconds=1.5, **more)
+        return Prediction(self.table[rows], scores.pop(OWN, None), scores, seconds=1.5, metric=self.metric, **more)
 
     def samples(self, split, n_samples, seed):
         if self.drawn is None:
@@ -78,6 +78,19 @@ def test_closed_set_figures_are_those_of_the_metrics():
     assert {key: found.figures[key] for key in wanted} == pytest.approx(wanted)
     assert found.variants["other"]["auroc"] == 1.0
     assert found.seconds["predict"] == 3.0
+
+
+def test_a_euclidean_method_is_retrieved_by_distance():
+    table = TABLE * torch.linspace(0.1, 5, 90)[:, None]
+    samples = table + 0.3 * torch.randn(6, 90, 4, generator=torch.Generator().manual_seed(7))
+    found = evaluate(Told(table, SCORES, samples, "euclidean"), closed(), n_votes=5, seed=0)
+    by_angle = evaluate(Told(table, SCORES, samples), closed(), n_votes=5, seed=0)
+    ranking = metrics.rank_by_labels(metrics.nearest_neighbors(table[:40], k=10, metric="euclidean"), LABELS[:40])
+    assert found.figures["map_at_5"] == metrics.map_at_k(ranking, 5) != by_angle.figures["map_at_5"]
+    assert found.figures["ece"] == metrics.retrieval_ece(samples[:5, :40], LABELS[:40], metric="euclidean")
+    assert found.figures["ece"] != by_angle.figures["ece"]
+    assert torch.equal(found.embeddings["inside"], table[:40])
+    torch.testing.assert_close(by_angle.embeddings["inside"].norm(dim=1), torch.ones(40))
 
 
 def test_each_of_two_scores_stands_where_it_belongs():

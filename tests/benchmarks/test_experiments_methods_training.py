@@ -10,7 +10,14 @@ from devices import DEVICES
 
 from benchmarks.experiments.data.split import RetrievalData, TensorSplit
 from benchmarks.experiments.methods import embed, make_method
-from benchmarks.experiments.methods.training import ContrastiveStep, active_pairs, train, training_loader
+from benchmarks.experiments.methods.training import (
+    ContrastiveStep,
+    active_pairs,
+    run_training,
+    train,
+    training_loader,
+)
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.losses.contrastive import ContrastiveLoss
 from contrastive_curvature.online import Trainer
 from contrastive_curvature.online.randomness import loader_generators
@@ -179,3 +186,66 @@ def test_the_demonstrations_order_is_that_of_its_committed_results():
             assert torch.equal(x, data.train.images(rows.tolist()))
             assert torch.equal(y, data.train.targets[rows])
     assert any(part is batches.sampler.generator for part in loader_generators(batches))
+
+
+def test_bfloat16_is_for_the_encoders_training_alone(tmp_path):
+    data, seen = make_data(), []
+
+    class Step(ContrastiveStep):
+        def forward(self, x, targets):
+            z = self.encoder(x)
+            seen.append((z.dtype, self.encoder(x).detach(), self.encoder))
+            return super().forward(x, targets)
+
+    setting = make_setting(precision="bfloat16", lr=1e-30)
+    step = train(setting, data, 0, tmp_path / "t.pt", make_step=lambda encoder, _: Step(encoder, setting.margin))
+    assert {dtype for dtype, _, _ in seen} == {torch.float32}
+    assert {p.dtype for p in step.parameters()} == {torch.float32}
+    x = data.train.images(range(16)).contiguous(memory_format=torch.channels_last)
+    with torch.no_grad():
+        after = step.get_submodule("encoder")(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            rough = step.get_submodule("encoder")(x)
+    assert "forward" not in vars(step.get_submodule("encoder"))
+    assert rough.dtype == torch.bfloat16
+    # a step of no length leaves the weights: what was seen in training is the rounded output of the same network
+    batches = iter(training_loader(setting, data.train, 0))
+    first = next(batches)[0]
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(seen[0][1], step.get_submodule("encoder")(first).float(), rtol=0, atol=0)
+    assert not torch.equal(after, rough.float())
+
+
+def test_an_unknown_precision_is_refused(tmp_path):
+    with pytest.raises(InputError, match="precision"):
+        train(make_setting(precision="float16"), make_data(), 0, tmp_path / "t.pt")
+
+
+def test_a_step_may_have_learning_rates_of_its_own(tmp_path):
+    class Step(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.slow, self.fast = (torch.nn.Parameter(torch.zeros(())) for _ in range(2))
+
+        def parameter_groups(self, lr):
+            return [{"params": [self.slow], "lr": lr}, {"params": [self.fast], "lr": 10 * lr}]
+
+        def forward(self, x, targets):
+            return -self.slow - self.fast
+
+    step, batches = Step(), [(torch.zeros(1), torch.zeros(1))]
+    run_training(make_setting(), step, batches, 1, 1e-3, tmp_path / "t.pt")
+    torch.testing.assert_close(step.fast, 10 * step.slow, rtol=1e-4, atol=0)
+    assert step.slow.item() > 0
+
+
+def test_outputs_and_batches_can_be_a_methods_own(tmp_path):
+    data, read = make_data(), []
+
+    def batches(setting, images, seed):
+        read.append((len(images), seed))
+        return training_loader(setting, images, seed)
+
+    step = train(make_setting(), data, 3, tmp_path / "t.pt", outputs=5, batches=batches)
+    assert read == [(len(data.train), 3)]
+    assert step.get_submodule("encoder")(data.test.images([0, 1])).shape == (2, 5)

@@ -11,13 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.experiments.data.split import RetrievalData, Split
 from benchmarks.experiments.networks import make_network
+from contrastive_curvature.metrics.neighbors import Metric
 from contrastive_curvature.pairs import RelationFunction
 
 __all__ = ["Method", "Prediction", "Setting"]
@@ -47,6 +48,8 @@ class Setting:
         baseline_features: Training images whose features nearest-neighbour methods search, at most.
         eval_batch: Images a forward pass outside training.
         workers: Processes that read images.
+        precision: Of the encoder's forward passes in training; ``"bfloat16"`` is autocast, and takes less than half the
+            time on a CPU that has it. Losses, weights and everything after training are float32.
         device: Where torch computes.
         progress: Whether to show progress bars.
         checkpoint_every: Training steps between two checkpoints.
@@ -70,13 +73,20 @@ class Setting:
     baseline_features: int = 10_000
     eval_batch: int = 200
     workers: int = 0
+    precision: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
     progress: bool = True
     checkpoint_every: int = 200
 
-    def make_encoder(self, dropout: float = 0.0) -> nn.Module:
-        """A new encoder on the device; its weights come from torch's global generator."""
-        return make_network(self.network, self.dim, dropout=dropout).to(self.device, memory_format=torch.channels_last)
+    def make_encoder(self, dropout: float = 0.0, outputs: int | None = None) -> nn.Module:
+        """A new encoder on the device; its weights come from torch's global generator.
+
+        Args:
+            dropout: See :func:`~benchmarks.experiments.networks.make_network`.
+            outputs: Raw outputs, where a method predicts more than the ``dim`` coordinates of a point.
+        """
+        network = make_network(self.network, self.dim if outputs is None else outputs, dropout=dropout)
+        return network.to(self.device, memory_format=torch.channels_last)
 
 
 @dataclass(frozen=True)
@@ -84,7 +94,7 @@ class Prediction:
     """What a method says of N images, on the CPU.
 
     Args:
-        mean: Embeddings to retrieve with, by cosine similarity; any length. float32, shape (N, D).
+        mean: Embeddings to retrieve with, of any length; float32, shape (N, D).
         uncertainty: The method's own score, larger is less certain, shape (N,); ``None`` if it has none.
         variants: Further scores by name, as the released code's.
         means: Embeddings that belong to a variant and differ from ``mean``, by the variant's name.
@@ -95,6 +105,7 @@ class Prediction:
             ``uncertainty`` does both.
         p_value: Conformal p-values of "this image is of a known kind", shape (N,), where the method was calibrated with
             known images that it was not trained on.
+        metric: How ``mean``, ``means`` and the method's samples are compared.
     """
 
     mean: Tensor
@@ -105,6 +116,7 @@ class Prediction:
     variant_seconds: dict[str, float] = field(default_factory=dict)
     novelty: Tensor | None = None
     p_value: Tensor | None = None
+    metric: Metric = "cosine"
 
 
 class Method(ABC):
@@ -149,8 +161,8 @@ class Method(ABC):
             seed: Of the samples; equal seeds give equal ones.
 
         Returns:
-            S tensors of unit embeddings, each float32 (N, D) on the CPU, or fewer where the method has no more (an
-            ensemble's members), or ``None`` where it has none.
+            S tensors of embeddings, each float32 (N, D) on the CPU and of unit length where they are compared by
+            cosine; or fewer where the method has no more (an ensemble's members), or ``None`` where it has none.
         """
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from benchmarks.experiments.data.split import RetrievalData, loader
 from benchmarks.experiments.methods.base import Setting
 from benchmarks.experiments.methods.checks import check_training, positive_radius
 from contrastive_curvature import ContrastiveLoss
+from contrastive_curvature.arguments import check_choice
 from contrastive_curvature.losses.mining import active_pairs
 from contrastive_curvature.online import Trainer
 from contrastive_curvature.pairs import RelationFunction
@@ -64,6 +66,8 @@ def train(
     *,
     dropout: float = 0.0,
     make_step: Callable[[nn.Module, Tensor], nn.Module] | None = None,
+    outputs: int | None = None,
+    batches: Callable[[Setting, Any, int], Iterable[tuple[Tensor, Tensor]]] | None = None,
 ) -> nn.Module:
     """Train a new encoder, or go on with one from its checkpoint.
 
@@ -75,6 +79,9 @@ def train(
         dropout: Rate of the dropout between all trainable layers.
         make_step: From the encoder and a few images on its device, the module whose call with a batch returns the loss;
             ``None`` for :class:`ContrastiveStep`.
+        outputs: Raw outputs of the encoder, where a method needs more than the setting's ``dim``.
+        batches: From the setting, the training images and the seed, the batches of an epoch; ``None`` for
+            :func:`training_loader`.
 
     Returns:
         The step, in evaluation mode.
@@ -85,14 +92,37 @@ def train(
     """
     check_training(setting, data.train)
     seed_everything(seed)
-    encoder = setting.make_encoder(dropout)
+    encoder = setting.make_encoder(dropout, outputs)
     if make_step is None:
         step: nn.Module = ContrastiveStep(encoder, setting.margin, setting.relation)
     else:
         probe = data.train.images(range(min(_PROBE, len(data.train))))
         step = make_step(encoder, probe.contiguous(memory_format=torch.channels_last).to(setting.device))
-    run_training(setting, step, training_loader(setting, data.train, seed), setting.epochs, setting.lr, checkpoint)
+    read = training_loader if batches is None else batches
+    with _precision(encoder, setting):
+        run_training(setting, step, read(setting, data.train, seed), setting.epochs, setting.lr, checkpoint)
     return step.eval()
+
+
+@contextmanager
+def _precision(encoder: nn.Module, setting: Setting) -> Iterator[None]:
+    """Within it, the encoder computes in the setting's precision and returns float32."""
+    check_choice("setting.precision", setting.precision, ("float32", "bfloat16"))
+    if setting.precision == "float32":
+        yield
+        return
+    plain, device = encoder.forward, torch.device(setting.device).type
+
+    def forward(x: Tensor) -> Tensor:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            z: Tensor = plain(x)
+        return z.float()
+
+    encoder.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del encoder.forward
 
 
 def run_training(
@@ -107,13 +137,15 @@ def run_training(
 
     Args:
         setting: How often to write checkpoints, and whether to show progress.
-        step: ``step(x, targets)`` returns the loss of a batch.
+        step: ``step(x, targets)`` returns the loss of a batch. Where it has a method ``parameter_groups``, that gives
+            the optimiser's groups from ``lr``.
         batches: Iterated once an epoch.
         epochs: Passes.
         lr: Learning rate of the first epoch.
         checkpoint: File to go on from.
     """
-    optimizer = torch.optim.RMSprop(step.parameters(), lr=lr)
+    grouped = getattr(step, "parameter_groups", None)
+    optimizer = torch.optim.RMSprop(step.parameters() if grouped is None else grouped(lr), lr=lr)
     Trainer(
         step,
         optimizer,

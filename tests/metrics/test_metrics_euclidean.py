@@ -1,0 +1,89 @@
+"""Neighbours and votes by Euclidean distance."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from devices import DEVICES
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contrastive_curvature import metrics
+from contrastive_curvature.errors import InputError
+
+BACKENDS = ["sklearn"] + (["faiss"] if importlib.util.find_spec("faiss") else [])
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def distances(queries: torch.Tensor, gallery: torch.Tensor | None) -> torch.Tensor:
+    held = queries if gallery is None else gallery
+    found = (queries.double()[:, None] - held.double()).square().sum(2).sqrt()
+    return found.fill_diagonal_(torch.inf) if gallery is None else found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([torch.float16, torch.float32, torch.float64]),
+    st.booleans(),
+    st.integers(1, 6),
+    st.sampled_from([0.0, 3.0]),
+)
+def test_neighbors_are_those_of_all_distances(backend, device, seed, dtype, leave_one_out, dim, shift) -> None:
+    queries = (torch.randn(12, dim, generator=generator(seed)) + shift).to(device, dtype)
+    gallery = None if leave_one_out else (torch.randn(9, dim, generator=generator(seed + 1)) + shift).to(device, dtype)
+    found = metrics.nearest_neighbors(queries, gallery, k=4, backend=backend, metric="euclidean")
+    every = distances(queries.cpu(), None if gallery is None else gallery.cpu())
+    wanted = every.sort(dim=1).values[:, :4]
+    # neighbours may change places where their distances differ by less than float32 tells: squares of norms up to 8
+    torch.testing.assert_close(every.gather(1, found.cpu()).square(), wanted.square(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lengths_decide_and_zero_is_a_point(backend: str) -> None:
+    line = torch.tensor([[0.0, 0.0], [1.0, 0.0], [3.0, 0.0], [7.0, 0.0]])
+    found = metrics.nearest_neighbors(line, k=1, backend=backend, metric="euclidean")
+    assert found.flatten().tolist() == [1, 0, 1, 2]
+    with pytest.raises(InputError, match="zero rows"):
+        metrics.nearest_neighbors(line, k=1, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_a_distant_cloud_keeps_its_order(backend: str, scale: float) -> None:
+    """The centre is 1000 spreads away: uncentred, float32 would have lost all digits of the squared distances."""
+    cloud = torch.randn(30, 3, generator=generator(4), dtype=torch.float64) + 1000
+    wanted = distances(cloud, None).topk(3, largest=False).indices
+    found = metrics.nearest_neighbors((cloud * scale).float(), k=3, backend=backend, metric="euclidean")
+    # the coordinates themselves are rounded to 1000 * 2^-24
+    assert float((found == wanted).double().mean()) > 0.95
+
+
+def test_votes_and_calibration_follow_the_metric() -> None:
+    line = torch.tensor([[1.0, 0.1], [1.2, 0.0], [5.0, 0.4], [6.0, 0.1]])
+    labels = torch.tensor([0, 0, 1, 1])
+    samples = line.repeat(3, 1, 1)
+    by_distance = metrics.retrieval_votes(samples, labels, metric="euclidean")
+    assert by_distance.tolist() == [[0, 0, 1, 1]] * 3
+    by_angle = metrics.retrieval_votes(samples, labels)
+    assert by_angle.tolist() != by_distance.tolist()
+    assert metrics.retrieval_ece(samples, labels, metric="euclidean") == 0
+    assert metrics.retrieval_brier(samples, labels, metric="euclidean") == 0
+    assert metrics.retrieval_brier(samples, labels) > 0
+    with_origin = torch.cat([line, torch.zeros(1, 2)]).unsqueeze(0)
+    assert metrics.retrieval_votes(with_origin, torch.tensor([0, 0, 1, 1, 0]), metric="euclidean")[0, 4] == 0
+
+
+@pytest.mark.parametrize("metric", ["manhattan", None, 2])
+def test_other_metrics_are_refused(metric: object) -> None:
+    points, labels = torch.randn(4, 2), torch.arange(4)
+    with pytest.raises(InputError, match="metric: expected one of 'cosine', 'euclidean'"):
+        metrics.nearest_neighbors(points, k=1, metric=metric)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="metric: expected one of 'cosine', 'euclidean'"):
+        metrics.retrieval_votes(points[None], labels, metric=metric)  # type: ignore[arg-type]
