@@ -168,3 +168,13 @@ def test_certain_triplets_are_refused() -> None:
     point = (torch.ones(2, 3), torch.zeros(2, 3))
     with pytest.raises(InputError, match=r"Var\[tau\] > 0, got 2 triplets"):
         log_probability(point, point, point)
+
+
+@pytest.mark.parametrize(("dtype", "z"), [(torch.float32, -1e30), (torch.float64, -1e160), (torch.float16, -6e4)])
+def test_a_value_that_the_dtype_cannot_hold_is_refused(dtype: torch.dtype, z: float) -> None:
+    given_z = torch.tensor([1.0, z], dtype=dtype)
+    if dtype == torch.float16:  # comes back as float32, which holds it
+        assert bool(log_normal_cdf(given_z).isfinite().all())
+        return
+    with pytest.raises(InputError, match="z: expected entries above"):
+        log_normal_cdf(given_z)

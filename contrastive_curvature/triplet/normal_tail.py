@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.vmf._checks import check_finite, check_real
 
 __all__ = ["log_cdf", "log_normal_cdf"]
@@ -89,9 +89,16 @@ def log_normal_cdf(z: Tensor) -> Tensor:
 
     Raises:
         InputTypeError: ``z`` is not a floating-point tensor.
-        InputError: An entry is NaN or infinite.
+        InputError: An entry is NaN or infinite, or so far below zero that the value, about ``-z^2 / 2``, overflows the
+            dtype.
         UnsupportedError: A third derivative is asked for.
     """
     checked = check_real("z", z)
     check_finite("z", checked)
-    return log_cdf(checked.double()).to(checked.dtype)
+    value = log_cdf(checked.double()).to(checked.dtype)
+    if not bool(torch.isfinite(value).all()):
+        limit = -math.sqrt(2 * torch.finfo(checked.dtype).max)
+        raise InputError(
+            expected("z", f"entries above {limit:.3g}, where {checked.dtype} overflows", float(checked.min()))
+        )
+    return value
