@@ -35,6 +35,8 @@ _SCORES = {
     "inverse_kappa": "1/κ",
     "inverse_kappa_sampled": "1/κ of samples",
     "harmonic": "harmonic mean of variances (PFE's own)",
+    "variance": "variance",
+    "norm": "minus norm of the mean",
 }
 _CURVATURE = ("distance", "pd_fix", "negative_weight")
 _DASH = "–"

@@ -1,7 +1,7 @@
 """What the paper reports in its Tables 1 to 4, transcribed: mean and standard deviation of five runs.
 
 Source: Warburg et al. (2023), "Bayesian Metric Learning for Uncertainty Quantification in Image Retrieval", section 4.
-The keys of the rows are those of :mod:`benchmarks.experiments.plan`; ``hib`` is not reproduced here.
+The keys of the rows are those of :mod:`benchmarks.experiments.plan`.
 """
 
 from __future__ import annotations

@@ -166,6 +166,29 @@ _METHODS = (
     Row("knn_features", "10-NN distance, features", "knn_features"),
     Row("laplace_gated", "LAM (post-hoc) gates 10-NN distance, embedding", "laplace_gated"),
     Row("knn_gated", "10-NN distance, features, gates that in embedding", "knn_gated"),
+    Row("hib_point", "Point of the hedged embedding", "hedged_point", default=False),
+    Row("hib", "Hedged instance embedding (HIB)", "hedged"),
+    Row("hib_mixture", "Hedged instance embedding, two components", "hedged", {"components": 2}, default=False),
+    Row("triplet", "Triplet loss", "triplet"),
+    Row("bayesian_triplet", "Bayesian triplet loss", "bayesian_triplet"),
+    Row(
+        "bayesian_triplet_vmf",
+        "Bayesian triplet loss, von Mises-Fisher",
+        "bayesian_triplet",
+        {"distribution": "vmf"},
+    ),
+    Row("cosine_proxies", "Cosine proxies", "proxies", {"distance": "cosine"}),
+    Row("nivmf", "Non-isotropic von Mises-Fisher proxies (EL-nivMF)", "proxies", {"distance": "el_nivmf"}),
+    *(
+        Row(f"proxies_{distance}", f"Proxies, {title}", "proxies", {"distance": distance}, default=False)
+        for distance, title in {
+            "l2": "L2",
+            "nivmf": "nivMF",
+            "b_vmf": "B-vMF",
+            "el_vmf": "EL-vMF",
+            "kl_vmf": "KL-vMF",
+        }.items()
+    ),
 )
 
 _IN_DEMO = (BASE, "laplace_posthoc", "norm", "knn_embedding", "knn_features")
@@ -176,8 +199,8 @@ _DEMO_SCORES = {
     "inverse_kappa_sampled": "Laplace, 1/κ of sampled networks",
 }
 
-# Not among the paper's rows; positions have no classes to fit a density to.
-_NOT_ON_POSITIONS = ("deep_ensemble", "deep_ensemble_aligned", "vmf_density")
+# Not among the paper's rows (ensembles), or in need of classes: for a density or a proxy of each, or to draw pairs.
+_NOT_ON_POSITIONS = ("deep_ensemble", "vmf_density", "hedged", "hedged_point", "proxies")
 # They hold every training image of a set of a million in memory; asked for, they run.
 _LARGE_ON_POSITIONS = ("knn_embedding", "knn_features", "laplace_gated", "knn_gated")
 
@@ -186,7 +209,7 @@ def known_rows(table: Table) -> list[Row]:
     """All rows that a table can have, in its order."""
     if table == 1:
         return _ablation()
-    return [row for row in _METHODS if table != 4 or row.key not in _NOT_ON_POSITIONS]
+    return [row for row in _METHODS if table != 4 or row.method not in _NOT_ON_POSITIONS]
 
 
 def table_rows(table: Table, methods: Sequence[str] | None = None) -> list[Row]:

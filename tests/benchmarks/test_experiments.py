@@ -266,7 +266,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path, capsys):
         (["--threads", "0"], "--threads"),
         (["--workers", "-1"], "--workers"),
         (["--device", "nowhere"], "--device"),
-        (["--methods", "hib"], "--methods"),
+        (["--methods", "hubs"], "--methods"),
         (["--table", "3"], "--data"),
     ],
     ids=" ".join,

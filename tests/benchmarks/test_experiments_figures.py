@@ -143,7 +143,7 @@ def test_ablation_is_the_whole_grid():
     assert {row.key for row in rows} >= set(paper_table(1, "fashionmnist").rows)
 
 
-@pytest.mark.parametrize("methods", [["pfe", "pfe"], ["hib"], [], ["posthoc_arccos_fixed"]])
+@pytest.mark.parametrize("methods", [["pfe", "pfe"], ["hubs"], [], ["posthoc_arccos_fixed"]])
 def test_unknown_and_double_rows_are_refused(methods):
     with pytest.raises(InputError, match=r"--methods: expected of table 2, each once: deterministic, "):
         plan.table_rows(2, methods)
@@ -165,7 +165,7 @@ def test_ensembles_share_no_encoder_and_are_planned_when_their_seeds_are_done(se
     assert len(set(members)) == len(members) == 5 * max(1, len(seeds) // 5)
     assert members[: len(seeds)] == sorted(seeds)[: len(members)]
     cells = plan.plan_cells(plan.table_rows(2), seeds)
-    assert len({(cell.row.key, cell.seed) for cell in cells}) == len(cells) == 11 * len(seeds) + 2 * len(groups)
+    assert len({(cell.row.key, cell.seed) for cell in cells}) == len(cells) == 17 * len(seeds) + 2 * len(groups)
     place = {cell.seed: number for number, cell in enumerate(cells) if cell.row.key == plan.BASE}
     for number, cell in enumerate(cells):
         assert cell.row.is_ensemble == bool(cell.members)
@@ -198,7 +198,7 @@ def test_the_paper_has_all_its_rows_and_no_others():
     for (table, data), size in sizes.items():
         rows = paper_table(table, data).rows
         assert len(rows) == size
-        assert set(rows) - {"hib"} <= {row.key for row in plan.known_rows(table)}
+        assert set(rows) <= {row.key for row in plan.known_rows(table)}
         assert all(set(figures) <= set(plan.COLUMNS[table]) for figures in rows.values())
         assert "auroc" not in rows.get("deterministic", {})
     assert paper_table(2, "digits") is None

@@ -17,7 +17,11 @@ OPTIONS = {
     "knn_features": {"gallery_size": 25},
     "knn_gated": {"gallery_size": 20},
 }
-SAMPLED = {"deep_ensemble", "pfe", "laplace_posthoc", "mc_dropout", "laplace_online"}
+SAMPLED = {
+    *("deep_ensemble", "pfe", "laplace_posthoc", "mc_dropout", "laplace_online"),
+    *("hedged", "bayesian_triplet", "proxies"),
+}
+WITHOUT_SCORE = ("deterministic", "triplet", "hedged_point")
 EXACT_BASE = ("norm", "vmf_density", "knn_embedding", "knn_features", "pfe")
 
 
@@ -47,7 +51,7 @@ def test_predictions_have_the_promised_form(fitted):
     scores += [] if found.novelty is None else [found.novelty]
     assert (found.novelty is None) == (method.name not in ("laplace_posthoc", "laplace_online"))
     assert found.p_value is None  # no image was held out
-    assert (found.uncertainty is None) == (method.name == "deterministic")
+    assert (found.uncertainty is None) == (method.name in WITHOUT_SCORE)
     for score in scores:
         assert score.shape == (len(data.test),)
         assert score.device.type == "cpu"
@@ -84,7 +88,7 @@ def test_another_methods_file_is_refused(fitted, tmp_path):
         make_method(other, method.setting).load(tmp_path / "method.pt", data)
 
 
-def test_samples_are_seeded_unit_embeddings(fitted):
+def test_samples_are_seeded_and_of_unit_length_on_the_sphere(fitted):
     method, data, _ = fitted
     if method.name not in SAMPLED:
         assert method.samples(data.test, 3, 0) is None
@@ -94,7 +98,8 @@ def test_samples_are_seeded_unit_embeddings(fitted):
     for z in runs[0]:
         assert z.shape == (len(data.test), 3)
         assert z.dtype == torch.float32
-        assert torch.allclose(z.norm(dim=1), torch.ones(len(z)), atol=1e-5)
+        on_sphere = torch.allclose(z.norm(dim=1), torch.ones(len(z)), atol=1e-5)
+        assert on_sphere == (method.predict(data.test).metric == "cosine")
     assert not torch.equal(runs[0][0], runs[0][1])
     assert all(torch.equal(a, b) for a, b in zip(runs[0], runs[1], strict=True))
     assert torch.equal(runs[0][0], runs[2][0]) == (method.name == "deep_ensemble")

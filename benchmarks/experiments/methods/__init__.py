@@ -6,15 +6,19 @@ import inspect
 from typing import Any
 
 from benchmarks.experiments.methods.base import Method, Prediction, Setting
+from benchmarks.experiments.methods.bayesian_triplet import BayesianTriplet
 from benchmarks.experiments.methods.deep_ensemble import DeepEnsemble
 from benchmarks.experiments.methods.deterministic import Deterministic
 from benchmarks.experiments.methods.gated import KNNGated, LaplaceGated
+from benchmarks.experiments.methods.hedged import Hedged, HedgedPoint
 from benchmarks.experiments.methods.knn import KNNEmbedding, KNNFeatures
 from benchmarks.experiments.methods.laplace_online import LaplaceOnline
 from benchmarks.experiments.methods.laplace_posthoc import LaplacePosthoc
 from benchmarks.experiments.methods.mc_dropout import MCDropout
 from benchmarks.experiments.methods.norm_score import NormScore
 from benchmarks.experiments.methods.pfe import PFE
+from benchmarks.experiments.methods.proxies import Proxies
+from benchmarks.experiments.methods.triplet import TripletDeterministic
 from benchmarks.experiments.methods.vmf_density import VMFDensity
 from contrastive_curvature.errors import InputError, expected
 
@@ -35,9 +39,14 @@ METHODS: dict[str, type[Method]] = {
         KNNFeatures,
         LaplaceGated,
         KNNGated,
+        HedgedPoint,
+        Hedged,
+        TripletDeterministic,
+        BayesianTriplet,
+        Proxies,
     )
 }
-"""From the name on the command line, in the order of the tables' rows."""
+"""From the name that a row of :mod:`benchmarks.experiments.plan` gives."""
 
 
 def make_method(name: str, setting: Setting, **options: Any) -> Method:

@@ -1,0 +1,203 @@
+"""Hedged instance embeddings (Oh et al., "Modeling uncertainty with hedged instance embedding"), and their points."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.experiments.data.split import Split
+from benchmarks.experiments.methods.base import Prediction, Setting
+from benchmarks.experiments.methods.checks import check_choice, check_count, check_positive
+from benchmarks.experiments.methods.hedged_pairs import PairMethod
+from benchmarks.experiments.methods.hedged_steps import HedgedStep, PointStep, mixture
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.hedged import MatchParameters, self_mismatch, stratified_samples
+
+__all__ = ["Hedged", "HedgedPoint"]
+
+_SEED = 0
+"""Of the samples behind the self-mismatch: equal images give equal predictions."""
+
+
+class HedgedPoint(PairMethod):
+    """The document's point embedding: no uncertainty, and no samples.
+
+    Args:
+        setting: See :class:`~benchmarks.experiments.methods.hedged_pairs.PairMethod`.
+        loss: ``"soft"``: with a learned threshold (Eq. 3). ``"hard"``: with a margin (Eq. 1).
+        margin: Of the hard loss, on the distance.
+        a: First slope of the soft loss.
+        b: First intercept.
+        match_lr: Their learning rate as a multiple of the network's.
+        pairs: Of a batch; see :class:`~benchmarks.experiments.methods.hedged_pairs.PairMethod`.
+        batches: In an epoch.
+
+    Raises:
+        InputError: An option is out of range.
+        UnsupportedError: The setting's images have positions, not classes.
+    """
+
+    name = "hedged_point"
+    title = "Point embedding (HIB's)"
+
+    def __init__(
+        self,
+        setting: Setting,
+        loss: Literal["soft", "hard"] = "soft",
+        margin: float = 1.0,
+        a: float = 5.0,
+        b: float = 2.0,
+        match_lr: float = 1.0,
+        pairs: Literal["batch", "drawn"] = "batch",
+        batches: int | None = None,
+    ) -> None:
+        super().__init__(setting, a, b, match_lr, pairs, batches)
+        self.loss, self.margin = check_choice("loss", loss, ("soft", "hard")), check_positive("margin", margin)
+
+    def make_step(self, encoder: nn.Module) -> PointStep:
+        """See :meth:`PairMethod.make_step`."""
+        match = MatchParameters(self.a, self.b) if self.loss == "soft" else None
+        return PointStep(encoder, match, self.match_lr, self.pairs, self.margin)
+
+    def outputs(self) -> int:
+        """See :meth:`PairMethod.outputs`."""
+        return self.setting.dim
+
+    @property
+    def threshold(self) -> float:
+        """The distance at which a match is as likely as not, or the margin of the hard loss."""
+        if self.loss == "hard":
+            return self.margin
+        a, b = self.match
+        return b / a
+
+    def draw(self, split: Split, n_samples: int, seed: int) -> Tensor:
+        """The point itself, whatever the number of samples, shape (N, 1, D)."""
+        check_count("n_samples", n_samples)
+        return self.raw(split).unsqueeze(1)
+
+    def predict(self, split: Split) -> Prediction:
+        """Points, without uncertainty."""
+        return Prediction(self.raw(split), metric="euclidean")
+
+
+class Hedged(PairMethod):
+    """Embeddings that are Gaussians or mixtures of C of them, trained with the VIB objective (Eq. 8).
+
+    A shared network has ``2 C D`` outputs, see :func:`~benchmarks.experiments.methods.hedged_steps.mixture`.
+
+    Args:
+        setting: See :class:`~benchmarks.experiments.methods.hedged_pairs.PairMethod`.
+        components: C.
+        kl_weight: Weight of the divergences to ``N(0, I)``, >= 0.
+        n_samples: Samples K of each image, in training and in its scores; a multiple of C.
+        average: Of :func:`~contrastive_curvature.hedged.match_loss`.
+        divergence: Of :func:`~contrastive_curvature.hedged.vib_objective`.
+        a: First slope of the match probability.
+        b: Its first intercept.
+        match_lr: Learning rate of both as a multiple of the network's.
+        pairs: Of a batch; see :class:`~benchmarks.experiments.methods.hedged_pairs.PairMethod`.
+        batches: In an epoch.
+
+    Raises:
+        InputError: An option is out of range.
+        UnsupportedError: The setting's images have positions, not classes.
+    """
+
+    name = "hedged"
+    title = "Hedged embedding (HIB)"
+
+    def __init__(
+        self,
+        setting: Setting,
+        components: int = 1,
+        kl_weight: float = 1e-4,
+        n_samples: int = 8,
+        average: Literal["log", "probability"] = "probability",
+        divergence: Literal["bound", "sampled"] = "bound",
+        a: float = 5.0,
+        b: float = 2.0,
+        match_lr: float = 1.0,
+        pairs: Literal["batch", "drawn"] = "batch",
+        batches: int | None = None,
+    ) -> None:
+        super().__init__(setting, a, b, match_lr, pairs, batches)
+        self.components = check_count("components", components)
+        # written so that NaN fails too
+        if not 0 <= kl_weight < float("inf"):
+            raise InputError(expected("kl_weight", "a finite number, at least 0", kl_weight))
+        self.kl_weight = kl_weight
+        self.n_samples = check_count("n_samples", n_samples)
+        self._check_samples(n_samples)
+        check_choice("average", average, ("log", "probability"))
+        check_choice("divergence", divergence, ("bound", "sampled"))
+        self.average, self.divergence = average, divergence
+
+    def make_step(self, encoder: nn.Module) -> HedgedStep:
+        """See :meth:`PairMethod.make_step`."""
+        return HedgedStep(
+            encoder,
+            MatchParameters(self.a, self.b),
+            self.match_lr,
+            self.pairs,
+            components=self.components,
+            kl_weight=self.kl_weight,
+            n_samples=self.n_samples,
+            average=self.average,
+            divergence=self.divergence,
+        )
+
+    def outputs(self) -> int:
+        """See :meth:`PairMethod.outputs`."""
+        return 2 * self.components * self.setting.dim
+
+    def mixtures(self, split: Split) -> tuple[Tensor, Tensor]:
+        """Means and variances of images, both (N, C, D), on the CPU."""
+        return mixture(self.raw(split), self.components)
+
+    def draw(self, split: Split, n_samples: int, seed: int) -> Tensor:
+        """Stratified samples.
+
+        Args:
+            split: N images.
+            n_samples: K, a multiple of C.
+            seed: Of the samples.
+
+        Returns:
+            float32, shape (N, K, D), on the CPU.
+        """
+        self._check_samples(check_count("n_samples", n_samples))
+        return stratified_samples(*self.mixtures(split), n_samples, torch.Generator().manual_seed(seed))
+
+    def predict(self, split: Split) -> Prediction:
+        """Means of the mixtures; the self-mismatch (Eq. 9).
+
+        Returns:
+            Variants: ``"variance"``, the variance of the mixture, averaged over dimensions.
+        """
+        mean, variance = self.mixtures(split)
+        a, b = self.match
+        generator = torch.Generator().manual_seed(_SEED)
+        score = self_mismatch(mean, variance, a, b, n_samples=self.n_samples, generator=generator)
+        volume = (variance.mean(1) + mean.var(1, correction=0)).mean(1)
+        return Prediction(mean.mean(1), score, {"variance": volume}, metric="euclidean")
+
+    def samples(self, split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
+        """Independent draws from each image's mixture."""
+        check_count("n_samples", n_samples)
+        return self._independent(*self.mixtures(split), n_samples, seed)
+
+    def _independent(self, mean: Tensor, variance: Tensor, n_samples: int, seed: int) -> Iterator[Tensor]:
+        generator, images = torch.Generator().manual_seed(seed), torch.arange(len(mean))
+        for _ in range(n_samples):
+            chosen = torch.randint(self.components, (len(mean),), generator=generator)
+            noise = torch.randn(mean[:, 0].shape, generator=generator)
+            yield mean[images, chosen] + variance[images, chosen].sqrt() * noise
+
+    def _check_samples(self, n_samples: int) -> None:
+        if n_samples % self.components:
+            wanted = f"a multiple of the {self.components} components"
+            raise InputError(expected("n_samples", wanted, n_samples))

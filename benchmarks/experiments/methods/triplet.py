@@ -1,0 +1,75 @@
+"""An encoder trained with the triplet loss, without uncertainty: what the Bayesian triplet loss is compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from benchmarks.experiments.data.split import RetrievalData, Split
+from benchmarks.experiments.methods.base import Method, Prediction, Setting
+from benchmarks.experiments.methods.checks import check_count, check_fit, check_positive, fitted
+from benchmarks.experiments.methods.embed import map_batches, unit
+from benchmarks.experiments.methods.training import train
+from benchmarks.experiments.methods.triplet_steps import TripletStep
+
+__all__ = ["TripletDeterministic"]
+
+
+class TripletDeterministic(Method):
+    """Unit embeddings, trained with ``max(0, |a - p|^2 - |a - n|^2 + margin)``, averaged where it is above 0.
+
+    Args:
+        setting: How the encoder is made and trained; its margin is that of pairs, and not used.
+        margin: On differences of squared distances, in (0, 4]: those of unit vectors are at most 4.
+        negatives: Of the negatives that violate the margin, so many are drawn for each ordered positive pair of a batch
+            at most; ``None`` for all.
+
+    Raises:
+        InputError: An option is out of range.
+    """
+
+    name = "triplet"
+    title = "Triplet loss"
+
+    def __init__(self, setting: Setting, margin: float = 0.2, negatives: int | None = 8) -> None:
+        super().__init__(setting)
+        self.margin = check_positive("margin", margin, 4)
+        self.negatives = None if negatives is None else check_count("negatives", negatives)
+        self._encoder: nn.Module | None = None
+
+    @property
+    def encoder(self) -> nn.Module:
+        """The trained encoder, in evaluation mode.
+
+        Raises:
+            InputError: It was neither trained nor loaded.
+        """
+        return fitted(self._encoder, self.name)
+
+    def fit(self, data: RetrievalData, seed: int, folder: Path, base: Method | None = None) -> None:
+        """See :meth:`Method.fit`; without ``base``."""
+        check_fit(seed, folder)
+        step = train(
+            self.setting,
+            data,
+            seed,
+            folder / "training.pt",
+            make_step=lambda encoder, _: TripletStep(encoder, self.margin, self.negatives, self.setting.relation),
+        )
+        self._encoder = step.get_submodule("encoder")
+
+    def predict(self, split: Split) -> Prediction:
+        """Unit embeddings, without uncertainty."""
+        return Prediction(unit(map_batches(self.encoder, split, self.setting, "embeddings")))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The weights."""
+        return {"encoder": dict(self.encoder.state_dict())}
+
+    def load_state_dict(self, state: dict[str, Any], data: RetrievalData) -> None:
+        """See :meth:`Method.load_state_dict`."""
+        encoder = self.setting.make_encoder()
+        encoder.load_state_dict(state["encoder"])
+        self._encoder = encoder.eval()

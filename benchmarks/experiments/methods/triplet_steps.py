@@ -1,0 +1,138 @@
+"""Training with triplets: the deterministic loss, and the Bayesian one, of a batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from benchmarks.experiments.methods.triplet_mining import mine_triplets
+from contrastive_curvature.hessian.sphere import check_outputs, normalize
+from contrastive_curvature.pairs import RelationFunction
+from contrastive_curvature.triplet import bayesian_triplet_loss
+
+__all__ = ["BayesianStep", "BayesianOptions", "TripletStep", "gaussians", "raw_outputs"]
+
+_FLOOR = 1e-6
+"""Smallest variance, so that divergences stay finite."""
+
+
+@dataclass(frozen=True)
+class BayesianOptions:
+    """What an encoder's outputs mean, and the loss on them.
+
+    Args:
+        distribution: ``"gaussian"`` or ``"vmf"``.
+        variance: ``"isotropic"`` or ``"diagonal"``.
+        normalized: Whether means are divided by their norm.
+        margin: Of the likelihood, on differences of squared distances.
+        mined: Which triplets count: ``"violated"`` or ``"all"``.
+        negatives: Of each positive pair at most; ``None`` for all.
+        prior_variance: Of the Gaussian prior; ``None`` with ``"vmf"``.
+        kl_weight: Of the divergences to the prior.
+        first_variance: Where a raw output is 0.
+        variance_gain: On the raw output of a variance.
+    """
+
+    distribution: Literal["gaussian", "vmf"]
+    variance: str
+    normalized: bool
+    margin: float
+    mined: str
+    negatives: int | None
+    prior_variance: float | None
+    kl_weight: float
+    first_variance: float
+    variance_gain: float
+
+
+def raw_outputs(dim: int, options: BayesianOptions) -> int:
+    """How many outputs an encoder has: those of the mean, and one or D of the variance."""
+    return dim + (1 if options.variance == "isotropic" else dim)
+
+
+def gaussians(raw: Tensor, dim: int, options: BayesianOptions) -> tuple[Tensor, Tensor]:
+    """Means and variances from raw outputs.
+
+    Variances are ``softplus(gain raw + shift) + 1e-6``: close to ``exp`` while they are small, and linear, so that one step
+    does not blow them up, where they are large. The shift gives the first variance at ``raw = 0``.
+
+    Args:
+        raw: Shape (N, D + 1) or (N, 2 D): the mean, then what becomes the variance.
+        dim: D.
+        options: See there.
+
+    Returns:
+        Mean (N, D), and variance (N, 1) or (N, D).
+    """
+    mean, spread = raw[:, :dim], raw[:, dim:]
+    if options.normalized:
+        mean = normalize(check_outputs(mean, "means"))[0]
+    return mean, softplus(options.variance_gain * spread + math.log(math.expm1(options.first_variance))) + _FLOOR
+
+
+class TripletStep(nn.Module):
+    """The mean of ``|a - p|^2 - |a - n|^2 + margin`` over the triplets of a batch where it is above 0.
+
+    Args:
+        encoder: Images -> raw outputs (N, D), which are put on the unit sphere.
+        margin: On differences of squared distances.
+        negatives: Of each positive pair at most, see :func:`mine_triplets`.
+        relation: On positions, which images show the same place; ``None`` for class labels.
+    """
+
+    def __init__(
+        self, encoder: nn.Module, margin: float, negatives: int | None, relation: RelationFunction | None = None
+    ) -> None:
+        super().__init__()
+        self.encoder, self.margin, self.negatives, self.relation = encoder, margin, negatives, relation
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The loss, a scalar; zero, with a zero gradient, for a batch without such triplets."""
+        z: Tensor = self.encoder(x)
+        u = normalize(check_outputs(z))[0]
+        a, p, n = mine_triplets(u, targets, self.margin, self.negatives, self.relation)
+        if not len(a):
+            return z.sum() * 0
+        near, far = (u[a] - u[p]).square().sum(1), (u[a] - u[n]).square().sum(1)
+        return (near - far + self.margin).mean()
+
+
+class BayesianStep(nn.Module):
+    """The Bayesian triplet loss, averaged over triplets of a batch.
+
+    Args:
+        encoder: Images -> raw outputs, as many as :func:`raw_outputs` says.
+        dim: D.
+        options: See there.
+        relation: On positions, which images show the same place; ``None`` for class labels.
+    """
+
+    def __init__(
+        self, encoder: nn.Module, dim: int, options: BayesianOptions, relation: RelationFunction | None = None
+    ) -> None:
+        super().__init__()
+        self.encoder, self.dim, self.options, self.relation = encoder, dim, options, relation
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The loss in nats, a scalar; zero, with a zero gradient, for a batch without triplets."""
+        options, z = self.options, self.encoder(x)
+        mean, variance = gaussians(z, self.dim, options)
+        violated = options.margin if options.mined == "violated" else None
+        triplet = mine_triplets(mean, targets, violated, options.negatives, self.relation)
+        if not len(triplet[0]):
+            return torch.as_tensor(z.sum() * 0)
+        a, p, n = ((mean[i], variance[i]) for i in triplet)
+        return bayesian_triplet_loss(
+            a,
+            p,
+            n,
+            options.margin,
+            distribution=options.distribution,
+            prior_variance=options.prior_variance,
+            kl_weight=options.kl_weight,
+        )

@@ -1,0 +1,326 @@
+"""Hedged embeddings and their points as methods, and LAM on the points."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from benchmark_methods import make_data, make_images, make_setting
+from torch import nn
+
+from benchmarks.experiments.data.split import TensorSplit
+from benchmarks.experiments.methods.hedged import Hedged, HedgedPoint
+from benchmarks.experiments.methods.hedged_steps import HedgedStep, PointStep, choose_pairs, mixture
+from benchmarks.experiments.methods.lifted import LaplaceLifted, lift, lower
+from contrastive_curvature import metrics
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
+from contrastive_curvature.hedged import MatchParameters, match_probability, self_mismatch, vib_objective
+
+KINDS = {
+    "point_soft": (HedgedPoint, {}),
+    "point_hard": (HedgedPoint, {"loss": "hard"}),
+    "point_drawn": (HedgedPoint, {"pairs": "drawn"}),
+    "hedged": (Hedged, {}),
+    "hedged_log_drawn": (Hedged, {"average": "log", "pairs": "drawn"}),
+    "mixture": (Hedged, {"components": 2, "divergence": "sampled"}),
+}
+
+
+def setting_of(**changes):
+    return make_setting(**{"dim": 2, "epochs": 3, "lr": 0.003} | changes)
+
+
+def trained(kind, folder, data=None, setting=None, **more):
+    made, options = KINDS[kind]
+    method = made(setting_of() if setting is None else setting, **{"batches": 20} | options | more)
+    folder.mkdir(parents=True, exist_ok=True)
+    method.fit(make_data() if data is None else data, 0, folder)
+    return method
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def fitted(request, tmp_path_factory):
+    return request.param, trained(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def lifted(tmp_path_factory):
+    base = trained("point_soft", tmp_path_factory.mktemp("base"))
+    method = LaplaceLifted(setting_of())
+    method.fit(make_data(), 0, tmp_path_factory.mktemp("lifted"), base)
+    return method
+
+
+def test_learns_classes_that_can_be_told_apart(fitted):
+    _, method = fitted
+    data = make_data()
+    found = method.predict(data.test)
+    assert found.metric == "euclidean"
+    assert found.mean.shape == (len(data.test), 2)
+    nearest = metrics.nearest_neighbors(found.mean, k=1, metric="euclidean")[:, 0]
+    right = (data.test.targets[nearest] == data.test.targets).float().mean()
+    assert float(right) > 0.9  # by chance, 2 of 11
+
+
+def test_matches_are_likelier_than_mismatches(fitted):
+    kind, method = fitted
+    data = make_data()
+    order = data.test.targets.argsort(stable=True)
+    test = data.test.take(order)
+    # Three of each of the four classes: a shift by one leaves two of three in their class, one by three none.
+    near, far = (test.take(torch.arange(12).roll(-step)) for step in (1, 3))
+    if kind == "point_hard":
+        with pytest.raises(UnsupportedError, match="soft loss"):
+            method.match_probability(test, near)
+        return
+    inside = test.targets == near.targets
+    matching, other = method.match_probability(test, near)[inside], method.match_probability(test, far)
+    assert float(matching.mean()) > float(other.mean()) + 0.3
+    with pytest.raises(InputError, match="as many as first"):
+        method.match_probability(test, near.take(torch.arange(3)))
+
+
+def test_saved_and_loaded_is_the_same(fitted, tmp_path):
+    kind, method = fitted
+    data = make_data()
+    method.save(tmp_path / "method.pt")
+    made, options = KINDS[kind]
+    again = made(method.setting, **options)
+    again.load(tmp_path / "method.pt", data)
+    assert torch.equal(method.predict(data.test).mean, again.predict(data.test).mean)
+    assert torch.equal(method.draw(data.test, 8, 3), again.draw(data.test, 8, 3))
+    if kind != "point_hard":
+        assert method.match == again.match
+
+
+@pytest.mark.parametrize("kind", ["hedged", "mixture"])
+@pytest.mark.parametrize("reads", [3, 24])
+def test_an_interrupted_training_ends_as_an_uninterrupted_one(kind, reads, tmp_path):
+    class Fragile(TensorSplit):
+        left = math.inf
+
+        def images(self, rows):
+            if self.left <= 0:
+                raise InterruptedError
+            self.left -= 1
+            return super().images(rows)
+
+    data = make_data()
+    data = dataclasses.replace(data, train=Fragile(data.train.pixels, data.train.targets))
+    setting = setting_of(checkpoint_every=1, epochs=2)
+    whole = trained(kind, tmp_path / "whole", data, setting)
+    data.train.left = reads
+    with pytest.raises(InterruptedError):
+        trained(kind, tmp_path / "parts", data, setting)
+    data.train.left = math.inf
+    np.random.seed(5)  # noqa: NPY002  another process has other random numbers
+    torch.manual_seed(5)
+    resumed = trained(kind, tmp_path / "parts", data, setting)
+    assert torch.equal(whole.draw(data.test, 8, 0), resumed.draw(data.test, 8, 0))
+    assert whole.match == resumed.match
+
+
+@pytest.mark.parametrize("kind", ["hedged", "mixture"])
+def test_scores_are_those_of_the_mixture(kind, tmp_path):
+    method = trained(kind, tmp_path, setting=setting_of(epochs=1))
+    data = make_data()
+    components = method.components
+    mean, variance = method.mixtures(data.test)
+    assert mean.shape == variance.shape == (12, components, 2)
+    found = method.predict(data.test)
+    assert torch.equal(found.mean, mean.mean(1))
+    a, b = method.match
+    many = self_mismatch(mean, variance, a, b, n_samples=2000, generator=torch.Generator().manual_seed(3))
+    assert torch.allclose(found.uncertainty, many, atol=0.2)
+    assert torch.equal(found.uncertainty, method.predict(data.test).uncertainty)
+    draws = torch.stack(list(method.samples(data.test, 4000, 1)), 1)
+    assert draws.shape == (12, 4000, 2)
+    # Independent draws of the mixture have its mean and its variance, to five standard errors.
+    total = variance.mean(1) + mean.var(1, correction=0)
+    assert bool(((draws.mean(1) - mean.mean(1)).abs() < 5 * (total / 4000).sqrt()).all())
+    assert torch.allclose(draws.var(1).mean(1), found.variants["variance"], rtol=0.15)
+    strata = method.draw(data.test, 8, 0)
+    assert strata.shape == (12, 8, 2)
+    assert torch.equal(strata, method.draw(data.test, 8, 0))
+    assert not torch.equal(strata, method.draw(data.test, 8, 1))
+
+
+def test_the_mixture_of_raw_outputs():
+    raw = torch.arange(12.0).reshape(1, 12) / 10  # 3 components in 2 dimensions
+    mean, variance = mixture(raw, 3)
+    assert torch.equal(mean, raw[:, :6].reshape(1, 3, 2))
+    shift = math.log(math.exp(0.01) - 1)
+    wanted = torch.log1p((raw[:, 6:].double() + shift).exp()).reshape(1, 3, 2) + 1e-6
+    assert torch.allclose(variance.double(), wanted, rtol=1e-5)
+    assert float(mixture(torch.zeros(1, 4), 1)[1].max()) == pytest.approx(0.01, rel=1e-3)
+    assert float(mixture(torch.full((1, 4), -200.0), 1)[1].min()) == pytest.approx(1e-6)
+
+
+class TestPairsOfABatch:
+    TARGETS = torch.tensor([0, 0, 1, 2, 1, 1, 0, 3])
+
+    def test_drawn_ones_are_neighbours(self):
+        i, j, weight = choose_pairs(self.TARGETS, "drawn", 100)
+        assert i.tolist() == [0, 2, 4, 6]
+        assert j.tolist() == [1, 3, 5, 7]
+        assert torch.equal(weight, torch.full((4,), 0.25))
+
+    def test_of_a_batch_all_matches_and_some_mismatches(self):
+        i, j, weight = choose_pairs(self.TARGETS, "batch", 100)
+        pairs = set(zip(i.tolist(), j.tolist(), strict=True))
+        assert pairs == {(x, y) for y in range(8) for x in range(y)}  # 28, of which 6 match
+        same = self.TARGETS[i] == self.TARGETS[j]
+        assert int(same.sum()) == 6
+        assert weight[same].sum() == pytest.approx(0.5)
+        assert torch.allclose(weight[~same], torch.full((22,), 0.5 / 22))
+        torch.manual_seed(0)
+        i, j, weight = choose_pairs(self.TARGETS, "batch", 5)
+        same = self.TARGETS[i] == self.TARGETS[j]
+        assert (int(same.sum()), int((~same).sum())) == (6, 5)
+        assert len(set(zip(i.tolist(), j.tolist(), strict=True))) == 11
+        assert weight[~same].sum() == pytest.approx(0.5)
+
+    @pytest.mark.parametrize("targets", [[4, 4, 4, 4], [0, 1, 2, 3]])
+    def test_weights_of_one_kind_only_have_the_sum_one(self, targets):
+        for pairs in ("drawn", "batch"):
+            assert choose_pairs(torch.tensor(targets), pairs, 10)[2].sum() == pytest.approx(1.0)
+
+
+def test_the_step_is_the_packages_objective():
+    # A variance of almost nothing leaves no noise, so that two sets of samples give one loss.
+    targets = torch.tensor([0, 0, 1, 2])
+    raw = torch.tensor([[0.0, 0.1], [0.3, 0.2], [-0.5, 1.0], [0.9, -0.4]], requires_grad=True)
+    encoder = nn.Identity()
+    match = MatchParameters(3.0, 1.0)
+    options = {"components": 1, "kl_weight": 0.1, "n_samples": 4, "average": "probability", "divergence": "bound"}
+    step = HedgedStep(encoder, match, 1.0, "drawn", **options)
+    outputs = torch.cat([raw, torch.full((4, 2), -200.0)], 1)
+    mean, variance = mixture(outputs, 1)
+    first, second = ((mean[at::2], variance[at::2]) for at in (0, 1))
+    wanted = vib_objective(first, second, targets[::2] == targets[1::2], *match(), kl_weight=0.1, n_samples=4)
+    found = step(outputs, targets)
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-3)
+    groups = step.parameter_groups(0.1)
+    assert [group["lr"] for group in groups] == [0.1, 0.1]
+    point = PointStep(nn.Identity(), None, 1.0, "drawn", 1.0)(raw, targets)
+    near, far = (raw[0] - raw[1]).norm() ** 2, (1 - (raw[2] - raw[3]).norm()).clamp(min=0) ** 2
+    assert point.item() == pytest.approx(float(near + far) / 2)
+
+
+@pytest.mark.parametrize(
+    ("made", "options", "named"),
+    [
+        (Hedged, {"components": 0}, "components"),
+        (Hedged, {"components": 3}, "n_samples"),
+        (Hedged, {"kl_weight": -1.0}, "kl_weight"),
+        (Hedged, {"kl_weight": math.nan}, "kl_weight"),
+        (Hedged, {"n_samples": 0}, "n_samples"),
+        (Hedged, {"average": "none"}, "average"),
+        (Hedged, {"divergence": "exact"}, "divergence"),
+        (Hedged, {"a": 0.0}, "a"),
+        (Hedged, {"match_lr": 0.0}, "match_lr"),
+        (Hedged, {"batches": 0}, "batches"),
+        (Hedged, {"pairs": "all"}, "pairs"),
+        (HedgedPoint, {"loss": "triplet"}, "loss"),
+        (HedgedPoint, {"margin": 0.0}, "margin"),
+        (HedgedPoint, {"b": math.inf}, "b"),
+        (LaplaceLifted, {"factor": 0.0}, "factor"),
+        (LaplaceLifted, {"images": 1}, "images"),
+    ],
+)
+def test_impossible_options_are_refused(made, options, named):
+    with pytest.raises(InputError, match=named):
+        made(setting_of(), **options)
+
+
+def test_settings_without_classes_or_pairs_are_refused(tmp_path):
+    with pytest.raises(UnsupportedError, match="class labels"):
+        Hedged(setting_of(relation=lambda a, b: (a, b)))
+    with pytest.raises(InputError, match="batch_size"):
+        Hedged(setting_of(batch_size=18))
+    with pytest.raises(InputError, match="fit or load"):
+        Hedged(setting_of()).predict(make_data().test)
+    with pytest.raises(InputTypeError, match="HedgedPoint"):
+        LaplaceLifted(setting_of()).fit(make_data(), 0, tmp_path, Hedged(setting_of()))
+
+
+class TestLift:
+    def test_directions_are_the_planes_points(self):
+        torch.manual_seed(0)
+        encoder = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+        x = torch.randn(6, 5).double()
+        z, high = encoder(x), lift(encoder, 100.0)(x)
+        assert torch.allclose(high, torch.cat([z, torch.full((6, 1), 100.0).double()], 1))
+        u = high / high.norm(dim=1, keepdim=True)
+        assert torch.allclose(torch.cdist(u, u) * 100, torch.cdist(z, z), rtol=1e-3)
+        assert torch.allclose(lower(u, 100.0), z, rtol=1e-9)
+
+    def test_refused(self):
+        with pytest.raises(InputTypeError, match=r"nn\.Linear"):
+            lift(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), 1.0)
+        with pytest.raises(InputError, match="height"):
+            lift(nn.Sequential(nn.Linear(2, 2)), 0.0)
+        with pytest.raises(InputError, match="equator"):
+            lower(torch.tensor([[1.0, -0.1]]), 1.0)
+
+
+class TestLaplaceLifted:
+    def test_margin_is_the_threshold_on_the_sphere(self, lifted):
+        a, b = lifted.base.match
+        data = make_data()
+        longest = float(lifted.base.raw(data.train).norm(dim=1).max())
+        assert lifted.height == pytest.approx(4 * longest)
+        assert lifted.posterior.backend_kwargs["margin"] == pytest.approx(b / a / lifted.height)
+
+    def test_embeds_as_its_points(self, lifted):
+        data = make_data()
+        found = lifted.predict(data.test)
+        assert torch.equal(found.mean, lifted.base.raw(data.test))
+        for score in (found.uncertainty, found.novelty):
+            assert score.shape == (12,)
+            assert bool(score.isfinite().all())
+            assert float(score.std()) > 0
+        points = lifted.points(data.test, 400, 0)
+        error = points.std(1) / 20
+        assert bool(((points.mean(1) - found.mean).abs() < 5 * error + 0.01).all())
+
+    def test_one_network_for_both_images_of_a_pair(self, lifted):
+        data = make_data()
+        a, b = lifted.match
+        same = lifted.match_probability(data.test, data.test, 20)
+        assert torch.allclose(same, torch.full((12,), 1 / (1 + math.exp(-b))))
+        with pytest.raises(InputError, match="as many as first"):
+            lifted.match_probability(data.test, data.test.take(torch.arange(3)))
+        points = lifted.points(data.test, 20, 0)
+        pairs = [match_probability(x[:1], y[:1], a, b) for x, y in zip(points[0].unsqueeze(1), points[5].unsqueeze(1))]
+        other = lifted.match_probability(data.test.take(torch.tensor([0])), data.test.take(torch.tensor([5])), 20)
+        assert float(other) == pytest.approx(float(torch.stack(pairs).mean()), rel=1e-4)
+
+    def test_saved_and_loaded_is_the_same(self, lifted, tmp_path: Path):
+        data = make_data()
+        lifted.save(tmp_path / "method.pt")
+        again = LaplaceLifted(setting_of())
+        again.load(tmp_path / "method.pt", data)
+        first, second = lifted.predict(data.test), again.predict(data.test)
+        assert torch.equal(first.uncertainty, second.uncertainty)
+        assert torch.equal(first.novelty, second.novelty)
+        assert torch.equal(lifted.points(data.test, 3, 1), again.points(data.test, 3, 1))
+
+
+def test_an_occluded_image_is_less_certain(tmp_path):
+    # Half of the training images have their bright row hidden: their class cannot be told, so hedging pays.
+    pixels, labels = make_images(30, 0)
+    hidden = torch.arange(len(labels)) % 8 < 4
+    pixels[hidden] = pixels[hidden].clamp(max=120)
+    for at in torch.nonzero(hidden).flatten():
+        pixels[at, 0, ::2] = pixels[at, 0, 1::2]
+    data = dataclasses.replace(make_data(), train=TensorSplit(pixels, labels))
+    setting = setting_of(epochs=6, dim=2, lr=0.003)
+    method = Hedged(setting, batches=25)
+    method.fit(data, 0, tmp_path)
+    score = method.predict(data.train).uncertainty
+    assert float(score[hidden].median()) > 2 * float(score[~hidden].median())

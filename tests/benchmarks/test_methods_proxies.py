@@ -1,0 +1,282 @@
+"""Training with proxies: every distance, its loss against a loop, files, resumed runs and refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from benchmark_methods import CLASSES, make_data, make_images, make_setting
+from torch import Tensor, nn
+
+from benchmarks.experiments.data.split import RetrievalData, TensorSplit
+from benchmarks.experiments.methods.proxies import FIRST, Proxies
+from benchmarks.experiments.methods.proxy_step import DISTANCES, ProxyOptions, ProxyStep
+from contrastive_curvature import metrics, vmf
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
+
+close = torch.testing.assert_close
+LABELS = torch.tensor([7, -2, 40, 11])
+"""Of the toy problem's classes: neither from 0 on, nor in order."""
+
+
+def toy() -> RetrievalData:
+    data = make_data()
+    parts = {}
+    for name, (pixels, labels) in {"train": make_images(10, 0), "test": make_images(6, 1)}.items():
+        parts[name] = TensorSplit(pixels, LABELS[labels])
+    return dataclasses.replace(data, train=parts["train"], test=parts["test"])
+
+
+def fitted(folder: Path, distance: str, seed: int = 0, epochs: int = 2, lr: float = 1e-3, **options: object) -> Proxies:
+    folder.mkdir(parents=True, exist_ok=True)
+    method = Proxies(make_setting(epochs=epochs, lr=lr), distance, **options)  # type: ignore[arg-type]
+    method.fit(toy(), seed, folder)
+    return method
+
+
+def recall(method: Proxies) -> float:
+    test = toy().test
+    neighbors = metrics.nearest_neighbors(method.predict(test).mean, k=1)
+    return metrics.recall_at_k(metrics.rank_by_labels(neighbors, test.targets), 1)
+
+
+def share_right(method: Proxies) -> float:
+    """How often the nearest proxy is that of the image's class; a proxy with axes of its own need not be in its middle."""
+    test, proxies = toy().test, method.proxies
+    z, directions = method.outputs(test), proxies["directions"]
+    if "nivmf" in method.options.distance:
+        d = vmf.nivmf_distance(z, directions, proxies["log_kappa"].exp(), normalized=False)
+    else:
+        d = vmf.cosine_distance(z, directions)
+    return float((proxies["classes"][d.argmin(1)] == test.targets).float().mean())
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+def test_learns_saves_and_loads(distance: str, tmp_path: Path) -> None:
+    method = fitted(tmp_path / "fit", distance, epochs=8, lr=3e-3)
+    assert recall(method) > 0.95
+    assert share_right(method) > 0.95
+    prediction = method.predict(toy().test)
+    z = method.outputs(toy().test)
+    assert prediction.uncertainty is not None
+    assert prediction.metric == "cosine"
+    close(prediction.mean, nn.functional.normalize(z, dim=1))
+    close(prediction.uncertainty, 1 / z.norm(dim=1))
+
+    method.save(tmp_path / "saved.pt")
+    other = Proxies(make_setting(), distance)
+    other.load(tmp_path / "saved.pt", toy())
+    again = other.predict(toy().test)
+    assert again.uncertainty is not None
+    assert torch.equal(again.mean, prediction.mean)
+    assert torch.equal(again.uncertainty, prediction.uncertainty)
+    assert other.proxies.keys() == method.proxies.keys()
+    for name, value in method.proxies.items():
+        assert torch.equal(other.proxies[name], value)
+    assert sorted(method.proxies["classes"].tolist()) == sorted(LABELS.tolist())
+
+
+@pytest.mark.parametrize("distance", ["el_nivmf"])
+def test_resumed_training_gives_the_same(distance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = fitted(tmp_path / "whole", distance)
+    forward = ProxyStep.forward
+    calls = 0
+
+    def stops(self: ProxyStep, x: Tensor, targets: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise KeyboardInterrupt
+        return forward(self, x, targets)
+
+    monkeypatch.setattr(ProxyStep, "forward", stops)
+    with pytest.raises(KeyboardInterrupt):
+        fitted(tmp_path / "parts", distance)
+    monkeypatch.setattr(ProxyStep, "forward", forward)
+    resumed = fitted(tmp_path / "parts", distance)
+    assert torch.equal(resumed.outputs(toy().test), whole.outputs(toy().test))
+    for name, value in whole.proxies.items():
+        assert torch.equal(resumed.proxies[name], value)
+
+
+class _Points(nn.Module):
+    """An encoder whose outputs are its images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * x
+
+
+def make_step(distance: str, **changes: object) -> ProxyStep:
+    given = {"proxy_lr": 10.0, "temperature": 0.7, "embedding_kappa": 12.0, "proxy_kappa": 9.0, "n_samples": 3}
+    options = ProxyOptions(distance, **{**given, "normalized": False, **changes})  # type: ignore[arg-type]
+    torch.manual_seed(3)
+    return ProxyStep(_Points(), torch.randn(6, 5), LABELS, options)
+
+
+def pair_distance(distance: str, step: ProxyStep, z: Tensor, row: int, label: int) -> Tensor:
+    """Of one embedding to one proxy, from the densities of the package's other functions."""
+    m, nu = step.directions[label : label + 1], z[row : row + 1]
+    kappa = (step.scale * nu).norm(dim=1)
+    if distance == "cosine":
+        return -nn.functional.cosine_similarity(nu, m).squeeze()
+    assert step.log_kappa is not None
+    other = step.log_kappa[label : label + 1].exp()
+    if distance == "nivmf":
+        return -vmf.nivmf_log_prob(nu, m, other, normalized=step.options.normalized).squeeze()
+    a, b = step.scale * nu, other[:, None] * nn.functional.normalize(m, dim=1)
+    log_c = [vmf.log_normalizer(length, nu.shape[1]) for length in ((a + b).norm(dim=1), kappa, other)]
+    if distance == "l2":
+        return (a - b).square().sum()
+    if distance == "el_vmf":
+        return (log_c[0] - log_c[1] - log_c[2]).squeeze()
+    if distance == "b_vmf":
+        half = vmf.log_normalizer((a + b).norm(dim=1) / 2, nu.shape[1])
+        return (half - log_c[1] / 2 - log_c[2] / 2).squeeze()
+    return vmf.kl_divergence(nu, kappa, m, other).squeeze()
+
+
+@pytest.mark.parametrize("distance", [name for name in DISTANCES if name != "el_nivmf"])
+def test_loss_is_that_of_a_loop(distance: str) -> None:
+    step = make_step(distance).double()
+    with torch.no_grad():
+        for p in step.parameters():
+            p += 0.1 * torch.randn_like(p)
+        step.encoder.factor.fill_(1.0)  # type: ignore[operator, union-attr]
+    z = torch.randn(6, 5, dtype=torch.float64)
+    targets = LABELS[torch.tensor([0, 1, 2, 3, 1, 1])]
+    order = sorted(LABELS.tolist())
+    losses = []
+    for row, label in enumerate(targets.tolist()):
+        d = torch.stack([pair_distance(distance, step, z, row, c) for c in range(CLASSES)])
+        losses.append(-(-d / step.log_temperature.exp()).log_softmax(0)[order.index(label)])
+    close(step(z, targets), torch.stack(losses).mean(), rtol=1e-5, atol=1e-6)
+
+
+def test_sampled_loss_is_algorithm_1() -> None:
+    step = make_step("el_nivmf", n_samples=4, normalized=True)
+    z = torch.randn(6, 5)
+    torch.manual_seed(0)
+    found = step.logits(z)
+    torch.manual_seed(0)
+    mu, length = vmf.from_embedding(z)
+    samples = vmf.sample(mu, step.scale * length, 4)
+    assert step.log_kappa is not None
+    kappa = step.log_kappa.exp()
+    log_f = [vmf.nivmf_log_prob(samples, step.directions[c], kappa[c], normalized=True) for c in range(CLASSES)]
+    wanted = torch.stack([(one / step.log_temperature.exp()).exp().sum(0).log() for one in log_f], dim=1)
+    close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+def test_starts_as_asked_and_every_parameter_has_a_gradient_and_a_rate(distance: str) -> None:
+    step = make_step(distance)
+    torch.manual_seed(3)
+    length = torch.randn(6, 5).norm(dim=1)
+    if distance in ("cosine", "nivmf"):
+        assert float(step.scale) == 1
+    else:
+        assert float((step.scale * length).mean()) == pytest.approx(12)
+    assert step.log_temperature.exp().item() == pytest.approx(0.7)
+    close(step.directions.norm(dim=1), torch.ones(CLASSES))
+    if step.log_kappa is not None:
+        close(step.log_kappa.exp(), torch.full_like(step.log_kappa, 9.0))
+        assert step.log_kappa.shape == ((CLASSES, 5) if "nivmf" in distance else (CLASSES,))
+    groups = step.parameter_groups(0.01)
+    assert [group["lr"] for group in groups] == pytest.approx([0.01, 0.1])
+    assert [p is step.encoder.factor for p in groups[0]["params"]] == [True]
+    assert {id(p) for group in groups for p in group["params"]} == {id(p) for p in step.parameters()}
+    step(torch.randn(8, 5), LABELS.repeat(2)).backward()
+    for p in groups[1]["params"]:
+        assert p.grad is not None
+        assert bool((p.grad != 0).any())
+
+
+def test_samples_are_draws_of_the_embeddings_distributions(tmp_path: Path) -> None:
+    method, test = fitted(tmp_path, "el_nivmf"), toy().test
+    found, again = (list(method.samples(test, 300, 5) or ()) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+    assert found[0].shape == (len(test), 3)
+    assert not torch.equal(found[0], found[1])
+    z = method.outputs(test)
+    mean_length = vmf.mean_resultant_length(z.norm(dim=1), 3)
+    mean = torch.stack(found).mean(0)
+    along = (mean * nn.functional.normalize(z, dim=1)).sum(1)
+    # the standard error of a cosine is below 0.6 / sqrt(300), of their mean over images less
+    assert float((along - mean_length).mean().abs()) < 0.02
+
+
+@pytest.mark.parametrize("distance", ["cosine", "nivmf"])
+def test_a_concentration_that_is_not_learned_gives_no_samples(distance: str, tmp_path: Path) -> None:
+    assert fitted(tmp_path, distance).samples(toy().test, 2, 0) is None
+
+
+def test_first_values_of_every_distance_are_taken() -> None:
+    assert set(FIRST) == set(DISTANCES)
+    for distance, (temperature, embedding_kappa, proxy_kappa) in FIRST.items():
+        options = Proxies(make_setting(), distance).options
+        assert (options.temperature, options.embedding_kappa, options.proxy_kappa) == (
+            temperature,
+            embedding_kappa,
+            proxy_kappa,
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"distance": "angle"}, "distance: expected one of 'cosine'"),
+        ({"proxy_lr": 0.0}, "proxy_lr: expected a finite number above 0"),
+        ({"temperature": math.nan}, "temperature: expected a finite number above 0"),
+        ({"embedding_kappa": -1.0}, "embedding_kappa: expected a finite number above 0"),
+        ({"proxy_kappa": math.inf}, "proxy_kappa: expected a finite number above 0"),
+        ({"n_samples": 0}, "n_samples: expected a whole number, at least 1"),
+    ],
+)
+def test_refuses_values(options: dict[str, object], match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        Proxies(make_setting(), **options)  # type: ignore[arg-type]
+
+
+def test_refuses_a_flag_that_is_none() -> None:
+    with pytest.raises(InputTypeError, match="normalized"):
+        Proxies(make_setting(), normalized="yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("distance", "option"),
+    [
+        ("cosine", {"proxy_kappa": 3.0}),
+        ("cosine", {"embedding_kappa": 3.0}),
+        ("nivmf", {"embedding_kappa": 3.0}),
+        ("nivmf", {"n_samples": 5}),
+        ("el_vmf", {"n_samples": 5}),
+        ("kl_vmf", {"normalized": True}),
+    ],
+)
+def test_refuses_options_without_a_meaning(distance: str, option: dict[str, object]) -> None:
+    (name,) = option
+    with pytest.raises(UnsupportedError, match=rf"{name}: expected None for '{distance}'.*It is an option of"):
+        Proxies(make_setting(), distance, **option)  # type: ignore[arg-type]
+
+
+def test_refuses_positions(tmp_path: Path) -> None:
+    places = TensorSplit(torch.zeros(8, 1, 8, 8, dtype=torch.uint8), torch.zeros(8, 2, dtype=torch.float64))
+    data = dataclasses.replace(toy(), train=places)
+    with pytest.raises(UnsupportedError, match=r"have positions and no classes for proxies\. Take"):
+        Proxies(make_setting()).fit(data, 0, tmp_path)
+
+
+def test_refuses_what_was_not_fitted_and_another_distance(tmp_path: Path) -> None:
+    for ask in (lambda m: m.predict(toy().test), lambda m: m.samples(toy().test, 1, 0), lambda m: m.proxies):
+        with pytest.raises(InputError, match="Call fit or load first"):
+            ask(Proxies(make_setting()))
+    fitted(tmp_path / "fit", "cosine", epochs=1).save(tmp_path / "saved.pt")
+    with pytest.raises(InputError, match="distance: expected 'cosine', as in training"):
+        Proxies(make_setting(), "nivmf").load(tmp_path / "saved.pt", toy())
