@@ -36,14 +36,15 @@ class Row:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-_FIRST = {"a": 5.0, "b": 2.0}
+_ADAM = {"optimizer": "adam"}
+_TRAINED = {"a": 2.0, "b": 3.0, "match_lr": 10.0, **_ADAM}
 
 ROWS = (
-    Row(BASE, "Point embedding, soft contrastive loss", HedgedPoint, {"loss": "soft", **_FIRST}),
-    Row("point_hard", "Point embedding, hard margin", HedgedPoint, {"loss": "hard", "margin": 1.0}),
-    Row("hedged", "Hedged embedding, one Gaussian (MoG-1)", Hedged, {"components": 1, **_FIRST}),
-    Row("hedged_mixture", "Hedged embedding, two Gaussians (MoG-2)", Hedged, {"components": 2, **_FIRST}),
-    Row("hedged_mixture4", "Hedged embedding, four Gaussians (MoG-4)", Hedged, {"components": 4, **_FIRST}),
+    Row(BASE, "Point embedding, soft contrastive loss", HedgedPoint, {"loss": "soft", **_TRAINED}),
+    Row("point_hard", "Point embedding, hard margin", HedgedPoint, {"loss": "hard", "margin": 1.0, **_ADAM}),
+    Row("hedged", "Hedged embedding, one Gaussian (MoG-1)", Hedged, {"components": 1, **_TRAINED}),
+    Row("hedged_mixture", "Hedged embedding, two Gaussians (MoG-2)", Hedged, {"components": 2, **_TRAINED}),
+    Row("hedged_mixture4", "Hedged embedding, four Gaussians (MoG-4)", Hedged, {"components": 4, **_TRAINED}),
     Row(LAM, "LAM (post-hoc) on the point embedding", LaplaceLifted),
 )
 

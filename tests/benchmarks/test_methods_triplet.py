@@ -12,15 +12,16 @@ from benchmarks.experiments.methods.bayesian_triplet import BayesianTriplet
 from benchmarks.experiments.methods.triplet import TripletDeterministic
 from benchmarks.experiments.methods.triplet_mining import mine_triplets, squared_distances
 from benchmarks.experiments.methods.triplet_steps import BayesianStep, TripletStep, gaussians, raw_outputs
+from benchmarks.experiments.methods.triplet_temperature import TEMPERATURES, calibrated_temperature
 from contrastive_curvature import triplet, vmf
 from contrastive_curvature.errors import InputError, UnsupportedError
-from contrastive_curvature.metrics import nearest_neighbors
+from contrastive_curvature.metrics import brier_score, nearest_neighbors, retrieval_votes
 
 METHODS = {
     "triplet": (TripletDeterministic, {}),
-    "gaussian": (BayesianTriplet, {}),
-    "normalized": (BayesianTriplet, {"normalized": True, "variance": "diagonal"}),
-    "vmf": (BayesianTriplet, {"distribution": "vmf"}),
+    "gaussian": (BayesianTriplet, {"temperature": 1.0}),
+    "normalized": (BayesianTriplet, {"normalized": True, "variance": "diagonal", "temperature": 1.0}),
+    "vmf": (BayesianTriplet, {"distribution": "vmf", "temperature": 1.0}),
 }
 BAYESIAN = [name for name in METHODS if name != "triplet"]
 
@@ -129,15 +130,18 @@ def test_the_triplet_loss_is_the_mean_of_what_is_above_zero(margin):
     torch.testing.assert_close(found, torch.stack(terms).mean())
 
 
-@pytest.mark.parametrize("mined", ["all", "violated"])
+@pytest.mark.parametrize("mining_margin", [None, 0.7, 4.0])
 @pytest.mark.parametrize("name", BAYESIAN)
-def test_the_bayesian_loss_is_the_packages_over_the_triplets(name, mined):
+def test_the_bayesian_loss_is_the_packages_over_the_triplets(name, mining_margin):
     options = dataclasses.replace(
-        METHODS[name][0](make_setting(), **METHODS[name][1]).options, mined=mined, negatives=None, margin=0.3
+        METHODS[name][0](make_setting(), **METHODS[name][1]).options,
+        mining_margin=mining_margin,
+        negatives=None,
+        margin=0.3,
     )
     raw, labels = points(dim=raw_outputs(3, options))
     mean, variance = gaussians(raw, 3, options)
-    listed = sorted(by_loop(mean, labels, 0.3 if mined == "violated" else None))
+    listed = sorted(by_loop(mean, labels, mining_margin))
     a, p, n = ((mean[list(part)], variance[list(part)]) for part in zip(*listed, strict=True))
     wanted = triplet.bayesian_triplet_loss(
         a,
@@ -178,10 +182,11 @@ def test_outputs_become_means_and_variances(name):
         torch.testing.assert_close(mean, raw[:, :4] / raw[:, :4].norm(dim=1, keepdim=True))
     else:
         assert torch.equal(mean, raw[:, :4])
-    raw[:, 4:] = -200
+    raw[:, 4:] = -1000
     assert gaussians(raw, 4, options)[1].min() >= 1e-6
-    raw[:, 4:] = 200
-    torch.testing.assert_close(gaussians(raw, 4, options)[1].max().item(), 200.0, rtol=0.01, atol=0)
+    raw[:, 4:] = 1000
+    wanted = 1000 * options.variance_gain
+    torch.testing.assert_close(gaussians(raw, 4, options)[1].max().item(), wanted, rtol=0.1, atol=0)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -246,7 +251,7 @@ def test_samples_follow_the_distributions(name, tmp_path):
     method = fitted(name, tmp_path, data=data)
     with torch.no_grad():
         # Small variances, so that Gaussians put on the sphere stay close to it.
-        method.encoder.get_submodule("head").bias[3:] = -2.0
+        method.encoder.get_submodule("head").bias[3:] = -4.0 / method.options.variance_gain
     mean, variance = method.distributions(data.test)
     drawn = torch.stack(list(method.samples(data.test, 500 if name == "vmf" else 4000, 0)))
     assert drawn.dtype == torch.float32
@@ -267,16 +272,114 @@ def test_samples_follow_the_distributions(name, tmp_path):
         torch.testing.assert_close(drawn.var(0).sum(1), wanted, rtol=0.1, atol=0)
 
 
-def test_uncertainty_is_the_variance_of_all_dimensions(tmp_path):
+def test_the_temperature_has_the_best_votes():
+    """Two overlapping clouds, with the votes' probabilities known but for their sampling."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(100) % 2
+    points = torch.stack([labels + 0.6 * torch.randn(100, generator=generator), torch.zeros(100)], 1)
+
+    def draw(temperature):
+        g = torch.Generator().manual_seed(1)
+        return [points + (2 * temperature) ** 0.5 * torch.randn(points.shape, generator=g) for _ in range(30)]
+
+    chosen, scores = calibrated_temperature(draw, labels, "euclidean")
+    votes = {t: retrieval_votes(draw(t), labels, metric="euclidean") for t in TEMPERATURES}
+    assert chosen == min(TEMPERATURES, key=lambda t: brier_score(votes[t], labels))
+    assert scores == {t: brier_score(votes[t], labels) for t in TEMPERATURES}
+    # Neither chance, whose score is about 1/2, nor votes that are all the same.
+    assert scores[chosen] < min(scores[4.0] - 0.1, scores[1 / 1024] - 0.02)
+    perfect = calibrated_temperature(lambda _: [labels.float().unsqueeze(1)] * 2, labels, "euclidean")
+    assert perfect == (4.0, dict.fromkeys(TEMPERATURES, 0.0))
+
+
+@pytest.mark.parametrize("name", BAYESIAN)
+def test_samples_take_the_temperature_and_predictions_do_not(name, tmp_path):
+    data = make_data()
+    cls, options = METHODS[name]
+    methods = []
+    for temperature in (1.0, 0.25):
+        methods.append(cls(make_setting(), **options | {"temperature": temperature}))
+        methods[-1].fit(data, 0, tmp_path)
+        assert methods[-1].temperature == temperature
+    first, second = (method.predict(data.test) for method in methods)
+    assert torch.equal(first.uncertainty, second.uncertainty)
+    # Small variances, for which samples of all three scatter in proportion.
+    with torch.no_grad():
+        for method in methods:
+            method.encoder.get_submodule("head").bias[3:] -= 4 / options.get(
+                "variance_gain", method.options.variance_gain
+            )
+    wide, narrow = (torch.stack(list(method.samples(data.test, 400, 0))).var(0).mean() for method in methods)
+    torch.testing.assert_close(wide / narrow, torch.tensor(4.0), rtol=0.1, atol=0)
+
+
+def test_a_calibrated_temperature_is_kept(tmp_path):
+    data = make_data()
+    calibrated = BayesianTriplet(make_setting())
+    with pytest.raises(InputError, match="fitted"):
+        _ = calibrated.temperature
+    calibrated.fit(data, 0, tmp_path)
+    assert calibrated.temperature in TEMPERATURES
+    calibrated.save(tmp_path / "saved.pt")
+    again = BayesianTriplet(make_setting())
+    again.load(tmp_path / "saved.pt", data)
+    assert again.temperature == calibrated.temperature
+
+
+def test_places_have_no_votes_to_calibrate(tmp_path):
+    def close(a, b):
+        same = a[:, None] == b
+        return same, ~same
+
+    data = make_data()
+    positions = TensorSplit(data.train.pixels, data.train.targets.double())
+    method = BayesianTriplet(make_setting(relation=close))
+    method.fit(dataclasses.replace(data, train=positions, relation=close), 0, tmp_path)
+    assert method.temperature == 1
+
+
+def test_uncertainty_is_the_variance_of_all_dimensions_relative_to_the_mean(tmp_path):
     data = make_data()
     method = fitted("gaussian", tmp_path, data=data)
     found, (mean, variance) = method.predict(data.test), method.distributions(data.test)
     assert found.metric == "euclidean"
     assert torch.equal(found.mean, mean)
-    torch.testing.assert_close(found.uncertainty, 3 * variance.squeeze(1))
-    torch.testing.assert_close(found.variants["sum_std"], 3 * variance.squeeze(1).sqrt())
+    torch.testing.assert_close(found.uncertainty, 3 * variance.squeeze(1) / mean.norm(dim=1) ** 2)
+    torch.testing.assert_close(found.variants["variance"], 3 * variance.squeeze(1))
     torch.testing.assert_close(found.variants["norm"], -mean.norm(dim=1))
-    assert fitted("vmf", tmp_path / "vmf").predict(data.test).metric == "cosine"
+    method = fitted("normalized", tmp_path / "sphere")
+    found = method.predict(data.test)
+    assert found.metric == "cosine"
+    torch.testing.assert_close(found.uncertainty, method.distributions(data.test)[1].sum(1))
+
+
+def test_a_mean_of_zero_has_a_finite_uncertainty(tmp_path):
+    data = make_data()
+    method = fitted("gaussian", tmp_path, data=data)
+    with torch.no_grad():
+        for part in method.encoder.get_submodule("head").parameters():
+            part[:3] = 0
+    found = method.predict(data.test)
+    assert not found.mean.any()
+    assert bool(found.uncertainty.isfinite().all())
+    assert found.uncertainty.min() > 1e20
+
+
+def test_defaults_depend_on_where_the_means_are():
+    """On the sphere as the documents have it, with the triplets of the deterministic method; off it with a prior."""
+    on, off = (BayesianTriplet(make_setting(), normalized=normalized).options for normalized in (True, False))
+    assert (on.mining_margin, on.kl_weight) == (TripletDeterministic(make_setting()).margin, 1e-6)
+    assert (off.mining_margin, off.kl_weight, off.first_variance) == (None, 1e-3, 1.0)
+    assert BayesianTriplet(make_setting()).options == off
+    vmf_options = BayesianTriplet(make_setting(), distribution="vmf").options
+    assert vmf_options == dataclasses.replace(on, distribution="vmf")
+
+
+def test_a_new_gaussian_is_the_prior_where_the_network_says_nothing():
+    options = BayesianTriplet(make_setting(), prior_variance=0.3).options
+    mean, variance = gaussians(torch.zeros(1, 4), 3, options)
+    assert not mean.any()
+    torch.testing.assert_close(variance, torch.full((1, 1), 0.3), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -287,13 +390,15 @@ def test_uncertainty_is_the_variance_of_all_dimensions(tmp_path):
         ({"distribution": "vmf", "prior_variance": 1.0}, UnsupportedError, "prior_variance.*None.*gaussian"),
         ({"distribution": "laplace"}, InputError, "distribution"),
         ({"variance": "full"}, InputError, "variance"),
-        ({"mined": "hard"}, InputError, "mined"),
+        ({"mining_margin": -1.0}, InputError, "mining_margin"),
         ({"margin": -0.1}, InputError, "margin"),
         ({"margin": float("nan")}, InputError, "margin"),
         ({"kl_weight": -1.0}, InputError, "kl_weight"),
         ({"negatives": 0}, InputError, "negatives"),
         ({"prior_variance": 0.0}, InputError, "prior_variance"),
         ({"first_variance": 0.0}, InputError, "first_variance"),
+        ({"variance_gain": 0.0}, InputError, "variance_gain"),
+        ({"temperature": 0.0}, InputError, "temperature"),
     ],
 )
 def test_options_out_of_range_are_refused(options, error, match):

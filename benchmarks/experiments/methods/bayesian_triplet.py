@@ -18,14 +18,24 @@ from benchmarks.experiments.methods.checks import check_choice, check_count, che
 from benchmarks.experiments.methods.embed import map_batches, unit
 from benchmarks.experiments.methods.training import train
 from benchmarks.experiments.methods.triplet_steps import BayesianOptions, BayesianStep, gaussians, raw_outputs
+from benchmarks.experiments.methods.triplet_temperature import calibrated_temperature
 from contrastive_curvature import vmf
 from contrastive_curvature.arguments import check_flag, check_number
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.metrics.neighbors import Metric
 
 __all__ = ["BayesianTriplet"]
 
 _MEANING = ("distribution", "variance", "normalized", "first_variance", "variance_gain")
 """Options without which an encoder's outputs cannot be read."""
+_MINED = 0.5
+"""Margin that unit means violate."""
+_SMALLEST = 1e-30
+"""Squared norm of a mean whose variance is compared with it."""
+_CALIBRATION = 2000
+"""Training images that the temperature is calibrated with, at most."""
+_DRAWS = 20
+"""Samples of each of them."""
 
 
 class BayesianTriplet(Method):
@@ -38,14 +48,21 @@ class BayesianTriplet(Method):
         normalized: Whether a Gaussian's mean is divided by its norm, and images are retrieved by the cosine; else by
             the Euclidean distance of the means. ``None``: ``False`` for ``"gaussian"``, ``True`` for ``"vmf"``.
         margin: Of the likelihood, on differences of squared distances, >= 0.
-        mined: ``"violated"``: the triplets whose means violate the margin, as in
-            :class:`~benchmarks.experiments.methods.triplet.TripletDeterministic`. ``"all"``: all triplets.
-        negatives: Of these, so many are drawn for each ordered positive pair of a batch at most; ``None`` for all.
+        mining_margin: Only triplets whose means violate it, ``|a - n|^2 < |a - p|^2 + mining_margin``, count. ``None``:
+            on the sphere 0.5, as in :class:`~benchmarks.experiments.methods.triplet.TripletDeterministic` (4 takes
+            all triplets there); off it, where lengths have no scale of their own, all triplets count.
+        negatives: Of their negatives, so many at most are drawn for each ordered positive pair; ``None`` for all.
         prior_variance: Of the Gaussian prior around 0, > 0; ``None`` for 1. The vMF's prior is uniform.
-        kl_weight: Weight of the divergences to the prior, >= 0.
-        first_variance: Of a new encoder, > 0.
-        variance_gain: Factor on the raw output that becomes the variance, > 0. The optimiser's steps do not depend on the
-            scale of a gradient; so variances are learned that much more slowly, or faster, than means.
+        kl_weight: Weight of the divergences to the prior, >= 0. ``None``: 1e-3, and on the sphere 1e-6.
+        first_variance: Where the raw output is 0, > 0; images unlike those of the training set have outputs closer to 0
+            than others. ``None``: that of the prior, and on the sphere 0.1.
+        variance_gain: Factor on the raw output that becomes the variance, > 0. The optimiser's steps do not depend on
+            the scale of a gradient; so variances are learned that much more slowly, or faster, than means. ``None``: 1,
+            and on the sphere 0.1.
+        temperature: Factor on the variances of samples, > 0. ``None`` chooses it after training by the votes of samples
+            of at most 2,000 training images, see
+            :func:`~benchmarks.experiments.methods.triplet_temperature.calibrated_temperature`; where images have
+            positions instead of classes there are no votes, and it is 1. It does not change :meth:`predict`.
 
     Raises:
         InputError: An option is unknown or out of range.
@@ -62,17 +79,17 @@ class BayesianTriplet(Method):
         variance: Literal["isotropic", "diagonal"] = "isotropic",
         normalized: bool | None = None,
         margin: float = 0.0,
-        mined: Literal["violated", "all"] = "all",
+        mining_margin: float | None = None,
         negatives: int | None = 8,
         prior_variance: float | None = None,
-        kl_weight: float = 1e-6,
-        first_variance: float = 0.01,
-        variance_gain: float = 1.0,
+        kl_weight: float | None = None,
+        first_variance: float | None = None,
+        variance_gain: float | None = None,
+        temperature: float | None = None,
     ) -> None:
         super().__init__(setting)
         check_choice("distribution", distribution, ("gaussian", "vmf"))
         check_choice("variance", variance, ("isotropic", "diagonal"))
-        check_choice("mined", mined, ("violated", "all"))
         vmf_only = distribution == "vmf"
         for name, value, allowed in (
             ("variance", variance, variance == "isotropic"),
@@ -88,18 +105,25 @@ class BayesianTriplet(Method):
                 raise UnsupportedError(expected(name, f"{wanted} with distribution='vmf'", value, hint))
         if normalized is not None:
             check_flag("normalized", normalized)
+        prior = None if prior_variance is None else check_positive("prior_variance", prior_variance)
+        sphere = vmf_only if normalized is None else normalized
+        mined, weight, first, gain = (
+            (_MINED, 1e-6, 0.1, 0.1) if sphere else (None, 1e-3, 1.0 if prior is None else prior, 1.0)
+        )
         self.options = BayesianOptions(
             distribution,
             variance,
-            vmf_only if normalized is None else normalized,
+            sphere,
             check_number("margin", margin),
-            mined,
+            mined if mining_margin is None else check_number("mining_margin", mining_margin),
             None if negatives is None else check_count("negatives", negatives),
-            None if prior_variance is None else check_positive("prior_variance", prior_variance),
-            check_number("kl_weight", kl_weight),
-            check_positive("first_variance", first_variance),
-            check_positive("variance_gain", variance_gain),
+            prior,
+            check_number("kl_weight", weight if kl_weight is None else kl_weight),
+            check_positive("first_variance", first if first_variance is None else first_variance),
+            check_positive("variance_gain", gain if variance_gain is None else variance_gain),
         )
+        self._given = None if temperature is None else check_positive("temperature", temperature)
+        self._temperature: float | None = None
         self._encoder: nn.Module | None = None
 
     @property
@@ -123,6 +147,32 @@ class BayesianTriplet(Method):
             outputs=raw_outputs(self.setting.dim, self.options),
         )
         self._encoder = step.get_submodule("encoder")
+        self._temperature = self._calibrated(data, seed) if self._given is None else self._given
+
+    @property
+    def temperature(self) -> float:
+        """Factor on the variances of samples.
+
+        Raises:
+            InputError: There was no fit.
+        """
+        return fitted(self._temperature, self.name)
+
+    @property
+    def metric(self) -> Metric:
+        """How means and samples are compared."""
+        return "cosine" if self.options.normalized else "euclidean"
+
+    def _calibrated(self, data: RetrievalData, seed: int) -> float:
+        if self.setting.relation is not None:
+            return 1.0
+        generator = torch.Generator().manual_seed(seed)
+        part = data.plain.take(torch.randperm(len(data.plain), generator=generator)[:_CALIBRATION])
+        mean, variance = self.distributions(part)
+        chosen, _ = calibrated_temperature(
+            lambda temperature: self._draw(mean, variance, temperature, _DRAWS, seed), part.targets, self.metric
+        )
+        return chosen
 
     def distributions(self, split: Split) -> tuple[Tensor, Tensor]:
         """Means (N, D) and variances, (N, 1) or (N, D), of images; on the CPU. vMF: ``kappa = 1 / variance``."""
@@ -130,27 +180,32 @@ class BayesianTriplet(Method):
         return gaussians(raw, self.setting.dim, self.options)
 
     def predict(self, split: Split) -> Prediction:
-        """Means; the variance, summed over dimensions.
+        """Means; the variance, summed over dimensions, as a share of the mean's squared norm.
+
+        On the sphere that is the variance itself, the documents' score. Off it, where means are twice as long, so are
+        the distances that the scatter stands beside.
 
         Returns:
-            Variants: ``"sum_std"``, the sum of the standard deviations, and ``"norm"``, minus the norm of the mean,
-            where it is not normalised.
+            Variants, where means are not normalised: ``"variance"``, the variance as it is, and ``"norm"``, minus the
+            norm of the mean.
         """
         mean, variance = self.distributions(split)
-        every = variance.expand_as(mean)
-        variants = {"sum_std": every.sqrt().sum(1)}
-        if not self.options.normalized:
-            variants["norm"] = -mean.norm(dim=1)
-        return Prediction(mean, every.sum(1), variants, metric="cosine" if self.options.normalized else "euclidean")
+        total, squares = variance.expand_as(mean).sum(1), mean.square().sum(1)
+        if self.options.normalized:
+            return Prediction(mean, total, metric=self.metric)
+        variants = {"variance": total, "norm": -squares.sqrt()}
+        return Prediction(mean, total / squares.clamp(min=_SMALLEST), variants, metric=self.metric)
 
     def samples(self, split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
-        """Draws from each image's own distribution; those of Gaussians are put on the sphere where the means are."""
-        check_count("n_samples", n_samples)
-        fitted(self._encoder, self.name)
-        return self._draw(split, n_samples, seed)
+        """Draws from each image's own distribution, with its variance times the temperature.
 
-    def _draw(self, split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
-        mean, variance = self.distributions(split)
+        Those of Gaussians are put on the sphere where the means are.
+        """
+        check_count("n_samples", n_samples)
+        return self._draw(*self.distributions(split), self.temperature, n_samples, seed)
+
+    def _draw(self, mean: Tensor, variance: Tensor, temperature: float, n_samples: int, seed: int) -> Iterator[Tensor]:
+        variance = temperature * variance
         generator = torch.Generator().manual_seed(seed)
         for _ in range(n_samples):
             if self.options.distribution == "vmf":
@@ -160,9 +215,9 @@ class BayesianTriplet(Method):
             yield unit(drawn) if self.options.normalized else drawn
 
     def state_dict(self) -> dict[str, Any]:
-        """The weights, and what their outputs mean."""
+        """The weights, what their outputs mean, and the temperature."""
         meaning = {name: getattr(self.options, name) for name in _MEANING}
-        return {"encoder": dict(self.encoder.state_dict()), "meaning": meaning}
+        return {"encoder": dict(self.encoder.state_dict()), "meaning": meaning, "temperature": self.temperature}
 
     def load_state_dict(self, state: dict[str, Any], data: RetrievalData) -> None:
         """See :meth:`Method.load_state_dict`.
@@ -178,3 +233,4 @@ class BayesianTriplet(Method):
         encoder = self.setting.make_encoder(outputs=raw_outputs(self.setting.dim, self.options))
         encoder.load_state_dict(state["encoder"])
         self._encoder = encoder.eval()
+        self._temperature = state["temperature"] if self._given is None else self._given

@@ -12,9 +12,9 @@ from benchmarks.experiments.data.split import Split
 from benchmarks.experiments.methods.base import Prediction, Setting
 from benchmarks.experiments.methods.checks import check_choice, check_count, check_positive
 from benchmarks.experiments.methods.hedged_pairs import PairMethod
-from benchmarks.experiments.methods.hedged_steps import HedgedStep, PointStep, mixture
+from benchmarks.experiments.methods.hedged_steps import HedgedStep, PairTraining, PointStep, mixture
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.hedged import MatchParameters, self_mismatch, stratified_samples
+from contrastive_curvature.hedged import self_mismatch, stratified_samples
 
 __all__ = ["Hedged", "HedgedPoint"]
 
@@ -29,11 +29,12 @@ class HedgedPoint(PairMethod):
         setting: See :class:`~benchmarks.experiments.methods.hedged_pairs.PairMethod`.
         loss: ``"soft"``: with a learned threshold (Eq. 3). ``"hard"``: with a margin (Eq. 1).
         margin: Of the hard loss, on the distance.
-        a: First slope of the soft loss.
+        a: See :class:`~benchmarks.experiments.methods.hedged_steps.PairTraining`, as the arguments below.
         b: First intercept.
-        match_lr: Their learning rate as a multiple of the network's.
-        pairs: Of a batch; see :class:`~benchmarks.experiments.methods.hedged_pairs.PairMethod`.
+        match_lr: Of both.
+        pairs: Of a batch.
         batches: In an epoch.
+        optimizer: Its name.
 
     Raises:
         InputError: An option is out of range.
@@ -48,19 +49,19 @@ class HedgedPoint(PairMethod):
         setting: Setting,
         loss: Literal["soft", "hard"] = "soft",
         margin: float = 1.0,
-        a: float = 5.0,
-        b: float = 2.0,
-        match_lr: float = 1.0,
+        a: float = 2.0,
+        b: float = 3.0,
+        match_lr: float = 10.0,
         pairs: Literal["batch", "drawn"] = "batch",
         batches: int | None = None,
+        optimizer: Literal["rmsprop", "adam"] = "rmsprop",
     ) -> None:
-        super().__init__(setting, a, b, match_lr, pairs, batches)
+        super().__init__(setting, PairTraining(a, b, match_lr, pairs, batches, optimizer))
         self.loss, self.margin = check_choice("loss", loss, ("soft", "hard")), check_positive("margin", margin)
 
     def make_step(self, encoder: nn.Module) -> PointStep:
         """See :meth:`PairMethod.make_step`."""
-        match = MatchParameters(self.a, self.b) if self.loss == "soft" else None
-        return PointStep(encoder, match, self.match_lr, self.pairs, self.margin)
+        return PointStep(encoder, self.training, self.margin if self.loss == "hard" else None)
 
     def outputs(self) -> int:
         """See :meth:`PairMethod.outputs`."""
@@ -92,15 +93,17 @@ class Hedged(PairMethod):
     Args:
         setting: See :class:`~benchmarks.experiments.methods.hedged_pairs.PairMethod`.
         components: C.
+        first_variance: Of a new embedding, > 0.
         kl_weight: Weight of the divergences to ``N(0, I)``, >= 0.
         n_samples: Samples K of each image, in training and in its scores; a multiple of C.
         average: Of :func:`~contrastive_curvature.hedged.match_loss`.
         divergence: Of :func:`~contrastive_curvature.hedged.vib_objective`.
-        a: First slope of the match probability.
-        b: Its first intercept.
-        match_lr: Learning rate of both as a multiple of the network's.
-        pairs: Of a batch; see :class:`~benchmarks.experiments.methods.hedged_pairs.PairMethod`.
+        a: See :class:`~benchmarks.experiments.methods.hedged_steps.PairTraining`, as the arguments below.
+        b: First intercept.
+        match_lr: Of both.
+        pairs: Of a batch.
         batches: In an epoch.
+        optimizer: Its name.
 
     Raises:
         InputError: An option is out of range.
@@ -114,18 +117,21 @@ class Hedged(PairMethod):
         self,
         setting: Setting,
         components: int = 1,
+        first_variance: float = 0.1,
         kl_weight: float = 1e-4,
         n_samples: int = 8,
         average: Literal["log", "probability"] = "probability",
         divergence: Literal["bound", "sampled"] = "bound",
-        a: float = 5.0,
-        b: float = 2.0,
-        match_lr: float = 1.0,
+        a: float = 2.0,
+        b: float = 3.0,
+        match_lr: float = 10.0,
         pairs: Literal["batch", "drawn"] = "batch",
         batches: int | None = None,
+        optimizer: Literal["rmsprop", "adam"] = "rmsprop",
     ) -> None:
-        super().__init__(setting, a, b, match_lr, pairs, batches)
+        super().__init__(setting, PairTraining(a, b, match_lr, pairs, batches, optimizer))
         self.components = check_count("components", components)
+        self.first_variance = check_positive("first_variance", first_variance)
         # written so that NaN fails too
         if not 0 <= kl_weight < float("inf"):
             raise InputError(expected("kl_weight", "a finite number, at least 0", kl_weight))
@@ -140,10 +146,9 @@ class Hedged(PairMethod):
         """See :meth:`PairMethod.make_step`."""
         return HedgedStep(
             encoder,
-            MatchParameters(self.a, self.b),
-            self.match_lr,
-            self.pairs,
+            self.training,
             components=self.components,
+            first_variance=self.first_variance,
             kl_weight=self.kl_weight,
             n_samples=self.n_samples,
             average=self.average,
@@ -156,7 +161,7 @@ class Hedged(PairMethod):
 
     def mixtures(self, split: Split) -> tuple[Tensor, Tensor]:
         """Means and variances of images, both (N, C, D), on the CPU."""
-        return mixture(self.raw(split), self.components)
+        return mixture(self.raw(split), self.components, self.first_variance)
 
     def draw(self, split: Split, n_samples: int, seed: int) -> Tensor:
         """Stratified samples.

@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader
 from benchmarks.experiments.data.pair_batches import PairBatches
 from benchmarks.experiments.data.split import RetrievalData, Split
 from benchmarks.experiments.methods.base import Method, Setting
-from benchmarks.experiments.methods.checks import check_choice, check_count, check_fit, check_positive, fitted
+from benchmarks.experiments.methods.checks import check_fit, fitted
 from benchmarks.experiments.methods.embed import map_batches
+from benchmarks.experiments.methods.hedged_steps import PairTraining
 from benchmarks.experiments.methods.training import train
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.hedged import MatchParameters, match_probability
@@ -35,19 +36,14 @@ class PairMethod(Method):
 
     Args:
         setting: How the encoder is made and trained; its images have class labels.
-        a: First value of the slope of the match probability, > 0.
-        b: First value of its intercept.
-        match_lr: Learning rate of both as a multiple of the network's.
-        pairs: What counts in a batch. ``"batch"``: all pairs of its images that match, and 1,500 of those that do not,
-            each half of the loss. ``"drawn"``: the pairs that were drawn.
-        batches: Batches in an epoch; ``None`` for as many images as the training set has.
+        training: How pairs are trained on.
 
     Raises:
-        InputError: An option, or ``setting.batch_size``, is out of range.
+        InputError: ``setting.batch_size`` is no multiple of 4.
         UnsupportedError: The setting's images have positions, not classes.
     """
 
-    def __init__(self, setting: Setting, a: float, b: float, match_lr: float, pairs: str, batches: int | None) -> None:
+    def __init__(self, setting: Setting, training: PairTraining) -> None:
         super().__init__(setting)
         if setting.relation is not None:
             msg = f"setting.relation: method {self.name!r} draws pairs from class labels. Use data with classes."
@@ -55,11 +51,7 @@ class PairMethod(Method):
         if setting.batch_size < 4 or setting.batch_size % 4:
             hint = "Two images make a pair, and half of the pairs match."
             raise InputError(expected("setting.batch_size", "a multiple of 4", setting.batch_size, hint))
-        self.a, self.b, self.match_lr = a, b, check_positive("match_lr", match_lr)
-        self.pairs = check_choice("pairs", pairs, ("batch", "drawn"))
-        self.batches = None if batches is None else check_count("batches", batches)
-        # Now, so that first values out of range are refused before any training.
-        MatchParameters(a, b)
+        self.training = training
         self._step: nn.Module | None = None
 
     @property
@@ -152,7 +144,7 @@ class PairMethod(Method):
 
     def _pairs(self, setting: Setting, images: Any, seed: int) -> Iterable[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(seed)
-        batches = math.ceil(len(images) / setting.batch_size) if self.batches is None else self.batches
+        batches = self.training.batches or math.ceil(len(images) / setting.batch_size)
         drawn = PairBatches(images.targets, setting.batch_size // 2, batches, generator)
         return DataLoader(
             images, batch_sampler=drawn, collate_fn=_same, generator=generator, num_workers=setting.workers

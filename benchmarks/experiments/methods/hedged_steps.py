@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
+from benchmarks.experiments.methods.checks import check_choice, check_count, check_positive
 from contrastive_curvature.hedged import (
     MatchParameters,
     hard_contrastive_loss,
@@ -19,29 +21,29 @@ from contrastive_curvature.hedged import (
     stratified_samples,
 )
 
-__all__ = ["FIRST_VARIANCE", "HedgedStep", "PointStep", "choose_pairs", "mixture"]
+__all__ = ["HedgedStep", "PairTraining", "PointStep", "choose_pairs", "mixture"]
 
-FIRST_VARIANCE = 0.01
-"""Of an embedding where the network's outputs are 0, as they nearly are before training."""
 _FLOOR = 1e-6
 """Smallest variance, so that divergences stay finite."""
-_MISMATCHES = 1_500
+_MISMATCHES = 1_000
 """Of a batch whose pairs all count: those of 128 images are 8,128, with 64 pairs of samples each."""
-_SHIFT = math.log(math.expm1(FIRST_VARIANCE))
+_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"rmsprop": torch.optim.RMSprop, "adam": torch.optim.Adam}
 
 
-def mixture(raw: Tensor, components: int) -> tuple[Tensor, Tensor]:
+def mixture(raw: Tensor, components: int, first_variance: float) -> tuple[Tensor, Tensor]:
     """Means and variances from the outputs of the shared network.
 
     Args:
         raw: Shape (N, 2 C D): C means, then C variances before ``softplus``.
         components: C.
+        first_variance: Of an embedding where the outputs are 0, as they nearly are before training.
 
     Returns:
-        Mean and variance, both (N, C, D); variances are ``softplus(raw + shift) + 1e-6``, 0.01 at ``raw = 0``.
+        Mean and variance, both (N, C, D). Variances are ``softplus(raw + shift) + 1e-6``, and the shift is such that
+        ``raw = 0`` gives the first variance.
     """
     mean, spread = raw.unflatten(1, (2, components, -1)).unbind(1)
-    return mean, softplus(spread + _SHIFT) + _FLOOR
+    return mean, softplus(spread + math.log(math.expm1(first_variance))) + _FLOOR
 
 
 def choose_pairs(targets: Tensor, pairs: str, most: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,30 +75,65 @@ def choose_pairs(targets: Tensor, pairs: str, most: int) -> tuple[Tensor, Tensor
     return i, j, torch.where(matches, each[0], each[1])
 
 
+@dataclass(frozen=True)
+class PairTraining:
+    """How pairs are trained on.
+
+    Args:
+        a: First value of the slope of the match probability, > 0.
+        b: First value of its intercept.
+        match_lr: Learning rate of both as a multiple of the network's.
+        pairs: What counts in a batch. ``"batch"``: all pairs of its images that match, and 1,000 of those that do not,
+            each half of the loss. ``"drawn"``: the pairs that were drawn.
+        batches: Batches in an epoch; ``None`` for as many images as the training set has.
+        optimizer: ``"rmsprop"``, as all methods of the tables, or ``"adam"``.
+
+    Raises:
+        InputTypeError: ``a`` or ``b`` is not a number.
+        InputError: A value is out of range.
+    """
+
+    a: float
+    b: float
+    match_lr: float
+    pairs: str
+    batches: int | None
+    optimizer: str
+
+    def __post_init__(self) -> None:
+        MatchParameters(self.a, self.b)
+        check_positive("match_lr", self.match_lr)
+        check_choice("pairs", self.pairs, ("batch", "drawn"))
+        check_choice("optimizer", self.optimizer, tuple(_OPTIMIZERS))
+        if self.batches is not None:
+            check_count("batches", self.batches)
+
+
 class _PairStep(nn.Module):
     """The loss of a batch of pairs.
 
     Args:
         encoder: Images -> raw outputs.
-        match: The learned numbers of the match probability, ``None`` where the loss has none.
-        match_lr: Their learning rate as a multiple of the network's.
-        pairs: See :func:`choose_pairs`.
+        training: How.
+        learned: Whether the loss has the numbers of a match probability, which are learned with the network.
     """
 
-    def __init__(self, encoder: nn.Module, match: MatchParameters | None, match_lr: float, pairs: str) -> None:
+    def __init__(self, encoder: nn.Module, training: PairTraining, learned: bool = True) -> None:
         super().__init__()
-        self.encoder, self.match, self.match_lr, self.pairs = encoder, match, match_lr, pairs
+        self.encoder, self.how = encoder, training
+        self.match = MatchParameters(training.a, training.b) if learned else None
+        self.optimizer = _OPTIMIZERS[training.optimizer]
 
     def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
         """The network's weights, and the numbers of the match probability with a rate of their own."""
         groups: list[dict[str, Any]] = [{"params": list(self.encoder.parameters()), "lr": lr}]
         if self.match is not None:
-            groups.append({"params": list(self.match.parameters()), "lr": lr * self.match_lr})
+            groups.append({"params": list(self.match.parameters()), "lr": lr * self.how.match_lr})
         return groups
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         """The mean loss of the pairs, in which matches weigh as much as mismatches; a scalar."""
-        i, j, weight = choose_pairs(targets, self.pairs, _MISMATCHES)
+        i, j, weight = choose_pairs(targets, self.how.pairs, _MISMATCHES)
         return (weight * self.losses(self.encoder(x), i, j, targets[i] == targets[j])).sum()
 
     def losses(self, raw: Tensor, i: Tensor, j: Tensor, matches: Tensor) -> Tensor:
@@ -105,26 +142,23 @@ class _PairStep(nn.Module):
 
 
 class PointStep(_PairStep):
-    """The contrastive loss of pairs of points (Eq. 3, or Eq. 1 without ``match``).
+    """The contrastive loss of pairs of points (Eq. 3, or Eq. 1 with a margin).
 
     Args:
         encoder: Images -> points (N, D).
-        match: For the soft loss; ``None`` for the hard one.
-        match_lr: Learning rate of ``match`` as a multiple of the network's.
-        pairs: See :func:`choose_pairs`.
-        margin: Of the hard loss.
+        training: How.
+        margin: Of the hard loss; ``None`` for the soft one.
     """
 
-    def __init__(
-        self, encoder: nn.Module, match: MatchParameters | None, match_lr: float, pairs: str, margin: float
-    ) -> None:
-        super().__init__(encoder, match, match_lr, pairs)
+    def __init__(self, encoder: nn.Module, training: PairTraining, margin: float | None = None) -> None:
+        super().__init__(encoder, training, learned=margin is None)
         self.margin = margin
 
     def losses(self, raw: Tensor, i: Tensor, j: Tensor, matches: Tensor) -> Tensor:
         """See :func:`~contrastive_curvature.hedged.soft_contrastive_loss` and its sibling."""
-        if self.match is None:
+        if self.margin is not None:
             return hard_contrastive_loss(raw[i], raw[j], matches, self.margin, reduction="none")
+        assert self.match is not None
         return soft_contrastive_loss(raw[i], raw[j], matches, *self.match(), reduction="none")
 
 
@@ -136,10 +170,9 @@ class HedgedStep(_PairStep):
 
     Args:
         encoder: Images -> raw outputs (N, 2 C D).
-        match: The learned numbers of the match probability.
-        match_lr: Their learning rate as a multiple of the network's.
-        pairs: See :func:`choose_pairs`.
+        training: How.
         components: C.
+        first_variance: See :func:`mixture`.
         kl_weight: Weight of the divergences.
         n_samples: Samples of each image.
         average: Of :func:`~contrastive_curvature.hedged.match_loss`.
@@ -149,24 +182,24 @@ class HedgedStep(_PairStep):
     def __init__(
         self,
         encoder: nn.Module,
-        match: MatchParameters,
-        match_lr: float,
-        pairs: str,
+        training: PairTraining,
         *,
         components: int,
+        first_variance: float,
         kl_weight: float,
         n_samples: int,
         average: Literal["log", "probability"],
         divergence: Literal["bound", "sampled"],
     ) -> None:
-        super().__init__(encoder, match, match_lr, pairs)
-        self.components, self.kl_weight, self.n_samples = components, kl_weight, n_samples
+        super().__init__(encoder, training)
+        self.components, self.first_variance = components, first_variance
+        self.kl_weight, self.n_samples = kl_weight, n_samples
         self.average, self.divergence = average, divergence
 
     def losses(self, raw: Tensor, i: Tensor, j: Tensor, matches: Tensor) -> Tensor:
         """The VIB objective of each pair."""
         assert self.match is not None
-        mean, variance = mixture(raw, self.components)
+        mean, variance = mixture(raw, self.components, self.first_variance)
         samples = stratified_samples(mean, variance, self.n_samples)
         found = match_loss(samples[i], samples[j], matches, *self.match(), average=self.average, reduction="none")
         divergences = kl_bound(mean, variance) if self.divergence == "bound" else kl_estimate(samples, mean, variance)

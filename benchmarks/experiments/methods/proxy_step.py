@@ -32,6 +32,9 @@ PROXY_KAPPA = (*_CLOSED, *PER_AXIS)
 DISTANCES = ("cosine", *PROXY_KAPPA)
 """All of them, in the order of the document's table 4 but for the cosine."""
 
+_SHARE = 0.1
+"""Of the newest batch in the running mean of lengths."""
+
 
 @dataclass(frozen=True)
 class ProxyOptions:
@@ -39,7 +42,8 @@ class ProxyOptions:
 
     Args:
         distance: One of :data:`DISTANCES`.
-        proxy_lr: Learning rate of proxies and temperature as a multiple of the encoder's.
+        proxy_lr: Learning rate of the proxies' directions and of the temperature as a multiple of the encoder's.
+        kappa_lr: The same of the proxies' concentrations.
         temperature: The first one, t of Eq. 40.
         embedding_kappa: The mean concentration of the first embeddings.
         proxy_kappa: The first concentration of every proxy, or of every axis.
@@ -49,6 +53,7 @@ class ProxyOptions:
 
     distance: str
     proxy_lr: float
+    kappa_lr: float
     temperature: float
     embedding_kappa: float
     proxy_kappa: float
@@ -59,9 +64,10 @@ class ProxyOptions:
 class ProxyStep(nn.Module):
     """The cross-entropy of ``exp(-distance / temperature)`` over all proxies with the label, NCA++ (Eq. 40).
 
-    An embedding is a raw output z of the encoder. Its direction is ``z / |z|``, its concentration ``scale |z|``: raw
-    outputs of a new network are far shorter than 1, and the fixed scale gives a few images the mean concentration that
-    the options ask for. EL-nivMF follows Algorithm 1, with its temperature inside the mean over samples.
+    An embedding is a raw output z of the encoder. Its direction is ``z / |z|``. Its concentration is a learned number
+    times ``|z| / mean of |z|``, over the batch in training and over the last batches afterwards: raw outputs are far
+    shorter than 1 at first and grow a hundredfold within an epoch, whatever the loss, so that their length by itself is
+    no concentration. EL-nivMF follows Algorithm 1, with its temperature inside the mean over samples.
 
     Args:
         encoder: Images -> raw outputs (N, D).
@@ -71,32 +77,49 @@ class ProxyStep(nn.Module):
     """
 
     classes: Tensor
-    scale: Tensor
+    mean_length: Tensor
 
     def __init__(self, encoder: nn.Module, probe: Tensor, targets: Tensor, options: ProxyOptions) -> None:
         super().__init__()
         self.encoder, self.options = encoder, options
         with torch.no_grad():
-            length = encoder(probe).float().norm(dim=1)
-        dim = encoder(probe[:1]).shape[1]
-        scale = options.embedding_kappa / length.mean() if options.distance in WITH_KAPPA else torch.ones(())
-        self.register_buffer("scale", scale.to(probe.device))
+            z = encoder(probe)
+        dim = z.shape[1]
+        self.register_buffer("mean_length", z.norm(dim=1).mean())
         self.register_buffer("classes", targets.unique().to(probe.device))
         rows = len(self.classes)
         # On the encoder's device, and drawn on the CPU: the same start everywhere.
         self.directions = nn.Parameter(nn.functional.normalize(torch.randn(rows, dim), dim=1).to(probe.device))
         self.log_temperature = nn.Parameter(torch.tensor(math.log(options.temperature), device=probe.device))
         self.log_kappa: nn.Parameter | None = None
+        self.log_embedding_kappa: nn.Parameter | None = None
+        if options.distance in WITH_KAPPA:
+            first = math.log(options.embedding_kappa)
+            self.log_embedding_kappa = nn.Parameter(torch.tensor(first, device=probe.device))
         if options.distance in PROXY_KAPPA:
             shape = (rows, dim) if options.distance in PER_AXIS else (rows,)
             self.log_kappa = nn.Parameter(torch.full(shape, math.log(options.proxy_kappa), device=probe.device))
 
     def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
-        """The encoder's weights, and all others with a rate of their own."""
-        inside = list(self.encoder.parameters())
-        known = {id(p) for p in inside}
-        others = [p for p in self.parameters() if id(p) not in known]
-        return [{"params": inside, "lr": lr}, {"params": others, "lr": lr * self.options.proxy_lr}]
+        """The encoder's weights, directions and temperature, and concentrations, each with a rate of its own."""
+        groups: list[dict[str, Any]] = [
+            {"params": list(self.encoder.parameters()), "lr": lr},
+            {"params": [self.directions, self.log_temperature], "lr": lr * self.options.proxy_lr},
+        ]
+        kappas = [p for p in (self.log_kappa, self.log_embedding_kappa) if p is not None]
+        if kappas:
+            groups.append({"params": kappas, "lr": lr * self.options.kappa_lr})
+        return groups
+
+    def scale(self, mean_length: Tensor | None = None) -> Tensor:
+        """Concentration of an embedding of length 1; 1 where the distance does not depend on it.
+
+        Args:
+            mean_length: What counts as the mean length; ``None`` for that of the last batches.
+        """
+        if self.log_embedding_kappa is None:
+            return torch.ones_like(self.mean_length)
+        return self.log_embedding_kappa.exp() / (self.mean_length if mean_length is None else mean_length)
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         """The mean loss of a batch, a scalar."""
@@ -116,7 +139,11 @@ class ProxyStep(nn.Module):
         if options.distance == "cosine":
             return -vmf.cosine_distance(mu, self.directions) / temperature
         assert self.log_kappa is not None
-        kappa, proxy_kappa = self.scale * length, self.log_kappa.exp()
+        mean_length = None
+        if self.training:
+            mean_length = length.mean()
+            self.mean_length.lerp_(mean_length.detach(), _SHARE)
+        kappa, proxy_kappa = self.scale(mean_length) * length, self.log_kappa.exp()
         if options.distance == SAMPLED:
             n_samples, normalized = options.n_samples, options.normalized
             return vmf.el_nivmf_logits(

@@ -138,14 +138,15 @@ def run_training(
     Args:
         setting: How often to write checkpoints, and whether to show progress.
         step: ``step(x, targets)`` returns the loss of a batch. Where it has a method ``parameter_groups``, that gives
-            the optimiser's groups from ``lr``.
+            the optimiser's groups from ``lr``; where it has an attribute ``optimizer``, that is its class.
         batches: Iterated once an epoch.
         epochs: Passes.
         lr: Learning rate of the first epoch.
         checkpoint: File to go on from.
     """
     grouped = getattr(step, "parameter_groups", None)
-    optimizer = torch.optim.RMSprop(step.parameters() if grouped is None else grouped(lr), lr=lr)
+    made: type[torch.optim.Optimizer] = getattr(step, "optimizer", torch.optim.RMSprop)
+    optimizer = made(step.parameters() if grouped is None else grouped(lr), **{"lr": lr})
     Trainer(
         step,
         optimizer,

@@ -33,7 +33,7 @@ class TripletDeterministic(Method):
     name = "triplet"
     title = "Triplet loss"
 
-    def __init__(self, setting: Setting, margin: float = 0.2, negatives: int | None = 8) -> None:
+    def __init__(self, setting: Setting, margin: float = 0.5, negatives: int | None = 8) -> None:
         super().__init__(setting)
         self.margin = check_positive("margin", margin, 4)
         self.negatives = None if negatives is None else check_count("negatives", negatives)

@@ -1,0 +1,145 @@
+"""Options of a run, and the data that they ask for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from benchmarks.experiments.data.fashionmnist import load_mnist
+from benchmarks.experiments.data.ndigit import NDigitData, compose_ndigit
+from benchmarks.experiments.data.options import LoadOptions
+from benchmarks.experiments.data.split import RetrievalData, Split, TensorSplit
+from benchmarks.experiments.methods.base import Setting
+from benchmarks.experiments.saved import read_json
+from benchmarks.machine import write_atomically
+from benchmarks.ndigit.rows import rows_of
+from contrastive_curvature.errors import InputError, expected
+
+__all__ = ["EPOCHS", "Config", "check_config", "open_run", "read_data", "retrieval_data", "setting_of"]
+
+EPOCHS = 40
+"""Parts of a training. After each, the learning rate is multiplied by exp(-0.1), so it ends at 2 % of the first."""
+_HELD_OUT = 10_000
+"""Digits of MNIST's training part, its last ones, that stand in for the test digits with ``--validate``."""
+_FREE = ("data_root", "out", "seeds", "methods", "threads", "progress")
+"""Options that may differ when a run is gone on with."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """What was asked for; see ``--help``."""
+
+    data_root: Path
+    out: Path
+    n: int
+    dim: int
+    network: Literal["hidden", "document"]
+    iterations: int
+    batch_size: int
+    lr: float
+    kl_weight: float
+    precision: Literal["float32", "bfloat16"]
+    train_size: int
+    test_size: int
+    pairs: int
+    validate: bool
+    seeds: tuple[int, ...]
+    methods: tuple[str, ...] | None
+    threads: int | None
+    progress: bool
+
+    def identity(self) -> dict[str, Any]:
+        """What a run folder must agree on to be gone on with, as JSON has it."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in _FREE}
+
+
+def check_config(config: Config) -> None:
+    """Refuse now what would fail later.
+
+    Raises:
+        InputError: A value is out of range, or a row is unknown.
+    """
+    for name, value, least in (("--dim", config.dim, 2), ("--threads", config.threads, 1)):
+        if value is not None and value < least:
+            raise InputError(expected(name, f"a whole number, at least {least}", value))
+    if config.iterations < EPOCHS or config.iterations % EPOCHS:
+        raise InputError(expected("--iterations", f"a multiple of {EPOCHS}, at least {EPOCHS}", config.iterations))
+    if config.batch_size < 4 or config.batch_size % 4:
+        raise InputError(expected("--batch-size", "a multiple of 4: half of the pairs match", config.batch_size))
+    if config.pairs < 40 or config.pairs % 2:
+        raise InputError(expected("--pairs", "an even number, at least 40: two for each bin", config.pairs))
+    # Written so that NaN fails too.
+    if not 0 < config.lr < math.inf:
+        raise InputError(expected("--lr", "a positive number", config.lr))
+    if not 0 <= config.kl_weight < math.inf:
+        raise InputError(expected("--kl-weight", "a number, at least 0", config.kl_weight))
+    seeds = config.seeds
+    if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0 or max(seeds) >= 2**32:
+        raise InputError(expected("--seeds", "different whole numbers in [0, 2^32)", " ".join(map(str, seeds))))
+    rows_of(config.methods)
+
+
+def read_data(config: Config) -> NDigitData:
+    """Put the images together.
+
+    Raises:
+        InputError: MNIST's files are missing, or a size is too small for the number of classes.
+    """
+    mnist = load_mnist(config.data_root, LoadOptions())
+    train, test = mnist.train, mnist.test
+    if config.validate:
+        kept, held = torch.arange(len(train)).tensor_split([len(train) - _HELD_OUT])
+        train, test = train.take(kept), train.take(held)
+    size = config.test_size
+    return compose_ndigit(train, test, config.n, train_size=config.train_size, seen_size=size, novel_size=size)
+
+
+def retrieval_data(data: NDigitData, n: int) -> RetrievalData:
+    """What methods are trained on, as pixels: putting digits together takes as long as a training step."""
+    rows = torch.arange(len(data.train)).split(5_000)
+    pixels = torch.cat([data.train.pixels(part.tolist()) for part in rows])
+    train: Split = TensorSplit(pixels, data.train.targets)
+    return RetrievalData(f"ndigit{n}", f"{n}-digit MNIST", "novel classes", train, data.seen_clean, data.novel_clean)
+
+
+def setting_of(config: Config) -> Setting:
+    """How encoders are made and trained."""
+    return Setting(
+        network=f"ndigit{config.n}" + ("_hidden" if config.network == "hidden" else ""),
+        dim=config.dim,
+        epochs=EPOCHS,
+        batch_size=config.batch_size,
+        lr=config.lr,
+        margin=None,
+        n_samples=0,
+        precision=config.precision,
+        progress=config.progress,
+        checkpoint_every=500,
+    )
+
+
+def open_run(config: Config) -> None:
+    """Make the run folder, or check that the one that is there was made with the same options.
+
+    Raises:
+        InputError: An option differs, or the folder holds something else.
+    """
+    path, wanted = config.out / "config.json", config.identity()
+    if path.is_file():
+        there = read_json(path, "JSON, the options of a run", "Name another --out.")
+        differ = [name for name in wanted | there if wanted.get(name) != there.get(name)]
+        if differ:
+            was, came = (", ".join(f"{name} = {given.get(name)!r}" for name in differ) for given in (there, wanted))
+            hint = "Name another --out, or give the same options to go on."
+            raise InputError(expected(f"--out {config.out}", f"options as the run there: {was}", came, hint))
+    elif config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
+        came = "something else"
+        raise InputError(expected(f"--out {config.out}", "a new or empty folder, or a run's", came))
+    config.out.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(wanted, indent=1) + "\n")
