@@ -94,6 +94,7 @@ def _triplet_calls() -> dict[str, Call]:
     normal = {"mean": torch.randn(5, D), "variance": 0.1 + torch.rand(5, D), "prior_variance": 1.0}
     return {
         "triplet.tau_moments": (triplet.tau_moments, three),
+        "triplet.tau_moments_vmf": (triplet.tau_moments_vmf, {name: (m, v[:, 0]) for name, (m, v) in three.items()}),
         "triplet.log_normal_cdf": (triplet.log_normal_cdf, {"z": torch.randn(5)}),
         "triplet.log_probability": (triplet.log_probability, {**three, "margin": 0.1}),
         "triplet.kl_to_normal": (triplet.kl_to_normal, normal),

@@ -49,7 +49,8 @@ def test_gaussian_loss_is_the_sum_of_its_parts(
 @given(st.integers(0, 10**6), st.integers(2, 6), st.sampled_from([(), (0,), (1,), (2, 3)]), st.floats(0, 1))
 def test_loss_on_the_sphere_is_the_sum_of_its_parts(seed: int, dim: int, batch: tuple[int, ...], margin: float) -> None:
     three = draw(seed, dim, batch, width=1)
-    loss = bayesian_triplet_loss(*three, margin, distribution="vmf", kl_weight=0.5, reduction="none")
+    options: Any = {"distribution": "vmf", "moments": "gaussian", "kl_weight": 0.5, "reduction": "none"}
+    loss = bayesian_triplet_loss(*three, margin, **options)
     directed = [(torch.nn.functional.normalize(mean, dim=-1), variance) for mean, variance in three]
     divergence = sum(kl_to_uniform(1 / variance.squeeze(-1), dim) for _, variance in directed)
     torch.testing.assert_close(loss, 0.5 * divergence - log_probability(*directed, margin), rtol=1e-10, atol=1e-12)

@@ -72,7 +72,7 @@ def draw_embeddings(method: PairMethod | LaplaceLifted, parts: dict[str, Split],
             middle = mean.mean(0)
             for one, spread in zip(mean, 2 * np.sqrt(variance), strict=True):
                 if spread.max() > 0:
-                    axis.add_patch(Ellipse(tuple(one[:2]), *spread[:2], facecolor=(*colour[:3], 0.2), edgecolor=colour))
+                    axis.add_patch(Ellipse(tuple(one[:2]), *spread[:2], facecolor=(*colour[:3], 0.1), edgecolor=colour))
                 axis.plot(*one[:2], ".", color=colour, markersize=3)
                 if len(mean) > 1:
                     axis.plot(*np.stack([one, middle])[:, :2].T, color=colour, linewidth=0.5)
@@ -80,6 +80,7 @@ def draw_embeddings(method: PairMethod | LaplaceLifted, parts: dict[str, Split],
             for centre, label in zip(centres.numpy(), classes.tolist(), strict=True):
                 axis.annotate(f"{label:0{digits}d}", centre[:2], color="0.5", fontsize=7, ha="center", va="center")
         axis.set_title(f"{name}, {len(few)} images")
+        axis.set_aspect("equal")
         axis.set_xlabel("first dimension")
     axes[0][0].set_ylabel("second dimension")
     figure.suptitle(f"{title}: colour by the first digit; grey: centroids of clean images")
@@ -107,6 +108,7 @@ def draw_centroids(method: PairMethod | LaplaceLifted, split: Split, n: int, tit
             colour = plt.get_cmap(_COLOURS)(digit)
             axis.scatter(here[:, 0], here[:, 1], marker="s", s=60 if n == 2 else 15, color=colour, label=str(digit))
         axis.set_title(f"by the {name} digit")
+        axis.set_aspect("equal")
         axis.set_xlabel("first dimension")
     axes[0].set_ylabel("second dimension")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="center right", title="digit")

@@ -1,8 +1,9 @@
 """The Bayesian triplet loss and its parts, for embeddings that are Gaussians (Warburg et al. 2021).
 
 An embedding is a pair ``(mean, variance)`` of tensors: mean (..., D), and variance (..., D) for a diagonal covariance
-or (..., 1) for an isotropic one. Shape letters: ``D`` dimension of the embedding, ``...`` any batch shape. The batch
-shapes of anchor, positive and negative are broadcast. The three embeddings are independent.
+or (..., 1) for an isotropic one. Those that are von Mises-Fisher distributions have moments of tau and a divergence of
+their own. Shape letters: ``D`` dimension of the embedding, ``...`` any batch shape. The batch shapes of anchor,
+positive and negative are broadcast. The three embeddings are independent.
 
 All work is done in float64 and returned in the dtype of the arguments; half precision is returned as float32.
 """
@@ -13,12 +14,14 @@ from contrastive_curvature.triplet.divergence import kl_to_normal
 from contrastive_curvature.triplet.likelihood import log_probability
 from contrastive_curvature.triplet.loss import bayesian_triplet_loss
 from contrastive_curvature.triplet.moments import TauMoments, tau_moments
+from contrastive_curvature.triplet.moments_vmf import tau_moments_vmf
 from contrastive_curvature.triplet.normal_tail import log_normal_cdf
 from contrastive_curvature.triplet.uniform import kl_to_uniform
 
 __all__ = [
     # three embeddings -> tau -> its probability
     "tau_moments",
+    "tau_moments_vmf",
     "TauMoments",
     "log_normal_cdf",
     "log_probability",

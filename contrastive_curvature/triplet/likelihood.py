@@ -7,19 +7,28 @@ from torch import Tensor
 from contrastive_curvature.arguments import check_number
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.triplet._checks import Triplet, check_triplet
-from contrastive_curvature.triplet.moments import moments_of
+from contrastive_curvature.triplet.moments import TauMoments, moments_of
 from contrastive_curvature.triplet.normal_tail import log_cdf
 
-__all__ = ["log_probability", "log_probability_of"]
+__all__ = ["log_probability", "log_probability_of", "log_probability_with"]
 
 
 def log_probability_of(triplet: Triplet, margin: float) -> Tensor:
     """Return ``log P(tau < -margin)`` for checked arguments, in float64.
 
     Raises:
+        InputError: A moment overflows, or a variance of tau is zero.
+    """
+    return log_probability_with(moments_of(triplet), margin)
+
+
+def log_probability_with(moments: TauMoments, margin: float) -> Tensor:
+    """Return ``log P(tau < -margin)`` for a normal distribution of tau with these moments.
+
+    Raises:
         InputError: A variance of tau is zero.
     """
-    mean, variance = moments_of(triplet)
+    mean, variance = moments
     certain = int((variance == 0).sum())
     if certain:
         hint = "Without any variance the probability is 0 or 1, and has no useful gradient."

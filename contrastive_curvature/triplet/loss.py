@@ -10,7 +10,8 @@ from contrastive_curvature.arguments import check_choice, check_number
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.triplet._checks import Gaussian, Triplet, check_triplet
 from contrastive_curvature.triplet.divergence import kl_to_normal_of
-from contrastive_curvature.triplet.likelihood import log_probability_of
+from contrastive_curvature.triplet.likelihood import log_probability_of, log_probability_with
+from contrastive_curvature.triplet.moments_vmf import Directed, moments_of_vmf, spread_of
 from contrastive_curvature.triplet.uniform import kl_to_uniform_of
 from contrastive_curvature.vmf._checks import check_dim, unit
 
@@ -39,14 +40,16 @@ def bayesian_triplet_loss(
     margin: float = 0.0,
     *,
     distribution: Literal["gaussian", "vmf"] = "gaussian",
+    moments: Literal["gaussian", "vmf"] | None = None,
     prior_variance: float | None = None,
     kl_weight: float = 1e-6,
     reduction: Literal["mean", "sum", "none"] = "mean",
 ) -> Tensor:
     """Return the negative log-probability of triplets plus the weighted divergences of their embeddings to the prior.
 
-    ``-log P(|a - p|^2 + margin < |a - n|^2) + kl_weight [KL(a) + KL(p) + KL(n)]`` per triplet, with
-    :func:`~contrastive_curvature.triplet.log_probability` for the first part. The documents call it the negative
+    ``-log P(|a - p|^2 + margin < |a - n|^2) + kl_weight [KL(a) + KL(p) + KL(n)]`` per triplet; the first part is the
+    normal distribution with the moments of :func:`~contrastive_curvature.triplet.tau_moments` or
+    :func:`~contrastive_curvature.triplet.tau_moments_vmf`. The documents call it the negative
     evidence lower bound (at ``kl_weight=1``). It is not a bound: the embeddings are integrated out inside the
     logarithm, where the bound has them outside; see ``docs/bayesian_triplet.md``.
 
@@ -57,14 +60,16 @@ def bayesian_triplet_loss(
         margin: ``m >= 0``, in squared units of the embedding.
         distribution: ``"gaussian"``: prior ``N(0, prior_variance I)``. ``"vmf"``: the means are divided by their norm;
             the prior is uniform on the sphere, the divergence that of a von Mises-Fisher distribution with
-            ``kappa = 1 / variance``, D >= 2, isotropic variances only. The first part treats the embeddings as
-            Gaussians in both cases, as the documents do.
+            ``kappa = 1 / variance``, D >= 2, isotropic variances only.
+        moments: Of tau in the first part; ``None`` for those of the distribution. With ``"vmf"``, ``"gaussian"`` takes
+            the embeddings for Gaussians around unit vectors, as the documents do.
         prior_variance: Variance of the Gaussian prior, > 0; ``None`` stands for 1. Refused with ``"vmf"``.
         kl_weight: Weight of the divergences, >= 0. The default is that of the supplement's listing 1.
         reduction: ``"mean"`` or ``"sum"`` over the triplets, or ``"none"``.
 
     Returns:
-        The loss (in nats): a scalar, or the broadcast batch shape with ``"none"``. Twice differentiable.
+        The loss (in nats): a scalar, or the broadcast batch shape with ``"none"``. Twice differentiable; with
+            ``moments="vmf"`` twice in the means and once in the variances.
 
     Raises:
         InputTypeError: An argument has a wrong type.
@@ -81,16 +86,23 @@ def bayesian_triplet_loss(
         hint = 'The uniform distribution on the sphere has no variance; leave it out, or use distribution="gaussian".'
         raise InputError(expected("prior_variance", 'None with distribution="vmf"', prior_variance, hint))
     prior = 1.0 if prior_variance is None else check_number("prior_variance", prior_variance, positive=True)
+    check_choice("moments", distribution if moments is None else moments, ("gaussian", "vmf"))
+    if distribution == "gaussian" and moments == "vmf":
+        hint = 'Only embeddings on the sphere have them: distribution="vmf".'
+        raise InputError(expected("moments", '"gaussian" with distribution="gaussian"', moments, hint))
     triplet = check_triplet(anchor, positive, negative)
     named = zip(("anchor", "positive", "negative"), triplet[:3], strict=True)
     if distribution == "gaussian":
         divergences = [kl_to_normal_of(one, prior, f"variance of {name}") for name, one in named]
+        log_probabilities = log_probability_of(triplet, margin)
     else:
-        directed = [_on_sphere(name, one) for name, one in named]
-        divergences = [kl_to_uniform_of(kappa, one.mean.shape[-1]) for one, kappa in directed]
-        (a, _), (p, _), (n, _) = directed
-        triplet = Triplet(a, p, n, triplet.dtype)
-    log_probabilities = log_probability_of(triplet, margin)
+        a, p, n = (_on_sphere(name, one) for name, one in named)
+        divergences = [kl_to_uniform_of(kappa, one.mean.shape[-1]) for one, kappa in (a, p, n)]
+        if moments == "gaussian":
+            log_probabilities = log_probability_of(Triplet(a[0], p[0], n[0], triplet.dtype), margin)
+        else:
+            directed = (Directed(one.mean, spread_of(kappa, one.mean.shape[-1])) for one, kappa in (a, p, n))
+            log_probabilities = log_probability_with(moments_of_vmf(*directed), margin)
     losses = kl_weight * (divergences[0] + divergences[1] + divergences[2]) - log_probabilities
     if reduction == "mean" and not losses.numel():
         raise InputError(expected("anchor, positive, negative", "at least one triplet", "none", 'Or reduction="sum".'))

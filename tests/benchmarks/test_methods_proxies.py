@@ -239,8 +239,8 @@ def test_samples_are_draws_of_the_embeddings_distributions(tmp_path: Path) -> No
     assert float((along - mean_length).mean().abs()) < 0.03
 
 
-@pytest.mark.parametrize("distance", ["cosine", "nivmf"])
-def test_a_concentration_that_is_not_learned_gives_no_samples(distance: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("distance", ["cosine", "nivmf", "l2"])
+def test_embeddings_that_are_no_distribution_give_no_samples(distance: str, tmp_path: Path) -> None:
     assert fitted(tmp_path, distance).samples(toy().test, 2, 0) is None
 
 

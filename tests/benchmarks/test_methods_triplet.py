@@ -14,7 +14,7 @@ from benchmarks.experiments.methods.triplet_mining import mine_triplets, squared
 from benchmarks.experiments.methods.triplet_steps import BayesianStep, TripletStep, gaussians, raw_outputs
 from benchmarks.experiments.methods.triplet_temperature import TEMPERATURES, calibrated_temperature
 from contrastive_curvature import triplet, vmf
-from contrastive_curvature.errors import InputError, UnsupportedError
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.metrics import brier_score, nearest_neighbors, retrieval_votes
 
 METHODS = {
@@ -22,6 +22,7 @@ METHODS = {
     "gaussian": (BayesianTriplet, {"temperature": 1.0}),
     "normalized": (BayesianTriplet, {"normalized": True, "variance": "diagonal", "temperature": 1.0}),
     "vmf": (BayesianTriplet, {"distribution": "vmf", "temperature": 1.0}),
+    "vmf_moments": (BayesianTriplet, {"distribution": "vmf", "moments": "vmf", "temperature": 1.0}),
 }
 BAYESIAN = [name for name in METHODS if name != "triplet"]
 
@@ -130,7 +131,7 @@ def test_the_triplet_loss_is_the_mean_of_what_is_above_zero(margin):
     torch.testing.assert_close(found, torch.stack(terms).mean())
 
 
-@pytest.mark.parametrize("mining_margin", [None, 0.7, 4.0])
+@pytest.mark.parametrize("mining_margin", [0.0, 0.7, 4.0])
 @pytest.mark.parametrize("name", BAYESIAN)
 def test_the_bayesian_loss_is_the_packages_over_the_triplets(name, mining_margin):
     options = dataclasses.replace(
@@ -149,7 +150,8 @@ def test_the_bayesian_loss_is_the_packages_over_the_triplets(name, mining_margin
         n,
         0.3,
         distribution=options.distribution,
-        prior_variance=options.prior_variance,
+        moments=options.moments,
+        prior_variance=options.prior_variance if options.distribution == "gaussian" else None,
         kl_weight=options.kl_weight,
     )
     torch.testing.assert_close(BayesianStep(torch.nn.Identity(), 3, options)(raw, labels), wanted)
@@ -253,14 +255,14 @@ def test_samples_follow_the_distributions(name, tmp_path):
         # Small variances, so that Gaussians put on the sphere stay close to it.
         method.encoder.get_submodule("head").bias[3:] = -4.0 / method.options.variance_gain
     mean, variance = method.distributions(data.test)
-    drawn = torch.stack(list(method.samples(data.test, 500 if name == "vmf" else 4000, 0)))
+    drawn = torch.stack(list(method.samples(data.test, 500 if name.startswith("vmf") else 4000, 0)))
     assert drawn.dtype == torch.float32
     if method.options.normalized:
         torch.testing.assert_close(drawn.norm(dim=2), torch.ones(drawn.shape[:2]))
     if name == "gaussian":
         torch.testing.assert_close(drawn.mean(0), mean, rtol=0, atol=float(5 * (variance.max() / 4000).sqrt()))
         torch.testing.assert_close(drawn.var(0).mean(1), variance.squeeze(1), rtol=5 * (2 / 12000) ** 0.5, atol=0)
-    elif name == "vmf":
+    elif name.startswith("vmf"):
         # One minus the cosine has nearly an exponential distribution, whose standard deviation is its mean.
         wanted = 1 - vmf.mean_resultant_length(1 / variance.double().squeeze(1), 3)
         found = 1 - (drawn * mean).double().sum(2).mean(0)
@@ -369,7 +371,9 @@ def test_defaults_depend_on_where_the_means_are():
     """On the sphere as the documents have it, with the triplets of the deterministic method; off it with a prior."""
     on, off = (BayesianTriplet(make_setting(), normalized=normalized).options for normalized in (True, False))
     assert (on.mining_margin, on.kl_weight) == (TripletDeterministic(make_setting()).margin, 1e-6)
-    assert (off.mining_margin, off.kl_weight, off.first_variance) == (None, 1e-3, 1.0)
+    assert (off.mining_margin, off.kl_weight, off.first_variance) == (1.0, 1e-3, 1.0)
+    narrow = BayesianTriplet(make_setting(), prior_variance=0.2).options
+    assert (narrow.mining_margin, narrow.first_variance) == (0.2, 0.2)
     assert BayesianTriplet(make_setting()).options == off
     vmf_options = BayesianTriplet(make_setting(), distribution="vmf").options
     assert vmf_options == dataclasses.replace(on, distribution="vmf")
@@ -388,6 +392,9 @@ def test_a_new_gaussian_is_the_prior_where_the_network_says_nothing():
         ({"distribution": "vmf", "variance": "diagonal"}, UnsupportedError, "variance.*'isotropic'.*gaussian"),
         ({"distribution": "vmf", "normalized": False}, UnsupportedError, "normalized.*True or None.*gaussian"),
         ({"distribution": "vmf", "prior_variance": 1.0}, UnsupportedError, "prior_variance.*None.*gaussian"),
+        ({"moments": "vmf"}, UnsupportedError, "moments.*'gaussian' or None.*distribution='vmf'"),
+        ({"distribution": "vmf", "moments": "exact"}, InputError, "moments"),
+        ({"normalized": 1}, InputTypeError, "normalized"),
         ({"distribution": "laplace"}, InputError, "distribution"),
         ({"variance": "full"}, InputError, "variance"),
         ({"mining_margin": -1.0}, InputError, "mining_margin"),

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from scipy.stats import kendalltau
 from sklearn.metrics import average_precision_score
 from sklearn.neighbors import KNeighborsClassifier
+from torch import nn
 
+from benchmarks.experiments.data.ndigit import compose_ndigit
 from benchmarks.experiments.data.split import TensorSplit
-from benchmarks.ndigit import cli, config, figures, run
+from benchmarks.ndigit import ceiling, cli, config, figures, run
 from benchmarks.ndigit.cli import main, parse
 from benchmarks.ndigit.document import SCORES, TAUS
 from benchmarks.ndigit.judge import PARTS
@@ -272,3 +274,32 @@ def test_interrupted(data_root, monkeypatch, capsys):
     monkeypatch.setattr(cli, "read_data", stop)
     assert main(options(data_root)) == 130
     assert "same options" in capsys.readouterr().err
+
+
+class TestCeiling:
+    DATA = compose_ndigit(small_mnist(0, 8), small_mnist(1, 6), 2, train_size=140, seen_size=210, novel_size=60)
+
+    def test_a_reader_of_single_digits_is_right_about_clean_images(self):
+        class Reader(nn.Module):
+            """Looks at one pixel of each bar: a digit whose pixel is hidden can be any of ten."""
+
+            def forward(self, x):
+                return 50 * x[:, 0, [2 * label + 4 for label in range(10)], 10].round()
+
+        found = ceiling.measure(Reader(), self.DATA)
+        assert list(found) == ["0", "0.2", "0.5", "1"]
+        assert found["0"] == {"digits": 1.0, "accuracy": 1.0, "ap": 1.0}
+        # A third of the places of a patch, on average, hide a pixel in the middle: the rest is told.
+        assert found["0.2"]["accuracy"] > found["0.5"]["accuracy"] > found["1"]["accuracy"] > 0.05
+        assert found["1"]["ap"] < 1
+
+    def test_the_classifier_learns_its_digits(self):
+        network = ceiling.train_classifier(self.DATA, 40, seed=0)
+        clean, _, _, hidden = ceiling.measure(network, self.DATA).values()
+        assert clean["digits"] > 0.8
+        assert clean["digits"] > hidden["digits"] > 0.15
+
+    def test_refused(self, capsys, tmp_path):
+        assert ceiling.main(["--iterations", "0"]) == 2
+        assert ceiling.main(["--data-root", str(tmp_path)]) == 2
+        assert "MNIST" in capsys.readouterr().err

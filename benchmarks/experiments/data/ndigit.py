@@ -15,7 +15,7 @@ from benchmarks.experiments.data.options import LoadOptions
 from benchmarks.experiments.data.split import Split, TensorSplit
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
-__all__ = ["NDigitData", "compose_ndigit", "load_ndigit"]
+__all__ = ["NDigitData", "compose_ndigit", "load_ndigit", "occlude"]
 
 _KINDS = 10
 _OCCLUDED = 0.2
@@ -117,8 +117,7 @@ def compose_ndigit(
         return NDigitSplit(images, torch.from_numpy(rows), none, torch.from_numpy(targets))
 
     def corrupt(clean: NDigitSplit, share: float, number: int) -> NDigitSplit:
-        patches = _patches((len(clean), n), share, np.random.default_rng([seed, number]))
-        return NDigitSplit(clean.digits, clean.rows, patches, clean.targets)
+        return occlude(clean, share, np.random.default_rng([seed, number]))
 
     seen_clean, novel_clean = part(test_digits, seen, seen_size, 3), part(test_digits, novel, novel_size, 5)
     return NDigitData(
@@ -130,6 +129,18 @@ def compose_ndigit(
         seen=seen,
         novel=novel,
     )
+
+
+def occlude(images: NDigitSplit, share: float, rng: np.random.Generator) -> NDigitSplit:
+    """The same images with other patches.
+
+    Args:
+        images: Of which the patches do not count.
+        share: How likely each digit gets a patch, in [0, 1]; see :func:`compose_ndigit`.
+        rng: Of the patches.
+    """
+    patches = _patches((len(images), images.rows.shape[1]), share, rng)
+    return NDigitSplit(images.digits, images.rows, patches, images.targets)
 
 
 def _check_size(argument: str, size: object, classes: int) -> None:

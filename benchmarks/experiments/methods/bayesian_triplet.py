@@ -14,22 +14,20 @@ from torch import Tensor, nn
 
 from benchmarks.experiments.data.split import RetrievalData, Split
 from benchmarks.experiments.methods.base import Method, Prediction, Setting
-from benchmarks.experiments.methods.checks import check_choice, check_count, check_fit, check_positive, fitted
+from benchmarks.experiments.methods.checks import check_count, check_fit, check_positive, fitted
 from benchmarks.experiments.methods.embed import map_batches, unit
 from benchmarks.experiments.methods.training import train
-from benchmarks.experiments.methods.triplet_steps import BayesianOptions, BayesianStep, gaussians, raw_outputs
+from benchmarks.experiments.methods.triplet_options import bayesian_options
+from benchmarks.experiments.methods.triplet_steps import BayesianStep, gaussians, raw_outputs
 from benchmarks.experiments.methods.triplet_temperature import calibrated_temperature
 from contrastive_curvature import vmf
-from contrastive_curvature.arguments import check_flag, check_number
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.metrics.neighbors import Metric
 
 __all__ = ["BayesianTriplet"]
 
 _MEANING = ("distribution", "variance", "normalized", "first_variance", "variance_gain")
 """Options without which an encoder's outputs cannot be read."""
-_MINED = 0.5
-"""Margin that unit means violate."""
 _SMALLEST = 1e-30
 """Squared norm of a mean whose variance is compared with it."""
 _CALIBRATION = 2000
@@ -44,13 +42,15 @@ class BayesianTriplet(Method):
     Args:
         setting: How the encoder is made and trained; its margin is that of pairs, and not used.
         distribution: ``"gaussian"``, or ``"vmf"``: unit means, and concentrations ``1 / variance``.
+        moments: Of tau in the likelihood, for ``"vmf"``. ``"gaussian"``, as the documents have it, or ``None``:
+            those of Gaussians around unit means. ``"vmf"``: exact.
         variance: ``"isotropic"``: one for each image. ``"diagonal"``: one for each image and dimension.
         normalized: Whether a Gaussian's mean is divided by its norm, and images are retrieved by the cosine; else by
             the Euclidean distance of the means. ``None``: ``False`` for ``"gaussian"``, ``True`` for ``"vmf"``.
         margin: Of the likelihood, on differences of squared distances, >= 0.
         mining_margin: Only triplets whose means violate it, ``|a - n|^2 < |a - p|^2 + mining_margin``, count. ``None``:
             on the sphere 0.5, as in :class:`~benchmarks.experiments.methods.triplet.TripletDeterministic` (4 takes
-            all triplets there); off it, where lengths have no scale of their own, all triplets count.
+            all triplets there); off it the prior's variance.
         negatives: Of their negatives, so many at most are drawn for each ordered positive pair; ``None`` for all.
         prior_variance: Of the Gaussian prior around 0, > 0; ``None`` for 1. The vMF's prior is uniform.
         kl_weight: Weight of the divergences to the prior, >= 0. ``None``: 1e-3, and on the sphere 1e-6.
@@ -76,6 +76,7 @@ class BayesianTriplet(Method):
         self,
         setting: Setting,
         distribution: Literal["gaussian", "vmf"] = "gaussian",
+        moments: Literal["gaussian", "vmf"] | None = None,
         variance: Literal["isotropic", "diagonal"] = "isotropic",
         normalized: bool | None = None,
         margin: float = 0.0,
@@ -88,39 +89,18 @@ class BayesianTriplet(Method):
         temperature: float | None = None,
     ) -> None:
         super().__init__(setting)
-        check_choice("distribution", distribution, ("gaussian", "vmf"))
-        check_choice("variance", variance, ("isotropic", "diagonal"))
-        vmf_only = distribution == "vmf"
-        for name, value, allowed in (
-            ("variance", variance, variance == "isotropic"),
-            ("normalized", normalized, normalized in (None, True)),
-            ("prior_variance", prior_variance, prior_variance is None),
-        ):
-            if vmf_only and not allowed:
-                wanted = {"variance": "'isotropic'", "normalized": "True or None", "prior_variance": "None"}[name]
-                hint = (
-                    "A von Mises-Fisher distribution is on the sphere and has one concentration. Leave it out, or "
-                    "take distribution='gaussian'."
-                )
-                raise UnsupportedError(expected(name, f"{wanted} with distribution='vmf'", value, hint))
-        if normalized is not None:
-            check_flag("normalized", normalized)
-        prior = None if prior_variance is None else check_positive("prior_variance", prior_variance)
-        sphere = vmf_only if normalized is None else normalized
-        mined, weight, first, gain = (
-            (_MINED, 1e-6, 0.1, 0.1) if sphere else (None, 1e-3, 1.0 if prior is None else prior, 1.0)
-        )
-        self.options = BayesianOptions(
+        self.options = bayesian_options(
             distribution,
+            moments,
             variance,
-            sphere,
-            check_number("margin", margin),
-            mined if mining_margin is None else check_number("mining_margin", mining_margin),
-            None if negatives is None else check_count("negatives", negatives),
-            prior,
-            check_number("kl_weight", weight if kl_weight is None else kl_weight),
-            check_positive("first_variance", first if first_variance is None else first_variance),
-            check_positive("variance_gain", gain if variance_gain is None else variance_gain),
+            normalized,
+            margin,
+            mining_margin,
+            negatives,
+            prior_variance,
+            kl_weight,
+            first_variance,
+            variance_gain,
         )
         self._given = None if temperature is None else check_positive("temperature", temperature)
         self._temperature: float | None = None
@@ -147,7 +127,7 @@ class BayesianTriplet(Method):
             outputs=raw_outputs(self.setting.dim, self.options),
         )
         self._encoder = step.get_submodule("encoder")
-        self._temperature = self._calibrated(data, seed) if self._given is None else self._given
+        self._temperature = self._calibrated(data.plain, seed) if self._given is None else self._given
 
     @property
     def temperature(self) -> float:
@@ -163,14 +143,14 @@ class BayesianTriplet(Method):
         """How means and samples are compared."""
         return "cosine" if self.options.normalized else "euclidean"
 
-    def _calibrated(self, data: RetrievalData, seed: int) -> float:
+    def _calibrated(self, images: Split, seed: int) -> float:
         if self.setting.relation is not None:
             return 1.0
-        generator = torch.Generator().manual_seed(seed)
-        part = data.plain.take(torch.randperm(len(data.plain), generator=generator)[:_CALIBRATION])
-        mean, variance = self.distributions(part)
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+        known = images.take(order[:_CALIBRATION])
+        mean, variance = self.distributions(known)
         chosen, _ = calibrated_temperature(
-            lambda temperature: self._draw(mean, variance, temperature, _DRAWS, seed), part.targets, self.metric
+            lambda temperature: self._draw(mean, variance, temperature, _DRAWS, seed), known.targets, self.metric
         )
         return chosen
 

@@ -18,6 +18,7 @@ from benchmarks.experiments.methods.checks import check_choice, check_count, che
 from benchmarks.experiments.methods.embed import map_batches, unit
 from benchmarks.experiments.methods.proxy_step import (
     DISTANCES,
+    DISTRIBUTION,
     PER_AXIS,
     PROXY_KAPPA,
     SAMPLED,
@@ -51,17 +52,19 @@ softmax that is almost even at first ends in a better recall than a sharp one.
 class Proxies(Method):
     """Every class has a proxy; an image is drawn to that of its class and away from all others.
 
-    A raw output stands for a von Mises-Fisher distribution, whose concentration is its length times a fixed scale (see
-    :class:`ProxyStep`): the images that the encoder answers with long outputs are the certain ones. Retrieval is by the
-    cosine, as in the document. The proxies are not used after training, but kept.
+    A raw output stands for a von Mises-Fisher distribution, whose concentration is its length times a learned scale
+    (see :class:`ProxyStep`): the images that the encoder answers with long outputs are the certain ones. Retrieval is
+    by the cosine, as in the document. The proxies are not used after training, but kept.
 
     Args:
         setting: How the encoder is made and trained; its margin is not used.
         distance: ``"cosine"``, ``"l2"``, ``"nivmf"``, ``"b_vmf"``, ``"el_vmf"``, ``"kl_vmf"`` or ``"el_nivmf"``.
-            ``"cosine"`` and ``"nivmf"`` do not depend on an embedding's concentration: there are no samples, and the
-            score is the length of an output that the loss does not see.
+            ``"cosine"`` and ``"nivmf"`` do not depend on an embedding's concentration: the score is the length of an
+            output that the loss does not see. With them and with ``"l2"``, an embedding is no distribution, and there
+            are no samples.
         proxy_lr: Learning rate of the proxies' directions and of the temperature as a multiple of the encoder's.
-        kappa_lr: The same of the proxies' concentrations, for all but the cosine; ``None`` for 1.
+        kappa_lr: The same of concentrations, those of the proxies and the embeddings' mean one, for all but the cosine;
+            ``None`` for 1.
         temperature: The first one; it is learned. ``None`` for the distance's own in :data:`FIRST`.
         embedding_kappa: The mean concentration of the first embeddings, where the distance depends on it; ``None`` for
             the distance's own.
@@ -176,10 +179,10 @@ class Proxies(Method):
         return Prediction(unit(z), 1 / z.norm(dim=1))
 
     def samples(self, split: Split, n_samples: int, seed: int) -> Iterator[Tensor] | None:
-        """Draws from each image's own distribution; ``None`` where the distance does not learn its concentration."""
+        """Draws from each image's own distribution; ``None`` where the distance takes it for none."""
         check_count("n_samples", n_samples)
         fitted(self._encoder, self.name)
-        return self._draw(split, n_samples, seed) if self.options.distance in WITH_KAPPA else None
+        return self._draw(split, n_samples, seed) if self.options.distance in DISTRIBUTION else None
 
     def _draw(self, split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
         mu, kappa = vmf.from_embedding(self.outputs(split))

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from contrastive_curvature import vmf
 
-__all__ = ["DISTANCES", "PER_AXIS", "PROXY_KAPPA", "SAMPLED", "WITH_KAPPA", "ProxyOptions", "ProxyStep"]
+__all__ = ["DISTANCES", "DISTRIBUTION", "PER_AXIS", "PROXY_KAPPA", "SAMPLED", "WITH_KAPPA", "ProxyOptions", "ProxyStep"]
 
 _CLOSED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "l2": vmf.squared_euclidean_distance,
@@ -27,10 +27,12 @@ PER_AXIS = ("nivmf", SAMPLED)
 """Distances whose proxies have a concentration for each axis."""
 WITH_KAPPA = (*_CLOSED, SAMPLED)
 """Distances that an embedding's concentration enters."""
+DISTRIBUTION = tuple(name for name in WITH_KAPPA if name != "l2")
+"""Those that take it for the concentration of a distribution; that of ``"l2"`` has the unit of its temperature."""
 PROXY_KAPPA = (*_CLOSED, *PER_AXIS)
 """Distances that the proxies' concentrations enter."""
 DISTANCES = ("cosine", *PROXY_KAPPA)
-"""All of them, in the order of the document's table 4 but for the cosine."""
+"""All of them."""
 
 _SHARE = 0.1
 """Of the newest batch in the running mean of lengths."""
@@ -43,7 +45,7 @@ class ProxyOptions:
     Args:
         distance: One of :data:`DISTANCES`.
         proxy_lr: Learning rate of the proxies' directions and of the temperature as a multiple of the encoder's.
-        kappa_lr: The same of the proxies' concentrations.
+        kappa_lr: The same of concentrations, those of the proxies and the embeddings' mean one.
         temperature: The first one, t of Eq. 40.
         embedding_kappa: The mean concentration of the first embeddings.
         proxy_kappa: The first concentration of every proxy, or of every axis.
@@ -66,8 +68,8 @@ class ProxyStep(nn.Module):
 
     An embedding is a raw output z of the encoder. Its direction is ``z / |z|``. Its concentration is a learned number
     times ``|z| / mean of |z|``, over the batch in training and over the last batches afterwards: raw outputs are far
-    shorter than 1 at first and grow a hundredfold within an epoch, whatever the loss, so that their length by itself is
-    no concentration. EL-nivMF follows Algorithm 1, with its temperature inside the mean over samples.
+    shorter than 1 at first and soon 50 times as long, whatever the distance, so that their length by itself is no
+    concentration. EL-nivMF follows Algorithm 1, with its temperature inside the mean over samples.
 
     Args:
         encoder: Images -> raw outputs (N, D).

@@ -12,6 +12,7 @@ from benchmarks.experiments.methods.base import Method, Prediction, Setting
 from benchmarks.experiments.methods.checks import check_count, check_fit, check_positive, fitted
 from benchmarks.experiments.methods.embed import map_batches, unit
 from benchmarks.experiments.methods.training import train
+from benchmarks.experiments.methods.triplet_options import MINED
 from benchmarks.experiments.methods.triplet_steps import TripletStep
 
 __all__ = ["TripletDeterministic"]
@@ -33,7 +34,7 @@ class TripletDeterministic(Method):
     name = "triplet"
     title = "Triplet loss"
 
-    def __init__(self, setting: Setting, margin: float = 0.5, negatives: int | None = 8) -> None:
+    def __init__(self, setting: Setting, margin: float = MINED, negatives: int | None = 8) -> None:
         super().__init__(setting)
         self.margin = check_positive("margin", margin, 4)
         self.negatives = None if negatives is None else check_count("negatives", negatives)

@@ -3,51 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from benchmarks.experiments.methods.triplet_mining import mine_triplets
+from benchmarks.experiments.methods.triplet_options import BayesianOptions
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.pairs import RelationFunction
-from contrastive_curvature.triplet import kl_to_normal, kl_to_uniform, log_probability
+from contrastive_curvature.triplet import kl_to_normal, kl_to_uniform, log_normal_cdf, log_probability
+from contrastive_curvature.triplet.moments_vmf import Directed, Spread, moments_of_vmf, spread_of
 
-__all__ = ["BayesianStep", "BayesianOptions", "TripletStep", "gaussians", "raw_outputs"]
+__all__ = ["BayesianStep", "TripletStep", "gaussians", "raw_outputs"]
 
 _FLOOR = 1e-6
 """Smallest variance, so that divergences stay finite."""
-
-
-@dataclass(frozen=True)
-class BayesianOptions:
-    """What an encoder's outputs mean, and the loss on them.
-
-    Args:
-        distribution: ``"gaussian"`` or ``"vmf"``.
-        variance: ``"isotropic"`` or ``"diagonal"``.
-        normalized: Whether means are divided by their norm.
-        margin: Of the likelihood, on differences of squared distances.
-        mining_margin: That the means of triplets violate; ``None``: all count.
-        negatives: Of each positive pair at most; ``None`` for all.
-        prior_variance: Of the Gaussian prior; ``None`` with ``"vmf"``.
-        kl_weight: Of the divergences to the prior.
-        first_variance: Where a raw output is 0.
-        variance_gain: On the raw output of a variance.
-    """
-
-    distribution: Literal["gaussian", "vmf"]
-    variance: str
-    normalized: bool
-    margin: float
-    mining_margin: float | None
-    negatives: int | None
-    prior_variance: float | None
-    kl_weight: float
-    first_variance: float
-    variance_gain: float
 
 
 def raw_outputs(dim: int, options: BayesianOptions) -> int:
@@ -127,18 +98,24 @@ class BayesianStep(nn.Module):
         triplet = mine_triplets(mean, targets, options.mining_margin, options.negatives, self.relation)
         if not len(triplet[0]):
             return torch.as_tensor(z.sum() * 0)
-        a, p, n = ((mean[i], variance[i]) for i in triplet)
-        return (
-            options.kl_weight * self._divergence(mean, variance, triplet)
-            - log_probability(a, p, n, options.margin).mean()
-        )
+        likelihood = self._log_probability(mean, variance, triplet).mean()
+        return options.kl_weight * self._divergence(mean, variance, triplet) - likelihood
+
+    def _log_probability(self, mean: Tensor, variance: Tensor, triplet: tuple[Tensor, ...]) -> Tensor:
+        if self.options.moments == "gaussian":
+            a, p, n = ((mean[i], variance[i]) for i in triplet)
+            return log_probability(a, p, n, self.options.margin)
+        # Once an image, and not once a triplet: that takes four fifths of the time.
+        mean, spread = mean.double(), spread_of(1 / variance.double().squeeze(1), self.dim)
+        a, p, n = (Directed(mean[i], Spread(*(part[i] for part in spread))) for i in triplet)
+        tau = moments_of_vmf(a, p, n)
+        return log_normal_cdf(-(tau.mean + self.options.margin) / tau.variance.sqrt())
 
     def _divergence(self, mean: Tensor, variance: Tensor, triplet: tuple[Tensor, ...]) -> Tensor:
         """The mean over triplets of the sum of their three divergences, each of which is computed once an image."""
         if self.options.distribution == "vmf":
             each = kl_to_uniform(1 / variance.squeeze(1), self.dim)
         else:
-            prior = self.options.prior_variance
-            each = kl_to_normal(mean, variance, 1.0 if prior is None else prior)
+            each = kl_to_normal(mean, variance, self.options.prior_variance)
         share = torch.bincount(torch.cat(triplet), minlength=len(each)) / len(triplet[0])
         return (share.to(each.dtype) * each).sum()
