@@ -135,10 +135,10 @@ def render(result: dict[str, Any]) -> str:
         "",
         "## Recall@1 (table 4)",
         "",
-        "κ: concentration of the test images, median of the 5 %, 50 % and 95 % quantiles over the seeds. Those of Cos "
-        "and nivMF are lengths that their losses do not see. t: learned temperature.",
+        "κ: concentration of the test images, the 5 %, 50 % and 95 % quantiles, each the median over the seeds. Those "
+        "of Cos and nivMF are lengths that their losses do not see. t: learned temperature.",
         "",
-        "| distance | cosine | Euclidean | document, Euclidean: CUB | CARS | κ | t | seconds |",
+        "| distance | cosine | Euclidean | document (Euclidean, %): CUB | CARS | κ | t | seconds |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name in order:
@@ -180,7 +180,7 @@ def _diversity(found: dict[str, list[dict[str, float]]], order: list[str]) -> li
             printed = _DOCUMENT_CHANGE.get(name, {}).get(key)
             cells += [
                 f"{fmean(values):.4f}" if key == "cluster_diversity" else mean_and_deviation(values),
-                "" if name == "cosine" else f"{fmean(values) / base[key] - 1:+.0%}".replace("-", "−"),
+                "" if name == "cosine" else f"{100 * (fmean(values) / base[key] - 1):+.1f} %".replace("-", "−"),
                 "" if printed is None else f"{printed[0]:+d} % / {printed[1]:+d} %",
             ]
         out.append(f"| {_TITLES[name]} | {' | '.join(cells)} |")

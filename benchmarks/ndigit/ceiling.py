@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ndigit.ceiling", description=__doc__.split("\n")[0])
     parser.add_argument("--data-root", type=Path, default=Path("data"), metavar="DIR", help="holds MNIST/raw")
-    parser.add_argument("--iterations", type=int, default=4_000, metavar="N", help="of the classifier's training")
+    parser.add_argument("--iterations", type=int, default=3_000, metavar="N", help="of the classifier's training")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), metavar="DIR")
     parser.add_argument("--threads", type=int, metavar="N", help="of torch on the CPU (default: torch's)")
     given = parser.parse_args(argv)

@@ -19,6 +19,7 @@ from torch import nn
 
 from benchmarks.experiments.data.ndigit import compose_ndigit
 from benchmarks.experiments.data.split import TensorSplit
+from benchmarks.experiments.networks import make_network
 from benchmarks.ndigit import ceiling, cli, config, figures, run
 from benchmarks.ndigit.cli import main, parse
 from benchmarks.ndigit.document import SCORES, TAUS
@@ -274,6 +275,17 @@ def test_interrupted(data_root, monkeypatch, capsys):
     monkeypatch.setattr(cli, "read_data", stop)
     assert main(options(data_root)) == 130
     assert "same options" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("n", "features"), [(2, 32 * 4 * 11), (3, 32 * 4 * 18)])
+def test_the_networks_are_the_documents(n, features):
+    convolutions = (25 + 1) * 16 + (16 * 25 + 1) * 32
+    plain, hidden = (make_network(f"ndigit{n}{more}", 2, dropout=0.1) for more in ("", "_hidden"))
+    count = [sum(p.numel() for p in network.parameters()) for network in (plain, hidden)]
+    assert count == [convolutions + 2 * (features + 1), convolutions + 256 * (features + 1) + 2 * 257]
+    for network in (plain, hidden):
+        assert isinstance(network.head, nn.Linear)
+        assert network(torch.rand(3, 1, 28, 28 * n)).shape == (3, 2)
 
 
 class TestCeiling:

@@ -107,7 +107,7 @@ def test_runs_and_writes_both_tables(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert rows[1][2].startswith(f"{sum(recall) / 2:.3f} ± ")
     assert rows[1][3:5] == ["63.69 ± 0.56", "76.37 ± 5.32"]
     mean = {name: sum(one["cluster_diversity"] for one in many) / 2 for name, many in result["distances"].items()}
-    change = f"{mean['el_nivmf'] / mean['cosine'] - 1:+.0%}".replace("-", "−")
+    change = f"{100 * (mean['el_nivmf'] / mean['cosine'] - 1):+.1f} %".replace("-", "−")
     assert rows[3][1:4] == [f"{mean['el_nivmf']:.4f}", change, "+25 % / +31 %"]
 
 
