@@ -20,7 +20,7 @@ from benchmarks.experiments.plan import DEMO, MEMBERS, Table
 from contrastive_curvature import output_hessian
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 
-__all__ = ["Config", "check_config", "check_data", "hold_out", "read_data", "settings"]
+__all__ = ["Config", "check_config", "check_data", "check_device", "hold_out", "read_data", "settings"]
 
 _LEAST_IMAGES = 20
 _HELD_OUT = 5
@@ -130,7 +130,7 @@ def check_config(config: Config) -> None:
         raise InputError(expected("--margin", "a distance of unit vectors, above 0 and up to 2", config.margin))
     _check_curvature(config)
     _check_seeds(config.seeds)
-    _check_device(config.device)
+    check_device(config.device)
 
 
 def read_data(config: Config) -> RetrievalData:
@@ -240,7 +240,12 @@ def _check_seeds(seeds: tuple[int, ...]) -> None:
         raise InputError(expected("--seeds", f"different whole numbers in [0, {most})", " ".join(map(str, seeds))))
 
 
-def _check_device(name: str) -> None:
+def check_device(name: str) -> None:
+    """Refuse a device that is not there.
+
+    Raises:
+        InputError: torch cannot compute on it.
+    """
     try:
         torch.empty(1, device=torch.device(name)).add(1).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.machine import write_atomically
 from benchmarks.ndigit.config import EPOCHS, Config, check_config, open_run, read_data
 from benchmarks.ndigit.document import ITERATIONS
 from benchmarks.ndigit.rows import ROWS
@@ -42,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         results = run(config, data)
         text = markdown(results)
-        (config.out / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        (config.out / "results.md").write_text(text, encoding="utf-8")
+        write_atomically(config.out / "results.json", json.dumps(results, indent=1) + "\n")
+        write_atomically(config.out / "results.md", text)
         draw_all(config, data)
     except ContrastiveCurvatureError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -100,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("running").add_argument
     add("--data-root", type=Path, default=Path("data"), metavar="DIR", help="holds MNIST/raw (default: %(default)s)")
     add("--out", type=Path, metavar="DIR", help="run folder (default: runs/ndigit-nN-dD)")
+    add("--device", default="cpu", help="where torch computes (default: %(default)s)")
     add("--threads", type=int, metavar="N", help="of torch on the CPU (default: torch's)")
     add("--quiet", action="store_false", dest="progress", help="no progress bars")
     return parser

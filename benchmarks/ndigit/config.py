@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from benchmarks.experiments.config import check_device
 from benchmarks.experiments.data.fashionmnist import load_mnist
 from benchmarks.experiments.data.ndigit import NDigitData, compose_ndigit
 from benchmarks.experiments.data.options import LoadOptions
@@ -51,6 +52,7 @@ class Config:
     validate: bool
     seeds: tuple[int, ...]
     methods: tuple[str, ...] | None
+    device: str
     threads: int | None
     progress: bool
 
@@ -83,6 +85,7 @@ def check_config(config: Config) -> None:
     if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0 or max(seeds) >= 2**32:
         raise InputError(expected("--seeds", "different whole numbers in [0, 2^32)", " ".join(map(str, seeds))))
     rows_of(config.methods)
+    check_device(config.device)
 
 
 def read_data(config: Config) -> NDigitData:
@@ -119,6 +122,7 @@ def setting_of(config: Config) -> Setting:
         margin=None,
         n_samples=0,
         precision=config.precision,
+        device=config.device,
         progress=config.progress,
         checkpoint_every=500,
     )

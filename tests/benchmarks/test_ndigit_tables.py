@@ -235,6 +235,7 @@ def test_a_row_is_judged_again_from_its_model(data_root, monkeypatch):
         (("--methods", "triplet"), "--methods"),
         (("--methods", "laplace_lifted"), "point_soft"),
         (("--threads", "0"), "--threads"),
+        (("--device", "cuda:99"), "--device"),
         (("--test-size", "139"), "seen_size"),
     ],
 )
