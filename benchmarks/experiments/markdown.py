@@ -134,7 +134,9 @@ def _sizes(config: dict[str, Any], data: dict[str, Any]) -> str:
         + "".join(f", {name} {config[name]}" for name in _CURVATURE if config[name] is not None)
         + f"; {config['n_samples']} samples, {config['ece_samples']} for votes"
         + ("" if config["dropout_passes"] is None else f", {config['dropout_passes']} at most for MC dropout")
-        + f"; memory factor of online LAM {config['memory_factor']:g}.\n"
+        + f"; memory factor of online LAM {config['memory_factor']:g}"
+        # Not there in float32, see Config.identity.
+        + (f"; training in {config['precision']}.\n" if "precision" in config else ".\n")
     )
 
 
