@@ -29,6 +29,7 @@ from benchmarks.experiments.methods.proxies import Proxies
 from benchmarks.experiments.methods.proxy_step import DISTANCES
 from benchmarks.machine import describe, mean_and_deviation, write_results
 from contrastive_curvature import metrics
+from contrastive_curvature.errors import ContrastiveCurvatureError
 from contrastive_curvature.metrics.neighbors import Metric
 
 __all__ = ["DOCUMENT_RECALL", "measure", "render"]
@@ -187,8 +188,12 @@ def _diversity(found: dict[str, list[dict[str, float]]], order: list[str]) -> li
     return out
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Train, print the tables, write them as JSON and Markdown."""
+def main(arguments: list[str] | None = None) -> int:
+    """Train, print the tables, write them as JSON and Markdown.
+
+    Returns:
+        Exit status: 0; 2 when something was refused.
+    """
     classes = [name for name, one in DEFAULTS.items() if one.margin is not None and name != "msls"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-root", type=Path, default=Path("data"), help="folder of the data sets")
@@ -202,6 +207,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--distances", nargs="+", choices=DISTANCES, default=DISTANCES)
     parser.add_argument("--out", type=Path, default=_RESULTS, help="folder for proxies_DATA.json and .md")
     given = parser.parse_args(arguments)
+    try:
+        _measure(given)
+    except ContrastiveCurvatureError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _measure(given: argparse.Namespace) -> None:
     defaults, machine = DEFAULTS[given.data], describe()
     data = load_data(given.data, given.data_root, ood="none", train_size=given.train_size, test_size=given.test_size)
     setting = Setting(
@@ -229,4 +243,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -156,3 +156,10 @@ def test_bad_embeddings(three: list[tuple[Tensor, Tensor]], distribution: Any, s
 def test_an_embedding_is_a_pair() -> None:
     with pytest.raises(InputTypeError, match="anchor: expected a tuple"):
         bayesian_triplet_loss(TWO[0][0], TWO[1], TWO[2])
+
+
+def test_a_variance_whose_inverse_overflows_is_refused_on_the_sphere() -> None:
+    mean = torch.eye(3, dtype=torch.float64)
+    embeddings = [(mean[i], torch.tensor([1e-310 if i else 1.0], dtype=torch.float64)) for i in range(3)]
+    with pytest.raises(InputError, match="variance of positive: expected variances > 0"):
+        bayesian_triplet_loss(*embeddings, distribution="vmf")

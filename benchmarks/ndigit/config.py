@@ -58,7 +58,9 @@ class Config:
 
     def identity(self) -> dict[str, Any]:
         """What a run folder must agree on to be gone on with, as JSON has it."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in _FREE}
+        given = {name: value for name, value in dataclasses.asdict(self).items() if name not in _FREE}
+        # A run of before there was a choice is one on the CPU.
+        return {name: value for name, value in given.items() if (name, value) != ("device", "cpu")}
 
 
 def check_config(config: Config) -> None:

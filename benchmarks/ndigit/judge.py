@@ -82,7 +82,6 @@ def _part(
         draws = (method.draw(split, _SAMPLES, 2 * seed + 10 + at) for at in (0, 1))
         voted = knn_right_by_match(*draws, targets, *method.match)
         figures["knn_by_match"] = float(voted.double().mean())
-        figures["tau_knn_by_match"] = {name: tau(s, voted) for name, s in scores.items()}
     return figures, scores, predicted.mean
 
 

@@ -88,8 +88,8 @@ def nearest_neighbors(
         k: Number of neighbours per query, 1 <= k <= M (``N - 1`` without a gallery).
         backend: ``"auto"``, ``"faiss"`` or ``"sklearn"``.
         metric: ``"cosine"``: largest cosine similarity. ``"euclidean"``: smallest distance of the embeddings as they
-            are, for those that are not meant for the sphere; it loses digits like |x|^2 / |x - y|^2 with the norm |x|
-            after the mean is subtracted.
+            are, for those that are not meant for the sphere. Its relative error grows as ``|x|^2 / |x - y|^2``, with x
+            and y taken from the mean of the gallery.
 
     Returns:
         int64 indices into the gallery, shape (N, k), nearest first, on the device of ``queries``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from contrastive_curvature.arguments import check_choice, check_number
@@ -26,11 +27,12 @@ def _on_sphere(name: str, embedding: Gaussian) -> tuple[Gaussian, Tensor]:
         hint = 'distribution="vmf" has one concentration for all directions.'
         wanted = f"shape {(*mean.shape[:-1], 1)} (isotropic)"
         raise InputError(expected(f"variance of {name}", wanted, tuple(variance.shape), hint))
-    zeros = int((variance == 0).sum())
-    if zeros:
-        hint = "The concentration would be infinite."
-        raise InputError(expected(f"variance of {name}", "variances > 0", f"{zeros} zeros", hint))
-    return Gaussian(unit(f"mean of {name}", mean)[0], variance, dtype), 1 / variance.squeeze(-1)
+    kappa = 1 / variance.squeeze(-1)
+    infinite = int((~torch.isfinite(kappa)).sum())
+    if infinite:
+        hint = "The concentration 1 / variance would be infinite."
+        raise InputError(expected(f"variance of {name}", "variances > 0", f"{infinite} at or next to 0", hint))
+    return Gaussian(unit(f"mean of {name}", mean)[0], variance, dtype), kappa
 
 
 def bayesian_triplet_loss(
@@ -47,8 +49,8 @@ def bayesian_triplet_loss(
 ) -> Tensor:
     """Return the negative log-probability of triplets plus the weighted divergences of their embeddings to the prior.
 
-    ``-log P(|a - p|^2 + margin < |a - n|^2) + kl_weight [KL(a) + KL(p) + KL(n)]`` per triplet; the first part is the
-    normal distribution with the moments of :func:`~contrastive_curvature.triplet.tau_moments` or
+    ``-log P(|a - p|^2 + margin < |a - n|^2) + kl_weight [KL(a) + KL(p) + KL(n)]`` per triplet; the first part takes
+    tau for normal, with the moments of :func:`~contrastive_curvature.triplet.tau_moments` or
     :func:`~contrastive_curvature.triplet.tau_moments_vmf`. The documents call it the negative
     evidence lower bound (at ``kl_weight=1``). It is not a bound: the embeddings are integrated out inside the
     logarithm, where the bound has them outside; see ``docs/bayesian_triplet.md``.

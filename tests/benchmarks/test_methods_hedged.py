@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from benchmark_methods import make_data, make_images, make_setting
+from benchmark_methods import fit, make_data, make_images, make_setting
 from torch import nn
 
 from benchmarks.experiments.data.split import TensorSplit
+from benchmarks.experiments.methods import make_method
 from benchmarks.experiments.methods.hedged import Hedged, HedgedPoint
 from benchmarks.experiments.methods.hedged_steps import HedgedStep, PairTraining, PointStep, choose_pairs, mixture
 from benchmarks.experiments.methods.lifted import LaplaceLifted, lift, lower
@@ -236,7 +237,7 @@ def test_the_step_is_the_packages_objective():
         (Hedged, {"pairs": "all"}, "pairs"),
         (Hedged, {"optimizer": "sgd"}, "optimizer"),
         (HedgedPoint, {"loss": "triplet"}, "loss"),
-        (HedgedPoint, {"margin": 0.0}, "margin"),
+        (HedgedPoint, {"loss": "hard", "margin": 0.0}, "margin"),
         (HedgedPoint, {"b": math.inf}, "b"),
         (LaplaceLifted, {"factor": 0.0}, "factor"),
         (LaplaceLifted, {"images": 1}, "images"),
@@ -332,3 +333,50 @@ def test_an_image_that_cannot_be_told_is_less_certain(tmp_path):
     method.fit(data, 0, tmp_path)
     score = method.predict(data.train).uncertainty
     assert score[hidden].median().item() > 1.5 * score[~hidden].median().item()
+
+
+def test_equal_images_have_equal_scores(tmp_path):
+    data = make_data()
+    method = fit("hedged", make_setting(), tmp_path, data, components=2)
+    twice = method.predict(data.test.take(torch.tensor([3, 0, 3, 1, 0])))
+    assert torch.equal(twice.uncertainty[[0, 1]], twice.uncertainty[[2, 4]])
+    alone = method.predict(data.test)
+    torch.testing.assert_close(twice.uncertainty, alone.uncertainty[[3, 0, 3, 1, 0]], rtol=0, atol=1e-6)
+    assert alone.uncertainty.unique().numel() > 1
+
+
+def test_options_that_give_outputs_another_meaning_are_refused(tmp_path):
+    data = make_data()
+    method = fit("hedged", make_setting(), tmp_path / "a", data)
+    method.save(tmp_path / "m.pt")
+    for options in ({"first_variance": 1.0}, {"components": 2}):
+        with pytest.raises(InputError, match=f"{next(iter(options))}: expected .*, as in training"):
+            make_method("hedged", make_setting(), **options).load(tmp_path / "m.pt", data)
+    point = fit("hedged_point", make_setting(), tmp_path / "b", data, loss="hard")
+    point.save(tmp_path / "p.pt")
+    with pytest.raises(InputError, match="loss: expected 'hard', as in training"):
+        make_method("hedged_point", make_setting()).load(tmp_path / "p.pt", data)
+
+
+@pytest.mark.parametrize(
+    "options", [{"margin": 2.0}, *({"loss": "hard", name: 2.0} for name in ("a", "b", "match_lr"))], ids=str
+)
+def test_options_of_the_other_loss_are_refused(options):
+    with pytest.raises(UnsupportedError, match="None with loss="):
+        make_method("hedged_point", make_setting(), **options)
+
+
+def test_a_large_first_variance_does_not_overflow():
+    _, variance = mixture(torch.zeros(1, 4), 1, 1e4)
+    torch.testing.assert_close(variance, torch.full((1, 1, 2), 1e4))
+
+
+def test_lam_refuses_a_base_that_does_not_fit(tmp_path):
+    data = make_data()
+    base = fit("hedged_point", make_setting(), tmp_path / "b", data)
+    with pytest.raises(InputError, match="base: expected network and dimension"):
+        LaplaceLifted(make_setting(dim=4)).fit(data, 0, tmp_path, base)
+    with torch.no_grad():
+        base._step.match.b.fill_(-1.0)
+    with pytest.raises(InputError, match="base: expected a threshold"):
+        LaplaceLifted(make_setting()).fit(data, 0, tmp_path, base)

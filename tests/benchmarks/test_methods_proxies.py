@@ -323,3 +323,10 @@ def test_refuses_what_was_not_fitted_and_another_distance(tmp_path: Path) -> Non
     fitted(tmp_path / "fit", "cosine", epochs=1).save(tmp_path / "saved.pt")
     with pytest.raises(InputError, match="distance: expected 'cosine', as in training"):
         Proxies(make_setting(), "nivmf").load(tmp_path / "saved.pt", toy())
+
+
+def test_one_class_is_refused(tmp_path):
+    data = make_data()
+    alike = TensorSplit(data.train.pixels, torch.zeros_like(data.train.targets))
+    with pytest.raises(InputError, match="at least two classes"):
+        Proxies(make_setting()).fit(dataclasses.replace(data, train=alike), 0, tmp_path)

@@ -424,3 +424,20 @@ def test_a_last_batch_of_one_image_does_no_harm(name, tmp_path):
     pixels, labels = make_images(9, 0)
     data = RetrievalData("tiny", "tiny", "none", TensorSplit(pixels[:33], labels[:33]), make_data().test)
     assert bool(fitted(name, tmp_path, data=data).predict(data.test).mean.isfinite().all())
+
+
+@pytest.mark.parametrize("method", [TripletDeterministic, BayesianTriplet])
+@pytest.mark.parametrize(
+    ("labels", "message"), [([0] * 40, "at least two classes"), (list(range(40)), "a class with at least 2 images")]
+)
+def test_labels_that_teach_nothing_are_refused(method, labels, message, tmp_path):
+    data = make_data()
+    data = dataclasses.replace(data, train=TensorSplit(data.train.pixels, torch.tensor(labels)))
+    with pytest.raises(InputError, match=message):
+        method(make_setting()).fit(data, 0, tmp_path)
+
+
+def test_a_large_prior_does_not_overflow():
+    options = BayesianTriplet(make_setting(), prior_variance=1e4).options
+    _, variance = gaussians(torch.zeros(1, 4), 3, options)
+    torch.testing.assert_close(variance, torch.full((1, 1), 1e4))

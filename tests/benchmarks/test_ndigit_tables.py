@@ -195,7 +195,7 @@ def test_a_run_writes_tables_and_figures_and_goes_on(data_root, monkeypatch, cap
         for part in PARTS:
             assert 0 <= found[part]["ap"] <= 1
             assert 0 <= found[part]["knn"] <= 1
-    assert set(cells["hedged_mixture"]["seen_clean"]) >= {"knn_by_match", "tau_knn_by_match", "ap_of_means"}
+    assert set(cells["hedged_mixture"]["seen_clean"]) >= {"knn_by_match", "ap_of_means"}
     assert set(cells["laplace_lifted"]["detection"]) == {"nearest", "uncertainty", "novelty", "lam_mismatch"}
     assert "knn_clean_gallery" in cells["point_soft"]["seen_corrupt"]
     assert (folder / "results.md").read_text() == markdown(results)

@@ -113,3 +113,9 @@ def test_runs_and_writes_both_tables(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_every_distance_has_the_documents_figure() -> None:
     assert set(proxies.DOCUMENT_RECALL) == set(DISTANCES)
+
+
+def test_what_cannot_be_read_is_refused_in_a_sentence(tmp_path, capsys):
+    assert proxies.main(["--data-root", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+    assert not (tmp_path / "out").exists()

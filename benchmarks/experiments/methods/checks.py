@@ -16,7 +16,16 @@ from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.pairs import RelationFunction
 from contrastive_curvature.pairs.relation import check_labels
 
-__all__ = ["check_choice", "check_count", "check_fit", "check_positive", "check_training", "fitted", "positive_radius"]
+__all__ = [
+    "check_choice",
+    "check_classes",
+    "check_count",
+    "check_fit",
+    "check_positive",
+    "check_training",
+    "fitted",
+    "positive_radius",
+]
 
 T = TypeVar("T")
 
@@ -67,6 +76,26 @@ def check_fit(seed: int, folder: Path) -> None:
         raise InputError(expected("seed", "a whole number in [0, 2^32)", seed))
     if not folder.is_dir():
         raise InputError(expected("folder", "a folder that exists", str(folder)))
+
+
+def check_classes(setting: Setting, train: Split, positives: bool) -> None:
+    """Whether there is anything to learn from class labels; positions are not looked at.
+
+    Args:
+        setting: Its relation is looked at.
+        train: Training images; only their targets are read.
+        positives: Whether two images of one class are needed too.
+
+    Raises:
+        InputError: There is one class, or no class with two images.
+    """
+    if setting.relation is not None:
+        return
+    sizes = train.targets.unique(return_counts=True)[1]
+    if len(sizes) < 2:
+        raise InputError(expected("data.train", "images of at least two classes", f"{len(sizes)}"))
+    if positives and int(sizes.max()) < 2:
+        raise InputError(expected("data.train", "a class with at least 2 images", "one image of every class"))
 
 
 def check_training(setting: Setting, train: Split) -> None:

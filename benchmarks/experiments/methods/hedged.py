@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,16 @@ from benchmarks.experiments.methods.base import Prediction, Setting
 from benchmarks.experiments.methods.checks import check_choice, check_count, check_positive
 from benchmarks.experiments.methods.hedged_pairs import PairMethod
 from benchmarks.experiments.methods.hedged_steps import HedgedStep, PairTraining, PointStep, mixture
-from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.hedged import self_mismatch, stratified_samples
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.hedged import match_probability, stratified_samples
 
 __all__ = ["Hedged", "HedgedPoint"]
 
 _SEED = 0
-"""Of the samples behind the self-mismatch: equal images give equal predictions."""
+"""Of the samples behind the self-mismatch."""
+_MARGIN = 1.0
+_FIRST = {"a": 2.0, "b": 3.0, "match_lr": 10.0}
+"""Of the match probability, where nothing else is said."""
 
 
 class HedgedPoint(PairMethod):
@@ -28,17 +31,18 @@ class HedgedPoint(PairMethod):
     Args:
         setting: See :class:`~benchmarks.experiments.methods.hedged_pairs.PairMethod`.
         loss: ``"soft"``: with a learned threshold (Eq. 3). ``"hard"``: with a margin (Eq. 1).
-        margin: Of the hard loss, on the distance.
-        a: See :class:`~benchmarks.experiments.methods.hedged_steps.PairTraining`, as the arguments below.
-        b: First intercept.
-        match_lr: Of both.
-        pairs: Of a batch.
+        margin: Of the hard loss, on the distance; ``None`` for 1.
+        a: Of the soft loss, as the next two: see :class:`~benchmarks.experiments.methods.hedged_steps.PairTraining`.
+            ``None`` for 2.
+        b: First intercept; ``None`` for 3.
+        match_lr: Of both; ``None`` for 10.
+        pairs: Of a batch, see there.
         batches: In an epoch.
         optimizer: Its name.
 
     Raises:
         InputError: An option is out of range.
-        UnsupportedError: The setting's images have positions, not classes.
+        UnsupportedError: An option belongs to the other loss, or the setting's images have positions, not classes.
     """
 
     name = "hedged_point"
@@ -48,16 +52,28 @@ class HedgedPoint(PairMethod):
         self,
         setting: Setting,
         loss: Literal["soft", "hard"] = "soft",
-        margin: float = 1.0,
-        a: float = 2.0,
-        b: float = 3.0,
-        match_lr: float = 10.0,
+        margin: float | None = None,
+        a: float | None = None,
+        b: float | None = None,
+        match_lr: float | None = None,
         pairs: Literal["batch", "drawn"] = "batch",
         batches: int | None = None,
         optimizer: Literal["rmsprop", "adam"] = "rmsprop",
     ) -> None:
-        super().__init__(setting, PairTraining(a, b, match_lr, pairs, batches, optimizer))
-        self.loss, self.margin = check_choice("loss", loss, ("soft", "hard")), check_positive("margin", margin)
+        check_choice("loss", loss, ("soft", "hard"))
+        given = {"margin": margin, "a": a, "b": b, "match_lr": match_lr}
+        for option in ("margin",) if loss == "soft" else ("a", "b", "match_lr"):
+            if given[option] is not None:
+                hint = "It belongs to the other loss: leave it out, or change the loss."
+                raise UnsupportedError(expected(option, f"None with loss={loss!r}", given[option], hint))
+        match = {name: first if given[name] is None else given[name] for name, first in _FIRST.items()}
+        super().__init__(setting, PairTraining(**match, pairs=pairs, batches=batches, optimizer=optimizer))  # type: ignore[arg-type]
+        self.loss: str = loss
+        self.margin = check_positive("margin", _MARGIN if margin is None else margin)
+
+    def meaning(self) -> dict[str, Any]:
+        """See :meth:`PairMethod.meaning`."""
+        return {"loss": self.loss}
 
     def make_step(self, encoder: nn.Module) -> PointStep:
         """See :meth:`PairMethod.make_step`."""
@@ -159,6 +175,10 @@ class Hedged(PairMethod):
         """See :meth:`PairMethod.outputs`."""
         return 2 * self.components * self.setting.dim
 
+    def meaning(self) -> dict[str, Any]:
+        """See :meth:`PairMethod.meaning`."""
+        return {"components": self.components, "first_variance": self.first_variance}
+
     def mixtures(self, split: Split) -> tuple[Tensor, Tensor]:
         """Means and variances of images, both (N, C, D), on the CPU."""
         return mixture(self.raw(split), self.components, self.first_variance)
@@ -178,17 +198,25 @@ class Hedged(PairMethod):
         return stratified_samples(*self.mixtures(split), n_samples, torch.Generator().manual_seed(seed))
 
     def predict(self, split: Split) -> Prediction:
-        """Means of the mixtures; the self-mismatch (Eq. 9).
+        """Means of the mixtures; the self-mismatch (Eq. 9), with the same noise for all images.
 
         Returns:
             Variants: ``"variance"``, the variance of the mixture, averaged over dimensions.
         """
         mean, variance = self.mixtures(split)
-        a, b = self.match
-        generator = torch.Generator().manual_seed(_SEED)
-        score = self_mismatch(mean, variance, a, b, n_samples=self.n_samples, generator=generator)
         volume = (variance.mean(1) + mean.var(1, correction=0)).mean(1)
-        return Prediction(mean.mean(1), score, {"variance": volume}, metric="euclidean")
+        return Prediction(mean.mean(1), self._mismatch(mean, variance), {"variance": volume}, metric="euclidean")
+
+    def _mismatch(self, mean: Tensor, variance: Tensor) -> Tensor:
+        generator, each = torch.Generator().manual_seed(_SEED), self.n_samples // self.components
+        centre, spread = mean.repeat_interleave(each, 1), variance.sqrt().repeat_interleave(each, 1)
+        zero = torch.zeros_like(mean[0])
+        # The noise of one image serves all: equal images have equal scores, and ranks have less noise.
+        sets = [
+            centre + spread * stratified_samples(zero, torch.ones_like(zero), self.n_samples, generator)
+            for _ in range(2)
+        ]
+        return 1 - match_probability(*sets, *self.match)
 
     def samples(self, split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
         """Independent draws from each image's mixture."""

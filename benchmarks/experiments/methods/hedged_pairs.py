@@ -49,7 +49,7 @@ class PairMethod(Method):
             msg = f"setting.relation: method {self.name!r} draws pairs from class labels. Use data with classes."
             raise UnsupportedError(msg)
         if setting.batch_size < 4 or setting.batch_size % 4:
-            hint = "Two images make a pair, and half of the pairs match."
+            hint = "Half of the pairs match. Or leave the rows hib, hib_mixture and hib_point out of --methods."
             raise InputError(expected("setting.batch_size", "a multiple of 4", setting.batch_size, hint))
         self.training = training
         self._step: nn.Module | None = None
@@ -89,6 +89,10 @@ class PairMethod(Method):
     @abstractmethod
     def draw(self, split: Split, n_samples: int, seed: int) -> Tensor:
         """Samples of the embeddings, the same number of each component; float32, shape (N, K, D), on the CPU."""
+
+    @abstractmethod
+    def meaning(self) -> dict[str, Any]:
+        """The options without which the outputs of a saved encoder cannot be read."""
 
     def raw(self, split: Split) -> Tensor:
         """Raw outputs of images, on the CPU."""
@@ -133,11 +137,18 @@ class PairMethod(Method):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The weights, and the numbers of the match probability."""
-        return {"step": dict(fitted(self._step, self.name).state_dict())}
+        """The weights, the numbers of the match probability, and what outputs mean."""
+        return {"step": dict(fitted(self._step, self.name).state_dict()), "meaning": self.meaning()}
 
     def load_state_dict(self, state: dict[str, Any], data: RetrievalData) -> None:
-        """See :meth:`Method.load_state_dict`."""
+        """See :meth:`Method.load_state_dict`.
+
+        Raises:
+            InputError: It was trained with options that give its outputs another meaning.
+        """
+        for name, value in self.meaning().items():
+            if state["meaning"][name] != value:
+                raise InputError(expected(name, f"{state['meaning'][name]!r}, as in training", value))
         step = self.make_step(self.setting.make_encoder(outputs=self.outputs())).to(self.setting.device)
         step.load_state_dict(state["step"])
         self._step = step.eval()

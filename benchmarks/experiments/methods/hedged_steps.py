@@ -43,7 +43,8 @@ def mixture(raw: Tensor, components: int, first_variance: float) -> tuple[Tensor
         ``raw = 0`` gives the first variance.
     """
     mean, spread = raw.unflatten(1, (2, components, -1)).unbind(1)
-    return mean, softplus(spread + math.log(math.expm1(first_variance))) + _FLOOR
+    # The inverse of softplus, log(exp(v) - 1), in a form that does not overflow.
+    return mean, softplus(spread + first_variance + math.log(-math.expm1(-first_variance))) + _FLOOR
 
 
 def choose_pairs(targets: Tensor, pairs: str, most: int) -> tuple[Tensor, Tensor, Tensor]:

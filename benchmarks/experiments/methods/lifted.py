@@ -119,11 +119,16 @@ class LaplaceLifted(PosteriorMethod):
 
         Raises:
             InputTypeError: ``base`` is no point embedding.
+            InputError: It is not fitted, has another network than the setting's, or no distance at which a match is as
+                likely as not.
         """
         check_fit(seed, folder)
         if not isinstance(base, HedgedPoint):
             hint = "Fit one with the same seed first."
             raise InputTypeError(expected("base", "a fitted HedgedPoint", f"a {type(base).__name__}", hint))
+        wanted, came = ((s.network, s.dim) for s in (self.setting, base.setting))
+        if wanted != came:
+            raise InputError(expected("base", f"network and dimension {wanted}", f"{came}"))
         rows = torch.randperm(len(data.plain), generator=torch.Generator().manual_seed(seed))[: self.images]
         train = data.plain.take(rows)
         self._take(base, self.factor * float(base.raw(train).norm(dim=1).max()))
@@ -193,7 +198,9 @@ class LaplaceLifted(PosteriorMethod):
 
     def load_state_dict(self, state: dict[str, Any], data: RetrievalData) -> None:
         """See :meth:`Method.load_state_dict`."""
-        base = HedgedPoint(self.setting, loss=state["loss"], margin=state["margin"])
+        base = HedgedPoint(
+            self.setting, loss=state["loss"], margin=state["margin"] if state["loss"] == "hard" else None
+        )
         base.load_state_dict(state["base"], data)
         self._take(base, state["height"])
         la = self.make_posterior(self._lifted())
@@ -201,6 +208,9 @@ class LaplaceLifted(PosteriorMethod):
         self._la = la
 
     def _take(self, base: HedgedPoint, height: float) -> None:
+        if base.threshold <= 0:
+            hint = "Its intercept b is not positive: train it for longer."
+            raise InputError(expected("base", "a threshold b / a > 0 of its matches", base.threshold, hint))
         self._base, self.height = base, height
         # Two directions are at most 2 apart.
         self._options = self._options | {"margin": min(base.threshold / height, 2.0)}

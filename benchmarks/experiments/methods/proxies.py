@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from benchmarks.experiments.data.split import RetrievalData, Split
 from benchmarks.experiments.methods.base import Method, Prediction, Setting
-from benchmarks.experiments.methods.checks import check_choice, check_count, check_fit, check_positive, fitted
+from benchmarks.experiments.methods.checks import (
+    check_choice,
+    check_classes,
+    check_count,
+    check_fit,
+    check_positive,
+    fitted,
+)
 from benchmarks.experiments.methods.embed import map_batches, unit
 from benchmarks.experiments.methods.proxy_step import (
     DISTANCES,
@@ -44,7 +51,7 @@ FIRST: dict[str, tuple[float, float, float]] = {
 }
 """Distance -> first temperature, mean concentration of embeddings, and concentration of proxies.
 
-All temperatures are such that a logit rises by 0.5 to 1 when the cosine rises by 1: with the cosine as with EL-nivMF, a
+All temperatures are such that a logit rises by about 1 when the cosine rises by 1: with the cosine as with EL-nivMF, a
 softmax that is almost even at first ends in a better recall than a sharp one.
 """
 
@@ -136,7 +143,8 @@ class Proxies(Method):
 
         Returns:
             ``"directions"`` (C, D), not of unit length; ``"log_kappa"`` (C,) or (C, D), not there for the cosine;
-            ``"log_temperature"`` (); ``"classes"``, the training labels, (C,).
+            ``"log_embedding_kappa"`` (), where the distance depends on it; ``"log_temperature"`` (); ``"mean_length"``
+            (), of raw outputs; ``"classes"``, the training labels, (C,).
 
         Raises:
             InputError: It was neither trained nor loaded.
@@ -155,6 +163,8 @@ class Proxies(Method):
         if targets.is_floating_point() or targets.ndim != 1:
             msg = "proxies: the training images have positions and no classes for proxies. Take 'deterministic'."
             raise UnsupportedError(msg)
+
+        check_classes(self.setting, data.train, positives=False)
 
         def make_step(encoder: nn.Module, probe: Tensor) -> nn.Module:
             return ProxyStep(encoder, probe, targets, self.options)

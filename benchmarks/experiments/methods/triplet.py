@@ -9,7 +9,7 @@ from torch import nn
 
 from benchmarks.experiments.data.split import RetrievalData, Split
 from benchmarks.experiments.methods.base import Method, Prediction, Setting
-from benchmarks.experiments.methods.checks import check_count, check_fit, check_positive, fitted
+from benchmarks.experiments.methods.checks import check_classes, check_count, check_fit, check_positive, fitted
 from benchmarks.experiments.methods.embed import map_batches, unit
 from benchmarks.experiments.methods.training import train
 from benchmarks.experiments.methods.triplet_options import MINED
@@ -50,8 +50,13 @@ class TripletDeterministic(Method):
         return fitted(self._encoder, self.name)
 
     def fit(self, data: RetrievalData, seed: int, folder: Path, base: Method | None = None) -> None:
-        """See :meth:`Method.fit`; without ``base``."""
+        """See :meth:`Method.fit`; without ``base``.
+
+        Raises:
+            InputError: There is one class, or no class with two images.
+        """
         check_fit(seed, folder)
+        check_classes(self.setting, data.train, positives=True)
         step = train(
             self.setting,
             data,

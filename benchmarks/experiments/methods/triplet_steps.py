@@ -43,7 +43,9 @@ def gaussians(raw: Tensor, dim: int, options: BayesianOptions) -> tuple[Tensor, 
     mean, spread = raw[:, :dim], raw[:, dim:]
     if options.normalized:
         mean = normalize(check_outputs(mean, "means"))[0]
-    return mean, softplus(options.variance_gain * spread + math.log(math.expm1(options.first_variance))) + _FLOOR
+    # The inverse of softplus, log(exp(v) - 1), in a form that does not overflow.
+    first = options.first_variance + math.log(-math.expm1(-options.first_variance))
+    return mean, softplus(options.variance_gain * spread + first) + _FLOOR
 
 
 class TripletStep(nn.Module):
