@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from torch import nn
-
-from benchmarks.experiments.data.split import RetrievalData, Split
-from benchmarks.experiments.methods.base import Method, Prediction, Setting
-from benchmarks.experiments.methods.checks import check_classes, check_count, check_fit, check_positive, fitted
-from benchmarks.experiments.methods.embed import map_batches, unit
+from benchmarks.experiments.data.split import RetrievalData
+from benchmarks.experiments.methods.base import Method, Setting
+from benchmarks.experiments.methods.checks import check_classes, check_count, check_fit, check_positive
+from benchmarks.experiments.methods.deterministic import Deterministic
 from benchmarks.experiments.methods.training import train
 from benchmarks.experiments.methods.triplet_options import MINED
 from benchmarks.experiments.methods.triplet_steps import TripletStep
@@ -18,7 +15,7 @@ from benchmarks.experiments.methods.triplet_steps import TripletStep
 __all__ = ["TripletDeterministic"]
 
 
-class TripletDeterministic(Method):
+class TripletDeterministic(Deterministic):
     """Unit embeddings, trained with ``max(0, |a - p|^2 - |a - n|^2 + margin)``, averaged where it is above 0.
 
     Args:
@@ -38,16 +35,6 @@ class TripletDeterministic(Method):
         super().__init__(setting)
         self.margin = check_positive("margin", margin, 4)
         self.negatives = None if negatives is None else check_count("negatives", negatives)
-        self._encoder: nn.Module | None = None
-
-    @property
-    def encoder(self) -> nn.Module:
-        """The trained encoder, in evaluation mode.
-
-        Raises:
-            InputError: It was neither trained nor loaded.
-        """
-        return fitted(self._encoder, self.name)
 
     def fit(self, data: RetrievalData, seed: int, folder: Path, base: Method | None = None) -> None:
         """See :meth:`Method.fit`; without ``base``.
@@ -64,18 +51,4 @@ class TripletDeterministic(Method):
             folder / "training.pt",
             make_step=lambda encoder, _: TripletStep(encoder, self.margin, self.negatives, self.setting.relation),
         )
-        self._encoder = step.get_submodule("encoder")
-
-    def predict(self, split: Split) -> Prediction:
-        """Unit embeddings, without uncertainty."""
-        return Prediction(unit(map_batches(self.encoder, split, self.setting, "embeddings")))
-
-    def state_dict(self) -> dict[str, Any]:
-        """The weights."""
-        return {"encoder": dict(self.encoder.state_dict())}
-
-    def load_state_dict(self, state: dict[str, Any], data: RetrievalData) -> None:
-        """See :meth:`Method.load_state_dict`."""
-        encoder = self.setting.make_encoder()
-        encoder.load_state_dict(state["encoder"])
-        self._encoder = encoder.eval()
+        self._take(step.get_submodule("encoder"))
