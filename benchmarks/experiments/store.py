@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ __all__ = [
     "is_finished",
     "load_curves",
     "load_results",
+    "open_folder",
     "open_run",
     "result_file",
     "save_cell",
@@ -50,11 +52,26 @@ def open_run(config: Config, data: RetrievalData) -> None:
         InputError: Another option differs, the folder or its configuration holds something else, or it cannot be
             written.
     """
-    out, wanted = config.out, config.identity() | {"images": data.fingerprint(), "format": FORMAT}
+    wanted = config.identity() | {"images": data.fingerprint(), "format": FORMAT}
+    open_folder(config.out, wanted, check_format)
+
+
+def open_folder(out: Path, wanted: dict[str, Any], check: Callable[[Path, dict[str, Any]], None] | None = None) -> None:
+    """Make a run folder, or check that the one that is there was made with the same options.
+
+    Args:
+        out: The folder.
+        wanted: Options that must agree, as JSON has them.
+        check: Refuses a folder by the options that are there, before they are compared.
+
+    Raises:
+        InputError: An option differs, the folder or its configuration holds something else, or it cannot be written.
+    """
     path = out / _CONFIG
     if path.is_file():
         there = read_json(path, "JSON, the options of a run", "Name another --out.")
-        check_format(out, there)
+        if check is not None:
+            check(out, there)
         differ = [name for name in wanted | there if wanted.get(name) != there.get(name)]
         if differ:
             was, came = (", ".join(f"{name} = {given.get(name)!r}" for name in differ) for given in (there, wanted))

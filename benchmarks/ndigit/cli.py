@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.experiments.store import open_folder
 from benchmarks.machine import write_atomically
-from benchmarks.ndigit.config import EPOCHS, Config, check_config, open_run, read_data
+from benchmarks.ndigit.config import EPOCHS, Config, check_config, read_data
 from benchmarks.ndigit.document import ITERATIONS
 from benchmarks.ndigit.rows import ROWS
 from contrastive_curvature.errors import ContrastiveCurvatureError
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         data = read_data(config)
-        open_run(config)
+        open_folder(config.out, config.identity())
         from benchmarks.ndigit.figures import draw_all
         from benchmarks.ndigit.markdown import markdown
         from benchmarks.ndigit.run import run

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +16,10 @@ from benchmarks.experiments.data.ndigit import NDigitData, compose_ndigit
 from benchmarks.experiments.data.options import LoadOptions
 from benchmarks.experiments.data.split import RetrievalData, Split, TensorSplit
 from benchmarks.experiments.methods.base import Setting
-from benchmarks.experiments.saved import read_json
-from benchmarks.machine import write_atomically
 from benchmarks.ndigit.rows import rows_of
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["EPOCHS", "Config", "check_config", "open_run", "read_data", "retrieval_data", "setting_of"]
+__all__ = ["EPOCHS", "Config", "check_config", "read_data", "retrieval_data", "setting_of"]
 
 EPOCHS = 40
 """Parts of a training. After each, the learning rate is multiplied by exp(-0.1), so it ends at 2 % of the first."""
@@ -128,24 +125,3 @@ def setting_of(config: Config) -> Setting:
         progress=config.progress,
         checkpoint_every=500,
     )
-
-
-def open_run(config: Config) -> None:
-    """Make the run folder, or check that the one that is there was made with the same options.
-
-    Raises:
-        InputError: An option differs, or the folder holds something else.
-    """
-    path, wanted = config.out / "config.json", config.identity()
-    if path.is_file():
-        there = read_json(path, "JSON, the options of a run", "Name another --out.")
-        differ = [name for name in wanted | there if wanted.get(name) != there.get(name)]
-        if differ:
-            was, came = (", ".join(f"{name} = {given.get(name)!r}" for name in differ) for given in (there, wanted))
-            hint = "Name another --out, or give the same options to go on."
-            raise InputError(expected(f"--out {config.out}", f"options as the run there: {was}", came, hint))
-    elif config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
-        came = "something else"
-        raise InputError(expected(f"--out {config.out}", "a new or empty folder, or a run's", came))
-    config.out.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(wanted, indent=1) + "\n")

@@ -13,7 +13,12 @@ from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.hedged._checks import check_points, check_slope
 from contrastive_curvature.vmf._checks import broadcast_batch
 
-__all__ = ["MatchParameters", "log_mean", "match_logits", "match_probability", "pair_logits"]
+__all__ = ["MatchParameters", "inverse_softplus", "log_mean", "match_logits", "match_probability", "pair_logits"]
+
+
+def inverse_softplus(value: float) -> float:
+    """Return ``log(exp(value) - 1)`` of a positive number, in a form that does not overflow."""
+    return value + math.log(-math.expm1(-value))
 
 
 class MatchParameters(nn.Module):
@@ -37,8 +42,7 @@ class MatchParameters(nn.Module):
         super().__init__()
         check_number("a", a, positive=True)
         check_slope(a, b)
-        # The inverse of softplus, log(exp(a) - 1), in a form that does not overflow.
-        self.raw_a = nn.Parameter(torch.tensor(a + math.log(-math.expm1(-a))))
+        self.raw_a = nn.Parameter(torch.tensor(inverse_softplus(a)))
         self.b = nn.Parameter(torch.tensor(float(b)))
         # Again as they come back: the parameters have the default dtype, which may be too narrow for the numbers.
         check_slope(*self())

@@ -14,14 +14,20 @@ from torch import Tensor, nn
 
 from benchmarks.experiments.data.split import RetrievalData, Split
 from benchmarks.experiments.methods.base import Method, Prediction, Setting
-from benchmarks.experiments.methods.checks import check_classes, check_count, check_fit, check_positive, fitted
+from benchmarks.experiments.methods.checks import (
+    check_classes,
+    check_count,
+    check_fit,
+    check_positive,
+    check_saved,
+    fitted,
+)
 from benchmarks.experiments.methods.embed import map_batches, unit
 from benchmarks.experiments.methods.training import train
 from benchmarks.experiments.methods.triplet_options import bayesian_options
 from benchmarks.experiments.methods.triplet_steps import BayesianStep, gaussians, raw_outputs
 from benchmarks.experiments.methods.triplet_temperature import calibrated_temperature
 from contrastive_curvature import vmf
-from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.metrics.neighbors import Metric
 
 __all__ = ["BayesianTriplet"]
@@ -201,8 +207,11 @@ class BayesianTriplet(Method):
 
     def state_dict(self) -> dict[str, Any]:
         """The weights, what their outputs mean, and the temperature."""
-        meaning = {name: getattr(self.options, name) for name in _MEANING}
-        return {"encoder": dict(self.encoder.state_dict()), "meaning": meaning, "temperature": self.temperature}
+        encoder = dict(self.encoder.state_dict())
+        return {"encoder": encoder, "meaning": self._meaning(), "temperature": self.temperature}
+
+    def _meaning(self) -> dict[str, Any]:
+        return {name: getattr(self.options, name) for name in _MEANING}
 
     def load_state_dict(self, state: dict[str, Any], data: RetrievalData) -> None:
         """See :meth:`Method.load_state_dict`.
@@ -210,11 +219,7 @@ class BayesianTriplet(Method):
         Raises:
             InputError: It was trained with options that give its outputs another meaning.
         """
-        for name in _MEANING:
-            if state["meaning"][name] != getattr(self.options, name):
-                raise InputError(
-                    expected(name, f"{state['meaning'][name]!r}, as in training", getattr(self.options, name))
-                )
+        check_saved(state["meaning"], self._meaning())
         encoder = self.setting.make_encoder(outputs=raw_outputs(self.setting.dim, self.options))
         encoder.load_state_dict(state["encoder"])
         self._encoder = encoder.eval()

@@ -22,6 +22,7 @@ __all__ = [
     "check_count",
     "check_fit",
     "check_positive",
+    "check_saved",
     "check_training",
     "fitted",
     "positive_radius",
@@ -96,6 +97,21 @@ def check_classes(setting: Setting, train: Split, positives: bool) -> None:
         raise InputError(expected("data.train", "images of at least two classes", f"{len(sizes)}"))
     if positives and int(sizes.max()) < 2:
         raise InputError(expected("data.train", "a class with at least 2 images", "one image of every class"))
+
+
+def check_saved(saved: dict[str, Any], own: dict[str, Any]) -> None:
+    """Whether a saved method was trained with the options of the one that loads it.
+
+    Args:
+        saved: Options by name, as they were saved.
+        own: Those of the method.
+
+    Raises:
+        InputError: One differs.
+    """
+    for name, value in own.items():
+        if saved[name] != value:
+            raise InputError(expected(name, f"{saved[name]!r}, as in training", value))
 
 
 def check_training(setting: Setting, train: Split) -> None:

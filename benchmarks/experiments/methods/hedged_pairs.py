@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from benchmarks.experiments.data.pair_batches import PairBatches
 from benchmarks.experiments.data.split import RetrievalData, Split
 from benchmarks.experiments.methods.base import Method, Setting
-from benchmarks.experiments.methods.checks import check_fit, fitted
+from benchmarks.experiments.methods.checks import check_fit, check_saved, fitted
 from benchmarks.experiments.methods.embed import map_batches
 from benchmarks.experiments.methods.hedged_steps import PairTraining
 from benchmarks.experiments.methods.training import train
@@ -146,9 +146,7 @@ class PairMethod(Method):
         Raises:
             InputError: It was trained with options that give its outputs another meaning.
         """
-        for name, value in self.meaning().items():
-            if state["meaning"][name] != value:
-                raise InputError(expected(name, f"{state['meaning'][name]!r}, as in training", value))
+        check_saved(state["meaning"], self.meaning())
         step = self.make_step(self.setting.make_encoder(outputs=self.outputs())).to(self.setting.device)
         step.load_state_dict(state["step"])
         self._step = step.eval()

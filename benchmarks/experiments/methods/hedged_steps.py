@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from contrastive_curvature.hedged import (
     soft_contrastive_loss,
     stratified_samples,
 )
+from contrastive_curvature.hedged.match import inverse_softplus
 
 __all__ = ["HedgedStep", "PairTraining", "PointStep", "choose_pairs", "mixture"]
 
@@ -43,8 +44,7 @@ def mixture(raw: Tensor, components: int, first_variance: float) -> tuple[Tensor
         ``raw = 0`` gives the first variance.
     """
     mean, spread = raw.unflatten(1, (2, components, -1)).unbind(1)
-    # The inverse of softplus, log(exp(v) - 1), in a form that does not overflow.
-    return mean, softplus(spread + first_variance + math.log(-math.expm1(-first_variance))) + _FLOOR
+    return mean, softplus(spread + inverse_softplus(first_variance)) + _FLOOR
 
 
 def choose_pairs(targets: Tensor, pairs: str, most: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,7 +110,7 @@ class PairTraining:
             check_count("batches", self.batches)
 
 
-class _PairStep(nn.Module):
+class _PairStep(nn.Module, ABC):
     """The loss of a batch of pairs.
 
     Args:
@@ -137,9 +137,9 @@ class _PairStep(nn.Module):
         i, j, weight = choose_pairs(targets, self.how.pairs, _MISMATCHES)
         return (weight * self.losses(self.encoder(x), i, j, targets[i] == targets[j])).sum()
 
+    @abstractmethod
     def losses(self, raw: Tensor, i: Tensor, j: Tensor, matches: Tensor) -> Tensor:
         """The loss of each pair, shape (P,)."""
-        raise NotImplementedError
 
 
 class PointStep(_PairStep):

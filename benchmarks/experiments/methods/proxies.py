@@ -20,6 +20,7 @@ from benchmarks.experiments.methods.checks import (
     check_count,
     check_fit,
     check_positive,
+    check_saved,
     fitted,
 )
 from benchmarks.experiments.methods.embed import map_batches, unit
@@ -36,7 +37,7 @@ from benchmarks.experiments.methods.proxy_step import (
 from benchmarks.experiments.methods.training import train
 from contrastive_curvature import vmf
 from contrastive_curvature.arguments import check_flag
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import UnsupportedError, expected
 
 __all__ = ["FIRST", "Proxies"]
 
@@ -211,8 +212,7 @@ class Proxies(Method):
         Raises:
             InputError: It was trained with another distance.
         """
-        if state["distance"] != self.options.distance:
-            raise InputError(expected("distance", f"{state['distance']!r}, as in training", self.options.distance))
+        check_saved(state, {"distance": self.options.distance})
         encoder = self.setting.make_encoder()
         encoder.load_state_dict(state["encoder"])
         self._take(encoder.eval(), {name: value.cpu() for name, value in state["proxies"].items()})

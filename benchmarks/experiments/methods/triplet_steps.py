@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from benchmarks.experiments.methods.triplet_mining import mine_triplets
 from benchmarks.experiments.methods.triplet_options import BayesianOptions
+from contrastive_curvature.hedged.match import inverse_softplus
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.pairs import RelationFunction
 from contrastive_curvature.triplet import kl_to_normal, kl_to_uniform, log_normal_cdf, log_probability
@@ -43,9 +42,7 @@ def gaussians(raw: Tensor, dim: int, options: BayesianOptions) -> tuple[Tensor, 
     mean, spread = raw[:, :dim], raw[:, dim:]
     if options.normalized:
         mean = normalize(check_outputs(mean, "means"))[0]
-    # The inverse of softplus, log(exp(v) - 1), in a form that does not overflow.
-    first = options.first_variance + math.log(-math.expm1(-options.first_variance))
-    return mean, softplus(options.variance_gain * spread + first) + _FLOOR
+    return mean, softplus(options.variance_gain * spread + inverse_softplus(options.first_variance)) + _FLOOR
 
 
 class TripletStep(nn.Module):
