@@ -63,10 +63,20 @@ class PDFix(_Option):
     PSD = "psd"
     """As ``fixed``, with every point's block projected onto the positive semidefinite matrices. Not in the paper."""
 
+    GGN = "ggn"
+    """Only the second derivatives of the loss in the cosines, cross terms among them: the generalised Gauss-Newton of
+    a loss of cosines, positive semidefinite for every loss that is convex in them. Not in the paper; refused for losses
+    that are piecewise linear in the cosines, where it is zero."""
+
     @property
     def coupled(self) -> bool:
         """Whether the Hessian has cross terms between two points."""
-        return self in (PDFix.POSITIVE, PDFix.FULL)
+        return self in (PDFix.POSITIVE, PDFix.FULL, PDFix.GGN)
+
+    @property
+    def second_only(self) -> bool:
+        """Whether the first-order part is left out."""
+        return self is PDFix.GGN
 
     @property
     def attracting_only(self) -> bool:

@@ -60,6 +60,10 @@ class Blocks(ABC):
         n, dim = self.u.shape
         return self.matmul(torch.eye(dim, dtype=self.u.dtype, device=self.u.device).expand(n, dim, dim))
 
+    def total(self) -> Tensor:
+        """``sum_i H_ii``, shape (D, D)."""
+        return self.dense().sum(0)
+
     @abstractmethod
     def add_projector(self, weight: Tensor) -> Blocks:
         """Add ``weight_i P_i`` to every block; ``weight`` has shape (N,)."""

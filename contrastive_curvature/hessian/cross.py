@@ -4,6 +4,8 @@ For a loss of the cosines ``s_ij = u_i . u_j`` with the pair weights ``y_ij = -d
 ``c_ij = d2L/ds_ij^2``, both distances have
 
 ``H_ij = [ -y_ij P_i P_j + c_ij (P_i u_j) (P_j u_i)^T ] / (n_i n_j)``
+
+and losses that compare all candidates of an anchor add squares (:mod:`contrastive_curvature.hessian.cross_roots`).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from contrastive_curvature.hessian.cross_roots import CrossRoots
 from contrastive_curvature.hessian.sphere import project_tangent
 
 __all__ = ["CrossBlocks", "tangent_axes"]
@@ -44,6 +47,7 @@ class CrossBlocks:
         y: Pair weights, shape (R, C).
         c: Second derivatives of the loss in the cosines, shape (R, C); ``None`` where they are zero.
         symmetric: Whether rows and columns are the same points in the same order.
+        roots: Squares that couple the candidates of an anchor; ``None`` for losses of single pairs.
     """
 
     u_rows: Tensor
@@ -53,6 +57,7 @@ class CrossBlocks:
     y: Tensor
     c: Tensor | None = None
     symmetric: bool = False
+    roots: CrossRoots | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -73,6 +78,8 @@ class CrossBlocks:
         if self.c is not None:
             along = torch.einsum("rd,cdk->rck", self.u_rows, moved)
             out = out + torch.einsum("rck,cd->rdk", self.c.unsqueeze(2) * along, self.u_columns)
+        if self.roots is not None:
+            out = out + self.roots.matmul(moved)
         return project_tangent(self.u_rows, out) / self.n_rows.view(-1, 1, 1)
 
     def forms(self, a: Tensor, b: Tensor) -> Tensor:
@@ -85,9 +92,14 @@ class CrossBlocks:
         Returns:
             Shape (K, R, C).
         """
-        a = (project_tangent(self.u_rows, a) / self.n_rows.view(-1, 1, 1)).permute(2, 0, 1)
-        b = (project_tangent(self.u_columns, b) / self.n_columns.view(-1, 1, 1)).permute(2, 1, 0)
+        tangents = (
+            project_tangent(self.u_rows, a) / self.n_rows.view(-1, 1, 1),
+            project_tangent(self.u_columns, b) / self.n_columns.view(-1, 1, 1),
+        )
+        a, b = tangents[0].permute(2, 0, 1), tangents[1].permute(2, 1, 0)
         out = (a @ b).mul_(-self.y)
+        if self.roots is not None:
+            out += self.roots.forms(*tangents)
         if self.c is not None:
             out += self.c * (a @ self.u_columns.T) * (self.u_rows @ b)
         return out
@@ -103,7 +115,17 @@ class CrossBlocks:
         x, y = self.u_rows[:, k, None], self.u_columns[:, k]
         first, second = self._scaled
         out = first * (cosine * (x * y) + (1 - x.square() - y.square()))
-        return out if second is None else out + second * (y - cosine * x) * (x - cosine * y)
+        out = out if second is None else out + second * (y - cosine * x) * (x - cosine * y)
+        return out if self.roots is None else out + self.roots.forms(*self._axis(k))[0]
+
+    def _axis(self, k: int) -> tuple[Tensor, Tensor]:
+        """``P e_k / n`` of the rows (R, D, 1) and of the columns (C, D, 1)."""
+        out = []
+        for u, n in ((self.u_rows, self.n_rows), (self.u_columns, self.n_columns)):
+            axis = -u * u[:, k : k + 1]
+            axis[:, k] += 1
+            out.append((axis / n.unsqueeze(1)).unsqueeze(2))
+        return out[0], out[1]
 
     @cached_property
     def _scaled(self) -> tuple[Tensor, Tensor | None]:
@@ -117,7 +139,8 @@ class CrossBlocks:
 
     def pairs(self) -> Tensor:
         """Row and column of every pair with a block, shape (K, 2); each once where rows and columns are the same."""
-        present = self.y != 0
+        # Squares couple any two candidates of an anchor.
+        present = self.y != 0 if self.roots is None else torch.ones_like(self.y, dtype=torch.bool)
         if self.c is not None:
             present = present | (self.c != 0)
         return (present.triu(1) if self.symmetric else present).nonzero()
@@ -149,4 +172,8 @@ class CrossBlocks:
             second = (self.c[i, j] / norms).unsqueeze(1) * (v - cosine * u) * (u - cosine * v)
         out = product.mul_(cosine).add_(1).sub_(u.square_()).sub_(v.square_())
         out *= -(self.y[i, j] / norms).unsqueeze(1)
-        return out if second is None else out.add_(second)
+        if second is not None:
+            out.add_(second)
+        if self.roots is not None:
+            out += torch.stack([self.roots.forms(*self._axis(k))[0][i, j] for k in range(u.shape[1])], dim=1)
+        return out

@@ -1,7 +1,4 @@
-"""The diagonal blocks ``H_ii`` as matrices, for losses with a second derivative in the cosines.
-
-These add ``sum_j c_ij (P_i u_j) (P_i u_j)^T / n_i^2`` to the closed form, which has no closed form of its own.
-"""
+"""The diagonal blocks ``H_ii`` as matrices, where nothing shorter describes them."""
 
 from __future__ import annotations
 
@@ -10,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from contrastive_curvature.hessian.blocks import Blocks, UnrepresentableError
+from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.signed import SignedFactor
-from contrastive_curvature.hessian.sphere import project_tangent
 
 __all__ = ["DenseBlocks"]
 
@@ -28,29 +24,6 @@ class DenseBlocks(Blocks):
 
     u: Tensor
     matrices: Tensor
-
-    @classmethod
-    def with_moments(cls, first: Blocks, n: Tensor, moments: Tensor) -> DenseBlocks:
-        """Add the second-order part to the blocks of the first-order part.
-
-        Args:
-            first: Of N points.
-            n: Norms of the raw outputs, shape (N,).
-            moments: ``sum_j c_ij u_j u_j^T``, shape (N, D, D).
-
-        Returns:
-            The blocks of the loss.
-
-        Raises:
-            UnrepresentableError: The norms are so small that the dtype cannot hold the second-order part.
-        """
-        moments = moments.to(first.u.dtype)
-        second = project_tangent(first.u, project_tangent(first.u, moments).mT)
-        matrices = first.dense() + second / (n * n).view(-1, 1, 1)
-        held = matrices.isfinite().flatten(1).all(1)
-        if not bool(held.all()):
-            raise UnrepresentableError.at(n, held)
-        return cls(first.u, matrices)
 
     def __getitem__(self, rows: slice | Tensor) -> DenseBlocks:
         return DenseBlocks(self.u[rows], self.matrices[rows])
@@ -86,6 +59,10 @@ class DenseBlocks(Blocks):
     def factor(self) -> Tensor:
         """See :meth:`Blocks.factor`; the root is symmetric."""
         self.require_psd()
+        return self.root()
+
+    def root(self) -> Tensor:
+        """The symmetric square root of the positive part of every block, shape (N, D, D)."""
         values, vectors = torch.linalg.eigh(self.matrices)
         return (vectors * values.clamp(min=0).sqrt().unsqueeze(1)) @ vectors.mT
 

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from contrastive_curvature.hessian.cross_roots import CrossRoots
+from contrastive_curvature.hessian.moments import Moments
+
 __all__ = ["CosineDerivatives", "DatasetDerivatives", "NodeSums", "Totals"]
 
 _CHUNK_ROWS = 2**16
@@ -40,13 +43,14 @@ class NodeSums:
     Args:
         degree: ``d_i = sum_j y_ij``, shape (N,).
         neighbors: ``s_i = sum_j y_ij u_j``, shape (N, D).
-        moments: ``sum_j c_ij u_j u_j^T``, shape (N, D, D); ``None`` where the second derivatives are zero.
+        moments: ``M_i = sum_j c_ij u_j u_j^T`` and what couples the candidates of a point, see
+            :mod:`contrastive_curvature.hessian.moments`; ``None`` where the second derivatives are zero.
         value: Half the loss of the pairs of these points, float64, see :class:`Totals`.
     """
 
     degree: Tensor
     neighbors: Tensor
-    moments: Tensor | None
+    moments: Moments | None
     value: Tensor
 
     def totals(self, u: Tensor) -> Totals:
@@ -100,7 +104,22 @@ class CosineDerivatives(ABC):
 
     @abstractmethod
     def second_matmul(self, t: Tensor) -> Tensor | None:
-        """``sum_j c_ij (u_i . t_jk) u_j`` for ``t`` of shape (N, D, K); ``None`` where ``c`` is zero."""
+        """What the second derivatives add between a point and all others, before the projection on its tangent space.
+
+        Args:
+            t: Changes of the unit embeddings, tangent, shape (N, D, K).
+
+        Returns:
+            ``sum_j c_ij (u_i . t_jk) u_j`` and what couples the candidates of a point, shape (N, D, K); ``None`` where
+            the second derivatives are zero.
+        """
+
+    def roots(self, rows: slice, columns: slice) -> CrossRoots | None:
+        """Squares that couple the candidates of a point, between some of the points and others.
+
+        ``None`` for a loss of single pairs.
+        """
+        return None
 
     @abstractmethod
     def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:

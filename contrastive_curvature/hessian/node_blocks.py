@@ -113,6 +113,13 @@ class NodeBlocks(Blocks):
         along_u, along_t = u.mT @ v, t.mT @ v
         return c * v + u * ((r - c) * along_u + q * along_t) + t * (p * along_t + q * along_u)
 
+    def total(self) -> Tensor:
+        """See :meth:`Blocks.total`; no matrix of a point is formed."""
+        c, p, q, r = (w.unsqueeze(1) for w in (self.c, self.p, self.q, self.r))
+        mixed = self.u.T @ (q * self.t)
+        eye = torch.eye(self.u.shape[1], dtype=self.u.dtype, device=self.u.device)
+        return self.c.sum() * eye + self.u.T @ ((r - c) * self.u) + self.t.T @ (p * self.t) + mixed + mixed.T
+
     def eigenvalue_bounds(self) -> tuple[Tensor, Tensor]:
         """See :meth:`Blocks.eigenvalue_bounds`."""
         inside = self.c + self.p

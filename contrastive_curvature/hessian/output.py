@@ -18,7 +18,7 @@ from torch import Tensor
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.cross import CrossBlocks
-from contrastive_curvature.hessian.dense_blocks import DenseBlocks
+from contrastive_curvature.hessian.curved_blocks import CurvedBlocks
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums
 from contrastive_curvature.hessian.node_blocks import NodeBlocks
 from contrastive_curvature.hessian.signed import SignedFactor
@@ -49,7 +49,7 @@ def make_blocks(u: Tensor, n: Tensor, sums: NodeSums, distance: Distance, pd_fix
     """
     blocks: Blocks = NodeBlocks.from_sums(u, n, sums.degree, sums.neighbors, distance)
     if sums.moments is not None:
-        blocks = DenseBlocks.with_moments(blocks, n, sums.moments)
+        blocks = CurvedBlocks(blocks, n, sums.moments)
     return blocks.project_psd() if pd_fix is PDFix.PSD else blocks
 
 
@@ -100,17 +100,25 @@ class OutputHessian:
         """
         start, stop, _ = rows.indices(len(self))
         parts = (self.u[rows], self.n[rows], self.u[columns], self.n[columns])
+        roots = self.derivatives.roots(rows, columns)
         if stop - start < len(self):
-            return CrossBlocks(*parts, *self.derivatives.rows(start, stop, columns), symmetric=rows == columns)
+            first, second = self.derivatives.rows(start, stop, columns)
+            return CrossBlocks(*parts, first, second, symmetric=rows == columns, roots=roots)
         # All at once, listed pairs need not be looked for.
         y, c = self.derivatives.dense()
         second = None if c is None else c[:, columns]
-        return CrossBlocks(*parts, y[:, columns], second, symmetric=rows == columns)
+        return CrossBlocks(*parts, y[:, columns], second, symmetric=rows == columns, roots=roots)
 
     def linked(self) -> Tensor:
         """Which pairs of points have a block, 0 or 1 of the type of the outputs, shape (N, N); for small N."""
         y, c = self.derivatives.dense()
-        return ((y != 0) if c is None else (y != 0) | (c != 0)).to(self.u.dtype)
+        everything = slice(0, len(self))
+        roots = self.derivatives.roots(everything, everything)
+        linked = y != 0 if c is None else (y != 0) | (c != 0)
+        if roots is not None:
+            used = (roots.rows.weights != 0).to(self.u.dtype)
+            linked = linked | ((used.T @ used) > 0).fill_diagonal_(False)
+        return linked.to(self.u.dtype)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
-from torch.nn.modules.loss import _Loss
 
-from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
+from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.derivatives import PairDerivatives
-from contrastive_curvature.losses.effort import FASTER, block_seconds, labelled_seconds, moment_seconds
+from contrastive_curvature.losses.effort import block_seconds, labelled_seconds, moment_seconds
 from contrastive_curvature.losses.last_call import LastCall
 from contrastive_curvature.losses.rules import value_of
 from contrastive_curvature.losses.weighting import PairFactors, Shares, count_shares
@@ -40,7 +37,7 @@ class Terms(NamedTuple):
     second: Tensor | None
 
 
-class PairLoss(_Loss, ABC):
+class PairLoss(CosineLoss):
     """A loss that sees the embeddings only through the cosines of their pairs.
 
     ``L = sum_{i<j} [ a_ij l+(s_ij) + r_ij l-(s_ij) ]`` with the cosines ``s_ij = u_i . u_j`` of the unit embeddings,
@@ -65,9 +62,6 @@ class PairLoss(_Loss, ABC):
         InputError: An option is unknown or out of range.
     """
 
-    linear: ClassVar[bool] = False
-    """Whether the loss is piecewise linear in the cosines: :meth:`_terms` then gives no second derivative."""
-
     value_from_sums: ClassVar[bool] = False
     """Whether the value follows from the sums over neighbours, so that :meth:`_value` is not needed for a data set."""
 
@@ -79,14 +73,10 @@ class PairLoss(_Loss, ABC):
         distance: Distance | str = Distance.ARCCOS,
         pd_fix: PDFix | str = PDFix.FIXED,
     ) -> None:
-        # Hosts read this as a sum over pairs; `normalization` sets the divisor.
-        super().__init__(reduction="sum")
+        super().__init__(distance=distance, pd_fix=pd_fix)
         check_negative_weight(negative_weight)
         self.negative_weight = float(negative_weight)
         self.normalization = parse_option(Normalization, "normalization", normalization)
-        self.distance = parse_option(Distance, "distance", distance)
-        self.pd_fix = parse_option(PDFix, "pd_fix", pd_fix)
-        self._last_call = LastCall()
 
     @abstractmethod
     def _value(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Tensor:
@@ -135,56 +125,9 @@ class PairLoss(_Loss, ABC):
             return value_of(self, 1 - (u[i] - u[j]).square().sum(1) / 2, *weights)
         return self._all_pairs(u, relation, factors, shares)
 
-    def given_with(self, z: Tensor) -> tuple[Tensor | None, Pairs | None] | None:
-        """Labels and pairs of the last differentiable call, for hosts that come back to it in the backward pass.
-
-        Args:
-            z: The embeddings of that call, the same tensor object.
-
-        Returns:
-            Both, or ``None`` where the last call was with other embeddings. They are kept as long as the embeddings.
-        """
-        return self._last_call.of(z)
-
-    def output_hessian(
-        self,
-        z: Tensor,
-        labels: Tensor | None = None,
-        *,
-        pairs: Pairs | None = None,
-        distance: Distance | str | None = None,
-        pd_fix: PDFix | str | None = None,
-    ) -> OutputHessian:
-        """Hessian of this loss with respect to raw outputs.
-
-        Args:
-            z: Raw outputs, before any l2-normalisation, shape (N, D); half precision is lifted to float32.
-            labels: Integer class labels, shape (N,).
-            pairs: Instead of labels: index tuples, masks, or a callable
-                (:func:`contrastive_curvature.pairs.make_relation`).
-            distance: Instead of this loss's own.
-            pd_fix: Instead of this loss's own.
-
-        Returns:
-            The Hessian. With ``distance="arccos"`` and ``pd_fix="full"`` it is exactly that of the loss.
-
-        Raises:
-            InputError: An argument is malformed, or the norms of the outputs are so large or small that the dtype
-                cannot hold the Hessian.
-        """
-        chosen = self.replaced(distance=distance, pd_fix=pd_fix)
-        z = check_outputs(z)
-        return chosen.hessian_at(z, make_relation(z.shape[0], z.device, labels, pairs))
-
-    def hessian_at(self, z: Tensor, relation: Relation) -> OutputHessian:
-        """The Hessian at checked raw outputs (N, D) for a relation of the same points; warns of a long wait."""
-        u = normalize(z)[0]
-        self.announce(relation, u, Progress(None, FASTER))
-        return self.hessian_of(z, self.derivatives(relation, u))
-
-    def hessian_of(self, z: Tensor, derivatives: PairDerivatives) -> OutputHessian:
-        """The Hessian at checked raw outputs (N, D) from derivatives of the same points, with this loss's options."""
-        return OutputHessian(z, derivatives, self.distance, self.pd_fix)
+    def relate(self, z: Tensor, labels: Tensor | None, pairs: Pairs | None) -> Relation:
+        """See :meth:`CosineLoss.relate`."""
+        return make_relation(z.shape[0], z.device, labels, pairs)
 
     def derivatives(
         self,
@@ -204,7 +147,8 @@ class PairLoss(_Loss, ABC):
             scale: Extra factors of positives and negatives, for a batch that stands for a data set (Proposition B.1).
         """
         only = self.pd_fix.attracting_only if attracting_only is None else attracting_only
-        return PairDerivatives(self, relation, u, attracting_only=only, scale=scale)
+        second_only = self.pd_fix.second_only
+        return PairDerivatives(self, relation, u, attracting_only=only, second_only=second_only, scale=scale)
 
     def replaced(self, *, negative_weight: float | None = None, **options: Any) -> Self:
         """This loss with other values of the options that all losses have; ``None`` keeps a value.
@@ -218,12 +162,7 @@ class PairLoss(_Loss, ABC):
         if negative_weight is not None:
             check_negative_weight(negative_weight)
             given["negative_weight"] = float(negative_weight)
-        if all(getattr(self, name) == value for name, value in given.items()):
-            return self
-        made = copy.copy(self)
-        for name, value in given.items():
-            setattr(made, name, value)
-        return made
+        return self._with(given)
 
     def mine(
         self, z: Tensor, targets: Tensor, relation: RelationFunction | None = None
@@ -271,17 +210,6 @@ class PairLoss(_Loss, ABC):
 
     def _labelled_seconds(self, n: int, like: Tensor) -> float:
         return labelled_seconds(n, like) + (0.0 if self.linear else moment_seconds(n, like))
-
-    def extra_repr(self) -> str:
-        """The options: every argument of the constructor that the loss keeps under the same name.
-
-        Saved posteriors contain this text, and load into an object whose loss has the same.
-        """
-        kinds = [kind for kind in type(self).__mro__ if issubclass(kind, PairLoss)]
-        names = dict.fromkeys(name for kind in kinds for name in inspect.signature(kind.__init__).parameters)
-        given = {name: vars(self)[name] for name in names if name in vars(self)}
-        plain = {name: str(value) if isinstance(value, str) else value for name, value in given.items()}
-        return ", ".join(f"{name}={value!r}" for name, value in plain.items())
 
     def _all_pairs(self, u: Tensor, relation: Relation, factors: PairFactors, shares: Shares) -> Tensor:
         if relation.n == 0:

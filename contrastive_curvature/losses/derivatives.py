@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from contrastive_curvature.hessian.derivatives import DatasetDerivatives, NodeSums, Totals
+from contrastive_curvature.hessian.moments import DenseMoments, MomentPart, Moments, PairMoments
 from contrastive_curvature.losses.rules import check_sums, terms_of, value_of
 from contrastive_curvature.losses.weighting import ClassShares, PairFactors, Shares, batch_scale, count_shares
 from contrastive_curvature.pairs.edges import EdgeRelation
@@ -31,6 +32,7 @@ class PairDerivatives(DatasetDerivatives):
         relation: Which pairs are positive and negative.
         u: Unit embeddings, shape (N, D).
         attracting_only: Whether ``y`` keeps the positive pairs only (the ``positive`` fix, Eq. 109).
+        second_only: Whether ``y`` is zero (the ``ggn`` fix).
         scale: Extra factors of positives and negatives (Proposition B.1).
     """
 
@@ -41,13 +43,14 @@ class PairDerivatives(DatasetDerivatives):
         u: Tensor,
         *,
         attracting_only: bool = False,
+        second_only: bool = False,
         scale: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         self.loss = loss
         self.relation = relation
         self.u = u
         self.n = relation.n
-        self.attracting_only = attracting_only
+        self.attracting_only, self.second_only = attracting_only, second_only
         self.scale = scale
         self.factors = PairFactors((1 - loss.negative_weight) * scale[0], loss.negative_weight * scale[1])
         positive, negative = relation.counts()
@@ -61,8 +64,8 @@ class PairDerivatives(DatasetDerivatives):
         if isinstance(self.relation, EdgeRelation):
             sums = self._listed_sums(self.relation)
         else:
-            parts = [self._row_sums(block, self.u) for _, block in self._blocks(value=not self.loss.value_from_sums)]
-            sums = _joined(parts, self.u)
+            parts = [self._row_sums(block) for _, block in self._blocks(value=not self.loss.value_from_sums)]
+            sums = _joined(parts, self.u, None if self.loss.linear else self._moments(self.rows))
         check_sums(self.loss, sums)
         # The value of the loss is often asked for next.
         self._summed = sums.totals(self.u)
@@ -137,8 +140,15 @@ class PairDerivatives(DatasetDerivatives):
             positive, negative = relation.relate(targets[rows], relation.targets)
             value = not self.loss.value_from_sums
             block = self._block(positive, negative, u[rows] @ self.u.T, shares[rows], columns, value)
-            parts.append(self._row_sums(block, u[rows]))
-        sums = check_sums(self.loss, _joined(parts, u))
+            parts.append(self._row_sums(block))
+
+        def second(start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+            rows = slice(start, stop)
+            positive, negative = relation.relate(targets[rows], relation.targets)
+            return self._block(positive, negative, u[rows] @ self.u.T, shares[rows], columns)[:2]
+
+        moments = None if self.loss.linear else self._moments(second, u.shape[0])
+        sums = check_sums(self.loss, _joined(parts, u, moments))
         # c needs no correction: its part along u is projected away.
         return NodeSums(
             sums.degree - itself[0],
@@ -210,7 +220,8 @@ class PairDerivatives(DatasetDerivatives):
         first, second = terms_of(self.loss, cosine, attract, repel)
         if self.attracting_only and not self.loss.linear:
             first, _ = terms_of(self.loss, cosine, attract, nothing)
-        return -first, second, value_of(self.loss, cosine, attract, repel) if value else nothing
+        value_of_block = value_of(self.loss, cosine, attract, repel) if value else nothing
+        return torch.zeros_like(first) if self.second_only else -first, second, value_of_block
 
     def _blocks(self, width: int = 1, value: bool = False) -> Iterator[tuple[slice, _Block]]:
         for rows, positive, negative in self.relation.row_blocks(width):
@@ -224,20 +235,26 @@ class PairDerivatives(DatasetDerivatives):
         cosine = torch.ones_like(shares.positive) if u is None else (u * u).sum(1)
         return self._block(positive, negative, cosine, shares, shares, value=not self.loss.value_from_sums)
 
-    def _row_sums(self, block: _Block, u: Tensor) -> NodeSums:
-        """Sums of a block of rows (B, N) of points with embeddings ``u``."""
-        y, c, value = block
-        moments = None
-        if c is not None:
-            dim = self.u.shape[1]
-            moments = u.new_zeros(y.shape[0], dim * dim)
-            step = max(1, BLOCK_ELEMENTS // (dim * dim))
-            for start in range(0, self.n, step):
-                columns = self.u[start : start + step]
-                outer = (columns.unsqueeze(2) * columns.unsqueeze(1)).flatten(1)
-                moments.addmm_(c[:, start : start + step], outer)
-            moments = moments.view(-1, dim, dim)
-        return NodeSums(y.sum(1), y @ self.u, moments, value.double() / 2)
+    def _row_sums(self, block: _Block) -> NodeSums:
+        """Sums of a block of rows (B, N), without the moments."""
+        y, _, value = block
+        return NodeSums(y.sum(1), y @ self.u, None, value.double() / 2)
+
+    def _moments(
+        self, rows: Callable[[int, int], tuple[Tensor, Tensor | None]], count: int | None = None
+    ) -> PairMoments:
+        """Moments of points whose rows of ``c`` are asked for when they are needed."""
+
+        def weigh(start: int, stop: int) -> Tensor:
+            second = rows(start, stop)[1]
+            if second is None:
+                msg = "a linear loss has no moments"
+                raise RuntimeError(msg)
+            return second
+
+        n = self.n if count is None else count
+        none = self.u.new_zeros(0, n, self.u.shape[1])
+        return PairMoments([MomentPart(0, n, weigh, self.u)], none.new_zeros(0), none)
 
     def _listed_sums(self, relation: EdgeRelation) -> NodeSums:
         n, dim = self.u.shape
@@ -254,7 +271,7 @@ class PairDerivatives(DatasetDerivatives):
                 if moments is not None and c is not None:
                     outer = self.u[b].unsqueeze(2) * self.u[b].unsqueeze(1)
                     moments.index_add_(0, a, c.view(-1, 1, 1) * outer)
-        return NodeSums(degree, neighbors, moments, value)
+        return NodeSums(degree, neighbors, None if moments is None else DenseMoments(moments), value)
 
     def _listed(
         self, relation: EdgeRelation, width: int | None = None, value: bool = False
@@ -279,15 +296,14 @@ class PairDerivatives(DatasetDerivatives):
         return self.relation
 
 
-def _joined(parts: list[NodeSums], u: Tensor) -> NodeSums:
+def _joined(parts: list[NodeSums], u: Tensor, moments: Moments | None) -> NodeSums:
     """The sums of all rows, from those of blocks of rows."""
     zero = u.new_zeros((), dtype=torch.float64)
     if not parts:
         return NodeSums(u.new_zeros(0), torch.zeros_like(u), None, zero)
-    moments = [part.moments for part in parts if part.moments is not None]
     return NodeSums(
         torch.cat([part.degree for part in parts]),
         torch.cat([part.neighbors for part in parts]),
-        torch.cat(moments) if moments else None,
+        moments,
         sum((part.value for part in parts), start=zero),
     )

@@ -63,7 +63,7 @@ def check_sums(loss: PairLoss, sums: NodeSums) -> NodeSums:
     """
     finite = sums.degree.isfinite() & sums.neighbors.isfinite().all(1)
     if sums.moments is not None:
-        finite &= sums.moments.isfinite().flatten(1).all(1)
+        finite &= sums.moments.bound().isfinite()
     if not bool(finite.all()):
         came = f"NaN or infinity at the points {(~finite).nonzero().flatten()[:5].tolist()}"
         wanted = f"finite derivatives in {sums.neighbors.dtype}"

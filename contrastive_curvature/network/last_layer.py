@@ -144,7 +144,7 @@ class LastLayerPullback(Pullback):
 
         With a sketch of S columns, ``[[G, A Omega (F, S), trace (1,)]]``.
         """
-        g = blocks.dense().sum(0)
+        g = blocks.total()
         weight = [g, *(part / n_data for part in self.input_moment(context, context))]
         return [weight, [g.clone()]] if self.bias else [weight]
 

@@ -72,7 +72,7 @@ def shared_columns(hessian: OutputHessian) -> tuple[Tensor, Tensor, SignedFactor
     blocks = hessian.blocks
     everything = slice(0, len(hessian))
     cross = hessian.cross(everything, everything)
-    if not isinstance(blocks, NodeBlocks) or cross.c is not None:
+    if not isinstance(blocks, NodeBlocks) or cross.c is not None or cross.roots is not None:
         return None
     weight = -cross.y
     weight.diagonal().add_(blocks.c * hessian.n.square())

@@ -140,7 +140,7 @@ class PairLossDerivatives(BaseLossDerivatives):
         return product
 
     def _sum_hessian(self, module: Any, g_inp: Any, g_out: Any) -> Tensor:
-        return self.require_uncoupled(module).blocks.dense().sum(0).to(module.input0.dtype)
+        return self.require_uncoupled(module).blocks.total().to(module.input0.dtype)
 
 
 def _active(root: Tensor, subsampling: list[int] | None) -> Tensor:

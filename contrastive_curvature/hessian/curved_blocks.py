@@ -1,0 +1,164 @@
+"""The diagonal blocks ``H_ii`` of losses with second derivatives in the cosines: a closed form and a moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.hessian.blocks import Blocks, UnrepresentableError
+from contrastive_curvature.hessian.dense_blocks import DenseBlocks
+from contrastive_curvature.hessian.moments import Moments
+from contrastive_curvature.hessian.signed import SignedFactor
+from contrastive_curvature.hessian.sphere import project_tangent
+
+__all__ = ["CurvedBlocks", "ProjectedBlocks"]
+
+_DENSE_ELEMENTS = 2**24
+"""Numbers of matrices that are formed at once."""
+
+
+@dataclass(frozen=True)
+class CurvedBlocks(Blocks):
+    """``H_ii = F_i + P_i M_i P_i / n_i^2``.
+
+    Args:
+        first: Blocks ``F_i`` of the first-order part.
+        n: Norms of the raw outputs, shape (N,).
+        moments: ``M_i``, see :mod:`contrastive_curvature.hessian.moments`.
+    """
+
+    first: Blocks
+    n: Tensor
+    moments: Moments
+
+    def __post_init__(self) -> None:
+        low = torch.finfo(self.n.dtype).tiny ** 0.5
+        held = (self.moments.bound() / self.n / self.n).isfinite() & (self.n >= low) & (self.n <= 1 / low)
+        if not bool(held.all()):
+            raise UnrepresentableError.at(self.n, held)
+
+    @property
+    def u(self) -> Tensor:  # type: ignore[override]
+        """Unit embeddings, shape (N, D)."""
+        return self.first.u
+
+    def __getitem__(self, rows: slice | Tensor) -> Blocks:
+        if isinstance(rows, slice):
+            return CurvedBlocks(self.first[rows], self.n[rows], self.moments[rows])
+        chosen = rows.nonzero().flatten() if rows.dtype == torch.bool else rows
+        found = [self[k : k + 1].dense() for k in chosen.tolist()]
+        return DenseBlocks(self.u[chosen], torch.cat(found) if found else self.u.new_zeros(0, *2 * self.u.shape[1:]))
+
+    def matmul(self, v: Tensor) -> Tensor:
+        """See :meth:`Blocks.matmul`."""
+        columns = v.unsqueeze(2) if v.ndim == 2 else v
+        scale = (1 / self.n / self.n).view(-1, 1, 1)
+        second = project_tangent(self.u, self.moments.matmul(project_tangent(self.u, columns)))
+        return self.first.matmul(v) + (scale * second).view_as(v)
+
+    def diagonal(self) -> Tensor:
+        """See :meth:`Blocks.diagonal`."""
+        return self.first.diagonal() + self.moments.diagonal(self.u) / (self.n * self.n).unsqueeze(1)
+
+    def dense(self) -> Tensor:
+        """See :meth:`Blocks.dense`."""
+        u, moments = self.u, self.moments.dense()
+        second = project_tangent(u, project_tangent(u, moments).mT) / (self.n * self.n).view(-1, 1, 1)
+        return self.first.dense() + (second + second.mT) / 2
+
+    def total(self) -> Tensor:
+        """See :meth:`Blocks.total`."""
+        return self.first.total() + self.moments.gram(self.u, 1 / self.n / self.n)
+
+    def add_projector(self, weight: Tensor) -> CurvedBlocks:
+        """See :meth:`Blocks.add_projector`."""
+        return replace(self, first=self.first.add_projector(weight))
+
+    def eigenvalue_bounds(self) -> tuple[Tensor, Tensor]:
+        """See :meth:`Blocks.eigenvalue_bounds`."""
+        return _by_chunks(self, lambda part, _: torch.stack(part.eigenvalue_bounds(), dim=1)).unbind(1)  # type: ignore[return-value]
+
+    def project_psd(self) -> ProjectedBlocks:
+        """See :meth:`Blocks.project_psd`."""
+        return ProjectedBlocks(self)
+
+    def factor(self) -> Tensor:
+        """See :meth:`Blocks.factor`; the root is symmetric."""
+        self.require_psd()
+        return _by_chunks(self, lambda part, _: part.root())
+
+    def signed_factor(self) -> SignedFactor:
+        """See :meth:`Blocks.signed_factor`."""
+        return DenseBlocks(self.u, self.dense()).signed_factor()
+
+
+@dataclass(frozen=True)
+class ProjectedBlocks(Blocks):
+    """Blocks with their negative eigenvalues set to zero, a bounded number of them at a time.
+
+    Args:
+        exact: The blocks.
+    """
+
+    exact: CurvedBlocks
+
+    @property
+    def u(self) -> Tensor:  # type: ignore[override]
+        """Unit embeddings, shape (N, D)."""
+        return self.exact.u
+
+    def __getitem__(self, rows: slice | Tensor) -> Blocks:
+        return ProjectedBlocks(self.exact[rows]) if isinstance(rows, slice) else self.exact[rows].project_psd()  # type: ignore[arg-type]
+
+    def matmul(self, v: Tensor) -> Tensor:
+        """See :meth:`Blocks.matmul`."""
+        if v.ndim == 2:
+            return self.matmul(v.unsqueeze(2)).squeeze(2)
+        return _by_chunks(self.exact, lambda part, rows: part.project_psd().matmul(v[rows]))
+
+    def diagonal(self) -> Tensor:
+        """See :meth:`Blocks.diagonal`."""
+        return _by_chunks(self.exact, lambda part, _: part.project_psd().diagonal())
+
+    def dense(self) -> Tensor:
+        """See :meth:`Blocks.dense`."""
+        return _by_chunks(self.exact, lambda part, _: part.project_psd().dense())
+
+    def total(self) -> Tensor:
+        """See :meth:`Blocks.total`."""
+        return _by_chunks(self.exact, lambda part, _: part.project_psd().total().unsqueeze(0)).sum(0)
+
+    def add_projector(self, weight: Tensor) -> DenseBlocks:
+        """See :meth:`Blocks.add_projector`."""
+        return DenseBlocks(self.u, self.dense()).add_projector(weight)
+
+    def eigenvalue_bounds(self) -> tuple[Tensor, Tensor]:
+        """See :meth:`Blocks.eigenvalue_bounds`."""
+        low, high = self.exact.eigenvalue_bounds()
+        return low.clamp(min=0), high.clamp(min=0)
+
+    def project_psd(self) -> ProjectedBlocks:
+        """See :meth:`Blocks.project_psd`."""
+        return self
+
+    def factor(self) -> Tensor:
+        """See :meth:`Blocks.factor`; the root is symmetric."""
+        return _by_chunks(self.exact, lambda part, _: part.root())
+
+    def signed_factor(self) -> SignedFactor:
+        """See :meth:`Blocks.signed_factor`."""
+        return DenseBlocks(self.u, self.dense()).signed_factor()
+
+
+def _by_chunks(blocks: CurvedBlocks, compute: Callable[[DenseBlocks, slice], Tensor]) -> Tensor:
+    """Compute something of every point's matrix, with a bounded number of matrices at a time."""
+    n, dim = blocks.u.shape
+    step = max(1, _DENSE_ELEMENTS // (dim * dim))
+    parts = []
+    for start in range(0, max(n, 1), step):
+        rows = slice(start, min(start + step, n))
+        parts.append(compute(DenseBlocks(blocks.u[rows], blocks[rows].dense()), rows))
+    return torch.cat(parts)

@@ -1,0 +1,164 @@
+"""What all losses share: a value, an output Hessian, and how its curvature is split and made positive definite."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Self
+
+from torch import Tensor
+from torch.nn.modules.loss import _Loss
+
+from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.hessian.derivatives import CosineDerivatives
+from contrastive_curvature.hessian.output import OutputHessian
+from contrastive_curvature.hessian.sphere import check_outputs, normalize
+from contrastive_curvature.losses.effort import FASTER
+from contrastive_curvature.losses.last_call import LastCall
+from contrastive_curvature.options import Distance, PDFix, parse_option
+from contrastive_curvature.pairs import Pairs
+from contrastive_curvature.pairs.relation import Relation
+from contrastive_curvature.progress import Progress
+
+__all__ = ["CosineLoss"]
+
+
+class CosineLoss(_Loss, ABC):
+    """A loss that sees embeddings only through cosines ``s_ij = u_i . u_j`` of unit vectors.
+
+    Its Hessian in the raw outputs is ``F + K``: the first-order part ``F`` from the first derivatives in the cosines,
+    indefinite in general, and the second-order part ``K`` from the second derivatives, positive semidefinite where the
+    loss is convex in the cosines (``docs/losses.md``).
+
+    Args:
+        distance: Of no effect on the loss; how its curvature is split, see
+            :class:`~contrastive_curvature.options.Distance`.
+        pd_fix: Of no effect on the loss; how its curvature is made positive definite, see
+            :class:`~contrastive_curvature.options.PDFix`.
+
+    Raises:
+        InputError: An option is unknown.
+        UnsupportedError: ``pd_fix="ggn"`` for a loss that is piecewise linear in the cosines.
+    """
+
+    linear: ClassVar[bool] = False
+    """Whether the loss is piecewise linear in the cosines, so that its second derivatives are zero."""
+
+    def __init__(self, *, distance: Distance | str, pd_fix: PDFix | str) -> None:
+        # Hosts read this as a sum over pairs; options of the loss set the divisor.
+        super().__init__(reduction="sum")
+        self.distance = parse_option(Distance, "distance", distance)
+        self.pd_fix = parse_option(PDFix, "pd_fix", pd_fix)
+        self._check_fix()
+        self._last_call = LastCall()
+
+    @abstractmethod
+    def forward(self, z: Tensor, labels: Tensor | None = None, *, pairs: Pairs | None = None) -> Tensor:
+        """Compute the loss of a batch of raw or normalised embeddings (N, D); a scalar."""
+
+    @abstractmethod
+    def relate(self, z: Tensor, labels: Tensor | None, pairs: Pairs | None) -> Relation:
+        """Which pairs of checked outputs (N, D) are positive and negative, from what the user gave."""
+
+    @abstractmethod
+    def derivatives(self, relation: Relation, u: Tensor) -> CosineDerivatives:
+        """Derivatives of this loss in the cosines of N points with unit embeddings ``u`` (N, D)."""
+
+    def given_with(self, z: Tensor) -> tuple[Tensor | None, Pairs | None] | None:
+        """Labels and pairs of the last differentiable call, for hosts that come back to it in the backward pass.
+
+        Args:
+            z: The embeddings of that call, the same tensor object.
+
+        Returns:
+            Both, or ``None`` where the last call was with other embeddings. They are kept as long as the embeddings.
+        """
+        return self._last_call.of(z)
+
+    def output_hessian(
+        self,
+        z: Tensor,
+        labels: Tensor | None = None,
+        *,
+        pairs: Pairs | None = None,
+        distance: Distance | str | None = None,
+        pd_fix: PDFix | str | None = None,
+    ) -> OutputHessian:
+        """Hessian of this loss with respect to raw outputs.
+
+        Args:
+            z: Raw outputs, before any l2-normalisation, shape (N, D); half precision is lifted to float32.
+            labels: Integer class labels, shape (N,).
+            pairs: Instead of labels, see :meth:`forward`.
+            distance: Instead of this loss's own.
+            pd_fix: Instead of this loss's own.
+
+        Returns:
+            The Hessian. With ``distance="arccos"`` and ``pd_fix="full"`` it is exactly that of the loss.
+
+        Raises:
+            InputError: An argument is malformed, or the norms of the outputs are so large or small that the dtype
+                cannot hold the Hessian.
+        """
+        chosen = self.replaced(distance=distance, pd_fix=pd_fix)
+        z = check_outputs(z)
+        return chosen.hessian_at(z, chosen.relate(z, labels, pairs))
+
+    def hessian_at(self, z: Tensor, relation: Relation) -> OutputHessian:
+        """The Hessian at checked raw outputs (N, D) for a relation of the same points; warns of a long wait."""
+        u = normalize(z)[0]
+        self.announce(relation, u, Progress(None, FASTER))
+        return self.hessian_of(z, self.derivatives(relation, u))
+
+    def hessian_of(self, z: Tensor, derivatives: CosineDerivatives) -> OutputHessian:
+        """The Hessian at checked raw outputs (N, D) from derivatives of the same points, with this loss's options."""
+        return OutputHessian(z, derivatives, self.distance, self.pd_fix)
+
+    def announce(self, relation: Relation, u: Tensor, progress: Progress) -> None:
+        """Warn where forming the cosines will take more than a minute, before any is formed.
+
+        Args:
+            relation: Which pairs are positive and negative.
+            u: Unit embeddings, shape (N, D).
+            progress: Of the computation, with its advice.
+        """
+
+    def replaced(self, **options: Any) -> Self:
+        """This loss with other values of the options that all losses have; ``None`` keeps a value.
+
+        Args:
+            **options: ``distance`` or ``pd_fix``.
+        """
+        kinds: dict[str, Any] = {"distance": Distance, "pd_fix": PDFix}
+        return self._with({n: parse_option(kinds[n], n, v) for n, v in options.items() if v is not None})
+
+    def _with(self, given: dict[str, Any]) -> Self:
+        """This loss with other attributes, checked."""
+        if all(getattr(self, name) == value for name, value in given.items()):
+            return self
+        made = copy.copy(self)
+        for name, value in given.items():
+            setattr(made, name, value)
+        made._check_fix()
+        return made
+
+    def _check_fix(self) -> None:
+        """Refuse a fix that leaves nothing."""
+        if self.pd_fix.second_only and self.linear:
+            msg = (
+                f"pd_fix='ggn': {type(self).__name__} is piecewise linear in the cosines, so its second derivatives, "
+                "which this fix keeps alone, are zero. Use pd_fix='fixed', 'psd', 'positive' or 'full'."
+            )
+            raise UnsupportedError(msg)
+
+    def extra_repr(self) -> str:
+        """The options: every argument of the constructor that the loss keeps under the same name.
+
+        Saved posteriors contain this text, and load into an object whose loss has the same.
+        """
+        kinds = [kind for kind in type(self).__mro__ if issubclass(kind, CosineLoss)]
+        names = dict.fromkeys(name for kind in kinds for name in inspect.signature(kind.__init__).parameters)
+        given = {name: vars(self)[name] for name in names if name in vars(self)}
+        plain = {name: str(value) if isinstance(value, str) else value for name, value in given.items()}
+        return ", ".join(f"{name}={value!r}" for name, value in plain.items())
