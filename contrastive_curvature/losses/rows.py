@@ -1,0 +1,214 @@
+"""Losses that compare all candidates of an anchor with each other: what they share, and what one has to say."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.arguments import check_choice
+from contrastive_curvature.hessian.sphere import check_outputs, normalize
+from contrastive_curvature.losses.cosine import CosineLoss
+from contrastive_curvature.losses.last_call import LastCall
+from contrastive_curvature.losses.row_derivatives import RowDerivatives
+from contrastive_curvature.losses.sides import Sides
+from contrastive_curvature.losses.towers import joined_towers
+from contrastive_curvature.options import Distance, PDFix
+from contrastive_curvature.pairs import Pairs, make_relation
+from contrastive_curvature.pairs.relation import Relation
+
+__all__ = ["RowLoss", "RowTerms"]
+
+
+class RowTerms(NamedTuple):
+    """Derivatives of the loss of anchors in a block of their cosines (B, M).
+
+    The second derivatives of anchor i are ``diag(second_i) + sum_r sign_r roots_ri roots_ri^T``, with the signs of
+    :attr:`RowLoss.root_signs`.
+
+    Args:
+        first: ``g = dL/ds``, shape (B, M).
+        second: ``c``, shape (B, M); ``None`` where the loss is piecewise linear in the cosines.
+        roots: ``q``, one tensor of shape (B, M) for every sign.
+    """
+
+    first: Tensor
+    second: Tensor | None
+    roots: tuple[Tensor, ...] = ()
+
+
+class RowLoss(CosineLoss):
+    """A loss of anchors: each compares its positives with its negatives, all at once, through their cosines.
+
+    ``L = sum_i l(s_i)`` over anchors i, with the row ``s_i`` of cosines between the anchor and its candidates. In one
+    tower all points are anchors, and the others are their candidates; with two towers (:class:`~contrastive_curvature
+    .TwoTowers`) the candidates of a point of one tower are the points of the other.
+
+    A subclass writes four rules on a block of rows: :meth:`_counts`, :meth:`_value`, :meth:`_statistics` and
+    :meth:`_terms`. It inherits the output Hessian, every structure of the parameter curvature, and the hosts.
+
+    Args:
+        reduction: ``"mean"`` over the terms of :meth:`_counts`, as the libraries that people train with have it, or
+            ``"sum"``. A fit of a posterior takes the mean of every batch times its number of anchors.
+        directions: With two towers, which one has the anchors: ``"both"`` (each direction counts one half), ``"a"`` or
+            ``"b"``. Of no effect in one tower.
+        distance: Of no effect on the loss; how its curvature is split, see
+            :class:`~contrastive_curvature.options.Distance`.
+        pd_fix: Of no effect on the loss; how its curvature is made positive definite, see
+            :class:`~contrastive_curvature.options.PDFix`.
+
+    Raises:
+        InputError: An option is unknown or out of range.
+    """
+
+    root_signs: ClassVar[tuple[int, ...]] = ()
+    """Signs of the roots that :meth:`_terms` gives."""
+
+    shift_invariant: ClassVar[bool] = False
+    """Whether the same number added to all cosines of an anchor leaves the loss as it is, as for a softmax."""
+
+    def __init__(
+        self,
+        reduction: str = "mean",
+        directions: str = "both",
+        *,
+        distance: Distance | str = Distance.ARCCOS,
+        pd_fix: PDFix | str = PDFix.GGN,
+    ) -> None:
+        super().__init__(distance=distance, pd_fix=pd_fix)
+        check_choice("reduction", reduction, ("mean", "sum"))
+        check_choice("directions", directions, ("both", "a", "b"))
+        # The attribute of torch's losses is read by hosts, which want a sum over points there.
+        self.averages, self.directions = reduction == "mean", directions
+
+    @abstractmethod
+    def _counts(self, positive: Tensor, negative: Tensor) -> Tensor:
+        """How many terms of the loss every anchor has, shape (B,); an anchor with zero is left out.
+
+        Args:
+            positive: How often each candidate counts as a positive, shape (B, M); zero for the anchor itself.
+            negative: How often it counts as a negative, shape (B, M).
+        """
+
+    @abstractmethod
+    def _value(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        """Loss of every anchor, summed over its terms, differentiable by autograd.
+
+        Args:
+            cosine: ``s``, shape (B, M), with all candidates of an anchor in its row.
+            positive: See :meth:`_counts`.
+            negative: See :meth:`_counts`.
+
+        Returns:
+            Shape (B,). Rows with a count of zero are not used, but must not raise.
+        """
+
+    @abstractmethod
+    def _statistics(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        """What :meth:`_terms` needs to know of a whole row; arguments as in :meth:`_value`.
+
+        Returns:
+            Shape (B, K) with a K that does not depend on the number of candidates.
+        """
+
+    @abstractmethod
+    def _terms(self, cosine: Tensor, positive: Tensor, negative: Tensor, statistics: Tensor) -> RowTerms:
+        """Derivatives of :meth:`_value` in some of the candidates.
+
+        Args:
+            cosine: ``s``, shape (B, C), with C of the M candidates.
+            positive: Of the same.
+            negative: Of the same.
+            statistics: Of the whole rows, shape (B, K).
+        """
+
+    def relate(self, z: Tensor, labels: Tensor | None, pairs: Pairs | None) -> Relation:
+        """See :meth:`CosineLoss.relate`."""
+        return make_relation(z.shape[0], z.device, labels, pairs)
+
+    def forward(self, z: Tensor, labels: Tensor | None = None, *, pairs: Pairs | None = None) -> Tensor:
+        """Compute the loss of a batch.
+
+        Args:
+            z: Raw or normalised embeddings, shape (N, D); half precision is computed in float32.
+            labels: Integer class labels, shape (N,): points of the same class are each other's positives.
+            pairs: Instead: index tuples, masks or a callable, see :func:`contrastive_curvature.pairs.make_relation`.
+
+        Returns:
+            A scalar; zero, with a zero gradient, when no anchor has a term.
+
+        Raises:
+            InputError: Embeddings, labels or pairs are malformed.
+        """
+        if isinstance(z, Tensor) and z.requires_grad and torch.is_grad_enabled():
+            self._last_call = LastCall(z, labels, pairs)
+        z = check_outputs(z)
+        return self._value_of(normalize(z)[0], self.relate(z, labels, pairs), Sides.one_tower(len(z)))
+
+    def derivatives(self, relation: Relation, u: Tensor, *, as_data: bool = False) -> RowDerivatives:
+        """Derivatives of this loss in the cosines of N points.
+
+        Args:
+            relation: Which pairs are positive and negative.
+            u: Unit embeddings, shape (N, D).
+            as_data: Whether a mean is multiplied by its number of anchors, as a fit has it.
+        """
+        return RowDerivatives(self, relation, u, Sides.one_tower(len(u)), as_data=as_data)
+
+    def between_towers(self, relation: Relation, u: Tensor, first: int, *, as_data: bool = False) -> RowDerivatives:
+        """The same with two towers, where a point has candidates of the other tower only.
+
+        Args:
+            relation: Of all N + M points, those of the first tower in front.
+            u: Unit embeddings of both towers, shape (N + M, D).
+            first: Number N of points of the first tower.
+            as_data: See :meth:`derivatives`.
+        """
+        return RowDerivatives(self, relation, u, Sides.two_towers(first, len(u), self.directions), as_data=as_data)
+
+    def between(self, z_a: Tensor, z_b: Tensor, labels: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """The loss of two towers.
+
+        Args:
+            z_a: Raw or normalised embeddings of the first tower, shape (N, D).
+            z_b: Of the second tower, shape (M, D).
+            labels: Labels of both, (N,) and (M,): points of the same label are positives. ``None`` where ``z_a[i]``
+                belongs to ``z_b[i]``.
+
+        Returns:
+            A scalar.
+
+        Raises:
+            InputError: The towers have another width or, without labels, another number of points.
+        """
+        z, relation, first = joined_towers(z_a, z_b, labels)
+        return self._value_of(normalize(z)[0], relation, Sides.two_towers(first, len(z), self.directions))
+
+    def _value_of(self, u: Tensor, relation: Relation, sides: Sides) -> Tensor:
+        total, terms = u.new_zeros((), dtype=torch.float64), 0.0
+        for side in sides:
+            for start, stop in side.row_blocks():
+                positive, negative = side.related(relation, start, stop, u.dtype)
+                counts = self._counts(positive, negative)
+                kept = counts > 0
+                if bool(kept.any()):
+                    cosine = u[side.anchors][start:stop][kept] @ u[side.candidates].T
+                    total = total + self._value(cosine, positive[kept], negative[kept]).double().sum()
+                terms += float(counts.sum())
+        scale = self._scale(terms, sides, 0, as_data=False)
+        return (scale * total).to(u.dtype) + 0 * u.sum()
+
+    def _scale(self, terms: float, sides: Sides, anchors: int, *, as_data: bool) -> float:
+        """By what the sum over all anchors of all sides is multiplied.
+
+        Args:
+            terms: Number of terms.
+            sides: One tower, or both directions of two.
+            anchors: Number of anchors that have a term.
+            as_data: See :meth:`derivatives`.
+        """
+        if not self.averages:
+            return 1 / len(sides)
+        return (anchors / len(sides) if as_data else 1.0) / terms if terms else 0.0
