@@ -68,6 +68,9 @@ class PDFix(_Option):
     a loss of cosines, positive semidefinite for every loss that is convex in them. Not in the paper; refused for losses
     that are piecewise linear in the cosines, where it is zero."""
 
+    GGN_FIXED = "ggn_fixed"
+    """As ``ggn``, without cross terms: cheaper, and for every structure and host. Not in the paper."""
+
     @property
     def coupled(self) -> bool:
         """Whether the Hessian has cross terms between two points."""
@@ -76,7 +79,7 @@ class PDFix(_Option):
     @property
     def second_only(self) -> bool:
         """Whether the first-order part is left out."""
-        return self is PDFix.GGN
+        return self in (PDFix.GGN, PDFix.GGN_FIXED)
 
     @property
     def attracting_only(self) -> bool:

@@ -8,7 +8,7 @@ from contrastive_curvature.ggn.spectrum import eigenpairs
 from contrastive_curvature.network.full_precision import full_precision
 from contrastive_curvature.network.pullback import KronFactors
 
-__all__ = ["add_factors", "clamp_curvature", "clamp_factors"]
+__all__ = ["add_factors", "clamp_curvature", "clamp_factors", "per_point"]
 
 
 def add_factors(a: KronFactors | None, b: KronFactors) -> KronFactors:
@@ -44,3 +44,8 @@ def clamp_curvature(curvature: Tensor) -> Tensor:
 def clamp_factors(factors: KronFactors) -> KronFactors:
     """Set the negative eigenvalues of the curvature factors to zero; the input factors have none."""
     return [[clamp_curvature(f[0]), *f[1:]] for f in factors]
+
+
+def per_point(factors: KronFactors, n: float) -> KronFactors:
+    """Factors whose input factors are means over ``n`` points, from those whose input factors are sums."""
+    return [[f[0], *(part / n for part in f[1:])] for f in factors]

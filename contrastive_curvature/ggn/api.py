@@ -14,10 +14,10 @@ from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.sampling import BlockSampler
 from contrastive_curvature.ggn.sharing import structured_curvature
 from contrastive_curvature.hessian.sphere import check_outputs
-from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.choice import DISTANCE, MARGIN, NEGATIVE_WEIGHT, NORMALIZATION, PD_FIX, choose_loss
+from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
-from contrastive_curvature.network.inputs import Inputs, check_inputs, input_length, slice_inputs
+from contrastive_curvature.network.inputs import Inputs, check_inputs, slice_inputs
 from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.network.layerwise import LayerwisePullback
 from contrastive_curvature.network.module import ModulePullback
@@ -31,7 +31,7 @@ from contrastive_curvature.options import (
     parse_kfac_approx,
     parse_option,
 )
-from contrastive_curvature.pairs import Pairs, make_relation
+from contrastive_curvature.pairs import Pairs
 
 __all__ = ["check_encoder", "check_trainable", "ggn", "make_pullback"]
 
@@ -42,7 +42,7 @@ def ggn(
     labels: Tensor | None = None,
     *,
     pairs: Pairs | None = None,
-    loss: PairLoss | None = None,
+    loss: CosineLoss | None = None,
     distance: Distance | str = DISTANCE,
     pd_fix: PDFix | str = PD_FIX,
     margin: float | None = MARGIN,
@@ -55,7 +55,7 @@ def ggn(
     mc_samples: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor | KronFactors:
-    r"""Generalised Gauss-Newton of a pair loss, ``J^T H J``, over all pairs of a batch.
+    r"""Generalised Gauss-Newton of a loss of cosines, ``J^T H J``, over all pairs of a batch.
 
     ``J`` is the Jacobian of the raw outputs (before any l2-normalisation) and ``H`` the output Hessian
     (:func:`~contrastive_curvature.output_hessian`). The model is run in evaluation mode and left as it
@@ -70,11 +70,11 @@ def ggn(
         x: A batch of N points, a tensor or a mapping of tensors.
         labels: Integer class labels, shape (N,).
         pairs: Instead of labels: index tuples ``(a, p, n)`` or ``(a1, p, a2, n)``, boolean masks ``(positive,
-            negative)``, or a callable on the targets given as ``labels``.
-        loss: A pair loss (:mod:`contrastive_curvature.losses`); ``None`` takes the contrastive one with ``margin``,
+            negative)``, or a callable on the targets given as ``labels``; or what the loss takes.
+        loss: A loss (:mod:`contrastive_curvature.losses`); ``None`` takes the contrastive one with ``margin``,
             ``negative_weight`` and ``normalization``.
         distance: ``"arccos"`` (normalisation in the loss) or ``"euclidean"`` (in the network, linearised).
-        pd_fix: ``"fixed"``, ``"positive"``, ``"full"`` or ``"psd"``; ``"fix"`` and ``"pos"`` are understood.
+        pd_fix: ``"fixed"``, ``"positive"``, ``"full"``, ``"psd"`` or ``"ggn"``; ``"fix"`` and ``"pos"`` are understood.
         margin: Distance of unit embeddings below which a negative counts, in (0, 2], or ``None`` for all.
         negative_weight: ``w_n`` of the paper's Eq. 10, in [0, 1].
         normalization: ``"sum"``: every unordered pair enters once, positives with weight ``1 - w_n``, negatives with
@@ -123,9 +123,9 @@ def ggn(
         encoder = Encoder(model, slice_inputs(x, slice(0, 8)))
         check_encoder(encoder, chosen)
         pullback = make_pullback(encoder, subset_of_weights)
-        relation = make_relation(input_length(x), next(encoder.parameters()).device, labels, pairs)
         z, context = pullback.forward(x)
-        hessian = chosen.hessian_at(check_outputs(z, "model(x)"), relation)
+        z = check_outputs(z, "model(x)")
+        hessian = chosen.hessian_at(z, chosen.relate(z, labels, pairs))
         found: Tensor | KronFactors = structured_curvature(
             pullback, context, hessian, kind, len(hessian), approx, sampler
         )
@@ -135,7 +135,7 @@ def ggn(
     return clamp_curvature(found) if isinstance(found, Tensor) else clamp_factors(found)
 
 
-def check_encoder(encoder: Encoder, loss: PairLoss) -> None:
+def check_encoder(encoder: Encoder, loss: CosineLoss) -> None:
     """Refuse what an analysed encoder cannot be asked for.
 
     Raises:

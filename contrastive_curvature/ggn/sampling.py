@@ -50,8 +50,9 @@ class BlockSampler:
             return
         if coupled:
             msg = (
-                "mc_samples with pd_fix='positive' or 'full': the samples are of each point's own block, and these "
-                "fixes couple points. Use pd_fix='psd' or 'fixed', or leave mc_samples out."
+                "mc_samples with pd_fix='positive', 'full' or 'ggn': the samples are of each point's own block, and "
+                "these fixes couple points. Use pd_fix='psd', 'fixed' or, for a loss with second derivatives, "
+                "'ggn_fixed'; or leave mc_samples out."
             )
             raise UnsupportedError(msg)
         if structure not in (Structure.DIAG, Structure.KRON):

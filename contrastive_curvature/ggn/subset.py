@@ -22,7 +22,7 @@ from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.progress import Progress
 
-__all__ = ["HessianSubset", "subset_hessian"]
+__all__ = ["HessianSubset", "concatenated", "selected_rows", "subset_hessian"]
 
 
 @dataclass(frozen=True)
@@ -101,23 +101,25 @@ def subset_hessian(
         in_subset = chosen[start : start + input_length(x)].to(y.device)
         start += input_length(x)
         if len(in_subset) == len(z) and bool(in_subset.any()):
-            parts.append(_select_rows(x, in_subset))
+            parts.append(selected_rows(x, in_subset))
             outputs.append(z[in_subset])
             targets.append(y[in_subset])
     points.record.check_same(record)
-    inputs, z, y = _concatenate(parts), torch.cat(outputs), torch.cat(targets)
+    inputs, z, y = concatenated(parts), torch.cat(outputs), torch.cat(targets)
     factor = hessian.among(z, y).factor() if hessian.coupled else hessian.at(z, y).blocks.factor()
     return HessianSubset(inputs, (points.n / size) ** 0.5 * factor, hessian.coupled)
 
 
-def _select_rows(x: Inputs, rows: Tensor) -> Inputs:
+def selected_rows(x: Inputs, rows: Tensor) -> Inputs:
+    """The points of a batch where ``rows`` (B,) is true."""
     if isinstance(x, Tensor):
         return x[rows]
     n = input_length(x)
     return {k: v[rows] if isinstance(v, Tensor) and v.ndim and v.shape[0] == n else v for k, v in x.items()}
 
 
-def _concatenate(parts: list[Inputs]) -> Inputs:
+def concatenated(parts: list[Inputs]) -> Inputs:
+    """Batches after each other."""
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat([part for part in parts if isinstance(part, Tensor)])

@@ -75,10 +75,18 @@ class CosineDerivatives(ABC):
     Attributes:
         n: Number N of points.
         u: Their unit embeddings, shape (N, D).
+        anchors: Number of points whose comparisons the loss sums up; for a loss of pairs all points.
+        skipped: Number of points that have nothing to be compared with, and are left out.
     """
 
     n: int
     u: Tensor
+    skipped: int = 0
+
+    @property
+    def anchors(self) -> int:
+        """See the class."""
+        return self.n
 
     @abstractmethod
     def node_sums(self) -> NodeSums:

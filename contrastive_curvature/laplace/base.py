@@ -228,9 +228,10 @@ class ContrastiveLaplace(CheckedPosterior):
         if "loss" in plain:
             # On one line, as the states of OnlineLaplace keep one option a line.
             plain["loss"] = " ".join(repr(plain["loss"]).split())
-        if plain["mc_samples"] is None:
-            # States from before there was this option do not have it.
-            del plain["mc_samples"]
+        for name in ("mc_samples", "candidates", "negatives_per_anchor", "positives"):
+            if plain[name] is None:
+                # States from before there was this option do not have it.
+                del plain[name]
         return {**plain, "relation": plain["relation"] is not None}
 
     def __call__(

@@ -19,7 +19,8 @@ from contrastive_curvature.laplace.backends.torch_func import ContrastiveGGN
 from contrastive_curvature.laplace.options import CONTRASTIVE
 from contrastive_curvature.network.encoder import evaluation_mode, flatten_parameters
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
-from contrastive_curvature.network.loader import check_loader, check_whole, read_batch
+from contrastive_curvature.network.loader import check_loader, check_whole
+from contrastive_curvature.network.views import read_views
 from contrastive_curvature.pairs.relation import check_labels
 from contrastive_curvature.progress import Progress
 
@@ -60,7 +61,8 @@ def begin(la: Any, loader: Iterable[Any]) -> None:
     check_whole(loader)
     la.model.eval()
     for batch in loader:
-        x, _ = read_batch(batch, la._device, la.dict_key_y)
+        # Of two views both are inputs of the encoder.
+        x = read_views(batch, la._device, la.dict_key_y).first
         probe = slice_inputs(x, slice(0, 8))
         la._analyse(probe)
         renew_backend(la)

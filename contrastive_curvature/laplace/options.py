@@ -14,15 +14,15 @@ from contrastive_curvature.arguments import check_flag
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.ggn.sampling import BlockSampler
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
-from contrastive_curvature.laplace.backends.checks import check_backend_options
+from contrastive_curvature.laplace.backends.checks import check_backend_options, check_candidates
 from contrastive_curvature.laplace.checks import (
     check_prior_mean,
     check_prior_precision,
     check_temperature,
     check_text,
 )
-from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.choice import OF_THE_LOSS, choose_loss
+from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.options import KFACApprox, Structure, parse_kfac_approx
 
 __all__ = [
@@ -169,6 +169,7 @@ def check_options(
     options = {**known, **given}
     check_backend_options(options["pairs"], options["relation"], options["rank"])
     options, parsed = _with_loss(options)
+    check_candidates(parsed, *(options[k] for k in ("pairs", "candidates", "negatives_per_anchor", "positives")))
     BlockSampler(options["mc_samples"]).check(parsed.pd_fix.coupled, structure)
     options["kfac_approx"] = parse_kfac_approx(options["kfac_approx"], parsed.pd_fix, structure, options["pairs"])
     if structure is Structure.KRON and parsed.pd_fix.coupled and options["kfac_approx"] is KFACApprox.EXPAND:
@@ -190,7 +191,7 @@ def check_options(
     return options
 
 
-def _with_loss(options: dict[str, Any]) -> tuple[dict[str, Any], PairLoss]:
+def _with_loss(options: dict[str, Any]) -> tuple[dict[str, Any], CosineLoss]:
     """Check the options that describe the loss; a loss object stands for those that belong to it."""
     chosen = choose_loss(**{name: options[name] for name in ("loss", "distance", "pd_fix", *OF_THE_LOSS)})
     rest = {name: value for name, value in options.items() if name not in ("loss", *OF_THE_LOSS)}

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.hessian.output import OutputHessian
-from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.contrastive import ContrastiveLoss
+from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.options import Default, Distance, Normalization, PDFix, default
 from contrastive_curvature.pairs import Pairs
 
@@ -35,14 +35,14 @@ PD_FIX: Any = default(PDFix.FIXED)
 
 
 def choose_loss(
-    loss: PairLoss | None = None,
+    loss: CosineLoss | None = None,
     *,
     margin: float | None = MARGIN,
     negative_weight: float = NEGATIVE_WEIGHT,
     normalization: Normalization | str = NORMALIZATION,
     distance: Distance | str = DISTANCE,
     pd_fix: PDFix | str = PD_FIX,
-) -> PairLoss:
+) -> CosineLoss:
     """Make the loss that the arguments describe.
 
     Args:
@@ -57,7 +57,7 @@ def choose_loss(
         The loss, with the distance and the fix of its curvature.
 
     Raises:
-        InputTypeError: ``loss`` is no :class:`PairLoss`.
+        InputTypeError: ``loss`` is no loss of cosines of this library.
         InputError: A loss and an option that belongs to the loss, or an option is unknown or out of range.
     """
     of_the_loss: dict[str, Any] = {"margin": margin, "negative_weight": negative_weight, "normalization": normalization}
@@ -66,10 +66,13 @@ def choose_loss(
         given = {**of_the_loss, **split}.items()
         values: dict[str, Any] = {name: v.value if isinstance(v, Default) else v for name, v in given}
         return ContrastiveLoss(**values)
-    if not isinstance(loss, PairLoss):
-        wanted = "a contrastive_curvature.losses.PairLoss, or None"
+    if not isinstance(loss, CosineLoss):
+        wanted = "a loss of contrastive_curvature, a subclass of PairLoss or RowLoss, or None"
         came = f"the class {loss.__name__}" if isinstance(loss, type) else f"a {type(loss).__name__}"
-        hint = "For example loss=contrastive_curvature.ContrastiveLoss()."
+        hint = (
+            "For example loss=contrastive_curvature.SupConLoss(0.1). A loss of your own has to be a function of the "
+            "cosines: docs/losses.md shows how to write one."
+        )
         raise InputTypeError(expected("loss", wanted, came, hint))
     both = [name for name, value in of_the_loss.items() if not isinstance(value, Default)]
     if both:
@@ -83,14 +86,14 @@ def output_hessian(
     labels: Tensor | None = None,
     *,
     pairs: Pairs | None = None,
-    loss: PairLoss | None = None,
+    loss: CosineLoss | None = None,
     distance: Distance | str = DISTANCE,
     pd_fix: PDFix | str = PD_FIX,
     margin: float | None = MARGIN,
     negative_weight: float = NEGATIVE_WEIGHT,
     normalization: Normalization | str = NORMALIZATION,
 ) -> OutputHessian:
-    """Hessian of a pair loss with respect to raw outputs.
+    """Hessian of a loss with respect to raw outputs.
 
     Args:
         z: Raw outputs, before any l2-normalisation, shape (N, D); half precision is lifted to float32.

@@ -42,6 +42,12 @@ class CosineLoss(_Loss, ABC):
         UnsupportedError: ``pd_fix="ggn"`` for a loss that is piecewise linear in the cosines.
     """
 
+    supervised: ClassVar[bool] = True
+    """Whether labels say what belongs together, where a loader has two views of every input and labels, too."""
+
+    graded: ClassVar[bool] = False
+    """Whether the loss is one of listed pairs with a grade each."""
+
     linear: ClassVar[bool] = False
     """Whether the loss is piecewise linear in the cosines, so that its second derivatives are zero."""
 
@@ -64,6 +70,22 @@ class CosineLoss(_Loss, ABC):
     @abstractmethod
     def derivatives(self, relation: Relation, u: Tensor) -> CosineDerivatives:
         """Derivatives of this loss in the cosines of N points with unit embeddings ``u`` (N, D)."""
+
+    def data_hessian(self, z: Tensor, relation: Relation) -> OutputHessian:
+        """The Hessian at checked raw outputs (N, D) as the part of a batch in that of a data set."""
+        return self.hessian_of(z, self.derivatives(relation, normalize(z)[0]))
+
+    def check_dataset(self, negatives_per_anchor: int | None = None) -> None:
+        """Refuse candidates from a whole data set where they make no sense for this loss.
+
+        Args:
+            negatives_per_anchor: How many negatives an anchor had in training; ``None`` counts all of them.
+
+        Raises:
+            UnsupportedError: The loss is one of batches.
+        """
+        msg = f"candidates='dataset': {type(self).__name__} is a loss of batches. Use candidates='batch'."
+        raise UnsupportedError(msg)
 
     def given_with(self, z: Tensor) -> tuple[Tensor | None, Pairs | None] | None:
         """Labels and pairs of the last differentiable call, for hosts that come back to it in the backward pass.
@@ -147,8 +169,8 @@ class CosineLoss(_Loss, ABC):
         """Refuse a fix that leaves nothing."""
         if self.pd_fix.second_only and self.linear:
             msg = (
-                f"pd_fix='ggn': {type(self).__name__} is piecewise linear in the cosines, so its second derivatives, "
-                "which this fix keeps alone, are zero. Use pd_fix='fixed', 'psd', 'positive' or 'full'."
+                f"pd_fix={str(self.pd_fix)!r}: {type(self).__name__} is piecewise linear in the cosines, so its second "
+                "derivatives, which this fix keeps alone, are zero. Use pd_fix='fixed', 'psd', 'positive' or 'full'."
             )
             raise UnsupportedError(msg)
 

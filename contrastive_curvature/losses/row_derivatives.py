@@ -69,9 +69,14 @@ class RowDerivatives(CosineDerivatives):
         self.fix = loss.pd_fix
         self.signs = u.new_tensor(loss.root_signs)
         self._rows = [self._look_at(side) for side in sides]
-        self.anchors = sum(int(rows.kept.sum()) for rows in self._rows)
-        self.skipped = sum(rows.kept.numel() for rows in self._rows) - self.anchors
-        self.scale = loss._scale(self._terms_counted, sides, self.anchors, as_data=as_data)
+        self._anchors = sum(int(rows.kept.sum()) for rows in self._rows)
+        self.skipped = sum(rows.kept.numel() for rows in self._rows) - self._anchors
+        self.scale = loss._scale(self._terms_counted, sides, self._anchors, as_data=as_data)
+
+    @property
+    def anchors(self) -> int:
+        """Number of anchors that have a term."""
+        return self._anchors
 
     def node_sums(self) -> NodeSums:
         """See :meth:`CosineDerivatives.node_sums`."""
@@ -251,7 +256,8 @@ class RowDerivatives(CosineDerivatives):
         """Vectors of the moments of anchors, shape (R, B, D): their roots, and those of another origin.
 
         Where a shift of all cosines changes nothing, the candidates may be counted from any point. From the one of the
-        largest weight, a concentrated softmax loses no digits: its variance is small, not a difference of large numbers.
+        largest weight, a concentrated softmax loses no digits: its variance is small, not a difference of large
+        numbers.
         """
         if terms.second is None:
             return

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.arguments import check_choice
+from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.last_call import LastCall
@@ -62,6 +64,9 @@ class RowLoss(CosineLoss):
     Raises:
         InputError: An option is unknown or out of range.
     """
+
+    negatives_scale: ClassVar[bool] = False
+    """Whether the number of negatives makes the comparison harder while the positives stay as many."""
 
     root_signs: ClassVar[tuple[int, ...]] = ()
     """Signs of the roots that :meth:`_terms` gives."""
@@ -124,6 +129,15 @@ class RowLoss(CosineLoss):
             statistics: Of the whole rows, shape (B, K).
         """
 
+    def check_dataset(self, negatives_per_anchor: int | None = None) -> None:
+        """See :meth:`CosineLoss.check_dataset`."""
+        if negatives_per_anchor is not None and not self.negatives_scale:
+            msg = (
+                f"negatives_per_anchor: {type(self).__name__} compares the positives of an anchor with each other, "
+                "too, and they grow with the data as the negatives do. Leave it out, or use candidates='batch'."
+            )
+            raise UnsupportedError(msg)
+
     def relate(self, z: Tensor, labels: Tensor | None, pairs: Pairs | None) -> Relation:
         """See :meth:`CosineLoss.relate`."""
         return make_relation(z.shape[0], z.device, labels, pairs)
@@ -147,15 +161,30 @@ class RowLoss(CosineLoss):
         z = check_outputs(z)
         return self._value_of(normalize(z)[0], self.relate(z, labels, pairs), Sides.one_tower(len(z)))
 
-    def derivatives(self, relation: Relation, u: Tensor, *, as_data: bool = False) -> RowDerivatives:
+    def derivatives(
+        self, relation: Relation, u: Tensor, *, as_data: bool = False, negative_share: float = 1.0
+    ) -> RowDerivatives:
         """Derivatives of this loss in the cosines of N points.
 
         Args:
             relation: Which pairs are positive and negative.
             u: Unit embeddings, shape (N, D).
             as_data: Whether a mean is multiplied by its number of anchors, as a fit has it.
+            negative_share: How much a negative counts.
         """
-        return RowDerivatives(self, relation, u, Sides.one_tower(len(u)), as_data=as_data)
+        sides = Sides.one_tower(len(u), negative_share)
+        return RowDerivatives(self, relation, u, sides, as_data=as_data)
+
+    def data_hessian(self, z: Tensor, relation: Relation, negative_share: float = 1.0) -> OutputHessian:
+        """See :meth:`CosineLoss.data_hessian`: a mean over terms counts times its number of anchors.
+
+        Args:
+            z: See there.
+            relation: See there.
+            negative_share: How much a negative counts, where only a part of the negatives stood beside an anchor.
+        """
+        made = self.derivatives(relation, normalize(z)[0], as_data=True, negative_share=negative_share)
+        return self.hessian_of(z, made)
 
     def between_towers(self, relation: Relation, u: Tensor, first: int, *, as_data: bool = False) -> RowDerivatives:
         """The same with two towers, where a point has candidates of the other tower only.

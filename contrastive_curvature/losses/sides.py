@@ -20,10 +20,12 @@ class Side:
     Args:
         anchors: Among all N points.
         candidates: The same.
+        negative_share: How much a negative counts.
     """
 
     anchors: slice
     candidates: slice
+    negative_share: float = 1.0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -57,7 +59,7 @@ class Side:
         chosen = self.candidates if columns is None else slice(first + columns.start, first + columns.stop)
         rows = self.anchors.start + start, self.anchors.start + stop
         positive, negative = relation.rows(*rows, chosen)
-        return positive.to(dtype), negative.to(dtype)
+        return positive.to(dtype), self.negative_share * negative.to(dtype)
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,9 @@ class Sides:
     all: tuple[Side, ...]
 
     @classmethod
-    def one_tower(cls, n: int) -> Sides:
+    def one_tower(cls, n: int, negative_share: float = 1.0) -> Sides:
         """Every point is an anchor, and a candidate of all others."""
-        return cls((Side(slice(0, n), slice(0, n)),))
+        return cls((Side(slice(0, n), slice(0, n), negative_share),))
 
     @classmethod
     def two_towers(cls, first: int, n: int, directions: str = "both") -> Sides:

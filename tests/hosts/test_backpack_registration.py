@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.hosts.backpack import BackPackPullback, DiagCurvature, register, registry, unregister
-from contrastive_curvature.hosts.backpack.subclasses import pair_losses
+from contrastive_curvature.hosts.backpack.subclasses import known_losses
 from contrastive_curvature.losses import LogisticLoss, PairLoss
 from contrastive_curvature.testing import dense_jacobian
 
@@ -81,7 +81,7 @@ def test_only_our_entries_are_added_and_undone(device: str) -> None:
     register()
     register()
     for name, made in EXTENSIONS.items():
-        added = pair_losses() if name == "PCHMP" else pair_losses() | {cc.L2Norm}
+        added = known_losses() if name == "PCHMP" else known_losses() | {cc.L2Norm}
         assert set(module_map(made())) - plain[name] == added
     unregister()
     unregister()
@@ -139,7 +139,7 @@ def test_a_loss_that_was_written_later(device: str) -> None:
 
     x, labels = torch.randn(5, 4, dtype=torch.float64), torch.arange(5) % 2
     for kind in (LogisticLoss, Mine, Younger):
-        assert kind in pair_losses()
+        assert kind in known_losses()
         torch.manual_seed(0)
         model, loss = nn.Linear(4, 3).double(), kind(scale=2.0, bias=-0.3, pd_fix="psd")
         jacobian, z = dense_jacobian(model, x), model(x).detach()

@@ -15,7 +15,7 @@ from contrastive_curvature.hessian.signed import SignedFactor
 from contrastive_curvature.hosts.backpack.layers import Layer, check_layer, known_layers, refuse
 from contrastive_curvature.hosts.backpack.loss import check_unit_inputs, hessian_of
 from contrastive_curvature.hosts.backpack.rules import parameter_diagonal, parameter_factor
-from contrastive_curvature.hosts.backpack.subclasses import pair_losses
+from contrastive_curvature.hosts.backpack.subclasses import known_losses
 
 __all__ = ["CurvatureFactor", "DiagCurvature"]
 
@@ -37,7 +37,7 @@ class _SignedExtension(SecondOrderBackpropExtension):
         modules: dict[type[nn.Module], ModuleExtension] = {
             kind: _SignedModule(layer, rule) for kind, layer in known_layers().items()
         }
-        modules.update(dict.fromkeys(pair_losses(), _SignedLoss()))
+        modules.update(dict.fromkeys(known_losses(), _SignedLoss()))
         super().__init__(savefield=savefield, module_exts=modules, fail_mode="ERROR")
 
     def accumulate_backpropagated_quantities(self, existing: _Factors, other: _Factors) -> _Factors:

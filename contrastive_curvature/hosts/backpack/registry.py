@@ -19,7 +19,7 @@ from backpack.extensions.secondorder.sqrt_ggn import SqrtGGN
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.hessian.sphere import L2Norm
 from contrastive_curvature.hosts.backpack.host_modules import host_modules
-from contrastive_curvature.hosts.backpack.subclasses import pair_losses
+from contrastive_curvature.hosts.backpack.subclasses import known_losses
 
 __all__ = ["register", "unregister"]
 
@@ -28,7 +28,7 @@ _undo: list[Callable[[], None]] = []
 
 
 def register() -> None:
-    """Let ``backpack.extend(loss)`` of any pair loss, and ``L2Norm``, work; does nothing when they already do.
+    """Let ``backpack.extend(loss)`` of any loss of cosines, and ``L2Norm``, work; does nothing when they already do.
 
     Extensions made before are not changed.
     """
@@ -56,7 +56,7 @@ def _extend_constructor(host: Any, loss: Any, norm: Any | None) -> Callable[[], 
         if not active:
             return
         # Asked each time: a user may have written a loss since.
-        for kind in pair_losses():
+        for kind in known_losses():
             _add(self, kind, loss)
         if norm is not None:
             _add(self, L2Norm, norm)

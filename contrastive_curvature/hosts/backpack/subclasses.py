@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from contrastive_curvature.losses.base import PairLoss
+from contrastive_curvature.losses.cosine import CosineLoss
 
-__all__ = ["pair_losses"]
+__all__ = ["known_losses"]
 
 
-def pair_losses() -> set[type[PairLoss]]:
-    """All subclasses of :class:`~contrastive_curvature.losses.PairLoss` that exist now, the user's too.
+def known_losses() -> set[type[CosineLoss]]:
+    """All subclasses of :class:`~contrastive_curvature.losses.cosine.CosineLoss` that exist now, the user's too.
 
     BackPACK looks up a module's own class, not its bases.
     """
-    found: set[type[PairLoss]] = set()
-    waiting: list[type[PairLoss]] = [PairLoss]  # type: ignore[type-abstract]
+    found: set[type[CosineLoss]] = set()
+    waiting: list[type[CosineLoss]] = [CosineLoss]  # type: ignore[type-abstract]
     while waiting:
         new = set(waiting.pop().__subclasses__()) - found
         found |= new

@@ -18,7 +18,7 @@ from contrastive_curvature.ggn.api import check_encoder
 from contrastive_curvature.ggn.lowrank import curvature_product
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs
-from contrastive_curvature.losses.base import PairLoss
+from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, input_length, slice_inputs
 from contrastive_curvature.network.loader import check_loader, check_model, check_whole, in_fixed_order
@@ -64,7 +64,7 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
     def __init__(
         self,
         model: nn.Module,
-        loss: PairLoss,
+        loss: CosineLoss,
         params: Sequence[nn.Parameter] | None,
         data: Iterable[Any],
         *,
@@ -73,8 +73,8 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         check_deterministic: bool = True,
     ) -> None:
         check_model(model)
-        if not isinstance(loss, PairLoss):
-            raise InputTypeError(expected("loss", "a ContrastiveLoss or another PairLoss", f"a {type(loss).__name__}"))
+        if not isinstance(loss, CosineLoss):
+            raise InputTypeError(expected("loss", "a loss of contrastive_curvature", f"a {type(loss).__name__}"))
         check_loader(data, "data")
         check_whole(data, "data")
         data = in_fixed_order(data)

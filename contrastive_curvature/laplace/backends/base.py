@@ -20,14 +20,18 @@ from laplace.utils import Kron
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.ggn.accumulate import per_point
+from contrastive_curvature.ggn.anchors import AnchorBatch, anchors_curvature
 from contrastive_curvature.ggn.api import check_encoder, check_trainable
 from contrastive_curvature.ggn.batches import batch_curvature
 from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.sampling import BlockSampler
-from contrastive_curvature.laplace.backends.checks import check_backend_options
+from contrastive_curvature.ggn.views import as_anchors
+from contrastive_curvature.laplace.backends.checks import check_backend_options, check_candidates
 from contrastive_curvature.laplace.backends.fits import DatasetFits
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.choice import DISTANCE, MARGIN, NEGATIVE_WEIGHT, NORMALIZATION, PD_FIX, choose_loss
+from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
 from contrastive_curvature.network.last_layer import LastLayerPullback
@@ -35,6 +39,7 @@ from contrastive_curvature.network.loader import check_model, read_batch
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.network.sketch import sketch_size
 from contrastive_curvature.network.subnetwork import SubnetworkPullback
+from contrastive_curvature.network.views import Views, has_views, read_views
 from contrastive_curvature.options import (
     Distance,
     KFACApprox,
@@ -58,7 +63,7 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
         subnetwork_indices: Entries of the flattened trainable parameters, or ``None``.
         dict_key_x: Not used; a mapping is given to the model whole.
         dict_key_y: Where a mapping keeps the labels.
-        loss: A pair loss (:mod:`contrastive_curvature.losses`); ``None`` takes the contrastive one with ``margin``,
+        loss: A loss (:mod:`contrastive_curvature.losses`); ``None`` takes the contrastive one with ``margin``,
             ``negative_weight`` and ``normalization``.
         distance: See :class:`~contrastive_curvature.options.Distance`; with a ``loss``, by default its own.
         pd_fix: See :class:`~contrastive_curvature.options.PDFix`; with a ``loss``, by default its own.
@@ -66,6 +71,13 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
         negative_weight: See :class:`~contrastive_curvature.ContrastiveLoss`.
         normalization: See :class:`~contrastive_curvature.ContrastiveLoss`.
         pairs: ``"dataset"``: exact over all pairs of the data set. ``"batch"``: only pairs inside a batch, rescaled.
+        candidates: Of a loss of anchors (:class:`~contrastive_curvature.losses.rows.RowLoss`): ``"batch"``, the
+            default, sums over batches as they are, as in training, in one pass; ``"dataset"`` compares an anchor with
+            all points.
+        negatives_per_anchor: With ``candidates="dataset"``: how many negatives an anchor had in training, so that all
+            N - 1 together make the comparison as hard as those; ``None`` counts each fully.
+        positives: Where a loader has two views of every input, and labels: ``"views"`` of one input belong together, or
+            inputs with the same of the ``"labels"``; ``None``: labels for losses of classes, views for the others.
         relation: Instead of class labels, a callable on the loader's targets that returns two boolean masks.
         rank: Number of eigenpairs of the structure ``lowrank``, or of eigenvectors that ``kron_lowrank`` keeps of the
             input factor, there ``None`` to choose it from the spectrum.
@@ -93,13 +105,16 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
         *,
-        loss: PairLoss | None = None,
+        loss: CosineLoss | None = None,
         distance: Distance | str = DISTANCE,
         pd_fix: PDFix | str = PD_FIX,
         margin: float | None = MARGIN,
         negative_weight: float = NEGATIVE_WEIGHT,
         normalization: Normalization | str = NORMALIZATION,
         pairs: str = "dataset",
+        candidates: str | None = None,
+        negatives_per_anchor: int | None = None,
+        positives: str | None = None,
         relation: RelationFunction | None = None,
         rank: int | None = 64,
         kfac_approx: KFACApprox | str = KFACApprox.EXPAND,
@@ -115,6 +130,7 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
             pd_fix=pd_fix,
         )
         check_backend_options(pairs, relation, rank)
+        check_candidates(self.loss, pairs, candidates, negatives_per_anchor, positives)
         self.kfac_approx = parse_kfac_approx(kfac_approx, self.loss.pd_fix, pairs=pairs)
         BlockSampler(mc_samples).check(self.loss.pd_fix.coupled, Structure.DIAG)
         self.mc_samples = mc_samples
@@ -124,6 +140,8 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
         self.lossfunc = self.loss
         self.factor = 1.0
         self.pairs = pairs
+        self.candidates, self.negatives_per_anchor = candidates or "batch", negatives_per_anchor
+        self.positives = positives
         self.relation = relation
         self.rank = rank
         self._encoder: Encoder | None = None
@@ -216,14 +234,28 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
         msg = "gradients: a loss of pairs has no gradient per point. Use diag, full or kron."
         raise UnsupportedError(msg)
 
+    def read_anchors(self, batch: Any) -> AnchorBatch:
+        """Take apart what a loader yields for a loss of anchors; see :func:`read_views`."""
+        views = read_views(batch, next(self.model.parameters()).device, self.dict_key_y)
+        return as_anchors(views, self.loss, self.relation, self.positives)
+
     def read(self, batch: Any) -> tuple[Inputs, Tensor]:
         """Take apart what a loader yields, and bring it to the model's device; see :func:`read_batch`."""
+        if has_views(batch) and self.relation is None:
+            msg = (
+                f"train_loader: batches of two views, and {type(self.loss).__name__} is a loss of labelled points. Use "
+                "backend_kwargs=dict(loss=contrastive_curvature.InfoNCELoss()) for views without labels, or yield "
+                "(x, labels)."
+            )
+            raise UnsupportedError(msg)
         return read_batch(batch, next(self.model.parameters()).device, self.dict_key_y)
 
     def _batch(self, x: Inputs, y: Tensor, n_data: int | None, structure: Structure) -> tuple[Tensor, Any]:
         with evaluation_mode(self.model), torch.no_grad():
             pullback = self.pullback(x)
             n_data = y.shape[0] if n_data is None else n_data
+            if not isinstance(self.loss, PairLoss):
+                return self._anchor_batch(pullback, x, y, n_data, structure)
             term = batch_curvature(
                 pullback,
                 x,
@@ -238,3 +270,14 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
             check_finite(term.curvature, pullback, "this batch")
         scaled = self.at_data_scale(term)
         return scaled.loss, scaled.curvature
+
+    def _anchor_batch(
+        self, pullback: Pullback, x: Inputs, y: Tensor, n_data: int, structure: Structure
+    ) -> tuple[Tensor, Any]:
+        given = as_anchors(Views(x, None, y), self.loss, self.relation, self.positives)
+        approx, sampler = self.kfac_approx, self.sampler(structure)
+        term = anchors_curvature(pullback, [given], lambda batch: batch, self.loss, structure, None, approx, sampler)
+        if structure is Structure.KRON:
+            # Of N points, of which others come in other batches.
+            return term.loss, per_point(term.curvature, n_data / term.n)
+        return term.loss, term.curvature

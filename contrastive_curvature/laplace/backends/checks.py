@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contrastive_curvature.arguments import check_choice, check_count
 from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.losses.base import PairLoss
+from contrastive_curvature.losses.cosine import CosineLoss
 
-__all__ = ["check_backend_options"]
+__all__ = ["check_backend_options", "check_candidates"]
 
 
 def check_backend_options(pairs: object, relation: object, rank: object) -> None:
@@ -22,3 +25,39 @@ def check_backend_options(pairs: object, relation: object, rank: object) -> None
         raise InputTypeError(expected("relation", wanted, f"a {type(relation).__name__}"))
     if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
         raise InputError(expected("rank", "a positive whole number", rank))
+
+
+def check_candidates(
+    loss: CosineLoss, pairs: str, candidates: str | None, negatives_per_anchor: int | None, positives: str | None
+) -> None:
+    """Check the options of data sets against the loss: of pairs, or of anchors and their candidates.
+
+    Raises:
+        InputError: A value is unknown, or belongs to the other kind of loss.
+        UnsupportedError: The loss has no such version for a data set.
+    """
+    del pairs
+    name = type(loss).__name__
+    if isinstance(loss, PairLoss):
+        for option, value in (
+            ("candidates", candidates),
+            ("negatives_per_anchor", negatives_per_anchor),
+            ("positives", positives),
+        ):
+            if value is not None:
+                hint = f"{name} is a sum over pairs. Use pairs='dataset' or 'batch', or leave it out."
+                raise InputError(expected(option, "nothing with a loss of pairs", value, hint))
+        return
+    if candidates is not None:
+        check_choice("candidates", candidates, ("batch", "dataset"))
+    if positives is not None:
+        check_choice("positives", positives, ("labels", "views"))
+    if negatives_per_anchor is not None:
+        check_count("negatives_per_anchor", negatives_per_anchor)
+        if candidates != "dataset":
+            hint = "In a batch an anchor has the negatives of the batch. Use candidates='dataset', or leave it out."
+            raise InputError(
+                expected("negatives_per_anchor", "nothing with candidates='batch'", negatives_per_anchor, hint)
+            )
+    if candidates == "dataset":
+        loss.check_dataset(negatives_per_anchor)

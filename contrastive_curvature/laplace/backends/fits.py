@@ -11,12 +11,22 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.ggn.anchor_data import AnchorData, collect_anchors, ordered_curvature
+from contrastive_curvature.ggn.anchor_subset import anchor_subset
+from contrastive_curvature.ggn.anchors import AnchorBatch, anchors_curvature
 from contrastive_curvature.ggn.batches import batches_curvature
-from contrastive_curvature.ggn.dataset import DatasetCurvature, collect_points, dataset_curvature, mean_norm
+from contrastive_curvature.ggn.dataset import (
+    DatasetCurvature,
+    DatasetPoints,
+    collect_points,
+    dataset_curvature,
+    mean_norm,
+)
 from contrastive_curvature.ggn.lowrank import curvature_product, leading_eigenpairs
 from contrastive_curvature.ggn.sampling import BlockSampler
 from contrastive_curvature.ggn.subset import HessianSubset, subset_hessian
 from contrastive_curvature.losses.base import PairLoss
+from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.loader import check_loader, check_whole, in_fixed_order
@@ -37,8 +47,10 @@ class DatasetFits:
     """Part of a backend: curvatures, products and subsets over all pairs of a data set."""
 
     model: Any
-    loss: PairLoss
+    loss: CosineLoss
     pairs: str
+    candidates: str
+    negatives_per_anchor: int | None
     relation: RelationFunction | None
     rank: int | None
     kfac_approx: KFACApprox
@@ -55,6 +67,10 @@ class DatasetFits:
     @abstractmethod
     def read(self, batch: Any) -> tuple[Inputs, Tensor]:
         """Take apart what a loader yields."""
+
+    @abstractmethod
+    def read_anchors(self, batch: Any) -> AnchorBatch:
+        """Take apart what a loader yields for a loss of anchors."""
 
     def fit(self, loader: Iterable[Any], structure: Structure, progress: bool | None = None) -> DatasetCurvature:
         """Unclamped curvature of a data set, times its scale.
@@ -75,6 +91,8 @@ class DatasetFits:
         with evaluation_mode(self.model), torch.no_grad():
             encoder, pullback = self.encoder(probe), self.pullback(probe)
             shown = Progress(progress, _FASTER)
+            if not isinstance(self.loss, PairLoss):
+                return self._fit_anchors(encoder, pullback, loader, structure, shown, sampler)
             if self.pairs == "batch":
                 out = batches_curvature(
                     pullback, loader, self.read, self.loss, structure, self.relation, shown, self.kfac_approx, sampler
@@ -83,6 +101,40 @@ class DatasetFits:
                 found = collect_points(encoder, loader, self.read, self.loss, self.relation, shown)
                 out = dataset_curvature(pullback, loader, self.read, found, structure, shown, sampler)
         return self.at_data_scale(out)
+
+    def _fit_anchors(
+        self,
+        encoder: Encoder,
+        pullback: Pullback,
+        loader: Iterable[Any],
+        structure: Structure,
+        progress: Progress,
+        sampler: BlockSampler,
+    ) -> DatasetCurvature:
+        """The same for a loss of anchors: its batches one by one, or all points as candidates."""
+        read, loss = self.read_anchors, self.loss
+        if self.candidates == "batch":
+            return anchors_curvature(pullback, loader, read, loss, structure, progress, self.kfac_approx, sampler)
+        loader = in_fixed_order(loader)
+        return ordered_curvature(
+            pullback, loader, read, self._anchors(encoder, loader, progress), structure, progress, sampler
+        )
+
+    def _anchors(self, encoder: Encoder, loader: Iterable[Any], progress: Progress) -> AnchorData:
+        return collect_anchors(
+            encoder, loader, self.read_anchors, self.loss, self.candidates, self.negatives_per_anchor, progress
+        )
+
+    def _points(self, encoder: Encoder, loader: Iterable[Any], progress: Progress) -> DatasetPoints | AnchorData:
+        """Everything about the outputs of a data set, in the order of the loader."""
+        if isinstance(self.loss, PairLoss):
+            return collect_points(encoder, loader, self.read, self.loss, self.relation, progress)
+        return self._anchors(encoder, loader, progress)
+
+    def _read_inputs(self, batch: Any) -> tuple[Inputs, Any]:
+        if isinstance(self.loss, PairLoss):
+            return self.read(batch)
+        return self.read_anchors(batch).x, None
 
     def sampler(self, structure: Structure) -> BlockSampler:
         """What ``mc_samples`` asks for, with the seed 0.
@@ -123,8 +175,8 @@ class DatasetFits:
         with evaluation_mode(self.model), torch.no_grad():
             encoder, pullback = self.encoder(probe), self.pullback(probe)
             shown = Progress(progress, _FASTER)
-            found = collect_points(encoder, loader, self.read, self.loss, self.relation, shown)
-            vectors, values = leading_eigenpairs(pullback, found, loader, self.read, self.rank, shown)
+            found = self._points(encoder, loader, shown)
+            vectors, values = leading_eigenpairs(pullback, found, loader, self._read_inputs, self.rank, shown)
         scale = self._data_scale(found.n)
         loss, cost = found.hessian.loss_and_cost()
         norm = mean_norm(found.hessian.z)
@@ -147,8 +199,8 @@ class DatasetFits:
         probe = self._probe(loader)
         with evaluation_mode(self.model), torch.no_grad():
             encoder, pullback = self.encoder(probe), self.pullback(probe)
-            found = collect_points(encoder, loader, self.read, self.loss, self.relation, Progress(None, _FASTER))
-            product = curvature_product(pullback, found.hessian.whole(), loader, self.read, v)
+            found = self._points(encoder, loader, Progress(None, _FASTER))
+            product = curvature_product(pullback, found.hessian.whole(), loader, self._read_inputs, v)
         return self._data_scale(found.n) * product
 
     def fit_subset(
@@ -177,6 +229,8 @@ class DatasetFits:
         with evaluation_mode(self.model), torch.no_grad():
             encoder = self.encoder(probe)
             shown = Progress(progress, _FASTER)
+            if not isinstance(self.loss, PairLoss):
+                return anchor_subset(encoder, loader, self.read_anchors, self.loss, size, seed, shown)
             found = collect_points(encoder, loader, self.read, self.loss, self.relation, shown)
             subset = subset_hessian(encoder, loader, self.read, found, size, seed, shown)
         scale = self._data_scale(found.n)
@@ -191,11 +245,12 @@ class DatasetFits:
 
     def _probe(self, loader: Iterable[Any]) -> Inputs:
         for batch in loader:
-            return self.read(batch)[0]
+            return self._read_inputs(batch)[0]
         raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
 
     def _data_scale(self, n: int) -> float:
-        return n / 2 if self.loss.normalization is Normalization.TYPE else 1.0
+        mean = isinstance(self.loss, PairLoss) and self.loss.normalization is Normalization.TYPE
+        return n / 2 if mean else 1.0
 
     def at_data_scale(self, out: DatasetCurvature) -> DatasetCurvature:
         """Times N / 2 where the loss is a mean over pairs, so that it grows with the data; see :meth:`fit`."""
