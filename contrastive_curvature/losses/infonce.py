@@ -1,0 +1,122 @@
+"""The softmax loss of single positive pairs: InfoNCE, NT-Xent, multiple negatives ranking, CLIP's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from contrastive_curvature.arguments import check_number
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.losses.rows import RowLoss, RowTerms
+from contrastive_curvature.options import Distance, PDFix
+
+__all__ = ["InfoNCELoss"]
+
+_TEMPERATURE = 0.1
+
+
+class InfoNCELoss(RowLoss):
+    r"""InfoNCE: every positive pair is told apart from the negatives of its anchor, by a softmax of its own.
+
+    With the temperature ``tau``, the positives ``P(i)`` and the negatives ``N(i)`` of anchor i, over all positive pairs
+    of an anchor and another point:
+
+    .. math::
+        L = \operatorname{mean}_{(i, p)} \; - \log
+            \frac{\exp(s_{ip} / \tau)}{\exp(s_{ip} / \tau) + \sum_{n \in N(i)} \exp(s_{in} / \tau)}
+
+    Other positives of the anchor are not in the denominator; in :class:`~contrastive_curvature.losses.supcon
+    .SupConLoss` they are. A positive that counts m times adds m terms, a negative that counts m times adds m addends.
+
+    Anchors without a positive are left out of the mean. An anchor without a negative has nothing to be told apart from:
+    its terms are zero and count in the mean.
+
+    The same loss elsewhere: ``NTXentLoss`` of pytorch-metric-learning and SimCLR's NT-Xent (one tower, where labels say
+    which views belong together), ``MultipleNegativesRankingLoss`` of sentence-transformers (two towers with
+    ``directions="a"``, ``scale=20.0``), and CLIP's (two towers, ``directions="both"``).
+
+    Args:
+        temperature: ``tau``, positive; by default 0.1.
+        reduction: See :class:`~contrastive_curvature.losses.rows.RowLoss`; the terms are the positive pairs.
+        directions: See :class:`~contrastive_curvature.losses.rows.RowLoss`.
+        scale: Instead of the temperature: ``1 / tau``, positive.
+        distance: See :class:`~contrastive_curvature.options.Distance`.
+        pd_fix: See :class:`~contrastive_curvature.options.PDFix`.
+
+    Raises:
+        InputError: An option is unknown or out of range, or both a temperature and a scale are given.
+
+    Source: van den Oord et al., Representation Learning with Contrastive Predictive Coding, 2018, Eq. 4; Chen et al., A
+    Simple Framework for Contrastive Learning of Visual Representations, 2020, Eq. 1.
+    """
+
+    root_signs = (-1, 1)
+    shift_invariant = True
+    negatives_scale = True
+
+    def __init__(
+        self,
+        temperature: float | None = None,
+        reduction: str = "mean",
+        directions: str = "both",
+        *,
+        scale: float | None = None,
+        distance: Distance | str = Distance.ARCCOS,
+        pd_fix: PDFix | str = PDFix.GGN,
+    ) -> None:
+        super().__init__(reduction, directions, distance=distance, pd_fix=pd_fix)
+        self.temperature = _temperature(temperature, scale)
+
+    def _counts(self, positive: Tensor, negative: Tensor) -> Tensor:
+        return positive.sum(1)
+
+    def _value(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        logits = cosine / self.temperature
+        gap = logits - _log_sum(logits, negative).unsqueeze(1)
+        # softplus is linear from 20 on, and loses eight digits there.
+        return -(positive * F.logsigmoid(gap)).sum(1)
+
+    def _statistics(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        logits = cosine / self.temperature
+        log_sum = _log_sum(logits, negative)
+        gap = logits - log_sum.unsqueeze(1)
+        miss = positive * torch.sigmoid(-gap)
+        return torch.stack([log_sum, miss.sum(1), (miss * torch.sigmoid(gap)).sum(1)], dim=1)
+
+    def _terms(self, cosine: Tensor, positive: Tensor, negative: Tensor, statistics: Tensor) -> RowTerms:
+        # With pi_p = sigma(a_p - log Z), the shares nu of the negatives in Z, G = sum_p m_p (1 - pi_p),
+        # w_p = m_p pi_p (1 - pi_p) and V = sum_p w_p, the second derivatives are diag(w, G nu) - w nu^T - nu w^T
+        # - (G - V) nu nu^T. All parts of the two roots are of the size of sqrt(G), so that nothing large cancels.
+        log_sum, miss, spread = statistics.unsqueeze(2).unbind(1)
+        logits = cosine / self.temperature
+        gap = logits - log_sum
+        wrong = positive * torch.sigmoid(-gap)
+        weight = wrong * torch.sigmoid(gap)
+        share = torch.where(negative > 0, negative * gap.exp(), 0.0)
+        first = miss * share - wrong
+        size = miss.sqrt()
+        safe = torch.where(size > 0, size, 1.0)
+        root = weight / safe
+        half = spread / (2 * safe)
+        roots = (root + (size - half) * share, root - half * share)
+        tau = self.temperature
+        return RowTerms(first / tau, (weight + miss * share) / tau**2, (roots[0] / tau, roots[1] / tau))
+
+
+def _temperature(temperature: float | None, scale: float | None) -> float:
+    if temperature is not None and scale is not None:
+        came = f"temperature={temperature!r} and scale={scale!r}"
+        raise InputError(expected("temperature, scale", "one of both", came, "scale is 1 / temperature."))
+    if scale is not None:
+        return check_number("1 / scale", 1 / check_number("scale", scale, positive=True), positive=True)
+    return check_number("temperature", _TEMPERATURE if temperature is None else temperature, positive=True)
+
+
+def _log_sum(logits: Tensor, negative: Tensor) -> Tensor:
+    """``log Z = log sum_n m_n exp(logit_n)`` over the negatives, shape (B,); minus infinity where there are none."""
+    weighted = torch.where(negative > 0, logits + negative.log(), -torch.inf)
+    some = (negative > 0).any(1)
+    # Kept out of the sum: the gradient of the logarithm of zero is NaN.
+    inside = torch.where(some.unsqueeze(1), weighted, 0.0).logsumexp(1)
+    return torch.where(some, inside, -torch.inf)
