@@ -1,0 +1,89 @@
+"""The multi-similarity loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.arguments import check_number
+from contrastive_curvature.losses._numbers import check_finite_number
+from contrastive_curvature.losses.rows import RowLoss, RowTerms
+from contrastive_curvature.options import Distance, PDFix
+
+__all__ = ["MultiSimilarityLoss"]
+
+
+class MultiSimilarityLoss(RowLoss):
+    r"""Multi-similarity loss: soft maxima over the positives that are too far and the negatives that are too close.
+
+    With the positives ``P(i)`` and the negatives ``N(i)`` of anchor i and ``base`` as ``lambda``, over anchors:
+
+    .. math::
+        L = \operatorname{mean}_i \;
+            \frac1\alpha \log \Bigl( 1 + \sum_{p \in P(i)} \exp(-\alpha (s_{ip} - \lambda)) \Bigr)
+          + \frac1\beta \log \Bigl( 1 + \sum_{n \in N(i)} \exp(\beta (s_{in} - \lambda)) \Bigr)
+
+    A candidate that counts m times adds m addends. The pair mining of the paper is not part of it: pass what a miner
+    found as ``pairs``. Anchors without any candidate are left out of the mean; ``MultiSimilarityLoss`` of
+    pytorch-metric-learning, otherwise the same, counts those that a miner left without pairs as zeros.
+
+    Args:
+        alpha: Steepness for positives, positive.
+        beta: Steepness for negatives, positive.
+        base: ``lambda``, the cosine from which on a negative counts, and below which a positive does.
+        reduction: See :class:`~contrastive_curvature.losses.rows.RowLoss`; the terms are the anchors.
+        directions: See :class:`~contrastive_curvature.losses.rows.RowLoss`.
+        distance: See :class:`~contrastive_curvature.options.Distance`.
+        pd_fix: See :class:`~contrastive_curvature.options.PDFix`.
+
+    Raises:
+        InputError: An option is unknown or out of range.
+
+    Source: Wang et al., Multi-Similarity Loss with General Pair Weighting for Deep Metric Learning, 2019 (the loss that its mining and weighting end in).
+    """
+
+    root_signs = (-1, -1)
+
+    def __init__(
+        self,
+        alpha: float = 2.0,
+        beta: float = 50.0,
+        base: float = 0.5,
+        reduction: str = "mean",
+        directions: str = "both",
+        *,
+        distance: Distance | str = Distance.ARCCOS,
+        pd_fix: PDFix | str = PDFix.GGN,
+    ) -> None:
+        super().__init__(reduction, directions, distance=distance, pd_fix=pd_fix)
+        self.alpha = check_number("alpha", alpha, positive=True)
+        self.beta = check_number("beta", beta, positive=True)
+        self.base = check_finite_number("base", base)
+
+    def _counts(self, positive: Tensor, negative: Tensor) -> Tensor:
+        return ((positive > 0) | (negative > 0)).any(1).to(positive.dtype)
+
+    def _value(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        far, close = self._log_sums(cosine, positive, negative)
+        return far / self.alpha + close / self.beta
+
+    def _statistics(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        return torch.stack(self._log_sums(cosine, positive, negative), dim=1)
+
+    def _terms(self, cosine: Tensor, positive: Tensor, negative: Tensor, statistics: Tensor) -> RowTerms:
+        far, close = statistics.unsqueeze(2).unbind(1)
+        p = positive * torch.where(positive > 0, -self.alpha * (cosine - self.base) - far, 0.0).exp()
+        q = negative * torch.where(negative > 0, self.beta * (cosine - self.base) - close, 0.0).exp()
+        roots = (self.alpha**0.5 * p, self.beta**0.5 * q)
+        return RowTerms(q - p, self.alpha * p + self.beta * q, roots)
+
+    def _log_sums(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+        """``log(1 + sum)`` over the positives and over the negatives, each (B,)."""
+        over = cosine - self.base
+        return _log_one_plus(-self.alpha * over, positive), _log_one_plus(self.beta * over, negative)
+
+
+def _log_one_plus(logits: Tensor, times: Tensor) -> Tensor:
+    """``log(1 + sum_j m_j exp(logit_j))``, shape (B,)."""
+    weighted = torch.where(times > 0, logits + times.log(), -torch.inf)
+    return torch.cat([weighted, torch.zeros_like(weighted[:, :1])], dim=1).logsumexp(1)

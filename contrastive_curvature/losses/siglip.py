@@ -1,0 +1,75 @@
+"""The sigmoid loss of image and text towers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from contrastive_curvature.arguments import check_number
+from contrastive_curvature.losses._numbers import check_finite_number
+from contrastive_curvature.losses.rows import RowLoss, RowTerms
+from contrastive_curvature.options import Distance, PDFix
+
+__all__ = ["SigLIPLoss"]
+
+
+class SigLIPLoss(RowLoss):
+    r"""Sigmoid loss: for every anchor and candidate, whether they belong together, each pair by itself.
+
+    With ``y_ij = 1`` for positives and ``-1`` for negatives, and the candidates ``A(i)`` of anchor i, over anchors:
+
+    .. math::
+        L = - \operatorname{mean}_i \sum_{j \in A(i)} \log \sigma(y_{ij} (a s_{ij} + b))
+
+    A pair that counts m times adds m terms. Anchors without a candidate are left out of the mean.
+
+    With two towers of N points each and ``directions="both"`` this is the published loss: both directions have the same
+    sum over all pairs, which is divided by N, the size of the batch, and not by the number of pairs. So it is
+    ``N * binary_cross_entropy_with_logits(a * s + b, eye(N))`` in torch, whose mean runs over the ``N^2`` pairs. In one
+    tower every unordered pair counts twice, once for each of its points.
+
+    Args:
+        scale: ``a``, positive; the published ``t`` (its parameter is ``t' = log t``), at the start of training 10.
+        bias: ``b``; at the start of training -10.
+        reduction: See :class:`~contrastive_curvature.losses.rows.RowLoss`; the terms are the anchors.
+        directions: See :class:`~contrastive_curvature.losses.rows.RowLoss`.
+        distance: See :class:`~contrastive_curvature.options.Distance`.
+        pd_fix: See :class:`~contrastive_curvature.options.PDFix`.
+
+    Raises:
+        InputError: An option is unknown or out of range.
+
+    Source: Zhai et al., Sigmoid Loss for Language Image Pre-Training, 2023, Algorithm 1.
+    """
+
+    def __init__(
+        self,
+        scale: float = 10.0,
+        bias: float = -10.0,
+        reduction: str = "mean",
+        directions: str = "both",
+        *,
+        distance: Distance | str = Distance.ARCCOS,
+        pd_fix: PDFix | str = PDFix.GGN,
+    ) -> None:
+        super().__init__(reduction, directions, distance=distance, pd_fix=pd_fix)
+        self.scale = check_number("scale", scale, positive=True)
+        self.bias = check_finite_number("bias", bias)
+
+    def _counts(self, positive: Tensor, negative: Tensor) -> Tensor:
+        return ((positive > 0) | (negative > 0)).any(1).to(positive.dtype)
+
+    def _value(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        logit = self.scale * cosine + self.bias
+        # softplus is linear from 20 on, and loses eight digits there.
+        return -(positive * F.logsigmoid(logit) + negative * F.logsigmoid(-logit)).sum(1)
+
+    def _statistics(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        return cosine.new_zeros(len(cosine), 0)
+
+    def _terms(self, cosine: Tensor, positive: Tensor, negative: Tensor, statistics: Tensor) -> RowTerms:
+        logit = self.scale * cosine + self.bias
+        same, other = torch.sigmoid(logit), torch.sigmoid(-logit)
+        first = self.scale * (negative * same - positive * other)
+        return RowTerms(first, self.scale**2 * (positive + negative) * same * other)
