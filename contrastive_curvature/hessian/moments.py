@@ -93,13 +93,14 @@ class MomentPart:
     Args:
         start: First point.
         stop: One past the last point.
-        weigh: Weights of the points from one to another, (B, M), numbered like ``start``.
+        weigh: Weights of the points from one to another, (B, M), numbered like ``start``; where they are known already
+            together with their cosines with the candidates, (B, M).
         others: ``o``, shape (M, D).
     """
 
     start: int
     stop: int
-    weigh: Callable[[int, int], Tensor]
+    weigh: Callable[[int, int], Tensor | tuple[Tensor, Tensor | None]]
     others: Tensor
 
 
@@ -115,6 +116,7 @@ class PairMoments(Moments):
 
     def __init__(self, parts: list[MomentPart], signs: Tensor, vectors: Tensor, bound: Tensor | None = None) -> None:
         self.parts, self.signs, self.vectors, self._bound = parts, signs, vectors, bound
+        self._last: tuple[tuple[int, int], tuple[Tensor, Tensor | None]] | None = None
 
     def __getitem__(self, rows: slice) -> PairMoments:
         first = self.parts[0].start if self.parts else 0
@@ -130,7 +132,7 @@ class PairMoments(Moments):
         """See :meth:`Moments.dense`."""
         _, n, dim = self.vectors.shape
         out = self.vectors.new_zeros(n, dim * dim)
-        for rows, weights, others in self._blocks():
+        for rows, weights, _, others in self._blocks():
             step = max(1, BLOCK_ELEMENTS // dim**2)
             for start in range(0, others.shape[0], step):
                 some = others[start : start + step]
@@ -150,7 +152,7 @@ class PairMoments(Moments):
             parts = [self[k : k + step].dense() @ x[k : k + step] for k in range(0, n, step)]
             return torch.cat(parts) if parts else torch.zeros_like(x)
         out = torch.zeros_like(x)
-        for rows, weights, others in self._blocks():
+        for rows, weights, _, others in self._blocks():
             for k in range(x.shape[2]):
                 out[rows, :, k] = (weights * (x[rows, :, k] @ others.T)) @ others
         for sign, v in zip(self.signs, self.vectors, strict=True):
@@ -160,11 +162,11 @@ class PairMoments(Moments):
     def diagonal(self, u: Tensor) -> Tensor:
         """See :meth:`Moments.diagonal`."""
         out = torch.zeros_like(u)
-        for rows, weights, others in self._blocks():
+        for rows, weights, known, others in self._blocks():
             x = u[rows]
-            cosine = x @ others.T
+            cosine = x @ others.T if known is None else known
             along = weights * cosine
-            mixed = 2 * (along @ others) - x * (along * cosine).sum(1, keepdim=True)
+            mixed = 2 * (along @ others) - x * torch.linalg.vecdot(along, cosine).unsqueeze(1)
             out[rows] = torch.addmm(-x * mixed, weights, others.square())
         for sign, v in zip(self.signs, self.vectors, strict=True):
             out += sign * project_tangent(u, v).square()
@@ -173,17 +175,16 @@ class PairMoments(Moments):
     def gram(self, u: Tensor, scale: Tensor) -> Tensor:
         """See :meth:`Moments.gram`."""
         out = u.new_zeros(u.shape[1], u.shape[1])
-        for rows, weights, others in self._blocks():
+        for rows, weights, known, others in self._blocks():
             x = u[rows]
-            scaled = scale[rows].unsqueeze(1) * weights
-            cosine = x @ others.T
-            along = scaled * cosine
-            half = (along * cosine).sum(1, keepdim=True) * x / 2 - along @ others
-            mixed = x.T @ half
-            out += mixed + mixed.T + (others * scaled.sum(0).unsqueeze(1)).T @ others
+            cosine = x @ others.T if known is None else known
+            along = weights * cosine
+            half = torch.linalg.vecdot(along, cosine).unsqueeze(1) * x / 2 - along @ others
+            mixed = (x * scale[rows].unsqueeze(1)).T @ half
+            out += mixed + mixed.T + (others * (scale[rows] @ weights).unsqueeze(1)).T @ others
         for sign, v in zip(self.signs, self.vectors, strict=True):
             tangent = project_tangent(u, v)
-            out += sign * (tangent * scale.unsqueeze(1)).T @ tangent
+            out.addmm_((tangent * (sign * scale).unsqueeze(1)).T, tangent)
         return out
 
     def bound(self) -> Tensor:
@@ -191,18 +192,26 @@ class PairMoments(Moments):
         if self._bound is not None:
             return self._bound
         out = self.vectors.square().sum((0, 2))
-        for rows, weights, _ in self._blocks():
+        for rows, weights, *_ in self._blocks():
             out[rows] += weights.abs().sum(1)
+        self._bound = out
         return out
 
-    def _blocks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Rows, their weights and their candidates, in blocks of bounded size."""
+    def _blocks(self) -> Iterator[tuple[slice, Tensor, Tensor | None, Tensor]]:
+        """Rows, their weights, known cosines and candidates, in blocks of bounded size."""
         first = self.parts[0].start if self.parts else 0
         for part in self.parts:
             step = max(1, BLOCK_ELEMENTS // max(1, part.others.shape[0]))
             for start in range(part.start, part.stop, step):
                 stop = min(start + step, part.stop)
-                yield slice(start - first, stop - first), part.weigh(start, stop), part.others
+                yield slice(start - first, stop - first), *self._weigh(part, start, stop), part.others
+
+    def _weigh(self, part: MomentPart, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        """The weights of a block; the last ones are kept, as one operation follows another."""
+        if self._last is None or self._last[0] != (start, stop):
+            found = part.weigh(start, stop)
+            self._last = (start, stop), found if isinstance(found, tuple) else (found, None)
+        return self._last[1]
 
 
 def _projected(u: Tensor, matrices: Tensor) -> Tensor:

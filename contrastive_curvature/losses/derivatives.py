@@ -245,12 +245,12 @@ class PairDerivatives(DatasetDerivatives):
     ) -> PairMoments:
         """Moments of points whose rows of ``c`` are asked for when they are needed."""
 
-        def weigh(start: int, stop: int) -> Tensor:
+        def weigh(start: int, stop: int) -> tuple[Tensor, None]:
             second = rows(start, stop)[1]
             if second is None:
                 msg = "a linear loss has no moments"
                 raise RuntimeError(msg)
-            return second
+            return second, None
 
         n = self.n if count is None else count
         none = self.u.new_zeros(0, n, self.u.shape[1])

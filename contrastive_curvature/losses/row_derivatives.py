@@ -35,7 +35,8 @@ class _Rows:
         kept: Whether an anchor has a term, shape (A,).
         top: Its candidate of the largest weight, shape (A,).
         rest: ``sum_j q_rj`` over all others, shape (R, A).
-        held: First and second derivatives and roots of all pairs, (A, M) each, where these are few.
+        held: First and second derivatives and roots of all pairs, scaled, (A, M) each, where these are few.
+        cosine: Of the same pairs.
     """
 
     side: Side
@@ -44,6 +45,7 @@ class _Rows:
     top: Tensor
     rest: Tensor
     held: RowTerms | None = None
+    cosine: Tensor | None = None
 
 
 class RowDerivatives(CosineDerivatives):
@@ -67,11 +69,15 @@ class RowDerivatives(CosineDerivatives):
         self.loss, self.relation, self.u, self.sides = loss, relation, u, sides
         self.n = len(u)
         self.fix = loss.pd_fix
+        self._terms_counted = 0.0
+        self._value: Tensor | None = None
         self.signs = u.new_tensor(loss.root_signs)
         self._rows = [self._look_at(side) for side in sides]
         self._anchors = sum(int(rows.kept.sum()) for rows in self._rows)
         self.skipped = sum(rows.kept.numel() for rows in self._rows) - self._anchors
         self.scale = loss._scale(self._terms_counted, sides, self._anchors, as_data=as_data)
+        for rows in self._rows:
+            rows.held = None if rows.held is None else _scaled(rows.held, self.scale)
 
     @property
     def anchors(self) -> int:
@@ -84,7 +90,7 @@ class RowDerivatives(CosineDerivatives):
         loss, dim = self.loss, self.u.shape[1]
         shifted = loss.shift_invariant and not loss.linear
         many = len(self.signs) + (2 if shifted else 0)
-        vectors, bound = self.u.new_zeros(many, self.n, dim), self.u.new_zeros(self.n)
+        vectors = self.u.new_zeros(many, self.n, dim)
         for rows in self._rows:
             candidates = self.u[rows.side.candidates]
             for start, stop in rows.side.row_blocks(3):
@@ -98,16 +104,13 @@ class RowDerivatives(CosineDerivatives):
                     neighbors[rows.side.candidates] += y.T @ self.u[here]
                 if terms.second is not None:
                     self._add_vectors(vectors[:, here], terms, candidates, rows.top[start:stop])
-                    bound[here] += terms.second.abs().sum(1)
-                    bound[rows.side.candidates] += terms.second.abs().sum(0)
-        bound += vectors.square().sum((0, 2))
         if self.fix.attracting_only:
             degree, neighbors = self._attracting_sums()
         moments = None
         if not loss.linear:
             signs = torch.cat([self.signs, self.u.new_tensor([1.0, -1.0])]) if shifted else self.signs
-            moments = PairMoments(list(self._parts()), signs, vectors, bound)
-        sums = NodeSums(degree, neighbors, moments, self.scale * self._summed_value)
+            moments = PairMoments(list(self._parts()), signs, vectors)
+        sums = NodeSums(degree, neighbors, moments, degree.new_zeros((), dtype=torch.float64))
         return check_row_sums(loss, sums)
 
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
@@ -182,20 +185,29 @@ class RowDerivatives(CosineDerivatives):
     def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
         """See :meth:`CosineDerivatives.loss_and_cost`; the non-negative version of the loss is the loss."""
         del totals
-        value = (self.scale * self._summed_value).to(self.u.dtype)
-        return value, value
+        if self._value is None:
+            total = self.u.new_zeros((), dtype=torch.float64)
+            for rows in self._rows:
+                for start, stop in rows.side.row_blocks():
+                    kept = rows.kept[start:stop]
+                    if not bool(kept.any()):
+                        continue
+                    related = rows.side.related(self.relation, start, stop, self.u.dtype)
+                    cosine = self._cosine(rows, start, stop)
+                    values = self.loss._value(cosine[kept], *(part[kept] for part in related))
+                    total = total + values.double().sum()
+            self._value = (self.scale * total).to(self.u.dtype)
+        return self._value, self._value
 
     def _look_at(self, side: Side) -> _Rows:
         """Statistics of all anchors of a side, and the sum of their losses."""
         loss, (count, many) = self.loss, side.shape
-        if not hasattr(self, "_summed_value"):
-            self._summed_value = self.u.new_zeros((), dtype=torch.float64)
-            self._terms_counted = 0.0
         found: list[Tensor] = []
-        kept, top = torch.zeros(count, dtype=torch.bool, device=self.u.device), None
+        kept = torch.zeros(count, dtype=torch.bool, device=self.u.device)
         top = torch.zeros(count, dtype=torch.int64, device=self.u.device)
         rest = self.u.new_zeros(len(self.signs), count)
         held: list[RowTerms] = []
+        cosines: list[Tensor] = []
         holds = count * many <= _HELD_ELEMENTS
         for start, stop in side.row_blocks(3):
             positive, negative = side.related(self.relation, start, stop, self.u.dtype)
@@ -204,9 +216,6 @@ class RowDerivatives(CosineDerivatives):
             kept[start:stop] = mine
             self._terms_counted += float(counts.sum())
             cosine = self.u[side.anchors][start:stop] @ self.u[side.candidates].T
-            if bool(mine.any()):
-                values = loss._value(cosine[mine], positive[mine], negative[mine])
-                self._summed_value = self._summed_value + values.double().sum()
             statistics = loss._statistics(cosine, positive, negative)
             found.append(statistics)
             terms = row_terms(loss, cosine, positive, negative, statistics, mine)
@@ -216,29 +225,30 @@ class RowDerivatives(CosineDerivatives):
                     rest[r, start:stop] = root.scatter(1, top[start:stop, None], 0.0).sum(1)
             if holds:
                 held.append(terms)
+                cosines.append(cosine)
         statistics = torch.cat(found) if found else self.u.new_zeros(0, 0)
         whole = _joined(held) if holds and held else None
-        return _Rows(side, statistics, kept, top, rest, whole)
+        known = None if whole is None else cosines[0] if len(cosines) == 1 else torch.cat(cosines)
+        return _Rows(side, statistics, kept, top, rest, whole, known)
+
+    def _cosine(self, rows: _Rows, start: int, stop: int, columns: slice | None = None) -> Tensor:
+        """Cosines of anchors ``start..stop`` of a side with some of its candidates."""
+        if rows.cosine is not None:
+            return rows.cosine[start:stop] if columns is None else rows.cosine[start:stop, columns]
+        candidates = self.u[rows.side.candidates]
+        return self.u[rows.side.anchors][start:stop] @ (candidates if columns is None else candidates[columns]).T
 
     def _of(self, rows: _Rows, start: int, stop: int, columns: slice | None = None) -> RowTerms:
         """Derivatives of the loss, scaled, for anchors ``start..stop`` of a side and some of its candidates."""
         if rows.held is not None:
             chosen = slice(None) if columns is None else columns
-            terms = type(rows.held)(
-                rows.held.first[start:stop, chosen],
-                None if rows.held.second is None else rows.held.second[start:stop, chosen],
-                tuple(root[start:stop, chosen] for root in rows.held.roots),
-            )
-        else:
-            side = rows.side
-            positive, negative = side.related(self.relation, start, stop, self.u.dtype, columns)
-            candidates = self.u[side.candidates]
-            candidates = candidates if columns is None else candidates[columns]
-            cosine = self.u[side.anchors][start:stop] @ candidates.T
-            statistics, kept = rows.statistics[start:stop], rows.kept[start:stop]
-            terms = row_terms(self.loss, cosine, positive, negative, statistics, kept)
-        second = None if terms.second is None else self.scale * terms.second
-        return type(terms)(self.scale * terms.first, second, tuple(self.scale**0.5 * root for root in terms.roots))
+            second = None if rows.held.second is None else rows.held.second[start:stop, chosen]
+            roots = tuple(root[start:stop, chosen] for root in rows.held.roots)
+            return type(rows.held)(rows.held.first[start:stop, chosen], second, roots)
+        positive, negative = rows.side.related(self.relation, start, stop, self.u.dtype, columns)
+        cosine = self._cosine(rows, start, stop, columns)
+        statistics, kept = rows.statistics[start:stop], rows.kept[start:stop]
+        return _scaled(row_terms(self.loss, cosine, positive, negative, statistics, kept), self.scale)
 
     def _weights(self, first: Tensor, side: Side, start: int, stop: int) -> Tensor | None:
         """``y`` of one direction, or ``None`` where the first-order part is left out or summed elsewhere."""
@@ -285,22 +295,24 @@ class RowDerivatives(CosineDerivatives):
         for (start, stop), others in sorted(ranges.items(), key=lambda item: item[0]):
             yield MomentPart(start, stop, self._moment_weights, others)
 
-    def _moment_weights(self, start: int, stop: int) -> Tensor:
-        """Weights of the candidates of points ``start..stop``, as anchors and as candidates themselves."""
+    def _moment_weights(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        """Weights of the candidates of points ``start..stop``, as anchors and as candidates; and known cosines."""
         out: Tensor | None = None
+        cosine: Tensor | None = None
         for rows in self._rows:
             anchors, candidates = rows.side.anchors, rows.side.candidates
-            parts = []
             if anchors.start <= start and stop <= anchors.stop:
-                parts.append(self._as_anchors(rows, start - anchors.start, stop - anchors.start))
+                ours = start - anchors.start, stop - anchors.start
+                part = self._as_anchors(rows, *ours)
+                out = part if out is None else out + part
+                cosine = rows.cosine if rows.cosine is None else rows.cosine[slice(*ours)]
             if candidates.start <= start and stop <= candidates.stop:
-                parts.append(self._as_candidates(rows, slice(start - candidates.start, stop - candidates.start)))
-            for part in parts:
+                part = self._as_candidates(rows, slice(start - candidates.start, stop - candidates.start))
                 out = part if out is None else out + part
         if out is None:
             msg = f"no side has the points {start}..{stop}"
             raise RuntimeError(msg)
-        return out
+        return out, cosine
 
     def _as_anchors(self, rows: _Rows, start: int, stop: int) -> Tensor:
         second = self._of(rows, start, stop).second
@@ -317,7 +329,7 @@ class RowDerivatives(CosineDerivatives):
             raise RuntimeError(msg)
         out = terms.second
         for sign, root in zip(self.signs, terms.roots, strict=True):
-            out = out + sign * root.square()
+            out = torch.addcmul(out, root, root, value=float(sign))
         if self.loss.shift_invariant and len(self.signs):
             # Rows of second derivatives sum to zero: where one weight is nearly all, it is minus those of the others.
             column = rows.top - columns.start
@@ -390,3 +402,11 @@ def _joined(parts: list[RowTerms]) -> RowTerms:
     seconds = [part.second for part in parts if part.second is not None]
     roots = tuple(torch.cat(column) for column in zip(*(part.roots for part in parts), strict=True))
     return type(parts[0])(torch.cat([part.first for part in parts]), torch.cat(seconds) if seconds else None, roots)
+
+
+def _scaled(terms: RowTerms, scale: float) -> RowTerms:
+    """Terms of a loss that is multiplied by a number."""
+    if scale == 1:
+        return terms
+    second = None if terms.second is None else scale * terms.second
+    return type(terms)(scale * terms.first, second, tuple(scale**0.5 * root for root in terms.roots))

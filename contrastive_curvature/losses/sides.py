@@ -59,7 +59,8 @@ class Side:
         chosen = self.candidates if columns is None else slice(first + columns.start, first + columns.stop)
         rows = self.anchors.start + start, self.anchors.start + stop
         positive, negative = relation.rows(*rows, chosen)
-        return positive.to(dtype), self.negative_share * negative.to(dtype)
+        repels = negative.to(dtype)
+        return positive.to(dtype), repels if self.negative_share == 1 else self.negative_share * repels
 
 
 @dataclass(frozen=True)
