@@ -1,0 +1,252 @@
+"""A softmax over one weight vector a class, with or without a margin: normalised softmax, CosFace and ArcFace."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+
+from contrastive_curvature.arguments import check_choice, check_number
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.hessian.derivatives import CosineDerivatives
+from contrastive_curvature.hessian.output import OutputHessian
+from contrastive_curvature.hessian.sphere import check_outputs, normalize
+from contrastive_curvature.losses.cosine import CosineLoss
+from contrastive_curvature.losses.last_call import LastCall
+from contrastive_curvature.losses.proxy_derivatives import ProxyDerivatives
+from contrastive_curvature.options import Distance, PDFix
+from contrastive_curvature.pairs import Pairs
+from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS, LabelRelation, Relation, TargetRelation, check_labels
+
+__all__ = ["ProxyLoss"]
+
+_KINDS = ("softmax", "arcface", "cosface")
+
+
+class ProxyLoss(CosineLoss):
+    r"""Softmax of the scaled cosines between an embedding and one proxy (weight vector) a class.
+
+    With the cosines ``s_j`` of an embedding and the C proxies, its label y, and a margin at its own proxy:
+
+    .. math::
+        l = - \log \frac{e^{a \varphi(s_y)}}{e^{a \varphi(s_y)} + \sum_{j \ne y} e^{a s_j}}
+
+    with the scale ``a`` and
+
+    - ``softmax``: ``phi(s) = s``;
+    - ``cosface``: ``phi(s) = s - m``;
+    - ``arcface``: ``phi(s) = cos(theta + m)`` with the angle ``theta = arccos(s)`` to the own proxy. Beyond
+      ``theta = pi - m``, where that would rise again, ``phi(s) = s - m sin(m)``, as in pytorch-metric-learning.
+
+    Embeddings do not see each other: the curvature treats the proxies as constants, so the blocks of single points are
+    the whole Hessian in the outputs, and ``pd_fix="full"`` and ``"fixed"`` are the same. ``"positive"`` keeps the
+    first-order part of the own proxy. The second-order part, which ``"ggn"`` keeps alone, is positive semidefinite for
+    ``softmax`` and ``cosface``. For ``arcface`` with a margin it can be indefinite, since ``phi`` is convex and stands
+    with a minus sign, so ``"ggn"`` is refused there. The derivatives of ``arcface`` are infinite where an embedding
+    lies on its own proxy.
+
+    The same losses in pytorch-metric-learning, with its weights ``W`` of shape (D, C):
+
+    - ``NormalizedSoftmaxLoss(temperature=t)``: ``ProxyLoss(W.T, 1 / t)``;
+    - ``CosFaceLoss(margin=m, scale=a)``: ``ProxyLoss(W.T, a, m, "cosface")``;
+    - ``ArcFaceLoss(margin=degrees, scale=a)``: ``ProxyLoss(W.T, a, math.radians(degrees), "arcface")``.
+
+    Args:
+        proxies: Weight vectors of any non-zero norm, shape (C, D), kept as they are. A parameter becomes one of this
+            module and is trained with it; any other tensor becomes a buffer.
+        scale: ``a``, positive.
+        margin: ``m``: of ``cosface`` a cosine; of ``arcface`` an angle in radians, at most pi; none for ``softmax``.
+        kind: ``"softmax"``, ``"arcface"`` or ``"cosface"``.
+        reduction: ``"mean"`` over the embeddings, or ``"sum"``. A fit of a posterior takes the mean of every batch
+            times its number of embeddings.
+        distance: See :class:`~contrastive_curvature.options.Distance`.
+        pd_fix: See :class:`~contrastive_curvature.options.PDFix`. By default ``"ggn"``; ``"psd"`` for ``arcface`` with
+            a margin.
+
+    Raises:
+        InputTypeError: The proxies are no floating-point tensor.
+        InputError: The proxies are malformed or one of them is zero; an option is unknown or out of range.
+        UnsupportedError: ``pd_fix="ggn"`` or ``"ggn_fixed"`` for ``arcface`` with a margin.
+
+    Source: Zhai and Wu, Classification is a strong baseline for deep metric learning, 2019 (``softmax``); Wang et al.,
+    CosFace, 2018, Eq. 4; Deng et al., ArcFace, 2019, Eq. 3.
+    """
+
+    proxies: Tensor
+    convex = True
+    """Whether the second-order part is positive semidefinite."""
+
+    def __init__(
+        self,
+        proxies: Tensor,
+        scale: float = 16.0,
+        margin: float = 0.0,
+        kind: str = "softmax",
+        reduction: str = "mean",
+        *,
+        distance: Distance | str = Distance.ARCCOS,
+        pd_fix: PDFix | str | None = None,
+    ) -> None:
+        check_choice("kind", kind, _KINDS)
+        check_choice("reduction", reduction, ("mean", "sum"))
+        margin = check_number("margin", margin)
+        if kind == "softmax" and margin:
+            raise InputError(expected("margin", "0 for kind='softmax'", margin, "Use kind='cosface' or 'arcface'."))
+        if kind == "arcface" and margin > math.pi:
+            raise InputError(expected("margin", "an angle of at most pi", margin, "Use math.radians for degrees."))
+        convex = kind != "arcface" or margin == 0
+        chosen = pd_fix if pd_fix is not None else PDFix.GGN if convex else PDFix.PSD
+        super().__init__(distance=distance, pd_fix=chosen)
+        self.scale = check_number("scale", scale, positive=True)
+        self.margin, self.kind, self.convex = margin, kind, convex
+        # The attribute of torch's losses is read by hosts, which want a sum over points there.
+        self.averages = reduction == "mean"
+        check_outputs(proxies, "proxies")
+        if isinstance(proxies, nn.Parameter):
+            self.proxies = proxies
+        else:
+            self.register_buffer("proxies", proxies)
+        self._check_fix()
+
+    def relate(self, z: Tensor, labels: Tensor | None, pairs: Pairs | None) -> LabelRelation:
+        """See :meth:`CosineLoss.relate`; the labels are rows of the proxies."""
+        classes, dim = self.proxies.shape
+        if pairs is not None:
+            raise InputError(expected("pairs", "None", "pairs", "Points have no pairs here; pass their class labels."))
+        if labels is None:
+            raise InputError(expected("labels", f"class labels in 0..{classes - 1}", "None"))
+        if z.shape[1] != dim:
+            raise InputError(expected("z", f"embeddings of {dim} numbers, like the proxies", f"{z.shape[1]} numbers"))
+        labels = check_labels(labels, len(z)).to(z.device)
+        wrong = ((labels < 0) | (labels >= classes)).nonzero().flatten()
+        if len(wrong):
+            came = f"the label {int(labels[wrong[0]])} of point {int(wrong[0])}"
+            hint = "Every class has one row of proxies."
+            raise InputError(expected("labels", f"class labels in 0..{classes - 1}", came, hint))
+        return LabelRelation(labels)
+
+    def forward(self, z: Tensor, labels: Tensor | None = None, *, pairs: Pairs | None = None) -> Tensor:
+        """Compute the loss of a batch.
+
+        Args:
+            z: Raw or normalised embeddings, shape (N, D); half precision is computed in float32.
+            labels: Integer class labels in 0..C-1, shape (N,).
+            pairs: Must be ``None``.
+
+        Returns:
+            A scalar, with gradients in the embeddings and in the proxies; zero when there are no embeddings. Where an
+            embedding lies on its own proxy, ``arcface`` has a kink, and the gradient is a subgradient.
+
+        Raises:
+            InputError: Embeddings or labels are malformed.
+        """
+        if isinstance(z, Tensor) and z.requires_grad and torch.is_grad_enabled():
+            self._last_call = LastCall(z, labels, pairs)
+        z = check_outputs(z)
+        labels = self.relate(z, labels, pairs).targets
+        return self.value(normalize(z)[0], self.unit_proxies(z), labels, self.weight(len(z)))
+
+    def derivatives(self, relation: Relation, u: Tensor, *, as_data: bool = False) -> ProxyDerivatives:
+        """Derivatives of this loss in the cosines of N points and the proxies.
+
+        Args:
+            relation: With the class labels, as :meth:`relate` gives it.
+            u: Unit embeddings, shape (N, D).
+            as_data: Whether a mean is multiplied by its number of embeddings, as a fit has it.
+
+        Raises:
+            InputError: The relation has no class labels.
+        """
+        if not isinstance(relation, TargetRelation):
+            raise InputError(expected("relation", "one of class labels", f"a {type(relation).__name__}"))
+        labels = self.relate(u, relation.targets, None).targets
+        return ProxyDerivatives(self, labels, u, 1.0 if as_data else self.weight(len(u)))
+
+    def data_hessian(self, z: Tensor, relation: Relation) -> OutputHessian:
+        """See :meth:`CosineLoss.data_hessian`: a mean counts times its number of embeddings."""
+        return self.hessian_of(z, self.derivatives(relation, normalize(z)[0], as_data=True))
+
+    def hessian_of(self, z: Tensor, derivatives: CosineDerivatives) -> OutputHessian:
+        """See :meth:`CosineLoss.hessian_of`; there are no cross blocks, whatever the fix."""
+        made = super().hessian_of(z, derivatives)
+        made.coupled = False
+        return made
+
+    def weight(self, count: int) -> float:
+        """By what the sum over ``count`` embeddings is multiplied."""
+        return 1 / max(1, count) if self.averages else 1.0
+
+    def unit_proxies(self, like: Tensor) -> Tensor:
+        """The proxies on the unit sphere, shape (C, D), of the type and on the device of the embeddings ``like``."""
+        return normalize(check_outputs(self.proxies, "proxies").to(like))[0]
+
+    def value(self, u: Tensor, proxies: Tensor, labels: Tensor, weight: float) -> Tensor:
+        """The loss of unit embeddings (N, D), differentiable by autograd.
+
+        Args:
+            u: Unit embeddings, shape (N, D).
+            proxies: Unit proxies, shape (C, D).
+            labels: Shape (N,).
+            weight: See :meth:`weight`.
+        """
+        total, step = u.new_zeros((), dtype=torch.float64), max(1, BLOCK_ELEMENTS // len(proxies))
+        for some, y in zip(u.split(step), labels.split(step), strict=True):
+            each = nn.functional.cross_entropy(self.logits(some, proxies, y), y, reduction="none")
+            total = total + each.double().sum()
+        return (weight * total).to(u.dtype) + 0 * u.sum()
+
+    def logits(self, u: Tensor, proxies: Tensor, labels: Tensor) -> Tensor:
+        """``a s_j``, and ``a phi(s_y)`` at the own proxy, shape (B, C); arguments as in :meth:`value`."""
+        own = self._own_logit(u, proxies[labels])
+        return self.scale * (u @ proxies.T).scatter(1, labels.unsqueeze(1), own.unsqueeze(1))
+
+    def slopes(self, u: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+        """``phi'`` and ``phi''`` in the cosine, each (B,).
+
+        Args:
+            u: Unit embeddings, shape (B, D).
+            own: Their own unit proxies, shape (B, D).
+        """
+        cosine = (u * own).sum(1)
+        one, zero = torch.ones_like(cosine), torch.zeros_like(cosine)
+        if self.convex:
+            return one, zero
+        sine, near = _sine(u, own), cosine >= -math.cos(self.margin)
+        first = math.cos(self.margin) + math.sin(self.margin) * cosine / sine
+        return torch.where(near, first, one), torch.where(near, math.sin(self.margin) / sine**3, zero)
+
+    def _own_logit(self, u: Tensor, own: Tensor) -> Tensor:
+        """``phi(s_y)``, shape (B,); arguments as in :meth:`slopes`."""
+        cosine = (u * own).sum(1)
+        if self.kind != "arcface" or self.convex:
+            return cosine - self.margin
+        rise, turn = math.sin(self.margin), math.cos(self.margin)
+        return torch.where(cosine >= -turn, turn * cosine - rise * _sine(u, own), cosine - self.margin * rise)
+
+    def _check_fix(self) -> None:
+        super()._check_fix()
+        if self.pd_fix.second_only and not self.convex:
+            msg = (
+                f"pd_fix={str(self.pd_fix)!r}: with kind='arcface' and a margin, the loss is not convex in the "
+                "cosines, so its second derivatives, which this fix keeps alone, can be indefinite. Use pd_fix='psd', "
+                "which projects the whole block of every point."
+            )
+            raise UnsupportedError(msg)
+
+    def extra_repr(self) -> str:
+        """The options, and of the proxies their shape and a checksum: others make another loss."""
+        data = self.proxies.detach().cpu().contiguous().view(torch.uint8)
+        checksum = hashlib.sha256(data.numpy().tobytes()).hexdigest()[:12]
+        reduction = "mean" if self.averages else "sum"
+        return (
+            f"proxies={tuple(self.proxies.shape)} sha256:{checksum}, scale={self.scale!r}, margin={self.margin!r}, "
+            f"kind={self.kind!r}, reduction={reduction!r}, distance={str(self.distance)!r}, "
+            f"pd_fix={str(self.pd_fix)!r}"
+        )
+
+
+def _sine(u: Tensor, own: Tensor) -> Tensor:
+    """Sine of the angle between unit vectors (B, D), with all its digits at small angles, shape (B,)."""
+    return (u - own).norm(dim=1) * (u + own).norm(dim=1) / 2

@@ -1,0 +1,397 @@
+"""Losses of class proxies against loops, autograd and pytorch-metric-learning."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from pytorch_metric_learning import losses
+from row_cases import numbers
+from strategies import DISTANCES, close
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+from contrastive_curvature.hessian import moments
+from contrastive_curvature.hessian.blocks import UnrepresentableError
+from contrastive_curvature.losses import proxy, proxy_derivatives
+from contrastive_curvature.losses.proxy import ProxyLoss
+from contrastive_curvature.pairs import make_relation
+from contrastive_curvature.testing import dense_jacobian
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+KINDS = (("softmax", 0.0), ("cosface", 0.35), ("arcface", 0.0), ("arcface", 0.5), ("arcface", 2.6))
+SCALES = (0.5, 16.0, 64.0)
+
+
+@dataclass
+class Drawn:
+    """Points, their labels, proxies, and the options of the loss."""
+
+    z: Tensor
+    labels: Tensor
+    proxies: Tensor
+    options: dict[str, Any]
+
+    def on(self, device: str, **others: Any) -> tuple[ProxyLoss, Tensor, Tensor]:
+        """The loss, points and labels on a device."""
+        loss = ProxyLoss(self.proxies.to(device), **{**self.options, **others})
+        return loss, self.z.to(device), self.labels.to(device)
+
+    @property
+    def size(self) -> float:
+        """Of the second derivatives before they cancel."""
+        sine = 1.0
+        if self.options["kind"] == "arcface" and self.options["margin"]:
+            sine = float((1 - cosines(self.z, self.proxies).square()).sqrt().min())
+        return (1 + self.options["scale"]) ** 2 / sine**3 / float(self.z.norm(dim=1).min()) ** 2
+
+
+def cosines(z: Tensor, proxies: Tensor) -> Tensor:
+    return (z / z.norm(dim=1, keepdim=True)) @ (proxies / proxies.norm(dim=1, keepdim=True)).T
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Drawn:
+    """Any sizes from one; with a margin on the angle, no point is at its proxy or where the formula changes."""
+    seed, n, classes, dim = (draw(st.integers(low, high)) for low, high in ((0, 2**16), (1, 5), (1, 6), (1, 4)))
+    z, proxies = numbers(seed, n, dim), 3 * numbers(seed + 1, classes, dim)
+    labels = torch.randint(0, classes, (n,), generator=torch.Generator().manual_seed(seed))
+    kind, margin = draw(st.sampled_from(KINDS))
+    if kind == "arcface" and margin:
+        own = cosines(z, proxies)[torch.arange(n), labels].clamp(-1, 1)
+        assume(float(own.abs().max()) < 0.999)
+        assume(float((own.acos() - (math.pi - margin)).abs().min()) > 1e-3)
+    options = {"scale": draw(st.sampled_from(SCALES)), "margin": margin, "kind": kind}
+    return Drawn(z, labels, proxies, {**options, "reduction": draw(st.sampled_from(("mean", "sum")))})
+
+
+def by_hand(s: Tensor, labels: Tensor, scale: float, margin: float, kind: str, reduction: str) -> Tensor:
+    """The loss from a matrix of cosines, one row after the other."""
+    total = 0 * s.sum()
+    for row, label in zip(s, labels.tolist(), strict=True):
+        own = row[label]
+        if kind == "cosface":
+            own = own - margin
+        elif kind == "arcface" and margin:
+            angle = row[label].acos()
+            own = (angle + margin).cos() if angle <= math.pi - margin else own - margin * math.sin(margin)
+        others = [(scale * (row[j] - own)).exp() for j in range(len(row)) if j != label]
+        if others:
+            total = total + torch.stack(others).sum().log1p()
+    return total / len(s) if reduction == "mean" else total
+
+
+def oracle(drawn: Drawn, distance: str, fix: str) -> Tensor:
+    """The Hessian (N D, N D) as the fix and the distance want it, by autograd of :func:`by_hand`."""
+    z, (n, dim) = drawn.z, drawn.z.shape
+    proxies = drawn.proxies / drawn.proxies.norm(dim=1, keepdim=True)
+
+    def unit(z: Tensor) -> Tensor:
+        return z / z.norm(dim=1, keepdim=True)
+
+    def value(s: Tensor) -> Tensor:
+        return by_hand(s, drawn.labels, **drawn.options)
+
+    def cosine(u: Tensor) -> Tensor:
+        if distance == "arccos":
+            return u @ proxies.T
+        return 1 - (u.unsqueeze(1) - proxies).square().sum(2) / 2
+
+    s = (unit(z) @ proxies.T).requires_grad_()
+    (slope,) = torch.autograd.grad(value(s), s)
+    mine = torch.zeros_like(slope)
+    mine[torch.arange(n), drawn.labels] = 1
+    dropped = {"ggn": slope, "ggn_fixed": slope, "positive": slope * (1 - mine)}.get(fix, torch.zeros_like(slope))
+
+    def left(u: Tensor) -> Tensor:
+        # A loss minus its tangent line has no first-order part.
+        return value(cosine(u)) - (dropped * cosine(u)).sum()
+
+    if distance == "arccos":
+        out = torch.autograd.functional.hessian(lambda z: left(unit(z)), z).reshape(n * dim, -1)
+    else:
+        jacobian = torch.autograd.functional.jacobian(unit, z).reshape(n * dim, -1)
+        out = jacobian.T @ torch.autograd.functional.hessian(left, unit(z)).reshape(n * dim, -1) @ jacobian
+    if fix == "psd":
+        values, vectors = torch.linalg.eigh(out)
+        out = vectors @ torch.diag(values.clamp(min=0)) @ vectors.T
+    return out
+
+
+@given(drawn=problems())
+def test_value_is_a_sum_over_points(drawn: Drawn, device: str) -> None:
+    loss, z, labels = drawn.on(device)
+    truth = float(by_hand(cosines(drawn.z, drawn.proxies), drawn.labels, **drawn.options))
+    # Softmax of scaled cosines: rounding is relative to the scale.
+    floor = 1e-14 * drawn.options["scale"] * len(z)
+    assert float(loss(z, labels)) == pytest.approx(truth, rel=1e-11, abs=floor)
+    for found in loss.output_hessian(z, labels).loss_and_cost():
+        assert float(found) == pytest.approx(truth, rel=1e-11, abs=floor)
+
+
+@given(drawn=problems(), distance=st.sampled_from(DISTANCES), fix=st.sampled_from(tuple(cc.PDFix)))
+def test_hessian_is_that_of_autograd(drawn: Drawn, distance: str, fix: str, device: str) -> None:
+    margin_on_angle = drawn.options["kind"] == "arcface" and drawn.options["margin"] > 0
+    assume(not (fix.startswith("ggn") and margin_on_angle))
+    loss, z, labels = drawn.on(device, distance=distance, pd_fix=fix)
+    found, truth, (n, dim) = loss.output_hessian(z, labels), oracle(drawn, distance, fix), drawn.z.shape
+    # Autograd subtracts numbers of the size of the second derivatives: what cancels leaves their rounding errors.
+    floor = 1e-5 * drawn.size
+    assert close(found.dense().cpu(), truth, floor)
+    assert close(found.diagonal().flatten().cpu(), truth.diagonal(), floor)
+    unit = torch.eye(n * dim, dtype=z.dtype, device=device).view(n, dim, -1)
+    assert close(found.matvec(unit).reshape(n * dim, -1).cpu(), truth, floor)
+    total = truth.view(n, dim, n, dim).diagonal(dim1=0, dim2=2).sum(2)
+    assert close(found.blocks.total().cpu(), total, floor)
+    if fix in ("ggn", "ggn_fixed", "psd"):
+        assert found.is_psd()
+        low = float(torch.linalg.eigvalsh(found.dense()).min())
+        assert low >= -1e-12 * max(float(truth.abs().max()), drawn.size)
+
+
+@given(drawn=problems())
+def test_full_is_the_hessian_of_the_loss(drawn: Drawn, device: str) -> None:
+    loss, z, labels = drawn.on(device, pd_fix="full")
+    truth = torch.autograd.functional.hessian(lambda z: loss(z, labels), z).reshape(z.numel(), -1)
+    assert close(loss.output_hessian(z, labels).dense(), truth, 1e-5 * drawn.size)
+
+
+@given(drawn=problems(), distance=st.sampled_from(DISTANCES))
+def test_points_do_not_see_each_other(drawn: Drawn, distance: str, device: str) -> None:
+    loss, z, labels = drawn.on(device, distance=distance)
+    full, fixed = (loss.output_hessian(z, labels, pd_fix=fix) for fix in ("full", "fixed"))
+    assert torch.equal(full.dense(), fixed.dense())
+    everything = slice(0, len(z))
+    assert not full.cross(everything, everything).forms(*[z.unsqueeze(2)] * 2).any()
+    assert not full.linked().any()
+    assert len(list(full.derivatives.row_blocks())) == 1
+    assert full.derivatives.second_matmul(z.unsqueeze(2)) is None
+    assert not full.derivatives.matmul(z).any()
+
+
+def pml(kind: str, classes: int, dim: int, scale: float, margin: float) -> nn.Module:
+    if kind == "softmax":
+        return losses.NormalizedSoftmaxLoss(classes, dim, temperature=1 / scale)
+    if kind == "cosface":
+        return losses.CosFaceLoss(classes, dim, margin=margin, scale=scale)
+    return losses.ArcFaceLoss(classes, dim, margin=math.degrees(margin), scale=scale)
+
+
+@given(drawn=problems())
+def test_equals_pytorch_metric_learning(drawn: Drawn, device: str) -> None:
+    options, classes, dim = drawn.options, *drawn.proxies.shape
+    theirs = pml(options["kind"], classes, dim, options["scale"], options["margin"]).to(device)
+    proxies = nn.Parameter(drawn.proxies.to(device))
+    theirs.W.data = proxies.detach().T.clone()
+    ours = ProxyLoss(proxies, **{**options, "reduction": "mean"})
+    z = drawn.z.to(device, copy=True).requires_grad_()
+    values, gradients = [], []
+    for loss, weights in ((ours, proxies), (theirs, theirs.W)):
+        values.append(loss(z, drawn.labels.to(device)))
+        gradients.append(torch.autograd.grad(values[-1], (z, weights)))
+    assert float(values[0].detach()) == pytest.approx(float(values[1].detach()), rel=1e-6, abs=1e-9)
+    (ours_z, ours_w), (theirs_z, theirs_w) = gradients
+    size = 1e-3 * drawn.size**0.5
+    assert close(ours_z, theirs_z, size, 1e-6)
+    assert close(ours_w, theirs_w.T, size, 1e-6)
+
+
+@pytest.mark.parametrize(("kind", "margin"), KINDS)
+def test_float32_keeps_its_digits_where_a_softmax_is_concentrated(kind: str, margin: float, device: str) -> None:
+    z, proxies = numbers(0, 300, 3).float(), numbers(1, 6, 3).float()
+    labels = torch.arange(300, device=device) % 6
+    convex = kind != "arcface" or margin == 0
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        loss = ProxyLoss(proxies.to(device, dtype), 200.0, margin, kind, "sum", pd_fix="ggn" if convex else "fixed")
+        found.append(loss.output_hessian(z.to(device, dtype), labels).point_blocks().double())
+    size = found[1].abs().amax((1, 2)) * z.norm(dim=1).to(device) ** 2
+    # Below, squares of the first-order part vanish in float32.
+    kept = size > 1e-12
+    assert margin > 1 or float(size[kept].min()) < 1e-6
+    assert float(size.max()) > 1e3
+    # Every point by itself, however small its block is: logits of 200 are known to 1e-5.
+    error = (found[0] - found[1]).abs().amax((1, 2)) * z.norm(dim=1).to(device) ** 2 / size
+    assert float(error[kept].max()) < 1e-3
+
+
+@pytest.mark.parametrize("elements", [1, 7])
+@given(drawn=problems())
+def test_blocks_of_points_change_nothing(drawn: Drawn, elements: int, device: str) -> None:
+    loss, z, labels = drawn.on(device, pd_fix="full")
+    whole = loss.output_hessian(z, labels)
+    truth, total, value = whole.dense(), whole.blocks.total(), loss(z, labels)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (proxy, proxy_derivatives, moments):
+            patch.setattr(module, "BLOCK_ELEMENTS", elements)
+        found = loss.output_hessian(z, labels)
+        assert close(found.dense(), truth, drawn.size, 1e-13)
+        assert close(found.diagonal().flatten(), truth.diagonal(), drawn.size, 1e-13)
+        assert close(found.blocks.total(), total, drawn.size, 1e-12)
+        assert close(loss(z, labels), value, drawn.options["scale"], 1e-13)
+
+
+def test_an_embedding_on_its_proxy_is_named_with_a_margin_on_the_angle(device: str) -> None:
+    proxies, labels = torch.eye(4, 3, device=device) + 0.0, torch.tensor([1, 0], device=device)
+    proxies[3] = 1
+    z = torch.tensor([[1.0, 2.0, 3.0], [2.0, 0.0, 0.0]], device=device)
+    with pytest.raises(UnrepresentableError, match=r"ProxyLoss.*points \[1\].*own proxy"):
+        ProxyLoss(proxies, 16.0, 0.5, "arcface").output_hessian(z, labels)
+    z = z.requires_grad_()
+    (gradient,) = torch.autograd.grad(ProxyLoss(proxies, 16.0, 0.5, "arcface")(z, labels), z)
+    assert bool(gradient.isfinite().all())
+    for kind in ("softmax", "cosface"):
+        ProxyLoss(proxies, kind=kind).output_hessian(z.detach(), labels)
+    opposite = ProxyLoss(proxies, 16.0, 0.5, "arcface").output_hessian(-z.detach(), labels)
+    assert bool(opposite.dense().isfinite().all())
+
+
+@pytest.mark.parametrize(("kind", "margin"), KINDS)
+def test_one_class_or_no_point_is_flat(kind: str, margin: float, device: str) -> None:
+    z, labels = torch.ones(2, 3, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+    loss = ProxyLoss(2 * z[:1], 16.0, margin, kind, pd_fix="full")
+    for count in (2, 0):
+        some = z[:count].clone().requires_grad_()
+        value = loss(some, labels[:count])
+        assert float(value.detach()) == 0
+        assert not torch.autograd.grad(value, some)[0].any()
+        found = loss.output_hessian(z[:count], labels[:count])
+        assert not found.dense().any()
+        assert found.dense().shape == (3 * count, 3 * count)
+
+
+@given(drawn=problems())
+def test_a_mean_counts_times_its_points_in_a_data_set(drawn: Drawn, device: str) -> None:
+    loss, z, labels = drawn.on(device, reduction="mean", pd_fix="full")
+    total = ProxyLoss(loss.proxies, **{**drawn.options, "reduction": "sum"}, pd_fix="full").output_hessian(z, labels)
+    found = loss.data_hessian(z, loss.relate(z, labels, None))
+    assert close(found.dense(), total.dense(), 0.0, 1e-14)
+    assert close(found.loss_and_cost()[0].reshape(1), total.loss_and_cost()[0].reshape(1), 0.0, 1e-14)
+    assert (found.derivatives.anchors, found.derivatives.skipped) == (len(z), 0)
+
+
+@pytest.mark.parametrize("structure", ["diag", "full"])
+@pytest.mark.parametrize(("kind", "margin"), [("softmax", 0.0), ("arcface", 0.4)])
+def test_parameter_curvature(kind: str, margin: float, structure: str, device: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    x, labels = numbers(0, 6, 4), torch.arange(6) % 3
+    loss = ProxyLoss(numbers(1, 3, 3), 5.0, margin, kind, pd_fix="full")
+    jacobian, dense = dense_jacobian(model, x), loss.output_hessian(model(x).detach(), labels).dense()
+    truth = jacobian.T @ dense @ jacobian
+    given = {"loss": loss.to(device), "structure": structure, "clamp": False}
+    found = cc.ggn(model.to(device), x.to(device), labels.to(device), **given).cpu()
+    assert close(found, truth.diagonal() if structure == "diag" else truth)
+
+
+def test_proxies_are_trained_and_told_apart(device: str) -> None:
+    proxies = numbers(0, 700, 50).float().to(device)
+    loss = ProxyLoss(nn.Parameter(proxies.clone()))
+    assert [name for name, _ in loss.named_parameters()] == ["proxies"]
+    assert torch.equal(loss.proxies, proxies)
+    before = repr(loss)
+    assert len(before) < 250
+    assert "(700, 50)" in before
+    fixed = ProxyLoss(proxies)
+    assert not list(fixed.parameters())
+    assert list(fixed.state_dict()) == ["proxies"]
+    assert repr(fixed) == before == repr(ProxyLoss(proxies.T.contiguous().T))
+    optimizer = torch.optim.SGD(loss.parameters(), 1.0)
+    loss(numbers(1, 3, 50).float().to(device), torch.arange(3, device=device)).backward()
+    optimizer.step()
+    assert repr(loss) != before
+    assert loss.replaced(pd_fix="psd").proxies is loss.proxies
+    hessian = loss.output_hessian(numbers(1, 3, 50).float().to(device), torch.arange(3, device=device))
+    assert not hessian.diagonal().requires_grad
+    assert "reduction='sum'" in repr(ProxyLoss(proxies, reduction="sum"))
+    half = ProxyLoss(proxies.bfloat16())
+    assert half.proxies.dtype == torch.bfloat16
+    assert half(numbers(1, 3, 50).to(device), torch.arange(3, device=device)).dtype == torch.float64
+
+
+def test_a_host_finds_what_a_call_was_given(device: str) -> None:
+    loss, labels = ProxyLoss(torch.eye(3, device=device)), torch.arange(2, device=device)
+    z = torch.rand(2, 3, device=device, requires_grad=True)
+    loss(z, labels)
+    given = loss.given_with(z)
+    assert given is not None
+    assert given[0] is labels
+    assert loss.given_with(torch.rand(2, 3)) is None
+
+
+def test_the_default_fix_is_positive_semidefinite(device: str) -> None:
+    proxies = torch.eye(3, device=device)
+    chosen = {(kind, m): ProxyLoss(proxies, margin=m, kind=kind).pd_fix for kind, m in KINDS}
+    assert [str(fix) for fix in chosen.values()] == ["ggn", "ggn", "ggn", "psd", "psd"]
+
+
+EYE = torch.eye(3)
+WRONG_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "list": ({"proxies": [[1.0]]}, "proxies.*Tensor"),
+    "whole numbers": ({"proxies": torch.ones(2, 2, dtype=torch.int64)}, "proxies.*floating"),
+    "vector": ({"proxies": torch.ones(3)}, "proxies.*shape"),
+    "zero proxy": ({"proxies": torch.tensor([[1.0, 0], [0, 0]])}, r"proxies.*rows \[1\]"),
+    "NaN proxy": ({"proxies": EYE / 0}, "proxies.*NaN"),
+    "scale": ({"scale": 0.0}, "scale"),
+    "margin": ({"margin": -0.1, "kind": "cosface"}, "margin"),
+    "margin of a softmax": ({"margin": 0.1}, "margin.*softmax.*cosface"),
+    "degrees": ({"margin": 28.6, "kind": "arcface"}, "margin.*pi.*radians"),
+    "kind": ({"kind": "sphereface"}, "kind.*arcface"),
+    "reduction": ({"reduction": "none"}, "reduction"),
+    "fix": ({"pd_fix": "exact"}, "pd_fix"),
+    "distance": ({"distance": "l1"}, "distance"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_OPTIONS)
+def test_wrong_options_are_named(name: str, device: str) -> None:
+    del device
+    options, words = WRONG_OPTIONS[name]
+    with pytest.raises(cc.InputError, match=words):
+        ProxyLoss(**{"proxies": EYE, **options})
+
+
+@pytest.mark.parametrize("fix", ["ggn", "ggn_fixed"])
+def test_the_second_order_part_alone_is_refused_with_a_margin_on_the_angle(fix: str, device: str) -> None:
+    del device
+    with pytest.raises(cc.UnsupportedError, match=f"{fix}.*arcface.*psd"):
+        ProxyLoss(EYE, margin=0.5, kind="arcface", pd_fix=fix)
+    loss = ProxyLoss(EYE, margin=0.5, kind="arcface")
+    with pytest.raises(cc.UnsupportedError, match=f"{fix}.*arcface.*psd"):
+        loss.output_hessian(EYE + 0.1, torch.arange(3), pd_fix=fix)
+
+
+WRONG_CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "too large": ({"labels": torch.tensor([0, 3])}, r"labels.*0\.\.2.*label 3 of point 1"),
+    "negative": ({"labels": torch.tensor([-1, 0])}, r"labels.*label -1 of point 0"),
+    "floats": ({"labels": torch.zeros(2)}, "labels.*integer"),
+    "too few": ({"labels": torch.tensor([0])}, "labels.*2 embeddings"),
+    "none": ({}, "labels"),
+    "pairs": ({"pairs": (torch.tensor([0]),) * 3}, "pairs.*class labels"),
+    "width": ({"z": torch.ones(2, 4), "labels": torch.tensor([0, 1])}, "z.*3 numbers.*4"),
+    "zero": ({"z": torch.zeros(2, 3), "labels": torch.tensor([0, 1])}, "z.*norm"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_wrong_input_is_named(name: str, device: str) -> None:
+    given, words = WRONG_CALLS[name]
+    given = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in given.items()}
+    loss = ProxyLoss(EYE.to(device))
+    z = given.pop("z", torch.ones(2, 3, device=device))
+    for call in (loss, loss.output_hessian):
+        with pytest.raises(cc.InputError, match=words):
+            call(z, **given)
+
+
+def test_a_relation_without_labels_is_named(device: str) -> None:
+    z, index = torch.ones(2, 3, device=device), torch.tensor([0], device=device)
+    listed = make_relation(2, torch.device(device), pairs=(index, index + 1, index))
+    with pytest.raises(cc.InputError, match=r"relation.*class labels.*EdgeRelation"):
+        ProxyLoss(EYE.to(device)).derivatives(listed, z)
