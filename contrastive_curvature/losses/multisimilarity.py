@@ -39,7 +39,8 @@ class MultiSimilarityLoss(RowLoss):
     Raises:
         InputError: An option is unknown or out of range.
 
-    Source: Wang et al., Multi-Similarity Loss with General Pair Weighting for Deep Metric Learning, 2019 (the loss that its mining and weighting end in).
+    Source: Wang et al., Multi-Similarity Loss with General Pair Weighting for Deep Metric Learning, 2019
+    (the loss that its mining and weighting end in).
     """
 
     root_signs = (-1, -1)

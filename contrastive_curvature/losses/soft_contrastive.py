@@ -1,0 +1,108 @@
+"""The contrastive loss with a soft threshold, of points on the sphere."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from contrastive_curvature.arguments import check_flag, check_number
+from contrastive_curvature.errors import expected
+from contrastive_curvature.hessian.blocks import UnrepresentableError
+from contrastive_curvature.losses._numbers import check_finite_number
+from contrastive_curvature.losses.base import PairLoss, Terms
+from contrastive_curvature.options import Distance, Normalization, PDFix
+
+__all__ = ["SoftContrastiveLoss"]
+
+_MEETING = 16
+"""Rounding errors by which ``2 - 2 s`` of the same point may differ from zero."""
+
+
+class SoftContrastiveLoss(PairLoss):
+    r"""Soft contrastive loss: logistic regression of "same class?" on the distance of a pair.
+
+    With the distance ``d_ij = |u_i - u_j| = sqrt(2 - 2 s_ij)`` of unit embeddings, or its square, over unordered pairs
+    ``{i, j}``:
+
+    .. math::
+        L = - \sum_{pos} w^+_{ij} \log \sigma(-a d_{ij} + b) - \sum_{neg} w^-_{ij} \log \sigma(a d_{ij} - b)
+
+    With ``squared=True`` the logit is ``2 a s - 2 a + b``, that of :class:`~contrastive_curvature.losses.LogisticLoss`
+    with ``scale=2 a`` and ``bias=b - 2 a``: convex in the cosines, with a positive semidefinite second-order part.
+
+    With ``squared=False``, the form of the paper, the second derivative in the cosine is ``a^2 p (1 - p) / d^2`` plus
+    ``a p / d^3`` for a negative or minus ``a (1 - p) / d^3`` for a positive, with ``p = sigma(-a d + b)``: negative for
+    positives with ``a d p < 1``, among them all that are close, so that the second-order part alone (``pd_fix="ggn"``)
+    is indefinite. It is unbounded where two embeddings meet (``d = 0``): the value exists, with a zero gradient of that
+    pair, and the Hessian is refused. So it is for fits over a data set, where every point meets itself.
+
+    The paper has points anywhere and not on the sphere:
+    :func:`contrastive_curvature.hedged.soft_contrastive_loss`.
+
+    Args:
+        a: Slope per unit of (squared) distance, positive.
+        b: Intercept; the probability of "same" is one half at the distance ``b / a``.
+        squared: Whether the logit is linear in the squared distance.
+        negative_weight: See :class:`~contrastive_curvature.losses.PairLoss`.
+        normalization: See :class:`~contrastive_curvature.losses.PairLoss`.
+        distance: See :class:`~contrastive_curvature.options.Distance`; not the one of this loss.
+        pd_fix: See :class:`~contrastive_curvature.options.PDFix`.
+
+    Raises:
+        InputError: An option is unknown or out of range.
+
+    Source: Oh et al., Modeling Uncertainty with Hedged Instance Embedding, 2019, Eq. 2 and 3 (with the sign of
+    :func:`~contrastive_curvature.hedged.match_logits`).
+    """
+
+    def __init__(
+        self,
+        a: float = 1.0,
+        b: float = 0.0,
+        squared: bool = False,
+        negative_weight: float = 0.5,
+        normalization: Normalization | str = Normalization.ANCHOR,
+        *,
+        distance: Distance | str = Distance.ARCCOS,
+        pd_fix: PDFix | str = PDFix.FIXED,
+    ) -> None:
+        super().__init__(negative_weight, normalization, distance=distance, pd_fix=pd_fix)
+        self.a = check_number("a", a, positive=True)
+        self.b = check_finite_number("b", b)
+        check_flag("squared", squared)
+        self.squared = squared
+
+    def _value(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Tensor:
+        squared = 2 - 2 * cosine
+        if self.squared:
+            length = squared
+        else:
+            # The root has no derivative at zero, and may not be taken there even where it is not used.
+            apart = squared > 0
+            length = torch.where(apart, torch.where(apart, squared, 1.0).sqrt(), 0.0)
+        logit = self.b - self.a * length
+        return -(attract * F.logsigmoid(logit) + repel * F.logsigmoid(-logit)).sum()
+
+    def _terms(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Terms:
+        squared = 2 - 2 * cosine
+        if self.squared:
+            logit = self.b - self.a * squared
+            same, other = torch.sigmoid(logit), torch.sigmoid(-logit)
+            slope = 2 * self.a
+            return Terms(slope * (repel * same - attract * other), slope**2 * (attract + repel) * same * other)
+        counted = (attract + repel) > 0
+        self._check_apart(squared, counted.expand_as(cosine))
+        length = torch.where(counted, squared, 1.0).sqrt()
+        logit = self.b - self.a * length
+        same, other = torch.sigmoid(logit), torch.sigmoid(-logit)
+        slope = self.a / length
+        first = slope * (repel * same - attract * other)
+        return Terms(first, slope**2 * (attract + repel) * same * other + first / length.square())
+
+    def _check_apart(self, squared: Tensor, counted: Tensor) -> None:
+        met = counted & (squared <= _MEETING * torch.finfo(squared.dtype).eps)
+        if bool(met.any()):
+            wanted = "pairs of embeddings that differ, since the derivatives grow without bound as two meet"
+            hint = "Use squared=True, whose derivatives are bounded, or leave duplicates out."
+            raise UnrepresentableError(expected("SoftContrastiveLoss(squared=False)", wanted, "some that meet", hint))

@@ -1,0 +1,168 @@
+"""The soft contrastive loss against a loop over pairs, autograd, the logistic loss and the paper's own form."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from row_cases import check_ggn_is_psd, check_products, cosines, counted, numbers
+from strategies import NORMALIZATIONS, Case, cases, close
+
+import contrastive_curvature as cc
+from contrastive_curvature.hedged import soft_contrastive_loss
+from contrastive_curvature.hessian.blocks import UnrepresentableError
+from contrastive_curvature.losses.soft_contrastive import SoftContrastiveLoss
+from contrastive_curvature.testing import list_pairs
+from contrastive_curvature.testing.oracle import pair_weights
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+chosen_options = st.fixed_dictionaries(
+    {
+        "a": st.sampled_from((0.5, 1.0, 20.0)),
+        "b": st.sampled_from((0.0, 5.0, -1.0)),
+        "negative_weight": st.sampled_from((0.0, 0.2, 0.5, 1.0)),
+        "normalization": st.sampled_from(NORMALIZATIONS),
+    }
+)
+
+
+def nearest(case: Case) -> float:
+    """Smallest squared distance of two different points that are a pair."""
+    positive, negative = counted(case)
+    listed = (positive + negative) > 0
+    return float((2 - 2 * cosines(case.z))[listed].min()) if bool(listed.any()) else 1.0
+
+
+@given(case=cases(), chosen=chosen_options, squared=st.booleans())
+def test_value_is_a_sum_over_pairs(case: Case, chosen: dict[str, Any], squared: bool, device: str) -> None:
+    loss, moved = SoftContrastiveLoss(squared=squared, **chosen), case.to(device)
+    listed = list_pairs(len(case.z), case.labels, case.pairs)
+    u = case.z / case.z.norm(dim=1, keepdim=True)
+    truth = size = 0.0
+    for (i, j, sign), weight in pair_weights(listed, loss.negative_weight, str(loss.normalization)).items():
+        length = float((u[i] - u[j]).norm()) ** (2 if squared else 1)
+        x = -sign * (loss.b - loss.a * length)
+        truth += abs(weight) * (max(x, 0) + math.log1p(math.exp(-abs(x))))
+        # A cosine of one is wrong by a rounding error, its distance by the root of it.
+        size += abs(weight) * loss.a
+    assert abs(float(loss(moved.z, **moved.given)) - truth) <= (1e-12 if squared else 1e-7) * size + 1e-12 * truth
+
+
+@given(case=cases(), chosen=chosen_options, squared=st.booleans())
+def test_full_arccos_is_the_hessian_of_the_loss(case: Case, chosen: dict[str, Any], squared: bool, device: str) -> None:
+    assume(squared or nearest(case) > 1e-6)
+    loss, moved = SoftContrastiveLoss(squared=squared, pd_fix="full", **chosen), case.to(device)
+    truth = torch.autograd.functional.hessian(lambda z: loss(z, **moved.given), moved.z)
+    truth = truth.reshape(moved.z.numel(), -1)
+    found = loss.output_hessian(moved.z, moved.labels, pairs=moved.pairs)
+    # Of derivatives that go with 1 / d^3, and of distances with as many digits as 2 - 2 s leaves.
+    size = len(case.z) * (1 if squared else nearest(case) ** -1.5) / float(case.z.norm(dim=1).min()) ** 2
+    tolerance = 1e-10 if squared else 1e-10 + 1e-14 / nearest(case)
+    assert close(found.dense(), truth, 1e-3 * size, tolerance)
+    assert close(found.diagonal().flatten(), truth.diagonal(), 1e-3 * size, tolerance)
+
+
+@given(case=cases(), chosen=chosen_options, seed=st.integers(0, 99))
+def test_products_and_cross_blocks_agree_with_dense(case: Case, chosen: dict[str, Any], seed: int, device: str) -> None:
+    assume(nearest(case) > 1e-4)
+    check_products(SoftContrastiveLoss(pd_fix="full", **chosen), case, device, nearest(case) ** -1.5 * 20, seed)
+
+
+@given(case=cases(), chosen=chosen_options)
+def test_squared_is_the_logistic_loss(case: Case, chosen: dict[str, Any], device: str) -> None:
+    a, b = chosen["a"], chosen["b"]
+    rest = {name: chosen[name] for name in ("negative_weight", "normalization")}
+    moved = case.to(device)
+    ours = SoftContrastiveLoss(squared=True, pd_fix="full", **chosen)
+    other = cc.LogisticLoss(2 * a, b - 2 * a, pd_fix="full", **rest)
+    left, right = (loss.output_hessian(moved.z, moved.labels, pairs=moved.pairs).dense() for loss in (ours, other))
+    assert close(left, right, 1e2 / float(case.z.norm(dim=1).min()) ** 2, 1e-11)
+    check_ggn_is_psd(ours, case, device, (2 * a) ** 2 * len(case.z))
+
+
+def test_same_as_the_paper_where_its_points_are_on_the_sphere(device: str) -> None:
+    """Eq. 2 and 3 over all pairs; half of each here, as the factors of positives and negatives are one half."""
+    for seed in range(3):
+        z = torch.nn.functional.normalize(numbers(seed, 8, 3).to(device)).requires_grad_()
+        labels = (torch.arange(8) % 3).to(device)
+        i, j = torch.triu_indices(8, 8, 1, device=device)
+        theirs = soft_contrastive_loss(z[i], z[j], labels[i] == labels[j], 3.0, 1.5, reduction="sum") / 2
+        ours = SoftContrastiveLoss(3.0, 1.5, normalization="sum")(z, labels)
+        # Theirs has a gradient along the points, which on the sphere is of no effect.
+        grads = [torch.autograd.grad(value, z)[0] for value in (ours, theirs)]
+        along = [grad - (grad * z).sum(1, keepdim=True) * z for grad in grads]
+        assert close(ours.detach().reshape(1), theirs.detach().reshape(1), tolerance=1e-12)
+        assert close(along[0].detach(), along[1].detach(), tolerance=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["labels", "pairs"])
+def test_embeddings_that_meet(kind: str, dtype: torch.dtype, device: str) -> None:
+    z = numbers(0, 5, 3).to(device, dtype)
+    z[1] = 3 * z[0]
+    given: dict[str, Any] = {"labels": (torch.arange(5) % 2).to(device)}
+    if kind == "pairs":
+        given = {"pairs": tuple(torch.tensor(index, device=device) for index in ([0, 2], [2, 4], [0, 3], [1, 1]))}
+    loss = SoftContrastiveLoss()
+    with pytest.raises(UnrepresentableError, match=r"squared=False.*squared=True.*duplicates"):
+        loss.output_hessian(z, **given)
+    assert bool(SoftContrastiveLoss(squared=True).output_hessian(z, **given).dense().isfinite().all())
+    z.requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(z, **given), z)
+    assert bool(gradient.isfinite().all())
+    # A pair that is not counted may meet.
+    alone = tuple(torch.tensor(index, device=device) for index in ([2, 2], [4, 3], [2, 0], [1, 4]))
+    assert bool(loss.output_hessian(z.detach(), pairs=alone).dense().isfinite().all())
+    assert bool(loss.output_hessian(z.detach(), pairs=tuple(_masks(alone, 5, device))).dense().isfinite().all())
+
+
+def _masks(pairs: tuple[torch.Tensor, ...], n: int, device: str) -> list[torch.Tensor]:
+    out = []
+    for i, j in (pairs[:2], pairs[2:]):
+        mask = torch.zeros(n, n, dtype=torch.bool, device=device)
+        mask[i, j] = mask[j, i] = True
+        out.append(mask)
+    return out
+
+
+def test_where_the_second_derivative_is_negative(device: str) -> None:
+    """For positives with ``a d p < 1``; a negative never has one."""
+    loss = SoftContrastiveLoss(2.0, 1.0)
+    s = torch.linspace(-0.99, 0.99, 50, dtype=torch.float64, device=device)
+    length = (2 - 2 * s).sqrt()
+    none, one = torch.zeros_like(s), torch.ones_like(s)
+    attracting, repelling = loss._terms(s, one, none).second, loss._terms(s, none, one).second
+    assert attracting is not None
+    assert repelling is not None
+    p = torch.sigmoid(1 - 2 * length)
+    assert torch.equal(attracting < 0, 2 * length * p < 1)
+    assert bool((attracting < 0).any())
+    assert bool((repelling > 0).all())
+    steep = SoftContrastiveLoss(20.0, 20.0)._terms(s, one, none).second
+    assert steep is not None
+    assert bool((steep > 0).any())
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"a": 0.0}, "a"),
+        ({"a": math.nan}, "a"),
+        ({"a": "1"}, "a"),
+        ({"b": math.inf}, "b"),
+        ({"b": True}, "b"),
+        ({"squared": 1}, "squared"),
+        ({"negative_weight": 2.0}, "negative_weight"),
+        ({"normalization": "none"}, "normalization"),
+    ],
+)
+def test_options(options: dict[str, Any], name: str, device: str) -> None:
+    del device
+    with pytest.raises(cc.InputError, match=f"^{name}: "):
+        SoftContrastiveLoss(**options)
