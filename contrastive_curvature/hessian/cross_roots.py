@@ -10,6 +10,7 @@ at point b, and adds ``sign_r W_rib W_rib'^T`` to the block of every two points.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -17,12 +18,47 @@ from torch import Tensor
 
 from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS
 
-__all__ = ["CrossRoots", "RootSide"]
+__all__ = ["CrossRoots", "PointVectors", "RootSide"]
+
+
+class PointVectors(ABC):
+    """Entries ``W_ab`` of A vectors at some points (R of them), before the projection and the norm of a point.
+
+    Attributes:
+        weights: Zero where a vector has no entry at a point, shape (A, R).
+    """
+
+    weights: Tensor
+
+    @abstractmethod
+    def along(self, t: Tensor) -> Tensor:
+        """``W_ab . t_b`` for tangents ``t`` (R, D), already divided by the norms, shape (A, R)."""
+
+    @abstractmethod
+    def summed(self, t: Tensor) -> Tensor:
+        """``sum_b W_ab . t_bk`` for ``t`` of shape (R, D, K), shape (A, K)."""
+
+    @abstractmethod
+    def spread(self, x: Tensor) -> Tensor:
+        """``sum_a W_ab x_ak`` for ``x`` of shape (A, K), before the projection and the norm, shape (R, D, K)."""
+
+    @abstractmethod
+    def blockwise(self, t: Tensor, signs: Tensor, points: Tensor) -> Tensor:
+        """``sum_a sign_a W_ab (W_ab . t_bk)``, as in :meth:`spread`, for some of the points alone.
+
+        Args:
+            t: Tangents at all R points, already divided by the norms, shape (R, D, K).
+            signs: Shape (A,).
+            points: Which of them, shape (O,).
+
+        Returns:
+            Shape (O, D, K).
+        """
 
 
 @dataclass(frozen=True)
-class RootSide:
-    """Entries of A vectors at some points (R of them), before the projection and the norm of a point.
+class RootSide(PointVectors):
+    """Entries of vectors that belong to one anchor each.
 
     Args:
         anchors: ``u_i`` of the anchor that each vector belongs to, shape (A, D).
@@ -36,13 +72,13 @@ class RootSide:
     own: tuple[Tensor, Tensor, Tensor]
 
     def along(self, t: Tensor) -> Tensor:
-        """``W_ab . t_b`` for tangents ``t`` (R, D), already divided by the norms, shape (A, R)."""
+        """See :meth:`PointVectors.along`."""
         out = self.weights * (self.anchors @ t.T)
         vector, point, own = self.own
         return out.index_put_((vector, point), (own * t[point]).sum(1), accumulate=True)
 
     def summed(self, t: Tensor) -> Tensor:
-        """``sum_b W_ab . t_bk`` for ``t`` of shape (R, D, K), shape (A, K)."""
+        """See :meth:`PointVectors.summed`."""
         dim, columns = t.shape[1:]
         out = t.new_zeros(self.weights.shape[0], columns)
         step = max(1, BLOCK_ELEMENTS // max(1, dim * columns))
@@ -54,7 +90,7 @@ class RootSide:
         return out.index_add_(0, vector, torch.einsum("od,odk->ok", own, t[point]))
 
     def spread(self, x: Tensor) -> Tensor:
-        """``sum_a W_ab x_ak`` for ``x`` of shape (A, K), before the projection and the norm, shape (R, D, K)."""
+        """See :meth:`PointVectors.spread`."""
         points, dim = self.weights.shape[1], self.anchors.shape[1]
         out = x.new_zeros(points, dim * x.shape[1])
         step = max(1, BLOCK_ELEMENTS // max(1, dim * x.shape[1]))
@@ -66,16 +102,7 @@ class RootSide:
         return out.view(points, dim, -1).index_add_(0, point, own.unsqueeze(2) * x[vector].unsqueeze(1))
 
     def blockwise(self, t: Tensor, signs: Tensor, points: Tensor) -> Tensor:
-        """``sum_a sign_a W_ab (W_ab . t_bk)``, as in :meth:`spread`, for some of the points alone.
-
-        Args:
-            t: Tangents at all R points, already divided by the norms, shape (R, D, K).
-            signs: Shape (A,).
-            points: Which of them, shape (O,).
-
-        Returns:
-            Shape (O, D, K).
-        """
+        """See :meth:`PointVectors.blockwise`."""
         out = t.new_zeros(len(points), *t.shape[1:])
         vector, point, own = self.own
         for k in range(t.shape[2]):
@@ -102,8 +129,8 @@ class CrossRoots:
     """
 
     signs: Tensor
-    rows: RootSide
-    columns: RootSide
+    rows: PointVectors
+    columns: PointVectors
     same_rows: Tensor
     same_columns: Tensor
 
