@@ -6,21 +6,14 @@ may be augmented anew, and the result does not change where a batch of the train
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.ggn.accumulate import add_factors, per_point
-from contrastive_curvature.ggn.class_sums import ClassSums
-from contrastive_curvature.ggn.dataset import DatasetCurvature, mean_norm
-from contrastive_curvature.ggn.dominance import Dominance
-from contrastive_curvature.ggn.feature_sample import FeatureSample
-from contrastive_curvature.ggn.finite import check_finite
+from contrastive_curvature.ggn.anchor_sums import AnchorSums, note_skipped
+from contrastive_curvature.ggn.dataset import DatasetCurvature
 from contrastive_curvature.ggn.sampling import BlockSampler
-from contrastive_curvature.ggn.sharing import structured_curvature
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.cosine import CosineLoss
@@ -31,8 +24,6 @@ from contrastive_curvature.pairs import Pairs
 from contrastive_curvature.progress import Progress
 
 __all__ = ["AnchorBatch", "AnchorReader", "anchors_curvature", "note_skipped"]
-
-_log = logging.getLogger("contrastive_curvature")
 
 
 class AnchorBatch(NamedTuple):
@@ -84,49 +75,14 @@ def anchors_curvature(
         InputError: The loader is empty, no anchor has a positive, a batch is malformed, or a curvature is not finite.
         UnsupportedError: ``kron`` is requested for a layer that has no Kronecker factors.
     """
-    progress = Progress.of(progress)
-    curvature: Any = None
-    value: Any = 0
-    cost: Any = 0
-    norms: Any = 0
-    n = anchors = skipped = 0
-    dominance, sample = Dominance(pullback, structure, 1), FeatureSample.of(pullback)
-    classes: ClassSums | None = ClassSums()
-    for number, batch in enumerate(progress.over(loader, "[curvature]")):
+    sums = AnchorSums(pullback, structure, kfac_approx, sampler)
+    for batch in Progress.of(progress).over(loader, "[curvature]"):
         given = read(batch)
         z, context = pullback.forward(given.x)
         z = check_outputs(z, "model(x)")
-        hessian = batch_of_data(loss, z, given.labels, given.pairs)
-        anchors, skipped = anchors + hessian.derivatives.anchors, skipped + hessian.derivatives.skipped
-        part = structured_curvature(pullback, context, hessian, structure, 1, kfac_approx, sampler)
-        check_finite(part, pullback, f"batch {number} (counted from 0)")
-        if sample is not None:
-            sample.add(context)
-        if given.classes is None:
-            classes = None
-        elif classes is not None:
-            classes.add(z, given.classes)
-        if kfac_approx is KFACApprox.EXPAND:
-            alone = hessian.coupled and structure is not Structure.KRON
-            term = pullback.block_term(context, hessian.blocks, Structure.DIAG) if alone else part
-            dominance.add(context, len(z), hessian.blocks, term)
-        if structure is Structure.KRON:
-            curvature = add_factors(curvature, part)
-        else:
-            curvature = part if curvature is None else curvature + part
-        found = hessian.loss_and_cost()
-        value, cost = value + found[0].double(), cost + found[1].double()
-        n, norms = n + len(z), norms + len(z) * mean_norm(z)
-    if curvature is None:
-        raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
-    note_skipped(anchors, skipped)
-    check_finite(curvature, pullback, "the sum over all batches")
-    dominance.warn()
-    if structure is Structure.KRON:
-        curvature = per_point(curvature, n)
-    centres = None if classes is None else classes.centres()
-    dtype = z.dtype
-    return DatasetCurvature(curvature, value.to(dtype), cost.to(dtype), n, sample, norms / n, centres)
+        sums.add(context, batch_of_data(loss, z, given.labels, given.pairs), given.classes)
+    sums.check()
+    return sums.total()
 
 
 def batch_of_data(loss: CosineLoss, z: Tensor, labels: Tensor | None, pairs: Pairs | None) -> OutputHessian:
@@ -139,20 +95,3 @@ def batch_of_data(loss: CosineLoss, z: Tensor, labels: Tensor | None, pairs: Pai
         pairs: See the loss.
     """
     return loss.data_hessian(z, loss.relate(z, labels, pairs))
-
-
-def note_skipped(anchors: int, skipped: int) -> None:
-    """Say how many anchors had nothing to be compared with.
-
-    Raises:
-        InputError: None had.
-    """
-    if not anchors:
-        hint = "An anchor needs a positive among the candidates of its batch: larger batches, or several of each class."
-        raise InputError(expected("train_loader", "at least one anchor with a positive", f"none of {skipped}", hint))
-    if skipped:
-        _log.info(
-            "%d of %d anchors had no positive among their candidates, and add nothing to the curvature",
-            skipped,
-            anchors + skipped,
-        )
