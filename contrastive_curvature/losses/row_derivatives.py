@@ -211,11 +211,10 @@ class RowDerivatives(CosineDerivatives):
         holds = count * many <= _HELD_ELEMENTS
         for start, stop in side.row_blocks(3):
             positive, negative = side.related(self.relation, start, stop, self.u.dtype)
-            counts = loss._counts(positive, negative)
-            mine = counts > 0
+            mine = loss._counts(positive, negative) > 0
             kept[start:stop] = mine
-            self._terms_counted += float(counts.sum())
             cosine = self.u[side.anchors][start:stop] @ self.u[side.candidates].T
+            self._terms_counted += float(loss._counts_at(cosine, positive, negative).sum())
             statistics = loss._statistics(cosine, positive, negative)
             found.append(statistics)
             terms = row_terms(loss, cosine, positive, negative, statistics, mine)

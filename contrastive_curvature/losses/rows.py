@@ -97,6 +97,16 @@ class RowLoss(CosineLoss):
             negative: How often it counts as a negative, shape (B, M).
         """
 
+    def _counts_at(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        """How many terms a mean is over, shape (B,), where that depends on the cosines; otherwise :meth:`_counts`.
+
+        Args:
+            cosine: See :meth:`_value`; without a graph.
+            positive: See :meth:`_counts`.
+            negative: See :meth:`_counts`.
+        """
+        return self._counts(positive, negative)
+
     @abstractmethod
     def _value(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         """Loss of every anchor, summed over its terms, differentiable by autograd.
@@ -220,12 +230,11 @@ class RowLoss(CosineLoss):
         for side in sides:
             for start, stop in side.row_blocks():
                 positive, negative = side.related(relation, start, stop, u.dtype)
-                counts = self._counts(positive, negative)
-                kept = counts > 0
+                kept = self._counts(positive, negative) > 0
                 if bool(kept.any()):
                     cosine = u[side.anchors][start:stop][kept] @ u[side.candidates].T
                     total = total + self._value(cosine, positive[kept], negative[kept]).double().sum()
-                terms += float(counts.sum())
+                    terms += float(self._counts_at(cosine.detach(), positive[kept], negative[kept]).sum())
         scale = self._scale(terms, sides, 0, as_data=False)
         return (scale * total).to(u.dtype) + 0 * u.sum()
 
