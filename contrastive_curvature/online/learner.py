@@ -11,13 +11,17 @@ from torch import Tensor, nn
 from contrastive_curvature.errors import DivergenceError, InputError, InputTypeError, expected
 from contrastive_curvature.ggn.dataset import DatasetCurvature
 from contrastive_curvature.ggn.finite import is_finite
+from contrastive_curvature.ggn.views import as_anchors
 from contrastive_curvature.hessian.blocks import UnrepresentableError
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.options import given_options
+from contrastive_curvature.losses.base import PairLoss
+from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, input_length
+from contrastive_curvature.network.views import read_views
 from contrastive_curvature.online.discount import DiscountedCurvature
 from contrastive_curvature.online.options import (
     CLASSES,
@@ -30,6 +34,7 @@ from contrastive_curvature.online.options import (
 from contrastive_curvature.online.posterior import OnlinePosterior
 from contrastive_curvature.online.sampled import AllParameters, LastLayer, SampledEncoder
 from contrastive_curvature.options import Normalization
+from contrastive_curvature.pairs import Pairs
 
 __all__ = ["Miner", "OnlineLaplace"]
 
@@ -96,9 +101,9 @@ class OnlineLaplace(nn.Module):
         backend: The class that computes curvatures, as in ``laplace.Laplace``; by default ``ContrastiveGGN``, which is
             exact for every encoder.
         backend_kwargs: Options of the curvature, documented in the backend: ``distance``, ``pd_fix``, ``margin``,
-            ``negative_weight``, ``normalization``, ``relation``, ``kfac_approx``, or ``loss``, a
-            :class:`~contrastive_curvature.losses.PairLoss`: the curvature is that of this loss, whatever ``loss`` above
-            is. The default loss uses the margin (or this pair loss) and the relation too.
+            ``negative_weight``, ``normalization``, ``relation``, ``kfac_approx``, or ``loss``, any loss of this
+            library: the curvature is that of this loss, whatever ``loss`` above is. The default loss uses the margin
+            (or this loss) and the relation too. With two views of every input see :meth:`join`.
 
     Raises:
         InputError: An option is unknown or out of range.
@@ -146,6 +151,9 @@ class OnlineLaplace(nn.Module):
         if options["pairs"] != "batch":
             hint = "A training step sees no other pairs; la.fit(loader) after training uses all pairs of the data set."
             raise InputError(expected("backend_kwargs: pairs", "'batch' or nothing", repr(options["pairs"]), hint))
+        if options.get("candidates") == "dataset":
+            hint = "A training step sees no other points; la.fit(loader) after training can take those of the data set."
+            raise InputError(expected("backend_kwargs: candidates", "'batch' or nothing", "'dataset'", hint))
         if options.get("mc_samples") is not None:
             hint = "A step has few points, and an interrupted training could not go on with the same samples."
             raise InputError(expected("backend_kwargs: mc_samples", "nothing in training", options["mc_samples"], hint))
@@ -166,7 +174,12 @@ class OnlineLaplace(nn.Module):
         self._loss, self._miner, self._curvature_miner = loss, miner, curvature_miner
         # The loss is a mean over pairs of each type, as usual in metric learning. Checkpoints contain the attribute's
         # name, which is older than the other pair losses.
-        self._contrastive = backend_object.loss.replaced(normalization=Normalization.TYPE, negative_weight=0.5)
+        own_loss = backend_object.loss
+        self._contrastive: CosineLoss = (
+            own_loss.replaced(normalization=Normalization.TYPE, negative_weight=0.5)
+            if isinstance(own_loss, PairLoss)
+            else own_loss
+        )
         kind = LastLayer if subset_of_weights == "last_layer" else AllParameters
         self._sampled: SampledEncoder = kind(backend_object, self._posterior.probe, n_data, self._posterior.structure)
         self.discounted = DiscountedCurvature(self._empty_curvature(), memory_factor)
@@ -186,12 +199,36 @@ class OnlineLaplace(nn.Module):
             lambda module, state, prefix, *_: module.check_state(state, prefix)
         )
 
-    def forward(self, x: Inputs, labels: Tensor) -> Tensor:
+    def join(self, batch: Any, dict_key_y: str = "labels") -> tuple[Inputs, Tensor | None, Pairs | None]:
+        """Turn what a loader yields into the arguments of a call, for a loss of anchors.
+
+        Args:
+            batch: ``(x, labels)``, ``(view, view)``, ``((view, view), labels)``, ``(view, view, labels)`` or a mapping.
+            dict_key_y: Where a mapping keeps the labels.
+
+        Returns:
+            The inputs, on the encoder's device, second views behind the first; the labels of both, which number the
+            inputs where there are none; and pairs, for a loss of listed pairs.
+
+        Raises:
+            InputError: The batch is malformed.
+        """
+        backend = self._posterior.backend
+        given = as_anchors(
+            read_views(batch, next(self.encoder.parameters()).device, dict_key_y),
+            backend.loss,
+            backend.relation,
+            backend.positives,
+        )
+        return given.x, given.labels, None if callable(given.pairs) else given.pairs
+
+    def forward(self, x: Inputs, labels: Tensor | None = None, *, pairs: Pairs | None = None) -> Tensor:
         """Compute the expected loss of a batch, with its graph; in training mode also update the posterior.
 
         Args:
             x: A batch of B inputs.
             labels: Class labels (B,), or targets of the relation.
+            pairs: Instead of labels, what a loss of listed pairs takes.
 
         Returns:
             The loss, a tensor with one number.
@@ -213,11 +250,13 @@ class OnlineLaplace(nn.Module):
                 msg = "the outputs of the encoder are not finite."
                 raise self._diverged(msg)
             raw = check_outputs(raw, "encoder(x)")
-            losses.append(self._loss_of(z, labels))
+            losses.append(self._loss_of(z, labels, pairs))
             if self.training:
-                pairs = None if self._curvature_miner is None else self._curvature_miner(normalize(raw)[0], labels)
+                mined = pairs
+                if self._curvature_miner is not None:
+                    mined = self._curvature_miner(normalize(raw)[0], labels)
                 try:
-                    terms.append(self._sampled.curvature(x, raw, context, labels, pairs))
+                    terms.append(self._sampled.curvature(x, raw, context, labels, mined))
                 except UnrepresentableError as error:
                     msg = f"the curvature is not finite ({error})"
                     raise self._diverged(msg) from error
@@ -259,16 +298,18 @@ class OnlineLaplace(nn.Module):
             _refuse_other_options(self, state[f"{prefix}options"], f"state_dict[{f'{prefix}options'!r}]")
         self.discounted.check_state(state, f"{prefix}discounted.")
 
-    def _loss_of(self, z: Tensor, labels: Tensor) -> Tensor:
+    def _loss_of(self, z: Tensor, labels: Tensor | None, given: Pairs | None = None) -> Tensor:
         normalization = self._sampled.encoder.normalization
         # The user's loss gets the outputs of the whole encoder, including a normalisation at its end.
         embeddings = z if normalization is None or self._loss is None else normalization(z)
         if self._loss is not None and self._miner is None:
-            return self._loss(embeddings, labels)
+            return self._loss(embeddings, labels) if given is None else self._loss(embeddings, labels, given)
+        if self._loss is None and self._miner is None and not isinstance(self._contrastive, PairLoss):
+            return self._contrastive(z, labels, pairs=self._posterior.backend.relation if given is None else given)
         raw = check_outputs(z.detach(), "encoder(x)")
         if self._miner is None:
             backend = self._posterior.backend
-            pairs: tuple[Tensor, ...] = backend.loss.mine(raw, labels, backend.relation)
+            pairs: Any = given if given is not None else backend.loss.mine(raw, labels, backend.relation)
         else:
             pairs = self._miner(normalize(raw)[0], labels)
         return self._contrastive(z, pairs=pairs) if self._loss is None else self._loss(embeddings, labels, pairs)
@@ -279,7 +320,7 @@ class OnlineLaplace(nn.Module):
         with torch.no_grad(), evaluation_mode(self.encoder):
             (z, context), *_ = self._sampled.outputs(probe, [None])
             labels = torch.zeros(input_length(probe), dtype=torch.int64, device=z.device)
-            return self._sampled.curvature(probe, z, context, labels, (no_pairs,) * 4).curvature
+            return self._sampled.empty(probe, z, context, labels, (no_pairs,) * 4)
 
     def _check_finite(self, losses: list[Tensor], terms: list[DatasetCurvature]) -> None:
         checks = {

@@ -17,12 +17,14 @@ from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.dataset import DatasetCurvature, mean_norm
 from contrastive_curvature.ggn.sharing import structured_curvature
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
+from contrastive_curvature.losses.base import PairLoss
+from contrastive_curvature.losses.contrastive import ContrastiveLoss
 from contrastive_curvature.losses.dataset import batch_hessian
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.module import parameter_places
 from contrastive_curvature.network.pullback import Pullback
-from contrastive_curvature.options import Structure
+from contrastive_curvature.options import PDFix, Structure
 
 __all__ = ["AllParameters", "LastLayer", "SampledEncoder"]
 
@@ -53,7 +55,7 @@ class SampledEncoder(ABC):
         """
 
     @abstractmethod
-    def curvature(self, x: Inputs, z: Tensor, context: Any, targets: Tensor, pairs: Any) -> DatasetCurvature:
+    def curvature(self, x: Inputs, z: Tensor, context: Any, targets: Tensor | None, pairs: Any) -> DatasetCurvature:
         """The contribution of a batch to the curvature of a data set, at sampled weights.
 
         Args:
@@ -67,11 +69,27 @@ class SampledEncoder(ABC):
             Unclamped curvature, loss, non-negative loss, and B. Input factors of Kronecker pairs are sums over points.
         """
 
+    def empty(self, x: Inputs, z: Tensor, context: Any, targets: Tensor | None, pairs: Any) -> Any:
+        """The curvature of no pairs, which is zero and has the right shape; arguments as of :meth:`curvature`."""
+        if isinstance(self.backend.loss, PairLoss):
+            return self.curvature(x, z, context, targets, pairs).curvature
+        loss = self.backend.loss
+        try:
+            # Other losses may have no notion of no pairs; the shape is the same for all.
+            self.backend.loss = ContrastiveLoss(pd_fix=PDFix.FIXED)
+            return self.curvature(x, z, context, targets, pairs).curvature
+        finally:
+            self.backend.loss = loss
+
     def _term(
-        self, pullback: Pullback, z: Tensor, context: Any, targets: Tensor, pairs: Any, structure: Structure
+        self, pullback: Pullback, z: Tensor, context: Any, targets: Tensor | None, pairs: Any, structure: Structure
     ) -> DatasetCurvature:
         backend = self.backend
-        hessian = batch_hessian(backend.loss, z, targets, self.n_data, None, backend.relation, pairs)
+        if isinstance(backend.loss, PairLoss):
+            hessian = batch_hessian(backend.loss, z, targets, self.n_data, None, backend.relation, pairs)
+        else:
+            given = (None, pairs) if pairs is not None else (targets, backend.relation)
+            hessian = backend.loss.data_hessian(z, backend.loss.relate(z, *given))
         value = structured_curvature(pullback, context, hessian, structure, 1, backend.kfac_approx)
         # Scaled as the part of a data set of N points that the B points of this batch contribute.
         scaled = backend.at_data_scale(DatasetCurvature(value, *hessian.loss_and_cost(), self.n_data))
@@ -98,7 +116,7 @@ class LastLayer(SampledEncoder):
             bias = None if layer.bias is None else layer.bias + shift[size:]
             yield linear(features, weight, bias), features.detach()
 
-    def curvature(self, x: Inputs, z: Tensor, context: Any, targets: Tensor, pairs: Any) -> DatasetCurvature:
+    def curvature(self, x: Inputs, z: Tensor, context: Any, targets: Tensor | None, pairs: Any) -> DatasetCurvature:
         """The contribution of a batch to the curvature, from the features in ``context``, shape (B, F)."""
         dtype = self.encoder.require_last_layer().weight.dtype
         with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
@@ -137,7 +155,7 @@ class AllParameters(SampledEncoder):
             # Tied by torch, a module with two names would keep the replaced tensors in the user's model afterwards.
             yield functional_call(self.encoder, everywhere, (x,), tie_weights=False), shift
 
-    def curvature(self, x: Inputs, z: Tensor, context: Any, targets: Tensor, pairs: Any) -> DatasetCurvature:
+    def curvature(self, x: Inputs, z: Tensor, context: Any, targets: Tensor | None, pairs: Any) -> DatasetCurvature:
         """The contribution of a batch to the curvature, computed in evaluation mode.
 
         In training mode, batch normalisation would make the output of a point depend on the whole batch, and a point

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from contrastive_curvature.arguments import check_count, check_flag
 from contrastive_curvature.errors import DivergenceError, InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.network.loader import check_loader, read_batch
+from contrastive_curvature.network.views import has_views
 from contrastive_curvature.online.checkpoint import load_checkpoint, save_checkpoint
 from contrastive_curvature.online.content import check_frame, check_states, refused, restore, states_of_process
 from contrastive_curvature.online.lock import lock_checkpoint
@@ -195,11 +196,18 @@ class Trainer:
                 start = {**random_state(generators), "samplers": changed_state(unused, sampler_state(train_loader))}
                 self._save(epoch, 0, batches, start, generators, processes)
 
+    def _read(self, batch: Any, device: torch.device) -> tuple[Any, Any, Any]:
+        """Inputs, targets and pairs; a step that knows what to do with two views is asked."""
+        join = getattr(getattr(self.step, "module", self.step), "join", None)
+        if join is not None and has_views(batch):
+            return join(batch, self.dict_key_y)  # type: ignore[no-any-return]
+        return *read_batch(batch, device, self.dict_key_y), None
+
     def _train_on_batch(self, batch: Any, epoch: int) -> float:
         device = next(self.step.parameters()).device
-        x, targets = read_batch(batch, device, self.dict_key_y)
+        x, targets, pairs = self._read(batch, device)
         try:
-            loss = self.step(x, targets)
+            loss = self.step(x, targets) if pairs is None else self.step(x, targets, pairs=pairs)
         except DivergenceError as error:
             raise self._diverged(error.reason, epoch) from error
         if not isinstance(loss, Tensor) or loss.numel() != 1:
