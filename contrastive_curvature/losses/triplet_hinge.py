@@ -1,0 +1,156 @@
+"""The triplet loss with a margin."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.arguments import check_number
+from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.hessian.derivatives import CosineDerivatives
+from contrastive_curvature.losses.listed_triplets import ListedTripletDerivatives, ListedTriplets, listed_violations
+from contrastive_curvature.losses.row_derivatives import RowDerivatives
+from contrastive_curvature.losses.rows import RowLoss, RowTerms
+from contrastive_curvature.losses.sides import Sides
+from contrastive_curvature.options import Distance, PDFix
+from contrastive_curvature.pairs import Pairs
+from contrastive_curvature.pairs.relation import Relation
+
+__all__ = ["TripletLoss"]
+
+_MOST_PAIRS = 2**24
+"""Anchors times candidates of the largest batch whose derivatives are formed."""
+
+
+class TripletLoss(RowLoss):
+    r"""Triplet loss with a hinge on squared distances of unit embeddings.
+
+    Over all triplets of an anchor i, one of its positives p and one of its negatives n:
+
+    .. math::
+        \max(0, |u_i - u_p|^2 - |u_i - u_n|^2 + m) = \max(0, 2 s_{in} - 2 s_{ip} + m)
+
+    With ``reduction="mean"`` the loss is the mean over the active triplets, those above zero; with ``"sum"`` their sum.
+    A positive that counts k times beside a negative that counts l times makes k l triplets. Anchors without a positive
+    or without a negative have no triplet and are left out.
+
+    Index tensors ``pairs=(a, p, n)`` are exactly these triplets, and no others of the same points; one with the anchor
+    as its own positive or negative is left out. Four tensors ``(a1, p, a2, n)`` list unordered pairs, as masks do, of
+    which all triplets are taken.
+
+    The loss is piecewise linear in the cosines, so its second-order part is zero.
+
+    The same loss elsewhere: ``TripletMarginLoss(margin, distance=LpDistance(power=2))`` of pytorch-metric-learning,
+    with its default reducer and without ``swap``. Its default distance is not squared, nor is that of
+    ``torch.nn.TripletMarginLoss``: these are other losses.
+
+    Args:
+        margin: ``m``, in units of squared distance (which is at most 4), not negative.
+        reduction: See above.
+        directions: See :class:`~contrastive_curvature.losses.rows.RowLoss`.
+        distance: See :class:`~contrastive_curvature.options.Distance`; not the one of this loss.
+        pd_fix: See :class:`~contrastive_curvature.options.PDFix`; not ``"ggn"``, which is zero.
+
+    Raises:
+        InputError: An option is unknown or out of range.
+        UnsupportedError: ``pd_fix="ggn"``; or derivatives of more than 2^24 pairs of anchors and candidates.
+
+    Source: Schroff et al., FaceNet: A Unified Embedding for Face Recognition and Clustering, 2015, section 3.1. Hermans
+    et al., In Defense of the Triplet Loss for Person Re-Identification, 2017, average over active triplets.
+    """
+
+    linear = True
+
+    def __init__(
+        self,
+        margin: float = 0.2,
+        reduction: str = "mean",
+        directions: str = "both",
+        *,
+        distance: Distance | str = Distance.ARCCOS,
+        pd_fix: PDFix | str = PDFix.FIXED,
+    ) -> None:
+        super().__init__(reduction, directions, distance=distance, pd_fix=pd_fix)
+        self.margin = check_number("margin", margin)
+
+    def relate(self, z: Tensor, labels: Tensor | None, pairs: Pairs | None) -> Relation:
+        """See :meth:`CosineLoss.relate`."""
+        if isinstance(pairs, tuple) and len(pairs) == 3:
+            return ListedTriplets(pairs, len(z), z.device)
+        return super().relate(z, labels, pairs)
+
+    def derivatives(  # type: ignore[override]
+        self, relation: Relation, u: Tensor, *, as_data: bool = False, negative_share: float = 1.0
+    ) -> CosineDerivatives:
+        """See :meth:`RowLoss.derivatives`; with listed triplets, every negative counts in full."""
+        _check_size(Sides.one_tower(len(u)))
+        if isinstance(relation, ListedTriplets):
+            return ListedTripletDerivatives(self, relation, u, as_data=as_data)
+        return super().derivatives(relation, u, as_data=as_data, negative_share=negative_share)
+
+    def between_towers(self, relation: Relation, u: Tensor, first: int, *, as_data: bool = False) -> RowDerivatives:
+        """See :meth:`RowLoss.between_towers`."""
+        _check_size(Sides.two_towers(first, len(u), self.directions))
+        return super().between_towers(relation, u, first, as_data=as_data)
+
+    def _value_of(self, u: Tensor, relation: Relation, sides: Sides) -> Tensor:
+        if not isinstance(relation, ListedTriplets):
+            return super()._value_of(u, relation, sides)
+        cost = listed_violations(relation, u, self.margin).relu()
+        scale = self._scale(float((cost > 0).sum()), sides, 0, as_data=False)
+        return (scale * cost.double().sum()).to(u.dtype) + 0 * u.sum()
+
+    def _counts(self, positive: Tensor, negative: Tensor) -> Tensor:
+        return positive.sum(1) * negative.sum(1)
+
+    def _counts_at(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        return self._active(cosine, positive, self._statistics(cosine, positive, negative))[0]
+
+    def _value(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        # Linear in the cosines, as long as the same triplets are active.
+        fixed = cosine.detach()
+        statistics = self._statistics(fixed, positive, negative)
+        first = self._terms(fixed, positive, negative, statistics).first
+        return (first * cosine).sum(1) + self.margin * self._active(fixed, positive, statistics)[0]
+
+    def _statistics(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        # One threshold per positive, for both ends of a triplet, so that rounding cannot make only one of them active.
+        return torch.cat(
+            [*_sorted(cosine - self.margin / 2, positive), *_sorted(cosine, negative)],
+            dim=1,
+        )
+
+    def _terms(self, cosine: Tensor, positive: Tensor, negative: Tensor, statistics: Tensor) -> RowTerms:
+        many = (statistics.shape[1] - 2) // 4
+        thresholds, weights, _, _ = statistics.split([many, many + 1, many, many + 1], dim=1)
+        below = torch.searchsorted(thresholds.contiguous(), cosine.contiguous())
+        of_negative = weights.gather(1, below)
+        of_positive = self._active(cosine, positive, statistics)[1]
+        return RowTerms(2 * (negative * of_negative - positive * of_positive), None)
+
+    def _active(self, cosine: Tensor, positive: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor]:
+        """Active triplets of every anchor, shape (B,), and those of every candidate as a positive that counts once."""
+        many = (statistics.shape[1] - 2) // 4
+        _, _, cosines, weights = statistics.split([many, many + 1, many, many + 1], dim=1)
+        up_to = torch.searchsorted(cosines.contiguous(), (cosine - self.margin / 2).contiguous(), right=True)
+        each = weights[:, -1:] - weights.gather(1, up_to)
+        return (positive * each).sum(1), each
+
+
+def _sorted(numbers: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
+    """Those that count in rising order, filled up with infinity (B, M), and how many come before each (B, M + 1)."""
+    ordered, order = torch.where(times > 0, numbers, torch.inf).sort(dim=1)
+    counted = times.gather(1, order).cumsum(1)
+    return ordered, torch.cat([torch.zeros_like(counted[:, :1]), counted], dim=1)
+
+
+def _check_size(sides: Sides) -> None:
+    for side in sides:
+        anchors, candidates = side.shape
+        if anchors * candidates > _MOST_PAIRS:
+            msg = (
+                f"TripletLoss: triplets are those of a batch, and its derivatives for {anchors} anchors with "
+                f"{candidates} candidates each are not formed (at most {_MOST_PAIRS} pairs). Use smaller batches, "
+                "candidates='batch'."
+            )
+            raise UnsupportedError(msg)
