@@ -99,7 +99,7 @@ class RootSide(PointVectors):
             outer = (self.anchors[some].unsqueeze(2) * x[some].unsqueeze(1)).flatten(1)
             out.addmm_(self.weights[some].T, outer)
         vector, point, own = self.own
-        return out.view(points, dim, -1).index_add_(0, point, own.unsqueeze(2) * x[vector].unsqueeze(1))
+        return out.view(points, dim, x.shape[1]).index_add_(0, point, own.unsqueeze(2) * x[vector].unsqueeze(1))
 
     def blockwise(self, t: Tensor, signs: Tensor, points: Tensor) -> Tensor:
         """See :meth:`PointVectors.blockwise`."""
