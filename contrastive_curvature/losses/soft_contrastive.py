@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from functools import cached_property
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -9,14 +12,17 @@ from torch.nn import functional as F
 from contrastive_curvature.arguments import check_flag, check_number
 from contrastive_curvature.errors import expected
 from contrastive_curvature.hessian.blocks import UnrepresentableError
+from contrastive_curvature.hessian.derivatives import NodeSums
 from contrastive_curvature.losses._numbers import check_finite_number
 from contrastive_curvature.losses.base import PairLoss, Terms
+from contrastive_curvature.losses.derivatives import PairDerivatives
 from contrastive_curvature.options import Distance, Normalization, PDFix
+from contrastive_curvature.pairs.relation import Relation
 
 __all__ = ["SoftContrastiveLoss"]
 
-_MEETING = 16
-"""Rounding errors by which ``2 - 2 s`` of the same point may differ from zero."""
+_MEETING = 64
+"""Rounding errors by which ``2 - 2 s`` of a point and itself may differ from zero."""
 
 
 class SoftContrastiveLoss(PairLoss):
@@ -35,7 +41,7 @@ class SoftContrastiveLoss(PairLoss):
     ``a p / d^3`` for a negative or minus ``a (1 - p) / d^3`` for a positive, with ``p = sigma(-a d + b)``: negative for
     positives with ``a d p < 1``, among them all that are close, so that the second-order part alone (``pd_fix="ggn"``)
     is indefinite. It is unbounded where two embeddings meet (``d = 0``): the value exists, with a zero gradient of that
-    pair, and the Hessian is refused. So it is for fits over a data set, where every point meets itself.
+    pair, and the Hessian is refused.
 
     The paper has points anywhere and not on the sphere:
     :func:`contrastive_curvature.hedged.soft_contrastive_loss`.
@@ -72,6 +78,22 @@ class SoftContrastiveLoss(PairLoss):
         self.b = check_finite_number("b", b)
         check_flag("squared", squared)
         self.squared = squared
+        self._among_candidates = False
+
+    def derivatives(
+        self,
+        relation: Relation,
+        u: Tensor,
+        *,
+        attracting_only: bool | None = None,
+        scale: tuple[float, float] = (1.0, 1.0),
+    ) -> PairDerivatives:
+        """See :meth:`PairLoss.derivatives`."""
+        if self.squared:
+            return super().derivatives(relation, u, attracting_only=attracting_only, scale=scale)
+        only = self.pd_fix.attracting_only if attracting_only is None else attracting_only
+        second_only = self.pd_fix.second_only
+        return _ApartDerivatives(self, relation, u, attracting_only=only, second_only=second_only, scale=scale)
 
     def _value(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Tensor:
         squared = 2 - 2 * cosine
@@ -79,30 +101,60 @@ class SoftContrastiveLoss(PairLoss):
             length = squared
         else:
             # The root has no derivative at zero, and may not be taken there even where it is not used.
-            apart = squared > 0
-            length = torch.where(apart, torch.where(apart, squared, 1.0).sqrt(), 0.0)
+            met = _meet(squared)
+            length = torch.where(met, 0.0, torch.where(met, 1.0, squared).sqrt())
         logit = self.b - self.a * length
         return -(attract * F.logsigmoid(logit) + repel * F.logsigmoid(-logit)).sum()
 
     def _terms(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Terms:
         squared = 2 - 2 * cosine
-        if self.squared:
-            logit = self.b - self.a * squared
-            same, other = torch.sigmoid(logit), torch.sigmoid(-logit)
-            slope = 2 * self.a
-            return Terms(slope * (repel * same - attract * other), slope**2 * (attract + repel) * same * other)
-        counted = (attract + repel) > 0
-        self._check_apart(squared, counted.expand_as(cosine))
-        length = torch.where(counted, squared, 1.0).sqrt()
+        length, slope, bend = squared, torch.full_like(squared, 2 * self.a), torch.zeros_like(squared)
+        if not self.squared:
+            met = _meet(squared)
+            self._check_apart(met & ((attract + repel) > 0))
+            length = torch.where(met, 1.0, squared).sqrt()
+            slope = torch.where(met, 0.0, self.a / length)
+            bend = slope / length.square()
         logit = self.b - self.a * length
         same, other = torch.sigmoid(logit), torch.sigmoid(-logit)
-        slope = self.a / length
-        first = slope * (repel * same - attract * other)
-        return Terms(first, slope**2 * (attract + repel) * same * other + first / length.square())
+        pull = repel * same - attract * other
+        return Terms(slope * pull, slope.square() * (attract + repel) * same * other + bend * pull)
 
-    def _check_apart(self, squared: Tensor, counted: Tensor) -> None:
-        met = counted & (squared <= _MEETING * torch.finfo(squared.dtype).eps)
+    def _check_apart(self, met: Tensor) -> None:
+        """Refuse counted pairs that meet, but for a point and itself."""
+        if self._among_candidates:
+            met = met.sum(1) > 1 if met.ndim == 2 else torch.zeros_like(met)
         if bool(met.any()):
             wanted = "pairs of embeddings that differ, since the derivatives grow without bound as two meet"
             hint = "Use squared=True, whose derivatives are bounded, or leave duplicates out."
             raise UnrepresentableError(expected("SoftContrastiveLoss(squared=False)", wanted, "some that meet", hint))
+
+
+class _ApartDerivatives(PairDerivatives):
+    """Derivatives in distances: none where a point of a data set stands among its own candidates."""
+
+    loss: SoftContrastiveLoss
+
+    def sums_for(self, u: Tensor, targets: Tensor) -> NodeSums:
+        """See :meth:`PairDerivatives.sums_for`."""
+        return PairDerivatives.sums_for(self._with_itself, u, targets)
+
+    def between(self, u_a: Tensor, targets_a: Tensor, u_b: Tensor, targets_b: Tensor) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`PairDerivatives.between`."""
+        return PairDerivatives.between(self._with_itself, u_a, targets_a, u_b, targets_b)
+
+    def self_weights(self, targets: Tensor) -> Tensor:
+        """See :meth:`PairDerivatives.self_weights`."""
+        return PairDerivatives.self_weights(self._with_itself, targets)
+
+    @cached_property
+    def _with_itself(self) -> _ApartDerivatives:
+        made = copy.copy(self)
+        made.loss = copy.copy(self.loss)
+        made.loss._among_candidates = True
+        return made
+
+
+def _meet(squared: Tensor) -> Tensor:
+    """Whether two embeddings are the same up to rounding, from their squared distance."""
+    return squared <= _MEETING * torch.finfo(squared.dtype).eps

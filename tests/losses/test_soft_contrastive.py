@@ -11,7 +11,8 @@ from devices import DEVICES
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from row_cases import check_ggn_is_psd, check_products, cosines, counted, numbers
-from strategies import NORMALIZATIONS, Case, cases, close
+from strategies import FIXES, NORMALIZATIONS, Case, cases, close
+from torch import nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.hedged import soft_contrastive_loss
@@ -120,6 +121,31 @@ def test_embeddings_that_meet(kind: str, dtype: torch.dtype, device: str) -> Non
     alone = tuple(torch.tensor(index, device=device) for index in ([2, 2], [4, 3], [2, 0], [1, 4]))
     assert bool(loss.output_hessian(z.detach(), pairs=alone).dense().isfinite().all())
     assert bool(loss.output_hessian(z.detach(), pairs=tuple(_masks(alone, 5, device))).dense().isfinite().all())
+
+
+@pytest.mark.parametrize("fix", FIXES)
+@pytest.mark.parametrize("squared", [True, False])
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@pytest.mark.filterwarnings("ignore:The clamped curvature is zero everywhere")
+def test_a_data_set_in_batches_is_its_pairs_at_once(fix: str, squared: bool, normalization: str, device: str) -> None:
+    """There every point stands among its candidates, at distance zero."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().to(device)
+    x, y = numbers(0, 14, 4).to(device), (torch.arange(14) % 3).to(device)
+    loss = SoftContrastiveLoss(3.0, 2.0, squared, pd_fix=fix, normalization=normalization)
+    backend = cc.ContrastiveGGN(model, last_layer=False, loss=loss)
+    scale = 14 / 2 if normalization == "type" else 1.0
+    for structure in ("diag", "full"):
+        loader = list(zip(x.split(5), y.split(5), strict=True))
+        found = backend.fit(loader, cc.options.Structure(structure)).curvature
+        truth = scale * cc.ggn(model, x, y, loss=loss, structure=structure, clamp=False)
+        assert close(found, truth, tolerance=1e-9)
+    twice = [(x[[0, 0, 1, 2]], y[[0, 0, 1, 2]]), (x[3:], y[3:])]
+    if squared:
+        backend.fit(twice, cc.options.Structure("diag"))
+    else:
+        with pytest.raises(UnrepresentableError, match=r"squared=True"):
+            backend.fit(twice, cc.options.Structure("diag"))
 
 
 def _masks(pairs: tuple[torch.Tensor, ...], n: int, device: str) -> list[torch.Tensor]:
