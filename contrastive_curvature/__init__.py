@@ -1,4 +1,4 @@
-"""Curvature of the contrastive loss, and what it is for: encoders that know how sure an embedding is.
+"""Curvature of contrastive losses, and what it is for: encoders that know how sure an embedding is.
 
 labels -> pairs -> output Hessian -> parameter curvature -> Laplace posterior -> embedding distribution
 
@@ -26,7 +26,20 @@ from contrastive_curvature.hessian.sphere import L2Norm
 from contrastive_curvature.known import OptimisticPValueWarning
 from contrastive_curvature.laplace import FeatureNormWarning
 from contrastive_curvature.laplace.backends import ContrastiveBackend, ContrastiveGGN
-from contrastive_curvature.losses import ContrastiveLoss, LogisticLoss, PairLoss
+from contrastive_curvature.losses import (
+    ContrastiveLoss,
+    CoSENTLoss,
+    InfoNCELoss,
+    LogisticLoss,
+    MultiSimilarityLoss,
+    PairLoss,
+    ProxyLoss,
+    RowLoss,
+    SigLIPLoss,
+    SoftContrastiveLoss,
+    SupConLoss,
+    TripletLoss,
+)
 from contrastive_curvature.losses.choice import output_hessian
 from contrastive_curvature.matching import MatchProbability
 from contrastive_curvature.online import OnlineLaplace, Trainer
@@ -43,10 +56,20 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    # pairs -> loss
+    # pairs -> loss: of single pairs
     "PairLoss",
     "ContrastiveLoss",
     "LogisticLoss",
+    "SoftContrastiveLoss",
+    # of anchors with all their candidates, of class proxies, of graded pairs
+    "RowLoss",
+    "InfoNCELoss",
+    "SupConLoss",
+    "SigLIPLoss",
+    "MultiSimilarityLoss",
+    "TripletLoss",
+    "ProxyLoss",
+    "CoSENTLoss",
     "Distance",
     "PDFix",
     "Normalization",

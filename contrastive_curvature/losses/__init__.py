@@ -1,7 +1,33 @@
-"""Losses of pairs of embeddings: their values, and the derivatives that output Hessians are made of."""
+"""Losses of cosines between embeddings: their values, and the derivatives that output Hessians are made of."""
 
 from contrastive_curvature.losses.base import PairLoss, Terms
 from contrastive_curvature.losses.contrastive import ContrastiveLoss
+from contrastive_curvature.losses.cosent import CoSENTLoss
+from contrastive_curvature.losses.cosine import CosineLoss
+from contrastive_curvature.losses.infonce import InfoNCELoss
 from contrastive_curvature.losses.logistic import LogisticLoss
+from contrastive_curvature.losses.multisimilarity import MultiSimilarityLoss
+from contrastive_curvature.losses.proxy import ProxyLoss
+from contrastive_curvature.losses.rows import RowLoss, RowTerms
+from contrastive_curvature.losses.siglip import SigLIPLoss
+from contrastive_curvature.losses.soft_contrastive import SoftContrastiveLoss
+from contrastive_curvature.losses.supcon import SupConLoss
+from contrastive_curvature.losses.triplet_hinge import TripletLoss
 
-__all__ = ["ContrastiveLoss", "LogisticLoss", "PairLoss", "Terms"]
+__all__ = [
+    "CoSENTLoss",
+    "ContrastiveLoss",
+    "CosineLoss",
+    "InfoNCELoss",
+    "LogisticLoss",
+    "MultiSimilarityLoss",
+    "PairLoss",
+    "ProxyLoss",
+    "RowLoss",
+    "RowTerms",
+    "SigLIPLoss",
+    "SoftContrastiveLoss",
+    "SupConLoss",
+    "Terms",
+    "TripletLoss",
+]

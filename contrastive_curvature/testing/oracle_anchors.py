@@ -65,7 +65,7 @@ def cosine_value(loss: Any, cosine: Tensor, positive: Tensor, negative: Tensor) 
     total, terms = cosine.sum() * 0, 0.0
     for s, p, n in zip(cosine, positive, negative, strict=True):
         row = s[None], p[None], n[None]
-        count = float(loss._counts_at(*row)) if hasattr(loss, "_counts_at") else float(loss._counts(p[None], n[None]))
+        count = float(loss._counts_at(s[None].detach(), *row[1:]))
         if count > 0:
             total, terms = total + loss._value(*row).sum(), terms + count
     if not loss.averages:

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 import contrastive_curvature as cc
 from contrastive_curvature.hessian.blocks import UnrepresentableError
 from contrastive_curvature.losses import row_derivatives
-from contrastive_curvature.losses.infonce import InfoNCELoss
 from contrastive_curvature.losses.rows import RowLoss
-from contrastive_curvature.losses.supcon import SupConLoss
 from contrastive_curvature.pairs import relation
 from contrastive_curvature.testing.cases import Case, cases, close, network_cases
 from contrastive_curvature.testing.oracle import dense_jacobian
@@ -25,7 +23,13 @@ from contrastive_curvature.testing.oracle_anchors import AnchorCase, anchor_hess
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 FIXES = ("full", "fixed", "psd", "positive", "ggn", "ggn_fixed")
-LOSSES: dict[str, Any] = {"infonce": InfoNCELoss, "supcon": SupConLoss}
+LOSSES: dict[str, Any] = {
+    "infonce": cc.InfoNCELoss,
+    "supcon": cc.SupConLoss,
+    "siglip": cc.SigLIPLoss,
+    "multisimilarity": cc.MultiSimilarityLoss,
+    "triplet": cc.TripletLoss,
+}
 TEMPERATURES = (0.005, 0.1, 1.0, 10.0)
 
 
@@ -41,6 +45,13 @@ def losses(draw: st.DrawFn) -> RowLoss:
     return kind(**chosen)
 
 
+def as_pairs(loss: RowLoss, case: Case) -> Case:
+    """The case with listed pairs: triplets of indices are triplets for the triplet loss."""
+    if isinstance(loss, cc.TripletLoss) and isinstance(case.pairs, tuple) and len(case.pairs) == 3:
+        return Case(case.z, case.labels, (*case.pairs[:2], case.pairs[0], case.pairs[2]), case.options)
+    return case
+
+
 def oracle(loss: RowLoss, case: Case) -> tuple[Tensor, float]:
     """The dense Hessian, and the size of the terms that may cancel in it."""
     at = AnchorCase(loss, *masks_of(len(case.z), case.labels, case.pairs))
@@ -52,6 +63,7 @@ def oracle(loss: RowLoss, case: Case) -> tuple[Tensor, float]:
 
 @given(case=cases(), loss=losses())
 def test_output_hessian_equals_autograd(case: Case, loss: RowLoss, device: str) -> None:
+    case = as_pairs(loss, case)
     moved = case.to(device)
     truth, size = oracle(loss, case)
     found = loss.output_hessian(moved.z, **moved.given)
@@ -82,6 +94,7 @@ def test_output_hessian_equals_autograd(case: Case, loss: RowLoss, device: str) 
 def test_cross_blocks_agree_with_dense(
     case: Case, loss: RowLoss, columns: int, data: st.DataObject, device: str
 ) -> None:
+    case = as_pairs(loss, case)
     moved = case.to(device)
     found = loss.output_hessian(moved.z, **moved.given)
     if not found.coupled:
@@ -111,6 +124,7 @@ def test_parameter_curvature_is_exact(
     drawn: tuple[nn.Module, Tensor, Case], loss: RowLoss, last: bool, device: str
 ) -> None:
     model, x, case = drawn
+    case = as_pairs(loss, case)
     truth, size = oracle(loss, case)
     jacobian = dense_jacobian(model, x)
     truth = jacobian.T @ truth @ jacobian
@@ -131,6 +145,7 @@ def test_parameter_curvature_is_exact(
 @given(case=cases(), loss=losses())
 def test_pieces_agree_with_the_whole(case: Case, loss: RowLoss, device: str) -> None:
     """Blocks of one anchor, and derivatives that are computed again each time, give the same."""
+    case = as_pairs(loss, case)
     moved = case.to(device)
     try:
         whole = loss.output_hessian(moved.z, **moved.given)
