@@ -38,6 +38,8 @@ from contrastive_curvature.laplace.base import ContrastiveLaplace
 from contrastive_curvature.laplace.combination import check_combination
 from contrastive_curvature.laplace.kron_lowrank import ContrastiveKronLowRankLLLaplace
 from contrastive_curvature.laplace.options import CONTRASTIVE
+from contrastive_curvature.laplace.towers import TwoTowerLaplace
+from contrastive_curvature.two_towers import TwoTowers
 
 __all__ = ["dispatch_laplace", "dispatch_marglik_training", "register", "unregister"]
 
@@ -130,6 +132,8 @@ def dispatch_laplace(*args: Any, **kwargs: Any) -> Any:
         UnsupportedError: The likelihood is contrastive, and there is no such combination of weights and structure.
     """
     if kwargs.get("likelihood", args[1] if len(args) > 1 else None) == CONTRASTIVE:
+        if isinstance(kwargs.get("model", args[0] if args else None), TwoTowers):
+            return TwoTowerLaplace(*args, **kwargs)
         _, structure = check_combination(args, kwargs)
         if structure == "kron_lowrank":
             chosen = ("subset_of_weights", "hessian_structure", "functional_approximation")

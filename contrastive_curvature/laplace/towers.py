@@ -1,0 +1,321 @@
+"""Posteriors of two towers that were trained with one loss: one for each, from one pass over pairs of inputs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import laplace
+import torch
+from torch import Tensor
+
+from contrastive_curvature.arguments import check_flag
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.ggn.tower_batch import TowerBatch, read_towers
+from contrastive_curvature.ggn.towers import towers_curvature, towers_product
+from contrastive_curvature.laplace import calibration, fitting
+from contrastive_curvature.laplace.base import ContrastiveLaplace
+from contrastive_curvature.laplace.options import CONTRASTIVE
+from contrastive_curvature.laplace.prior import PriorMethod
+from contrastive_curvature.laplace.state import unchanged_on_error
+from contrastive_curvature.laplace.tower_checks import (
+    check_loss,
+    check_towers,
+    check_vectors,
+    refuse_shared_parameters,
+)
+from contrastive_curvature.network.encoder import evaluation_mode
+from contrastive_curvature.network.inputs import Inputs, input_length
+from contrastive_curvature.network.loader import check_loader, check_whole
+from contrastive_curvature.network.pullback import Pullback
+from contrastive_curvature.progress import Progress
+from contrastive_curvature.two_towers import TwoTowers
+
+__all__ = ["TwoTowerLaplace"]
+
+_FASTER = "Faster: a random part of the data; subset_of_weights='last_layer'; or a GPU."
+
+
+class TwoTowerLaplace:
+    """Posteriors of two encoders into one space; ``laplace.Laplace(TwoTowers(...), "contrastive", ...)`` makes it.
+
+    The loss of a batch depends on the outputs of both towers. Its curvature in the parameters of both has a block for
+    each tower, and blocks between the two. :attr:`a` and :attr:`b` are ordinary posteriors, each from the exact block
+    of its tower, in the structure that was asked for. The blocks between the towers, that is what the weights of one
+    tower know of those of the other, are dropped: the posterior has the two towers independent.
+    :meth:`curvature_product` keeps them. Where both towers are one module, :attr:`a` and :attr:`b` are one posterior,
+    from the whole curvature.
+
+    Args:
+        model: Both encoders.
+        likelihood: ``"contrastive"``.
+        *args: As of ``laplace.Laplace``: ``subset_of_weights`` (``"last_layer"`` or ``"all"``), ``hessian_structure``
+            (``"diag"``, ``"kron"``, ``"full"``, and ``"kron_lowrank"`` for the last layer), and so on. Both towers get
+            the same.
+        **kwargs: The same by name. ``backend_kwargs`` must have the ``loss`` that the towers were trained with,
+            one of anchors (:class:`~contrastive_curvature.losses.rows.RowLoss`). ``last_layer_name`` may be two names.
+
+    Attributes:
+        a: Posterior of the first tower; ``la.a(x)`` predicts.
+        b: Of the second; the same object where both towers are one module.
+
+    Raises:
+        InputError: An option is unknown or out of range.
+        UnsupportedError: The combination has no correct answer; the loss compares points of one tower; or the towers
+            share some parameters whose posterior is asked for.
+    """
+
+    def __init__(self, model: TwoTowers, likelihood: str = CONTRASTIVE, *args: Any, **kwargs: Any) -> None:
+        weights = check_towers(model, likelihood, args, kwargs)
+        self.model = model
+        if weights == "all":
+            refuse_shared_parameters(model, None)
+        names = kwargs.pop("last_layer_name", None)
+        both = names if isinstance(names, (tuple, list)) else (names, names)
+        if len(both) != 2:
+            raise InputError(expected("last_layer_name", "one name, or one for each tower", f"{len(both)} names"))
+        made: list[ContrastiveLaplace] = []
+        for tower, encoder, name in zip("ab", (model.encoder_a, model.encoder_b), both, strict=True):
+            if made and model.shared:
+                break
+            named = kwargs if name is None else {**kwargs, "last_layer_name": name}
+            with _naming(tower):
+                made.append(laplace.Laplace(encoder, likelihood, *args, **named))
+        self.a, self.b = made[0], made[-1]
+        self.loss_of_towers = check_loss(self.a)
+
+    @property
+    def shared(self) -> bool:
+        """Whether both towers are one module, with one posterior."""
+        return self.a is self.b
+
+    @property
+    def loss(self) -> float:
+        """Value of the loss over the data of the fit; either tower has half of it."""
+        return sum(float(la.loss) for la in self._each())
+
+    def fit(self, train_loader: Iterable[Any], progress_bar: bool | None = None) -> None:
+        """Fit both posteriors; the candidates of an anchor are those of its batch, as in training.
+
+        Args:
+            train_loader: Batches ``(a, b)`` where ``a[i]`` belongs to ``b[i]``, ``((a, b), labels)``, ``(a, b,
+                labels)`` with one label a pair, or ``(a, b, (labels of a, labels of b))`` for any numbers of inputs;
+                ``a`` and ``b`` are tensors or mappings. Best with the batches of training.
+            progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on.
+
+        Raises:
+            InputError: No data, a malformed batch, no inputs that belong together or none that do not, towers of
+                different width, or outputs or a curvature that are not finite. Both posteriors are as they were.
+            UnsupportedError: The raw outputs of an encoder cannot be reached, the loader gives every process its own
+                part of the data, or the towers have one last layer.
+        """
+        if progress_bar is not None:
+            check_flag("progress_bar", progress_bar)
+        check_loader(train_loader)
+        check_whole(train_loader)
+        with self._unchanged_on_error():
+            probe = self._begin(train_loader)
+            backend = self.a.backend
+            with self._ready(probe) as pullbacks:
+                results = towers_curvature(
+                    pullbacks,
+                    train_loader,
+                    self._read,
+                    self.loss_of_towers,
+                    self.a.structure,
+                    Progress(progress_bar, _FASTER),
+                    backend.kfac_approx,
+                    backend.sampler(self.a.structure),
+                )
+            for la, result in zip(self._each(), results, strict=True):
+                la.set_curvature(result)
+                sample = calibration.training_sample(la, result.features, 0)
+                la._known = replace(la._known, sample=sample)
+
+    def optimize_prior_precision(self, *args: Any, **kwargs: Any) -> None:
+        """Choose the prior precision of both posteriors, each from its own curvature.
+
+        Args:
+            *args: As of :meth:`~contrastive_curvature.laplace.base.ContrastiveLaplace.optimize_prior_precision`.
+            **kwargs: The same by name.
+
+        Raises:
+            InputError: An argument is malformed. Both posteriors are as they were.
+            UnsupportedError: ``"gridsearch"``, whose criterion is one of labelled inputs of one tower.
+            NotFittedError: Before ``fit``.
+        """
+        given = inspect.signature(ContrastiveLaplace.optimize_prior_precision).bind(self.a, *args, **kwargs).arguments
+        if given.get("method") == PriorMethod.GRIDSEARCH:
+            msg = (
+                "method='gridsearch': its criterion searches among labelled inputs of one tower. Call "
+                "la.a.optimize_prior_precision(method='gridsearch', val_loader=...) with batches (a, labels), and la.b."
+            )
+            raise UnsupportedError(msg)
+        with self._unchanged_on_error():
+            for la in self._each():
+                la.optimize_prior_precision(*args, **kwargs)
+
+    def calibrate(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
+        """Take known inputs of both towers: ``la.a.calibrate`` and ``la.b.calibrate``, which may be called alone.
+
+        Args:
+            loader: Batches as of :meth:`fit`; run over once for each tower. A shared posterior takes the inputs of both
+                kinds as known.
+            progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputError: See :meth:`ContrastiveLaplace.calibrate`. The calibration is as it was.
+        """
+        check_loader(loader, "loader")
+        sides = [("a", "b")] if self.shared else [("a",), ("b",)]
+        with self._unchanged_on_error():
+            for la, side in zip(self._each(), sides, strict=True):
+                la.calibrate(_Inputs(loader, self._read, side), progress_bar)
+
+    def curvature_product(self, loader: Iterable[Any], v_a: Tensor, v_b: Tensor | None = None) -> tuple[Tensor, ...]:
+        """``J^T H J (v_a, v_b)`` over a data set, with the blocks between the towers, unclamped.
+
+        ``H`` is the Hessian of the loss in the outputs of both towers, with the ``pd_fix`` of the loss: only ``ggn``,
+        ``full`` and ``positive`` have blocks between points, and so between the towers.
+
+        Args:
+            loader: Batches as of :meth:`fit`; run over once.
+            v_a: Over the parameters of the first tower, in the order of ``la.a.mean``, shape (P_a,).
+            v_b: Of the second, shape (P_b,); ``None`` where both are one module.
+
+        Returns:
+            The two parts of the product, (P_a,) and (P_b,); or the one of a shared module, (P,).
+
+        Raises:
+            InputError: A vector or a batch is malformed, or the product is not finite.
+            NotFittedError: Before ``fit``.
+        """
+        check_loader(loader, "loader")
+        check_whole(loader, "loader")
+        vectors = check_vectors(self._each(), [v_a] if v_b is None else [v_a, v_b])
+        with self._ready(self._first(loader)) as pullbacks:
+            return tuple(towers_product(pullbacks, loader, self._read, self.loss_of_towers, vectors))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of both posteriors; ``torch.load(..., weights_only=True)`` reads it back.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+        """
+        states = [la.state_dict() for la in self._each()]
+        return {"cls_name": type(self).__name__, "shared": self.shared, "a": states[0], "b": states[-1]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave, into an object constructed with the same options.
+
+        Raises:
+            InputError: Something in it is malformed, or belongs to other towers or options. Both posteriors are as they
+                were.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise InputError(expected("state_dict", "what la.state_dict() gave", f"a {type(state_dict).__name__}"))
+        missing = [key for key in ("cls_name", "shared", "a", "b") if key not in state_dict]
+        if missing or state_dict["cls_name"] != type(self).__name__:
+            hint = "The state of one posterior goes into la.a or la.b."
+            raise InputError(expected("state_dict", "one of two towers", "another one", hint))
+        if state_dict["shared"] is not self.shared:
+            wanted, came = ("one of a module that both towers share", "one of two modules")
+            if not self.shared:
+                wanted, came = came, wanted
+            raise InputError(expected("state_dict", wanted, came))
+        with self._unchanged_on_error():
+            for tower, la in zip("ab", self._each(), strict=False):
+                with _naming(tower):
+                    la.load_state_dict(state_dict[tower])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: an input belongs to one of the towers.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        msg = "la(x): an input belongs to one of the two towers. Call la.a(x) or la.b(x)."
+        raise UnsupportedError(msg)
+
+    def __repr__(self) -> str:
+        """The classes of the posteriors."""
+        kinds = " and ".join(type(la).__name__ for la in self._each())
+        return f"TwoTowerLaplace({kinds}{', shared by both towers' if self.shared else ''})"
+
+    def _each(self) -> list[ContrastiveLaplace]:
+        return [self.a] if self.shared else [self.a, self.b]
+
+    def _read(self, batch: Any) -> TowerBatch:
+        return read_towers(batch, self.a._device, self.loss_of_towers, self.a._curvature_options["positives"])
+
+    def _first(self, loader: Iterable[Any]) -> TowerBatch:
+        for batch in loader:
+            return self._read(batch)
+        raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+
+    def _begin(self, loader: Iterable[Any]) -> TowerBatch:
+        """Analyse both encoders with the first batch."""
+        probe = self._first(loader)
+        for tower, la, x in zip("ab", self._each(), (probe.a, probe.b), strict=False):
+            with _naming(tower):
+                # A loader of one labelled batch: labels are not looked at before the curvature.
+                fitting.begin(la, [(x, torch.zeros(input_length(x), dtype=torch.int64))])
+        self._check_widths(probe)
+        if self.a.keeps_features:
+            # The posteriors hold copies of the encoders, in which nothing is shared.
+            refuse_shared_parameters(self.model, [la.model.encoder.last_layer_name for la in (self.a, self.b)])
+        return probe
+
+    def _check_widths(self, probe: TowerBatch) -> None:
+        """Refuse towers whose outputs lie in different spaces."""
+        if self.shared:
+            return
+        a, b = self.a.backend.encoder(probe.a).dim, self.b.backend.encoder(probe.b).dim
+        if a != b:
+            wanted = "two encoders into one space, with the same number of outputs"
+            raise InputError(expected("encoder_a, encoder_b", wanted, f"{a} outputs of encoder_a and {b} of encoder_b"))
+
+    @contextmanager
+    def _ready(self, probe: TowerBatch) -> Iterator[list[Pullback]]:
+        """The pullbacks of both towers, which are in evaluation mode meanwhile."""
+        with ExitStack() as stack:
+            for la in self._each():
+                stack.enter_context(evaluation_mode(la.model))
+            stack.enter_context(torch.no_grad())
+            yield [la.backend.pullback(x) for la, x in zip(self._each(), (probe.a, probe.b), strict=False)]
+
+    @contextmanager
+    def _unchanged_on_error(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for la in self._each():
+                stack.enter_context(unchanged_on_error(la))
+            yield
+
+
+class _Inputs:
+    """The inputs of one tower, or of both, of a loader of pairs."""
+
+    def __init__(self, loader: Iterable[Any], read: Any, sides: tuple[str, ...]) -> None:
+        self._loader, self._read, self._sides = loader, read, sides
+
+    def __iter__(self) -> Iterator[Inputs]:
+        for batch in self._loader:
+            given = self._read(batch)
+            for side in self._sides:
+                yield getattr(given, side)
+
+
+@contextmanager
+def _naming(tower: str) -> Iterator[None]:
+    """Say in the message of an error which tower it is about."""
+    try:
+        yield
+    except (InputError, UnsupportedError) as error:
+        if type(error) not in (InputError, InputTypeError, UnsupportedError):
+            raise
+        msg = f"encoder_{tower}: {error}"
+        raise type(error)(msg) from None

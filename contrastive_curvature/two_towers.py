@@ -1,0 +1,62 @@
+"""Two encoders into one space: of images and texts, or of queries and documents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from contrastive_curvature.errors import InputTypeError, expected
+
+__all__ = ["TwoTowers"]
+
+
+class TwoTowers(nn.Module):
+    """Two encoders that were trained with one loss, each of whose inputs finds its partner among those of the other.
+
+    Give it to ``laplace.Laplace(..., likelihood="contrastive")`` for a posterior of both
+    (:class:`~contrastive_curvature.laplace.towers.TwoTowerLaplace`).
+
+    Args:
+        encoder_a: Maps a batch of the first kind, a tensor or a mapping, to (N, D).
+        encoder_b: Maps a batch of the second kind to (M, D). The same module for one encoder that embeds both kinds.
+
+    Attributes:
+        encoder_a: See above.
+        encoder_b: See above.
+
+    Raises:
+        InputTypeError: One of them is no module.
+    """
+
+    def __init__(self, encoder_a: nn.Module, encoder_b: nn.Module) -> None:
+        super().__init__()
+        for name, encoder in (("encoder_a", encoder_a), ("encoder_b", encoder_b)):
+            if not isinstance(encoder, nn.Module):
+                came = f"the class {encoder.__name__}" if isinstance(encoder, type) else f"a {type(encoder).__name__}"
+                raise InputTypeError(expected(name, "a torch.nn.Module", came))
+            if isinstance(encoder, TwoTowers):
+                raise InputTypeError(expected(name, "one encoder", "a TwoTowers", "It has two of its own."))
+            if isinstance(encoder, torch.jit.ScriptModule):
+                hint = "Its layers cannot be looked into: pass the module that it was scripted from."
+                raise InputTypeError(expected(name, "a plain torch.nn.Module", "a ScriptModule", hint))
+        self.encoder_a, self.encoder_b = encoder_a, encoder_b
+
+    @property
+    def shared(self) -> bool:
+        """Whether both are the same module."""
+        return self.encoder_a is self.encoder_b
+
+    def forward(self, a: Tensor | Mapping[str, Any], b: Tensor | Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Embed inputs of both kinds.
+
+        Args:
+            a: N inputs of the first encoder.
+            b: M inputs of the second.
+
+        Returns:
+            Embeddings (N, D) and (M, D).
+        """
+        return self.encoder_a(a), self.encoder_b(b)

@@ -1,0 +1,102 @@
+"""The curvature of each tower is the exact block of the joint one, against autograd in float64."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from devices import DEVICES
+from strategies import close
+from tower_cases import FIXES, LOSSES, batches, data_loss, encoders, joint_hessians, posterior, pulled_back
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+@pytest.mark.parametrize("fix", FIXES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_blocks_of_both_towers(name: str, fix: str, labelled: bool, device: str) -> None:
+    """Diagonal and matrix, of the last layer and of all parameters, over several batches, for both distances."""
+    a, b = encoders(device)
+    data = batches(device, labelled)
+    for distance in ("arccos",) if labelled else ("arccos", "euclidean"):
+        hessians = joint_hessians(name, a, b, data, fix, distance=distance)
+        for weights in ("all", "last_layer"):
+            loss = LOSSES[name](pd_fix=fix, distance=distance)
+            full, diag = (posterior(a, b, weights, structure, loss) for structure in ("full", "diag"))
+            for la in (full, diag):
+                # A clamped diagonal may be zero where few points repel each other.
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    la.fit(data)
+            for tower, expected in zip("ab", pulled_back(hessians, a, b, data, weights), strict=False):
+                size = float(expected.abs().max())
+                assert close(getattr(full, tower).H_raw, expected, 1e-3, 1e-11), (tower, distance, weights)
+                assert close(getattr(diag, tower).H_raw, expected.diagonal(), size, 1e-11), (tower, distance, weights)
+
+
+@pytest.mark.parametrize("directions", ["a", "b"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_one_direction(name: str, directions: str, device: str) -> None:
+    a, b = encoders(device)
+    data = batches(device)
+    la = posterior(a, b, "all", "full", LOSSES[name](directions=directions))
+    la.fit(data)
+    of_a, of_b, _ = pulled_back(joint_hessians(name, a, b, data, "ggn", directions=directions), a, b, data, "all")
+    assert close(la.a.H_raw, of_a, tolerance=1e-11)
+    assert close(la.b.H_raw, of_b, tolerance=1e-11)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_either_tower_has_half_of_the_loss(name: str, device: str) -> None:
+    a, b = encoders(device)
+    data = batches(device, labelled=True)
+    la = posterior(a, b, "last_layer", "diag", LOSSES[name]())
+    la.fit(data)
+    total = 0.0
+    for x_a, x_b, (of_a, of_b) in data:
+        u, v = (torch.nn.functional.normalize(z) for z in (a(x_a), b(x_b)))
+        total += float(data_loss(name, u @ v.T, of_a.unsqueeze(1) == of_b, "both").detach())
+    assert la.loss == pytest.approx(total, rel=1e-12)
+    assert float(la.a.loss) == float(la.b.loss) == float(la.a.cost)
+    assert (la.a.n_data, la.b.n_data) == (6, 8)
+
+
+@pytest.mark.parametrize("fix", ["ggn", "full", "fixed"])
+def test_kronecker_factors_of_the_last_layer(fix: str, device: str) -> None:
+    """The curvature factor is the sum of the blocks of all points, the input factor the mean of the features."""
+    a, b = encoders(device)
+    data = batches(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        la = posterior(a, b, "last_layer", "kron", LOSSES["infonce"](pd_fix=fix))
+        la.fit(data)
+        small = posterior(a, b, "last_layer", "kron_lowrank", LOSSES["infonce"](pd_fix=fix))
+        small.fit(data)
+    # The bias of tower a sees every block once.
+    uncoupled = {"full": "fixed", "ggn": "ggn_fixed"}.get(fix, fix)
+    alone = pulled_back(joint_hessians("infonce", a, b, data, uncoupled), a, b, data, "last_layer")[0]
+    features = torch.cat([a[:2](x) for x, _ in data]).detach()
+    (g, moment), (of_bias,) = la.a.H_raw
+    assert close(of_bias, alone[-3:, -3:], tolerance=1e-11)
+    assert close(g, alone[-3:, -3:], tolerance=1e-11)
+    assert close(moment, features.T @ features / len(features), tolerance=1e-12)
+    assert close(small.a.H.diag(), la.a.form.diagonal(la.a), tolerance=1e-9)
+
+
+def test_reduced_kronecker_factors_of_one_input(device: str) -> None:
+    """Where all inputs are equal, the factors with cross terms are exact."""
+    a, b = encoders(device)
+    x_a, x_b = batches(device)[0]
+    data = [(x_a[:1].repeat(4, 1), x_b[:1].repeat(4, 1))]
+    la = posterior(a, b, "last_layer", "kron", LOSSES["siglip"](), kfac_approx="reduce", pairs="batch")
+    full = posterior(a, b, "last_layer", "full", LOSSES["siglip"]())
+    for one in (la, full):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            one.fit(data)
+    (g, moment), _ = la.a.H_raw
+    weight = full.a.H_raw[:9, :9]
+    assert float(weight.abs().max()) > 0.1
+    assert close(torch.kron(g, moment), weight, tolerance=1e-11)

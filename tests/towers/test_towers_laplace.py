@@ -1,0 +1,199 @@
+"""Posteriors of two towers: predictions, priors, states, calibration and what a loader may yield."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from laplace import Laplace
+from strategies import close
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from tower_cases import LOSSES, batches, encoders, numbers, posterior
+
+import contrastive_curvature as cc
+from contrastive_curvature.two_towers import TwoTowers
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+COMBINATIONS = [
+    ("all", "diag"),
+    ("all", "full"),
+    ("all", "kron"),
+    ("last_layer", "diag"),
+    ("last_layer", "full"),
+    ("last_layer", "kron"),
+    ("last_layer", "kron_lowrank"),
+]
+
+
+def fitted(weights: str, structure: str, device: str, shared: bool = False, labelled: bool = True) -> Any:
+    a, b = encoders(device)
+    data = batches(device, labelled, (4, 4) if shared else (4, 2))
+    la = posterior(a, a if shared else b, weights, structure, LOSSES["infonce"](pd_fix="ggn_fixed"))
+    la.fit(data)
+    la.optimize_prior_precision()
+    return la
+
+
+@pytest.mark.parametrize(("weights", "structure"), COMBINATIONS)
+def test_predictions_of_both_towers_are_in_one_space(weights: str, structure: str, device: str) -> None:
+    la = fitted(weights, structure, device)
+    x_a, x_b = numbers(7, 5, 4).to(device), numbers(8, 3, 2).to(device)
+    for posterior_of, x in ((la.a, x_a), (la.b, x_b)):
+        found = posterior_of(x)
+        assert bool(found.variance.isfinite().all())
+        assert bool((found.uncertainty > 0).all())
+    cosine = cc.similarity(la.a(x_a), la.b(x_b), pairwise=True)
+    assert cosine.mean.shape == (5, 3)
+    assert bool((cosine.variance > 0).all())
+    assert la.a.temperature != 1
+    assert la.a.class_centres is not None
+
+
+def test_width_of_two_towers_must_agree_for_a_similarity(device: str) -> None:
+    la = fitted("last_layer", "diag", device)
+    other = cc.EmbeddingDistribution(numbers(0, 2, 4).to(device), variance=torch.ones(2, 4).double().to(device))
+    with pytest.raises(cc.InputError, match="b: expected D = 3, that of a, got D = 4"):
+        cc.similarity(la.a(numbers(1, 2, 4).to(device)), other)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("weights", "structure"), COMBINATIONS)
+def test_state_makes_the_same_posterior(weights: str, structure: str, shared: bool, device: str) -> None:
+    la = fitted(weights, structure, device, shared)
+    file = io.BytesIO()
+    torch.save(la.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    again = posterior(*_encoders_of(la, device), weights, structure, LOSSES["infonce"](pd_fix="ggn_fixed"))
+    again.load_state_dict(state)
+    x_a, x_b = numbers(7, 5, 4).to(device), numbers(8, 3, 4 if shared else 2).to(device)
+    for mine, other, x in ((la.a, again.a, x_a), (la.b, again.b, x_b)):
+        assert torch.equal(mine(x).covariance, other(x).covariance)
+    assert again.shared is shared
+    assert again.loss == la.loss
+
+
+def _encoders_of(la: Any, device: str) -> tuple[nn.Module, nn.Module]:
+    a, b = encoders(device)
+    return (a, a) if la.shared else (a, b)
+
+
+def test_bad_state_leaves_both_posteriors(device: str) -> None:
+    la, other = (fitted("all", "diag", device, labelled=labelled) for labelled in (True, False))
+    state = other.state_dict()
+    state["b"]["H"] = -state["b"]["H"]
+    before = la.state_dict()
+    with pytest.raises(cc.InputError, match="encoder_b: state_dict"):
+        la.load_state_dict(state)
+    for tower in "ab":
+        assert torch.equal(la.state_dict()[tower]["H"], before[tower]["H"])
+    shared = fitted("all", "diag", device, shared=True)
+    for wrong in (3, {}, other.a.state_dict(), shared.state_dict()):
+        with pytest.raises(cc.InputError, match="state_dict: expected"):
+            la.load_state_dict(wrong)
+
+
+def test_failed_fit_leaves_both_posteriors(device: str) -> None:
+    la = fitted("last_layer", "diag", device)
+    x = numbers(7, 5, 4).to(device)
+    before = la.a(x).variance
+    bad = batches(device)
+    bad[1] = (bad[1][0], torch.full_like(bad[1][1], torch.nan))
+    with pytest.raises(cc.InputError, match=r"encoder_b\(b\): expected finite embeddings"):
+        la.fit(bad)
+    assert torch.equal(la.a(x).variance, before)
+    with pytest.raises(cc.InputError):
+        la.optimize_prior_precision(strength=-1.0)
+    assert torch.equal(la.a(x).variance, before)
+
+
+def test_what_a_loader_may_yield(device: str) -> None:
+    """Labels that stand beside both count; of ``((a, b), labels)``, those that the loss is made for."""
+    a, b = numbers(0, 4, 4).to(device), numbers(1, 4, 2).to(device)
+    labels = torch.tensor([0, 0, 1, 2], device=device)
+    alone, mine = torch.arange(4, device=device), {"positives": "views"}
+
+    def curvature(batch: Any, **options: Any) -> Tensor:
+        la = posterior(*encoders(device), "all", "diag", LOSSES["infonce"](), **options)
+        la.fit([batch])
+        return la.b.H_raw
+
+    by_pair, by_label = curvature((a, b)), curvature((a, b, labels))
+    assert not close(by_pair, by_label, tolerance=1e-3)
+    for batch in ((a, b, alone), ((a, b), alone), [a, b], ((a, b), "names"), (a, b, (alone, alone))):
+        assert close(curvature(batch), by_pair, tolerance=1e-13)
+    assert close(curvature((a, b, labels), **mine), by_pair, tolerance=1e-13)
+    for batch in (((a, b), labels), (a, b, (labels, labels)), (a, b, torch.cat([labels, labels]))):
+        assert close(curvature(batch), by_label, tolerance=1e-13)
+
+
+def test_loader_of_torch_and_mappings(device: str) -> None:
+    """A shuffling loader, and an encoder that takes a mapping."""
+
+    class Named(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: dict[str, Tensor]) -> Tensor:
+            return self.inner(x["pixels"])
+
+    a, b = encoders(device)
+    data = TensorDataset(numbers(0, 9, 4), numbers(1, 9, 2))
+    plain = posterior(a, b, "last_layer", "diag", LOSSES["infonce"]())
+    plain.fit(DataLoader(data, batch_size=4))
+    named = posterior(Named(a), b, "last_layer", "diag", LOSSES["infonce"]())
+    named.fit([({"pixels": x}, y) for x, y in DataLoader(data, batch_size=4)])
+    assert close(named.a.H_raw, plain.a.H_raw, tolerance=1e-13)
+    assert close(named.b.H_raw, plain.b.H_raw, tolerance=1e-13)
+    plain.fit(DataLoader(data, batch_size=9, shuffle=True))
+    once = plain.a.H_raw
+    plain.fit(DataLoader(data, batch_size=9, shuffle=True))
+    assert close(plain.a.H_raw, once, tolerance=1e-11)
+
+
+def test_calibration_of_both(device: str) -> None:
+    la = fitted("last_layer", "diag", device)
+    known = [(numbers(2, 40, 4).to(device), numbers(3, 40, 2).to(device))]
+    la.calibrate(known)
+    alone = fitted("last_layer", "diag", device)
+    alone.b.calibrate([known[0][1]])
+    x = numbers(4, 6, 2).to(device)
+    assert torch.equal(la.b(x).p_value, alone.b(x).p_value)
+    assert bool((la.a(numbers(5, 6, 4).to(device)).p_value > 0).all())
+
+
+def test_posteriors_are_those_of_their_classes(device: str) -> None:
+    """All of laplace's arguments arrive at both towers, by place too."""
+    a, b = encoders(device)
+    la = Laplace(
+        TwoTowers(a, b),
+        "contrastive",
+        "all",
+        "diag",
+        1.0,
+        7.0,
+        backend_kwargs={"loss": LOSSES["infonce"]()},
+        temperature=3.0,
+    )
+    assert type(la.a).__name__ == type(la.b).__name__ == "ContrastiveDiagLaplace"
+    assert float(la.b.prior_precision) == 7
+    assert la.a.temperature == 3
+    named = Laplace(
+        model=TwoTowers(a, b),
+        likelihood="contrastive",
+        last_layer_name=("2", None),
+        backend_kwargs={"loss": LOSSES["infonce"](pd_fix="fixed")},
+    )
+    named.fit(batches(device))
+    assert repr(named) == "TwoTowerLaplace(ContrastiveKronLowRankLLLaplace and ContrastiveKronLowRankLLLaplace)"
+    assert named.a.model.last_layer.out_features == 3
+    named.optimize_prior_precision("glm", "unit_information")
+    ready = [float(tower.prior_precision) for tower in (named.a, named.b)]
+    named.optimize_prior_precision(method="marglik", n_steps=3)
+    assert all(float(tower.prior_precision) != old for tower, old in zip((named.a, named.b), ready, strict=True))
