@@ -153,7 +153,7 @@ class ProxyDerivatives(CosineDerivatives):
         mine = block.first * block.own
         origin = torch.where(top == block.label, mine, self.proxies[top.squeeze(1)])
         size, mean = few.sum(1, keepdim=True), few @ self.proxies
-        p_own = block.p.gather(1, block.label) * (top != block.label)
+        p_own = block.p.gather(1, block.label)
         root = size.sqrt()
         safe = torch.where(size > 0, root, 1.0)
         out = [

@@ -168,6 +168,7 @@ def test_points_do_not_see_each_other(drawn: Drawn, distance: str, device: str) 
     loss, z, labels = drawn.on(device, distance=distance)
     full, fixed = (loss.output_hessian(z, labels, pd_fix=fix) for fix in ("full", "fixed"))
     assert torch.equal(full.dense(), fixed.dense())
+    assert not full.coupled
     everything = slice(0, len(z))
     assert not full.cross(everything, everything).forms(*[z.unsqueeze(2)] * 2).any()
     assert not full.linked().any()
