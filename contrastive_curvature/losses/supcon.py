@@ -22,7 +22,13 @@ class SupConLoss(RowLoss):
         L = \operatorname{mean}_i \; - \frac{1}{|P(i)|} \sum_{p \in P(i)}
             \log \frac{\exp(s_{ip} / \tau)}{\sum_{a \in A(i)} \exp(s_{ia} / \tau)}
 
-    Anchors without a positive are left out of the mean, as there is nothing to tell them apart from.
+    Anchors without a positive are left out of the mean. Where a positive is listed several times, its share of the
+    targets grows, and it still stands once in the denominator; a negative stands there as often as it counts.
+
+    ``SupConLoss`` of pytorch-metric-learning is the same, but for batches without negatives, where it is zero, and for
+    anchors of zero loss, which it leaves out of the mean. Where every anchor has one positive, the loss is
+    :class:`~contrastive_curvature.losses.infonce.InfoNCELoss`, whose cross terms keep more digits in single precision
+    when all positives are surely told apart.
 
     Args:
         temperature: ``tau``, positive.
@@ -61,15 +67,23 @@ class SupConLoss(RowLoss):
         return _log_sum(logits, positive, negative) - (target * logits).sum(1)
 
     def _statistics(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        total = positive.sum(1)
-        return torch.stack([_log_sum(cosine / self.temperature, positive, negative), total], dim=1)
+        log_sum = _log_sum(cosine / self.temperature, positive, negative)
+        p = self._shares(cosine, positive, negative, log_sum.unsqueeze(1))
+        # Of the candidates but for one that has more than half.
+        rest = torch.where(p > 0.5, 0.0, p).sum(1)
+        return torch.stack([log_sum, positive.sum(1), rest], dim=1)
 
     def _terms(self, cosine: Tensor, positive: Tensor, negative: Tensor, statistics: Tensor) -> RowTerms:
-        weight = _candidate_weight(positive, negative)
-        log_sum, total = statistics[:, :1], statistics[:, 1:]
-        p = torch.where(weight > 0, weight * (cosine / self.temperature - log_sum).exp(), 0.0)
-        first = (p - positive / total) / self.temperature
+        log_sum, total, rest = statistics.unsqueeze(2).unbind(1)
+        p, target = self._shares(cosine, positive, negative, log_sum), positive / total
+        # Where a positive has nearly all, what it lacks is the sum of the others, and has lost its digits in p.
+        first = torch.where(p > 0.5, (1 - target) - rest, p - target) / self.temperature
         return RowTerms(first, p / self.temperature**2, (p / self.temperature,))
+
+    def _shares(self, cosine: Tensor, positive: Tensor, negative: Tensor, log_sum: Tensor) -> Tensor:
+        """The softmax of an anchor's candidates."""
+        weight = _candidate_weight(positive, negative)
+        return torch.where(weight > 0, weight * (cosine / self.temperature - log_sum).exp(), 0.0)
 
 
 def _candidate_weight(positive: Tensor, negative: Tensor) -> Tensor:

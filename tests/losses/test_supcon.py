@@ -136,6 +136,17 @@ def test_single_precision_at_a_low_temperature(fix: str, pull: float, device: st
     assert close(single, double, tolerance=5e-4)
 
 
+def test_separated_positives_lose_no_digits(device: str) -> None:
+    """All weights are of the size of 1e-6 where the only positive has nearly all of the softmax."""
+    labels = (torch.arange(24) % 12).to(device)
+    z = (numbers(0, 24, 16) / 2 + 2 * numbers(1, 12, 16)[labels.cpu()]).float().to(device)
+    loss = SupConLoss(0.02, pd_fix="fixed")
+    single, double = (loss.output_hessian(x, labels).dense().double() for x in (z, z.double()))
+    assert float(double.abs().max()) < 1e-6
+    # A logit is 50 cosines, each wrong by some 1e-7.
+    assert close(single, double, tolerance=1e-4)
+
+
 @pytest.mark.parametrize(
     ("options", "name"),
     [
