@@ -20,10 +20,10 @@ common and a scale of 100:
 |---|---|---|---|
 | 2, images | 0.06 to 0.08 | 0.03 to 0.05 | 0.01 |
 | 10, images | 0.21 to 0.42 | 0.18 to 0.20 | 0.05 |
-| 100, images | 0.41 | 0.34 | 0.16 |
+| 100, images | 0.38 to 0.41 | 0.34 to 0.38 | 0.13 to 0.16 |
 | 2, both | 0.32 | 0.17 | 0.01 |
 | 10, both | 0.72 | 0.33 | 0.27 |
-| 100, both | 0.65 | 0.47 | 0.45 |
+| 100, both | 0.65 to 0.82 | 0.47 to 0.52 | 0.45 to 0.47 |
 
 So probabilities of many classes with very uncertain prompts are still too sure. On labelled images,
 :meth:`ZeroShotClassifier.fit_temperature` corrects what remains.

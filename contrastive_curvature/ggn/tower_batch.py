@@ -26,11 +26,23 @@ class TowerBatch(NamedTuple):
         a: N inputs of the first tower.
         b: M inputs of the second.
         labels: Class labels of both, (N,) and (M,); ``None`` where ``a[i]`` belongs to ``b[i]``.
+        grades: How similar ``a[i]`` and ``b[i]`` are, shape (N,), for a loss of graded pairs.
     """
 
     a: Inputs
     b: Inputs
     labels: tuple[Tensor, Tensor] | None
+    grades: Tensor | None = None
+
+    @property
+    def compares(self) -> bool:
+        """Whether some inputs belong together less than others do."""
+        if self.grades is not None:
+            return bool((self.grades != self.grades[0]).any())
+        if self.labels is None:
+            return input_length(self.a) > 1
+        both = torch.cat(self.labels)
+        return bool((both != both[0]).any())
 
 
 def read_towers(batch: Any, device: torch.device, loss: CosineLoss, positives: str | None = None) -> TowerBatch:
@@ -38,7 +50,8 @@ def read_towers(batch: Any, device: torch.device, loss: CosineLoss, positives: s
 
     Args:
         batch: ``(a, b)`` where ``a[i]`` belongs to ``b[i]``; ``((a, b), labels)`` and ``(a, b, labels)`` with one label
-            a pair, or those of all N inputs of a and then of all M of b; ``(a, b, (labels of a, labels of b))``.
+            a pair, or those of all N inputs of a and then of all M of b; ``(a, b, (labels of a, labels of b))``. For a
+            loss of graded pairs, ``(a, b, grades)``.
         device: Where to bring it.
         loss: Of both towers.
         positives: ``"labels"``: inputs of the same label belong together; ``"views"``: a[i] and b[i] alone. ``None``
@@ -59,12 +72,20 @@ def read_towers(batch: Any, device: torch.device, loss: CosineLoss, positives: s
     if views.second is None:
         msg = "a batch of two towers has two inputs"
         raise RuntimeError(msg)
+    counts = input_length(views.first), input_length(views.second)
+    if loss.graded:
+        if views.targets is None or counts[0] != counts[1] or len(views.targets) != counts[0]:
+            came = f"{counts[0]} and {counts[1]} inputs" + (
+                "" if views.targets is None else f" with {len(views.targets)} grades"
+            )
+            hint = f"{type(loss).__name__} compares pairs of known similarity."
+            raise InputError(expected("train_loader", "(a, b, grades) with a grade for every pair", came, hint))
+        return TowerBatch(views.first, views.second, None, views.targets)
     used = positives != "views" and (beside or positives == "labels" or loss.supervised)
     if views.targets is None or not used:
         if positives == "labels":
             raise InputError(expected("train_loader", "(a, b, labels) for positives='labels'", "no labels"))
         return TowerBatch(views.first, views.second, None)
-    counts = input_length(views.first), input_length(views.second)
     labels = views.targets
     if counts[0] == counts[1] == len(labels):
         labels = torch.cat([labels, labels])

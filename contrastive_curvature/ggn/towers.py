@@ -24,6 +24,7 @@ from contrastive_curvature.ggn.tower_batch import TowerBatch
 from contrastive_curvature.hessian.derivatives import CosineDerivatives
 from contrastive_curvature.hessian.part import PartOfDerivatives
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
+from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.losses.towers import joined_towers
 from contrastive_curvature.network.inputs import input_length
@@ -45,7 +46,7 @@ def towers_curvature(
     pullbacks: Sequence[Pullback],
     loader: Iterable[Any],
     read: TowerReader,
-    loss: RowLoss,
+    loss: CosineLoss,
     structure: Structure,
     progress: Progress | bool | None = None,
     kfac_approx: KFACApprox = KFACApprox.EXPAND,
@@ -57,7 +58,7 @@ def towers_curvature(
         pullbacks: To the parameters of the first tower and to those of the second; or one, of a module that both are.
         loader: Batches, iterated once.
         read: Takes a batch apart.
-        loss: The loss, with the distance and the fix of its curvature.
+        loss: Of anchors or of graded pairs, with the distance and the fix of its curvature.
         structure: ``diag``, ``full`` or ``kron``.
         progress: Progress of the whole fit, or whether to show progress.
         kfac_approx: How ``kron`` treats points that are coupled.
@@ -78,7 +79,7 @@ def towers_curvature(
         given = read(batch)
         z_a, z_b, contexts = _outputs(pullbacks, given)
         z, first, whole = _derivatives(loss, z_a, z_b, given)
-        batches, without = batches + 1, without + int(not _has_negative(given, first))
+        batches, without = batches + 1, without + int(not given.compares)
         node_sums = whole.node_sums()
         ranges = [slice(0, first), slice(first, len(z))] if len(pullbacks) == 2 else [slice(0, len(z))]
         labels = None if given.labels is None else torch.cat(given.labels)
@@ -88,10 +89,10 @@ def towers_curvature(
     sums[0].check()
     if without == batches:
         hint = "An anchor is told apart from the inputs of its batch that do not belong to it: use larger batches."
-        came = f"{batches} batches whose inputs all belong together"
+        came = f"{batches} batches whose inputs all belong together" + (", or as much" if loss.graded else "")
         raise InputError(expected("train_loader", "batches of two pairs or more", came, hint))
     if without:
-        _log.info("%d of %d batches had no inputs that do not belong together", without, batches)
+        _log.info("%d of %d batches had no inputs that belong together less than others", without, batches)
     return [into.total(1 / len(sums)) for into in sums]
 
 
@@ -99,7 +100,7 @@ def towers_product(
     pullbacks: Sequence[Pullback],
     loader: Iterable[Any],
     read: TowerReader,
-    loss: RowLoss,
+    loss: CosineLoss,
     vectors: Sequence[Tensor],
 ) -> list[Tensor]:
     """``J^T H J v`` over a data set, with the blocks between the towers; no matrix is formed.
@@ -108,7 +109,7 @@ def towers_product(
         pullbacks: See :func:`towers_curvature`.
         loader: Batches, iterated once.
         read: Takes a batch apart.
-        loss: The loss, with the distance and the fix of its curvature.
+        loss: Of anchors or of graded pairs, with the distance and the fix of its curvature.
         vectors: ``v``, one part for every pullback, shape (P,) each.
 
     Returns:
@@ -149,16 +150,21 @@ def _outputs(pullbacks: Sequence[Pullback], given: TowerBatch) -> tuple[Tensor, 
     return z[:first], z[first:], [context]
 
 
-def _derivatives(loss: RowLoss, z_a: Tensor, z_b: Tensor, given: TowerBatch) -> tuple[Tensor, int, CosineDerivatives]:
+def _derivatives(
+    loss: CosineLoss, z_a: Tensor, z_b: Tensor, given: TowerBatch
+) -> tuple[Tensor, int, CosineDerivatives]:
     """Outputs of both towers after each other, how many are of the first, and the derivatives in their cosines."""
     z_a, z_b = check_outputs(z_a, "encoder_a(a)"), check_outputs(z_b, "encoder_b(b)")
     z, relation, first = joined_towers(z_a, z_b, given.labels)
-    return z, first, loss.between_towers(relation, normalize(z)[0], first, as_data=True)
+    u = normalize(z)[0]
+    if isinstance(loss, RowLoss):
+        return z, first, loss.between_towers(relation, u, first, as_data=True)
+    index = torch.arange(len(z), device=z.device)
+    return z, first, loss.derivatives(loss.relate(z, None, (index[:first], index[first:], _grades(given))), u)
 
 
-def _has_negative(given: TowerBatch, first: int) -> bool:
-    """Whether some input of one tower does not belong to some input of the other."""
-    if given.labels is None:
-        return first > 1
-    both = torch.cat(given.labels)
-    return bool((both != both[0]).any())
+def _grades(given: TowerBatch) -> Tensor:
+    if given.grades is None:
+        msg = "a batch of a loss of graded pairs has grades"
+        raise RuntimeError(msg)
+    return given.grades

@@ -11,6 +11,7 @@ from contrastive_curvature.errors import InputError, InputTypeError, Unsupported
 from contrastive_curvature.laplace.base import ContrastiveLaplace
 from contrastive_curvature.laplace.combination import check_combination
 from contrastive_curvature.laplace.options import CONTRASTIVE
+from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.two_towers import TwoTowers
 
@@ -60,7 +61,7 @@ def check_towers(model: object, likelihood: object, args: tuple[Any, ...], kwarg
     return weights
 
 
-def check_loss(la: ContrastiveLaplace) -> RowLoss:
+def check_loss(la: ContrastiveLaplace) -> CosineLoss:
     """The loss of both towers, from the options of a posterior of one.
 
     Raises:
@@ -76,10 +77,10 @@ def check_loss(la: ContrastiveLaplace) -> RowLoss:
         )
         wanted = "backend_kwargs=dict(loss=...) with the loss that the towers were trained with"
         raise InputError(expected("backend_kwargs: loss", wanted, "none", hint))
-    if not isinstance(loss, RowLoss):
+    if not isinstance(loss, RowLoss) and not loss.graded:
         msg = (
             f"loss: {type(loss).__name__} compares points of one tower. For two towers use a loss of anchors and their "
-            "candidates, such as InfoNCELoss, SupConLoss or SigLIPLoss."
+            "candidates, such as InfoNCELoss, SupConLoss or SigLIPLoss, or of graded pairs, CoSENTLoss."
         )
         raise UnsupportedError(msg)
     if options["candidates"] == "dataset":
@@ -94,7 +95,7 @@ def check_loss(la: ContrastiveLaplace) -> RowLoss:
             "(a, b) or (a, b, labels)."
         )
         raise UnsupportedError(msg)
-    return loss
+    return loss  # type: ignore[no-any-return]
 
 
 def refuse_shared_parameters(model: TwoTowers, last_layers: Sequence[str] | None) -> None:

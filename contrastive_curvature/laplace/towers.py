@@ -56,7 +56,8 @@ class TwoTowerLaplace:
             (``"diag"``, ``"kron"``, ``"full"``, and ``"kron_lowrank"`` for the last layer), and so on. Both towers get
             the same.
         **kwargs: The same by name. ``backend_kwargs`` must have the ``loss`` that the towers were trained with,
-            one of anchors (:class:`~contrastive_curvature.losses.rows.RowLoss`). ``last_layer_name`` may be two names.
+            one of anchors (:class:`~contrastive_curvature.losses.rows.RowLoss`) or of graded pairs
+            (:class:`~contrastive_curvature.CoSENTLoss`). ``last_layer_name`` may be two names.
 
     Attributes:
         a: Posterior of the first tower; ``la.a(x)`` predicts.
@@ -103,7 +104,8 @@ class TwoTowerLaplace:
         Args:
             train_loader: Batches ``(a, b)`` where ``a[i]`` belongs to ``b[i]``, ``((a, b), labels)``, ``(a, b,
                 labels)`` with one label a pair, or ``(a, b, (labels of a, labels of b))`` for any numbers of inputs;
-                ``a`` and ``b`` are tensors or mappings. Best with the batches of training.
+                for a loss of graded pairs ``(a, b, grades)``. ``a`` and ``b`` are tensors or mappings. Best with the
+                batches of training.
             progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on.
 
         Raises:

@@ -46,6 +46,7 @@ def test_towers_run_both_encoders(device: str) -> None:
     [
         ({}, r"backend_kwargs: loss: .*InfoNCELoss\(temperature=...\).*SigLIPLoss"),
         ({"loss": cc.ContrastiveLoss()}, "loss: ContrastiveLoss compares points of one tower"),
+        ({"loss": cc.ProxyLoss(torch.ones(3, 3))}, "loss: ProxyLoss compares points of one tower"),
         ({"loss": LOSSES["infonce"](), "candidates": "dataset"}, "candidates='dataset': two towers"),
         ({"loss": LOSSES["infonce"](), "relation": lambda a, b: (a, b)}, "relation: inputs of two towers"),
     ],
@@ -139,7 +140,21 @@ def test_nothing_to_compare(name: str, device: str, caplog: pytest.LogCaptureFix
             made(device, name).fit([(a, b, (torch.arange(4), torch.arange(4, 8)))])
     with caplog.at_level(logging.INFO, "contrastive_curvature"):
         made(device, name).fit([(a[:1], b[:1]), (a, b)])
-    assert "1 of 2 batches had no inputs that do not belong together" in caplog.text
+    assert "1 of 2 batches had no inputs that belong together less than others" in caplog.text
+
+
+def test_grades(device: str) -> None:
+    a, b = (x.to(device) for x in (numbers(0, 4, 4), numbers(1, 4, 2)))
+    grades = torch.arange(4.0, device=device)
+    for batch, message in (
+        ((a, b), r"expected \(a, b, grades\) with a grade for every pair, got 4 and 4 inputs\."),
+        ((a, b, grades[:3]), "got 4 and 4 inputs with 3 grades"),
+        ((a, b[:3], grades), "got 4 and 3 inputs with 4 grades"),
+        ((a, b, grades * torch.inf), r"pairs \(grades\): expected finite numbers"),
+        ((a, b, 0 * grades), "got 1 batches whose inputs all belong together, or as much"),
+    ):
+        with pytest.raises(cc.InputError, match=message):
+            posterior(*encoders(device), "all", "diag", cc.CoSENTLoss()).fit([batch])
 
 
 def test_methods(device: str) -> None:

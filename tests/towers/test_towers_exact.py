@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from devices import DEVICES
 from strategies import close
-from tower_cases import FIXES, LOSSES, batches, data_loss, encoders, joint_hessians, posterior, pulled_back
+from torch import Tensor
+from tower_cases import FIXES, LOSSES, batches, data_loss, encoders, joint_hessians, numbers, posterior, pulled_back
+
+import contrastive_curvature as cc
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -41,7 +45,7 @@ def test_blocks_of_both_towers(name: str, fix: str, labelled: bool, device: str)
 def test_one_direction(name: str, directions: str, device: str) -> None:
     a, b = encoders(device)
     data = batches(device)
-    la = posterior(a, b, "all", "full", LOSSES[name](directions=directions))
+    la = posterior(a, b, "all", "full", LOSSES[name](directions=directions, pd_fix="ggn"))
     la.fit(data)
     of_a, of_b, _ = pulled_back(joint_hessians(name, a, b, data, "ggn", directions=directions), a, b, data, "all")
     assert close(la.a.H_raw, of_a, tolerance=1e-11)
@@ -59,7 +63,8 @@ def test_either_tower_has_half_of_the_loss(name: str, device: str) -> None:
         u, v = (torch.nn.functional.normalize(z) for z in (a(x_a), b(x_b)))
         total += float(data_loss(name, u @ v.T, of_a.unsqueeze(1) == of_b, "both").detach())
     assert la.loss == pytest.approx(total, rel=1e-12)
-    assert float(la.a.loss) == float(la.b.loss) == float(la.a.cost)
+    assert float(la.a.loss) == float(la.b.loss)
+    assert 0 < la.a.cost == la.b.cost <= float(la.a.loss)
     assert (la.a.n_data, la.b.n_data) == (6, 8)
 
 
@@ -90,8 +95,8 @@ def test_reduced_kronecker_factors_of_one_input(device: str) -> None:
     a, b = encoders(device)
     x_a, x_b = batches(device)[0]
     data = [(x_a[:1].repeat(4, 1), x_b[:1].repeat(4, 1))]
-    la = posterior(a, b, "last_layer", "kron", LOSSES["siglip"](), kfac_approx="reduce", pairs="batch")
-    full = posterior(a, b, "last_layer", "full", LOSSES["siglip"]())
+    la = posterior(a, b, "last_layer", "kron", LOSSES["siglip"](pd_fix="ggn"), kfac_approx="reduce", pairs="batch")
+    full = posterior(a, b, "last_layer", "full", LOSSES["siglip"](pd_fix="ggn"))
     for one in (la, full):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -100,3 +105,45 @@ def test_reduced_kronecker_factors_of_one_input(device: str) -> None:
     weight = full.a.H_raw[:9, :9]
     assert float(weight.abs().max()) > 0.1
     assert close(torch.kron(g, moment), weight, tolerance=1e-11)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        cc.MultiSimilarityLoss(reduction="sum", pd_fix="full"),
+        cc.TripletLoss(0.5, reduction="sum", pd_fix="full"),
+        cc.InfoNCELoss(0.05, reduction="sum", pd_fix="full"),
+        cc.CoSENTLoss(3.0, pd_fix="full"),
+    ],
+    ids=lambda loss: type(loss).__name__,
+)
+@pytest.mark.parametrize("shared", [False, True])
+def test_other_losses(loss: Any, shared: bool, device: str) -> None:
+    """The Hessian of the loss between the towers by autograd, pulled back."""
+    a, b = encoders(device)
+    b = a if shared else b
+    data: Any = batches(device, not loss.graded, (4, 4) if shared else (4, 2))
+    if loss.graded:
+        data = [(x_a, x_b, numbers(3, len(x_a)).round().to(device)) for x_a, x_b in data]
+    hessians = []
+    for x_a, x_b, y in data:
+        z, first = torch.cat([a(x_a), b(x_b)]).detach(), len(x_a)
+
+        def value(z: Tensor, first: int = first, y: Any = y) -> Tensor:
+            return loss.between(z[:first], z[first:], y)
+
+        hessians.append(torch.autograd.functional.hessian(value, z).reshape(z.numel(), -1))
+    la = posterior(a, b, "all", "full", loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        la.fit(data)
+    of_a, of_b, between = pulled_back(hessians, a, b, data, "all")
+    assert bool(of_a.any())
+    if shared:
+        assert close(la.a.H_raw, of_a + of_b + between + between.T, tolerance=1e-9)
+    else:
+        assert close(la.a.H_raw, of_a, tolerance=1e-9)
+        assert close(la.b.H_raw, of_b, tolerance=1e-9)
+        v = numbers(5, len(of_a)).to(device)
+        found = la.curvature_product(data, v, torch.zeros_like(of_b[0]))
+        assert close(torch.cat(found), torch.cat([of_a @ v, between.T @ v]), tolerance=1e-9)

@@ -30,7 +30,7 @@ __all__ = [
     "pulled_back",
 ]
 
-FIXES = ("positive", "fixed", "full", "psd", "ggn", "ggn_fixed")
+FIXES = ("positive", "fixed", "full", "psd", "psd_parts", "ggn", "ggn_fixed")
 
 Batch = tuple[Any, ...]
 """``(a, b)``, or ``(a, b, (labels of a, labels of b))``."""
@@ -122,26 +122,31 @@ def joint_hessian(
     g = torch.autograd.functional.jacobian(value, s)
     count, (n, dim) = s.numel(), z.shape
     moved = torch.autograd.functional.jacobian(cosines, z).reshape(count, -1)
-    out = moved.T @ torch.autograd.functional.hessian(value, s).reshape(count, count) @ moved
+    second = moved.T @ torch.autograd.functional.hessian(value, s).reshape(count, count) @ moved
+    if fix in ("ggn", "ggn_fixed"):
+        return second if fix == "ggn" else _blocks(second, dim)
     if fix == "positive":
         g = g.clamp(max=0)
-    if fix not in ("ggn", "ggn_fixed"):
-        first_order = torch.autograd.functional.hessian(lambda z: (g * cosines(z)).sum(), z).reshape(n * dim, n * dim)
-        if distance == "euclidean":
-            # Half squared distances of linearised directions: d_i P_i / n_i^2 takes the place of the diagonal blocks.
-            u, degree = z / z.norm(dim=1, keepdim=True), -torch.cat([g.sum(1), g.sum(0)])
-            eye = torch.eye(dim, dtype=z.dtype, device=z.device)
-            blocks = (eye - u.unsqueeze(2) * u.unsqueeze(1)) * (degree / z.square().sum(1)).view(-1, 1, 1)
-            within = torch.block_diag(*torch.ones_like(blocks)) > 0
-            first_order = torch.where(within, torch.block_diag(*blocks), first_order)
-        out = out + first_order
-    if fix in ("fixed", "psd", "ggn_fixed"):
-        blocks = [out[k : k + dim, k : k + dim] for k in range(0, n * dim, dim)]
-        if fix == "psd":
-            pairs = [torch.linalg.eigh(block) for block in blocks]
-            blocks = [(vectors * values.clamp(min=0)) @ vectors.T for values, vectors in pairs]
-        out = torch.block_diag(*blocks)
-    return out
+    first_order = torch.autograd.functional.hessian(lambda z: (g * cosines(z)).sum(), z).reshape(n * dim, n * dim)
+    if distance == "euclidean":
+        # Half squared distances of linearised directions: d_i P_i / n_i^2 takes the place of the diagonal blocks.
+        u, degree = z / z.norm(dim=1, keepdim=True), -torch.cat([g.sum(1), g.sum(0)])
+        eye = torch.eye(dim, dtype=z.dtype, device=z.device)
+        blocks = (eye - u.unsqueeze(2) * u.unsqueeze(1)) * (degree / z.square().sum(1)).view(-1, 1, 1)
+        first_order = first_order - _blocks(first_order, dim) + torch.block_diag(*blocks)
+    if fix == "psd_parts":
+        return _blocks(first_order, dim, projected=True) + _blocks(second, dim)
+    out = first_order + second
+    return out if fix in ("full", "positive") else _blocks(out, dim, projected=fix == "psd")
+
+
+def _blocks(matrix: Tensor, dim: int, projected: bool = False) -> Tensor:
+    """The diagonal blocks, with negative eigenvalues set to zero where ``projected``."""
+    blocks = [matrix[k : k + dim, k : k + dim] for k in range(0, len(matrix), dim)]
+    if projected:
+        pairs = [torch.linalg.eigh((block + block.T) / 2) for block in blocks]
+        blocks = [(vectors * values.clamp(min=0)) @ vectors.T for values, vectors in pairs]
+    return torch.block_diag(*blocks)
 
 
 def jacobian(model: nn.Module, x: Tensor, weights: str) -> Tensor:
