@@ -71,6 +71,11 @@ class PDFix(_Option):
     GGN_FIXED = "ggn_fixed"
     """As ``ggn``, without cross terms: cheaper, and for every structure and host. Not in the paper."""
 
+    PSD_PARTS = "psd_parts"
+    """As ``psd``, with the first-order part of every block projected alone, in closed form, and the second-order part
+    added: positive semidefinite for losses that are convex in the cosines, in O(D) a point where ``psd`` decomposes
+    matrices. Without second derivatives it is ``psd``. Not in the paper."""
+
     @property
     def coupled(self) -> bool:
         """Whether the Hessian has cross terms between two points."""

@@ -108,6 +108,11 @@ class AnchorSums:
             InputError: The sum is not finite.
         """
         check_finite(self._curvature, self._pullback, "the sum over all batches")
+        parts = [self._curvature] if isinstance(self._curvature, Tensor) else [f[0] for f in self._curvature]
+        if not any(bool(part.any()) for part in parts):
+            hint = "In a batch of one input nothing has to be told apart: use larger batches."
+            wanted = "batches in which the loss changes with the embeddings"
+            raise InputError(expected("train_loader", wanted, "a curvature that is zero everywhere", hint))
         self._dominance.warn()
         curvature = per_point(self._curvature, self._n) if self._structure is Structure.KRON else self._curvature
         centres = None if self._classes is None else self._classes.centres()
@@ -123,10 +128,11 @@ def note_skipped(anchors: int, skipped: int) -> None:
     """
     if not anchors:
         hint = "An anchor needs a positive among the candidates of its batch: larger batches, or several of each class."
-        raise InputError(expected("train_loader", "at least one anchor with a positive", f"none of {skipped}", hint))
+        wanted = "at least one anchor with positives and candidates as the loss compares them"
+        raise InputError(expected("train_loader", wanted, f"none of {skipped}", hint))
     if skipped:
         _log.info(
-            "%d of %d anchors had no positive among their candidates, and add nothing to the curvature",
+            "%d of %d anchors had no positive, or nothing to be compared with, and add nothing to the curvature",
             skipped,
             anchors + skipped,
         )

@@ -84,8 +84,11 @@ class NodeBlocks(Blocks):
         info = torch.finfo(n.dtype)
         low, high = info.tiny**0.5, info.tiny**-0.5
         size = torch.maximum(self.c.abs(), self.q.abs())
-        # Weights that vanish in the loss already, as of a far pair in a logistic loss, may lose digits.
-        lost = (size > 0) & (size < info.tiny) & (size * n * n >= info.tiny)
+        # Weights that vanish in the loss already, as of a far pair in a logistic loss, may lose digits; and so may
+        # those that vanish beside the weights of other points.
+        weight = size * n * n
+        floor = max(info.tiny, info.eps**2 * float(weight.max())) if weight.numel() else info.tiny
+        lost = (size > 0) & (size < info.tiny) & (weight >= floor)
         held = (n >= low) & (n <= high) & ~lost & size.isfinite()
         if not bool(held.all()):
             raise UnrepresentableError.at(n, held)

@@ -48,6 +48,8 @@ def make_blocks(u: Tensor, n: Tensor, sums: NodeSums, distance: Distance, pd_fix
         UnrepresentableError: The dtype cannot hold a Hessian of outputs of these norms.
     """
     blocks: Blocks = NodeBlocks.from_sums(u, n, sums.degree, sums.neighbors, distance)
+    if pd_fix is PDFix.PSD_PARTS:
+        blocks = blocks.project_psd()
     if sums.moments is not None:
         blocks = CurvedBlocks(blocks, n, sums.moments)
     return blocks.project_psd() if pd_fix is PDFix.PSD else blocks

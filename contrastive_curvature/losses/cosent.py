@@ -50,7 +50,7 @@ class CoSENTLoss(CosineLoss):
     graded = True
 
     def __init__(
-        self, scale: float = 20.0, *, distance: Distance | str = Distance.ARCCOS, pd_fix: PDFix | str = PDFix.GGN
+        self, scale: float = 20.0, *, distance: Distance | str = Distance.ARCCOS, pd_fix: PDFix | str = PDFix.PSD_PARTS
     ) -> None:
         super().__init__(distance=distance, pd_fix=pd_fix)
         self.scale = check_number("scale", scale, positive=True)

@@ -63,7 +63,7 @@ class InfoNCELoss(RowLoss):
         *,
         scale: float | None = None,
         distance: Distance | str = Distance.ARCCOS,
-        pd_fix: PDFix | str = PDFix.GGN,
+        pd_fix: PDFix | str = PDFix.PSD_PARTS,
     ) -> None:
         super().__init__(reduction, directions, distance=distance, pd_fix=pd_fix)
         self.temperature = _temperature(temperature, scale)

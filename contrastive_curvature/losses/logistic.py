@@ -59,7 +59,8 @@ class LogisticLoss(PairLoss):
 
     def _value(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Tensor:
         logit = self.scale * cosine + self.bias
-        return (attract * F.softplus(-logit) + repel * F.softplus(logit)).sum()
+        # Unlike softplus, which is linear from 20 on, exact everywhere.
+        return -(attract * F.logsigmoid(logit) + repel * F.logsigmoid(-logit)).sum()
 
     def _terms(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Terms:
         same = torch.sigmoid(self.scale * cosine + self.bias)

@@ -54,7 +54,7 @@ class MultiSimilarityLoss(RowLoss):
         directions: str = "both",
         *,
         distance: Distance | str = Distance.ARCCOS,
-        pd_fix: PDFix | str = PDFix.GGN,
+        pd_fix: PDFix | str = PDFix.PSD_PARTS,
     ) -> None:
         super().__init__(reduction, directions, distance=distance, pd_fix=pd_fix)
         self.alpha = check_number("alpha", alpha, positive=True)

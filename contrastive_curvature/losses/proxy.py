@@ -44,8 +44,8 @@ class ProxyLoss(CosineLoss):
     the whole Hessian in the outputs, and ``pd_fix="full"`` and ``"fixed"`` are the same. ``"positive"`` keeps the
     first-order part of the own proxy. The second-order part, which ``"ggn"`` keeps alone, is positive semidefinite for
     ``softmax`` and ``cosface``. For ``arcface`` with a margin it can be indefinite, since ``phi`` is convex and stands
-    with a minus sign, so ``"ggn"`` is refused there. The derivatives of ``arcface`` are infinite where an embedding
-    lies on its own proxy.
+    with a minus sign, so ``"ggn"`` and ``"psd_parts"`` are refused there. The derivatives of ``arcface`` are infinite
+    where an embedding lies on its own proxy.
 
     The same losses in pytorch-metric-learning, with its weights ``W`` of shape (D, C):
 
@@ -68,7 +68,7 @@ class ProxyLoss(CosineLoss):
     Raises:
         InputTypeError: The proxies are no floating-point tensor.
         InputError: The proxies are malformed or one of them is zero; an option is unknown or out of range.
-        UnsupportedError: ``pd_fix="ggn"`` or ``"ggn_fixed"`` for ``arcface`` with a margin.
+        UnsupportedError: ``pd_fix="ggn"``, ``"ggn_fixed"`` or ``"psd_parts"`` for ``arcface`` with a margin.
 
     Source: Zhai and Wu, Classification is a strong baseline for deep metric learning, 2019 (``softmax``); Wang et al.,
     CosFace, 2018, Eq. 4; Deng et al., ArcFace, 2019, Eq. 3.
@@ -97,7 +97,7 @@ class ProxyLoss(CosineLoss):
         if kind == "arcface" and margin > math.pi:
             raise InputError(expected("margin", "an angle of at most pi", margin, "Use math.radians for degrees."))
         convex = kind != "arcface" or margin == 0
-        chosen = pd_fix if pd_fix is not None else PDFix.GGN if convex else PDFix.PSD
+        chosen = pd_fix if pd_fix is not None else PDFix.PSD_PARTS if convex else PDFix.PSD
         super().__init__(distance=distance, pd_fix=chosen)
         self.scale = check_number("scale", scale, positive=True)
         self.margin, self.kind, self.convex = margin, kind, convex
@@ -227,11 +227,11 @@ class ProxyLoss(CosineLoss):
 
     def _check_fix(self) -> None:
         super()._check_fix()
-        if self.pd_fix.second_only and not self.convex:
+        if (self.pd_fix.second_only or self.pd_fix is PDFix.PSD_PARTS) and not self.convex:
             msg = (
                 f"pd_fix={str(self.pd_fix)!r}: with kind='arcface' and a margin, the loss is not convex in the "
-                "cosines, so its second derivatives, which this fix keeps alone, can be indefinite. Use pd_fix='psd', "
-                "which projects the whole block of every point."
+                "cosines, so its second derivatives, which this fix leaves as they are, can be indefinite. Use "
+                "pd_fix='psd', which projects the whole block of every point."
             )
             raise UnsupportedError(msg)
 

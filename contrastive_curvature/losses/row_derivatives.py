@@ -70,7 +70,7 @@ class RowDerivatives(CosineDerivatives):
         self.n = len(u)
         self.fix = loss.pd_fix
         self._terms_counted = 0.0
-        self._value: Tensor | None = None
+        self._values: tuple[Tensor, Tensor] | None = None
         self.signs = u.new_tensor(loss.root_signs)
         self._rows = [self._look_at(side) for side in sides]
         self._anchors = sum(int(rows.kept.sum()) for rows in self._rows)
@@ -183,21 +183,23 @@ class RowDerivatives(CosineDerivatives):
         return CrossRoots(signs, *sides, same - ends[0].start, same - ends[1].start)
 
     def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
-        """See :meth:`CosineDerivatives.loss_and_cost`; the non-negative version of the loss is the loss."""
+        """See :meth:`CosineDerivatives.loss_and_cost`; the cost is what the loss is above the least that it can be."""
         del totals
-        if self._value is None:
-            total = self.u.new_zeros((), dtype=torch.float64)
+        if self._values is None:
+            total, least = torch.zeros(2, dtype=torch.float64, device=self.u.device)
             for rows in self._rows:
                 for start, stop in rows.side.row_blocks():
                     kept = rows.kept[start:stop]
                     if not bool(kept.any()):
                         continue
                     related = rows.side.related(self.relation, start, stop, self.u.dtype)
-                    cosine = self._cosine(rows, start, stop)
-                    values = self.loss._value(cosine[kept], *(part[kept] for part in related))
+                    positive, negative = (part[kept] for part in related)
+                    values = self.loss._value(self._cosine(rows, start, stop)[kept], positive, negative)
                     total = total + values.double().sum()
-            self._value = (self.scale * total).to(self.u.dtype)
-        return self._value, self._value
+                    least = least + self.loss._least(positive, negative).double().sum()
+            cost = (self.scale * (total - least)).clamp(min=0)
+            self._values = (self.scale * total).to(self.u.dtype), cost.to(self.u.dtype)
+        return self._values
 
     def _look_at(self, side: Side) -> _Rows:
         """Statistics of all anchors of a side, and the sum of their losses."""

@@ -45,7 +45,12 @@ def row_terms(
     if len(terms.roots) != len(loss.root_signs):
         raise InputError(expected(name, f"{len(loss.root_signs)} roots, as root_signs says", len(terms.roots)))
     for part in (terms.first, terms.second, *terms.roots):
-        if part is not None and part.shape != cosine.shape:
+        if part is None:
+            continue
+        if not isinstance(part, Tensor) or part.dtype != cosine.dtype:
+            came = f"one of {part.dtype}" if isinstance(part, Tensor) else f"a {type(part).__name__}"
+            raise InputTypeError(expected(name, f"tensors of {cosine.dtype}", came))
+        if part.shape != cosine.shape:
             raise InputError(expected(name, f"tensors of shape {tuple(cosine.shape)}", f"{tuple(part.shape)}"))
     if bool(kept.all()):
         return terms

@@ -80,13 +80,17 @@ class RowLoss(CosineLoss):
         directions: str = "both",
         *,
         distance: Distance | str = Distance.ARCCOS,
-        pd_fix: PDFix | str = PDFix.GGN,
+        pd_fix: PDFix | str = PDFix.PSD_PARTS,
     ) -> None:
         super().__init__(distance=distance, pd_fix=pd_fix)
         check_choice("reduction", reduction, ("mean", "sum"))
         check_choice("directions", directions, ("both", "a", "b"))
-        # The attribute of torch's losses is read by hosts, which want a sum over points there.
-        self.averages, self.directions = reduction == "mean", directions
+        self.reduction, self.directions = reduction, directions
+
+    @property
+    def averages(self) -> bool:
+        """Whether the loss is a mean."""
+        return self.reduction == "mean"
 
     @abstractmethod
     def _counts(self, positive: Tensor, negative: Tensor) -> Tensor:
@@ -119,6 +123,11 @@ class RowLoss(CosineLoss):
         Returns:
             Shape (B,). Rows with a count of zero are not used, but must not raise.
         """
+
+    def _least(self, positive: Tensor, negative: Tensor) -> Tensor:
+        """What no embeddings make the loss of an anchor fall below, shape (B,); zero for most losses."""
+        del negative
+        return positive.new_zeros(len(positive))
 
     @abstractmethod
     def _statistics(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:

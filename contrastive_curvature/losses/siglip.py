@@ -51,7 +51,7 @@ class SigLIPLoss(RowLoss):
         directions: str = "both",
         *,
         distance: Distance | str = Distance.ARCCOS,
-        pd_fix: PDFix | str = PDFix.GGN,
+        pd_fix: PDFix | str = PDFix.PSD_PARTS,
     ) -> None:
         super().__init__(reduction, directions, distance=distance, pd_fix=pd_fix)
         self.scale = check_number("scale", scale, positive=True)

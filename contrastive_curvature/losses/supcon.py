@@ -53,7 +53,7 @@ class SupConLoss(RowLoss):
         directions: str = "both",
         *,
         distance: Distance | str = Distance.ARCCOS,
-        pd_fix: PDFix | str = PDFix.GGN,
+        pd_fix: PDFix | str = PDFix.PSD_PARTS,
     ) -> None:
         super().__init__(reduction, directions, distance=distance, pd_fix=pd_fix)
         self.temperature = check_number("temperature", temperature, positive=True)
@@ -65,6 +65,12 @@ class SupConLoss(RowLoss):
         logits = cosine / self.temperature
         target = positive / positive.sum(1, keepdim=True)
         return _log_sum(logits, positive, negative) - (target * logits).sum(1)
+
+    def _least(self, positive: Tensor, negative: Tensor) -> Tensor:
+        # The entropy of the targets: of equal ones, the logarithm of their number.
+        del negative
+        target = positive / positive.sum(1, keepdim=True)
+        return torch.special.entr(target).sum(1)
 
     def _statistics(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         log_sum = _log_sum(cosine / self.temperature, positive, negative)

@@ -68,7 +68,7 @@ class TripletLoss(RowLoss):
         directions: str = "both",
         *,
         distance: Distance | str = Distance.ARCCOS,
-        pd_fix: PDFix | str = PDFix.FIXED,
+        pd_fix: PDFix | str = PDFix.PSD_PARTS,
     ) -> None:
         super().__init__(reduction, directions, distance=distance, pd_fix=pd_fix)
         self.margin = check_number("margin", margin)

@@ -145,7 +145,7 @@ class LayerwisePullback(ModulePullback):
             pieces = self.split(out)
             left = self.tape(rows_context)
             right = left if cross.symmetric else self.tape(columns_context)
-            if cross.c is None:
+            if cross.c is None and cross.roots is None:
                 # One axis at a time; the gradients of all axes at all layers are never held.
                 check_alike(left, right)
                 axes = [tangent_axes(cross.u_rows, cross.n_rows).transpose(0, 1)]

@@ -11,6 +11,7 @@ import torch
 from contrastive_curvature.testing.contract_base import make_backend
 from contrastive_curvature.testing.contract_conduct import ConductContract
 from contrastive_curvature.testing.contract_exact import ExactnessContract
+from contrastive_curvature.testing.contract_losses import LossContract
 
 __all__ = ["DEVICES", "BackendContract", "make_backend"]
 
@@ -19,7 +20,7 @@ DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 
 @pytest.mark.parametrize("device", DEVICES)
-class BackendContract(ExactnessContract, ConductContract):
+class BackendContract(ExactnessContract, ConductContract, LossContract):
     """Inherit, name the backend, and say which networks it refuses.
 
     Attributes:

@@ -79,7 +79,7 @@ def anchor_hessian(case: AnchorCase, z: Tensor, distance: str, pd_fix: str) -> T
     ``full`` is the Hessian of the loss. ``euclidean`` writes the cosine as ``1 - |u - v|^2 / 2`` of free vectors and
     leaves the second derivative of the normalisation out. ``ggn`` is the second derivative in the cosines between the
     Jacobians of the cosines; what is left of the Hessian is linear in the first derivatives, of which ``positive``
-    keeps those of attracting pairs.
+    keeps those of attracting pairs, and ``psd_parts`` the positive eigenvalues of every block.
     """
     n, dim = z.shape
     hessian: Callable[..., Any] = torch.autograd.functional.hessian
@@ -110,14 +110,23 @@ def anchor_hessian(case: AnchorCase, z: Tensor, distance: str, pd_fix: str) -> T
         out = of_outputs(lambda s: -(attracting * s).sum() / 2) + second
     else:
         out = of_outputs(case)
+    if pd_fix == "psd_parts":
+        return _blocks(out - second, dim, projected=True) + _blocks(second, dim)
     if pd_fix in ("fixed", "psd", "ggn_fixed"):
-        blocks = torch.block_diag(*(out[k : k + dim, k : k + dim] for k in range(0, n * dim, dim)))
-        if pd_fix == "psd":
-            for k in range(0, n * dim, dim):
-                values, vectors = torch.linalg.eigh(blocks[k : k + dim, k : k + dim])
-                blocks[k : k + dim, k : k + dim] = (vectors * values.clamp(min=0)) @ vectors.T
-        out = blocks
+        return _blocks(out, dim, projected=pd_fix == "psd")
     return out
+
+
+def _blocks(matrix: Tensor, dim: int, *, projected: bool = False) -> Tensor:
+    """The diagonal blocks, with negative eigenvalues set to zero where ``projected``."""
+    parts = []
+    for k in range(0, len(matrix), dim):
+        part = matrix[k : k + dim, k : k + dim]
+        if projected:
+            values, vectors = torch.linalg.eigh((part + part.T) / 2)
+            part = (vectors * values.clamp(min=0)) @ vectors.T
+        parts.append(part)
+    return torch.block_diag(*parts)
 
 
 def anchor_ggn(model: nn.Module, x: Tensor, case: AnchorCase, distance: str, pd_fix: str) -> Tensor:

@@ -25,7 +25,7 @@ from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.ggn.accumulate import clamp_curvature
 from contrastive_curvature.laplace.backends import ContrastiveBackend
 from contrastive_curvature.options import Distance, PDFix, Structure
-from contrastive_curvature.testing.cases import close
+from contrastive_curvature.testing.cases import FIXES, close
 from contrastive_curvature.testing.contract import make_backend
 from contrastive_curvature.testing.networks import NETWORKS, build_network, make_inputs
 from contrastive_curvature.testing.oracle import dense_ggn, dense_jacobian
@@ -59,6 +59,10 @@ def structure_table(backends: Iterable[str] = BACKENDS) -> str:
     return "\n".join(lines)
 
 
+_FIXES = tuple(map(PDFix, FIXES))
+"""Those of the contrastive loss; the others are about second derivatives in the cosines, which it does not have."""
+
+
 def layer_table(backends: Iterable[str] = BACKENDS) -> str:
     """Markdown: one row a kind of network: whether ``diag`` and ``full`` of all its parameters are exact, and K-FAC."""
     names = list(backends)
@@ -81,7 +85,7 @@ def rewrite(page: str) -> str:
 def _survey(backend: type[ContrastiveBackend], weights: str, structure: str) -> dict[str, list[tuple[PDFix, Distance]]]:
     """Combinations of fix and distance by status."""
     out: dict[str, list[tuple[PDFix, Distance]]] = {}
-    for fix in PDFix:
+    for fix in _FIXES:
         for distance in Distance:
             kinds = ("tanh",) if structure in ("gp", "lowrank") else ("tanh", "conv2d")
             found = {_classify(backend, kind, weights, structure, fix, distance) for kind in kinds}
@@ -106,7 +110,7 @@ def _describe(survey: dict[str, list[tuple[PDFix, Distance]]]) -> str:
     parts = []
     for status in (EXACT, APPROXIMATE):
         fixes = []
-        for fix in PDFix:
+        for fix in _FIXES:
             distances = [d for f, d in survey.get(status, []) if f is fix]
             if distances:
                 fixes.append(f"`{fix}`" if len(distances) == len(Distance) else f"{distances[0]} `{fix}`")

@@ -22,7 +22,7 @@ from contrastive_curvature.testing.oracle_anchors import AnchorCase, anchor_hess
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
-FIXES = ("full", "fixed", "psd", "positive", "ggn", "ggn_fixed")
+FIXES = ("full", "fixed", "psd", "psd_parts", "positive", "ggn", "ggn_fixed")
 LOSSES: dict[str, Any] = {
     "infonce": cc.InfoNCELoss,
     "supcon": cc.SupConLoss,

@@ -154,11 +154,11 @@ def test_second_derivatives_of_a_linear_loss(device: str) -> None:
     with pytest.raises(cc.InputError, match=r"Linear\._terms: expected None as second derivatives, as linear = True"):
         Linear(pd_fix="full").output_hessian(z, labels)
     with pytest.raises(cc.UnsupportedError, match="pd_fix='ggn': Linear is piecewise linear"):
-        Linear()
+        Linear(pd_fix="ggn")
 
 
 def test_options_of_a_loss_are_shown(device: str) -> None:
     del device
     shown = repr(MeanNegative(0.25, reduction="sum", directions="a"))
-    for text in ("margin=0.25", "reduction='sum'", "directions='a'", "pd_fix='ggn'"):
+    for text in ("margin=0.25", "reduction='sum'", "directions='a'", "pd_fix='psd_parts'"):
         assert text in shown
