@@ -18,6 +18,7 @@ from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.ggn.anchor_data import AnchorData
 from contrastive_curvature.ggn.dataset import BatchReader, DatasetPoints
 from contrastive_curvature.ggn.dominance import FEWEST_POINTS, MOST, warn_of_point
 from contrastive_curvature.ggn.finite import check_finite
@@ -33,7 +34,7 @@ __all__ = ["DENSE_PARAMETERS", "curvature_product", "leading_eigenpairs"]
 
 def curvature_product(
     pullback: Pullback,
-    hessian: OutputHessian,
+    hessian: OutputHessian | AnchorData,
     loader: Iterable[Any],
     read: BatchReader,
     v: Tensor,
@@ -96,7 +97,7 @@ def _batch(count: int) -> str:
 
 def leading_eigenpairs(
     pullback: Pullback,
-    points: DatasetPoints,
+    points: DatasetPoints | AnchorData,
     loader: Iterable[Any],
     read: BatchReader,
     rank: int,
@@ -170,7 +171,7 @@ def leading_eigenpairs(
 
 def _warn_of_point(
     pullback: Pullback,
-    hessian: OutputHessian,
+    hessian: OutputHessian | AnchorData,
     loader: Iterable[Any],
     read: BatchReader,
     vector: Tensor,

@@ -94,7 +94,7 @@ class CoSENTDerivatives(CosineDerivatives):
         sides = [ListedVectors.at(self._ends[chosen], vectors, self.c) for chosen in ends]
         low, high = max(ends[0].start, ends[1].start), min(ends[0].stop, ends[1].stop)
         same = torch.arange(low, max(low, high), device=self.u.device)
-        return CrossRoots(signs, *sides, same - ends[0].start, same - ends[1].start)
+        return CrossRoots(signs, sides[0], sides[1], same - ends[0].start, same - ends[1].start)
 
     def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
         """See :meth:`CosineDerivatives.loss_and_cost`; the non-negative version of the loss is the loss."""

@@ -53,6 +53,7 @@ class InfoNCELoss(RowLoss):
 
     root_signs = (-1, 1)
     shift_invariant = True
+    supervised = False
     negatives_scale = True
 
     def __init__(

@@ -106,6 +106,7 @@ class ProxyDerivatives(CosineDerivatives):
     def second_matmul(self, t: Tensor) -> Tensor | None:
         """See :meth:`CosineDerivatives.second_matmul`; nothing couples two points."""
         del t
+        return None
 
     def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
         """See :meth:`CosineDerivatives.loss_and_cost`; the non-negative version of the loss is the loss."""

@@ -43,6 +43,8 @@ class SigLIPLoss(RowLoss):
     Source: Zhai et al., Sigmoid Loss for Language Image Pre-Training, 2023, Algorithm 1.
     """
 
+    supervised = False
+
     def __init__(
         self,
         scale: float = 10.0,

@@ -133,7 +133,7 @@ def _moved(x: Any, device: torch.device, argument: str) -> Inputs:
     check_inputs(x, f"{argument}: inputs of a batch")
     if isinstance(x, Mapping):
         return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in x.items()}
-    return x.to(device)  # type: ignore[no-any-return]
+    return x.to(device)
 
 
 def _target(y: Any, device: torch.device, argument: str) -> Tensor:

@@ -237,6 +237,9 @@ class OnlineLaplace(nn.Module):
             InputError: The batch is malformed.
             DivergenceError: An output, a loss or a curvature is not finite, or the posterior precision is not positive.
         """
+        if labels is None and pairs is None:
+            hint = "For two views of every input, x and labels come from learner.join(batch)."
+            raise InputError(expected("labels", "class labels, or pairs=...", "neither", hint))
         full_precision = torch.autocast(next(self.encoder.parameters()).device.type, enabled=False)
         noise: list[Tensor | None] = [None]
         if self.training:
@@ -252,9 +255,10 @@ class OnlineLaplace(nn.Module):
             raw = check_outputs(raw, "encoder(x)")
             losses.append(self._loss_of(z, labels, pairs))
             if self.training:
-                mined = pairs
+                mined: Any = pairs
                 if self._curvature_miner is not None:
-                    mined = self._curvature_miner(normalize(raw)[0], labels)
+                    targets: Any = labels
+                    mined = self._curvature_miner(normalize(raw)[0], targets)
                 try:
                     terms.append(self._sampled.curvature(x, raw, context, labels, mined))
                 except UnrepresentableError as error:
@@ -298,21 +302,23 @@ class OnlineLaplace(nn.Module):
             _refuse_other_options(self, state[f"{prefix}options"], f"state_dict[{f'{prefix}options'!r}]")
         self.discounted.check_state(state, f"{prefix}discounted.")
 
-    def _loss_of(self, z: Tensor, labels: Tensor | None, given: Pairs | None = None) -> Tensor:
+    def _loss_of(self, z: Tensor, labels: Any, given: Pairs | None = None) -> Tensor:
         normalization = self._sampled.encoder.normalization
         # The user's loss gets the outputs of the whole encoder, including a normalisation at its end.
-        embeddings = z if normalization is None or self._loss is None else normalization(z)
-        if self._loss is not None and self._miner is None:
-            return self._loss(embeddings, labels) if given is None else self._loss(embeddings, labels, given)
-        if self._loss is None and self._miner is None and not isinstance(self._contrastive, PairLoss):
-            return self._contrastive(z, labels, pairs=self._posterior.backend.relation if given is None else given)
+        loss: Any = self._loss
+        embeddings = z if normalization is None or loss is None else normalization(z)
+        if loss is not None and self._miner is None:
+            return loss(embeddings, labels) if given is None else loss(embeddings, labels, given)
+        own, backend = self._contrastive, self._posterior.backend
+        if loss is None and self._miner is None and not isinstance(own, PairLoss):
+            return own.forward(z, labels, pairs=backend.relation if given is None else given)
         raw = check_outputs(z.detach(), "encoder(x)")
-        if self._miner is None:
-            backend = self._posterior.backend
-            pairs: Any = given if given is not None else backend.loss.mine(raw, labels, backend.relation)
-        else:
+        pairs: Any = given
+        if self._miner is not None:
             pairs = self._miner(normalize(raw)[0], labels)
-        return self._contrastive(z, pairs=pairs) if self._loss is None else self._loss(embeddings, labels, pairs)
+        elif given is None and isinstance(own, PairLoss):
+            pairs = own.mine(raw, labels, backend.relation)
+        return own.forward(z, pairs=pairs) if loss is None else loss(embeddings, labels, pairs)
 
     def _empty_curvature(self) -> Any:
         """The curvature of no pairs, which is zero and has the right shape."""

@@ -82,7 +82,7 @@ class SampledEncoder(ABC):
             self.backend.loss = loss
 
     def _term(
-        self, pullback: Pullback, z: Tensor, context: Any, targets: Tensor | None, pairs: Any, structure: Structure
+        self, pullback: Pullback, z: Tensor, context: Any, targets: Any, pairs: Any, structure: Structure
     ) -> DatasetCurvature:
         backend = self.backend
         if isinstance(backend.loss, PairLoss):

@@ -200,7 +200,7 @@ class Trainer:
         """Inputs, targets and pairs; a step that knows what to do with two views is asked."""
         join = getattr(getattr(self.step, "module", self.step), "join", None)
         if join is not None and has_views(batch):
-            return join(batch, self.dict_key_y)  # type: ignore[no-any-return]
+            return join(batch, self.dict_key_y)
         return *read_batch(batch, device, self.dict_key_y), None
 
     def _train_on_batch(self, batch: Any, epoch: int) -> float:
