@@ -100,7 +100,7 @@ class ZeroShotClassifier:
         centres = self._summed(found.mean, index) / counts / length
         self._centred = centres - centres.mean(0)
         # Of the prompts only their spread: the means are in the classes.
-        self._spread = _without_mean(found)
+        self._spread = None if isinstance(prompts, Tensor) else _without_mean(found)
         self._index, self._share = index, (1 / (counts * length).square())[index, 0]
 
     def probabilities(self, images: EmbeddingDistribution | Tensor) -> Tensor:
@@ -180,10 +180,10 @@ class ZeroShotClassifier:
         # Half of a difference of unit vectors has a length of at most one, as a direction has.
         half = _certain(self._centred / 2)
         variance = 4 * cosine_distribution(images, half, pairwise=True).variance
-        own = self._summed(
-            (self._share * cosine_distribution(images, self._spread, pairwise=True).variance).mT, self._index
-        ).mT
-        variance = variance + (1 - 2 / many) * own + own.mean(1, keepdim=True) / many
+        if self._spread is not None:
+            of_prompts = self._share * cosine_distribution(images, self._spread, pairwise=True).variance
+            own = self._summed(of_prompts.mT, self._index).mT
+            variance = variance + (1 - 2 / many) * own + own.mean(1, keepdim=True) / many
         factor = math.pi / 8 * (self.scale * many / (many - 1)) ** 2
         return self.scale * (images.mean @ self._centred.mT) / (1 + factor * variance).sqrt()
 

@@ -55,7 +55,8 @@ def read_towers(batch: Any, device: torch.device, loss: CosineLoss, positives: s
         device: Where to bring it.
         loss: Of both towers.
         positives: ``"labels"``: inputs of the same label belong together; ``"views"``: a[i] and b[i] alone. ``None``
-            takes labels that stand beside a and b, and of ``((a, b), labels)`` those that the loss is made for.
+            takes labels of both towers, and asks the loss where there is one label a pair: losses of classes take it,
+            InfoNCE and SigLIP were trained with the pairs.
 
     Raises:
         InputTypeError: Something else, or labels that are no whole numbers.
@@ -65,8 +66,7 @@ def read_towers(batch: Any, device: torch.device, loss: CosineLoss, positives: s
         came = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
         hint = "An encoder that takes a mapping gets one of its own: yield ({'pixel_values': ...}, {'input_ids': ...})."
         raise InputTypeError(expected("train_loader", _FORMS, came, hint))
-    beside = len(batch) == 3
-    if beside and isinstance(batch[2], (tuple, list)):
+    if len(batch) == 3 and isinstance(batch[2], (tuple, list)):
         batch = (batch[0], batch[1], _joined_labels(batch))
     views = read_views(batch, device, argument="train_loader", towers=True)
     if views.second is None:
@@ -75,19 +75,18 @@ def read_towers(batch: Any, device: torch.device, loss: CosineLoss, positives: s
     counts = input_length(views.first), input_length(views.second)
     if loss.graded:
         if views.targets is None or counts[0] != counts[1] or len(views.targets) != counts[0]:
-            came = f"{counts[0]} and {counts[1]} inputs" + (
-                "" if views.targets is None else f" with {len(views.targets)} grades"
-            )
+            grades = "" if views.targets is None else f" with {len(views.targets)} grades"
+            came = f"{counts[0]} and {counts[1]} inputs{grades}"
             hint = f"{type(loss).__name__} compares pairs of known similarity."
             raise InputError(expected("train_loader", "(a, b, grades) with a grade for every pair", came, hint))
         return TowerBatch(views.first, views.second, None, views.targets)
-    used = positives != "views" and (beside or positives == "labels" or loss.supervised)
-    if views.targets is None or not used:
+    labels = views.targets
+    a_pair = labels is not None and counts[0] == counts[1] == len(labels)
+    if labels is None or positives == "views" or (positives is None and a_pair and not loss.supervised):
         if positives == "labels":
             raise InputError(expected("train_loader", "(a, b, labels) for positives='labels'", "no labels"))
         return TowerBatch(views.first, views.second, None)
-    labels = views.targets
-    if counts[0] == counts[1] == len(labels):
+    if a_pair:
         labels = torch.cat([labels, labels])
     if len(labels) != sum(counts):
         wanted = f"{sum(counts)} labels, of {counts[0]} inputs of the first tower and then of {counts[1]} of the second"

@@ -95,7 +95,7 @@ def check_loss(la: ContrastiveLaplace) -> CosineLoss:
             "(a, b) or (a, b, labels)."
         )
         raise UnsupportedError(msg)
-    return loss  # type: ignore[no-any-return]
+    return loss
 
 
 def refuse_shared_parameters(model: TwoTowers, last_layers: Sequence[str] | None) -> None:

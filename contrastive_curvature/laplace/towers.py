@@ -102,10 +102,11 @@ class TwoTowerLaplace:
         """Fit both posteriors; the candidates of an anchor are those of its batch, as in training.
 
         Args:
-            train_loader: Batches ``(a, b)`` where ``a[i]`` belongs to ``b[i]``, ``((a, b), labels)``, ``(a, b,
-                labels)`` with one label a pair, or ``(a, b, (labels of a, labels of b))`` for any numbers of inputs;
-                for a loss of graded pairs ``(a, b, grades)``. ``a`` and ``b`` are tensors or mappings. Best with the
-                batches of training.
+            train_loader: Batches ``(a, b)`` where ``a[i]`` belongs to ``b[i]``, ``((a, b), labels)`` or ``(a, b,
+                labels)`` with one label a pair, which losses of classes take (``backend_kwargs=dict(positives=...)``
+                takes or leaves it for any), ``(a, b, (labels of a, labels of b))`` for any numbers of inputs, and for a
+                loss of graded pairs ``(a, b, grades)``. ``a`` and ``b`` are tensors or mappings. Best with the batches
+                of training.
             progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on.
 
         Raises:

@@ -117,7 +117,7 @@ def test_batches(device: str) -> None:
         ((a[:0], b[:0]), "expected a batch of at least one point"),
     ):
         with pytest.raises(cc.InputError, match=message):
-            made(device).fit([batch])
+            made(device, "supcon").fit([batch])
     with pytest.raises(cc.InputError, match="at least one batch, got an empty loader"):
         made(device).fit([])
     with pytest.raises(cc.InputTypeError, match="iterated several times"):
@@ -134,9 +134,9 @@ def test_nothing_to_compare(name: str, device: str, caplog: pytest.LogCaptureFix
         made(device, name).fit([(a[:1], b[:1]), (a[1:2], b[1:2])])
     same = torch.zeros(4, dtype=torch.int64, device=device)
     with pytest.raises(cc.InputError, match="batches of two pairs or more"):
-        made(device, name).fit([(a, b, same)])
+        made(device, name).fit([(a, b, (same, same))])
     if name != "siglip":
-        with pytest.raises(cc.InputError, match="at least one anchor with a positive, got none of 8"):
+        with pytest.raises(cc.InputError, match=r"at least one anchor with .*, got none of 8"):
             made(device, name).fit([(a, b, (torch.arange(4), torch.arange(4, 8)))])
     with caplog.at_level(logging.INFO, "contrastive_curvature"):
         made(device, name).fit([(a[:1], b[:1]), (a, b)])

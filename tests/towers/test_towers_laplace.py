@@ -113,23 +113,27 @@ def test_failed_fit_leaves_both_posteriors(device: str) -> None:
 
 
 def test_what_a_loader_may_yield(device: str) -> None:
-    """Labels that stand beside both count; of ``((a, b), labels)``, those that the loss is made for."""
+    """Labels of both towers count; one label a pair counts for losses of classes, or where it is asked for."""
     a, b = numbers(0, 4, 4).to(device), numbers(1, 4, 2).to(device)
     labels = torch.tensor([0, 0, 1, 2], device=device)
-    alone, mine = torch.arange(4, device=device), {"positives": "views"}
+    alone = torch.arange(4, device=device)
 
-    def curvature(batch: Any, **options: Any) -> Tensor:
-        la = posterior(*encoders(device), "all", "diag", LOSSES["infonce"](), **options)
+    def curvature(name: str, batch: Any, **options: Any) -> Tensor:
+        la = posterior(*encoders(device), "all", "diag", LOSSES[name](), **options)
         la.fit([batch])
         return la.b.H_raw
 
-    by_pair, by_label = curvature((a, b)), curvature((a, b, labels))
-    assert not close(by_pair, by_label, tolerance=1e-3)
-    for batch in ((a, b, alone), ((a, b), alone), [a, b], ((a, b), "names"), (a, b, (alone, alone))):
-        assert close(curvature(batch), by_pair, tolerance=1e-13)
-    assert close(curvature((a, b, labels), **mine), by_pair, tolerance=1e-13)
-    for batch in (((a, b), labels), (a, b, (labels, labels)), (a, b, torch.cat([labels, labels]))):
-        assert close(curvature(batch), by_label, tolerance=1e-13)
+    pair, both = ((a, b, labels), ((a, b), labels)), ((a, b, (labels, labels)), (a, b, torch.cat([labels, labels])))
+    for name, classes in (("infonce", False), ("supcon", True)):
+        by_pair, by_label = curvature(name, (a, b)), curvature(name, both[0])
+        assert not close(by_pair, by_label, tolerance=1e-3)
+        for batch in ((a, b, alone), ((a, b), alone), [a, b], ((a, b), "names"), (a, b, (alone, alone))):
+            assert close(curvature(name, batch), by_pair, tolerance=1e-13)
+        for batch in (*pair, *both):
+            asked = by_label if classes or any(batch is one for one in both) else by_pair
+            assert close(curvature(name, batch), asked, tolerance=1e-13)
+            assert close(curvature(name, batch, positives="labels"), by_label, tolerance=1e-13)
+            assert close(curvature(name, batch, positives="views"), by_pair, tolerance=1e-13)
 
 
 def test_loader_of_torch_and_mappings(device: str) -> None:
