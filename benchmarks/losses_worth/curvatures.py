@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from laplace import Laplace
-from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.losses_worth.encoder import Encoder
@@ -21,7 +20,6 @@ from contrastive_curvature.losses.proxy import ProxyLoss
 from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.losses.supcon import SupConLoss
 from contrastive_curvature.losses.triplet_hinge import TripletLoss
-from contrastive_curvature.options import PDFix
 
 __all__ = [
     "CHOSEN_FIX",
@@ -34,7 +32,6 @@ __all__ = [
     "loss_of_fixes",
     "losses_for",
     "own_loss",
-    "smallest_loss",
 ]
 
 TEMPERATURE = 0.1
@@ -59,9 +56,9 @@ OWN = {
 }
 """What an encoder was trained with -> that loss here."""
 
-FIXES = ("ggn", "ggn_fixed", "fixed", "psd", "full", "positive")
-CHOSEN_FIX = "psd"
-"""Of the softmax losses, where fixes are not what is compared."""
+FIXES = ("psd_parts", "psd", "ggn_fixed", "ggn", "fixed", "full", "positive")
+CHOSEN_FIX = "psd_parts"
+"""The default of the losses of anchors: where fixes are not what is compared."""
 
 LOSSES: dict[str, Callable[[Encoder, str], CosineLoss]] = {
     "supcon": lambda _, fix: SupConLoss(TEMPERATURE, pd_fix=fix),
@@ -84,8 +81,8 @@ def _scale(encoder: Encoder) -> float:
 
 def _arcface(encoder: Encoder, fix: str) -> CosineLoss:
     margin = FACE_MARGIN if encoder.name == "faces" else MARGIN
-    # With a margin it is not convex in the cosines, which the fixes of the second derivatives alone need.
-    fix = "psd" if PDFix(fix).second_only else fix
+    # With a margin it is not convex in the cosines, which fixes that keep the second derivatives as they are need.
+    fix = fix if fix in ("fixed", "full", "positive") else "psd"
     return ProxyLoss(encoder.proxies, _scale(encoder), margin, "arcface", pd_fix=fix)
 
 
@@ -133,20 +130,6 @@ def fit(encoder: Encoder, fitted: Fitted, loss: str, structure: str, fix: str = 
         la.fit(loader, progress_bar=False)
         la.optimize_prior_precision()
         return la, time.process_time() - start
-
-
-def smallest_loss(encoder: Encoder, loss: str) -> float:
-    """What the mean loss of a point cannot fall below: of SupCon, the mean logarithm of the number of positives.
-
-    All other losses here can come close to zero.
-    """
-    if loss != "supcon":
-        return 0.0
-    logs: list[Tensor] = []
-    for _, labels in _loader(encoder, LOSSES[loss](encoder, CHOSEN_FIX)):
-        positives = (labels.unsqueeze(1) == labels).sum(1) - 1
-        logs.append(positives[positives > 0].double().log())
-    return float(torch.cat(logs).mean())
 
 
 def _loader(encoder: Encoder, loss: CosineLoss | None) -> DataLoader[Any]:

@@ -17,7 +17,6 @@ from benchmarks.losses_worth.curvatures import (
     loss_of_fixes,
     losses_for,
     own_loss,
-    smallest_loss,
 )
 from benchmarks.losses_worth.encoder import Encoder
 from benchmarks.losses_worth.scores import SCORES, answers
@@ -32,8 +31,14 @@ __all__ = ["judge"]
 FEW_WEIGHTS = 1500
 """A last layer of at most so many weights has the exact curvature, too."""
 
-MANY_WEIGHTS = 400_000
-"""Above it, a diagonal with the terms between two points would take minutes for each fix, and is left out."""
+MANY_WEIGHTS = 10_000
+"""Above it, a diagonal with the terms between two points takes up to minutes for each fix, and is left out."""
+
+POOLED = 1024
+"""Features of a last layer, at most, for which other strengths of the prior are tried: predictions are quick there."""
+
+STRENGTHS = (0.01, 0.1, 10.0)
+"""Of the library's prior precision."""
 
 
 def judge(encoder: Encoder) -> dict[str, Any]:
@@ -79,8 +84,10 @@ def judge(encoder: Encoder) -> dict[str, Any]:
             except ContrastiveCurvatureError as error:
                 out["left_out"][f"{structure}/{name}"] = str(error)
                 continue
-            voted = vote_figures(encoder, la, smallest_loss(encoder, loss))
+            voted = vote_figures(encoder, la)
             out["curvatures"][structure][name] = {**found, **voted, "seconds": round(seconds, 2)}
+            if structure == default_structure() and content.features <= POOLED:
+                out["curvatures"][structure][name]["strengths"] = _strengths(la, fitted, unknown, retrieval)
         print(f"{encoder.name}: {structure} done", flush=True)
     if PAIR not in out["curvatures"][STRUCTURES[0]]:
         raise InputError(expected("feature file", "data that a posterior can be fitted to", str(out["left_out"])))
@@ -99,9 +106,9 @@ def _asked(encoder: Encoder, structure: str) -> list[tuple[str, str]]:
         if structure != default_structure() and loss not in (PAIR, own, loss_of_fixes(own)):
             continue
         if loss == PAIR or loss != loss_of_fixes(own):
-            asked.append((loss, "fixed" if loss in (PAIR, "triplet") else CHOSEN_FIX))
+            asked.append((loss, "fixed" if loss == PAIR else "psd" if loss == "arcface" else CHOSEN_FIX))
         else:
-            slow = many and structure == "diag"
+            slow = structure == "full" or (many and structure == "diag")
             asked += [(loss, fix) for fix in FIXES if not (slow and PDFix(fix).coupled)]
     return asked
 
@@ -113,6 +120,17 @@ def _of_posterior(la: Any, fitted: Fitted, unknown: Mapping[str, Points], retrie
         score: _figures(test[score], {name: some[score] for name, some in others.items()}, retrieval)
         for score in SCORES
     }
+
+
+def _strengths(la: Any, fitted: Fitted, unknown: Mapping[str, Points], retrieval: Retrieval) -> dict[str, Any]:
+    """Figures of the angle alone at other strengths of the prior, whose precision is as before afterwards."""
+    own, out = la.prior_precision, {}
+    for strength in STRENGTHS:
+        la.prior_precision = strength * own
+        found = _of_posterior(la, fitted, unknown, retrieval)
+        out[f"{strength:g}"] = {"novelty": found["novelty"]["auroc"], **found["angle"]}
+    la.prior_precision = own
+    return out
 
 
 def _figures(test: Tensor, unknown: Mapping[str, Tensor], retrieval: Retrieval) -> dict[str, Any]:

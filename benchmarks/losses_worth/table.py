@@ -9,6 +9,7 @@ from benchmarks.losses_worth.baselines import BASELINES
 from benchmarks.losses_worth.curvatures import CHOSEN_FIX, FIXES, PAIR, SOFTMAX, loss_of_fixes
 from benchmarks.losses_worth.numbers import FIGURES, Encoders, Figure, by_encoder, mean_over_families, spread_of
 from benchmarks.transfer.markdown import head, line
+from contrastive_curvature.options import PDFix
 
 __all__ = ["markdown", "own_key"]
 
@@ -20,7 +21,7 @@ def own_key(encoder: Mapping[str, Any], structure: str, fix: str | None = None) 
     if encoder["own"] == PAIR:
         return PAIR
     there = encoder["curvatures"].get(structure, {})
-    wanted = [fix] if fix else [CHOSEN_FIX, "psd", "fixed"]
+    wanted = [fix] if fix else [CHOSEN_FIX, "psd"]
     return next((f"{encoder['own']}/{one}" for one in wanted if f"{encoder['own']}/{one}" in there), None)
 
 
@@ -50,6 +51,7 @@ def markdown(results: Encoders, machine: Mapping[str, Any]) -> str:
         parts += [f"## `{structure}`: every loss's curvature, by training loss", "", *_matrix(results, structure), ""]
     for structure in structures:
         parts += [f"## `{structure}`: `pd_fix` of the own softmax loss", "", *_fixes(results, structure), ""]
+    parts += ["## Other strengths of the prior", "", *_strengths(results), ""]
     parts += ["## Every encoder", "", *_every(results)]
     return "\n".join(parts) + "\n"
 
@@ -109,21 +111,57 @@ def _mean(values: Mapping[str, float]) -> str:
 
 
 def _fixes(results: Encoders, structure: str) -> Iterator[str]:
+    uncoupled = [fix for fix in FIXES if not PDFix(fix).coupled]
     some = {
         name: encoder
         for name, encoder in results.items()
-        if all(f"{loss_of_fixes(encoder['own'])}/{fix}" in encoder["curvatures"].get(structure, {}) for fix in FIXES)
+        if all(_fixed(encoder, fix) in encoder["curvatures"].get(structure, {}) for fix in uncoupled)
     }
     yield from head(["pd_fix", "encoders", *_HEAD, "seconds of processor time (largest)"])
     for fix in (PAIR, *FIXES):
         there = {}
         for name, encoder in some.items():
-            key = PAIR if fix == PAIR else f"{loss_of_fixes(encoder['own'])}/{fix}"
+            key = PAIR if fix == PAIR else _fixed(encoder, fix)
+            if key not in encoder["curvatures"][structure]:
+                continue
             there[name] = {**encoder, "curvatures": {structure: {"one": encoder["curvatures"][structure][key]}}}
         seconds = by_encoder(there, lambda e: float(e["curvatures"][structure]["one"]["seconds"]))
         cells = _means(there, structure, "one")
         most = f"{mean_over_families(seconds):.1f} ({max(seconds.values()):.1f})" if seconds else ""
         yield line(["pair loss, for scale" if fix == PAIR else fix, str(len(there)), *cells, most])
+
+
+def _strengths(results: Encoders) -> Iterator[str]:
+    """Encoders whose features are few, by curvature and strength."""
+    titles = ["`novelty`: AUROC", "angle alone: AUROC", "R-AUROC"]
+    yield from head(["curvature", "encoders", "prior precision, times", *titles])
+    for title in (PAIR, "ggn_fixed", CHOSEN_FIX):
+        tried = {}
+        for name, encoder in results.items():
+            there = encoder["curvatures"]["kron_lowrank"]
+            own = own_key(encoder, "kron_lowrank", CHOSEN_FIX)
+            key = PAIR if title == PAIR else own_key(encoder, "kron_lowrank", title)
+            if own in there and key in there and "strengths" in there[key]:
+                tried[name] = there[key]
+        for strength in ("0.01", "0.1", "1", "10"):
+            cells = []
+            for figure in (("novelty", "auroc"), ("angle", "auroc"), ("angle", "r_auroc")):
+                values = by_encoder(tried, lambda c, s=strength, f=figure: _at(c, s, f))  # type: ignore[misc]
+                cells.append(_mean(values))
+            yield line([title if title == PAIR else f"own loss, {title}", str(len(tried)), strength, *cells])
+
+
+def _at(found: Mapping[str, Any], strength: str, figure: tuple[str, str]) -> float | None:
+    if strength == "1":
+        return float(found[figure[0]][figure[1]])
+    if strength not in found.get("strengths", {}):
+        return None
+    there = found["strengths"][strength]
+    return float(there["novelty"] if figure[0] == "novelty" else there[figure[1]])
+
+
+def _fixed(encoder: Mapping[str, Any], fix: str) -> str:
+    return f"{loss_of_fixes(encoder['own'])}/{fix}"
 
 
 def _every(results: Encoders) -> Iterator[str]:

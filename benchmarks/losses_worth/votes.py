@@ -20,7 +20,7 @@ FACTORS = (0.003, 0.01, 0.03, 0.1, 0.3, 3.0)
 """Of the library's temperature: the best of them, in hindsight, is what its rule is compared with."""
 
 
-def vote_figures(encoder: Encoder, la: Any, smallest: float = 0.0) -> dict[str, Any]:
+def vote_figures(encoder: Encoder, la: Any) -> dict[str, Any]:
     """Expected calibration error and Brier score of the votes for a class.
 
     Each sampled layer votes, for every test input, for the class of the nearest neighbour among the other test inputs.
@@ -28,12 +28,11 @@ def vote_figures(encoder: Encoder, la: Any, smallest: float = 0.0) -> dict[str, 
     Args:
         encoder: Whose test inputs vote.
         la: Its posterior.
-        smallest: What the mean loss of a point cannot fall below.
 
     Returns:
         ``ece`` and ``brier`` at the library's ``temperature``; ``ece_at_1``, the loss taken as a negative
-        log-likelihood; ``ece_excess``, where the rule for the temperature takes the loss above its smallest value;
-        ``ece_best``, the smallest of all, with ``best_temperature``; ``loss`` of all N ``points``, and ``smallest``.
+        log-likelihood; ``ece_best``, the smallest of all, with ``best_temperature``; ``loss`` of all N ``points``, as
+        the rule for the temperature takes it.
         Nothing where the test classes are not those of training.
     """
     content = encoder.content
@@ -46,20 +45,15 @@ def vote_figures(encoder: Encoder, la: Any, smallest: float = 0.0) -> dict[str, 
     found = float(la.temperature)
     at = {factor * found: _votes(mean, factor**0.5 * moves, labels) for factor in (*FACTORS, 1.0)}
     at[1.0] = _votes(mean, found**-0.5 * moves, labels)
-    share = max(0.0, 1 - smallest * int(la.n_data) / float(la.cost))
-    excess = _votes(mean, share**0.5 * moves, labels)
-    at[share * found] = excess
     best = min(at, key=lambda temperature: at[temperature]["ece"])
     return {
         **at[found],
         "temperature": found,
         "ece_at_1": at[1.0]["ece"],
-        "ece_excess": excess["ece"],
         "ece_best": at[best]["ece"],
         "best_temperature": best,
         "loss": float(la.cost),
         "points": int(la.n_data),
-        "smallest": smallest,
     }
 
 

@@ -70,7 +70,7 @@ def results(folder: Path) -> dict[str, Any]:
 
 def test_every_loss_is_judged(results: dict[str, Any]) -> None:
     found = results["data-4-supcon"]["curvatures"]["kron_lowrank"]
-    expected = {"pair", "infonce/psd", "proxies/psd", "triplet/fixed"}
+    expected = {"pair", "infonce/psd_parts", "proxies/psd_parts", "triplet/psd_parts"}
     assert expected | {f"supcon/{fix}" for fix in curvatures.FIXES} == found.keys()
     assert not results["data-4-supcon"]["left_out"]
     for figures in found.values():
@@ -83,7 +83,7 @@ def test_every_loss_is_judged(results: dict[str, Any]) -> None:
 def test_another_curvature_gives_other_scores_with_the_same_centres(folder: Path) -> None:
     encoder = read_encoder(folder / "data-4-supcon.npz")
     found = judge(encoder)["curvatures"]["diag"]
-    assert found["pair"]["temperature"] != found["supcon/psd"]["temperature"]
+    assert found["pair"]["temperature"] != found["supcon/psd_parts"]["temperature"]
 
 
 def test_a_fit_has_the_loss_that_was_asked_for(folder: Path) -> None:
