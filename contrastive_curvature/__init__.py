@@ -46,6 +46,8 @@ from contrastive_curvature.online import OnlineLaplace, Trainer
 from contrastive_curvature.options import Distance, Normalization, PDFix
 from contrastive_curvature.registration import register, unregister
 from contrastive_curvature.similarity import CosineDistribution, similarity
+from contrastive_curvature.two_towers import TwoTowers
+from contrastive_curvature.zero_shot import ZeroShotClassifier
 
 if TYPE_CHECKING:
     from contrastive_curvature.hosts.curvlinops import ContrastiveGGNLinearOperator
@@ -90,6 +92,9 @@ __all__ = [
     "Trainer",
     "EmbeddingDistribution",
     "RetrievalUncertainty",
+    # two encoders of one space
+    "TwoTowers",
+    "ZeroShotClassifier",
     # two embeddings: how similar, and the same class or not
     "similarity",
     "CosineDistribution",

@@ -15,6 +15,7 @@ from contrastive_curvature.laplace.classes import (
 from contrastive_curvature.laplace.feature_norm import FeatureNormWarning
 from contrastive_curvature.laplace.kron_lowrank import ContrastiveKronLowRankLLLaplace
 from contrastive_curvature.laplace.registry import register, unregister
+from contrastive_curvature.laplace.towers import TwoTowerLaplace
 
 __all__ = [
     "ContrastiveDiagLLLaplace",
@@ -29,6 +30,7 @@ __all__ = [
     "ContrastiveLaplace",
     "ContrastiveLowRankLaplace",
     "FeatureNormWarning",
+    "TwoTowerLaplace",
     "register",
     "unregister",
 ]

@@ -20,6 +20,7 @@ from torch.utils.data import (
 
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.network.inputs import Inputs, check_inputs
+from contrastive_curvature.two_towers import TwoTowers
 
 __all__ = ["check_batches", "check_loader", "check_model", "check_whole", "in_fixed_order", "read_batch"]
 
@@ -187,6 +188,9 @@ def check_model(model: object) -> None:
     """
     if not isinstance(model, nn.Module):
         raise InputTypeError(expected("model", "a torch.nn.Module", f"a {type(model).__name__}"))
+    if isinstance(model, TwoTowers):
+        hint = "laplace.Laplace(..., likelihood='contrastive') takes both; here pass encoder_a or encoder_b."
+        raise InputTypeError(expected("model", "one encoder", "a TwoTowers", hint))
     if isinstance(model, torch.jit.ScriptModule):
         hint = "Its layers cannot be looked into: pass the module that it was scripted from."
         raise InputTypeError(expected("model", "a plain torch.nn.Module", "a ScriptModule", hint))

@@ -13,6 +13,7 @@ from torch import nn
 from tower_cases import LOSSES, batches, encoders, numbers, posterior
 
 import contrastive_curvature as cc
+from contrastive_curvature.laplace import ContrastiveDiagLaplace
 from contrastive_curvature.two_towers import TwoTowers
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -183,3 +184,15 @@ def test_methods(device: str) -> None:
             la.curvature_product(batches(device), *vectors)
     with pytest.raises(cc.InputTypeError, match="progress_bar"):
         la.fit(batches(device), progress_bar="yes")
+
+
+def test_two_towers_are_no_encoder(device: str) -> None:
+    """Everything that takes one encoder says what to do with two."""
+    towers = cc.TwoTowers(nn.Linear(3, 2), nn.Linear(4, 2)).to(device)
+    for call in (
+        lambda: cc.OnlineLaplace(towers, probe=torch.rand(2, 3, device=device), n_data=10),
+        lambda: cc.ContrastiveGGN(towers),
+        lambda: ContrastiveDiagLaplace(towers),
+    ):
+        with pytest.raises(cc.InputTypeError, match=r"one encoder.*TwoTowers.*encoder_a or encoder_b"):
+            call()
