@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.losses_worth import __main__ as command
 from benchmarks.losses_worth import curvatures, votes
+from benchmarks.losses_worth import judge as judging
 from benchmarks.losses_worth.baselines import FeatureCovariance
 from benchmarks.losses_worth.encoder import Encoder, proxies_beside, read_encoder, training_loss, views_beside
 from benchmarks.losses_worth.judge import judge
@@ -80,10 +81,24 @@ def test_every_loss_is_judged(results: dict[str, Any]) -> None:
     assert "full" in results["data-4-supcon"]["curvatures"]
 
 
-def test_another_curvature_gives_other_scores_with_the_same_centres(folder: Path) -> None:
-    encoder = read_encoder(folder / "data-4-supcon.npz")
-    found = judge(encoder)["curvatures"]["diag"]
+def test_another_curvature_gives_another_temperature(results: dict[str, Any]) -> None:
+    found = results["data-4-supcon"]["curvatures"]["diag"]
     assert found["pair"]["temperature"] != found["supcon/psd_parts"]["temperature"]
+
+
+def test_centres_are_the_same_for_every_curvature(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def spy(la: Any, *_: Any) -> dict[str, Any]:
+        seen.append(la.class_centres)
+        return {}
+
+    monkeypatch.setattr(judging, "_of_posterior", spy)
+    monkeypatch.setattr(judging, "POOLED", 0)
+    monkeypatch.setattr(judging, "FEW_WEIGHTS", 0)
+    judge(read_encoder(folder / "data-4-proxies.npz"))
+    assert len(seen) > 2
+    assert all(torch.allclose(centres.sums, seen[0].sums) for centres in seen)
 
 
 def test_a_fit_has_the_loss_that_was_asked_for(folder: Path) -> None:
