@@ -1,0 +1,220 @@
+"""The formulas of "Any loss of cosines" in docs/theory.md, against the library and autograd in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from devices import DEVICES
+from docs_rows import ROW_LOSSES, D, N, Rows, close, numbers
+
+import contrastive_curvature as cc
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+SMOOTH = [name for name in ROW_LOSSES if name != "triplet"]
+
+
+@pytest.mark.parametrize("distance", ["arccos", "euclidean"])
+@pytest.mark.parametrize("name", ROW_LOSSES)
+def test_hessian_is_a_first_and_a_second_part(name: str, distance: str, device: str) -> None:
+    rows = Rows(ROW_LOSSES[name], device)
+    first = rows.first_part(distance)
+    full = rows.loss.output_hessian(rows.z, rows.labels, distance=distance, pd_fix="full").dense()
+    if rows.loss.linear:
+        assert close(full, first)
+        return
+    second = rows.second_part()
+    assert close(full, first + second)
+    # K is the same for both distances.
+    assert close(rows.loss.output_hessian(rows.z, rows.labels, distance=distance, pd_fix="ggn").dense(), second)
+    if distance == "arccos":
+        exact = torch.autograd.functional.hessian(lambda z: rows.loss(z, rows.labels), rows.z)
+        assert close(torch.as_tensor(exact).reshape(N * D, N * D), first + second, 1e-11)
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_second_part_without_an_array_of_pairs_and_dimensions(name: str, device: str) -> None:
+    """Moments, diagonals, Gram sums and products, and the couplings by the roots."""
+    rows = Rows(ROW_LOSSES[name], device)
+    u, s, n = rows.u, rows.cosine, rows.n
+    whole = rows.second_part().view(N, D, N, D)
+    weights, vectors = rows.weights_and_vectors()
+    index = torch.arange(N, device=device)
+    moments = torch.einsum("ij,ja,jb->iab", weights, u, u)
+    diagonal = weights @ u.square() - 2 * u * ((weights * s) @ u)
+    along = (weights * s.square()).sum(1)
+    diagonal = diagonal + u.square() * along.unsqueeze(1)
+    for sign, v in vectors:
+        tangent = v - (v * u).sum(1, keepdim=True) * u
+        moments = moments + sign * v[:, :, None] * v[:, None, :]
+        diagonal = diagonal + sign * tangent.square()
+    projected = rows.projector @ moments @ rows.projector
+    assert close(projected / n.square().view(-1, 1, 1), whole[index, :, index])
+    assert close(diagonal, projected.diagonal(dim1=1, dim2=2))
+    a = 1 / n.square()
+    mixed = u.T @ (a.unsqueeze(1) * ((weights * s) @ u))
+    gram = u.T @ ((weights.T @ a).unsqueeze(1) * u) - mixed - mixed.T + u.T @ ((a * along).unsqueeze(1) * u)
+    for sign, v in vectors:
+        tangent = v - (v * u).sum(1, keepdim=True) * u
+        gram = gram + sign * tangent.T @ (a.unsqueeze(1) * tangent)
+    found = rows.loss.output_hessian(rows.z, rows.labels, pd_fix="ggn")
+    assert close(gram, found.blocks.total())
+    assert close(diagonal * a.unsqueeze(1), found.diagonal())
+    x = numbers(5, N, D).to(device)
+    t = torch.einsum("iab,ib->ia", rows.projector, x) / n.unsqueeze(1)
+    moved = t @ u.T + u @ t.T
+    r = torch.einsum("ijk,ik->ij", rows.curvature_of_rows(), moved)
+    product = torch.einsum("iab,ib->ia", rows.projector, r @ u + r.T @ u) / n.unsqueeze(1)
+    assert close(product, found.matvec(x))
+    # What c leaves of the blocks between two points is the squares of W.
+    assert rows.terms.second is not None
+    between = found.dense().view(N, D, N, D).clone()
+    tangents = torch.einsum("iab,jb->ija", rows.projector, u) / n.view(-1, 1, 1)
+    c = rows.factor * (rows.terms.second + rows.terms.second.T)
+    between -= torch.einsum("ij,ija,jib->iajb", c, tangents, tangents)
+    for sign, q, (_, v) in zip(rows.loss.root_signs, rows.terms.roots, vectors, strict=True):
+        entry = rows.factor**0.5 * torch.einsum("ib,bia->iba", q, tangents)
+        entry[index, index] += torch.einsum("iab,ib->ia", rows.projector, v) / n.unsqueeze(1)
+        between -= sign * torch.einsum("iba,icd->bacd", entry, entry)
+    between[index, :, index] = 0
+    assert bool(between.abs().max() < 1e-11 * whole.abs().max())
+
+
+@pytest.mark.parametrize("name", ["infonce", "supcon"])
+def test_another_origin_changes_nothing(name: str, device: str) -> None:
+    rows = Rows(ROW_LOSSES[name], device)
+    assert rows.loss.shift_invariant
+    c, u = rows.terms.second, rows.u
+    assert c is not None
+    zero = rows.curvature_of_rows().sum(2)
+    assert bool(zero.abs().max() < 1e-12 * float(c.abs().max()))
+    for i in range(N):
+        top = int(c[i].argmax())
+        o, others = u[top], torch.arange(N, device=device) != top
+        moment = torch.einsum("jk,ja,kb->ab", rows.curvature_of_rows()[i], u, u) / rows.factor
+        moved = torch.einsum("j,ja,jb->ab", c[i], u - o, u - o)
+        weight, mean = c[i][others].sum(), c[i][others] @ u[others]
+        from_vectors = torch.einsum("j,ja,jb->ab", c[i][others], u[others], u[others])
+        plus, minus = weight.sqrt() * o - mean / weight.sqrt(), mean / weight.sqrt()
+        assert close(from_vectors + plus[:, None] * plus - minus[:, None] * minus, moved)
+        as_candidate = c[i, top]
+        by_others = torch.zeros_like(as_candidate)
+        for sign, q in zip(rows.loss.root_signs, rows.terms.roots, strict=True):
+            v = q[i] @ (u - o)
+            moved = moved + sign * v[:, None] * v
+            as_candidate = as_candidate + sign * q[i, top] ** 2
+            by_others = by_others - sign * q[i, top] * q[i][others].sum()
+        assert close(moved, moment, 1e-10)
+        assert abs(float(as_candidate - by_others)) < 1e-10 * float(c.max())
+
+
+def test_table_of_rows(device: str) -> None:
+    """Derivatives of SupCon, SigLIP and multi-similarity, as the table has them."""
+    rows = Rows(ROW_LOSSES["supcon"], device)
+    s, pos, neg = rows.cosine, rows.positive, rows.negative
+    p = ((pos + neg) * (s / 0.3).exp()) / ((pos + neg) * (s / 0.3).exp()).sum(1, keepdim=True)
+    t = pos / pos.sum(1, keepdim=True)
+    assert close(rows.terms.first, (p - t) / 0.3)
+    assert close(torch.as_tensor(rows.terms.second), p / 0.09)
+    assert close(rows.terms.roots[0], p / 0.3)
+    rows = Rows(ROW_LOSSES["siglip"], device)
+    x = 4 * s - 1
+    assert close(rows.terms.first, 4 * (neg * x.sigmoid() - pos * (-x).sigmoid()))
+    assert close(torch.as_tensor(rows.terms.second), 16 * (pos + neg) * x.sigmoid() * (-x).sigmoid())
+    rows = Rows(ROW_LOSSES["multisimilarity"], device)
+    p, q = pos * (-2 * (s - 0.4)).exp(), neg * (10 * (s - 0.4)).exp()
+    p, q = p / (1 + p.sum(1, keepdim=True)), q / (1 + q.sum(1, keepdim=True))
+    assert close(rows.terms.first, q - p)
+    assert close(torch.as_tensor(rows.terms.second), 2 * p + 10 * q)
+    assert close(rows.terms.roots[0], math.sqrt(2) * p)
+    assert close(rows.terms.roots[1], math.sqrt(10) * q)
+    rows = Rows(ROW_LOSSES["triplet"], device)
+    active = pos[:, :, None] * neg[:, None, :] * (2 * s[:, None, :] - 2 * s[:, :, None] + 0.5 > 0)
+    assert close(rows.terms.first, 2 * (active.sum(1) - active.sum(2)))
+
+
+def test_two_roots_of_infonce(device: str) -> None:
+    rows = Rows(ROW_LOSSES["infonce"], device)
+    assert rows.loss.root_signs == (-1, 1)
+    tau, s = 0.3, rows.cosine / 0.3
+    for i in range(N):
+        positives, negatives = rows.positive[i] > 0, rows.negative[i] > 0
+        log_z = s[i][negatives].logsumexp(0)
+        pi = (s[i] - log_z).sigmoid() * positives
+        nu = (s[i] - log_z).exp() * negatives
+        w = pi * (1 - pi)
+        big, v = (1 - pi)[positives].sum(), w.sum()
+        assert close(tau * rows.terms.first[i], (pi - 1) * positives + big * nu)
+        curved = (w + big * nu).diag() - w[:, None] * nu - nu[:, None] * w - (big - v) * nu[:, None] * nu
+        assert close(rows.curvature_of_rows()[i] / rows.factor, curved / tau**2)
+        half = v / (2 * big.sqrt())
+        assert close(rows.terms.roots[0][i], (w / big.sqrt() + (big.sqrt() - half) * nu) / tau)
+        assert close(rows.terms.roots[1][i], (w / big.sqrt() - half * nu) / tau)
+        minus_diagonal = torch.linalg.eigvalsh(curved - (w + big * nu).diag())
+        size = float(minus_diagonal.abs().max())
+        assert int((minus_diagonal > 1e-12 * size).sum()) == int((minus_diagonal < -1e-12 * size).sum()) == 1
+
+
+@pytest.mark.parametrize(("kind", "margin"), [("softmax", 0.0), ("cosface", 0.3), ("arcface", 0.5)])
+def test_second_derivatives_of_proxies(kind: str, margin: float, device: str) -> None:
+    a, proxies, z = 3.0, numbers(1, 3, D).to(device), numbers(2, 1, D).to(device)
+    loss = cc.ProxyLoss(proxies, a, margin, kind, reduction="sum", pd_fix="psd")
+    w, u = proxies / proxies.norm(dim=1, keepdim=True), (z / z.norm())[0]
+    y = torch.tensor([int((w @ u).argmax())], device=device)
+    cosine = w @ u
+    theta = cosine[y].arccos()
+    phi, slope, bend = cosine[y] - margin, torch.ones_like(theta), torch.zeros_like(theta)
+    if kind == "arcface":
+        phi = (theta + margin).cos()
+        slope = math.cos(margin) + math.sin(margin) * theta.cos() / theta.sin()
+        bend = math.sin(margin) / theta.sin() ** 3
+    p = (a * cosine.index_copy(0, y, phi)).softmax(0)
+    g = a * p.index_copy(0, y, -slope * (1 - p[y]))
+    scale = torch.ones_like(p).index_copy(0, y, slope)
+    c = a**2 * scale[:, None] * (p.diag() - p[:, None] * p) * scale
+    c[y, y] -= a * bend * (1 - p[y])
+    projector = torch.eye(D, dtype=torch.float64, device=device) - u[:, None] * u
+    s = -g @ w
+    along = u @ s
+    t = s - along * u
+    first = along * projector + u[:, None] * t + t[:, None] * u
+    second = projector @ w.T @ c @ w @ projector
+    exact = torch.autograd.functional.hessian(lambda raw: loss(raw, y), z)
+    truth = torch.as_tensor(exact).reshape(D, D)
+    assert close((first + second) / z.square().sum(), truth, 1e-11)
+    assert close(loss.output_hessian(z, y, pd_fix="full").dense(), truth, 1e-11)
+    assert bool(torch.linalg.eigvalsh(c)[0] < -1e-3) is (kind == "arcface")
+
+
+def test_second_derivatives_in_a_distance(device: str) -> None:
+    a, b = 4.0, 3.0
+    s = torch.linspace(-0.9, 0.95, 30, dtype=torch.float64, device=device)
+    d = (2 - 2 * s).sqrt()
+    p = (b - a * d).sigmoid()
+    square = a**2 * p * (1 - p) / d**2
+    for positive, formula in ((0.0, square + a * p / d**3), (1.0, square - a * (1 - p) / d**3)):
+        attract = torch.full_like(s, positive)
+        found = cc.SoftContrastiveLoss(a, b)._terms(s, attract, 1 - attract).second
+        assert close(torch.as_tensor(found), formula)
+        if positive:
+            assert torch.equal(formula < 0, a * d * p < 1)
+
+
+def test_second_derivatives_of_cosent(device: str) -> None:
+    z, a = numbers(3, 8, D).to(device), 5.0
+    u = z / z.norm(dim=1, keepdim=True)
+    grades = torch.tensor([0.1, 0.7, 0.7, 0.3], dtype=torch.float64, device=device)
+    pairs = torch.arange(4, device=device), torch.arange(4, 8, device=device), grades
+    s = (u[:4] * u[4:]).sum(1)
+    value = cc.CoSENTLoss(a)(z, pairs=pairs)
+    w = torch.where(grades[:, None] > grades, (a * (s - s[:, None]) - value).exp(), 0.0)
+    eye = torch.eye(4, dtype=torch.float64, device=device)
+    gaps = eye[None, :, :] - eye[:, None, :]
+    m = torch.einsum("kl,kla->a", w, gaps)
+    c = a**2 * (torch.einsum("kl,kla,klb->ab", w, gaps, gaps) - m[:, None] * m)
+    found = cc.CoSENTLoss(a).output_hessian(z, pairs=pairs).derivatives
+    assert close(found.c, c)  # type: ignore[attr-defined]
+    assert close(found.y, -a * m)  # type: ignore[attr-defined]
+    assert abs(float(1 - w.sum() - (-value).exp())) < 1e-12
