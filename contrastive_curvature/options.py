@@ -232,13 +232,13 @@ def parse_kfac_approx(
         msg = (
             f"kfac_approx={str(approx)!r} with pd_fix={str(pd_fix)!r}: this fix drops the cross terms between the two "
             "points of a pair, so there is nothing to approximate. Use kfac_approx='expand', or pd_fix='positive' or "
-            "'full'."
+            "'full' (of a loss with second derivatives also 'ggn')."
         )
         raise UnsupportedError(msg)
     if pairs == "dataset":
         msg = (
             f"kfac_approx={str(approx)!r}: over the pairs of a data set its factors need all points at once. Use "
-            "pairs='batch', or kfac_approx='expand'."
+            "pairs='batch' (of a loss of anchors candidates='batch'), or kfac_approx='expand'."
         )
         raise UnsupportedError(msg)
     return approx

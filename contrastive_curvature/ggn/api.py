@@ -74,7 +74,9 @@ def ggn(
         loss: A loss (:mod:`contrastive_curvature.losses`); ``None`` takes the contrastive one with ``margin``,
             ``negative_weight`` and ``normalization``.
         distance: ``"arccos"`` (normalisation in the loss) or ``"euclidean"`` (in the network, linearised).
-        pd_fix: ``"fixed"``, ``"positive"``, ``"full"``, ``"psd"`` or ``"ggn"``; ``"fix"`` and ``"pos"`` are understood.
+        pd_fix: ``"fixed"``, ``"positive"``, ``"full"`` or ``"psd"``, and for losses with second derivatives ``"ggn"``,
+            ``"ggn_fixed"`` or ``"psd_parts"``, see :class:`~contrastive_curvature.options.PDFix`; ``"fix"`` and
+            ``"pos"`` are understood.
         margin: Distance of unit embeddings below which a negative counts, in (0, 2], or ``None`` for all.
         negative_weight: ``w_n`` of the paper's Eq. 10, in [0, 1].
         normalization: ``"sum"``: every unordered pair enters once, positives with weight ``1 - w_n``, negatives with

@@ -193,7 +193,7 @@ class PairMoments(Moments):
             return self._bound
         out = self.vectors.square().sum((0, 2))
         for rows, weights, *_ in self._blocks():
-            out[rows] += weights.abs().sum(1)
+            out[rows] += torch.linalg.vector_norm(weights, ord=1, dim=1)
         self._bound = out
         return out
 

@@ -14,7 +14,7 @@ from contrastive_curvature.arguments import check_flag
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.ggn.sampling import BlockSampler
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
-from contrastive_curvature.laplace.backends.checks import check_backend_options, check_candidates
+from contrastive_curvature.laplace.backends.checks import check_backend_options, check_candidates, points_together
 from contrastive_curvature.laplace.checks import (
     check_prior_mean,
     check_prior_precision,
@@ -171,9 +171,19 @@ def check_options(
     options, parsed = _with_loss(options)
     check_candidates(parsed, *(options[k] for k in ("pairs", "candidates", "negatives_per_anchor", "positives")))
     BlockSampler(options["mc_samples"]).check(parsed.pd_fix.coupled, structure)
-    options["kfac_approx"] = parse_kfac_approx(options["kfac_approx"], parsed.pd_fix, structure, options["pairs"])
-    if structure is Structure.KRON and parsed.pd_fix.coupled and options["kfac_approx"] is KFACApprox.EXPAND:
-        name = "kron_lowrank" if takes_rank else "kron"
+    together = points_together(parsed, options["pairs"], options["candidates"])
+    options["kfac_approx"] = parse_kfac_approx(options["kfac_approx"], parsed.pd_fix, structure, together)
+    coupled = parsed.pd_fix.coupled and parsed.couples
+    name = "kron_lowrank" if takes_rank else "kron"
+    if structure is Structure.KRON and coupled and options["kfac_approx"] is KFACApprox.EXPAND:
+        if parsed.pd_fix.second_only:
+            warnings.warn(
+                f"hessian_structure={name!r} with pd_fix={str(parsed.pd_fix)!r}: K-FAC-expand leaves the cross terms "
+                "between two points out, so this is pd_fix='ggn_fixed'. backend_kwargs=dict(kfac_approx='reduce') "
+                "approximates them; hessian_structure='diag' or 'full' is exact.",
+                stacklevel=4,
+            )
+            return _without_foreign(options, host_kwargs)
         warnings.warn(
             f"hessian_structure={name!r} with pd_fix={str(parsed.pd_fix)!r}: K-FAC-expand leaves the cross terms "
             "between two points out, and so overstates this curvature several times. "
@@ -181,6 +191,11 @@ def check_options(
             "pairs='batch') approximates them; hessian_structure='diag' or 'full' is exact.",
             stacklevel=4,
         )
+    return _without_foreign(options, host_kwargs)
+
+
+def _without_foreign(options: dict[str, Any], host_kwargs: MutableMapping[str, Any]) -> dict[str, Any]:
+    """The options, once what embeddings do not have is out of laplace-torch's arguments."""
     check_sigma_noise(host_kwargs.pop("sigma_noise", 1.0))
     if host_kwargs.pop("asdl_fisher_kwargs", None) is not None:
         msg = "asdl_fisher_kwargs: the contrastive backend is not ASDL's. Its options go into backend_kwargs."

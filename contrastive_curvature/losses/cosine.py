@@ -48,6 +48,9 @@ class CosineLoss(_Loss, ABC):
     graded: ClassVar[bool] = False
     """Whether the loss is one of listed pairs with a grade each."""
 
+    couples: ClassVar[bool] = True
+    """Whether the loss compares points with each other, so that its Hessian has cross terms."""
+
     linear: ClassVar[bool] = False
     """Whether the loss is piecewise linear in the cosines, so that its second derivatives are zero."""
 

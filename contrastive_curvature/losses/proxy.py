@@ -78,6 +78,8 @@ class ProxyLoss(CosineLoss):
     convex = True
     """Whether the second-order part is positive semidefinite."""
 
+    couples = False
+
     def __init__(
         self,
         proxies: Tensor,

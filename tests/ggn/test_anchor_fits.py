@@ -389,3 +389,23 @@ def test_the_matrix_of_one_structure_is_positive_semidefinite(device: str) -> No
             backend = cc.ContrastiveGGN(model, loss=LOSSES[name](pd_fix=fix))
             full = backend.fit([(x, y)], Structure.FULL).curvature
             assert close(full, clamp_curvature(full), tolerance=1e-9), (name, fix)
+
+
+def test_factors_with_cross_terms(device: str) -> None:
+    """``kfac_approx="reduce"`` sums the points of a batch first; a loss without cross terms has nothing to warn of."""
+    model, x, y = problem(device)
+    options = {"loss": cc.SupConLoss(0.2, pd_fix="ggn"), "kfac_approx": "reduce"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        la = Laplace(model, "contrastive", "last_layer", "kron", backend_kwargs=options)
+        la.fit([(x, y)])
+        Laplace(model, "contrastive", "last_layer", "kron", backend_kwargs={"loss": LOSSES["proxies"](pd_fix="full")})
+    same = Laplace(model, "contrastive", "all", "kron", backend_kwargs=options)
+    same.fit([(x, y)])
+    bias = cc.ggn(model, x, y, loss=options["loss"], structure="full", clamp=False)[-3:, -3:]
+    # The block of the last bias is exact.
+    assert close(same.H_raw[-1][0], 12 * bias, tolerance=1e-10)
+    with pytest.warns(UserWarning, match="so this is pd_fix='ggn_fixed'"):
+        Laplace(model, "contrastive", "last_layer", "kron", backend_kwargs={"loss": options["loss"]})
+    with pytest.raises(cc.UnsupportedError, match="candidates='batch'"):
+        Laplace(model, "contrastive", "last_layer", "kron", backend_kwargs={**options, "candidates": "dataset"})

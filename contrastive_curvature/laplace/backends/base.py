@@ -27,7 +27,7 @@ from contrastive_curvature.ggn.batches import batch_curvature
 from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.sampling import BlockSampler
 from contrastive_curvature.ggn.views import as_anchors
-from contrastive_curvature.laplace.backends.checks import check_backend_options, check_candidates
+from contrastive_curvature.laplace.backends.checks import check_backend_options, check_candidates, points_together
 from contrastive_curvature.laplace.backends.fits import DatasetFits
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.choice import DISTANCE, MARGIN, NEGATIVE_WEIGHT, NORMALIZATION, PD_FIX, choose_loss
@@ -131,7 +131,8 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
         )
         check_backend_options(pairs, relation, rank)
         check_candidates(self.loss, pairs, candidates, negatives_per_anchor, positives)
-        self.kfac_approx = parse_kfac_approx(kfac_approx, self.loss.pd_fix, pairs=pairs)
+        together = points_together(self.loss, pairs, candidates)
+        self.kfac_approx = parse_kfac_approx(kfac_approx, self.loss.pd_fix, pairs=together)
         BlockSampler(mc_samples).check(self.loss.pd_fix.coupled, Structure.DIAG)
         self.mc_samples = mc_samples
         # The host knows no contrastive likelihood; what it derives from the name is replaced below.

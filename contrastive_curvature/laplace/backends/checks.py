@@ -7,7 +7,7 @@ from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.cosine import CosineLoss
 
-__all__ = ["check_backend_options", "check_candidates"]
+__all__ = ["check_backend_options", "check_candidates", "points_together"]
 
 
 def check_backend_options(pairs: object, relation: object, rank: object) -> None:
@@ -61,3 +61,8 @@ def check_candidates(
             )
     if candidates == "dataset":
         loss.check_dataset(negatives_per_anchor)
+
+
+def points_together(loss: CosineLoss, pairs: str, candidates: str | None) -> str:
+    """Whether points that are compared are in memory together: ``"batch"``, or not: ``"dataset"``."""
+    return pairs if isinstance(loss, PairLoss) else candidates or "batch"
