@@ -110,7 +110,11 @@ class AnchorSums:
         check_finite(self._curvature, self._pullback, "the sum over all batches")
         parts = [self._curvature] if isinstance(self._curvature, Tensor) else [f[0] for f in self._curvature]
         if not any(bool(part.any()) for part in parts):
-            hint = "In a batch of one input nothing has to be told apart: use larger batches."
+            hint = (
+                "In a batch of one input nothing has to be told apart; triplets outside their margin, pairs of equal "
+                "grades, and comparisons that float32 takes for certain add nothing either. Use larger batches, or the "
+                "pair loss."
+            )
             wanted = "batches in which the loss changes with the embeddings"
             raise InputError(expected("train_loader", wanted, "a curvature that is zero everywhere", hint))
         self._dominance.warn()

@@ -46,10 +46,20 @@ def as_anchors(
             return AnchorBatch(views.first, targets, relation, None)
         labels = _labels(targets, n)
         return AnchorBatch(views.first, labels, None, labels)
+    name = type(loss).__name__
+    if loss.needs_labels and targets is None:
+        hint = f"{name} compares with class weights, so two views do not say enough: yield ((view, view), labels)."
+        raise InputError(expected("train_loader", "class labels", views.unusable or "none", hint))
+    if loss.needs_labels and positives == "views":
+        hint = f"{name} compares with class weights. Leave positives out."
+        raise InputError(expected("positives", "'labels' or nothing", positives, hint))
+    if views.unusable is not None and (positives == "labels" or (positives is None and loss.supervised)):
+        hint = "Yield labels as a tensor of whole numbers, or say positives='views' if they are not to be used."
+        raise InputTypeError(expected("train_loader", "labels as a tensor of one entry a point", views.unusable, hint))
     x = joined_inputs(views.first, views.second)
     if loss.graded:
         if targets is None:
-            hint = f"{type(loss).__name__} compares pairs of known similarity."
+            hint = f"{name} compares pairs of known similarity."
             raise InputError(expected("train_loader", "(view, view, grades)", "no grades", hint))
         first = torch.arange(n, device=targets.device)
         return AnchorBatch(x, None, (first, first + n, targets), None)

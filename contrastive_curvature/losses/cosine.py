@@ -48,6 +48,9 @@ class CosineLoss(_Loss, ABC):
     graded: ClassVar[bool] = False
     """Whether the loss is one of listed pairs with a grade each."""
 
+    needs_labels: ClassVar[bool] = False
+    """Whether labels are numbers of classes that the loss knows, so that no views can stand for them."""
+
     couples: ClassVar[bool] = True
     """Whether the loss compares points with each other, so that its Hessian has cross terms."""
 

@@ -62,8 +62,8 @@ class ProxyLoss(CosineLoss):
         reduction: ``"mean"`` over the embeddings, or ``"sum"``. A fit of a posterior takes the mean of every batch
             times its number of embeddings.
         distance: See :class:`~contrastive_curvature.options.Distance`.
-        pd_fix: See :class:`~contrastive_curvature.options.PDFix`. By default ``"ggn"``; ``"psd"`` for ``arcface`` with
-            a margin.
+        pd_fix: See :class:`~contrastive_curvature.options.PDFix`. By default ``"psd_parts"``; ``"psd"`` for
+            ``arcface`` with a margin.
 
     Raises:
         InputTypeError: The proxies are no floating-point tensor.
@@ -79,6 +79,7 @@ class ProxyLoss(CosineLoss):
     """Whether the second-order part is positive semidefinite."""
 
     couples = False
+    needs_labels = True
 
     def __init__(
         self,

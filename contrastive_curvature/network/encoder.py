@@ -187,12 +187,22 @@ class Encoder(nn.Module):
         ):
             self._run(x)
         if len(outputs) <= run:
-            msg = (
-                f"model: its {type(module).__name__} did not run as when the encoder was analysed, or ran in another "
-                "thread (nn.DataParallel over several devices?). Pass the module inside nn.DataParallel."
-            )
-            raise UnsupportedError(msg)
+            raise UnsupportedError(self._why_not(module))
         return outputs[run], inputs[run]
+
+    def _why_not(self, module: nn.Module) -> str:
+        """Why a module may not have run in this thread."""
+        name = next((name for name, other in self.model.named_modules() if other is module), "")
+        which = (
+            f"model: layer {name!r} ({type(module).__name__}), which made the outputs of the first batch, did not run"
+        )
+        if any(isinstance(other, nn.DataParallel) for other in self.model.modules()):
+            return f"{which} in this thread, as nn.DataParallel runs copies. Pass the module inside it."
+        return (
+            f"{which} for this one. An encoder with other last layers for other inputs (two heads) has no one last "
+            "layer: make each path a module of its own and fit each, cc.TwoTowers(path_a, path_b) for pairs of both; "
+            "or use subset_of_weights='all', which takes all layers."
+        )
 
     def _run(self, x: Inputs) -> Tensor:
         """The outputs of the model; an error that ``x`` causes inside the model becomes one that names ``x``."""

@@ -23,11 +23,14 @@ class Views(NamedTuple):
         first: The inputs, or their first views.
         second: Second views, or ``None``.
         targets: Labels, or what a relation or a loss of graded pairs takes, shape (B, ...); ``None`` without any.
+        unusable: What stood in their place beside two views and is no tensor of one entry a point; ``None`` for nothing
+            or ``None``.
     """
 
     first: Inputs
     second: Inputs | None
     targets: Tensor | None
+    unusable: str | None = None
 
 
 def has_views(batch: Any) -> bool:
@@ -35,7 +38,8 @@ def has_views(batch: Any) -> bool:
     if not isinstance(batch, (tuple, list)):
         return False
     if len(batch) == 3:
-        return True
+        # (x, labels, index) has no second view.
+        return not (isinstance(batch[1], Tensor) and batch[1].ndim < 2)
     if len(batch) != 2:
         return False
     first, second = batch
@@ -46,7 +50,7 @@ def has_views(batch: Any) -> bool:
     # Labels are whole numbers, one a point; a second view looks like the first.
     if not isinstance(first, Tensor) or not isinstance(second, Tensor):
         return False
-    return second.ndim > 1 and second.shape == first.shape and second.dtype == first.dtype
+    return _alike(first, second)
 
 
 def read_views(
@@ -78,22 +82,30 @@ def read_views(
     if not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
         came = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
         raise InputTypeError(expected(argument, _FORMS, came))
-    if not (has_views(batch) or (towers and len(batch) == 2)):
+    if not (has_views(batch) or towers):
+        if len(batch) == 3:
+            hint = "The second entry has one number a point, so it is no second view. Yield (x, labels)."
+            raise InputTypeError(expected(argument, _FORMS, "a batch (x, one number a point, ...)", hint))
         x, y = batch
         return Views(_moved(x, device, argument), None, _target(y, device, argument))
+    unusable: str | None = None
     if len(batch) == 3:
         first, second, y = batch
+        if isinstance(y, Tensor) and isinstance(first, Tensor) and _alike(first, y):
+            hint = "Views are compared two by two: yield two of them, or the third beside other two in a further batch."
+            raise InputError(expected(argument, "two views of every input", "three", hint))
     elif isinstance(batch[0], (tuple, list)):
         (first, second), y = batch
-        # Data sets of views often carry along something that is no label, and that nobody uses.
-        y = y if isinstance(y, Tensor) and y.ndim else None
+        if not (isinstance(y, Tensor) and y.ndim):
+            # Data sets of views often carry along something that is no label, and that nobody uses.
+            unusable, y = None if y is None else f"a {type(y).__name__}", None
     else:
         (first, second), y = batch, None
     views = [_moved(view, device, argument) for view in (first, second)]
     lengths = [input_length(view) for view in views]
     if lengths[0] != lengths[1] and y is None:
         raise InputError(expected(argument, "as many second views as first ones", f"{lengths[0]} and {lengths[1]}"))
-    return Views(views[0], views[1], None if y is None else _target(y, device, argument))
+    return Views(views[0], views[1], None if y is None else _target(y, device, argument), unusable)
 
 
 def joined_inputs(first: Inputs, second: Inputs, argument: str = "train_loader") -> Inputs:
@@ -115,6 +127,7 @@ def joined_inputs(first: Inputs, second: Inputs, argument: str = "train_loader")
         return torch.cat([first, second])
     if not isinstance(first, Mapping) or not isinstance(second, Mapping) or first.keys() != second.keys():
         keys = [sorted(view) if isinstance(view, Mapping) else "a tensor" for view in (first, second)]
+        hint = "One encoder sees both views in one batch. Inputs of two kinds need contrastive_curvature.TwoTowers."
         raise InputError(expected(argument, "two views of one kind", f"{keys[0]} and {keys[1]}", hint))
     n, out = input_length(first), {}
     for name, value in first.items():
@@ -127,6 +140,11 @@ def joined_inputs(first: Inputs, second: Inputs, argument: str = "train_loader")
         else:
             out[name] = value
     return out
+
+
+def _alike(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors look like two views."""
+    return second.ndim > 1 and second.shape == first.shape and second.dtype == first.dtype
 
 
 def _moved(x: Any, device: torch.device, argument: str) -> Inputs:

@@ -349,6 +349,26 @@ def test_what_is_refused(device: str) -> None:
         la(loss=infonce, positives="labels").fit([views(x)])
     with pytest.raises(cc.InputError, match=r"as many second views"):
         la(loss=infonce).fit([((x, x[:5]), None)])
+    with pytest.raises(cc.InputError, match=r"three"):
+        la(loss=infonce).fit([(*views(x), x)])
+    for labels in (["a"] * 12, y.tolist(), y.cpu().numpy()):
+        with pytest.raises(cc.InputTypeError, match=r"labels as a tensor.*positives='views'"):
+            la(loss=supcon).fit([(views(x), labels)])
+        la(loss=infonce).fit([(views(x), labels)])
+        la(loss=supcon, positives="views").fit([(views(x), labels)])
+    for loss in (infonce, supcon):
+        with pytest.raises(cc.InputTypeError, match=r"one number a point.*no second view"):
+            la(loss=loss).fit([(x, y, torch.arange(12, device=device))])
+    with pytest.raises(cc.InputTypeError, match=r"one number a point.*no second view"):
+        la().fit([(x, y, torch.arange(12, device=device))])
+    proxies = LOSSES["proxies"]()
+    with pytest.raises(cc.InputError, match=r"class labels.*class weights"):
+        la(loss=proxies).fit([views(x)])
+    with pytest.raises(cc.InputError, match=r"positives.*class weights"):
+        la(loss=proxies, positives="views").fit([(views(x), y)])
+    gp = {"loss": infonce, "candidates": "dataset"}
+    with pytest.raises(cc.UnsupportedError, match=r"candidates='dataset'.*each other's"):
+        Laplace(model, "contrastive", "last_layer", "gp", n_subset=4, backend_kwargs=gp).fit([(x, y)])
     with pytest.raises(cc.InputError, match=r"zero everywhere.*larger batches"):
         la(loss=infonce).fit([views(x[:1])])
     with pytest.raises(cc.InputTypeError, match=r"batches \(x, labels\), \(view, view\)"):
@@ -409,3 +429,48 @@ def test_factors_with_cross_terms(device: str) -> None:
         Laplace(model, "contrastive", "last_layer", "kron", backend_kwargs={"loss": options["loss"]})
     with pytest.raises(cc.UnsupportedError, match="candidates='batch'"):
         Laplace(model, "contrastive", "last_layer", "kron", backend_kwargs={**options, "candidates": "dataset"})
+
+
+class Heads(nn.Module):
+    """One body and two last layers, for inputs of two kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.image, self.text = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, x: dict[str, Tensor]) -> Tensor:
+        kind = next(iter(x))
+        out: Tensor = getattr(self, kind)(torch.tanh(self.body(x[kind])))
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:model. the Jacobians of 2 parameters")
+def test_two_heads_get_a_message_that_is_true(device: str) -> None:
+    _, x, y = problem(device)
+    model = Heads().double().to(device)
+    options = {"loss": cc.InfoNCELoss(0.2)}
+    loader = [({"image": x}, y), ({"text": x}, y)]
+    with pytest.raises(cc.UnsupportedError, match=r"layer 'image' \(Linear\).*two heads.*TwoTowers.*'all'"):
+        Laplace(model, "contrastive", backend_kwargs=options).fit(loader)
+    with pytest.raises(cc.InputError, match=r"two views of one kind.*TwoTowers"):
+        Laplace(model, "contrastive", backend_kwargs=options).fit([({"image": x}, {"text": x})])
+    # What it says is so.
+    everything = Laplace(model, "contrastive", "all", "diag", backend_kwargs=options)
+    everything.fit(loader)
+    assert bool(everything({"text": x}).kappa.isfinite().all())
+    paths = cc.TwoTowers(OnePath(model, "image"), OnePath(model, "text"))
+    towers = Laplace(paths, "contrastive", backend_kwargs=options)
+    towers.fit([(x, x)])
+    assert bool(towers.b(x).kappa.isfinite().all())
+
+
+class OnePath(nn.Module):
+    """One of the two paths."""
+
+    def __init__(self, model: nn.Module, kind: str) -> None:
+        super().__init__()
+        self.model, self.kind = model, kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.model({self.kind: x})
+        return out

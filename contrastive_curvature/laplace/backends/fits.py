@@ -230,6 +230,12 @@ class DatasetFits:
             encoder = self.encoder(probe)
             shown = Progress(progress, _FASTER)
             if not isinstance(self.loss, PairLoss):
+                if self.candidates == "dataset":
+                    msg = (
+                        "candidates='dataset': the points that hessian_structure='gp' draws are each other's "
+                        "candidates. Leave candidates out, or use 'diag', 'kron' or 'full'."
+                    )
+                    raise UnsupportedError(msg)
                 return anchor_subset(encoder, loader, self.read_anchors, self.loss, size, seed, shown)
             found = collect_points(encoder, loader, self.read, self.loss, self.relation, shown)
             subset = subset_hessian(encoder, loader, self.read, found, size, seed, shown)
