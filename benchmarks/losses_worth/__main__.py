@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from benchmarks.losses_worth.encoder import read_encoder, training_loss
 from benchmarks.losses_worth.judge import judge
+from benchmarks.losses_worth.numbers import rounded
 from benchmarks.losses_worth.table import markdown
 from benchmarks.machine import describe, write_results
 from benchmarks.transfer.script import chosen_files, file_options, results_of_others
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = results_of_others(given, NAME)
     for path in paths:
         try:
-            results[path.stem] = judge(read_encoder(path))
+            results[path.stem] = rounded(judge(read_encoder(path)))
         except ContrastiveCurvatureError as error:
             print(f"error: {path.stem}: {error}", file=sys.stderr)
             return 2

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["FIGURES", "Figure", "Spread", "by_encoder", "family", "mean_over_families", "spread_of"]
+__all__ = ["FIGURES", "Figure", "Spread", "by_encoder", "family", "mean_over_families", "rounded", "spread_of"]
 
 Encoders = Mapping[str, Mapping[str, Any]]
 
@@ -91,3 +91,10 @@ def spread_of(values: Mapping[str, float]) -> Spread | None:
         return None
     numbers: Iterable[float] = values.values()
     return Spread(mean_over_families(values), min(numbers), max(numbers), len(values))
+
+
+def rounded(value: Any) -> Any:
+    """The same with four digits of every number."""
+    if isinstance(value, Mapping):
+        return {key: rounded(part) for key, part in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value

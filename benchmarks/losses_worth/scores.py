@@ -1,4 +1,4 @@
-"""Scores of a posterior: the library's two answers, and two of the posterior alone."""
+"""Scores of a posterior: the library's two answers, and one of the posterior alone."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ SCORES: dict[str, Callable[[EmbeddingDistribution, Tensor], Tensor]] = {
     "uncertainty": lambda e, _: e.uncertainty,
     "novelty": lambda e, _: e.novelty,
     "angle": lambda _, spread: spread,
-    "variance": lambda e, spread: spread * e.mean.square().sum(1),
 }
-"""From the prediction for B inputs and the variance of their directions, each (B,). ``angle`` and ``variance``, of the
-direction and of the raw output, are the posterior's alone: no class centres, and no typical norm, enter them."""
+"""From the prediction for B inputs and the variance of their directions, each (B,). ``angle``, that variance, is the
+posterior's alone: no class centres, and no typical norm, enter it."""
 
 _ENTRIES = 2**20
 """Of the covariances in memory at once."""

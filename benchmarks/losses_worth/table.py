@@ -13,6 +13,10 @@ from contrastive_curvature.options import PDFix
 
 __all__ = ["markdown", "own_key"]
 
+_FEWER = (
+    "Of ArcFace, the loss without its margin. Coupled fixes (`ggn`, `full`, `positive`) of large diagonals are left "
+    "out: rows of fewer encoders cannot be compared with the others."
+)
 _HEAD = [figure.title for figure in FIGURES]
 
 
@@ -50,7 +54,14 @@ def markdown(results: Encoders, machine: Mapping[str, Any]) -> str:
     for structure in structures:
         parts += [f"## `{structure}`: every loss's curvature, by training loss", "", *_matrix(results, structure), ""]
     for structure in structures:
-        parts += [f"## `{structure}`: `pd_fix` of the own softmax loss", "", *_fixes(results, structure), ""]
+        parts += [
+            f"## `{structure}`: `pd_fix` of the own softmax loss",
+            "",
+            _FEWER,
+            "",
+            *_fixes(results, structure),
+            "",
+        ]
     parts += ["## Other strengths of the prior", "", *_strengths(results), ""]
     parts += ["## Every encoder", "", *_every(results)]
     return "\n".join(parts) + "\n"
@@ -73,7 +84,10 @@ def _difference(encoders: Encoders, structure: str, figure: Figure) -> str:
         return None if own is None or pair is None else own - pair
 
     found = spread_of(by_encoder(encoders, value))
-    return "" if found is None else f"{found.mean:+.3f} ({found.least:+.3f} to {found.most:+.3f})"
+    if found is None:
+        return ""
+    spread = f" ({found.least:+.3f} to {found.most:+.3f})" if found.count > 1 else ""
+    return f"{found.mean:+.3f}{spread}"
 
 
 def _matrix(results: Encoders, structure: str) -> Iterator[str]:
@@ -125,9 +139,11 @@ def _fixes(results: Encoders, structure: str) -> Iterator[str]:
             if key not in encoder["curvatures"][structure]:
                 continue
             there[name] = {**encoder, "curvatures": {structure: {"one": encoder["curvatures"][structure][key]}}}
+        if not there:
+            continue
         seconds = by_encoder(there, lambda e: float(e["curvatures"][structure]["one"]["seconds"]))
         cells = _means(there, structure, "one")
-        most = f"{mean_over_families(seconds):.1f} ({max(seconds.values()):.1f})" if seconds else ""
+        most = f"{mean_over_families(seconds):.1f} ({max(seconds.values()):.1f})"
         yield line(["pair loss, for scale" if fix == PAIR else fix, str(len(there)), *cells, most])
 
 
@@ -135,20 +151,22 @@ def _strengths(results: Encoders) -> Iterator[str]:
     """Encoders whose features are few, by curvature and strength."""
     titles = ["`novelty`: AUROC", "angle alone: AUROC", "R-AUROC"]
     yield from head(["curvature", "encoders", "prior precision, times", *titles])
-    for title in (PAIR, "ggn_fixed", CHOSEN_FIX):
-        tried = {}
-        for name, encoder in results.items():
-            there = encoder["curvatures"]["kron_lowrank"]
-            own = own_key(encoder, "kron_lowrank", CHOSEN_FIX)
-            key = PAIR if title == PAIR else own_key(encoder, "kron_lowrank", title)
-            if own in there and key in there and "strengths" in there[key]:
-                tried[name] = there[key]
+    titles_of = (PAIR, "ggn_fixed", CHOSEN_FIX)
+    tried: dict[str, dict[str, Any]] = {}
+    for name, encoder in results.items():
+        there = encoder["curvatures"]["kron_lowrank"]
+        keys = {t: PAIR if t == PAIR else own_key(encoder, "kron_lowrank", t) for t in titles_of}
+        # The same encoders in every row: those whose own loss has both fixes.
+        if encoder["own"] in SOFTMAX and all("strengths" in there.get(key, {}) for key in keys.values()):
+            tried[name] = {title: there[key] for title, key in keys.items()}
+    for title in titles_of:
+        found = {name: by_title[title] for name, by_title in tried.items()}
         for strength in ("0.01", "0.1", "1", "10"):
             cells = []
             for figure in (("novelty", "auroc"), ("angle", "auroc"), ("angle", "r_auroc")):
-                values = by_encoder(tried, lambda c, s=strength, f=figure: _at(c, s, f))  # type: ignore[misc]
+                values = by_encoder(found, lambda c, s=strength, f=figure: _at(c, s, f))  # type: ignore[misc]
                 cells.append(_mean(values))
-            yield line([title if title == PAIR else f"own loss, {title}", str(len(tried)), strength, *cells])
+            yield line([title if title == PAIR else f"own loss, {title}", str(len(found)), strength, *cells])
 
 
 def _at(found: Mapping[str, Any], strength: str, figure: tuple[str, str]) -> float | None:

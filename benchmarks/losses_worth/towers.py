@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.losses_worth.captions import TEMPERATURE, draw_captions, make_towers, prompts, train_towers
+from benchmarks.losses_worth.numbers import rounded
 from benchmarks.machine import describe, write_results
 from benchmarks.transfer.harm import harm
 from benchmarks.transfer.markdown import head, line
@@ -206,8 +207,8 @@ def main() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = judge(given.data_root, given.cache, given.seed)
-    rounded = {"machine": machine, "seed": given.seed, **found}
-    write_results(given.out, "losses_worth_towers", rounded, markdown(found, machine))
+    result = {"machine": machine, "seed": given.seed, **rounded(found)}
+    write_results(given.out, "losses_worth_towers", result, markdown(found, machine))
 
 
 if __name__ == "__main__":
