@@ -205,7 +205,11 @@ def check_negative_weight(weight: object) -> None:
 
 
 def parse_kfac_approx(
-    value: KFACApprox | str, pd_fix: PDFix, structure: Structure | None = Structure.KRON, pairs: str = "batch"
+    value: KFACApprox | str,
+    pd_fix: PDFix,
+    structure: Structure | None = Structure.KRON,
+    pairs: str = "batch",
+    coupled: bool | None = None,
 ) -> KFACApprox:
     """Convert a string to a member, and refuse an approximation of cross terms where there are none.
 
@@ -213,6 +217,7 @@ def parse_kfac_approx(
         value: The approximation.
         pd_fix: The fix.
         structure: The requested structure; ``None`` stands for one that is not in :class:`Structure`.
+        coupled: Whether there are cross terms; ``None``: as the fix has it.
         pairs: ``"batch"``, or ``"dataset"``, whose points are never in memory at the same time.
 
     Returns:
@@ -228,7 +233,7 @@ def parse_kfac_approx(
     if structure is not Structure.KRON:
         hint = "It approximates Kronecker factors. Use structure='kron', or leave it out."
         raise InputError(expected("kfac_approx", "'expand' with a structure other than 'kron'", str(approx), hint))
-    if not pd_fix.coupled:
+    if not (pd_fix.coupled if coupled is None else coupled):
         msg = (
             f"kfac_approx={str(approx)!r} with pd_fix={str(pd_fix)!r}: this fix drops the cross terms between the two "
             "points of a pair, so there is nothing to approximate. Use kfac_approx='expand', or pd_fix='positive' or "

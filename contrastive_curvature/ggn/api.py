@@ -113,10 +113,10 @@ def ggn(
     )
     check_flag("clamp", clamp)
     kind = parse_option(Structure, "structure", structure)
-    approx = parse_kfac_approx(kfac_approx, chosen.pd_fix, kind)
+    approx = parse_kfac_approx(kfac_approx, chosen.pd_fix, kind, coupled=chosen.coupled)
     check_generator(generator, torch.device("cpu"))
     sampler = BlockSampler(mc_samples, generator)
-    sampler.check(chosen.pd_fix.coupled, kind)
+    sampler.check(chosen.coupled, kind)
     if not isinstance(model, nn.Module):
         raise InputTypeError(expected("model", "a torch.nn.Module", f"a {type(model).__name__}"))
     check_inputs(x)

@@ -68,7 +68,12 @@ def read_towers(batch: Any, device: torch.device, loss: CosineLoss, positives: s
         raise InputTypeError(expected("train_loader", _FORMS, came, hint))
     if len(batch) == 3 and isinstance(batch[2], (tuple, list)):
         batch = (batch[0], batch[1], _joined_labels(batch))
+    if len(batch) == 2 and isinstance(batch[0], (tuple, list)) and len(batch[0]) == 2 and _of_both(batch[1]):
+        batch = (*batch[0], _joined_labels((*batch[0], batch[1])))
     views = read_views(batch, device, argument="train_loader", towers=True)
+    if views.unusable is not None and (positives == "labels" or (positives is None and loss.supervised)):
+        hint = "Yield labels as a tensor of whole numbers, or say positives='views' if they are not to be used."
+        raise InputTypeError(expected("train_loader", "labels as a tensor", views.unusable, hint))
     if views.second is None:
         msg = "a batch of two towers has two inputs"
         raise RuntimeError(msg)
@@ -95,6 +100,11 @@ def read_towers(batch: Any, device: torch.device, loss: CosineLoss, positives: s
         raise InputError(expected("train_loader", wanted, len(labels)))
     labels = check_labels(labels, sum(counts))
     return TowerBatch(views.first, views.second, (labels[: counts[0]], labels[counts[0] :]))
+
+
+def _of_both(labels: Any) -> bool:
+    """Whether these are the labels of each tower."""
+    return isinstance(labels, (tuple, list)) and any(isinstance(part, Tensor) for part in labels)
 
 
 def _joined_labels(batch: Any) -> Tensor:

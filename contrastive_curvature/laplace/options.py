@@ -21,6 +21,7 @@ from contrastive_curvature.laplace.checks import (
     check_temperature,
     check_text,
 )
+from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.choice import OF_THE_LOSS, choose_loss
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.options import KFACApprox, Structure, parse_kfac_approx
@@ -169,13 +170,16 @@ def check_options(
     options = {**known, **given}
     check_backend_options(options["pairs"], options["relation"], options["rank"])
     options, parsed = _with_loss(options)
+    if "pairs" in given and not isinstance(parsed, PairLoss):
+        hint = "An anchor is compared with candidates: use candidates='batch' or 'dataset', or leave it out."
+        raise InputError(expected("backend_kwargs: pairs", "nothing with a loss of anchors", given["pairs"], hint))
     check_candidates(parsed, *(options[k] for k in ("pairs", "candidates", "negatives_per_anchor", "positives")))
-    BlockSampler(options["mc_samples"]).check(parsed.pd_fix.coupled, structure)
+    BlockSampler(options["mc_samples"]).check(parsed.coupled, structure)
     together = points_together(parsed, options["pairs"], options["candidates"])
-    options["kfac_approx"] = parse_kfac_approx(options["kfac_approx"], parsed.pd_fix, structure, together)
-    coupled = parsed.pd_fix.coupled and parsed.couples
+    approx = parse_kfac_approx(options["kfac_approx"], parsed.pd_fix, structure, together, parsed.coupled)
+    options["kfac_approx"] = approx
     name = "kron_lowrank" if takes_rank else "kron"
-    if structure is Structure.KRON and coupled and options["kfac_approx"] is KFACApprox.EXPAND:
+    if structure is Structure.KRON and parsed.coupled and approx is KFACApprox.EXPAND:
         if parsed.pd_fix.second_only:
             warnings.warn(
                 f"hessian_structure={name!r} with pd_fix={str(parsed.pd_fix)!r}: K-FAC-expand leaves the cross terms "

@@ -48,6 +48,10 @@ class CosineLoss(_Loss, ABC):
     graded: ClassVar[bool] = False
     """Whether the loss is one of listed pairs with a grade each."""
 
+    convex: bool = True
+    """Whether the loss is convex in the cosines, so that its second-order part is positive semidefinite; where that
+    depends on options, a subclass sets it and checks the fix again."""
+
     needs_labels: ClassVar[bool] = False
     """Whether labels are numbers of classes that the loss knows, so that no views can stand for them."""
 
@@ -64,6 +68,11 @@ class CosineLoss(_Loss, ABC):
         self.pd_fix = parse_option(PDFix, "pd_fix", pd_fix)
         self._check_fix()
         self._last_call = LastCall()
+
+    @property
+    def coupled(self) -> bool:
+        """Whether the Hessian with this loss's fix has cross terms between two points."""
+        return self.couples and self.pd_fix.coupled
 
     @abstractmethod
     def forward(self, z: Tensor, labels: Tensor | None = None, *, pairs: Pairs | None = None) -> Tensor:
@@ -172,11 +181,19 @@ class CosineLoss(_Loss, ABC):
         return made
 
     def _check_fix(self) -> None:
-        """Refuse a fix that leaves nothing."""
+        """Refuse a fix that leaves nothing, or does not do what it promises."""
+        name = type(self).__name__
         if self.pd_fix.second_only and self.linear:
             msg = (
-                f"pd_fix={str(self.pd_fix)!r}: {type(self).__name__} is piecewise linear in the cosines, so its second "
-                "derivatives, which this fix keeps alone, are zero. Use pd_fix='fixed', 'psd', 'positive' or 'full'."
+                f"pd_fix={str(self.pd_fix)!r}: {name} is piecewise linear in the cosines, so its second derivatives, "
+                "which this fix keeps alone, are zero. Use pd_fix='fixed', 'psd', 'positive' or 'full'."
+            )
+            raise UnsupportedError(msg)
+        if (self.pd_fix.second_only or self.pd_fix is PDFix.PSD_PARTS) and not self.convex:
+            msg = (
+                f"pd_fix={str(self.pd_fix)!r}: with these options {name} is not convex in the cosines, so its second "
+                "derivatives, which this fix leaves as they are, can be indefinite. Use pd_fix='psd', which projects "
+                "the whole block of every point."
             )
             raise UnsupportedError(msg)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.arguments import check_choice, check_number
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.hessian.derivatives import CosineDerivatives
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
@@ -75,8 +75,6 @@ class ProxyLoss(CosineLoss):
     """
 
     proxies: Tensor
-    convex = True
-    """Whether the second-order part is positive semidefinite."""
 
     couples = False
     needs_labels = True
@@ -227,16 +225,6 @@ class ProxyLoss(CosineLoss):
             return cosine - self.margin
         rise, turn = math.sin(self.margin), math.cos(self.margin)
         return torch.where(cosine >= -turn, turn * cosine - rise * _sine(u, own), cosine - self.margin * rise)
-
-    def _check_fix(self) -> None:
-        super()._check_fix()
-        if (self.pd_fix.second_only or self.pd_fix is PDFix.PSD_PARTS) and not self.convex:
-            msg = (
-                f"pd_fix={str(self.pd_fix)!r}: with kind='arcface' and a margin, the loss is not convex in the "
-                "cosines, so its second derivatives, which this fix leaves as they are, can be indefinite. Use "
-                "pd_fix='psd', which projects the whole block of every point."
-            )
-            raise UnsupportedError(msg)
 
     def extra_repr(self) -> str:
         """The options, and of the proxies their shape and a checksum: others make another loss."""

@@ -77,7 +77,8 @@ class SoftContrastiveLoss(PairLoss):
         self.a = check_number("a", a, positive=True)
         self.b = check_finite_number("b", b)
         check_flag("squared", squared)
-        self.squared = squared
+        self.squared = self.convex = squared
+        self._check_fix()
         self._among_candidates = False
 
     def derivatives(

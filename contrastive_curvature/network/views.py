@@ -54,7 +54,12 @@ def has_views(batch: Any) -> bool:
 
 
 def read_views(
-    batch: Any, device: torch.device, label_key: str = "labels", argument: str = "train_loader", towers: bool = False
+    batch: Any,
+    device: torch.device,
+    label_key: str = "labels",
+    argument: str = "train_loader",
+    towers: bool = False,
+    related: bool = False,
 ) -> Views:
     """Take apart what a loader yields, and bring it to a device.
 
@@ -66,6 +71,8 @@ def read_views(
         label_key: Where a mapping keeps the labels.
         argument: Name of the loader for the error message.
         towers: Whether a pair is always two views, as where two encoders wait for one each.
+        related: Whether a relation waits for targets, so that a pair of tensors is inputs and targets, whatever their
+            shapes.
 
     Returns:
         The views.
@@ -82,7 +89,8 @@ def read_views(
     if not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
         came = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
         raise InputTypeError(expected(argument, _FORMS, came))
-    if not (has_views(batch) or towers):
+    single = related and len(batch) == 2 and isinstance(batch[1], Tensor) and not isinstance(batch[0], (tuple, list))
+    if single or not (has_views(batch) or towers):
         if len(batch) == 3:
             hint = "The second entry has one number a point, so it is no second view. Yield (x, labels)."
             raise InputTypeError(expected(argument, _FORMS, "a batch (x, one number a point, ...)", hint))

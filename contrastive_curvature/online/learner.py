@@ -147,8 +147,10 @@ class OnlineLaplace(nn.Module):
                 raise InputTypeError(expected(name, "a callable", f"a {type(function).__name__}"))
         self.n_data, self.n_samples = n_data, n_samples
         # A training step sees the pairs of its batch only.
-        options = {"pairs": "batch", **given_options(backend_kwargs)}
-        if options["pairs"] != "batch":
+        options = given_options(backend_kwargs)
+        if options.get("loss") is None or isinstance(options["loss"], PairLoss):
+            options = {"pairs": "batch", **options}
+        if options.get("pairs", "batch") != "batch":
             hint = "A training step sees no other pairs; la.fit(loader) after training uses all pairs of the data set."
             raise InputError(expected("backend_kwargs: pairs", "'batch' or nothing", repr(options["pairs"]), hint))
         if options.get("candidates") == "dataset":

@@ -93,8 +93,10 @@ class OnlinePosterior:
         """A posterior for the user: the curvature rescaled to the data set, with its prior and temperature."""
         options = self._arguments["backend_kwargs"]
         # The user may call fit(loader) later, which uses all pairs; other factors than 'expand' exist for batches only.
-        pairs = "batch" if options.get("kfac_approx", KFACApprox.EXPAND) != KFACApprox.EXPAND else "dataset"
-        posterior = self._new(backend_kwargs={**options, "pairs": pairs})
+        if "pairs" in options:
+            pairs = "batch" if options.get("kfac_approx", KFACApprox.EXPAND) != KFACApprox.EXPAND else "dataset"
+            options = {**options, "pairs": pairs}
+        posterior = self._new(backend_kwargs=options)
         posterior.set_curvature(discounted.at_scale(self.n_data))
         if self.prior_precision is None:
             posterior.optimize_prior_precision()

@@ -474,3 +474,52 @@ class OnePath(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.model({self.kind: x})
         return out
+
+
+def test_the_operator_takes_views(device: str) -> None:
+    model, x, y = problem(device)
+    loss = cc.InfoNCELoss(0.2, pd_fix="full")
+    first, second = views(x)
+    data = [(first[:5], second[:5]), ((first[5:], second[5:]), y[5:])]
+    operator = cc.ContrastiveGGNLinearOperator(model, loss, None, data)
+    joined = torch.cat([first[:5], second[:5], first[5:], second[5:]])
+    ids = torch.cat([torch.arange(5).repeat(2), 5 + torch.arange(7).repeat(2)]).to(device)
+    truth = cc.ggn(model, joined, ids, loss=loss, structure="full", clamp=False)
+    v = torch.linspace(-1, 1, len(truth), dtype=torch.float64, device=device)
+    assert close(operator @ v, truth @ v, float(truth.abs().max()), 1e-10)
+    with pytest.raises(cc.InputTypeError, match=r"two views and labels"):
+        cc.ContrastiveGGNLinearOperator(model, cc.SupConLoss(0.2), None, data[1:])
+
+
+def test_options_of_the_other_kind_of_loss(device: str) -> None:
+    model, x, y = problem(device)
+    infonce = cc.InfoNCELoss(0.2)
+    for pairs in ("batch", "dataset"):
+        with pytest.raises(cc.InputError, match=r"pairs.*candidates"):
+            Laplace(model, "contrastive", backend_kwargs={"loss": infonce, "pairs": pairs})
+    with pytest.raises(cc.InputError, match=r"positives.*grades"):
+        Laplace(model, "contrastive", backend_kwargs={"loss": cc.CoSENTLoss(), "positives": "views"})
+    # Class proxies couple nothing, whatever the fix says.
+    proxies = LOSSES["proxies"](pd_fix="full")
+    cc.ggn(model, x, y, loss=proxies, mc_samples=1)
+    with pytest.raises(cc.UnsupportedError, match="nothing to approximate"):
+        Laplace(model, "contrastive", "last_layer", "kron", backend_kwargs={"loss": proxies, "kfac_approx": "reduce"})
+    for fix in ("ggn", "ggn_fixed", "psd_parts"):
+        with pytest.raises(cc.UnsupportedError, match=f"{fix}.*SoftContrastiveLoss is not convex.*psd"):
+            cc.SoftContrastiveLoss(pd_fix=fix)
+        assert cc.SoftContrastiveLoss(squared=True, pd_fix=fix).pd_fix == fix
+
+
+def test_targets_of_a_relation_may_look_like_inputs(device: str) -> None:
+    model, x, _ = problem(device)
+
+    def near(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        gap = torch.cdist(a, b)
+        return gap < 1.5, gap >= 1.5
+
+    loss = cc.SupConLoss(0.2)
+    la = Laplace(model, "contrastive", "last_layer", "diag", backend_kwargs={"loss": loss, "relation": near})
+    la.fit([(x, x)])
+    share_ = float(loss.output_hessian(model(x).detach(), x, pairs=near).derivatives.anchors)
+    truth = share_ * cc.ggn(model, x, x, pairs=near, loss=loss, subset_of_weights="last_layer", clamp=False)
+    assert close(la.H_raw, truth, tolerance=1e-11)

@@ -196,3 +196,23 @@ def test_two_towers_are_no_encoder(device: str) -> None:
     ):
         with pytest.raises(cc.InputTypeError, match=r"one encoder.*TwoTowers.*encoder_a or encoder_b"):
             call()
+
+
+def test_labels_that_cannot_be_used(device: str) -> None:
+    """Labels beside a pair are taken in every form, or refused; never dropped."""
+    model = cc.TwoTowers(nn.Linear(3, 2), nn.Linear(4, 2)).double().to(device)
+    a, b = numbers(0, 6, 3).to(device), numbers(1, 6, 4).to(device)
+    labels = (torch.arange(6) % 2).to(device)
+
+    def fitted(batch: Any) -> float:
+        la = Laplace(model, "contrastive", backend_kwargs={"loss": cc.SupConLoss(0.2)})
+        la.fit([batch])
+        return float(la.loss)
+
+    forms = [(a, b, labels), ((a, b), labels), (a, b, (labels, labels)), ((a, b), (labels, labels))]
+    values = [fitted(batch) for batch in forms]
+    assert max(values) - min(values) < 1e-12
+    assert abs(values[0] - fitted((a, b))) > 1e-3
+    for wrong in (labels.tolist(), ["x"] * 6):
+        with pytest.raises(cc.InputTypeError, match=r"labels as a tensor.*positives='views'"):
+            fitted(((a, b), wrong))

@@ -192,7 +192,7 @@ def _build(
 ) -> Any:
     default = {} if options.get("loss") is not None else {"pd_fix": PDFix.PSD}
     loss = choose_loss(**{**default, **options})
-    if loss.pd_fix.coupled:
+    if loss.coupled:
         msg = (
             f"pd_fix={str(loss.pd_fix)!r}: it couples points, and curvlinops' K-FAC is one of sums over points. Use "
             "pd_fix='psd', or contrastive_curvature.ggn(..., structure='kron'), which has factors for coupled fixes."

@@ -18,11 +18,13 @@ from contrastive_curvature.ggn.api import check_encoder
 from contrastive_curvature.ggn.lowrank import curvature_product
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs
+from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, input_length, slice_inputs
 from contrastive_curvature.network.loader import check_loader, check_model, check_whole, in_fixed_order
 from contrastive_curvature.network.module import ModulePullback
+from contrastive_curvature.network.views import has_views, joined_inputs
 from contrastive_curvature.pairs import Pairs
 
 __all__ = ["ContrastiveGGNLinearOperator"]
@@ -46,7 +48,8 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         params: Some parameters of the model that require gradients, in the order of the operator's space; ``None``
             takes all of those.
         data: Batches ``(x, labels)``, or mappings with the labels under ``dict_key_y``; the same in every pass. Of a
-            shuffling ``DataLoader`` the data set is taken in its own order.
+            shuffling ``DataLoader`` the data set is taken in its own order. A loss of anchors takes two views of every
+            input, too, and compares each with all points of the data.
         pairs: Instead of class labels: index tuples or masks over all points in the order of ``data`` (labels are then
             not looked at), or a callable on the labels.
         dict_key_y: Where a mapping keeps the labels.
@@ -123,8 +126,12 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
 
     def _collect(self, encoder: Encoder, pairs: Pairs | None) -> OutputHessian:
         outputs, targets = [], []
+        numbered = 0
         for batch in self._data:
             x, y = self._read(batch)
+            if self._views(batch) is not None:
+                # Numbers of inputs, which go on from batch to batch.
+                y, numbered = y + numbered, numbered + input_length(x) // 2
             if not input_length(x):
                 raise InputError(expected("data", "batches of at least one point", "an empty batch"))
             outputs.append(check_outputs(encoder(x), "model(x)"))
@@ -139,12 +146,28 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         def moved(value: Any) -> Any:
             return value.to(self._device) if isinstance(value, Tensor) else value
 
+        views = self._views(batch)
+        if views is not None:
+            x = joined_inputs(views[0], views[1], "data")
+            ids = torch.arange(input_length(x) // 2, device=self._device).repeat(2)
+            return ({k: moved(v) for k, v in x.items()} if isinstance(x, Mapping) else moved(x)), ids
         if isinstance(batch, Mapping):
             return {k: moved(v) for k, v in batch.items()}, moved(batch.get(self._label_key))
         if isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[0], (Tensor, Mapping)):
             x, y = batch
             return {k: moved(v) for k, v in x.items()} if isinstance(x, Mapping) else moved(x), moved(y)
         raise InputTypeError(expected("data", "batches (x, labels) or mappings", f"a {type(batch).__name__}"))
+
+    def _views(self, batch: Any) -> tuple[Inputs, Inputs] | None:
+        """The two views of a batch without labels, for a loss of anchors that needs none."""
+        if isinstance(self.loss, PairLoss) or self.loss.needs_labels or not has_views(batch):
+            return None
+        labelled = len(batch) == 3 or isinstance(batch[0], (tuple, list))
+        if labelled and self.loss.supervised:
+            hint = "This host takes views without labels, or (x, labels): join the views and repeat the labels."
+            raise InputTypeError(expected("data", "(view, view)", "two views and labels", hint))
+        first, second = batch[0] if isinstance(batch[0], (tuple, list)) else batch[:2]
+        return first, second
 
     def _check_deterministic(self) -> None:
         generator = torch.Generator().manual_seed(0)

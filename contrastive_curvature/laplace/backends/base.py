@@ -132,8 +132,8 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
         check_backend_options(pairs, relation, rank)
         check_candidates(self.loss, pairs, candidates, negatives_per_anchor, positives)
         together = points_together(self.loss, pairs, candidates)
-        self.kfac_approx = parse_kfac_approx(kfac_approx, self.loss.pd_fix, pairs=together)
-        BlockSampler(mc_samples).check(self.loss.pd_fix.coupled, Structure.DIAG)
+        self.kfac_approx = parse_kfac_approx(kfac_approx, self.loss.pd_fix, pairs=together, coupled=self.loss.coupled)
+        BlockSampler(mc_samples).check(self.loss.coupled, Structure.DIAG)
         self.mc_samples = mc_samples
         # The host knows no contrastive likelihood; what it derives from the name is replaced below.
         super().__init__(model, "regression", last_layer, subnetwork_indices, dict_key_x, dict_key_y)
@@ -237,11 +237,15 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
 
     def read_anchors(self, batch: Any) -> AnchorBatch:
         """Take apart what a loader yields for a loss of anchors; see :func:`read_views`."""
-        views = read_views(batch, next(self.model.parameters()).device, self.dict_key_y)
+        device, related = next(self.model.parameters()).device, self.relation is not None
+        views = read_views(batch, device, self.dict_key_y, related=related)
         return as_anchors(views, self.loss, self.relation, self.positives)
 
     def read(self, batch: Any) -> tuple[Inputs, Tensor]:
         """Take apart what a loader yields, and bring it to the model's device; see :func:`read_batch`."""
+        if has_views(batch) and self.relation is None and not isinstance(self.loss, PairLoss):
+            msg = "loader: batches of two views. This needs labelled points: yield (x, labels)."
+            raise UnsupportedError(msg)
         if has_views(batch) and self.relation is None:
             msg = (
                 f"train_loader: batches of two views, and {type(self.loss).__name__} is a loss of labelled points. Use "

@@ -36,7 +36,6 @@ def check_candidates(
         InputError: A value is unknown, or belongs to the other kind of loss.
         UnsupportedError: The loss has no such version for a data set.
     """
-    del pairs
     name = type(loss).__name__
     if isinstance(loss, PairLoss):
         for option, value in (
@@ -48,6 +47,11 @@ def check_candidates(
                 hint = f"{name} is a sum over pairs. Use pairs='dataset' or 'batch', or leave it out."
                 raise InputError(expected(option, "nothing with a loss of pairs", value, hint))
         return
+    if pairs != "dataset":
+        hint = f"{name} compares an anchor with candidates: use candidates='batch' or 'dataset', or leave it out."
+        raise InputError(expected("pairs", "nothing with a loss of anchors", pairs, hint))
+    if loss.graded and positives is not None:
+        raise InputError(expected("positives", f"nothing with {name}, whose pairs have grades", positives))
     if candidates is not None:
         check_choice("candidates", candidates, ("batch", "dataset"))
     if positives is not None:

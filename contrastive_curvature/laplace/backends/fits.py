@@ -143,7 +143,7 @@ class DatasetFits:
             UnsupportedError: The structure has no such estimate.
         """
         sampler = BlockSampler(self.mc_samples)
-        sampler.check(self.loss.pd_fix.coupled, structure)
+        sampler.check(self.loss.coupled, structure)
         return sampler
 
     def fit_lowrank(self, loader: Iterable[Any], progress: bool | None = None) -> DatasetCurvature:
