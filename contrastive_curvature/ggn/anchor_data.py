@@ -22,6 +22,7 @@ from contrastive_curvature.ggn.sampling import BlockSampler
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.cosine import CosineLoss
+from contrastive_curvature.losses.row_derivatives import RowDerivatives
 from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import input_length
@@ -29,7 +30,11 @@ from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.options import Structure
 from contrastive_curvature.progress import Progress
 
-__all__ = ["AnchorData", "collect_anchors", "ordered_curvature"]
+__all__ = ["MOST_COUPLED", "AnchorData", "collect_anchors", "ordered_curvature"]
+
+
+MOST_COUPLED = 2048
+"""Points whose cross terms through all anchors are computed."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +129,10 @@ def collect_anchors(
         classes = None if classes is None or some.classes is None else [*classes, some.classes]
         if candidates == "batch":
             parts.append(loss.data_hessian(z, loss.relate(z, some.labels, some.pairs)))
+            derivatives = parts[-1].derivatives
+            if isinstance(derivatives, RowDerivatives):
+                # All batches stay: what is large is computed again when it is asked for.
+                derivatives.release()
             continue
         labels = some.labels
         if labels is not None and some.classes is None and some.pairs is None:
@@ -177,6 +186,14 @@ def ordered_curvature(
     """
     progress = Progress.of(progress)
     (hessian,) = data.parts
+    rooted = isinstance(hessian.derivatives, RowDerivatives) and len(hessian.derivatives.signs) > 0
+    if hessian.coupled and rooted and structure is not Structure.KRON and data.n > MOST_COUPLED:
+        msg = (
+            f"candidates='dataset' with pd_fix={str(hessian.pd_fix)!r}: every anchor couples all pairs of its "
+            f"candidates, which takes N^3 steps, and these are {data.n} points (at most {MOST_COUPLED}). Use "
+            "pd_fix='psd_parts' or 'ggn_fixed', which couple no points, or candidates='batch'."
+        )
+        raise UnsupportedError(msg)
     dominance, sample = Dominance(pullback, structure, 1), FeatureSample.of(pullback)
     total: Any = None
     for number, (rows, context) in enumerate(_placed(pullback, progress.over(loader, "[curvature]"), read, data.z)):

@@ -97,6 +97,23 @@ class AnchorSums:
         if not self._batches:
             raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
         note_skipped(self._anchors, self._skipped)
+        self.check_changes()
+
+    def check_changes(self) -> None:
+        """Refuse data in which nothing is compared.
+
+        Raises:
+            InputError: The curvature is zero everywhere.
+        """
+        parts = [self._curvature] if isinstance(self._curvature, Tensor) else [f[0] for f in self._curvature]
+        if not any(bool(part.any()) for part in parts):
+            hint = (
+                "In a batch of one input nothing has to be told apart; triplets outside their margin, pairs of equal "
+                "grades, and comparisons that float32 takes for certain add nothing either. Use larger batches, or the "
+                "pair loss."
+            )
+            wanted = "batches in which the loss changes with the embeddings"
+            raise InputError(expected("train_loader", wanted, "a curvature that is zero everywhere", hint))
 
     def total(self, share: float = 1.0) -> DatasetCurvature:
         """The sum. If a single point contributes most of it, there is a warning.
@@ -108,15 +125,6 @@ class AnchorSums:
             InputError: The sum is not finite.
         """
         check_finite(self._curvature, self._pullback, "the sum over all batches")
-        parts = [self._curvature] if isinstance(self._curvature, Tensor) else [f[0] for f in self._curvature]
-        if not any(bool(part.any()) for part in parts):
-            hint = (
-                "In a batch of one input nothing has to be told apart; triplets outside their margin, pairs of equal "
-                "grades, and comparisons that float32 takes for certain add nothing either. Use larger batches, or the "
-                "pair loss."
-            )
-            wanted = "batches in which the loss changes with the embeddings"
-            raise InputError(expected("train_loader", wanted, "a curvature that is zero everywhere", hint))
         self._dominance.warn()
         curvature = per_point(self._curvature, self._n) if self._structure is Structure.KRON else self._curvature
         centres = None if self._classes is None else self._classes.centres()

@@ -17,7 +17,7 @@ from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.choice import DISTANCE, MARGIN, NEGATIVE_WEIGHT, NORMALIZATION, PD_FIX, choose_loss
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
-from contrastive_curvature.network.inputs import Inputs, check_inputs, slice_inputs
+from contrastive_curvature.network.inputs import Inputs, check_inputs, input_length, slice_inputs
 from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.network.layerwise import LayerwisePullback
 from contrastive_curvature.network.module import ModulePullback
@@ -125,6 +125,9 @@ def ggn(
         encoder = Encoder(model, slice_inputs(x, slice(0, 8)))
         check_encoder(encoder, chosen)
         pullback = make_pullback(encoder, subset_of_weights)
+        # Before the batch runs: what is wrong with labels or pairs does not depend on the outputs.
+        like = next(encoder.parameters())
+        chosen.relate(like.new_zeros(input_length(x), encoder.dim), labels, pairs)
         z, context = pullback.forward(x)
         z = check_outputs(z, "model(x)")
         hessian = chosen.hessian_at(z, chosen.relate(z, labels, pairs))

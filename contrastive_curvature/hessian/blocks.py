@@ -78,7 +78,11 @@ class Blocks(ABC):
         if not low.numel():
             return True
         scale = torch.maximum(high.abs(), low.abs()).max()
-        return bool((low >= -16 * torch.finfo(low.dtype).eps * scale).all())
+        return bool((low >= -16 * torch.finfo(low.dtype).eps * torch.maximum(scale, self.terms())).all())
+
+    def terms(self) -> Tensor:
+        """A bound of the terms that a block is the sum of, shape (N,) or one number, where they may cancel in it."""
+        return self.u.new_zeros(())
 
     def require_psd(self) -> None:
         """Refuse blocks without a real square root.

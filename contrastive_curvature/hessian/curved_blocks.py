@@ -69,6 +69,10 @@ class CurvedBlocks(Blocks):
         second = project_tangent(u, project_tangent(u, moments).mT) / (self.n * self.n).view(-1, 1, 1)
         return self.first.dense() + (second + second.mT) / 2
 
+    def terms(self) -> Tensor:
+        """See :meth:`Blocks.terms`."""
+        return self.moments.bound() / self.n / self.n
+
     def total(self) -> Tensor:
         """See :meth:`Blocks.total`."""
         return self.first.total() + self.moments.gram(self.u, 1 / self.n / self.n)

@@ -128,6 +128,10 @@ class PairMoments(Moments):
         bound = None if self._bound is None else self._bound[rows]
         return PairMoments(kept, self.signs, self.vectors[:, rows], bound)
 
+    def release(self) -> None:
+        """Forget the weights that were asked for last."""
+        self._last = None
+
     def dense(self) -> Tensor:
         """See :meth:`Moments.dense`."""
         _, n, dim = self.vectors.shape

@@ -195,7 +195,8 @@ class OutputHessian:
         if not self.coupled:
             return self.blocks.is_psd()
         low, high = self._dense_eigenvalues()[0][[0, -1]].tolist() if self.z.numel() else (0.0, 0.0)
-        return bool(low >= -16 * self.z.numel() * torch.finfo(self.z.dtype).eps * max(abs(high), abs(low)))
+        size = max(abs(high), abs(low), *self.blocks.terms().flatten().tolist())
+        return bool(low >= -16 * self.z.numel() * torch.finfo(self.z.dtype).eps * size)
 
     def factor(self) -> Tensor:
         """A factor ``S`` of the Hessian, where it is positive semidefinite.

@@ -173,7 +173,8 @@ def check_options(
     if "pairs" in given and not isinstance(parsed, PairLoss):
         hint = "An anchor is compared with candidates: use candidates='batch' or 'dataset', or leave it out."
         raise InputError(expected("backend_kwargs: pairs", "nothing with a loss of anchors", given["pairs"], hint))
-    check_candidates(parsed, *(options[k] for k in ("pairs", "candidates", "negatives_per_anchor", "positives")))
+    of_data = ("pairs", "candidates", "negatives_per_anchor", "positives", "relation")
+    check_candidates(parsed, *(options[name] for name in of_data))
     BlockSampler(options["mc_samples"]).check(parsed.coupled, structure)
     together = points_together(parsed, options["pairs"], options["candidates"])
     approx = parse_kfac_approx(options["kfac_approx"], parsed.pd_fix, structure, together, parsed.coupled)

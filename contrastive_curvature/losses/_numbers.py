@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
+from contrastive_curvature.arguments import check_number
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
-__all__ = ["check_finite_number"]
+__all__ = ["check_finite_number", "check_temperature"]
 
 
 def check_finite_number(argument: str, value: object) -> float:
@@ -24,4 +25,21 @@ def check_finite_number(argument: str, value: object) -> float:
         number = math.inf
     if not math.isfinite(number):
         raise InputError(expected(argument, "a finite number", number))
+    return number
+
+
+SMALLEST_TEMPERATURE = 1e-6
+"""Curvatures go with the inverse square of a temperature; at a smaller one float32 has no digits of a cosine left."""
+
+
+def check_temperature(value: object) -> float:
+    """Return ``value`` if it is a temperature that cosines can be divided by.
+
+    Raises:
+        InputTypeError: ``value`` is not an int or a float.
+        InputError: It is not positive and finite, or too small.
+    """
+    number = check_number("temperature", value, positive=True)
+    if number < SMALLEST_TEMPERATURE:
+        raise InputError(expected("temperature", f"a number of at least {SMALLEST_TEMPERATURE:g}", number))
     return number

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 from torch.nn.modules.loss import _Loss
 
-from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.hessian.derivatives import CosineDerivatives
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
@@ -168,6 +168,10 @@ class CosineLoss(_Loss, ABC):
             **options: ``distance`` or ``pd_fix``.
         """
         kinds: dict[str, Any] = {"distance": Distance, "pd_fix": PDFix}
+        foreign = sorted(set(options) - set(kinds))
+        if foreign:
+            hint = f"Make another {type(self).__name__} for its other options."
+            raise InputError(expected("replaced", "distance or pd_fix", str(foreign), hint))
         return self._with({n: parse_option(kinds[n], n, v) for n, v in options.items() if v is not None})
 
     def _with(self, given: dict[str, Any]) -> Self:

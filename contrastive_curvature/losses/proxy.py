@@ -55,7 +55,7 @@ class ProxyLoss(CosineLoss):
 
     Args:
         proxies: Weight vectors of any non-zero norm, shape (C, D), kept as they are. A parameter becomes one of this
-            module and is trained with it; any other tensor becomes a buffer.
+            module and is trained with it; of any other tensor a copy becomes a buffer.
         scale: ``a``, positive.
         margin: ``m``: of ``cosface`` a cosine; of ``arcface`` an angle in radians, at most pi; none for ``softmax``.
         kind: ``"softmax"``, ``"arcface"`` or ``"cosface"``.
@@ -108,7 +108,7 @@ class ProxyLoss(CosineLoss):
         if isinstance(proxies, nn.Parameter):
             self.proxies = proxies
         else:
-            self.register_buffer("proxies", proxies)
+            self.register_buffer("proxies", proxies.detach().clone())
         self._check_fix()
 
     def relate(self, z: Tensor, labels: Tensor | None, pairs: Pairs | None) -> LabelRelation:

@@ -71,6 +71,7 @@ class RowDerivatives(CosineDerivatives):
         self.fix = loss.pd_fix
         self._terms_counted = 0.0
         self._values: tuple[Tensor, Tensor] | None = None
+        self._moments: PairMoments | None = None
         self.signs = u.new_tensor(loss.root_signs)
         self._rows = [self._look_at(side) for side in sides]
         self._anchors = sum(int(rows.kept.sum()) for rows in self._rows)
@@ -109,7 +110,7 @@ class RowDerivatives(CosineDerivatives):
         moments = None
         if not loss.linear:
             signs = torch.cat([self.signs, self.u.new_tensor([1.0, -1.0])]) if shifted else self.signs
-            moments = PairMoments(list(self._parts()), signs, vectors)
+            moments = self._moments = PairMoments(list(self._parts()), signs, vectors)
         sums = NodeSums(degree, neighbors, moments, degree.new_zeros((), dtype=torch.float64))
         return check_row_sums(loss, sums)
 
@@ -181,6 +182,13 @@ class RowDerivatives(CosineDerivatives):
         low, high = max(ends[0].start, ends[1].start), min(ends[0].stop, ends[1].stop)
         same = torch.arange(low, max(low, high), device=self.u.device)
         return CrossRoots(signs, sides[0], sides[1], same - ends[0].start, same - ends[1].start)
+
+    def release(self) -> None:
+        """Forget the numbers of all pairs of points; they are computed again when they are asked for."""
+        for rows in self._rows:
+            rows.held = rows.cosine = None
+        if self._moments is not None:
+            self._moments.release()
 
     def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
         """See :meth:`CosineDerivatives.loss_and_cost`; the cost is what the loss is above the least that it can be."""

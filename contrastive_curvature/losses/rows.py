@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.arguments import check_choice
-from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.losses.cosine import CosineLoss
@@ -20,6 +20,7 @@ from contrastive_curvature.losses.towers import joined_towers
 from contrastive_curvature.options import Distance, PDFix
 from contrastive_curvature.pairs import Pairs, make_relation
 from contrastive_curvature.pairs.relation import Relation
+from contrastive_curvature.pairs.targets import make_targets
 
 __all__ = ["RowLoss", "RowTerms"]
 
@@ -159,6 +160,11 @@ class RowLoss(CosineLoss):
 
     def relate(self, z: Tensor, labels: Tensor | None, pairs: Pairs | None) -> Relation:
         """See :meth:`CosineLoss.relate`."""
+        if isinstance(pairs, Tensor):
+            if labels is not None:
+                hint = "Partners and targets need no labels."
+                raise InputError(expected("labels, pairs", "one of them", "both", hint))
+            return make_targets(pairs, z.shape[0], z.device)
         return make_relation(z.shape[0], z.device, labels, pairs)
 
     def forward(self, z: Tensor, labels: Tensor | None = None, *, pairs: Pairs | None = None) -> Tensor:
@@ -167,7 +173,9 @@ class RowLoss(CosineLoss):
         Args:
             z: Raw or normalised embeddings, shape (N, D); half precision is computed in float32.
             labels: Integer class labels, shape (N,): points of the same class are each other's positives.
-            pairs: Instead: index tuples, masks or a callable, see :func:`contrastive_curvature.pairs.make_relation`.
+            pairs: Instead: index tuples, masks or a callable, see :func:`contrastive_curvature.pairs.make_relation`;
+                the index of each point's partner, whole numbers (N,); or targets (N, N), how much of an anchor's target
+                each candidate is, rows that sum to one.
 
         Returns:
             A scalar; zero, with a zero gradient, when no anchor has a term.

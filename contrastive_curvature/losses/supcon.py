@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_number
+from contrastive_curvature.losses._numbers import check_temperature
 from contrastive_curvature.losses.rows import RowLoss, RowTerms
 from contrastive_curvature.options import Distance, PDFix
 
@@ -56,7 +56,7 @@ class SupConLoss(RowLoss):
         pd_fix: PDFix | str = PDFix.PSD_PARTS,
     ) -> None:
         super().__init__(reduction, directions, distance=distance, pd_fix=pd_fix)
-        self.temperature = check_number("temperature", temperature, positive=True)
+        self.temperature = check_temperature(temperature)
 
     def _counts(self, positive: Tensor, negative: Tensor) -> Tensor:
         return (positive > 0).any(1).to(positive.dtype)

@@ -93,7 +93,9 @@ def read_views(
     if single or not (has_views(batch) or towers):
         if len(batch) == 3:
             hint = "The second entry has one number a point, so it is no second view. Yield (x, labels)."
-            raise InputTypeError(expected(argument, _FORMS, "a batch (x, one number a point, ...)", hint))
+            raise InputTypeError(
+                expected(argument, _FORMS, f"a {type(batch).__name__} of 3: x and one number a point twice", hint)
+            )
         x, y = batch
         return Views(_moved(x, device, argument), None, _target(y, device, argument))
     unusable: str | None = None

@@ -194,7 +194,11 @@ class OnlineLaplace(nn.Module):
             "relation": backend_object.relation,
         }
         own |= {name: describe_callable(function) for name, function in functions.items()}
-        description = describe_options({**self._posterior.options(), **own})
+        posterior = self._posterior.options()
+        if "loss" in posterior:
+            # The loss of the curvature, which may be another one than that of the training.
+            posterior["curvature_loss"] = posterior.pop("loss")
+        description = describe_options({**posterior, **own})
         # Text in a buffer, so that a saved state contains its options in every file format that can store tensors.
         self.register_buffer("options", torch.tensor(list(description.encode()), dtype=torch.uint8))
         self.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
@@ -216,8 +220,9 @@ class OnlineLaplace(nn.Module):
             InputError: The batch is malformed.
         """
         backend = self._posterior.backend
+        device, related = next(self.encoder.parameters()).device, backend.relation is not None
         given = as_anchors(
-            read_views(batch, next(self.encoder.parameters()).device, dict_key_y),
+            read_views(batch, device, dict_key_y, related=related),
             backend.loss,
             backend.relation,
             backend.positives,

@@ -90,7 +90,7 @@ class LossContract(ContractBase):
             loader = list(zip(x.split(step), y.split(step), strict=True))
             batches = [made.full(a, b, N=len(x))[1] for a, b in loader if self._has_anchors(loss, model, a, b)]
             together = torch.as_tensor(sum(batches)) if batches else None
-            if together is None:
+            if together is None or not together.any():
                 continue
             reach = scale * size
             assert close(made.fit(loader, Structure.FULL).curvature, together, reach)

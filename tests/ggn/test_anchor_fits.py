@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import warnings
 from typing import Any
@@ -523,3 +524,71 @@ def test_targets_of_a_relation_may_look_like_inputs(device: str) -> None:
     share_ = float(loss.output_hessian(model(x).detach(), x, pairs=near).derivatives.anchors)
     truth = share_ * cc.ggn(model, x, x, pairs=near, loss=loss, subset_of_weights="last_layer", clamp=False)
     assert close(la.H_raw, truth, tolerance=1e-11)
+
+
+def test_cross_terms_of_many_points_are_refused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y = problem(device)
+    monkeypatch.setattr(importlib.import_module("contrastive_curvature.ggn.anchor_data"), "MOST_COUPLED", 11)
+    for fix in ("ggn", "full"):
+        options = {"loss": cc.SupConLoss(0.2, pd_fix=fix), "candidates": "dataset"}
+        with pytest.raises(cc.UnsupportedError, match=r"N\^3.*12 points.*psd_parts"):
+            Laplace(model, "contrastive", "last_layer", "diag", backend_kwargs=options).fit([(x, y)])
+        Laplace(model, "contrastive", "last_layer", "diag", backend_kwargs=options).fit([(x[:11], y[:11])])
+
+
+def test_products_over_batches_hold_no_pairs(device: str) -> None:
+    model, x, y = problem(device)
+    backend = cc.ContrastiveGGN(model, loss=cc.InfoNCELoss(0.2, pd_fix="full"))
+    data = backend._anchors(backend.encoder(x), [(x[:6], y[:6]), (x[6:], y[6:])], cc.progress.Progress(False))
+    assert all(rows.held is None for part in data.parts for rows in part.derivatives._rows)  # type: ignore[attr-defined]
+
+
+def test_a_relation_beside_what_ignores_it(device: str) -> None:
+    model, _, _ = problem(device)
+
+    def relate(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        same = a[:, None] == b[None]
+        return same, ~same
+
+    for options in (
+        {"loss": cc.InfoNCELoss(), "positives": "views"},
+        {"loss": cc.CoSENTLoss()},
+        {"loss": LOSSES["proxies"]()},
+    ):
+        with pytest.raises(cc.InputError, match="relation"):
+            Laplace(model, "contrastive", backend_kwargs={**options, "relation": relate})
+
+
+def test_states_of_other_losses_of_the_curvature_are_refused(device: str) -> None:
+    model, x, _ = problem(device)
+
+    def learner(loss: Any) -> cc.OnlineLaplace:
+        return cc.OnlineLaplace(model, probe=x[:4], n_data=12, backend_kwargs={"loss": loss})
+
+    state = learner(cc.InfoNCELoss(0.05)).state_dict()
+    learner(cc.InfoNCELoss(0.05)).load_state_dict(state)
+    for other in (cc.InfoNCELoss(5.0), cc.SupConLoss(0.05), cc.TripletLoss()):
+        with pytest.raises(cc.InputError, match="curvature_loss"):
+            learner(other).load_state_dict(state)
+
+
+def test_targets_like_inputs_in_training(device: str) -> None:
+    """A relation waits for targets: they are no second view, whatever their shape."""
+    model, x, _ = problem(device)
+
+    def near(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        gap = torch.cdist(a, b)
+        return gap < 1.5, gap >= 1.5
+
+    for loss in (cc.SupConLoss(0.2), cc.LogisticLoss()):
+        learner = cc.OnlineLaplace(model, probe=x[:4], n_data=12, backend_kwargs={"loss": loss, "relation": near})
+        trainer = cc.Trainer(learner, torch.optim.SGD(learner.parameters(), 1e-3))
+        trainer.fit([(x, x)], 1)
+        assert bool(learner.laplace()(x).kappa.isfinite().all())
+
+
+def test_proxies_are_the_losses_own(device: str) -> None:
+    weights = torch.eye(3, device=device)
+    loss = cc.ProxyLoss(weights)
+    weights.zero_()
+    assert bool(loss.proxies.any())

@@ -113,7 +113,7 @@ def test_samples_follow_the_generator_and_more_are_better(device: str) -> None:
 def test_refusals_name_what_to_do(device: str) -> None:
     model, x, labels = problem(device, 4)
     for fix in ("positive", "full"):
-        with pytest.raises(cc.UnsupportedError, match="pd_fix='psd' or 'fixed'"):
+        with pytest.raises(cc.UnsupportedError, match="pd_fix='psd', 'fixed'"):
             cc.ggn(model, x, labels, mc_samples=1, pd_fix=fix)
     with pytest.raises(cc.UnsupportedError, match="'diag' and 'kron'"):
         cc.ggn(model, x, labels, mc_samples=1, structure="full")

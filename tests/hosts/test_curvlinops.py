@@ -202,7 +202,7 @@ def test_what_the_operator_refuses() -> None:
     model, x, case = fixed_case()
     y, loss = case.labels, cc.ContrastiveLoss()
     make = ContrastiveGGNLinearOperator
-    with pytest.raises(cc.InputError, match=r"loss: expected a ContrastiveLoss"):
+    with pytest.raises(cc.InputError, match=r"loss: expected a loss of contrastive_curvature"):
         make(model, nn.MSELoss(), None, [(x, y)])
     with pytest.raises(cc.InputError, match=r"data: .*empty loader"):
         make(model, loss, None, [])

@@ -200,3 +200,87 @@ def test_single_precision(name: str, tau: float, device: str) -> None:
     assert close(single.double(), exact, tolerance=1e-3)
     if not kind.linear:
         assert float(single.min()) >= 0
+
+
+@given(n=st.integers(2, 7), seed=st.integers(0, 99), soft=st.booleans(), loss=losses())
+def test_partners_and_targets(n: int, seed: int, soft: bool, loss: RowLoss, device: str) -> None:
+    """Positives with a direction: the index of a partner, and a distribution over the candidates."""
+    if isinstance(loss, cc.TripletLoss) or loss.pd_fix == "positive":
+        return
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.randn(n, 3, generator=generator, dtype=torch.float64)
+    if soft:
+        pairs = torch.rand(n, n, generator=generator, dtype=torch.float64).fill_diagonal_(0)
+        pairs = pairs * (torch.rand(n, n, generator=generator) < 0.7) + 1e-3 * (1 - torch.eye(n))
+        pairs = pairs.double().fill_diagonal_(0)
+        pairs = pairs / pairs.sum(1, keepdim=True)
+        positive = pairs
+    else:
+        pairs = (torch.arange(n) + 1 + torch.randint(0, n - 1, (n,), generator=generator)) % n
+        positive = torch.nn.functional.one_hot(pairs, n).double()
+    negative = ((positive == 0) & ~torch.eye(n, dtype=torch.bool)).double()
+    at = AnchorCase(loss, positive, negative)
+    truth = anchor_hessian(at, z, str(loss.distance), str(loss.pd_fix))
+    found = loss.output_hessian(z.to(device), pairs=pairs.to(device))
+    whole = loss.replaced(pd_fix="full").output_hessian(z, pairs=pairs).derivatives.dense()
+    size = 1e-3 * sum(float(part.abs().sum()) for part in whole if part is not None) / float(z.norm(dim=1).min()) ** 2
+    assert close(found.dense().cpu(), truth, size)
+    u = z / z.norm(dim=1, keepdim=True)
+    want = float(at(u @ u.T))
+    assert float(loss(z.to(device), pairs=pairs.to(device))) == pytest.approx(want, rel=1e-10, abs=1e-12)
+
+
+def test_one_partner_is_cross_entropy(device: str) -> None:
+    z = torch.randn(6, 4, dtype=torch.float64, device=device)
+    partner = torch.tensor([3, 4, 5, 0, 1, 2], device=device)
+    u = torch.nn.functional.normalize(z)
+    logits = (u @ u.T / 0.1).fill_diagonal_(-torch.inf)
+    truth = torch.nn.functional.cross_entropy(logits, partner)
+    for loss in (cc.InfoNCELoss(0.1), cc.SupConLoss(0.1)):
+        assert float(loss(z, pairs=partner)) == pytest.approx(float(truth), rel=1e-12)
+        assert float(loss(z, torch.arange(3, device=device).repeat(2))) == pytest.approx(float(truth), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "kind", "words"),
+    [
+        (torch.tensor([1, 0, 2]), cc.InputError, r"another point.*rows \[2\]"),
+        (torch.tensor([1, 0, 3]), cc.InputError, r"0\.\.2.*0\.\.3"),
+        (torch.tensor([1, 0]), cc.InputError, r"shape \(3,\).*shape \(2,\)"),
+        (torch.tensor([1.0, 0.0, 1.0]), cc.InputTypeError, r"partner.*float32"),
+        (torch.full((3, 3), 0.5), cc.InputError, "zero diagonal"),
+        (0.4 * (1 - torch.eye(3)), cc.InputError, r"sum to one.*0\.8.*rows \[0, 1, 2\]"),
+        (-(1 - torch.eye(3)), cc.InputError, ">= 0"),
+        (torch.nan * torch.ones(3, 3), cc.InputError, "finite"),
+        (torch.ones(3, 3, dtype=torch.int64), cc.InputTypeError, "int64"),
+    ],
+)
+def test_malformed_partners_and_targets(pairs: Tensor, kind: type[Exception], words: str, device: str) -> None:
+    z = torch.randn(3, 4, device=device)
+    with pytest.raises(kind, match=words):
+        cc.SupConLoss(0.1)(z, pairs=pairs.to(device))
+    with pytest.raises(cc.InputError, match="one of them"):
+        cc.SupConLoss(0.1)(z, torch.zeros(3, dtype=torch.int64), pairs=torch.tensor([1, 2, 0]))
+
+
+def test_promised_roots_survive_rounding(device: str) -> None:
+    """In float32 the eigenvalues of a sure softmax are differences of larger terms."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(48) % 4
+    z = (6 * torch.eye(8)[labels] + 0.2 * torch.randn(48, 8, generator=generator)).to(device)
+    for kind in (cc.SupConLoss, cc.InfoNCELoss):
+        for fix in ("psd_parts", "psd", "ggn_fixed"):
+            found = kind(0.05, pd_fix=fix).output_hessian(z, labels.to(device))
+            assert found.is_psd(), (kind, fix)
+            root = found.factor()
+            size = float(found.blocks.terms().max()) if fix != "psd" else float(found.point_blocks().abs().max())
+            assert close(root @ root.mT, found.point_blocks(), size, 1e-5)
+
+
+def test_options_of_all_losses_can_be_replaced_and_no_others(device: str) -> None:
+    del device
+    with pytest.raises(cc.InputError, match=r"replaced.*normalization.*InfoNCELoss"):
+        cc.InfoNCELoss().replaced(normalization="sum")
+    for kind in (cc.InfoNCELoss, cc.SupConLoss):
+        with pytest.raises(cc.InputError, match=r"temperature.*1e-06"):
+            kind(1e-9)

@@ -130,7 +130,7 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
             pd_fix=pd_fix,
         )
         check_backend_options(pairs, relation, rank)
-        check_candidates(self.loss, pairs, candidates, negatives_per_anchor, positives)
+        check_candidates(self.loss, pairs, candidates, negatives_per_anchor, positives, relation)
         together = points_together(self.loss, pairs, candidates)
         self.kfac_approx = parse_kfac_approx(kfac_approx, self.loss.pd_fix, pairs=together, coupled=self.loss.coupled)
         BlockSampler(mc_samples).check(self.loss.coupled, Structure.DIAG)
@@ -281,7 +281,9 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
     ) -> tuple[Tensor, Any]:
         given = as_anchors(Views(x, None, y), self.loss, self.relation, self.positives)
         approx, sampler = self.kfac_approx, self.sampler(structure)
-        term = anchors_curvature(pullback, [given], lambda batch: batch, self.loss, structure, None, approx, sampler)
+        term = anchors_curvature(
+            pullback, [given], lambda batch: batch, self.loss, structure, None, approx, sampler, whole=False
+        )
         if structure is Structure.KRON:
             # Of N points, of which others come in other batches.
             return term.loss, per_point(term.curvature, n_data / term.n)

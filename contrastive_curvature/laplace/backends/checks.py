@@ -28,7 +28,12 @@ def check_backend_options(pairs: object, relation: object, rank: object) -> None
 
 
 def check_candidates(
-    loss: CosineLoss, pairs: str, candidates: str | None, negatives_per_anchor: int | None, positives: str | None
+    loss: CosineLoss,
+    pairs: str,
+    candidates: str | None,
+    negatives_per_anchor: int | None,
+    positives: str | None,
+    relation: object = None,
 ) -> None:
     """Check the options of data sets against the loss: of pairs, or of anchors and their candidates.
 
@@ -50,6 +55,9 @@ def check_candidates(
     if pairs != "dataset":
         hint = f"{name} compares an anchor with candidates: use candidates='batch' or 'dataset', or leave it out."
         raise InputError(expected("pairs", "nothing with a loss of anchors", pairs, hint))
+    if relation is not None and (loss.graded or loss.needs_labels or positives == "views"):
+        reason = "with positives='views'" if positives == "views" else f"with {name}, which has no relation of points"
+        raise InputError(expected("relation", f"nothing {reason}", "a callable", "Leave one of them out."))
     if loss.graded and positives is not None:
         raise InputError(expected("positives", f"nothing with {name}, whose pairs have grades", positives))
     if candidates is not None:
