@@ -20,6 +20,7 @@ from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, check_inputs, input_length, slice_inputs
 from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.network.layerwise import LayerwisePullback
+from contrastive_curvature.network.loader import check_one_encoder
 from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.network.pullback import KronFactors, Pullback
 from contrastive_curvature.options import (
@@ -119,6 +120,7 @@ def ggn(
     sampler.check(chosen.coupled, kind)
     if not isinstance(model, nn.Module):
         raise InputTypeError(expected("model", "a torch.nn.Module", f"a {type(model).__name__}"))
+    check_one_encoder(model)
     check_inputs(x)
     model, x = _lift_half(model, x)
     with evaluation_mode(model), torch.no_grad():

@@ -111,7 +111,9 @@ def _joined_labels(batch: Any) -> Tensor:
     """Labels of both towers after each other, each as many as it has inputs."""
     a, b, labels = batch
     if len(labels) != 2 or not all(isinstance(part, Tensor) and part.ndim == 1 for part in labels):
-        raise InputTypeError(expected("train_loader", "(labels of a, labels of b), tensors (N,) and (M,)", "others"))
+        came = f"a {type(labels).__name__} of {len(labels)}, not two tensors"
+        hint = "One label a pair is a tensor (N,), too."
+        raise InputTypeError(expected("train_loader", "(labels of a, labels of b), tensors (N,) and (M,)", came, hint))
     for name, x, part in zip("ab", (a, b), labels, strict=True):
         if isinstance(x, (Tensor, Mapping)) and len(part) != input_length(x):
             raise InputError(expected("train_loader", f"{input_length(x)} labels of {name}", len(part)))

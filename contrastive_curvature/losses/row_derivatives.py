@@ -12,7 +12,8 @@ from torch import Tensor
 from contrastive_curvature.hessian.cross_roots import CrossRoots, RootSide
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums, Totals
 from contrastive_curvature.hessian.moments import MomentPart, PairMoments
-from contrastive_curvature.losses.row_rules import check_row_sums, row_terms
+from contrastive_curvature.losses.row_rules import row_numbers, row_terms
+from contrastive_curvature.losses.rules import check_sums
 from contrastive_curvature.losses.sides import Side, Sides
 from contrastive_curvature.pairs.relation import Relation
 
@@ -112,7 +113,7 @@ class RowDerivatives(CosineDerivatives):
             signs = torch.cat([self.signs, self.u.new_tensor([1.0, -1.0])]) if shifted else self.signs
             moments = self._moments = PairMoments(list(self._parts()), signs, vectors)
         sums = NodeSums(degree, neighbors, moments, degree.new_zeros((), dtype=torch.float64))
-        return check_row_sums(loss, sums)
+        return check_sums(loss, sums)
 
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
         """See :meth:`CosineDerivatives.rows`."""
@@ -203,6 +204,7 @@ class RowDerivatives(CosineDerivatives):
                     related = rows.side.related(self.relation, start, stop, self.u.dtype)
                     positive, negative = (part[kept] for part in related)
                     values = self.loss._value(self._cosine(rows, start, stop)[kept], positive, negative)
+                    values = row_numbers(self.loss, "_value", values, len(positive))
                     total = total + values.double().sum()
                     least = least + self.loss._least(positive, negative).double().sum()
             cost = (self.scale * (total - least)).clamp(min=0)
@@ -221,10 +223,11 @@ class RowDerivatives(CosineDerivatives):
         holds = count * many <= _HELD_ELEMENTS
         for start, stop in side.row_blocks(3):
             positive, negative = side.related(self.relation, start, stop, self.u.dtype)
-            mine = loss._counts(positive, negative) > 0
+            mine = row_numbers(loss, "_counts", loss._counts(positive, negative), stop - start) > 0
             kept[start:stop] = mine
             cosine = self.u[side.anchors][start:stop] @ self.u[side.candidates].T
-            self._terms_counted += float(loss._counts_at(cosine, positive, negative).sum())
+            counts = row_numbers(loss, "_counts_at", loss._counts_at(cosine, positive, negative), stop - start)
+            self._terms_counted += float(counts.sum())
             statistics = loss._statistics(cosine, positive, negative)
             found.append(statistics)
             terms = row_terms(loss, cosine, positive, negative, statistics, mine)

@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
-from contrastive_curvature.hessian.blocks import UnrepresentableError
-from contrastive_curvature.hessian.derivatives import NodeSums
 
 if TYPE_CHECKING:
     from contrastive_curvature.losses.rows import RowLoss, RowTerms
 
-__all__ = ["check_row_sums", "row_terms"]
+__all__ = ["row_numbers", "row_terms"]
 
 
 def row_terms(
@@ -63,17 +61,27 @@ def row_terms(
     return type(terms)(only(terms.first), second, tuple(only(root) for root in terms.roots))
 
 
-def check_row_sums(loss: RowLoss, sums: NodeSums) -> NodeSums:
-    """Refuse sums that are not finite, since outputs are.
+def row_numbers(loss: RowLoss, rule: str, found: object, rows: int) -> Tensor:
+    """What a rule gives of every anchor.
+
+    Args:
+        loss: The loss.
+        rule: Name of the rule, such as ``"_value"``.
+        found: What it returned.
+        rows: Number B of anchors.
+
+    Returns:
+        It, shape (B,).
 
     Raises:
-        UnrepresentableError: A derivative of the loss is infinite or NaN; the message names the points.
+        InputTypeError: It is no tensor.
+        InputError: It has another shape, or numbers that are NaN.
     """
-    finite = sums.degree.isfinite() & sums.neighbors.isfinite().all(1)
-    if sums.moments is not None:
-        finite &= sums.moments.bound().isfinite()
-    if not bool(finite.all()):
-        came = f"NaN or infinity at the points {(~finite).nonzero().flatten()[:5].tolist()}"
-        wanted = f"finite derivatives in {sums.neighbors.dtype}"
-        raise UnrepresentableError(expected(type(loss).__name__, wanted, came))
-    return sums
+    name, wanted = f"{type(loss).__name__}.{rule}", f"one number for each of {rows} anchors, shape ({rows},)"
+    if not isinstance(found, Tensor):
+        raise InputTypeError(expected(name, wanted, f"a {type(found).__name__}"))
+    if tuple(found.shape) != (rows,):
+        raise InputError(expected(name, wanted, f"shape {tuple(found.shape)}"))
+    if bool(found.detach().isnan().any()):
+        raise InputError(expected(name, "numbers", "NaN"))
+    return found

@@ -15,6 +15,7 @@ from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.last_call import LastCall
 from contrastive_curvature.losses.row_derivatives import RowDerivatives
+from contrastive_curvature.losses.row_rules import row_numbers
 from contrastive_curvature.losses.sides import Sides
 from contrastive_curvature.losses.towers import joined_towers
 from contrastive_curvature.options import Distance, PDFix
@@ -54,7 +55,8 @@ class RowLoss(CosineLoss):
 
     Args:
         reduction: ``"mean"`` over the terms of :meth:`_counts`, as the libraries that people train with have it, or
-            ``"sum"``. A fit of a posterior takes the mean of every batch times its number of anchors.
+            ``"sum"``. A fit of a posterior takes the mean of every batch times its number of anchors, of two towers in
+            both directions times their mean.
         directions: With two towers, which one has the anchors: ``"both"`` (each direction counts one half), ``"a"`` or
             ``"b"``. Of no effect in one tower.
         distance: Of no effect on the loss; how its curvature is split, see
@@ -135,7 +137,7 @@ class RowLoss(CosineLoss):
         """What :meth:`_terms` needs to know of a whole row; arguments as in :meth:`_value`.
 
         Returns:
-            Shape (B, K) with a K that does not depend on the number of candidates.
+            Shape (B, K), best with a K that does not depend on the number of candidates.
         """
 
     @abstractmethod
@@ -247,10 +249,11 @@ class RowLoss(CosineLoss):
         for side in sides:
             for start, stop in side.row_blocks():
                 positive, negative = side.related(relation, start, stop, u.dtype)
-                kept = self._counts(positive, negative) > 0
+                kept = row_numbers(self, "_counts", self._counts(positive, negative), stop - start) > 0
                 if bool(kept.any()):
                     cosine = u[side.anchors][start:stop][kept] @ u[side.candidates].T
-                    total = total + self._value(cosine, positive[kept], negative[kept]).double().sum()
+                    values = self._value(cosine, positive[kept], negative[kept])
+                    total = total + row_numbers(self, "_value", values, len(cosine)).double().sum()
                     terms += float(self._counts_at(cosine.detach(), positive[kept], negative[kept]).sum())
         scale = self._scale(terms, sides, 0, as_data=False)
         return (scale * total).to(u.dtype) + 0 * u.sum()

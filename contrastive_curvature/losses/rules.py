@@ -12,6 +12,7 @@ from contrastive_curvature.hessian.derivatives import NodeSums
 
 if TYPE_CHECKING:
     from contrastive_curvature.losses.base import PairLoss
+    from contrastive_curvature.losses.cosine import CosineLoss
 
 __all__ = ["check_sums", "terms_of", "value_of"]
 
@@ -55,7 +56,7 @@ def terms_of(loss: PairLoss, cosine: Tensor, attract: Tensor, repel: Tensor) -> 
     return first, None if second is None else _like(cosine, second, f"{name}: second")
 
 
-def check_sums(loss: PairLoss, sums: NodeSums) -> NodeSums:
+def check_sums(loss: CosineLoss, sums: NodeSums) -> NodeSums:
     """Refuse sums over neighbours that are not finite, since outputs are.
 
     Raises:

@@ -22,7 +22,15 @@ from contrastive_curvature.errors import InputError, InputTypeError, Unsupported
 from contrastive_curvature.network.inputs import Inputs, check_inputs
 from contrastive_curvature.two_towers import TwoTowers
 
-__all__ = ["check_batches", "check_loader", "check_model", "check_whole", "in_fixed_order", "read_batch"]
+__all__ = [
+    "check_batches",
+    "check_loader",
+    "check_model",
+    "check_one_encoder",
+    "check_whole",
+    "in_fixed_order",
+    "read_batch",
+]
 
 
 def read_batch(
@@ -188,9 +196,7 @@ def check_model(model: object) -> None:
     """
     if not isinstance(model, nn.Module):
         raise InputTypeError(expected("model", "a torch.nn.Module", f"a {type(model).__name__}"))
-    if isinstance(model, TwoTowers):
-        hint = "laplace.Laplace(..., likelihood='contrastive') takes both; here pass encoder_a or encoder_b."
-        raise InputTypeError(expected("model", "one encoder", "a TwoTowers", hint))
+    check_one_encoder(model)
     if isinstance(model, torch.jit.ScriptModule):
         hint = "Its layers cannot be looked into: pass the module that it was scripted from."
         raise InputTypeError(expected("model", "a plain torch.nn.Module", "a ScriptModule", hint))
@@ -201,3 +207,14 @@ def check_model(model: object) -> None:
     if halves:
         hint = "A curvature sums many small numbers: call model.float() first."
         raise InputError(expected("model", "float32 or float64 parameters", f"{halves.pop()}", hint))
+
+
+def check_one_encoder(model: nn.Module) -> None:
+    """Refuse two towers where one encoder is meant.
+
+    Raises:
+        InputTypeError: A :class:`~contrastive_curvature.TwoTowers`.
+    """
+    if isinstance(model, TwoTowers):
+        hint = "laplace.Laplace(..., likelihood='contrastive') takes both; here pass encoder_a or encoder_b."
+        raise InputTypeError(expected("model", "one encoder", "a TwoTowers", hint))

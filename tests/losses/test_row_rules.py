@@ -162,3 +162,20 @@ def test_options_of_a_loss_are_shown(device: str) -> None:
     shown = repr(MeanNegative(0.25, reduction="sum", directions="a"))
     for text in ("margin=0.25", "reduction='sum'", "directions='a'", "pd_fix='psd_parts'"):
         assert text in shown
+
+
+@pytest.mark.parametrize("rule", ["_counts", "_value"])
+@pytest.mark.parametrize("wrong", ["a number", "one for all", "a column", "NaN"])
+def test_numbers_of_anchors_are_checked(rule: str, wrong: str, device: str) -> None:
+    made = {
+        "a number": lambda found: float(found.sum()),
+        "one for all": lambda found: found.sum(),
+        "a column": lambda found: found.unsqueeze(1),
+        "NaN": lambda found: found * torch.nan,
+    }[wrong]
+    right = getattr(Alignment, rule)
+    kind = type("Wrong", (Alignment,), {rule: lambda self, *given: made(right(self, *given))})
+    z, labels = numbers(0, 6, 3).to(device), (torch.arange(6) % 2).to(device)
+    for call in (lambda: kind()(z, labels), lambda: kind().output_hessian(z, labels).loss_and_cost()):
+        with pytest.raises((cc.InputError, cc.InputTypeError), match=f"Wrong.{rule}"):
+            call()

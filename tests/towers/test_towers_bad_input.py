@@ -193,6 +193,7 @@ def test_two_towers_are_no_encoder(device: str) -> None:
         lambda: cc.OnlineLaplace(towers, probe=torch.rand(2, 3, device=device), n_data=10),
         lambda: cc.ContrastiveGGN(towers),
         lambda: ContrastiveDiagLaplace(towers),
+        lambda: cc.ggn(towers, torch.rand(4, 3, device=device), torch.zeros(4, dtype=torch.int64)),
     ):
         with pytest.raises(cc.InputTypeError, match=r"one encoder.*TwoTowers.*encoder_a or encoder_b"):
             call()
