@@ -97,7 +97,6 @@ class AnchorSums:
         if not self._batches:
             raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
         note_skipped(self._anchors, self._skipped)
-        self.check_changes()
 
     def check_changes(self) -> None:
         """Refuse data in which nothing is compared.

@@ -86,6 +86,7 @@ def anchors_curvature(
         sums.add(context, batch_of_data(loss, z, given.labels, given.pairs), given.classes)
     if whole:
         sums.check()
+        sums.check_changes()
     return sums.total()
 
 
