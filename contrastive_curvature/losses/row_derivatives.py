@@ -93,13 +93,15 @@ class RowDerivatives(CosineDerivatives):
         shifted = loss.shift_invariant and not loss.linear
         many = len(self.signs) + (2 if shifted else 0)
         vectors = self.u.new_zeros(many, self.n, dim)
+        # Which pairs attract shows only once both directions of a pair are together.
+        summed = not (self.fix.second_only or self.fix.attracting_only)
         for rows in self._rows:
             candidates = self.u[rows.side.candidates]
             for start, stop in rows.side.row_blocks(3):
                 terms = self._of(rows, start, stop)
                 here = slice(rows.side.anchors.start + start, rows.side.anchors.start + stop)
-                y = self._weights(terms.first, rows.side, start, stop)
-                if y is not None:
+                if summed:
+                    y = -terms.first
                     degree[here] += y.sum(1)
                     degree[rows.side.candidates] += y.sum(0)
                     neighbors[here] += y @ candidates
@@ -212,7 +214,7 @@ class RowDerivatives(CosineDerivatives):
         return self._values
 
     def _look_at(self, side: Side) -> _Rows:
-        """Statistics of all anchors of a side, and the sum of their losses."""
+        """What there is to know of the anchors of a side, from one look at all their candidates."""
         loss, (count, many) = self.loss, side.shape
         found: list[Tensor] = []
         kept = torch.zeros(count, dtype=torch.bool, device=self.u.device)
@@ -261,11 +263,6 @@ class RowDerivatives(CosineDerivatives):
         cosine = self._cosine(rows, start, stop, columns)
         statistics, kept = rows.statistics[start:stop], rows.kept[start:stop]
         return _scaled(row_terms(self.loss, cosine, positive, negative, statistics, kept), self.scale)
-
-    def _weights(self, first: Tensor, side: Side, start: int, stop: int) -> Tensor | None:
-        """``y`` of one direction, or ``None`` where the first-order part is left out or summed elsewhere."""
-        del side, start, stop
-        return None if self.fix.second_only or self.fix.attracting_only else -first
 
     def _attracting_sums(self) -> tuple[Tensor, Tensor]:
         """Sums over pairs that attract, both directions of a pair together."""
