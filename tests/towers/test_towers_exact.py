@@ -95,7 +95,7 @@ def test_reduced_kronecker_factors_of_one_input(device: str) -> None:
     a, b = encoders(device)
     x_a, x_b = batches(device)[0]
     data = [(x_a[:1].repeat(4, 1), x_b[:1].repeat(4, 1))]
-    la = posterior(a, b, "last_layer", "kron", LOSSES["siglip"](pd_fix="ggn"), kfac_approx="reduce", pairs="batch")
+    la = posterior(a, b, "last_layer", "kron", LOSSES["siglip"](pd_fix="ggn"), kfac_approx="reduce")
     full = posterior(a, b, "last_layer", "full", LOSSES["siglip"](pd_fix="ggn"))
     for one in (la, full):
         with warnings.catch_warnings():
