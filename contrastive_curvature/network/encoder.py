@@ -199,9 +199,9 @@ class Encoder(nn.Module):
         if any(isinstance(other, nn.DataParallel) for other in self.model.modules()):
             return f"{which} in this thread, as nn.DataParallel runs copies. Pass the module inside it."
         return (
-            f"{which} for this one, or only in another thread. An encoder with other last layers for other inputs (two heads) has no one last "
-            "layer: make each path a module of its own and fit each, cc.TwoTowers(path_a, path_b) for pairs of both; "
-            "or use subset_of_weights='all', which takes all layers."
+            f"{which} for this one, or only in another thread. An encoder with other last layers for other inputs (two "
+            "heads) has no one last layer: make each path a module of its own and fit each, cc.TwoTowers(path_a, "
+            "path_b) for pairs of both; or use subset_of_weights='all', which takes all layers."
         )
 
     def _run(self, x: Inputs) -> Tensor:
