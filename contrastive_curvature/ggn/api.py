@@ -129,10 +129,9 @@ def ggn(
         pullback = make_pullback(encoder, subset_of_weights)
         # Before the batch runs: what is wrong with labels or pairs does not depend on the outputs.
         like = next(encoder.parameters())
-        chosen.relate(like.new_zeros(input_length(x), encoder.dim), labels, pairs)
+        relation = chosen.relate(like.new_zeros(input_length(x), encoder.dim), labels, pairs)
         z, context = pullback.forward(x)
-        z = check_outputs(z, "model(x)")
-        hessian = chosen.hessian_at(z, chosen.relate(z, labels, pairs))
+        hessian = chosen.hessian_at(check_outputs(z, "model(x)"), relation)
         found: Tensor | KronFactors = structured_curvature(
             pullback, context, hessian, kind, len(hessian), approx, sampler
         )

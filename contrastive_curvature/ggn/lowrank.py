@@ -22,6 +22,7 @@ from contrastive_curvature.ggn.anchor_data import AnchorData
 from contrastive_curvature.ggn.dataset import BatchReader, DatasetPoints
 from contrastive_curvature.ggn.dominance import FEWEST_POINTS, MOST, warn_of_point
 from contrastive_curvature.ggn.finite import check_finite
+from contrastive_curvature.ggn.passes import check_same_outputs
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.progress import Progress
@@ -64,12 +65,8 @@ def curvature_product(
         products = [pullback.jvp(x, column) for column in columns.T]
         z = products[0][0]
         stop = start + z.shape[0]
-        known = hessian.z[start:stop]
-        if known.shape != z.shape or not torch.allclose(z, known, rtol=1e-3, atol=1e-5 * float(known.abs().max())):
-            hint = (
-                "Every product is a pass over the data: build the loader with shuffle=False and without augmentation."
-            )
-            raise InputError(expected(argument, "the same points in the same order in every pass", "others", hint))
+        hint = "Every product is a pass over the data: build the loader with shuffle=False and without augmentation."
+        check_same_outputs(z, hessian.z[start:stop], argument, hint)
         moved.append(torch.stack([tangent for _, tangent in products], dim=2))
         if bool(v.isfinite().all()) and not bool(moved[-1].isfinite().all()):
             # The Jacobian overflows; its rows say in which layer.

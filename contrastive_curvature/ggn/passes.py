@@ -7,7 +7,7 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["PassRecord"]
+__all__ = ["PassRecord", "check_same_outputs"]
 
 
 class PassRecord:
@@ -81,6 +81,22 @@ class PassRecord:
         if not self._targets:
             return torch.zeros(0, dtype=torch.int64), torch.zeros(0, 2, dtype=torch.float64)
         return torch.cat(self._targets), torch.cat(self._numbers)
+
+
+def check_same_outputs(again: Tensor, known: Tensor, argument: str, hint: str) -> None:
+    """Refuse a batch of other points than those that stood at its place in an earlier pass.
+
+    Args:
+        again: Raw outputs of the batch, shape (B, D).
+        known: Raw outputs at its place before.
+        argument: Name of the loader for the error message.
+        hint: What to do instead.
+
+    Raises:
+        InputError: They differ by more than rounding in batches of another composition.
+    """
+    if known.shape != again.shape or not torch.allclose(again, known, rtol=1e-3, atol=1e-5 * float(known.abs().max())):
+        raise InputError(expected(argument, "the same points in the same order in every pass", "others", hint))
 
 
 def _different_data(received: str) -> InputError:

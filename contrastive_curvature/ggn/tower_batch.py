@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.ggn.views import check_usable
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.network.views import read_views
@@ -71,9 +72,7 @@ def read_towers(batch: Any, device: torch.device, loss: CosineLoss, positives: s
     if len(batch) == 2 and isinstance(batch[0], (tuple, list)) and len(batch[0]) == 2 and _of_both(batch[1]):
         batch = (*batch[0], _joined_labels((*batch[0], batch[1])))
     views = read_views(batch, device, argument="train_loader", towers=True)
-    if views.unusable is not None and (positives == "labels" or (positives is None and loss.supervised)):
-        hint = "Yield labels as a tensor of whole numbers, or say positives='views' if they are not to be used."
-        raise InputTypeError(expected("train_loader", "labels as a tensor", views.unusable, hint))
+    check_usable(views, loss, positives)
     if views.second is None:
         msg = "a batch of two towers has two inputs"
         raise RuntimeError(msg)

@@ -12,7 +12,7 @@ from contrastive_curvature.network.inputs import input_length
 from contrastive_curvature.network.views import Views, joined_inputs
 from contrastive_curvature.pairs.relation import RelationFunction, check_labels
 
-__all__ = ["as_anchors"]
+__all__ = ["as_anchors", "check_usable"]
 
 
 def as_anchors(
@@ -53,9 +53,7 @@ def as_anchors(
     if loss.needs_labels and positives == "views":
         hint = f"{name} compares with class weights. Leave positives out."
         raise InputError(expected("positives", "'labels' or nothing", positives, hint))
-    if views.unusable is not None and (positives == "labels" or (positives is None and loss.supervised)):
-        hint = "Yield labels as a tensor of whole numbers, or say positives='views' if they are not to be used."
-        raise InputTypeError(expected("train_loader", "labels as a tensor of one entry a point", views.unusable, hint))
+    check_usable(views, loss, positives)
     x = joined_inputs(views.first, views.second)
     if loss.graded:
         if targets is None:
@@ -75,6 +73,22 @@ def as_anchors(
         return AnchorBatch(x, both, relation, None)
     labels = _labels(both, 2 * n)
     return AnchorBatch(x, labels, None, labels)
+
+
+def check_usable(views: Views, loss: CosineLoss, positives: str | None) -> None:
+    """Refuse what stands in the place of labels that would be used.
+
+    Args:
+        views: The batch.
+        loss: The loss.
+        positives: See :func:`as_anchors`.
+
+    Raises:
+        InputTypeError: It is no tensor of one entry a point.
+    """
+    if views.unusable is not None and (positives == "labels" or (positives is None and loss.supervised)):
+        hint = "Yield labels as a tensor of whole numbers, or say positives='views' if they are not to be used."
+        raise InputTypeError(expected("train_loader", "labels as a tensor of one entry a point", views.unusable, hint))
 
 
 def _labels(targets: Tensor, n: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
-__all__ = ["Inputs", "check_inputs", "input_length", "slice_inputs"]
+__all__ = ["Inputs", "check_inputs", "input_length", "move_inputs", "slice_inputs"]
 
 Inputs = Tensor | Mapping[str, Any]
 """A batch: a tensor whose first axis is the batch, or a mapping whose tensors all have that first axis."""
@@ -50,6 +50,13 @@ def input_length(x: Inputs) -> int:
     if isinstance(x, Mapping):
         return next((value.shape[0] for value in x.values() if isinstance(value, Tensor) and value.ndim), 0)
     return x.shape[0] if x.ndim else 0
+
+
+def move_inputs(x: Inputs, device: torch.device) -> Inputs:
+    """A batch on a device; entries of a mapping that are no tensors stay as they are."""
+    if isinstance(x, Mapping):
+        return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in x.items()}
+    return x.to(device)
 
 
 def slice_inputs(x: Inputs, rows: slice) -> Inputs:

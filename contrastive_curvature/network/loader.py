@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.network.inputs import Inputs, check_inputs
+from contrastive_curvature.network.inputs import Inputs, check_inputs, move_inputs
 from contrastive_curvature.two_towers import TwoTowers
 
 __all__ = [
@@ -51,10 +51,6 @@ def read_batch(
         InputTypeError: Something else.
         InputError: A batch without a point.
     """
-
-    def moved(mapping: Mapping[str, Any]) -> dict[str, Any]:
-        return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in mapping.items()}
-
     if isinstance(batch, Mapping):
         if label_key not in batch:
             wanted, hint = f"mappings with the labels under {label_key!r}", "Name the key with dict_key_y=..."
@@ -68,7 +64,7 @@ def read_batch(
     if not isinstance(y, Tensor):
         raise InputTypeError(expected(argument, "labels as a tensor", f"a {type(y).__name__}"))
     check_inputs(x, f"{argument}: inputs of a batch")
-    return moved(x) if isinstance(x, Mapping) else x.to(device), y.to(device)
+    return move_inputs(x, device), y.to(device)
 
 
 def check_loader(loader: Any, argument: str = "train_loader") -> None:

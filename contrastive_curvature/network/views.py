@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
-from contrastive_curvature.network.inputs import Inputs, check_inputs, input_length
+from contrastive_curvature.network.inputs import Inputs, check_inputs, input_length, move_inputs
 
 __all__ = ["Views", "has_views", "joined_inputs", "read_views"]
 
@@ -158,10 +158,7 @@ def _alike(first: Tensor, second: Tensor) -> bool:
 
 
 def _moved(x: Any, device: torch.device, argument: str) -> Inputs:
-    check_inputs(x, f"{argument}: inputs of a batch")
-    if isinstance(x, Mapping):
-        return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in x.items()}
-    return x.to(device)
+    return move_inputs(check_inputs(x, f"{argument}: inputs of a batch"), device)
 
 
 def _target(y: Any, device: torch.device, argument: str) -> Tensor:

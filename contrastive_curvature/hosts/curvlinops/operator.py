@@ -21,7 +21,7 @@ from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
-from contrastive_curvature.network.inputs import Inputs, input_length, slice_inputs
+from contrastive_curvature.network.inputs import Inputs, input_length, move_inputs, slice_inputs
 from contrastive_curvature.network.loader import check_loader, check_model, check_whole, in_fixed_order
 from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.network.views import has_views, joined_inputs
@@ -150,12 +150,12 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         if views is not None:
             x = joined_inputs(views[0], views[1], "data")
             ids = torch.arange(input_length(x) // 2, device=self._device).repeat(2)
-            return ({k: moved(v) for k, v in x.items()} if isinstance(x, Mapping) else moved(x)), ids
+            return move_inputs(x, self._device), ids
         if isinstance(batch, Mapping):
-            return {k: moved(v) for k, v in batch.items()}, moved(batch.get(self._label_key))
+            return move_inputs(batch, self._device), moved(batch.get(self._label_key))
         if isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[0], (Tensor, Mapping)):
             x, y = batch
-            return {k: moved(v) for k, v in x.items()} if isinstance(x, Mapping) else moved(x), moved(y)
+            return move_inputs(x, self._device), moved(y)
         raise InputTypeError(expected("data", "batches (x, labels) or mappings", f"a {type(batch).__name__}"))
 
     def _views(self, batch: Any) -> tuple[Inputs, Inputs] | None:
