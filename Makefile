@@ -53,5 +53,5 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo "Python 3.11 or newer is needed; name one: make PYTHON=python3.12 ..." >&2; exit 2; }
 	@echo "setting up $(VENV): 5.7 GB and about four minutes the first time"
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[benchmarks,faiss,miners,test]"
+	$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[benchmarks,faiss,lance,miners,onnx,parquet,ray,test]"
 	@touch $@
