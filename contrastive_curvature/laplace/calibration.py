@@ -35,7 +35,7 @@ from contrastive_curvature.network.loader import check_batches
 from contrastive_curvature.network.refusal import naming_the_input
 from contrastive_curvature.progress import Progress
 
-__all__ = ["Calibration", "KnownInputs", "calibrate", "predict", "training_sample"]
+__all__ = ["Calibration", "KnownInputs", "calibrate", "calibrated_reference", "predict", "training_sample"]
 
 _AT_ONCE = 256
 """Training inputs of one prediction: a covariance for each of them has D^2 numbers."""
@@ -182,6 +182,24 @@ def calibrate(la: Any, loader: Iterable[Any], progress_bar: bool | None = None) 
     la._known = replace(la._known, calibration=Calibration(reference, fingerprint(la)))
 
 
+def calibrated_reference(la: Any) -> Reference | None:
+    """What :func:`calibrate` left; ``None`` where it has not run since the last fit.
+
+    Raises:
+        NotFittedError: The calibration is of another posterior.
+    """
+    calibration: Calibration | None = la._known.calibration
+    if calibration is None:
+        return None
+    if not same_posterior(calibration.fingerprint, fingerprint(la)):
+        msg = (
+            "p_value: la was calibrated for another posterior: since then its prior precision, its temperature or "
+            "the encoder's weights have changed. Call la.calibrate(loader) again."
+        )
+        raise NotFittedError(msg)
+    return calibration.reference
+
+
 def _share_found(sample: Tensor, values: Tensor) -> float:
     """Share of the rows of ``sample`` (m, K) that ``values`` (n, K) have too, up to rounding."""
     order = values[:, 0].argsort()
@@ -268,15 +286,9 @@ def _reference_of(la: Any, quiet: bool = False) -> Reference:
     Raises:
         NotFittedError: There is neither, or the calibration is of another posterior.
     """
-    calibration: Calibration | None = la._known.calibration
-    if calibration is not None:
-        if not same_posterior(calibration.fingerprint, fingerprint(la)):
-            msg = (
-                "p_value: la was calibrated for another posterior: since then its prior precision, its temperature or "
-                "the encoder's weights have changed. Call la.calibrate(loader) again."
-            )
-            raise NotFittedError(msg)
-        return calibration.reference
+    calibrated = calibrated_reference(la)
+    if calibrated is not None:
+        return calibrated
     known = _training_components(la)
     if known is None:
         reason = "la is not calibrated, and has no inputs of its fit to compare with at the encoder's present weights"
