@@ -58,15 +58,16 @@ class RawFeatureExtractor(FeatureExtractor):
         """Find the last layer with one batch.
 
         Args:
-            probe: A batch on the model's device.
+            probe: A batch on the model's device, of inputs or of saved features.
 
         Raises:
+            InputError: Saved features of another encoder.
             UnsupportedError: The encoder has no last linear layer, or normalises inside ``forward``.
         """
         if self._analysed is not None:
             return
         with evaluation_mode(self.model):
-            encoder = Encoder(self.model, slice_inputs(probe, slice(0, 8)), self._wanted)
+            encoder = Encoder(self.model, slice_inputs(probe, slice(0, 8)), self._wanted, takes_features=True)
         layer = encoder.require_last_layer()
         object.__setattr__(self, "_analysed", encoder)
         object.__setattr__(self, "last_layer", layer)

@@ -7,7 +7,7 @@ that of another function, without any sign of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,14 @@ from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.hessian.sphere import normalize
+from contrastive_curvature.network.given_features import (
+    SourceCheck,
+    has_features,
+    layer_of,
+    read_features,
+    refuse_features,
+    source_of,
+)
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
 from contrastive_curvature.network.refusal import describe_points, naming_the_input
 from contrastive_curvature.network.threads import evaluation_mode, watched
@@ -53,6 +61,8 @@ class Encoder(nn.Module):
         probe: A batch that is run once to record the order of execution. One point is enough; with two or more, common
             norms and dependence on the batch are detected too.
         last_layer_name: Name of the linear layer that computes the raw outputs; ``None`` detects the layer.
+        takes_features: Whether saved features (:mod:`contrastive_curvature.network.given_features`) may take the place
+            of inputs, of the probe too. The analysis of inputs is then made up for as soon as there are any.
 
     Attributes:
         model: The wrapped module.
@@ -67,22 +77,56 @@ class Encoder(nn.Module):
     Raises:
         InputTypeError: The model does not return a tensor.
         InputError: The model cannot process the probe, does not return (N, D), or has no layer of that name.
-        UnsupportedError: The model normalises inside ``forward``, or a point's output depends on the rest of its batch.
+        UnsupportedError: The model normalises inside ``forward``, or a point's output depends on the rest of its batch;
+            or saved features where they are not taken.
     """
 
-    def __init__(self, model: nn.Module, probe: Inputs, last_layer_name: str | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, probe: Inputs, last_layer_name: str | None = None, *, takes_features: bool = False
+    ) -> None:
         super().__init__()
         self.model = model
         self.normalization: nn.Module | None = None
         self.normalization_run = 0
+        self.normalized = False
+        self.last_layer_name: str | None = None
         self._probe_points: str | None = None
-        records, out = _trace(model, probe)
+        self._check_source = SourceCheck() if takes_features else None
+        self._saw_inputs = not has_features(probe)
+        if self._saw_inputs:
+            self._analyse(probe, last_layer_name)
+        else:
+            self._stand_in(probe, last_layer_name)
+
+    def _stand_in(self, probe: Any, last_layer_name: str | None) -> None:
+        """Take what the analysis found when the features were written, in the place of one."""
+        if self._check_source is None:
+            raise refuse_features()
+        source = source_of(probe)
+        layer = layer_of(self.model, source, last_layer_name)
+        self._check_source(self.model, source.last_layer, source)
+        self.last_layer_name, self.dim, self._runs = source.last_layer, layer.out_features, 1
+
+    def _see_inputs(self, x: Inputs) -> None:
+        """Analyse the encoder with its first inputs, where only features have been there before.
+
+        Raises:
+            InputError: The last layer is not the one whose features were taken.
+        """
+        if self._saw_inputs:
+            return
+        with evaluation_mode(self.model):
+            self._analyse(slice_inputs(x, slice(0, 8)), self.last_layer_name)
+        self._saw_inputs = True
+
+    def _analyse(self, probe: Inputs, last_layer_name: str | None) -> None:
+        records, out = _trace(self.model, probe)
         self._probe_points = describe_points(probe)
         self.dim = out.shape[1]
         _check_finite(out)
         raw, self.normalized = self._undo_normalizations(records, out)
         layers = [r for r in records if isinstance(r.module, nn.Linear) and _is_same(r.output, raw)]
-        named = dict(model.named_modules())
+        named = dict(self.model.named_modules())
         if last_layer_name is not None and not isinstance(named.get(last_layer_name), nn.Linear):
             linear = [name for name, module in named.items() if isinstance(module, nn.Linear)]
             raise InputError(
@@ -93,7 +137,6 @@ class Encoder(nn.Module):
             raise InputError(
                 expected("last_layer_name", "the layer that computes the raw outputs", last_layer_name, hint)
             )
-        self.last_layer_name: str | None = None
         if layers:
             module = layers[-1].module if last_layer_name is None else named[last_layer_name]
             self.last_layer_name = next(name for name, other in named.items() if other is module)
@@ -166,12 +209,28 @@ class Encoder(nn.Module):
             InputError: The model raises an error for inputs of another shape or dtype than the probe.
             UnsupportedError: The normalisation did not run in this thread.
         """
+        if has_features(x):
+            return self.features(x)[0]
+        self._see_inputs(x)
         if self.normalization is None:
             return _at_least_float32(self._run(x))
         return self._output_and_input(self.normalization, x, self.normalization_run)[1]
 
     def features(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        """Raw outputs (N, D), and the inputs of the last layer, (N, F)."""
+        """Raw outputs (N, D), and the inputs of the last layer, (N, F).
+
+        Raises:
+            InputError: Saved features of another encoder, or of another shape.
+            UnsupportedError: There is no one last layer, or saved features where they are not taken.
+        """
+        if isinstance(x, Mapping) and has_features(x):
+            if self._check_source is None:
+                raise refuse_features()
+            layer = self.require_last_layer()
+            self._check_source(self.model, self.last_layer_name, source_of(x))
+            phi = read_features(x, layer)
+            return _at_least_float32(layer(phi)), phi
+        self._see_inputs(x)
         return self._output_and_input(self.require_last_layer(), x)
 
     def _output_and_input(self, module: nn.Module, x: Inputs, run: int = 0) -> tuple[Tensor, Tensor]:
