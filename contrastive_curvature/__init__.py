@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from contrastive_curvature.laplace.backends.backpack import BackPackContrastiveGGN
     from contrastive_curvature.laplace.backends.curvlinops import CurvlinopsContrastiveGGN
     from contrastive_curvature.laplace.backends.stochman import StochManContrastiveGGN
+    from contrastive_curvature.stores import FaissStore, LanceStore, SearchResult, StoredEmbeddings
 
 __version__ = "0.1.0"
 
@@ -100,6 +101,11 @@ __all__ = [
     "CosineDistribution",
     "MatchProbability",
     "L2Norm",
+    # a corpus in a vector store
+    "FaissStore",
+    "LanceStore",
+    "SearchResult",
+    "StoredEmbeddings",
     # the sphere, and how good it all is
     "vmf",
     "metrics",
@@ -120,6 +126,10 @@ _BY_HOST = {
     "CurvlinopsContrastiveGGN": "laplace.backends.curvlinops",
     "ContrastiveGGNLinearOperator": "hosts.curvlinops",
     "StochManContrastiveGGN": "laplace.backends.stochman",
+    "FaissStore": "stores",
+    "LanceStore": "stores",
+    "SearchResult": "stores",
+    "StoredEmbeddings": "stores",
 }
 
 
