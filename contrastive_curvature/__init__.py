@@ -19,6 +19,7 @@ from contrastive_curvature.errors import (
     NotFittedError,
     UnsupportedError,
 )
+from contrastive_curvature.feature_folder import FeatureFolder, features
 from contrastive_curvature.gallery import RetrievalUncertainty
 from contrastive_curvature.ggn import ggn
 from contrastive_curvature.hessian.output import OutputHessian
@@ -93,6 +94,9 @@ __all__ = [
     "Trainer",
     "EmbeddingDistribution",
     "RetrievalUncertainty",
+    # what the last layer takes in, on disk
+    "features",
+    "FeatureFolder",
     # two encoders of one space
     "TwoTowers",
     "ZeroShotClassifier",
