@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, expected
 from contrastive_curvature.ggn.feature_sample import FeatureSample
 from contrastive_curvature.known import OptimisticPValueWarning, Reference, Standard, check_alpha, components, split
+from contrastive_curvature.laplace.confirmed import Confirmed
 from contrastive_curvature.laplace.features import Features
 from contrastive_curvature.laplace.fingerprint import (
     Stamp,
@@ -58,10 +59,12 @@ class Calibration:
     Attributes:
         reference: What p-values are computed from, on the posterior's device.
         fingerprint: See :func:`.fingerprint`.
+        confirmed: The state in which the posterior was last seen to be that one.
     """
 
     reference: Reference
     fingerprint: Tensor
+    confirmed: Confirmed = field(default_factory=Confirmed, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,7 @@ class _Prediction:
         if calibration is not None and calibration is self.confirmed:
             # The look at all weights is for this prediction, which they made before.
             return calibration.reference
-        reference = _reference_of(self.la, quiet)
+        reference = _reference_of(self.la, quiet, self.stamp)
         self.confirmed = calibration
         return reference
 
@@ -182,8 +185,13 @@ def calibrate(la: Any, loader: Iterable[Any], progress_bar: bool | None = None) 
     la._known = replace(la._known, calibration=Calibration(reference, fingerprint(la)))
 
 
-def calibrated_reference(la: Any) -> Reference | None:
+def calibrated_reference(la: Any, stamp: Stamp | None = None) -> Reference | None:
     """What :func:`calibrate` left; ``None`` where it has not run since the last fit.
+
+    Args:
+        la: A fitted posterior.
+        stamp: Its present state, where that is known: all weights are looked at only if it is not as it was at the last
+            look. ``None`` looks at them in any case.
 
     Raises:
         NotFittedError: The calibration is of another posterior.
@@ -191,12 +199,16 @@ def calibrated_reference(la: Any) -> Reference | None:
     calibration: Calibration | None = la._known.calibration
     if calibration is None:
         return None
+    if stamp is not None and calibration.confirmed.holds(stamp):
+        return calibration.reference
     if not same_posterior(calibration.fingerprint, fingerprint(la)):
         msg = (
             "p_value: la was calibrated for another posterior: since then its prior precision, its temperature or "
             "the encoder's weights have changed. Call la.calibrate(loader) again."
         )
         raise NotFittedError(msg)
+    if stamp is not None:
+        calibration.confirmed.remember(stamp, la)
     return calibration.reference
 
 
@@ -280,13 +292,13 @@ def _inputs_of(batch: Any) -> Any:
     return batch
 
 
-def _reference_of(la: Any, quiet: bool = False) -> Reference:
-    """The calibration of a posterior, or its training inputs.
+def _reference_of(la: Any, quiet: bool, stamp: Stamp) -> Reference:
+    """The calibration of a posterior in the state ``stamp``, or its training inputs.
 
     Raises:
         NotFittedError: There is neither, or the calibration is of another posterior.
     """
-    calibrated = calibrated_reference(la)
+    calibrated = calibrated_reference(la, stamp)
     if calibrated is not None:
         return calibrated
     known = _training_components(la)

@@ -66,7 +66,10 @@ class Stamp:
 
     def holds(self, la: Any) -> bool:
         """Whether a posterior is in this state still; the same prior precision may have been set once more."""
-        now = Stamp.of(la)
+        return self.equals(Stamp.of(la))
+
+    def equals(self, now: Stamp) -> bool:
+        """Whether another state of the same posterior is this one."""
         if (self.fits, self.temperature, self.versions[1:]) != (now.fits, now.temperature, now.versions[1:]):
             return False
         if now.prior is self.prior:

@@ -14,7 +14,7 @@ _NEAREST = 4
 
 
 class BetweenCentres(nn.Module):
-    """The factor ``exp(WEIGHT (r - typical r))``, where r is the distance to the nearest centre over that to the second.
+    """``exp(WEIGHT (r - typical r))``, where r is the distance to the nearest centre over that to the second.
 
     Args:
         centres: Directions, shape (K, D), K >= 2; one of zeros is at a right angle to everything.

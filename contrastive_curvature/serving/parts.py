@@ -74,10 +74,10 @@ def check_exportable(la: Any) -> None:
         hint = "Of OnlineLaplace take its .laplace, of two towers la.a and la.b."
         raise InputTypeError(expected("la", "a contrastive last-layer posterior", f"a {type(la).__name__}", hint))
     if not isinstance(la, _CLASSES):
-        key = la._key[:2]
+        weights, structure = la._key[:2]
         msg = (
-            f"export: subset_of_weights={key[0]!r}, hessian_structure={key[1]!r} needs Jacobians or training inputs for "
-            "every prediction, which no exported graph has. Fit subset_of_weights='last_layer' with hessian_structure="
+            f"export: subset_of_weights={weights!r}, hessian_structure={structure!r} needs Jacobians or training "
+            "inputs for every prediction, which no exported graph has. Fit subset_of_weights='last_layer' with hessian_structure="
             "'kron_lowrank' (the default), 'diag', 'kron' or 'full'."
         )
         raise UnsupportedError(msg)

@@ -1,4 +1,4 @@
-"""The conformal p-value of an input, from its components and the calibration; see :mod:`contrastive_curvature.known`."""
+"""The conformal p-value of an input, from its components and the calibration; see :mod:`.known`."""
 
 from __future__ import annotations
 

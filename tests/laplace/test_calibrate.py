@@ -607,8 +607,8 @@ def test_calibrating_with_the_training_inputs_is_optimistic() -> None:
         la.calibrate(given())
 
 
-def test_one_look_at_the_weights_is_enough_for_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It costs as much as the encoder has weights; every calibration and every prediction is confirmed anew."""
+def test_one_look_at_the_weights_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It costs as much as the encoder has weights; anew only after a change that torch or some entries show."""
     la, x, looks = fitted(), inputs(9, 8), []
     la.calibrate(given())
     whole = calibration.fingerprint
@@ -617,7 +617,7 @@ def test_one_look_at_the_weights_is_enough_for_a_prediction(monkeypatch: pytest.
     p = out.p_value
     assert torch.equal(out.novelty.argsort(stable=True), la(x).novelty.argsort(stable=True))
     assert torch.equal(out.is_known(0.2), p > 0.2)
-    assert len(looks) == 2
+    assert len(looks) == 1
     _weights_behind_torchs_back(la)
     # It was made and confirmed before.
     assert torch.equal(out.p_value, p)
@@ -627,6 +627,33 @@ def test_one_look_at_the_weights_is_enough_for_a_prediction(monkeypatch: pytest.
     _weights_behind_torchs_back(la)
     with pytest.raises(cc.NotFittedError, match="another posterior"):
         _ = out.p_value
+
+
+def test_a_change_that_torch_has_seen_and_a_copy_ask_for_another_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    la, x, looks = fitted(), inputs(9, 8), []
+    la.calibrate(given())
+    p, whole = la(x).p_value, calibration.fingerprint
+    monkeypatch.setattr(calibration, "fingerprint", lambda la: looks.append(la) or whole(la))
+    with torch.no_grad():
+        next(la.model.parameters()).mul_(1)
+    assert torch.equal(la(x).p_value, p)
+    assert len(looks) == 1
+    assert torch.equal(copy.deepcopy(la)(x).p_value, p)
+    assert len(looks) == 2
+
+
+@pytest.mark.parametrize("factor", [2.0, 1.001])
+def test_tensors_that_are_written_behind_torchs_back_are_noticed(factor: float) -> None:
+    la, x = fitted(), inputs(3, 8)
+    la.calibrate(given())
+    p = la(x).p_value
+    for tensor in (*la.model.parameters(), *(b for b in la.model.buffers() if b.is_floating_point())):
+        before = tensor.data.clone()
+        tensor.data.add_(factor - 1).mul_(factor)
+        with pytest.raises(cc.NotFittedError, match="another posterior"):
+            _ = la(x).p_value
+        tensor.data.copy_(before)
+        assert torch.equal(la(x).p_value, p)
 
 
 @pytest.mark.parametrize(("n", "width"), [(1, 3), (7, 2**17 + 5), (40, 9000)])
