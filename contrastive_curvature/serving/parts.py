@@ -77,8 +77,8 @@ def check_exportable(la: Any) -> None:
         weights, structure = la._key[:2]
         msg = (
             f"export: subset_of_weights={weights!r}, hessian_structure={structure!r} needs Jacobians or training "
-            "inputs for every prediction, which no exported graph has. Fit subset_of_weights='last_layer' with hessian_structure="
-            "'kron_lowrank' (the default), 'diag', 'kron' or 'full'."
+            "inputs for every prediction, which no exported graph has. Fit subset_of_weights='last_layer' with "
+            "hessian_structure='kron_lowrank' (the default), 'diag', 'kron' or 'full'."
         )
         raise UnsupportedError(msg)
     la.check_fitted()

@@ -1,0 +1,292 @@
+"""Scores of embeddings from the features of the last layer, with numpy and the standard library alone.
+
+``la.export("scorer.npz")`` writes what this file reads. It imports nothing of the package that it is part of: copy it
+to where there is no torch, and import it there::
+
+    from numpy_scorer import Scorer
+
+    scorer = Scorer.load("scorer.npz")
+    mu, kappa, uncertainty, p_value = scorer(features)
+
+``features`` (N, F) are what the last linear layer of the encoder takes in, however they are computed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["FORMAT", "VERSION", "Scorer"]
+
+FORMAT, VERSION = "contrastive_curvature.scorer", 1
+
+CAP, WEIGHT, NEAREST = 0.85, 3.0, 4
+"""Of the position between class centres: the largest ratio, its weight, and how many centres are looked at closely."""
+
+BELOW, ROUNDING = 0.5, 3e-5
+"""Of the p-value: weight of the first component below its median, and how far components of one input may lie apart."""
+
+_TINY, _LARGEST = np.finfo(np.float64).tiny, np.finfo(np.float64).max
+_DTYPES = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4")}
+_SHAPES: dict[str, dict[str, str]] = {
+    "": {"weight": "DF", "bias?": "D", "typical_norm?": "", "centres?": "KD", "typical_ratio?": ""},
+    "p_value": {"location?": "3", "scale?": "3", "statistics?": "n"},
+    "diagonal": {"variance": "DF", "bias_variance?": "D"},
+    "axes": {"axes": "DD", "basis": "FR", "along": "DR", "across?": "D", "common?": "DD"},
+    "dense": {"covariance": "PP"},
+}
+_TOGETHER = (("centres", "typical_ratio"), ("location", "scale", "statistics"))
+_NOT_NEGATIVE = ("variance", "bias_variance", "along", "across", "typical_ratio")
+_POSITIVE = ("typical_norm", "scale")
+
+Array = NDArray[Any]
+
+
+class Scorer:
+    """``mu, kappa, uncertainty, p_value = scorer(features)``; without calibration the first three.
+
+    Args:
+        arrays: By name, as :func:`Scorer.load` reads them.
+        metadata: ``format``, ``version``, ``form`` and ``structure``.
+
+    Attributes:
+        outputs: Names of what a call returns, in order.
+        structure: Structure of the posterior.
+        n: Number of calibration inputs; the smallest p-value is ``1 / (n + 1)``. Zero without calibration.
+
+    Raises:
+        ValueError: An array or entry is missing, has another shape, dtype or sign, or is not finite.
+    """
+
+    def __init__(self, arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -> None:
+        self.form = _check(arrays, metadata)
+        self.structure = str(metadata.get("structure", ""))
+        self._arrays = dict(arrays)
+        self.n = len(arrays["statistics"]) if "statistics" in arrays else 0
+        self.outputs = ("mu", "kappa", "uncertainty") + (("p_value",) if self.n else ())
+        if self.form == "dense":
+            self._by_input()
+
+    @classmethod
+    def load(cls, path: Any) -> Scorer:
+        """Read a file that ``la.export`` wrote; nothing in it is executed.
+
+        Args:
+            path: Of a ``.npz`` or ``.safetensors`` file; its content says which.
+
+        Raises:
+            OSError: It cannot be read.
+            ValueError: It is no such file, is damaged, or of a later version.
+        """
+        with open(path, "rb") as file:
+            start = file.read(2)
+        try:
+            arrays, metadata = _read_npz(path) if start == b"PK" else _read_safetensors(path)
+        except OSError:
+            raise
+        except Exception as error:
+            msg = f"{path}: expected a file of la.export, got a damaged one or another format ({error})."
+            raise ValueError(msg) from error
+        try:
+            return cls(arrays, metadata)
+        except ValueError as error:
+            msg = f"{path}: {error}"
+            raise ValueError(msg) from error
+
+    def __call__(self, features: Array) -> tuple[Array, ...]:
+        """Score N inputs.
+
+        Args:
+            features: Inputs of the last layer, shape (N, F).
+
+        Returns:
+            ``mu`` (N, D), ``kappa`` (N,), ``uncertainty`` (N,) in the dtype of the layer, and ``p_value`` (N,) in
+            float64 if the posterior was calibrated. A row without finite outputs holds NaN.
+
+        Raises:
+            ValueError: The features are no numbers or of another shape.
+        """
+        a = self._arrays
+        weight = a["weight"]
+        phi = np.asarray(features)
+        if phi.dtype.kind not in "fiu" or phi.ndim != 2 or phi.shape[1] != weight.shape[1]:
+            msg = f"features: expected numbers of shape (N, {weight.shape[1]}), got {phi.dtype} of shape {phi.shape}."
+            raise ValueError(msg)
+        phi = phi.astype(weight.dtype)
+        with np.errstate(all="ignore"):
+            z = phi @ weight.T + a.get("bias", weight.dtype.type(0))
+            wide = z.astype(np.float64)
+            size = np.maximum(np.abs(wide).max(1), _TINY)
+            scaled = wide / size[:, None]
+            length = np.sqrt(np.square(scaled).sum(1))
+            total, radial = getattr(self, f"_{self.form}")(phi, scaled / np.maximum(length, _TINY)[:, None])
+            norm = np.where(length > 0, length * size, np.nan)
+            mu = (scaled / np.where(length > 0, length, np.nan)[:, None]).astype(z.dtype)
+            tangential = (np.maximum(total - radial, 0) / norm / norm).astype(z.dtype)
+            angle = np.sqrt(tangential)
+            if "typical_norm" in a:
+                angle = angle * np.sqrt(a["typical_norm"] / norm).astype(z.dtype)
+            if "centres" in a:
+                angle = angle * self._between(mu)
+            out = (mu, _kappa(tangential, z.shape[1]), np.arctan(angle).astype(z.dtype))
+            if not self.n:
+                return out
+            least = z.shape[1] * np.finfo(z.dtype).eps * total
+            spread = np.log(np.maximum(np.maximum(total - radial, least), _TINY))
+            lengths = np.maximum(np.log(np.maximum(length, _TINY)) + np.log(size), math.log(_TINY))
+            finite = np.abs(wide).sum(1) + total <= _LARGEST
+            return (*out, np.where(finite, self._p_value(spread, lengths, phi), np.nan))
+
+    def _diagonal(self, phi: Array, u: Array) -> tuple[Array, Array]:
+        a = self._arrays
+        values = np.square(phi) @ a["variance"].astype(phi.dtype).T
+        wide = (values + a.get("bias_variance", np.zeros(1)).astype(phi.dtype)).astype(np.float64)
+        return wide.sum(1), (wide * np.square(u)).sum(1)
+
+    def _axes(self, phi: Array, u: Array) -> tuple[Array, Array]:
+        a = self._arrays
+        axes, basis = a["axes"].astype(np.float64), a["basis"]
+        phi = phi.astype(basis.dtype)
+        coordinates = phi @ basis
+        values = np.square(coordinates) @ a["along"].T
+        if "across" in a:
+            left = np.square(phi - coordinates @ basis.T).sum(1, keepdims=True)
+            values = values + left * a["across"]
+        wide = values.astype(np.float64)
+        total, radial = wide @ np.square(axes).sum(0), (wide * np.square(u @ axes)).sum(1)
+        if "common" in a:
+            common = a["common"].astype(np.float64)
+            total = total + common.trace()
+            radial = radial + ((u @ common) * u).sum(1)
+        return total, radial
+
+    def _by_input(self) -> None:
+        """Order the covariance by inputs of the layer, with the bias as one more input that is always one."""
+        dim, width = self._arrays["weight"].shape
+        covariance = self._arrays["covariance"].astype(np.float64)
+        order = np.arange(dim * width).reshape(dim, width)
+        if len(covariance) > dim * width:
+            order = np.concatenate([order, np.arange(dim * width, len(covariance))[:, None]], axis=1)
+        flat = order.ravel()
+        ordered = covariance[flat][:, flat]
+        blocks = ordered.reshape(dim, order.shape[1], dim, order.shape[1])
+        self._arrays |= {"covariance": ordered, "trace": np.einsum("kfkg->fg", blocks)}
+
+    def _dense(self, phi: Array, u: Array) -> tuple[Array, Array]:
+        covariance, trace = self._arrays["covariance"], self._arrays["trace"]
+        wide = phi.astype(np.float64)
+        if len(trace) > wide.shape[1]:
+            wide = np.concatenate([wide, np.ones((len(wide), 1))], axis=1)
+        weights = (u[:, :, None] * wide[:, None, :]).reshape(len(wide), -1)
+        return ((wide @ trace) * wide).sum(1), ((weights @ covariance) * weights).sum(1)
+
+    def _between(self, mu: Array) -> Array:
+        """What angles are multiplied with: more than 1 between two class centres, less near one."""
+        centres = self._arrays["centres"].astype(mu.dtype)
+        cosine = np.where(np.isnan(mu[:, :1]), 0, mu @ centres.T)
+        few = min(NEAREST, len(centres))
+        nearest = np.argpartition(-cosine, few - 1, axis=1)[:, :few]
+        apart = np.sort(np.sqrt(np.square(mu[:, None] - centres[nearest]).sum(2)), axis=1)
+        first, second = apart[:, 0], apart[:, 1]
+        ratio = np.where(second == 0, 1, first / np.where(second == 0, 1, second))
+        return np.exp(WEIGHT * (np.minimum(ratio, CAP) - self._arrays["typical_ratio"])).astype(mu.dtype)
+
+    def _p_value(self, spread: Array, length: Array, phi: Array) -> Array:
+        a = self._arrays
+        features = np.log(np.clip(np.sqrt(np.square(phi.astype(np.float64)).sum(1)), _TINY, _LARGEST))
+        components = np.stack([spread - features, spread - 2 * features, -length], axis=1)
+        z = (components - a["location"]) / a["scale"]
+        powers = 2 * np.concatenate([z, -BELOW * z[:, :1]], axis=1)
+        largest = powers.max(1)
+        found = (largest + np.log(np.exp(powers - largest[:, None]).sum(1))) / 2
+        below = np.searchsorted(a["statistics"], found - ROUNDING / a["scale"].min())
+        return (1 + self.n - below) / (self.n + 1)
+
+
+def _kappa(tangential: Array, dim: int) -> Array:
+    """Concentrations of tangential variances (Sra, 2012)."""
+    spread = np.maximum(tangential / (1 + tangential), np.square(np.finfo(tangential.dtype).eps))
+    kappa: Array = (dim - 1 + spread) / spread / np.sqrt(1 + tangential)
+    return kappa
+
+
+def _read_npz(path: Any) -> tuple[dict[str, Array], dict[str, Any]]:
+    with np.load(path, allow_pickle=False) as file:
+        arrays = {name: file[name] for name in file.files}
+    return arrays, json.loads(str(arrays.pop("metadata")))
+
+
+def _read_safetensors(path: Any) -> tuple[dict[str, Array], dict[str, Any]]:
+    """Eight bytes with the length of a JSON header, the header, and the bytes of the arrays."""
+    with open(path, "rb") as file:
+        content = file.read()
+    size = int.from_bytes(content[:8], "little")
+    if len(content) < 8 or size > len(content) - 8:
+        msg = "too short for its header"
+        raise ValueError(msg)
+    header = json.loads(content[8 : 8 + size])
+    metadata = header.pop("__metadata__")
+    arrays = {}
+    for name, entry in header.items():
+        dtype, shape, (start, stop) = _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+        if not 0 <= start <= stop <= len(content) - 8 - size or stop - start != dtype.itemsize * math.prod(shape):
+            msg = f"{name} lies outside of it"
+            raise ValueError(msg)
+        arrays[name] = np.frombuffer(content, dtype, math.prod(shape), 8 + size + start).reshape(shape)
+    return arrays, metadata
+
+
+def _check(arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -> str:
+    """The form of the posterior, where everything about it is right."""
+    if metadata.get("format") != FORMAT:
+        msg = f"expected format {FORMAT}, got {metadata.get('format')!r}."
+        raise ValueError(msg)
+    version = metadata.get("version")
+    if str(version) != str(VERSION):
+        msg = f"expected version {VERSION}, got {version!r}. Use the numpy_scorer.py of the library that wrote it."
+        raise ValueError(msg)
+    form = metadata.get("form")
+    if form not in ("diagonal", "axes", "dense"):
+        msg = f"expected form diagonal, axes or dense, got {form!r}."
+        raise ValueError(msg)
+    shapes = _SHAPES[""] | _SHAPES["p_value"] | _SHAPES[form]
+    known = {name.rstrip("?") for name in shapes}
+    missing = {name for name in shapes if not name.endswith("?") and name not in arrays}
+    missing |= {name for names in _TOGETHER if any(n in arrays for n in names) for name in names if name not in arrays}
+    if missing or set(arrays) - known:
+        msg = f"expected the arrays of form {form}, got none of {sorted(missing)}, and {sorted(set(arrays) - known)}."
+        raise ValueError(msg)
+    sizes: dict[str, int] = {"3": 3}
+    for name, axes in shapes.items():
+        if name.rstrip("?") in arrays:
+            _check_array(name.rstrip("?"), arrays[name.rstrip("?")], axes, sizes)
+    weights = sizes["D"] * sizes["F"]
+    if sizes.get("P", weights) not in (weights, weights + sizes["D"]) or sizes["D"] < 2 or sizes.get("K", 2) < 2:
+        msg = f"expected arrays that fit each other, got sizes {sizes}."
+        raise ValueError(msg)
+    if "statistics" in arrays and (not len(arrays["statistics"]) or (np.diff(arrays["statistics"]) < 0).any()):
+        msg = "statistics: expected numbers in ascending order."
+        raise ValueError(msg)
+    return str(form)
+
+
+def _check_array(name: str, array: Array, axes: str, sizes: dict[str, int]) -> None:
+    """Refuse an array of another shape, dtype or sign; ``sizes`` collects the sizes of the axes."""
+    if array.dtype not in (np.float64, np.float32):
+        msg = f"{name}: expected float32 or float64, got {array.dtype}."
+        raise ValueError(msg)
+    wanted = tuple(sizes.setdefault(axis, size) for axis, size in zip(axes, array.shape, strict=False))
+    if array.ndim != len(axes) or array.shape != wanted:
+        msg = f"{name}: expected shape ({', '.join(axes)}) = {wanted}, got {array.shape}."
+        raise ValueError(msg)
+    if not np.isfinite(array).all():
+        msg = f"{name}: expected finite numbers, got NaN or infinity."
+        raise ValueError(msg)
+    if (name in _NOT_NEGATIVE and (array < 0).any()) or (name in _POSITIVE and (array <= 0).any()):
+        msg = f"{name}: expected {'positive' if name in _POSITIVE else 'no negative'} numbers, got {array.min()}."
+        raise ValueError(msg)
