@@ -1,0 +1,149 @@
+"""Searches in a store of 10,000 real embeddings, against all cosines in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from digits_corpus import STORES, Corpus, digits, make_store
+from torch import Tensor
+
+import contrastive_curvature as cc
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+ROUNDING = 1e-6
+"""Of a float32 sum of 16 products of unit vectors, and of the rounding of the vectors themselves."""
+
+APPROXIMATE = [("faiss", "hnsw", 0.95), ("faiss", "ivf", 0.9), ("lance", "ivf_pq", 0.9), ("lance", "ivf_hnsw_sq", 0.95)]
+
+OPTIONS = {"ivf_hnsw_sq": {"build_effort": 60}, "ivf_pq": {"partitions": 16}}
+"""Faster than the defaults to build."""
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    return digits()
+
+
+@pytest.fixture(scope="module")
+def stores(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = {}
+    for kind in STORES:
+        store = make_store(kind, tmp_path_factory.mktemp(kind))
+        store.add(range(10_000), corpus.gallery, payload={"label": corpus.labels} if kind == "lance" else None)
+        out[kind] = store
+    return out
+
+
+def cosines(corpus: Corpus) -> Tensor:
+    return corpus.queries.mu.double() @ corpus.gallery.mu.double().T
+
+
+def check_exact(result: cc.SearchResult, cosine: Tensor, k: int) -> None:
+    """The hits are the k best; those that differ from the brute-force ones have the same cosine up to rounding."""
+    best = cosine.topk(k).values
+    ids = result.ids.cpu()
+    assert ids.shape == (len(cosine), k)
+    assert all(len(set(row)) == k for row in ids.tolist())
+    torch.testing.assert_close(cosine.gather(1, ids), best, rtol=0, atol=ROUNDING)
+    torch.testing.assert_close(result.cosine.cpu().double(), best, rtol=0, atol=ROUNDING)
+
+
+def recall(result: cc.SearchResult, cosine: Tensor, k: int) -> float:
+    """Share of hits that are as near as the k-th best."""
+    return float((cosine.gather(1, result.ids.cpu()) >= cosine.topk(k).values[:, -1:] - ROUNDING).double().mean())
+
+
+def on(distribution: cc.EmbeddingDistribution, device: str) -> cc.StoredEmbeddings:
+    s = cc.StoredEmbeddings.of(distribution)
+    return cc.StoredEmbeddings(s.mu.to(device), s.kappa.to(device), s.uncertainty.to(device))
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_exact_search_finds_the_largest_cosines(device, kind, corpus, stores):
+    result = stores[kind].search(on(corpus.queries, device), 10)
+    check_exact(result, cosines(corpus), 10)
+    assert result.cosine.device.type == result.ids.device.type == device
+    ids = result.ids.cpu()
+    assert torch.equal(result.kappa.cpu(), corpus.gallery.kappa[ids].float())
+    assert torch.equal(result.uncertainty.cpu(), corpus.gallery.uncertainty[ids].float())
+    torch.testing.assert_close(result.vectors.cpu(), corpus.gallery.mu[ids], rtol=0, atol=2e-7)
+    assert result.size == 10_000
+    assert bool((result.cosine.diff(dim=1) <= 0).all())
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_one_query_and_raw_vectors(device, kind, corpus, stores):
+    one = stores[kind].search(3 * corpus.queries.mean[:1].to(device), 4)
+    check_exact(one, cosines(corpus)[:1], 4)
+
+
+@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("share", [0.002, 0.3])
+def test_filter_on_uncertainty_is_the_filter_of_all_cosines(device, kind, share, corpus, stores):
+    # A value that occurs: an embedding of exactly this uncertainty passes.
+    most = float(corpus.gallery.uncertainty.sort().values[int(share * 10_000)])
+    result = stores[kind].search(on(corpus.queries, device), 10, max_uncertainty=most)
+    passes = corpus.gallery.uncertainty <= most
+    check_exact(result, cosines(corpus).masked_fill(~passes, -2), 10)
+    assert result.size == int(passes.sum())
+
+
+def test_lance_filters_by_payload(device, corpus, stores):
+    most = float(corpus.gallery.uncertainty.median())
+    result = stores["lance"].search(on(corpus.queries, device), 5, max_uncertainty=most, where="label = 3 OR label = 5")
+    passes = ((corpus.labels == 3) | (corpus.labels == 5)) & (corpus.gallery.uncertainty <= most)
+    check_exact(result, cosines(corpus).masked_fill(~passes, -2), 5)
+    assert torch.equal(torch.from_numpy(result.payload["label"]), corpus.labels[result.ids.cpu()])
+    assert result.size == int(passes.sum())
+
+
+@pytest.mark.parametrize(("kind", "index", "least"), APPROXIMATE)
+def test_approximate_search_reaches_its_recall(device, kind, index, least, corpus, tmp_path: Path):
+    store: Any = make_store(kind, tmp_path)
+    store.add(range(10_000), corpus.gallery)
+    store.create_index(index, **OPTIONS.get(index, {}))
+    assert store.index == index
+    cosine, queries = cosines(corpus), on(corpus.queries, device)
+    found = recall(store.search(queries, 10), cosine, 10)
+    assert found >= least
+    more = recall(store.search(queries, 10, effort=1000), cosine, 10)
+    assert more >= max(found - 0.005, 0.95)
+    # So few pass that the index alone finds fewer than ten: every row is complete nevertheless.
+    most = float(corpus.gallery.uncertainty.sort().values[14])
+    passes = corpus.gallery.uncertainty <= most
+    few = store.search(queries, 10, max_uncertainty=most)
+    assert recall(few, cosine.masked_fill(~passes, -2), 10) >= least
+    assert bool((few.uncertainty <= most).all())
+    # What comes later is found, too.
+    new = -corpus.gallery.mu[:1]
+    store.add([20_000], (new, torch.ones(1), torch.zeros(1)))
+    assert int(store.search(new.to(device), 1).ids) == 20_000
+    store.create_index("flat")
+    assert store.index == "flat"
+    check_exact(store.search(queries, 10), cosine_with(cosine, corpus), 10)
+
+
+def cosine_with(cosine: Tensor, corpus: Corpus) -> Tensor:
+    """The cosines to 10,000 embeddings; the one that was added is opposite to the first and far from the best ten."""
+    assert float((-cosine[:, 0]).max()) < float(cosine.topk(10).values.min())
+    return cosine
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_chunks_give_what_all_at_once_gives(device, kind, corpus, stores, tmp_path: Path):
+    store: Any = make_store(kind, tmp_path)
+    s = cc.StoredEmbeddings.of(corpus.gallery)
+    for start, end in ((0, 1), (1, 5000), (5000, 10_000)):
+        label = {"label": corpus.labels[start:end]} if kind == "lance" else None
+        part = (s.mu[start:end].to(device), s.kappa[start:end].to(device), s.uncertainty[start:end].to(device))
+        store.add(torch.arange(start, end, device=device), part, payload=label)
+    assert len(store) == len(stores[kind]) == 10_000
+    queries = on(corpus.queries, device)
+    one, other = store.search(queries, 10, max_uncertainty=0.5), stores[kind].search(queries, 10, max_uncertainty=0.5)
+    torch.testing.assert_close(one.cosine, other.cosine, rtol=0, atol=2e-7)
+    check_exact(one, cosines(corpus).masked_fill(corpus.gallery.uncertainty > 0.5, -2), 10)
