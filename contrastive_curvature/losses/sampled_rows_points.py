@@ -43,13 +43,11 @@ class BankedPoints:
         bank: Which points are the bank, int64, shape (M,).
 
     Attributes:
-        u: Unit embeddings in their own dtype, sorted, shape (N, D).
         index: Number of the class of every point, sorted, shape (N,).
         sizes: Number of points of every class, shape (C,).
         bank: The bank.
         weight: How many points of other classes one of the bank stands for, by class, float64, shape (C,); zero
             without another class.
-        in_bank: How often a point is in the bank, sorted, shape (N,).
 
     Raises:
         InputTypeError: ``labels`` or ``bank`` is no tensor of int64.
@@ -71,10 +69,9 @@ class BankedPoints:
             raise InputError(expected("bank", f"indices from 0 to {n - 1}", f"{int(bank.min())} to {int(bank.max())}"))
         self.classes, inverse, self.sizes = labels.unique(return_inverse=True, return_counts=True)
         order = inverse.argsort(stable=True)
-        self.u, self.index = u.detach()[order], inverse[order]
+        self._u, self._order, self.index = u, order, inverse[order]
         self._starts = self.sizes.cumsum(0) - self.sizes
         place = torch.empty_like(order).scatter_(0, order, torch.arange(n, device=u.device))
-        self.in_bank = place[bank].bincount(minlength=n)
         self.bank = Candidates(self.wide(place[bank]), place[bank], inverse[bank], positives=False)
         there = n - self.sizes
         drawn = len(bank) - inverse[bank].bincount(minlength=len(self.classes))
@@ -88,7 +85,7 @@ class BankedPoints:
 
     def wide(self, places: Tensor) -> Tensor:
         """Unit embeddings at some places in float64, of length one to its precision."""
-        return unit(self.u[places])
+        return unit(self._u[self._order[places]])
 
     def find(self, labels: Tensor) -> Tensor:
         """Numbers of the classes of some labels, each (B,).
