@@ -75,7 +75,7 @@ def restore(faiss: ModuleType, kind: str, rows: Rows, compressed: NDArray[np.uin
     if compressed is None:
         return build(faiss, "flat", rows.vectors, {})
     try:
-        index = faiss.downcast_index(faiss.deserialize_index(compressed))
+        index = faiss.deserialize_index(compressed)
     except RuntimeError as error:
         raise InputError(expected(str(path), "an index that faiss can read", str(error).splitlines()[0])) from None
     wanted = faiss.IndexHNSWFlat if kind == "hnsw" else faiss.IndexIVFFlat

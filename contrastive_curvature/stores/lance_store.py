@@ -46,8 +46,9 @@ class LanceStore(VectorStore):
     Indices of :meth:`create_index`:
 
     - ``"flat"``: exact, the default: the whole table is read.
-    - ``"ivf_pq"``: lists of compressed vectors. ``partitions`` (``sqrt(N)``, at most N / 256), ``sub_vectors`` (a divisor of D, by
-      default the largest up to D / 4; a byte for each). ``effort`` of a search: lists that are looked through (20).
+    - ``"ivf_pq"``: lists of compressed vectors. ``partitions`` (``sqrt(N)``, at most N / 256), ``sub_vectors`` (a
+      divisor of D, by default the largest up to D / 4; a byte for each). ``effort`` of a search: lists that are looked
+      through (20).
     - ``"ivf_hnsw_sq"``: lists, a graph of neighbours in each, a byte for each number. ``partitions`` (1), ``links``
       (20), ``build_effort`` (300). ``effort`` of a search: candidates in the graph (LanceDB's choice).
 

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import fresh
 import numpy as np
 import pytest
 import torch
@@ -32,33 +31,33 @@ def damaged(part: int, value: float, device: str) -> tuple[Any, ...]:
 
 
 ADDITIONS = [
-    (dict(embeddings=(0, float("nan"))), cc.InputError, "mu: expected finite entries"),
-    (dict(embeddings=(0, float("inf"))), cc.InputError, "mu: expected finite entries"),
-    (dict(embeddings=(0, 0.0)), cc.InputError, "mu: expected non-zero rows"),
-    (dict(embeddings=(1, -1.0)), cc.InputError, "kappa: expected numbers >= 0, got a smallest of -1"),
-    (dict(embeddings=(1, float("nan"))), cc.InputError, "kappa: expected finite scores"),
-    (dict(embeddings=(2, -0.5)), cc.InputError, "uncertainty: expected numbers >= 0"),
-    (dict(embeddings=(2, float("nan"))), cc.InputError, "uncertainty: expected finite scores"),
-    (dict(ids=[41, 42]), cc.InputError, "ids: expected 3, one for each embedding, got 2"),
-    (dict(ids=[41, 42, 41]), cc.InputError, r"ids: expected identifiers that are all different, got \[41\] more"),
-    (dict(ids=[41, 7, 42]), cc.InputError, r"ids: expected identifiers that are not in the store yet, got \[7\]"),
-    (dict(ids=["a", "b", "c"]), cc.InputTypeError, "ids: expected whole numbers, as those in the store, got 'a'"),
-    (dict(ids=[41, "b", 42]), cc.InputTypeError, "ids: expected whole numbers .* got a list of int, str"),
-    (dict(ids=[41, True, 42]), cc.InputTypeError, "ids: .* got a list of bool, int"),
-    (dict(ids=[41, 42, 2**70]), cc.InputError, "ids: expected numbers that int64 can hold"),
-    (dict(ids=torch.ones(3)), cc.InputTypeError, "ids: .* got dtype float32"),
-    (dict(ids=np.array([1, 2, 2**64 - 1], dtype=np.uint64)), cc.InputError, "ids: expected numbers that int64"),
-    (dict(ids=torch.ones(3, 1).long()), cc.InputError, r"ids: expected shape \(N,\)"),
-    (dict(ids="abc"), cc.InputTypeError, "ids: .* got a str"),
-    (dict(ids=["\ud800", "b", "c"]), cc.InputError, "ids: expected strings that UTF-8 can hold"),
-    (dict(embeddings=torch.ones(3, 8)), cc.InputTypeError, "embeddings: expected an EmbeddingDistribution"),
-    (dict(embeddings=(torch.ones(3, 8),)), cc.InputTypeError, "embeddings: .* got a tuple of 1"),
-    (dict(embeddings=small(3, 7)), cc.InputError, "embeddings: expected D = 8, that of the store, got D = 7"),
-    (dict(embeddings=(torch.ones(3, 8), torch.ones(2), torch.ones(3))), cc.InputError, "kappa: expected shape"),
-    (dict(embeddings=(torch.ones(0, 8), torch.ones(0), torch.ones(0))), cc.InputError, "mu: expected shape"),
-    (dict(embeddings=(torch.ones(3, 8).long(), torch.ones(3), torch.ones(3))), cc.InputTypeError, "mu: expected a"),
+    ({"embeddings": (0, float("nan"))}, cc.InputError, "mu: expected finite entries"),
+    ({"embeddings": (0, float("inf"))}, cc.InputError, "mu: expected finite entries"),
+    ({"embeddings": (0, 0.0)}, cc.InputError, "mu: expected non-zero rows"),
+    ({"embeddings": (1, -1.0)}, cc.InputError, "kappa: expected numbers >= 0, got a smallest of -1"),
+    ({"embeddings": (1, float("nan"))}, cc.InputError, "kappa: expected finite scores"),
+    ({"embeddings": (2, -0.5)}, cc.InputError, "uncertainty: expected numbers >= 0"),
+    ({"embeddings": (2, float("nan"))}, cc.InputError, "uncertainty: expected finite scores"),
+    ({"ids": [41, 42]}, cc.InputError, "ids: expected 3, one for each embedding, got 2"),
+    ({"ids": [41, 42, 41]}, cc.InputError, r"ids: expected identifiers that are all different, got \[41\] more"),
+    ({"ids": [41, 7, 42]}, cc.InputError, r"ids: expected identifiers that are not in the store yet, got \[7\]"),
+    ({"ids": ["a", "b", "c"]}, cc.InputTypeError, "ids: expected whole numbers, as those in the store, got 'a'"),
+    ({"ids": [41, "b", 42]}, cc.InputTypeError, "ids: expected whole numbers .* got a list of int, str"),
+    ({"ids": [41, True, 42]}, cc.InputTypeError, "ids: .* got a list of bool, int"),
+    ({"ids": [41, 42, 2**70]}, cc.InputError, "ids: expected numbers that int64 can hold"),
+    ({"ids": torch.ones(3)}, cc.InputTypeError, "ids: .* got dtype float32"),
+    ({"ids": np.array([1, 2, 2**64 - 1], dtype=np.uint64)}, cc.InputError, "ids: expected numbers that int64"),
+    ({"ids": torch.ones(3, 1).long()}, cc.InputError, r"ids: expected shape \(N,\)"),
+    ({"ids": "abc"}, cc.InputTypeError, "ids: .* got a str"),
+    ({"ids": ["\ud800", "b", "c"]}, cc.InputError, "ids: expected strings that UTF-8 can hold"),
+    ({"embeddings": torch.ones(3, 8)}, cc.InputTypeError, "embeddings: expected an EmbeddingDistribution"),
+    ({"embeddings": (torch.ones(3, 8),)}, cc.InputTypeError, "embeddings: .* got a tuple of 1"),
+    ({"embeddings": small(3, 7)}, cc.InputError, "embeddings: expected D = 8, that of the store, got D = 7"),
+    ({"embeddings": (torch.ones(3, 8), torch.ones(2), torch.ones(3))}, cc.InputError, "kappa: expected shape"),
+    ({"embeddings": (torch.ones(0, 8), torch.ones(0), torch.ones(0))}, cc.InputError, "mu: expected shape"),
+    ({"embeddings": (torch.ones(3, 8).long(), torch.ones(3), torch.ones(3))}, cc.InputTypeError, "mu: expected a"),
     (
-        dict(embeddings=(torch.ones(3, 8).double(), 1e300 * torch.ones(3).double(), torch.ones(3))),
+        {"embeddings": (torch.ones(3, 8).double(), 1e300 * torch.ones(3).double(), torch.ones(3))},
         cc.InputError,
         "kappa: expected numbers that torch.float32 can hold",
     ),
@@ -79,24 +78,24 @@ def test_a_refused_addition_changes_nothing(device, given, error, text, store):
 
 
 SEARCHES = [
-    (dict(k=0), cc.InputError, "k: expected a positive whole number"),
-    (dict(k=2.0), cc.InputError, "k: expected a positive whole number"),
-    (dict(k=41), cc.InputError, "k: expected at most 40, the number of embeddings, got 41"),
-    (dict(max_uncertainty=1e-9), cc.InputError, "k: expected at most 0, the number of embeddings"),
-    (dict(max_uncertainty=float("nan")), cc.InputError, "max_uncertainty: expected a finite number >= 0"),
-    (dict(max_uncertainty=-1), cc.InputError, "max_uncertainty: expected a finite number >= 0"),
-    (dict(max_uncertainty="0.5"), cc.InputTypeError, "max_uncertainty: expected a finite number >= 0"),
-    (dict(effort=10), cc.UnsupportedError, "effort: expected None for a 'flat' index, got 10"),
-    (dict(where=3), (cc.InputTypeError, cc.UnsupportedError), "where: expected"),
-    (dict(where=""), (cc.InputTypeError, cc.UnsupportedError), "where: expected"),
-    (dict(where="nonsense > 3"), (cc.InputError, cc.UnsupportedError), "where: expected"),
-    (dict(where="id = (3"), (cc.InputError, cc.UnsupportedError), "where: expected"),
-    (dict(queries=torch.ones(2, 7)), cc.InputError, "queries: expected D = 8, that of the store, got D = 7"),
-    (dict(queries=torch.zeros(2, 8)), cc.InputError, "queries: expected non-zero rows"),
-    (dict(queries=torch.full((2, 8), float("nan"))), cc.InputError, "queries: expected finite entries"),
-    (dict(queries=torch.ones(0, 8)), cc.InputError, "queries: expected shape"),
-    (dict(queries=[1, 2]), cc.InputTypeError, "queries: expected a torch.Tensor"),
-    (dict(queries=(torch.ones(2, 8),)), cc.InputTypeError, "queries: .* got a tuple of 1"),
+    ({"k": 0}, cc.InputError, "k: expected a positive whole number"),
+    ({"k": 2.0}, cc.InputError, "k: expected a positive whole number"),
+    ({"k": 41}, cc.InputError, "k: expected at most 40, the number of embeddings, got 41"),
+    ({"max_uncertainty": 1e-9}, cc.InputError, "k: expected at most 0, the number of embeddings"),
+    ({"max_uncertainty": float("nan")}, cc.InputError, "max_uncertainty: expected a finite number >= 0"),
+    ({"max_uncertainty": -1}, cc.InputError, "max_uncertainty: expected a finite number >= 0"),
+    ({"max_uncertainty": "0.5"}, cc.InputTypeError, "max_uncertainty: expected a finite number >= 0"),
+    ({"effort": 10}, cc.UnsupportedError, "effort: expected None for a 'flat' index, got 10"),
+    ({"where": 3}, (cc.InputTypeError, cc.UnsupportedError), "where: expected"),
+    ({"where": ""}, (cc.InputTypeError, cc.UnsupportedError), "where: expected"),
+    ({"where": "nonsense > 3"}, (cc.InputError, cc.UnsupportedError), "where: expected"),
+    ({"where": "id = (3"}, (cc.InputError, cc.UnsupportedError), "where: expected"),
+    ({"queries": torch.ones(2, 7)}, cc.InputError, "queries: expected D = 8, that of the store, got D = 7"),
+    ({"queries": torch.zeros(2, 8)}, cc.InputError, "queries: expected non-zero rows"),
+    ({"queries": torch.full((2, 8), float("nan"))}, cc.InputError, "queries: expected finite entries"),
+    ({"queries": torch.ones(0, 8)}, cc.InputError, "queries: expected shape"),
+    ({"queries": [1, 2]}, cc.InputTypeError, "queries: expected a torch.Tensor"),
+    ({"queries": (torch.ones(2, 8),)}, cc.InputTypeError, "queries: .* got a tuple of 1"),
 ]
 
 
@@ -240,12 +239,3 @@ def test_a_missing_package_is_named(device, package, extra, tmp_path, monkeypatc
     text = rf"expected the package {package}, got none installed. pip install 'contrastive-curvature\[{extra}\]'"
     with pytest.raises(cc.UnsupportedError, match=text):
         make_store("faiss" if package == "faiss" else "lance", tmp_path)
-
-
-def test_nobody_imports_the_packages_before_they_are_used(device):
-    script = (
-        "import json, sys, contrastive_curvature as cc\n"
-        "cc.FaissStore, cc.LanceStore, cc.SearchResult, cc.StoredEmbeddings\n"
-        "print(json.dumps([name for name in ('faiss', 'lancedb', 'pyarrow', 'lance') if name in sys.modules]))"
-    )
-    assert fresh.run(script)[0] == []

@@ -1,0 +1,236 @@
+"""Stores on disk: round trips, damage, foreign files, killed writers, other processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import fresh
+import numpy as np
+import pytest
+import torch
+from devices import DEVICES
+from digits_corpus import small
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+import contrastive_curvature as cc
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+N = 400
+
+
+def filled_faiss(index: str = "flat", names: bool = False) -> cc.FaissStore:
+    store = cc.FaissStore()
+    ids: Any = [f"é{i}" for i in range(N)] if names else range(5, N + 5)
+    store.add(ids, small(N))
+    store.create_index(index)
+    return store
+
+
+def check_same(one: Any, other: Any, device: str) -> None:
+    queries = small(20, seed=3)[0].to(device)
+    a, b = one.search(queries, 7, max_uncertainty=0.5), other.search(queries, 7, max_uncertainty=0.5)
+    for name in ("cosine", "kappa", "uncertainty", "vectors"):
+        assert torch.equal(getattr(a, name), getattr(b, name)), name
+    assert a.ids.tolist() == b.ids.tolist()
+    assert len(one) == len(other) == N
+    assert one.index == other.index
+
+
+@pytest.mark.parametrize("index", ["flat", "hnsw", "ivf"])
+@pytest.mark.parametrize("names", [False, True])
+def test_faiss_round_trip(device, index, names, tmp_path):
+    store = filled_faiss(index, names)
+    store.save(tmp_path / "corpus")
+    again = cc.FaissStore.load(tmp_path / "corpus")
+    check_same(store, again, device)
+    # What was loaded goes on: duplicates are known, and new embeddings are found.
+    with pytest.raises(cc.InputError, match="not in the store yet"):
+        again.add(["é3"] if names else [7], small(1))
+    again.add(["new"] if names else [1000], small(1, seed=9))
+    assert again.search(small(1, seed=9)[0].to(device), 1).ids.tolist() == [["new" if names else 1000]]
+
+
+def test_faiss_file_is_plain_safetensors(device, tmp_path):
+    filled_faiss().save(tmp_path / "corpus")
+    with safe_open(str(tmp_path / "corpus"), framework="numpy") as file:
+        assert set(file.keys()) == {"ids", "kappa", "uncertainty", "vectors"}
+        assert np.array_equal(file.get_tensor("ids"), np.arange(5, N + 5))
+        expected = torch.nn.functional.normalize(small(N)[0], dim=1).numpy()
+        np.testing.assert_allclose(file.get_tensor("vectors"), expected, atol=1e-7)
+        assert file.metadata()["version"] == "1"
+
+
+@pytest.mark.parametrize("index", ["flat", "ivf"])
+def test_damaged_faiss_files_are_refused(device, index, tmp_path):
+    path = tmp_path / "corpus"
+    filled_faiss(index).save(path)
+    whole = path.read_bytes()
+    for size in (0, 5, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(cc.InputError, match=r"corpus: expected a file that FaissStore.save wrote, got a damaged"):
+            cc.FaissStore.load(path)
+    start = 8 + int.from_bytes(whole[:8], "little")
+    for place in (start, (start + len(whole)) // 2, len(whole) - 1):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1
+        path.write_bytes(flipped)
+        with pytest.raises(cc.InputError, match="content that agrees with its checksum"):
+            cc.FaissStore.load(path)
+
+
+def test_foreign_files_are_refused(device, tmp_path):
+    path = tmp_path / "other"
+    for content in (b"\x80\x04\x95hello", b"{}" * 50):
+        path.write_bytes(content)
+        with pytest.raises(cc.InputError, match=r"other: expected a file that FaissStore\.save wrote"):
+            cc.FaissStore.load(path)
+    save_file({"x": np.ones(3)}, path)
+    with pytest.raises(cc.InputError, match="a safetensors file of something else"):
+        cc.FaissStore.load(path)
+    with pytest.raises(cc.InputError, match="no such file"):
+        cc.FaissStore.load(tmp_path / "nothing")
+    with pytest.raises(cc.InputError, match="no such file"):
+        cc.FaissStore.load(tmp_path)
+
+
+def test_a_newer_version_and_arrays_that_do_not_fit_are_refused(device, tmp_path):
+    path = tmp_path / "corpus"
+    filled_faiss().save(path)
+    with safe_open(str(path), framework="numpy") as file:
+        note, arrays = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    save_file(arrays, path, {**note, "version": "2"})
+    with pytest.raises(cc.UnsupportedError, match=r"corpus: expected version 1, got 2. Install"):
+        cc.FaissStore.load(path)
+    from contrastive_curvature.stores.faiss_file import _checksum
+
+    arrays["kappa"] = arrays["kappa"][:-1]
+    save_file(arrays, path, {**note, "sha256": _checksum("flat", arrays)})
+    with pytest.raises(cc.InputError, match="arrays that do not fit together"):
+        cc.FaissStore.load(path)
+
+
+def test_an_interrupted_save_leaves_the_old_file(device, tmp_path, monkeypatch):
+    path = tmp_path / "corpus"
+    filled_faiss().save(path)
+    before = path.read_bytes()
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        filled_faiss("hnsw").save(path)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["corpus"]
+
+
+def test_saving_where_nothing_can_be_written(device, tmp_path):
+    with pytest.raises(cc.InputError, match="save: expected embeddings in the store"):
+        cc.FaissStore().save(tmp_path / "corpus")
+    with pytest.raises(cc.InputError, match="a file in a folder that exists"):
+        filled_faiss().save(tmp_path / "no" / "corpus")
+
+
+def filled_lance(folder: Path) -> cc.LanceStore:
+    store = cc.LanceStore(folder / "corpus.lance")
+    store.add(range(5, N + 5), small(N), payload={"label": torch.arange(N) % 3, "name": [f"n{i}" for i in range(N)]})
+    return store
+
+
+@pytest.mark.parametrize("index", ["flat", "ivf_pq"])
+def test_lance_round_trip(device, index, tmp_path):
+    store = filled_lance(tmp_path)
+    store.create_index(index)
+    again = cc.LanceStore.open(str(tmp_path / "corpus.lance"))
+    check_same(store, again, device)
+    again.optimize()
+    result = again.search(small(4)[0].to(device), 1, where="name = 'n2' OR label = 1")
+    assert result.payload["name"][2, 0] == "n2"
+    with pytest.raises(cc.InputError, match="not in the store yet"):
+        again.add([7], small(1), payload={"label": [0], "name": ["x"]})
+
+
+def test_lance_table_is_plain(device, tmp_path):
+    import lancedb
+
+    filled_lance(tmp_path)
+    table = lancedb.connect(str(tmp_path)).open_table("corpus").to_arrow()
+    assert table.column_names == ["id", "vector", "kappa", "uncertainty", "label", "name"]
+    assert table.column("id").to_pylist() == list(range(5, N + 5))
+
+
+def test_lance_folders_that_are_none(device, tmp_path):
+    import lancedb
+    import pyarrow
+
+    with pytest.raises(cc.InputError, match=r"corpus.lance: expected a table that LanceStore made, got no such folder"):
+        cc.LanceStore.open(tmp_path / "corpus.lance")
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(cc.InputError, match=r"path: expected a folder NAME\.lance"):
+        cc.LanceStore(tmp_path / "corpus")
+    with pytest.raises(cc.InputError, match=r"path: expected a folder NAME\.lance"):
+        cc.LanceStore(tmp_path / "a b.lance")
+    with pytest.raises(cc.InputError, match="a folder whose parent exists"):
+        cc.LanceStore(tmp_path / "no" / "corpus.lance")
+    filled_lance(tmp_path)
+    with pytest.raises(cc.InputError, match=r"does not exist yet, got one that does. LanceStore.open"):
+        cc.LanceStore(tmp_path / "corpus.lance")
+    (tmp_path / "empty.lance").mkdir()
+    with pytest.raises(cc.InputError, match=r"empty.lance: expected a table that LanceStore made"):
+        cc.LanceStore.open(tmp_path / "empty.lance")
+    lancedb.connect(str(tmp_path)).create_table("other", pyarrow.table({"id": [1, 2]}))
+    with pytest.raises(cc.InputError, match="one of something else, with columns id"):
+        cc.LanceStore.open(tmp_path / "other.lance")
+    newer = pyarrow.table(
+        {"id": [1], "vector": [[1.0]], "kappa": [1.0], "uncertainty": [1.0]},
+    ).replace_schema_metadata({"contrastive_curvature.LanceStore": "2"})
+    lancedb.connect(str(tmp_path)).create_table("newer", newer)
+    with pytest.raises(cc.UnsupportedError, match=r"newer.lance: expected version 1, got 2"):
+        cc.LanceStore.open(tmp_path / "newer.lance")
+
+
+def test_damaged_lance_folders_are_refused(device, tmp_path):
+    filled_lance(tmp_path)
+    (data,) = (tmp_path / "corpus.lance" / "data").iterdir()
+    data.write_bytes(data.read_bytes()[:100])
+    again = cc.LanceStore.open(tmp_path / "corpus.lance")
+    with pytest.raises(cc.InputError, match=r"corpus.lance: expected a table .* damaged or missing"):
+        again.search(torch.ones(1, 8, device=device), 3)
+    for manifest in (tmp_path / "corpus.lance" / "_versions").iterdir():
+        manifest.write_bytes(b"")
+    with pytest.raises(cc.InputError, match=r"corpus.lance: expected a table"):
+        cc.LanceStore.open(tmp_path / "corpus.lance")
+
+
+FORKED = """
+import json, os, sys, warnings
+warnings.filterwarnings("ignore", "lancedb fork support", RuntimeWarning)
+warnings.filterwarnings("ignore", ".*fork.*", DeprecationWarning)
+import torch
+import contrastive_curvature as cc
+torch.set_num_threads(1)
+cc.FaissStore, cc.LanceStore, cc.SearchResult, cc.StoredEmbeddings
+early = [name for name in ("faiss", "lancedb", "pyarrow", "lance") if name in sys.modules]
+store = cc.LanceStore.open(PLACE)
+here = store.search(torch.ones(3, 8), 2).ids.tolist()
+read, write = os.pipe()
+child = os.fork()
+if child == 0:
+    found = cc.LanceStore.open(PLACE).search(torch.ones(3, 8), 2).ids.tolist()
+    os.write(write, json.dumps(found).encode())
+    os._exit(0)
+os.close(write)
+there = json.loads(os.read(read, 10000))
+print(json.dumps([early, here == there, os.waitpid(child, 0)[1]]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fresh_process_imports_lancedb_late_forks_and_ends(device, tmp_path):
+    filled_lance(tmp_path)
+    script = FORKED.replace("PLACE", repr(str(tmp_path / "corpus.lance")))
+    assert fresh.run(script)[0] == [[], True, 0]
