@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -201,6 +202,47 @@ class ContrastiveLaplace(CheckedPosterior):
         Source: Vovk, Gammerman and Shafer, Algorithmic Learning in a Random World, 2005.
         """
         calibration.calibrate(self, loader, progress_bar)
+
+    def export(
+        self,
+        path: Path | str,
+        example: Inputs | None = None,
+        *,
+        format: str | None = None,
+        p_value: bool | None = None,
+        dynamic_axes: Mapping[Any, Any] | None = None,
+    ) -> tuple[str, ...]:
+        """Write the encoder and its posterior as one module that needs neither this library nor laplace-torch.
+
+        The structures ``diag``, ``kron``, ``full`` and ``kron_lowrank`` of a last layer. What is written gives
+        ``mu, kappa, uncertainty, p_value`` of ``la(x)``, or the first three of a posterior that is not calibrated.
+
+        Args:
+            path: The file. ``.pt2``: a graph for ``torch.export.load``; ``.onnx``: a graph for onnxruntime and others
+                (``pip install 'contrastive-curvature[onnx]'``); ``.npz`` or ``.safetensors``: arrays for the scorer
+                :mod:`contrastive_curvature.serving.numpy_scorer`, which needs numpy only and takes the features of the
+                last layer.
+            example: Inputs as ``la(x)`` takes them, to trace a graph with; its number of points may be another later.
+                None for a scorer.
+            format: ``"pt2"``, ``"onnx"``, ``"npz"`` or ``"safetensors"``, where the path does not say it.
+            p_value: ``True`` refuses a posterior that is not calibrated, ``False`` leaves p-values out.
+            dynamic_axes: Axes besides the first whose sizes may change, by name: ``{1: "length"}``, and for a mapping
+                ``{"input_ids": {1: "length"}, ...}``.
+
+        Returns:
+            Names of what is returned for an input, in order.
+
+        Raises:
+            NotFittedError: Before ``fit``; before ``la.calibrate``, where ``p_value``; or the calibration is of another
+                prior precision, temperature or encoder.
+            UnsupportedError: Other weights or structures, an encoder that cannot be traced, or a missing package.
+            InputError: The folder does not exist, the name says no format, or an argument is malformed. A file of that
+                name is as it was, as after every other error.
+        """
+        # Imported when used, as it imports the classes of posteriors.
+        from contrastive_curvature.serving.export import export
+
+        return export(self, path, example, format=format, p_value=p_value, dynamic_axes=dynamic_axes)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the posterior needs besides the encoder: tensors, numbers and strings only.

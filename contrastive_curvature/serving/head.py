@@ -6,8 +6,6 @@ at their values. A graph cannot: it gives NaN where ``la(x)`` raises an error.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
@@ -19,8 +17,7 @@ from contrastive_curvature.vmf.gaussian import concentration
 
 __all__ = ["ScoreHead"]
 
-_TINY, _LARGEST = torch.finfo(torch.float64).tiny, torch.finfo(torch.float64).max
-_LOG_TINY = math.log(_TINY)
+_TINY = torch.finfo(torch.float64).tiny
 
 
 class ScoreHead(nn.Module):
@@ -33,6 +30,9 @@ class ScoreHead(nn.Module):
         float32_arctan: Whether the arc tangent is computed in float32, as ONNX's runtime has no other.
     """
 
+    tiny: Tensor
+    typical_norm: Tensor | None
+
     def __init__(self, parts: Parts) -> None:
         super().__init__()
         arrays = parts.arrays
@@ -40,6 +40,8 @@ class ScoreHead(nn.Module):
         self.between = BetweenCentres(arrays["centres"], arrays["typical_ratio"]) if "centres" in arrays else None
         self.ranks = PValue(arrays) if "statistics" in arrays else None
         self.register_buffer("typical_norm", arrays.get("typical_norm"))
+        # A tensor, because ONNX would round a plain number to float32 first.
+        self.register_buffer("tiny", torch.tensor(_TINY, dtype=torch.float64, device=arrays["weight"].device))
         self.float32_arctan = False
 
     def forward(self, z: Tensor, phi: Tensor) -> tuple[Tensor, ...]:
@@ -54,15 +56,14 @@ class ScoreHead(nn.Module):
             if the posterior was calibrated.
         """
         wide = z.double()
-        size = wide.abs().amax(1, keepdim=True).clamp(min=_TINY)
-        scaled = wide / size
-        length = scaled.square().sum(1, keepdim=True).sqrt()
-        u = scaled / length.clamp(min=_TINY)
+        size = torch.maximum(wide.abs().amax(1), self.tiny)
+        scaled = wide / size.unsqueeze(1)
+        length = scaled.square().sum(1).sqrt()
+        u = scaled / torch.maximum(length, self.tiny).unsqueeze(1)
         total, radial = self.spread(phi, u)
         # A zero output has no direction.
-        norm = torch.where(length > 0, length * size, torch.nan)
-        mu = (scaled / torch.where(length > 0, length, torch.nan)).to(z.dtype)
-        norm = norm.squeeze(1)
+        divisor = torch.where(length > 0, length, torch.nan)
+        mu, norm = (scaled / divisor.unsqueeze(1)).to(z.dtype), divisor * size
         # Divided twice, because the square of a tiny or huge norm underflows or overflows.
         tangential = ((total - radial).clamp(min=0) / norm / norm).to(z.dtype)
         angle = tangential.sqrt()
@@ -74,12 +75,7 @@ class ScoreHead(nn.Module):
         if self.ranks is None:
             return out
         rounding = z.shape[1] * torch.finfo(z.dtype).eps
-        spread = torch.maximum(total - radial, rounding * total).clamp(min=_TINY).log()
-        length_log = (length.squeeze(1).clamp(min=_TINY).log() + size.squeeze(1).log()).clamp(min=_LOG_TINY)
-        p_value = self.ranks(spread, length_log, phi)
-        # What is not finite is no known input.
-        finite = wide.abs().sum(1) + total <= _LARGEST
-        return (*out, torch.where(finite, p_value, torch.nan))
+        return (*out, self.ranks(torch.maximum(total - radial, rounding * total), (size, length), phi))
 
     def _arctan(self, angle: Tensor) -> Tensor:
         return angle.float().arctan().to(angle.dtype) if self.float32_arctan else angle.arctan()

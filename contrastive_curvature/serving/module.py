@@ -14,6 +14,8 @@ from contrastive_curvature.serving.parts import parts_of
 
 __all__ = ["ServedEncoder"]
 
+FORMAT, VERSION = "contrastive_curvature.served", 1
+
 
 class ServedEncoder(nn.Module):
     """``mu, kappa, uncertainty, p_value = module(x)``: a copy of the encoder with the arrays of its posterior.
@@ -28,6 +30,8 @@ class ServedEncoder(nn.Module):
 
     Attributes:
         outputs: Names of what a call returns, in order.
+        metadata: What exported files say of themselves: ``format``, ``version``, ``structure``, ``outputs`` and
+            ``calibration_inputs``, their number n; the smallest p-value is ``1 / (n + 1)``.
 
     Raises:
         InputTypeError: ``la`` is no contrastive posterior.
@@ -40,6 +44,13 @@ class ServedEncoder(nn.Module):
         super().__init__()
         parts = parts_of(la, p_value)
         self.outputs = parts.outputs
+        self.metadata = {
+            "format": FORMAT,
+            "version": VERSION,
+            "structure": parts.structure,
+            "outputs": list(parts.outputs),
+            "calibration_inputs": len(parts.arrays.get("statistics", ())),
+        }
         # Its hooks are what finds the inputs of the last layer, also where a normalisation follows.
         self.encoder = copy.deepcopy(la.model.encoder)
         self.head = ScoreHead(parts)

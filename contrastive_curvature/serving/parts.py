@@ -121,7 +121,11 @@ def parts_of(la: Any, p_value: bool | None = None) -> Parts:
         reference = calibrated_reference(la)
         arrays["location"], arrays["scale"] = reference.standard.location, reference.standard.scale
         arrays["statistics"] = reference.statistics
-    return Parts(form, la._key[1], {name: array.detach().clone() for name, array in arrays.items()})
+    return Parts(form, la._key[1], {name: _copy(array) for name, array in arrays.items()})
+
+
+def _copy(array: Tensor) -> Tensor:
+    return array.detach().clone(memory_format=torch.contiguous_format)
 
 
 @torch.no_grad()

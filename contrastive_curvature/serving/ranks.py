@@ -29,6 +29,8 @@ class PValue(nn.Module):
     location: Tensor
     scale: Tensor
     rows: Tensor
+    tiny: Tensor
+    largest: Tensor
 
     def __init__(self, arrays: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -41,22 +43,33 @@ class PValue(nn.Module):
         self.register_buffer("rows", rows.view(-1, self.width))
         self.register_buffer("location", arrays["location"].double())
         self.register_buffer("scale", arrays["scale"].double())
+        # As tensors, because ONNX would round plain numbers to float32 first.
+        self.register_buffer("tiny", torch.tensor(_TINY, dtype=torch.float64, device=statistics.device))
+        self.register_buffer("largest", torch.tensor(_LARGEST, dtype=torch.float64, device=statistics.device))
         self.tolerance = ROUNDING / float(arrays["scale"].min())
 
-    def forward(self, spread: Tensor, length: Tensor, phi: Tensor) -> Tensor:
+    def forward(self, spread: Tensor, mean: tuple[Tensor, Tensor], phi: Tensor) -> Tensor:
         """P-values.
 
         Args:
-            spread: Logarithms of the tangential variances, float64, shape (B,).
-            length: Logarithms of the norms of the outputs, float64, shape (B,).
+            spread: Tangential variances, float64, shape (B,).
+            mean: Largest entry of the outputs, and their norms with that divided out, float64, shape (B,) each.
             phi: Features, shape (B, F).
 
         Returns:
             Float64, shape (B,).
         """
-        features = phi.double().square().sum(1).sqrt().clamp(min=_TINY, max=_LARGEST).log()
-        components = torch.stack([spread - features, spread - 2 * features, -length], dim=1)
+        size, scaled = mean
+        length = torch.maximum(self._log(scaled) + size.log(), self.tiny.log())
+        features = self._log(phi.double().square().sum(1).sqrt())
+        across = self._log(spread)
+        components = torch.stack([across - features, across - 2 * features, -length], dim=1)
         least = combine((components - self.location) / self.scale).unsqueeze(1) - self.tolerance
         row = (self.rows[:, -1] < least).sum(1)
         below = row * self.width + (self.rows[row] < least).sum(1)
-        return (1 + self.n - below).double() / (self.n + 1)
+        p_value = (1 + self.n - below).double() / (self.n + 1)
+        # What is not finite is no known input.
+        return torch.where(size + spread <= self.largest, p_value, torch.nan)
+
+    def _log(self, value: Tensor) -> Tensor:
+        return torch.minimum(torch.maximum(value, self.tiny), self.largest).log()

@@ -52,17 +52,23 @@ class DiagonalSpread(_Spread):
 class AxesSpread(_Spread):
     """Kronecker factors: every covariance is diagonal on the same axes, up to a common part."""
 
-    names = ("axes", "basis", "along", "across", "common", "lengths")
+    names = ("axes", "lengths", "basis", "along", "across", "common", "common_trace")
     axes: Tensor
+    lengths: Tensor
     basis: Tensor
     along: Tensor
     across: Tensor | None
     common: Tensor | None
-    lengths: Tensor
+    common_trace: Tensor | None
 
     def __init__(self, arrays: Mapping[str, Tensor]) -> None:
+        axes = arrays["axes"].double()
         # Rounding leaves the axes at lengths that are not quite one, which dense covariances have, too.
-        super().__init__({**arrays, "lengths": arrays["axes"].double().square().sum(0)})
+        wide = {"axes": axes, "lengths": axes.square().sum(0)}
+        if "common" in arrays:
+            wide["common"] = arrays["common"].double()
+            wide["common_trace"] = wide["common"].trace()
+        super().__init__({**arrays, **wide})
 
     def forward(self, phi: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`DiagonalSpread.forward`."""
@@ -74,11 +80,10 @@ class AxesSpread(_Spread):
             values = values + left * self.across
         wide = values.double()
         total = wide @ self.lengths
-        radial = (wide * (u @ self.axes.double()).square()).sum(1)
+        radial = (wide * (u @ self.axes).square()).sum(1)
         if self.common is not None:
-            common = self.common.double()
-            total = total + common.diagonal().sum()
-            radial = radial + ((u @ common) * u).sum(1)
+            total = total + self.common_trace
+            radial = radial + ((u @ self.common) * u).sum(1)
         return total, radial
 
 
