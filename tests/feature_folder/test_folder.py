@@ -1,0 +1,245 @@
+"""What is written is what is read: content, shards, slices, damaged headers."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from devices import DEVICES
+from feature_networks import POINTS, WIDTH, data, encoder, loader
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+from contrastive_curvature.feature_folder.precision import PRECISIONS
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+for_every_format = pytest.mark.parametrize("format", ["memmap", "parquet"])
+DTYPES = tuple(PRECISIONS)
+
+
+def write(path: Path, device: str, **options: Any) -> cc.FeatureFolder:
+    x, y = data(device)
+    return cc.features(encoder(device), loader(x, y), path, **{"rows_per_part": 12, **options})
+
+
+def hidden(device: str) -> Tensor:
+    """What the last layer takes in."""
+    with torch.no_grad():
+        return encoder(device)[:2](data(device)[0]).cpu()
+
+
+@for_every_format
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_content(format: str, dtype: str, device: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "f", device, format=format, dtype=dtype)
+    wanted = hidden(device).to(getattr(torch, dtype))
+    lifted = wanted.to(torch.float64 if dtype == "float64" else torch.float32)
+    batches = list(cc.FeatureFolder(folder.path, batch_size=13))
+    assert len(batches) == len(cc.FeatureFolder(folder.path, batch_size=13)) == 4
+    found = torch.cat([inputs["contrastive_curvature.features"] for inputs, _ in batches])
+    # The computation in batches of another size rounds the last bits.
+    assert torch.allclose(found, lifted, rtol=4 * torch.finfo(wanted.dtype).eps, atol=1e-15)
+    assert torch.equal(torch.from_numpy(folder.numpy()), found)
+    assert torch.equal(torch.from_numpy(folder.numpy(5, 31)), found[5:31])
+    assert folder.numpy(7, 7).shape == (0, WIDTH)
+    assert torch.equal(torch.cat([targets for _, targets in batches]), data()[1])
+    assert torch.equal(folder.targets, data()[1])
+    assert folder.identifiers.tolist() == list(range(POINTS))
+    assert (folder.width, folder.dtype, folder.last_layer_name) == (WIDTH, wanted.dtype, "2")
+    assert len(folder.dataset) == len(folder.numbers) == POINTS
+    assert f"{POINTS} x {WIDTH}, {dtype}" in repr(folder)
+
+
+def test_features_are_mapped_and_the_file_is_safe(device: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "f", device, dtype="bfloat16")
+    mapped = folder.features
+    assert isinstance(mapped, np.memmap)
+    assert (mapped.shape, mapped.dtype) == ((POINTS, WIDTH), np.uint16)
+    bits = torch.from_numpy(np.array(mapped).view(np.int16)).view(torch.bfloat16)
+    assert torch.equal(bits.float(), torch.from_numpy(folder.numpy()))
+    mapped[:] = 0
+    folder.verify()
+
+
+def test_parquet_is_read_by_others(device: str, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    folder = write(
+        tmp_path / "f", device, format="parquet", dtype="float16", identifiers=[f"é{i}" for i in range(POINTS)]
+    )
+    tables = [parquet.read_table(path) for path in sorted(folder.path.glob("*.parquet"))]
+    assert [table.num_rows for table in tables] == [12, 12, 12, 12, 2]
+    assert tables[0].column_names == ["features", "target", "identifier"]
+    assert tables[1].column("identifier")[0].as_py() == "é12"
+    assert np.array(tables[4].column("features").to_pylist()).shape == (2, WIDTH)
+    with pytest.raises(cc.UnsupportedError, match="Parquet files have no one array"):
+        _ = folder.features
+    with pytest.raises(cc.UnsupportedError, match="seed: Parquet files are read in their order"):
+        cc.FeatureFolder(folder.path, seed=0)
+
+
+@given(count=st.integers(1, 70), rows=st.integers(1, 60), size=st.integers(1, 60), seed=st.none() | st.integers(0, 9))
+def test_shards_are_a_partition(
+    count: int, rows: int, size: int, seed: int | None, device: str, tmp_path_factory: Any
+) -> None:
+    folder = write(tmp_path_factory.mktemp("f") / "f", device, dtype="float64", rows_per_part=rows)
+    whole = cc.FeatureFolder(folder.path, batch_size=size, seed=seed)
+    shards = [whole.shard(index, count) for index in range(count)]
+    assert [number for shard in shards for number in shard.numbers] == list(range(POINTS))
+    assert max(len(shard.numbers) for shard in shards) - min(len(shard.numbers) for shard in shards) <= 1
+    for shard in shards:
+        assert shard.identifiers.tolist() == list(shard.numbers)
+        assert np.array_equal(shard.features, folder.features[shard.numbers.start : shard.numbers.stop])
+        found = [(inputs["contrastive_curvature.features"], targets) for inputs, targets in shard]
+        assert len(found) == len(shard)
+        assert all(len(targets) <= size for _, targets in found)
+        if found:
+            targets = torch.cat([targets for _, targets in found])
+            assert torch.equal(targets.sort().values, shard.targets.sort().values)
+            both = [torch.cat([part for part, _ in found]), torch.from_numpy(shard.numpy())]
+            assert torch.equal(*(rows.sum(1).sort().values for rows in both))
+    inner = whole.shard(count - 1, count).shard(0, 2)
+    assert inner.numbers.start == shards[-1].numbers.start
+
+
+@for_every_format
+def test_pickle_opens_the_same_points(format: str, device: str, tmp_path: Path) -> None:
+    shard = cc.FeatureFolder(write(tmp_path / "f", device, format=format).path, batch_size=5).shard(1, 3)
+    stored = pickle.dumps(shard)
+    assert len(stored) < 1000
+    again = pickle.loads(stored)
+    assert (again.numbers, again.batch_size) == (shard.numbers, 5)
+    assert np.array_equal(again.numpy(), shard.numpy())
+
+
+@for_every_format
+@pytest.mark.parametrize(
+    "targets",
+    [torch.rand(POINTS, 2, 3), torch.arange(POINTS) % 2 == 0, torch.rand(POINTS).double(), torch.arange(POINTS).int()],
+)
+def test_targets_of_other_kinds(format: str, targets: Tensor, device: str, tmp_path: Path) -> None:
+    x, _ = data(device)
+    folder = cc.features(encoder(device), loader(x, targets), tmp_path / "f", format=format, rows_per_part=12)
+    assert folder.targets.dtype is targets.dtype
+    assert torch.equal(folder.targets, targets)
+    cc.features(encoder(device), loader(x, targets), tmp_path / "f", format=format)
+
+
+def test_shuffling_loader_is_read_in_the_order_of_its_data(device: str, tmp_path: Path) -> None:
+    x, y = data(device)
+    folder = cc.features(encoder(device), loader(x, y, shuffle=True), tmp_path / "f")
+    assert torch.equal(folder.targets, y.cpu())
+    cc.features(encoder(device), loader(x, y, shuffle=True), tmp_path / "f")
+
+
+def test_mappings_and_plain_batches(device: str, tmp_path: Path) -> None:
+    class OfMapping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = encoder(device)
+
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            return self.inner(batch["image"])
+
+    x, y = data(device)
+    given_batches = [{"image": x[:20], "class": y[:20]}, {"image": x[20:], "class": y[20:]}]
+    folder = cc.features(OfMapping(), given_batches, tmp_path / "f", label_key="class", dtype="float64")
+    assert torch.allclose(torch.from_numpy(folder.numpy()), hidden(device), rtol=1e-12)
+    with pytest.raises(cc.InputError, match=r"loader: .*labels under 'labels'"):
+        cc.features(OfMapping(), given_batches, tmp_path / "g")
+
+
+@pytest.mark.parametrize(
+    "identifiers", [torch.arange(POINTS) * 3, np.arange(POINTS, dtype=np.uint8), [2**62 - i for i in range(POINTS)]]
+)
+def test_identifiers_that_are_numbers(identifiers: Any, device: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "f", device, identifiers=identifiers)
+    assert folder.identifiers.dtype == np.int64
+    assert folder.identifiers.tolist() == [int(i) for i in identifiers]
+
+
+def _set(name: str, value: Any) -> Any:
+    return lambda header: header | {name: value}
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda _: "not JSON", "cannot be read"),
+        (lambda _: "[1]", "another JSON file"),
+        (_set("format", "other"), "another JSON file"),
+        (_set("version", 2), "version 1, got version 2"),
+        (_set("points", POINTS + 1), "it is damaged"),
+        (_set("checksum", None), "it is damaged"),
+    ],
+)
+def test_damaged_header_is_refused(damage: Any, message: str, device: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "f", device)
+    path = folder.path / "header.json"
+    changed = damage(json.loads(path.read_text()))
+    path.write_text(changed if isinstance(changed, str) else json.dumps(changed))
+    with pytest.raises(cc.InputError, match=message):
+        cc.FeatureFolder(folder.path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("storage", "zip"),
+        ("dtype", "int8"),
+        ("targets", {"dtype": "object", "shape": []}),
+        ("targets", {"dtype": "int64", "shape": [-1]}),
+        ("targets", None),
+        ("identifiers", {"kind": "text", "bytes": 0}),
+        ("identifiers", {"kind": "int64", "bytes": 4}),
+        ("rows_per_part", 0),
+        ("rows_per_part", True),
+        ("points", -1),
+        ("parts", ["../../etc"]),
+        ("parts", 3),
+        ("encoder", {"last_layer": "2"}),
+        ("encoder", None),
+    ],
+)
+def test_malformed_header_is_refused(name: str, value: Any, device: str, tmp_path: Path) -> None:
+    from contrastive_curvature.feature_folder import header
+
+    folder = write(tmp_path / "f", device)
+    path = folder.path / "header.json"
+    plain = json.loads(path.read_text()) | {name: value}
+    del plain["checksum"]
+    path.write_text(json.dumps({**plain, "checksum": header._checksum(plain)}))
+    with pytest.raises(cc.InputError, match=rf"header.json: {name}"):
+        cc.FeatureFolder(folder.path)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({"batch_size": 0}, cc.InputError),
+        ({"batch_size": 2.5}, cc.InputError),
+        ({"seed": "a"}, cc.InputTypeError),
+        ({"seed": True}, cc.InputTypeError),
+    ],
+)
+def test_options_of_the_folder(options: dict[str, Any], kind: type[Exception], device: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "f", device)
+    with pytest.raises(kind, match=next(iter(options))):
+        cc.FeatureFolder(folder.path, **options)
+    with pytest.raises(cc.InputTypeError, match="path: expected the name of a folder"):
+        cc.FeatureFolder(3)  # type: ignore[arg-type]
+    with pytest.raises(cc.InputError, match=r"a feature folder, got no file header\.json"):
+        cc.FeatureFolder(tmp_path)
+    for index, count in ((-1, 2), (2, 2), (True, 2), (0.5, 2), (0, 0)):
+        with pytest.raises(cc.InputError, match=r"index|count"):
+            folder.shard(index, count)  # type: ignore[arg-type]
+    for start, stop in ((-1, 2), (3, 2), (0, POINTS + 1), (0.5, 2)):
+        with pytest.raises(cc.InputError, match="start, stop"):
+            folder.numpy(start, stop)  # type: ignore[arg-type]

@@ -1,0 +1,239 @@
+"""An interrupted run goes on where it stopped, and never over other features."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from feature_networks import POINTS, Counting, Interrupted, data, encoder, loader
+
+import contrastive_curvature as cc
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+for_every_format = pytest.mark.parametrize("format", ["memmap", "parquet"])
+ROWS = 12
+"""Of a part: batches of 8 points lie across parts."""
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def write(path: Path, device: str, given: Any = None, model: Any = None, **options: Any) -> cc.FeatureFolder:
+    x, y = data(device)
+    options = {"dtype": "float64", "rows_per_part": ROWS, **options}
+    return cc.features(model or encoder(device), loader(x, y) if given is None else given, path, **options)
+
+
+def batches(device: str) -> list[Any]:
+    return list(loader(*data(device)))
+
+
+@for_every_format
+@pytest.mark.parametrize("texts", [False, True])
+def test_exception_in_the_loader(format: str, texts: bool, device: str, tmp_path: Path) -> None:
+    options = {"format": format, "identifiers": [f"é{i}" for i in range(POINTS)] if texts else None}
+    write(tmp_path / "whole", device, **options)
+    with pytest.raises(OSError, match="has gone"):
+        write(tmp_path / "f", device, Interrupted(batches(device), 4), **options)
+    with pytest.raises(cc.InputError, match="complete feature folder, got one with 2 parts"):
+        cc.FeatureFolder(tmp_path / "f")
+    kept = content(tmp_path / "f")
+    counting = Counting(encoder(device))
+    # The name of the last layer is another inside the wrapper, so that is no way to count.
+    with pytest.raises(cc.InputError, match="no linear layer of that name"):
+        write(tmp_path / "f", device, model=counting, **options)
+    assert content(tmp_path / "f") == kept
+    write(tmp_path / "f", device, **options)
+    assert content(tmp_path / "f") == content(tmp_path / "whole")
+
+
+def test_kept_parts_are_not_computed_again(device: str, tmp_path: Path) -> None:
+    counting = Counting(encoder(device))
+    with pytest.raises(OSError, match="has gone"):
+        write(tmp_path / "f", device, Interrupted(batches(device), 5), counting)
+    counting.points = 0
+    write(tmp_path / "f", device, model=counting)
+    # Of 3 whole parts 8 points each are compared, of which two are in pieces; a probe of 8 and one alone analyse the
+    # encoder; batches 4 to 6 hold the 14 points that are missing.
+    assert counting.points <= 8 + 1 + 3 * 8 + 8 + 8 + 2
+    counting.points = 0
+    write(tmp_path / "f", device, model=counting)
+    # A complete folder: one batch, for the comparison.
+    assert counting.points <= 8 + 1 + 8
+
+
+def _truncate(folder: Path, format: str) -> None:
+    path = folder / ("features.bin" if format == "memmap" else "part-000004.parquet")
+    os.truncate(path, path.stat().st_size - 8)
+
+
+def _flip(folder: Path, format: str) -> None:
+    path = folder / ("features.bin" if format == "memmap" else "part-000001.parquet")
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 3] ^= 1
+    path.write_bytes(damaged)
+
+
+def _remove(folder: Path, format: str) -> None:
+    (folder / ("targets.bin" if format == "memmap" else "part-000002.parquet")).unlink()
+
+
+@for_every_format
+@pytest.mark.parametrize("damage", [_truncate, _flip, _remove])
+def test_damaged_parts_are_written_again(
+    format: str, damage: Callable[[Path, str], None], device: str, tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "f", device, format=format)
+    whole = content(folder.path)
+    damage(folder.path, format)
+    if damage is not _flip:
+        with pytest.raises(cc.InputError, match="it writes what is missing"):
+            cc.FeatureFolder(folder.path)
+    with pytest.raises(cc.InputError, match=r"damaged .part"):
+        folder.verify()
+    write(folder.path, device, format=format)
+    assert content(folder.path) == whole
+    cc.FeatureFolder(folder.path).verify()
+
+
+def test_killed_while_a_part_was_written(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "whole", device)
+    real, calls = os.fsync, []
+
+    def failing(handle: int) -> None:
+        calls.append(handle)
+        if len(calls) == 8:
+            raise OSError("no space left")
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(OSError, match="no space"):
+        write(tmp_path / "f", device)
+    monkeypatch.undo()
+    write(tmp_path / "f", device)
+    assert content(tmp_path / "f") == content(tmp_path / "whole")
+
+
+@for_every_format
+def test_parts_that_are_listed_are_not_dropped_for_shorter_data(format: str, device: str, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="has gone"):
+        write(tmp_path / "f", device, Interrupted(batches(device), 6), format=format)
+    kept = content(tmp_path / "f")
+    assert len(json.loads(kept["header.json"])["parts"]) == 4
+    with pytest.raises(cc.InputError, match="24 points, and at least 48 are there"):
+        write(tmp_path / "f", device, batches(device)[:3], format=format)
+    assert content(tmp_path / "f") == kept
+
+
+@for_every_format
+def test_what_a_killed_run_left_behind_the_last_point_is_removed(format: str, device: str, tmp_path: Path) -> None:
+    write(tmp_path / "whole", device, format=format)
+    with pytest.raises(OSError, match="has gone"):
+        write(tmp_path / "f", device, Interrupted(batches(device), 4), format=format)
+    if format == "memmap":
+        with (tmp_path / "f" / "features.bin").open("ab") as file:
+            file.write(bytes(100_000))
+    else:
+        (tmp_path / "f" / "part-000005.parquet").write_bytes(b"left")
+    write(tmp_path / "f", device, format=format)
+    assert content(tmp_path / "f") == content(tmp_path / "whole")
+
+
+def _first_weight(model: Any) -> Any:
+    with torch.no_grad():
+        model[0].weight[0, 0] += 1e-4
+    return model
+
+
+@pytest.mark.parametrize("complete", [False, True])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "float32"}, "dtype: expected 'float64'.*got 'float32'"),
+        ({"format": "parquet"}, "format: expected 'memmap'.*got 'parquet'"),
+        ({"rows_per_part": 13}, "rows_per_part: expected 12.*got 13"),
+        ({"identifiers": [str(i) for i in range(POINTS)]}, "identifiers: expected 'int64 of 8 bytes'.*text of 2 bytes"),
+        ({"identifiers": range(1, POINTS + 1)}, "other identifiers for the points from row 0 on"),
+        ({"last_layer_name": "0"}, "last_layer_name: expected '2'"),
+        ({"model": "other"}, "features of this encoder.*other weights before the last layer"),
+        ({"given": "targets"}, "other targets for the points from row 0 on"),
+        ({"given": "inputs"}, "other features for the points from row 0 on"),
+        ({"given": "reversed"}, "other (targets|features) for the points from row 0 on"),
+        ({"given": "float targets"}, "targets of int64"),
+    ],
+)
+def test_other_encoder_options_or_data_are_refused(
+    change: dict[str, Any], message: str, complete: bool, device: str, tmp_path: Path
+) -> None:
+    x, y = data(device)
+    if complete:
+        write(tmp_path / "f", device)
+    else:
+        with pytest.raises(OSError, match="has gone"):
+            write(tmp_path / "f", device, Interrupted(batches(device), 4))
+    kept = content(tmp_path / "f")
+    options = dict(change)
+    if options.get("model"):
+        options["model"] = _first_weight(encoder(device))
+    if given := options.get("given"):
+        options["given"] = {
+            "targets": loader(x, y + 1),
+            "inputs": loader(x + 0.1, y),
+            "reversed": loader(x.flip(0), y.flip(0)),
+            "float targets": loader(x, y.double()),
+        }[given]
+    with pytest.raises(cc.InputError, match=message):
+        write(tmp_path / "f", device, **options)
+    assert content(tmp_path / "f") == kept
+
+
+@pytest.mark.parametrize("points", [POINTS - 1, POINTS + 1, 2 * POINTS])
+def test_other_number_of_points_is_refused(points: int, device: str, tmp_path: Path) -> None:
+    write(tmp_path / "f", device)
+    kept = content(tmp_path / "f")
+    x, y = data(device, n=max(points, POINTS))
+    x[:POINTS], y[:POINTS] = data(device)
+    with pytest.raises(cc.InputError, match="loader: expected the data of the folder"):
+        write(tmp_path / "f", device, loader(x[:points], y[:points]))
+    assert content(tmp_path / "f") == kept
+
+
+def test_last_layer_alone_may_have_changed(device: str, tmp_path: Path) -> None:
+    write(tmp_path / "f", device)
+    kept, model = content(tmp_path / "f"), encoder(device)
+    with torch.no_grad():
+        model[2].weight.zero_().add_(torch.rand_like(model[2].weight))
+    write(tmp_path / "f", device, model=model)
+    assert content(tmp_path / "f") == kept
+
+
+def test_foreign_folders_are_left_alone(device: str, tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.png").write_bytes(b"meow")
+    with pytest.raises(cc.InputError, match=r"path: .*'cat.png' in it"):
+        write(tmp_path / "photos", device)
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(cc.InputError, match=r"path: expected a folder, got .*a file"):
+        write(tmp_path / "file", device)
+    with pytest.raises(cc.InputError, match="path: expected a folder in one that exists"):
+        write(tmp_path / "no" / "folder", device)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "photos"]
+
+
+def test_two_writers_exclude_each_other(device: str, tmp_path: Path) -> None:
+    class Nested:
+        def __iter__(self) -> Any:
+            yield batches(device)[0]
+            write(tmp_path / "f", device)
+
+    with pytest.raises(cc.InputError, match="a folder that nobody else is writing"):
+        write(tmp_path / "f", device, Nested())
+    write(tmp_path / "f", device)
