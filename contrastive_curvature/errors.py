@@ -11,6 +11,7 @@ __all__ = [
     "InputError",
     "InputTypeError",
     "NotFittedError",
+    "ProcessError",
     "UnsupportedError",
     "expected",
 ]
@@ -34,6 +35,10 @@ class UnsupportedError(ContrastiveCurvatureError, ValueError, NotImplementedErro
 
 class NotFittedError(ContrastiveCurvatureError, AttributeError, ValueError):
     """A posterior was used before ``fit``. It is an ``AttributeError`` too, which laplace-torch raises here."""
+
+
+class ProcessError(ContrastiveCurvatureError, RuntimeError):
+    """Another process of one fit has failed or gone, so that this one cannot go on."""
 
 
 class DivergenceError(ContrastiveCurvatureError, ArithmeticError):

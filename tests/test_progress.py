@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
 from contrastive_curvature import progress as progress_file
-from contrastive_curvature.ggn import dataset
+from contrastive_curvature.ggn import cross_sums
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses import effort
 from contrastive_curvature.losses.derivatives import PairDerivatives
@@ -149,7 +149,7 @@ def test_a_relation_without_classes_is_estimated_too(monkeypatch: pytest.MonkeyP
 
 
 def test_cross_terms_are_told_of_while_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow(monkeypatch, dataset)
+    slow(monkeypatch, cross_sums)
     options = {"pd_fix": "full", "margin": 0.9}
     la = Laplace(nn.Linear(5, 3), "contrastive", hessian_structure="diag", backend_kwargs=options)
     with pytest.warns(LongRunWarning, match="The cross terms between all points will take about"):

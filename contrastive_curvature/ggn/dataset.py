@@ -1,14 +1,14 @@
 """The exact parameter curvature of a whole data set, over all its pairs and not only those inside batches.
 
-It needs two passes over the loader, which may shuffle between them. The first collects raw outputs and targets, O(N D).
-The second computes ``J_i^T H_ii J_i`` for every point i, batch by batch. Coupled fixes add the cross terms ``J_i^T H_ij
-J_j``: from sums per class if the pair weight depends on the classes only, else from all pairs of blocks of points.
+It needs two passes over the data, in any order. The first (:mod:`contrastive_curvature.ggn.statistics`) finds what a
+point has to know of all others: all outputs, or sums over classes and a sample of points that stands for all. The second
+(:mod:`contrastive_curvature.ggn.second_pass`) computes ``J_i^T H_ii J_i`` for every point i, batch by batch, and the
+cross terms ``J_i^T H_ij J_j`` of coupled fixes. Both give states that merge, so the data may come in parts.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,39 +17,43 @@ from torch import Tensor
 
 from contrastive_curvature.class_centres import ClassCentres
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.ggn.accumulate import add_factors
-from contrastive_curvature.ggn.dominance import Dominance
 from contrastive_curvature.ggn.feature_sample import FeatureSample
-from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.passes import PassRecord
-from contrastive_curvature.ggn.sampling import BlockSampler
-from contrastive_curvature.hessian.dataset import ClassCoupling, DatasetHessian, HessianPart
-from contrastive_curvature.hessian.derivatives import Totals
-from contrastive_curvature.hessian.sphere import check_outputs, normalize
+from contrastive_curvature.ggn.statistics import (
+    POINTS,
+    SAMPLE,
+    BatchReader,
+    Collected,
+    Plan,
+    check_targets,
+    collect_statistics,
+    sampled_centres,
+    sampled_inputs,
+)
+from contrastive_curvature.hessian.dataset import DatasetHessian
+from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.base import PairLoss
-from contrastive_curvature.losses.dataset import dataset_hessian
+from contrastive_curvature.losses.cosine import CosineLoss
+from contrastive_curvature.losses.sampled_data import sampled_hessian
+from contrastive_curvature.losses.weighting import class_pairs
 from contrastive_curvature.network.encoder import Encoder
-from contrastive_curvature.network.inputs import Inputs, input_length
-from contrastive_curvature.network.pullback import Pullback
-from contrastive_curvature.options import Structure
+from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.pairs import RelationFunction, make_relation
-from contrastive_curvature.pairs.relation import LabelRelation, check_labels
+from contrastive_curvature.parts.rows import Rows
+from contrastive_curvature.parts.share import Share
+from contrastive_curvature.parts.state import State
 from contrastive_curvature.progress import Progress
 
 __all__ = [
     "BatchReader",
     "DatasetCurvature",
     "DatasetPoints",
+    "check_fittable",
+    "check_targets",
     "collect_points",
-    "dataset_curvature",
     "mean_norm",
+    "points_of",
 ]
-
-_CLASS_SUM_ELEMENTS = 2**28
-_FEATURE_ELEMENTS = 2**27
-
-BatchReader = Callable[[Any], tuple[Inputs, Tensor]]
-"""Converts what the loader yields into a batch on the model's device, and its targets."""
 
 
 @dataclass(frozen=True)
@@ -57,21 +61,68 @@ class DatasetPoints:
     """The result of the first pass: the output Hessian over all pairs of the data set.
 
     Args:
-        hessian: Output Hessian of all N points, in the order of the first pass.
+        hessian: Output Hessian of all N points.
         function: The callable that relates targets; ``None`` for class labels.
-        record: Summary of the data, to check that later passes see the same data.
+        record: Summary of the points of this part, to check that later passes see the same data; ``None`` where another
+            process ran the first pass.
+        state: Of all parts.
         classes: Centres of the classes; ``None`` where targets are no class labels.
+        sampled: Points that stand for all negatives; ``None`` where all have been counted.
     """
 
     hessian: DatasetHessian
     function: RelationFunction | None
-    record: PassRecord
+    record: PassRecord | None
+    state: State
     classes: ClassCentres | None = None
+    sampled: Rows | None = None
 
     @property
     def n(self) -> int:
         """Number of points."""
-        return len(self.hessian)
+        return self.state.n
+
+    @property
+    def dim(self) -> int:
+        """Number D of outputs."""
+        return self.hessian.derivatives.u.shape[1]
+
+    @property
+    def typical_norm(self) -> Tensor:
+        """Mean norm of the raw outputs, one number, float64."""
+        norms = sum(origin.norm for origin in self.state.origins.values())
+        return torch.tensor(norms / self.n, dtype=torch.float64, device=self.hessian.derivatives.u.device)
+
+    @property
+    def sampled_inputs(self) -> Inputs | None:
+        """Inputs of the points that stand for all negatives, where they were kept."""
+        return None if self.sampled is None else sampled_inputs(self.sampled)
+
+    @property
+    def sampled_targets(self) -> Tensor | None:
+        """Their targets."""
+        return None if self.sampled is None else self.sampled.columns["targets"]
+
+    def check_same(self, record: PassRecord, part: int = 0) -> None:
+        """Refuse a later pass over other data.
+
+        Args:
+            record: Of the later pass, after its last batch.
+            part: Index of the part that it was over.
+
+        Raises:
+            InputError: It saw other points than the first pass.
+        """
+        if self.record is not None:
+            self.record.check_same(record)
+            return
+        before, again = self.state.origins.get(part), record.origin()
+        if before is None:
+            raise InputError(expected("part", f"one of {sorted(self.state.origins)}", str(part)))
+        if not before.same(again):
+            hint = "Give each part the same points in both passes, and use the same encoder."
+            came = f"{again.n} points for {before.n}" if again.n != before.n else "other points, targets or outputs"
+            raise InputError(expected("loader", f"the points of part {part} of the statistics", came, hint))
 
 
 @dataclass(frozen=True)
@@ -86,6 +137,7 @@ class DatasetCurvature:
         features: A sample of the features of a last layer, where the second pass saw them.
         typical_norm: Mean norm of the raw outputs, one number.
         classes: Centres of the classes, where targets are class labels.
+        error: Relative standard error of the curvature, where the negatives are a sample.
     """
 
     curvature: Any
@@ -95,6 +147,7 @@ class DatasetCurvature:
     features: FeatureSample | None = None
     typical_norm: Tensor | None = None
     classes: ClassCentres | None = None
+    error: float | None = None
 
 
 def collect_points(
@@ -104,8 +157,9 @@ def collect_points(
     loss: PairLoss,
     relation: RelationFunction | None = None,
     progress: Progress | bool | None = None,
+    samples: int | None = None,
 ) -> DatasetPoints:
-    """First pass: raw outputs and targets of every point.
+    """First pass of one process over all points, whose raw outputs and targets are kept.
 
     Args:
         encoder: The analysed encoder, in evaluation mode.
@@ -114,6 +168,7 @@ def collect_points(
         loss: The loss, with the distance and the fix of its curvature.
         relation: ``None`` for class labels, or a callable on targets.
         progress: Progress of the whole fit, or whether to show progress.
+        samples: Number of points that stand for all negatives; ``None`` counts all of them.
 
     Returns:
         The output Hessian, stored in O(N D) numbers.
@@ -123,24 +178,67 @@ def collect_points(
             malformed.
     """
     progress = Progress.of(progress)
-    outputs, targets, record = [], [], PassRecord()
-    for batch in progress.over(loader, "[embedding]"):
-        x, y = read(batch)
-        with torch.no_grad():
-            outputs.append(check_outputs(encoder(x), "model(x)"))
-        targets.append(check_targets(y, input_length(x), relation))
-        record.add(outputs[-1], targets[-1])
-        if len(outputs) == 1 and relation is None:
-            # The first outputs are needed for the estimate, which should precede the rest of the pass.
-            loss.announce_labelled(_expected_points(loader), outputs[0], progress)
-    if not outputs:
+
+    def first(z: Tensor) -> None:
+        if relation is None and samples is None:
+            loss.announce_labelled(expected_points(loader), z, progress)
+
+    found = collect_statistics(encoder, Share(loader), read, Plan(), relation, progress, first=first)
+    return points_of(found.state, loss, relation, samples, found, progress, keeps=True)
+
+
+def points_of(
+    state: State,
+    loss: CosineLoss,
+    relation: RelationFunction | None,
+    samples: int | None,
+    found: Collected | None = None,
+    progress: Progress | None = None,
+    *,
+    keeps: bool = False,
+    negatives_per_anchor: int | None = None,
+) -> DatasetPoints:
+    """The output Hessian of a data set, from the statistics of all its parts.
+
+    Args:
+        state: Of all parts.
+        loss: The loss, with the distance and the fix of its curvature.
+        relation: ``None`` for class labels, or a callable on targets.
+        samples: Number of points that stand for all negatives; ``None`` counts all of them.
+        found: Of the part of this process, where it ran the first pass.
+        progress: Progress of the whole fit, for a warning in advance.
+        keeps: Whether products with the Hessian of all points will be asked for.
+        negatives_per_anchor: See the backend.
+
+    Raises:
+        InputError: A part is missing; there is no point, one only, or no positive pair.
+    """
+    state.check_complete()
+    if not state.n:
         raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
-    z = torch.cat(outputs)
-    related = make_relation(z.shape[0], z.device, torch.cat(targets), relation)
-    loss.announce(related, normalize(z)[0], progress)
-    check_fittable(z.shape[0], float(related.counts()[0].sum()))
-    classes = ClassCentres.of(z, related.targets) if isinstance(related, LabelRelation) else None
-    return DatasetPoints(dataset_hessian(loss, z, related), relation, record, classes)
+    record = None if found is None else found.record
+    classes = sampled_centres(state)
+    rows = state.kept[POINTS].in_order() if POINTS in state.kept else None
+    if state.classes is not None and isinstance(loss, PairLoss):
+        check_fittable(state.n, class_pairs(state.classes.counts)[2][0])
+    elif state.n < 2:
+        check_fittable(state.n, 1.0)
+    if rows is None or samples is not None or not isinstance(loss, PairLoss):
+        if state.classes is None:
+            msg = "a sample of the negatives of points without class labels"
+            raise RuntimeError(msg)
+        sampled = None if samples is None else (state.kept[SAMPLE] if rows is None else rows.first(samples))
+        hessian = sampled_hessian(loss, state.classes, rows, sampled, keeps, negatives_per_anchor)
+        return DatasetPoints(hessian, relation, record, state, classes, sampled)
+    z, targets = rows.columns["outputs"], rows.columns["targets"]
+    related = make_relation(len(z), z.device, targets, relation)
+    if progress is not None:
+        loss.announce(related, normalize(z)[0], progress)
+    if relation is not None:
+        check_fittable(len(z), float(related.counts()[0].sum()))
+    u = normalize(z)[0]
+    hessian = DatasetHessian(z, loss.derivatives(related, u), loss.distance, loss.pd_fix)
+    return DatasetPoints(hessian, relation, record, state, classes)
 
 
 def mean_norm(z: Tensor) -> Tensor:
@@ -148,29 +246,12 @@ def mean_norm(z: Tensor) -> Tensor:
     return normalize(z.detach())[1].double().mean()
 
 
-def _expected_points(loader: Iterable[Any]) -> int:
+def expected_points(loader: Iterable[Any]) -> int:
     """Number of points of a loader's data set, or 0 if it is unknown."""
     try:
         return len(loader.dataset)  # type: ignore[attr-defined]
     except (AttributeError, TypeError):  # a list of batches; a data set without a length
         return 0
-
-
-def check_targets(y: object, n: int, relation: RelationFunction | None) -> Tensor:
-    """Check the targets of one batch.
-
-    Returns:
-        The targets, class labels as int64.
-
-    Raises:
-        InputError: There is no relation and the targets are not class labels, or there is not one target per point.
-    """
-    if relation is None:
-        return check_labels(y, n)
-    if not isinstance(y, Tensor) or y.ndim == 0 or y.shape[0] != n:
-        received = f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
-        raise InputError(expected("train_loader", f"one target for each of the {n} points of a batch", received))
-    return y
 
 
 def check_fittable(n: int, positives: float) -> None:
@@ -186,160 +267,3 @@ def check_fittable(n: int, positives: float) -> None:
     if not positives:
         hint = "The positive part of the curvature is a sum over positive pairs. Check the labels."
         raise InputError(expected("train_loader", "at least one positive pair", "none", hint))
-
-
-def dataset_curvature(
-    pullback: Pullback,
-    loader: Iterable[Any],
-    read: BatchReader,
-    points: DatasetPoints,
-    structure: Structure,
-    progress: Progress | bool | None = None,
-    sampler: BlockSampler | None = None,
-) -> DatasetCurvature:
-    """Second pass: the curvature of all pairs of the data set, unclamped.
-
-    Args:
-        pullback: Pullback to the parameters.
-        loader: The same data as in the first pass, in any order.
-        read: Converts what the loader yields into inputs and targets.
-        points: Result of the first pass.
-        structure: ``diag``, ``full`` or ``kron``.
-        progress: Progress of the whole fit, or whether to show progress.
-        sampler: Samples the blocks of the Hessian for an estimate; ``None`` uses the exact blocks.
-
-    Returns:
-        The curvature. If a single point contributes most of it, there is a warning.
-
-    Raises:
-        InputError: The loader gave other data than in the first pass, or the curvature of a batch is not finite.
-        UnsupportedError: ``kron`` is requested for a layer that has no Kronecker factors.
-    """
-    hessian, progress = points.hessian, Progress.of(progress)
-    total: Any = None
-    cross = _make_cross(pullback, points, structure) if hessian.coupled and structure is not Structure.KRON else None
-    totals: Totals | None = None
-    record, dominance, sample = PassRecord(), Dominance(pullback, structure, points.n), FeatureSample.of(pullback)
-    for number, batch in enumerate(progress.over(loader, "[curvature]")):
-        x, y = read(batch)
-        y = check_targets(y, input_length(x), points.function)
-        z, context = pullback.forward(x)
-        z = check_outputs(z, "model(x)")
-        record.add(z, y)
-        if sample is not None:
-            sample.add(context)
-        part = hessian.at(z, y)
-        totals = part.totals if totals is None else totals + part.totals
-        sampled = part.blocks if sampler is None else sampler(part.blocks, pullback)
-        if structure is Structure.KRON:
-            factors = pullback.kron_factors(context, sampled, points.n)
-            check_finite(factors, pullback, f"batch {number} (counted from 0)")
-            dominance.add(context, len(z), part.blocks, factors)
-            total = add_factors(total, factors)
-            continue
-        blocks = sampled
-        if cross is not None:
-            blocks = hessian.without_itself(part)
-            cross.add(context, part)
-        term = pullback.block_term(context, blocks, structure)
-        check_finite(term, pullback, f"batch {number} (counted from 0)")
-        dominance.add(context, len(z), blocks, term)
-        total = term if total is None else total + term
-    points.record.check_same(record)
-    if cross is not None:
-        total = total + cross.finish(loader, read, progress)
-    check_finite(total, pullback, "the sum over all batches")
-    dominance.warn()
-    # The sums over all pairs, the expensive part of the loss, were computed above.
-    return DatasetCurvature(
-        total, *hessian.loss_and_cost(totals), points.n, sample, mean_norm(hessian.z), points.classes
-    )
-
-
-def _make_cross(pullback: Pullback, points: DatasetPoints, structure: Structure) -> _ClassCross | _StreamedCross:
-    coupling = points.hessian.class_coupling()
-    if coupling is not None:
-        numbers = coupling.classes.numel() * points.hessian.z.shape[1] * pullback.n_params
-        if numbers <= _CLASS_SUM_ELEMENTS:
-            return _ClassCross(pullback, coupling, structure)
-    return _StreamedCross(pullback, points, structure)
-
-
-class _ClassCross:
-    """``sum_ij J_i^T H_ij J_j`` for pair weights that depend on the classes only, from one sum of rows per class."""
-
-    def __init__(self, pullback: Pullback, coupling: ClassCoupling, structure: Structure) -> None:
-        self.pullback, self.coupling, self.structure = pullback, coupling, structure
-        self.sums: Tensor | None = None
-
-    def add(self, context: Any, part: HessianPart) -> None:
-        index = torch.searchsorted(self.coupling.classes, part.targets)
-        sums = self.pullback.class_sums(context, part.tangent_axes(), index, self.coupling.classes.numel())
-        self.sums = sums if self.sums is None else self.sums + sums
-
-    def finish(self, loader: Iterable[Any], read: BatchReader, progress: Progress) -> Tensor:
-        del loader, read, progress
-        if self.sums is None:
-            msg = "no points were added"
-            raise RuntimeError(msg)
-        with torch.autocast(self.sums.device.type, enabled=False):
-            weighted = -(self.coupling.y @ self.sums.flatten(1)).view_as(self.sums)
-            if self.structure is Structure.DIAG:
-                return (self.sums * weighted).sum((0, 1))
-            return self.sums.flatten(0, 1).T @ weighted.flatten(0, 1)
-
-
-class _StreamedCross:
-    """``sum_ij J_i^T H_ij J_j`` block by block: a block of points i stays in memory during a pass over all points j."""
-
-    def __init__(self, pullback: Pullback, points: DatasetPoints, structure: Structure) -> None:
-        self.pullback, self.points, self.structure = pullback, points, structure
-
-    def add(self, context: Any, part: HessianPart) -> None:
-        """Do nothing: :meth:`finish` computes all blocks."""
-
-    def finish(self, loader: Iterable[Any], read: BatchReader, progress: Progress) -> Tensor:
-        total: Any = 0
-        entries = self.points.n**2
-        started, done = time.monotonic(), 0
-        with progress.bar("[cross terms]", total=entries) as bar:
-            for block in _grouped(self._parts(loader, read)):
-                for context, columns in self._parts(loader, read):
-                    for row_context, rows in block:
-                        cross = self.points.hessian.cross(rows, columns)
-                        total = total + self.pullback.cross_term(row_context, context, cross, self.structure)
-                        bar.update(cross.y.numel())
-                        done += cross.y.numel()
-                        progress.extrapolate(started, done, entries, "The cross terms between all points")
-        return torch.as_tensor(total)
-
-    def _parts(self, loader: Iterable[Any], read: BatchReader) -> Iterator[tuple[Any, HessianPart]]:
-        """One pass over the data, which must be the data of the first pass."""
-        record = PassRecord()
-        for batch in loader:
-            x, y = read(batch)
-            y = check_targets(y, input_length(x), self.points.function)
-            z, context = self.pullback.forward(x)
-            z = check_outputs(z, "model(x)")
-            record.add(z, y)
-            step = self.pullback.tile_size(self.structure, z.shape[1])
-            for start in range(0, len(z), step):
-                rows = slice(start, start + step)
-                yield self.pullback.slice_context(context, rows), self.points.hessian.place(z[rows], y[rows])
-        self.points.record.check_same(record)
-
-
-def _grouped(points: Iterator[tuple[Any, HessianPart]]) -> Iterator[list[tuple[Any, HessianPart]]]:
-    """Group batches into blocks whose contexts have at least ``_FEATURE_ELEMENTS`` numbers."""
-    block: list[tuple[Any, HessianPart]] = []
-    numbers = 0
-    for item in points:
-        block.append(item)
-        context = item[0]
-        tensors = context.values() if isinstance(context, Mapping) else [context]
-        numbers += sum(t.numel() for t in tensors if isinstance(t, Tensor))
-        if numbers >= _FEATURE_ELEMENTS:
-            yield block
-            block, numbers = [], 0
-    if block:
-        yield block

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.network.pullback import Pullback
+from contrastive_curvature.parts.rows import Rows, point_keys
 
 __all__ = ["FeatureSample"]
 
@@ -57,11 +58,33 @@ class FeatureSample:
             raise RuntimeError(msg)
         return self._store[: len(self)]
 
-    def add(self, rows: Tensor) -> None:
-        """Take a batch of features, shape (B, F), into account."""
+    def add(self, rows: Tensor, numbers: Tensor | None = None) -> None:
+        """Take a batch of features into account.
+
+        Args:
+            rows: Shape (B, F).
+            numbers: Of the points, shape (B,), so that the sample does not depend on how the data is divided; ``None``
+                draws keys.
+        """
         rows = rows.detach()
-        keys = torch.rand(len(rows), generator=self._generator, dtype=torch.float64)
+        if numbers is None:
+            keys = torch.rand(len(rows), generator=self._generator, dtype=torch.float64)
+        else:
+            keys = 0.5 + point_keys(numbers).double() / 2.0**64
         self._add(rows, keys)
+
+    def kept(self) -> Rows:
+        """The rows with their keys, as states of parts have them."""
+        # Keys of 53 bits, as whole numbers that come back without rounding.
+        return Rows(None, (self._keys * 2.0**53).round().to(torch.int64), {"rows": self.rows})
+
+    @classmethod
+    def of_kept(cls, kept: Rows) -> FeatureSample:
+        """The sample of what :meth:`kept` gave, perhaps of several parts."""
+        rows = kept.columns["rows"]
+        out = cls(rows.shape[1])
+        out._add(rows, kept.numbers.double() / 2.0**53)
+        return out
 
     def merged(self, other: FeatureSample) -> FeatureSample:
         """A sample of the two streams together; every row of both was as likely to be drawn."""

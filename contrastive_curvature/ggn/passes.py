@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.parts.rows import point_keys
+from contrastive_curvature.parts.state import Origin
 
 __all__ = ["PassRecord", "check_same_outputs"]
 
@@ -76,6 +78,13 @@ class PassRecord:
     def add_targets(self, targets: Tensor) -> None:
         """Record the targets of a batch, shape (B, ...), without outputs, for :meth:`check_same_targets`."""
         self._targets.append(_target_keys(targets))
+
+    def origin(self) -> Origin:
+        """The same in four numbers."""
+        targets, numbers = self._joined()
+        along, norm = numbers.sum(0).tolist()
+        # Keys, because sums of labels themselves agree too easily; the sum wraps around.
+        return Origin(len(targets), int(point_keys(targets).sum()), along, norm)
 
     def _joined(self) -> tuple[Tensor, Tensor]:
         if not self._targets:

@@ -104,7 +104,7 @@ def subset_hessian(
             parts.append(selected_rows(x, in_subset))
             outputs.append(z[in_subset])
             targets.append(y[in_subset])
-    points.record.check_same(record)
+    points.check_same(record)
     inputs, z, y = concatenated(parts), torch.cat(outputs), torch.cat(targets)
     factor = hessian.among(z, y).factor() if hessian.coupled else hessian.at(z, y).blocks.factor()
     return HessianSubset(inputs, (points.n / size) ** 0.5 * factor, hessian.coupled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -68,20 +69,41 @@ class DatasetHessian:
     """Output Hessian over all pairs of a data set.
 
     Args:
-        z: Raw outputs of all N points, in the order of the first pass over the data, shape (N, D).
+        z: Raw outputs of all N points, in the order of the first pass over the data, shape (N, D); ``None`` where the
+            points were not kept.
         derivatives: Of the loss in their cosines.
         distance: Which split of the generalised Gauss-Newton.
         pd_fix: The fix for positive definiteness.
+        halves: Where the derivatives are an estimate from a sample, those from its two halves, unless they give them.
     """
 
-    def __init__(self, z: Tensor, derivatives: DatasetDerivatives, distance: Distance, pd_fix: PDFix) -> None:
-        self.z = z
+    def __init__(
+        self,
+        z: Tensor | None,
+        derivatives: DatasetDerivatives,
+        distance: Distance,
+        pd_fix: PDFix,
+        halves: Sequence[DatasetDerivatives] = (),
+    ) -> None:
+        self._z, self._halves = z, halves
         self.derivatives = derivatives
         self.distance, self.pd_fix = distance, pd_fix
         self.coupled = pd_fix.coupled
 
     def __len__(self) -> int:
-        return self.z.shape[0]
+        return self.derivatives.n
+
+    @property
+    def z(self) -> Tensor:
+        """Raw outputs of all N points, shape (N, D).
+
+        Raises:
+            RuntimeError: They were not kept.
+        """
+        if self._z is None:
+            msg = "the raw outputs were not kept"
+            raise RuntimeError(msg)
+        return self._z
 
     def whole(self) -> OutputHessian:
         """The Hessian of all points at once, in the order of the first pass."""
@@ -105,6 +127,12 @@ class DatasetHessian:
         sums = self.derivatives.sums_for(u, targets)
         blocks = make_blocks(u, n, sums, self.distance, self.pd_fix)
         return HessianPoints(u, n, targets, blocks, sums.totals(u))
+
+    def estimates_at(self, z: Tensor, targets: Tensor) -> list[Blocks]:
+        """Independent estimates of the blocks of :meth:`at`, two of them where these are an estimate themselves."""
+        u, n = normalize(z)
+        found = self.derivatives.estimates_for(u, targets) or [half.sums_for(u, targets) for half in self._halves]
+        return [make_blocks(u, n, sums, self.distance, self.pd_fix) for sums in found]
 
     def among(self, z: Tensor, targets: Tensor) -> OutputHessian:
         """The Hessian of some of the points among themselves, as their share of that of the whole set.

@@ -46,12 +46,14 @@ class NodeSums:
         moments: ``M_i = sum_j c_ij u_j u_j^T`` and what couples the candidates of a point, see
             :mod:`contrastive_curvature.hessian.moments`; ``None`` where the second derivatives are zero.
         value: Half the loss of the pairs of these points, float64, see :class:`Totals`.
+        counted: What these points add to the value of the loss, where that does not follow from the other sums.
     """
 
     degree: Tensor
     neighbors: Tensor
     moments: Moments | None
     value: Tensor
+    counted: Totals | None = None
 
     def totals(self, u: Tensor) -> Totals:
         """What these points add to the value of the loss.
@@ -59,6 +61,8 @@ class NodeSums:
         Args:
             u: Their unit embeddings, shape (N, D).
         """
+        if self.counted is not None:
+            return self.counted
         # In float64 and in chunks: the loss is the small difference of the two sums.
         pairs = zip(u.split(_CHUNK_ROWS), self.neighbors.split(_CHUNK_ROWS), strict=True)
         zero = self.neighbors.new_zeros(()).double()
@@ -153,6 +157,16 @@ class DatasetDerivatives(CosineDerivatives):
             u: Unit embeddings of B of the points, shape (B, D).
             targets: Their targets, shape (B, ...).
         """
+
+    def estimates_for(self, u: Tensor, targets: Tensor) -> list[NodeSums]:
+        """Independent estimates of :meth:`sums_for`, two of them where it is itself one, from halves of its sample.
+
+        Args:
+            u: See there.
+            targets: See there.
+        """
+        del u, targets
+        return []
 
     @abstractmethod
     def between(self, u_a: Tensor, targets_a: Tensor, u_b: Tensor, targets_b: Tensor) -> tuple[Tensor, Tensor | None]:

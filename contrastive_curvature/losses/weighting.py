@@ -17,7 +17,7 @@ from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.options import Normalization
 from contrastive_curvature.pairs.relation import Relation
 
-__all__ = ["ClassShares", "PairFactors", "Shares", "batch_scale", "count_shares"]
+__all__ = ["ClassShares", "PairFactors", "Shares", "batch_scale", "class_pairs", "count_shares"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,21 @@ class ClassShares:
         first = torch.zeros_like(self.classes).scatter_(0, inverse, torch.arange(len(labels), device=labels.device))
         self.shares = shares[first]
 
+    @classmethod
+    def of_counts(
+        cls, classes: Tensor, counts: Tensor, normalization: Normalization, dtype: torch.dtype
+    ) -> ClassShares:
+        """From the number of points of every class.
+
+        Args:
+            classes: Different class labels, ascending, shape (C,).
+            counts: Number of points of each, shape (C,).
+            normalization: See :class:`~contrastive_curvature.options.Normalization`.
+            dtype: Floating-point type of the shares.
+        """
+        positive, negative, totals = class_pairs(counts)
+        return cls(classes, count_shares(positive, negative, normalization, dtype, totals))
+
     def find(self, labels: Tensor) -> Tensor:
         """Index of the class of every label, shape (B,).
 
@@ -92,6 +107,22 @@ class ClassShares:
     def of(self, labels: Tensor) -> Shares:
         """Shares of points with these labels."""
         return self.shares[self.find(labels)]
+
+
+def class_pairs(counts: Tensor) -> tuple[Tensor, Tensor, tuple[float, float]]:
+    """Numbers of pairs of points with class labels.
+
+    Args:
+        counts: Number of points of each class, int64, shape (C,).
+
+    Returns:
+        Number of positive and of negative pairs at every point of a class, each (C,); and of both in the whole set.
+    """
+    positive, negative = counts - 1, counts.sum() - counts
+    # As Python's whole numbers, which do not overflow.
+    every = counts.tolist()
+    n, same = sum(every), sum(count * (count - 1) for count in every)
+    return positive, negative, (same / 2, (n * (n - 1) - same) / 2)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ __all__ = [
     "check_one_encoder",
     "check_whole",
     "in_fixed_order",
+    "loader_parts",
     "read_batch",
 ]
 
@@ -110,7 +111,7 @@ def check_whole(loader: Any, argument: str = "train_loader") -> None:
     Raises:
         UnsupportedError: A sampler or the loader itself divides the data.
     """
-    for part in _parts(loader):
+    for part in loader_parts(loader):
         # torch's and Lightning's samplers; Accelerate's shards, whose name a data set of the user's may have too.
         shards = isinstance(part, (Sampler, IterableDataset)) or type(part).__module__.startswith("accelerate")
         names = ("num_replicas", "num_processes") if shards else ("num_replicas",)
@@ -124,7 +125,7 @@ def check_whole(loader: Any, argument: str = "train_loader") -> None:
             raise UnsupportedError(msg)
 
 
-def _parts(loader: Any) -> list[Any]:
+def loader_parts(loader: Any) -> list[Any]:
     """A loader and what it is made of: samplers, data sets, and loaders that it wraps under any name."""
     parts: list[Any] = [loader]
     for part in parts:

@@ -19,11 +19,11 @@ from contrastive_curvature.ggn.dataset import (
     DatasetCurvature,
     DatasetPoints,
     collect_points,
-    dataset_curvature,
     mean_norm,
 )
 from contrastive_curvature.ggn.lowrank import curvature_product, leading_eigenpairs
 from contrastive_curvature.ggn.sampling import BlockSampler
+from contrastive_curvature.ggn.second_pass import dataset_curvature
 from contrastive_curvature.ggn.subset import HessianSubset, subset_hessian
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.cosine import CosineLoss

@@ -1,0 +1,135 @@
+"""How much a curvature depends on which points stand for all negatives, from two halves of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from contrastive_curvature.hessian.blocks import Blocks
+from contrastive_curvature.hessian.dataset import DatasetHessian
+from contrastive_curvature.hessian.dense_blocks import DenseBlocks
+from contrastive_curvature.hessian.signed import SignedFactor
+from contrastive_curvature.network.pullback import Pullback
+from contrastive_curvature.options import Structure
+from contrastive_curvature.parts.rows import point_keys
+
+__all__ = ["StandardError", "relative_error"]
+
+_MOST_POINTS = 2**16
+"""Points that the error is estimated from. Fewer points than all make it look larger, not smaller."""
+
+_SEED = 1
+"""Of the choice of these points, which is not that of the sampled negatives."""
+
+_MEAN, _DIFFERENCE = "error/mean", "error/difference"
+
+
+class StandardError:
+    """Collects the diagonal of the curvature of some points, and its difference between two halves of the sample.
+
+    Args:
+        pullback: Pullback to the parameters.
+        n: Number of points of the data set.
+    """
+
+    def __init__(self, pullback: Pullback, n: int) -> None:
+        self._pullback = pullback
+        share = min(1.0, _MOST_POINTS / max(1, n))
+        # Keys are spread over all whole numbers of 64 bits.
+        self._bound = None if share >= 1 else int(-(2**63) + share * 2**64)
+        self._mean: Tensor | None = None
+        self._difference: Tensor | None = None
+
+    def add(self, hessian: DatasetHessian, z: Tensor, targets: Tensor, context: Any, numbers: Tensor) -> None:
+        """Take a batch into account.
+
+        Args:
+            hessian: Of the data set.
+            z: Raw outputs, shape (B, D).
+            targets: Their targets, shape (B, ...).
+            context: Of the pullback.
+            numbers: Of the points, shape (B,).
+        """
+        stop = len(z)
+        if self._bound is not None:
+            # The first rows of a batch, as many as the share says: contexts are cut by ranges.
+            stop = int((point_keys(numbers, _SEED) < self._bound).sum())
+            if not stop:
+                return
+        rows = slice(0, stop)
+        found = hessian.estimates_at(z[rows], targets[rows])
+        if len(found) < 2:
+            return
+        some = context if stop == len(z) else self._pullback.slice_context(context, rows)
+        first, second = found
+        difference = self._pullback.block_term(some, _Combined(first.u, first, second, -1.0), Structure.DIAG)
+        mean = self._pullback.block_term(some, _Combined(first.u, first, second, 1.0), Structure.DIAG)
+        self._mean = mean if self._mean is None else self._mean + mean
+        self._difference = difference if self._difference is None else self._difference + difference
+
+    def sums(self) -> dict[str, Tensor]:
+        """What adds up over parts of the data."""
+        if self._mean is None or self._difference is None:
+            return {}
+        return {_MEAN: self._mean, _DIFFERENCE: self._difference}
+
+
+def relative_error(sums: Mapping[str, Tensor]) -> float | None:
+    """Relative standard error of a curvature in the Frobenius norm of its diagonal; ``None`` where it is unknown.
+
+    Half the difference between two independent halves of a sample is what the whole sample is off by.
+
+    Args:
+        sums: Of all parts, see :meth:`StandardError.sums`.
+    """
+    if _MEAN not in sums or _DIFFERENCE not in sums:
+        return None
+    size = float((sums[_MEAN].double() / 2).norm())
+    return float((sums[_DIFFERENCE].double() / 2).norm()) / size if size else None
+
+
+@dataclass(frozen=True)
+class _Combined(Blocks):
+    """``A_i + sign B_i``."""
+
+    u: Tensor
+    first: Blocks
+    second: Blocks
+    sign: float
+
+    def __getitem__(self, rows: slice | Tensor) -> _Combined:
+        return _Combined(self.u[rows], self.first[rows], self.second[rows], self.sign)
+
+    def matmul(self, v: Tensor) -> Tensor:
+        """See :meth:`Blocks.matmul`."""
+        return self.first.matmul(v) + self.sign * self.second.matmul(v)
+
+    def diagonal(self) -> Tensor:
+        """See :meth:`Blocks.diagonal`."""
+        return self.first.diagonal() + self.sign * self.second.diagonal()
+
+    def add_projector(self, weight: Tensor) -> Blocks:
+        """See :meth:`Blocks.add_projector`."""
+        return self._formed().add_projector(weight)
+
+    def eigenvalue_bounds(self) -> tuple[Tensor, Tensor]:
+        """See :meth:`Blocks.eigenvalue_bounds`."""
+        return self._formed().eigenvalue_bounds()
+
+    def project_psd(self) -> Blocks:
+        """See :meth:`Blocks.project_psd`."""
+        return self._formed().project_psd()
+
+    def factor(self) -> Tensor:
+        """See :meth:`Blocks.factor`."""
+        return self._formed().factor()
+
+    def signed_factor(self) -> SignedFactor:
+        """See :meth:`Blocks.signed_factor`."""
+        return self._formed().signed_factor()
+
+    def _formed(self) -> DenseBlocks:
+        return DenseBlocks(self.u, self.dense())

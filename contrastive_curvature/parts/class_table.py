@@ -1,0 +1,86 @@
+"""How many points every class has, and the sum of their embeddings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.hessian.sphere import normalize
+
+__all__ = ["ClassTable", "ClassTableCollector"]
+
+_CHUNK_ROWS = 2**16
+"""Points that are held in float64 at once."""
+
+_WAITING = 2**18
+"""Numbers that wait at least, before they are added to the sums."""
+
+
+@dataclass(frozen=True)
+class ClassTable:
+    """Sums over the points of every class.
+
+    Args:
+        labels: Different class labels, ascending, int64, shape (C,).
+        counts: Number of points of each, int64, shape (C,).
+        sums: Sum of their unit embeddings, float64, shape (C, D).
+    """
+
+    labels: Tensor
+    counts: Tensor
+    sums: Tensor
+
+    @classmethod
+    def of(cls, outputs: Tensor, labels: Tensor, *, unit: bool = False) -> ClassTable:
+        """Of points with class labels.
+
+        Args:
+            outputs: Raw outputs, shape (B, D).
+            labels: Class labels, shape (B,).
+            unit: Whether the outputs have the norm one already.
+        """
+        kinds, inverse, counts = labels.unique(return_inverse=True, return_counts=True)
+        sums = torch.zeros(len(kinds), outputs.shape[1], dtype=torch.float64, device=outputs.device)
+        for rows, index in zip(outputs.split(_CHUNK_ROWS), inverse.split(_CHUNK_ROWS), strict=True):
+            sums.index_add_(0, index, (rows if unit else normalize(rows)[0]).double())
+        return cls(kinds, counts, sums)
+
+    def merged(self, *others: ClassTable | None) -> ClassTable:
+        """Of all points of both."""
+        parts = [self, *(other for other in others if other is not None)]
+        if len(parts) == 1:
+            return self
+        device = self.labels.device
+        labels, inverse = torch.cat([part.labels.to(device) for part in parts]).unique(return_inverse=True)
+        counts = torch.cat([part.counts.to(device) for part in parts])
+        sums = torch.cat([part.sums.to(device) for part in parts])
+        return ClassTable(
+            labels,
+            torch.zeros(len(labels), dtype=torch.int64, device=device).index_add_(0, inverse, counts),
+            sums.new_zeros(len(labels), sums.shape[1]).index_add_(0, inverse, sums),
+        )
+
+
+class ClassTableCollector:
+    """Makes a :class:`ClassTable` from batches."""
+
+    def __init__(self) -> None:
+        self._found: ClassTable | None = None
+        self._waiting: list[ClassTable] = []
+        self._numbers = 0
+
+    def add(self, outputs: Tensor, labels: Tensor) -> None:
+        """Take raw outputs (B, D) with class labels (B,) into account."""
+        part = ClassTable.of(outputs, labels)
+        self._waiting.append(part)
+        self._numbers += part.sums.numel()
+        # As many as there are sums already, or every batch would go over all classes.
+        if self._numbers >= max(_WAITING, 0 if self._found is None else self._found.sums.numel()):
+            self._found, self._waiting, self._numbers = self.table(), [], 0
+
+    def table(self) -> ClassTable | None:
+        """What was added so far; ``None`` for nothing."""
+        parts = [*([] if self._found is None else [self._found]), *self._waiting]
+        return parts[0].merged(*parts[1:]) if parts else None

@@ -1,0 +1,157 @@
+"""States as bytes and as files: arrays and plain text with a version and a checksum, nothing that executes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.parts.class_table import ClassTable
+from contrastive_curvature.parts.contributions import Contributions
+from contrastive_curvature.parts.rows import Rows
+from contrastive_curvature.parts.state import CURVATURE, STATISTICS, Origin, State
+
+__all__ = ["VERSION", "from_bytes", "load_state", "save_state", "to_bytes"]
+
+VERSION = 1
+_FORMAT = "contrastive_curvature.part"
+_HEADER = 8
+"""Bytes in front of the header of a safetensors file: its length, little endian."""
+
+
+def save_state(state: State, path: Path | str) -> None:
+    """Write a state to a safetensors file, completely or not at all.
+
+    Args:
+        state: The state.
+        path: The file; its folder must exist.
+
+    Raises:
+        InputError: The path is no regular file in a folder that exists.
+        OSError: The file cannot be written.
+    """
+    from contrastive_curvature.online.atomic import write_whole
+
+    content = to_bytes(state)
+    write_whole(path, lambda file: file.write(content) and None)
+
+
+def load_state(path: Path | str) -> State:
+    """Read what :func:`save_state` wrote. Nothing in the file is executed.
+
+    Raises:
+        InputError: There is no such file, or it is something else, damaged, or of a newer version.
+    """
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise InputError(expected(str(path), "a file that can be read", error.strerror or str(error))) from error
+    return from_bytes(content, str(path))
+
+
+def to_bytes(state: State) -> bytes:
+    """A state in the safetensors format."""
+    tensors: dict[str, Tensor] = {f"sums/{name}": part for name, part in state.sums.items()}
+    for name, rows in state.kept.items():
+        tensors[f"kept/{name}/numbers"] = rows.numbers
+        tensors |= {f"kept/{name}/columns/{column}": part for column, part in rows.columns.items()}
+    if state.classes is not None:
+        tensors |= {f"classes/{name}": part for name, part in vars(state.classes).items()}
+    tensors = {name: part.detach().cpu().contiguous().clone() for name, part in tensors.items()}
+    found = state.contributions
+    plain = {
+        "kind": state.kind,
+        "identity": dict(state.identity),
+        "origins": {str(index): asdict(origin) for index, origin in state.origins.items()},
+        "count": state.count,
+        "kept": {name: [rows.size, rows.seed] for name, rows in state.kept.items()},
+        "contributions": None if found is None else found.plain(),
+    }
+    text = json.dumps(plain, sort_keys=True)
+    metadata = {"format": _FORMAT, "version": str(VERSION), "state": text, "checksum": _checksum(tensors, text)}
+    return save(tensors, metadata)
+
+
+def from_bytes(content: bytes, name: str = "state") -> State:
+    """The state that :func:`to_bytes` gave.
+
+    Args:
+        content: The bytes.
+        name: What to call them in an error message.
+
+    Raises:
+        InputError: They are something else, damaged, or of a newer version.
+    """
+    metadata = _metadata(content, name)
+    if metadata.get("format") != _FORMAT:
+        raise InputError(expected(name, "a state of a part of a data set", "a file of another kind"))
+    if metadata.get("version") != str(VERSION):
+        hint = "It was written by another version of contrastive_curvature: use that one, or compute the part again."
+        raise InputError(expected(name, f"version {VERSION}", f"version {metadata.get('version')}", hint))
+    try:
+        tensors = load(content)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise _damaged(name) from error
+    text = metadata.get("state", "")
+    if metadata.get("checksum") != _checksum(tensors, text):
+        raise _damaged(name)
+    try:
+        return _state(json.loads(text), tensors)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _damaged(name) from error
+
+
+def _state(plain: dict[str, Any], tensors: dict[str, Tensor]) -> State:
+    if plain["kind"] not in (STATISTICS, CURVATURE):
+        raise ValueError(plain["kind"])
+    kept = {}
+    for name, (size, seed) in plain["kept"].items():
+        columns = _under(tensors, f"kept/{name}/columns/")
+        kept[name] = Rows(size, tensors[f"kept/{name}/numbers"], columns, seed)
+    classes = _under(tensors, "classes/")
+    found = plain["contributions"]
+    return State(
+        plain["kind"],
+        plain["identity"],
+        {int(index): Origin(**origin) for index, origin in plain["origins"].items()},
+        plain["count"],
+        _under(tensors, "sums/"),
+        kept,
+        ClassTable(**classes) if classes else None,
+        None if found is None else Contributions.of_plain(found),
+    )
+
+
+def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): part for name, part in tensors.items() if name.startswith(prefix)}
+
+
+def _metadata(content: bytes, name: str) -> dict[str, str]:
+    length = int.from_bytes(content[:_HEADER], "little")
+    try:
+        header = json.loads(content[_HEADER : _HEADER + length])
+        return dict(header.get("__metadata__", {}))
+    except (ValueError, AttributeError, TypeError, MemoryError) as error:
+        raise _damaged(name) from error
+
+
+def _checksum(tensors: dict[str, Tensor], text: str) -> str:
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        part = tensors[name].contiguous()
+        digest.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
+        digest.update(memoryview(part.flatten().view(torch.uint8).numpy()))
+    return digest.hexdigest()
+
+
+def _damaged(name: str) -> InputError:
+    hint = "Compute this part again; the others stay as they are."
+    return InputError(expected(name, "a whole safetensors file with a checksum that fits", "a damaged one", hint))

@@ -1,0 +1,139 @@
+"""Points kept out of a stream: all of them, or a uniform sample that does not depend on how the data is divided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["RowCollector", "Rows", "point_keys"]
+
+_INCREMENT, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def point_keys(numbers: Tensor, seed: int = 0) -> Tensor:
+    """A pseudo-random key for the number of every point, different for different numbers.
+
+    The points with the smallest keys are a uniform sample without replacement. It depends on the numbers only, so it is
+    the same in whatever parts and order the points arrive.
+
+    Args:
+        numbers: Of points, int64, shape (B,).
+        seed: Another one gives another sample.
+
+    Returns:
+        int64 on the CPU, shape (B,).
+
+    Source: the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
+    """
+    with np.errstate(over="ignore"):
+        x = numbers.detach().cpu().numpy().astype(np.uint64)
+        x = x + np.uint64((_INCREMENT * (2 * seed + 1)) % 2**64)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(_FIRST)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(_SECOND)
+        x = x ^ (x >> np.uint64(31))
+    return torch.from_numpy(x.view(np.int64).copy())
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Points that were kept.
+
+    Args:
+        size: How many are kept at most; ``None`` for all.
+        numbers: Of the points, different, int64 on the CPU, shape (m,).
+        columns: What is known of them, each of shape (m, ...); without any point, empty.
+        seed: Of the sample, see :func:`point_keys`.
+    """
+
+    size: int | None
+    numbers: Tensor
+    columns: dict[str, Tensor]
+    seed: int = 0
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def merged(self, other: Rows) -> Rows:
+        """What would have been kept of both streams as one."""
+        if not len(other):
+            return self
+        if not len(self):
+            return other
+        numbers = torch.cat([self.numbers, other.numbers])
+        columns = {name: torch.cat([part, other.columns[name].to(part)]) for name, part in self.columns.items()}
+        return Rows(self.size, numbers, columns, self.seed)._smallest()
+
+    def in_order(self) -> Rows:
+        """The same, by their numbers."""
+        if bool((self.numbers[1:] > self.numbers[:-1]).all()):
+            return self
+        return self._at(self.numbers.argsort())
+
+    def first(self, size: int) -> Rows:
+        """A sample of ``size`` of a sample: that which would have been kept with this size."""
+        return Rows(size, self.numbers, self.columns, self.seed)._smallest()
+
+    def halves(self) -> tuple[Rows, Rows]:
+        """Two samples, independent of each other as far as samples without replacement are."""
+        order = point_keys(self.numbers, self.seed).argsort()
+        return self._at(order[::2]), self._at(order[1::2])
+
+    def _smallest(self) -> Rows:
+        if self.size is None or len(self) <= self.size:
+            return self
+        return self._at(point_keys(self.numbers, self.seed).topk(self.size, largest=False).indices)
+
+    def _at(self, places: Tensor) -> Rows:
+        columns = {name: part[places.to(part.device)] for name, part in self.columns.items()}
+        return Rows(self.size, self.numbers[places], columns, self.seed)
+
+
+class RowCollector:
+    """Collects :class:`Rows` from batches.
+
+    Args:
+        size: How many are kept at most; ``None`` for all.
+        seed: See :func:`point_keys`.
+    """
+
+    def __init__(self, size: int | None, seed: int = 0) -> None:
+        self._size, self._seed = size, seed
+        self._kept: list[Rows] = []
+        self._waiting = 0
+        self._bound: int | None = None
+
+    def add(self, numbers: Tensor, columns: dict[str, Tensor]) -> None:
+        """Take a batch into account.
+
+        Args:
+            numbers: Of its points, int64, shape (B,).
+            columns: What is known of them, each of shape (B, ...).
+        """
+        if self._size == 0:
+            return
+        if self._bound is not None:
+            fits = (point_keys(numbers, self._seed) < self._bound).nonzero().flatten()
+            if not len(fits):
+                return
+            columns = {name: part[fits.to(part.device)] for name, part in columns.items()}
+            numbers = numbers[fits.to(numbers.device)]
+        # Copied, or a kept row would hold its whole batch.
+        columns = {name: part.detach().clone() for name, part in columns.items()}
+        self._kept.append(Rows(None, numbers.detach().cpu(), columns, self._seed))
+        self._waiting += len(numbers)
+        if self._size is not None and self._waiting >= 2 * self._size:
+            self._kept = [self.rows()]
+            self._waiting = len(self._kept[0])
+            self._bound = int(point_keys(self._kept[0].numbers, self._seed).max())
+
+    def rows(self) -> Rows:
+        """What is kept so far."""
+        if not self._kept:
+            return Rows(self._size, torch.zeros(0, dtype=torch.int64), {}, self._seed)
+        numbers = torch.cat([rows.numbers for rows in self._kept])
+        names = self._kept[0].columns
+        columns = {name: torch.cat([rows.columns[name] for rows in self._kept]) for name in names}
+        return Rows(self._size, numbers, columns, self._seed)._smallest()

@@ -1,0 +1,178 @@
+"""What one part of a data set adds to a fit; parts merge in any order and grouping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.parts.class_table import ClassTable
+from contrastive_curvature.parts.contributions import Contributions
+from contrastive_curvature.parts.rows import Rows
+
+__all__ = ["CURVATURE", "STATISTICS", "Origin", "State", "merged"]
+
+STATISTICS, CURVATURE = "statistics", "curvature"
+"""The two kinds of states: what a pass over the data has to know of all other parts, and what it then computes."""
+
+_TOLERANCE = 1e-3
+"""Relative difference of sums over the outputs of a part in two passes; batches of other sizes round differently."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Which points a part holds, in a few numbers.
+
+    Args:
+        n: How many.
+        targets: A sum over their targets that another target changes, modulo 2^64 as a signed number.
+        along: Sum of their raw outputs along one direction.
+        norm: Sum of the norms of their raw outputs.
+    """
+
+    n: int
+    targets: int
+    along: float
+    norm: float
+
+    def same(self, other: Origin) -> bool:
+        """Whether both hold the same points, with the outputs of the same encoder up to rounding."""
+        if (self.n, self.targets) != (other.n, other.targets):
+            return False
+        near = _TOLERANCE * max(self.norm, other.norm)
+        return abs(self.norm - other.norm) <= near and abs(self.along - other.along) <= near
+
+
+@dataclass(frozen=True)
+class State:
+    """Of one part of a data set, or of several that are merged.
+
+    Everything in it is a sum over points or a sample of them, so that merging is associative and commutative, up to the
+    rounding of sums.
+
+    Args:
+        kind: :data:`STATISTICS` or :data:`CURVATURE`.
+        identity: What has to be equal for two states to fit together: options, encoder, data.
+        origins: The parts that are in it, by their index.
+        count: Number of all parts of the data set.
+        sums: Tensors that add up.
+        kept: Points that are kept.
+        classes: Numbers and sums of embeddings of every class; ``None`` where targets are no class labels.
+        contributions: Which points dominate; ``None`` for statistics.
+    """
+
+    kind: str
+    identity: Mapping[str, str]
+    origins: Mapping[int, Origin]
+    count: int
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    kept: Mapping[str, Rows] = field(default_factory=dict)
+    classes: ClassTable | None = None
+    contributions: Contributions | None = None
+
+    @property
+    def n(self) -> int:
+        """Number of points."""
+        return sum(origin.n for origin in self.origins.values())
+
+    @property
+    def missing(self) -> list[int]:
+        """Indices of the parts that are not in it."""
+        return [index for index in range(self.count) if index not in self.origins]
+
+    def merge(self, other: State) -> State:
+        """The state of both together.
+
+        Raises:
+            InputError: They are of other data, another encoder or other options, of another kind, or have a part in
+                common.
+        """
+        check_fit_together(self, other)
+        # Sums over no points have no shape yet.
+        sums = {
+            name: _sum(self.sums.get(name), other.sums.get(name)) for name in dict.fromkeys([*self.sums, *other.sums])
+        }
+        kept = {
+            name: _both(self.kept.get(name), other.kept.get(name)) for name in dict.fromkeys([*self.kept, *other.kept])
+        }
+        classes = self.classes if other.classes is None else other.classes.merged(self.classes)
+        found = self.contributions if other.contributions is None else other.contributions.merged(self.contributions)
+        origins = {**self.origins, **other.origins}
+        return replace(self, origins=origins, sums=sums, kept=kept, classes=classes, contributions=found)
+
+    def check_complete(self) -> None:
+        """Refuse to go on without a part.
+
+        Raises:
+            InputError: A part is missing.
+        """
+        missing = self.missing
+        if missing:
+            wanted = f"all {self.count} parts"
+            hint = "Compute the missing ones and merge them too; the others stay as they are."
+            raise InputError(expected(self.kind, wanted, f"none of {missing[:10]}", hint))
+
+
+def merged(states: Iterable[State]) -> State:
+    """All states as one.
+
+    Args:
+        states: At least one.
+
+    Raises:
+        InputError: There is none, or two of them do not fit together, see :meth:`State.merge`.
+        InputTypeError: Something else than a state.
+    """
+    found = list(states)
+    for state in found:
+        if not isinstance(state, State):
+            raise InputTypeError(expected("states", "states of parts of a data set", f"a {type(state).__name__}"))
+    if not found:
+        raise InputError(expected("states", "at least one", "none"))
+    # By their parts, so that the order in which files are listed does not change the rounding.
+    found.sort(key=lambda state: min(state.origins, default=0))
+    return reduce(State.merge, found)
+
+
+def check_fit_together(first: State, second: State) -> None:
+    """Refuse two states that are not of one fit.
+
+    Raises:
+        InputError: They differ in anything that they should share, or share a part.
+    """
+    if first.kind != second.kind:
+        raise InputError(expected("states", f"all of one kind, {first.kind!r}", f"{second.kind!r}"))
+    if first.count != second.count:
+        hint = "Parts of one fit are counted alike: index 0 to count - 1 of the same count."
+        raise InputError(expected("states", f"parts of {first.count}", f"parts of {second.count}", hint))
+    for name in dict.fromkeys([*first.identity, *second.identity]):
+        one, other = first.identity.get(name), second.identity.get(name)
+        if one != other:
+            hint = "States merge where the encoder, the options and the data are the same."
+            raise InputError(expected(f"states: {name}", f"{one} in all parts", f"{other} in another", hint))
+    twice = sorted(set(first.origins) & set(second.origins))
+    if twice:
+        raise InputError(expected("states", "every part once", f"part {twice[0]} twice"))
+
+
+def _sum(first: Tensor | None, second: Tensor | None) -> Tensor:
+    if first is None or second is None:
+        present = second if first is None else first
+        if present is None:
+            msg = "a sum without terms"
+            raise RuntimeError(msg)
+        return present
+    return first + second.to(first.device)
+
+
+def _both(first: Rows | None, second: Rows | None) -> Rows:
+    if first is None or second is None:
+        present = second if first is None else first
+        if present is None:
+            return Rows(None, torch.zeros(0, dtype=torch.int64), {})
+        return present
+    return first.merged(second)
