@@ -17,11 +17,14 @@ if TYPE_CHECKING:
 
 __all__ = ["PAIRS", "SampledAnchors"]
 
-PAIRS = 2**20
-"""Pairs whose derivatives are computed at once."""
+PAIRS = 2**17
+"""Pairs whose derivatives are computed at once: few enough for the cache of a core."""
 
-_COSINES = 2**24
+_COSINES = 2**23
 """Cosines of the bank with all points that are held at once."""
+
+_ROWS = 2**11
+"""Points that are held in float64 at once, of all."""
 
 _STATISTICS = 2**27
 """Numbers that are kept of all anchors: one GiB."""
@@ -102,7 +105,7 @@ class SampledAnchors:
         out = bank.u.new_zeros(len(bank.u), size)
         everywhere = torch.arange(n, device=bank.u.device)
         for anchors in torch.arange(len(bank.u), device=bank.u.device).split(max(1, _COSINES // n)):
-            cosines = [bank.u[anchors] @ points.wide(some).T for some in everywhere.split(PAIRS // 64)]
+            cosines = [bank.u[anchors] @ points.wide(some).T for some in everywhere.split(_ROWS)]
             for some, cosine in zip(
                 anchors.split(max(1, PAIRS // n)), torch.cat(cosines, 1).split(max(1, PAIRS // n)), strict=True
             ):

@@ -12,7 +12,7 @@ from contrastive_curvature.errors import InputError, InputTypeError, expected
 
 __all__ = ["BankedPoints", "Candidates"]
 
-_TOGETHER = 1024
+_TOGETHER = 256
 """Points of small classes that are looked at together: one product instead of many small ones."""
 
 
