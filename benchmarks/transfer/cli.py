@@ -105,7 +105,8 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE.npz",
         help="arrays train_features (N, F), train_labels (N,), test_features, test_labels, weight (D, F), bias (D,), "
-        "unknown_NAME (K, F) for any number of names; further ones in benchmarks/transfer/feature_file.py",
+        "unknown_NAME (K, F) for any number of names; further ones in benchmarks/transfer/feature_file.py. Or a folder "
+        "of feature folders, see benchmarks/transfer/feature_folders.py",
     )
     add("--name", help="of the result (default: that of the file)")
     add = parser.add_argument_group("both").add_argument

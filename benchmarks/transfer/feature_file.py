@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 
 from benchmarks.transfer.arrays import Floats
 from benchmarks.transfer.content import FeatureFile, Pairs
+from benchmarks.transfer.feature_folders import LAST_LAYER, load_folders
 from contrastive_curvature.errors import InputError, expected
 
 __all__ = ["FeatureFile", "Pairs", "load_features", "save_features"]
@@ -88,7 +89,8 @@ def load_features(path: Path) -> FeatureFile:
     """Read a feature file, anybody's.
 
     Args:
-        path: A ``.npz`` archive. Arrays with names that have no meaning here are left out, with a warning.
+        path: A ``.npz`` archive. Arrays with names that have no meaning here are left out, with a warning. Or a folder
+            of feature folders, see :mod:`benchmarks.transfer.feature_folders`.
 
     Returns:
         Its content, checked.
@@ -96,6 +98,8 @@ def load_features(path: Path) -> FeatureFile:
     Raises:
         InputError: It cannot be read, an array is missing, or one does not fit the others.
     """
+    if (path / LAST_LAYER).is_file():
+        return load_folders(path, _read(path / LAST_LAYER))
     arrays = _read(path)
     missing = [name for name in _REQUIRED if name not in arrays]
     if missing:

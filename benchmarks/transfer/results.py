@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import write_atomically
+from benchmarks.transfer.feature_folders import files_of
 from benchmarks.transfer.judge import Judgement
 from benchmarks.transfer.rows import all_rows
 
@@ -30,16 +31,17 @@ def key_of(features: Path, what: object = None) -> str:
     Changes of the library are not in it; ``--again`` judges anew after them.
 
     Args:
-        features: The feature file.
+        features: The feature file, or the folder of feature folders.
         what: What is made of it, told apart by its ``repr``; the figures of all rows by default.
     """
     if what is None:
         what = (VERSION, [(row.name, row.title, str(row.needs)) for row in all_rows()])
     out = hashlib.blake2b(digest_size=16)
     out.update(repr(what).encode())
-    with features.open("rb") as file:
-        while block := file.read(2**22):
-            out.update(block)
+    for path in files_of(features):
+        with path.open("rb") as file:
+            while block := file.read(2**22):
+                out.update(block)
     return out.hexdigest()
 
 
