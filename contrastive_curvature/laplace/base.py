@@ -6,7 +6,7 @@ in front of them and replaces what assumes a sum over points or a softmax.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -210,7 +210,7 @@ class ContrastiveLaplace(CheckedPosterior):
         *,
         format: str | None = None,
         p_value: bool | None = None,
-        dynamic_axes: Mapping[Any, Any] | None = None,
+        dynamic_axes: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
     ) -> tuple[str, ...]:
         """Write the encoder and its posterior as one module that needs neither this library nor laplace-torch.
 
@@ -226,8 +226,8 @@ class ContrastiveLaplace(CheckedPosterior):
                 None for a scorer.
             format: ``"pt2"``, ``"onnx"``, ``"npz"`` or ``"safetensors"``, where the path does not say it.
             p_value: ``True`` refuses a posterior that is not calibrated, ``False`` leaves p-values out.
-            dynamic_axes: Axes besides the first whose sizes may change, by name: ``{1: "length"}``, and for a mapping
-                ``{"input_ids": {1: "length"}, ...}``.
+            dynamic_axes: Axes besides the first whose sizes may change: ``[2, 3]``, and for a mapping of inputs
+                ``{"input_ids": [1], "attention_mask": [1]}``.
 
         Returns:
             Names of what is returned for an input, in order.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
 import torch
@@ -21,7 +21,6 @@ METADATA = "contrastive_curvature.json"
 """Name of the extra file in a ``.pt2``, and of the entry among the metadata of an ONNX model."""
 
 Example = Tensor | dict[str, Tensor]
-Axes = Mapping[str, Mapping[int, str]] | Mapping[int, str]
 
 _MOST_BYTES = 2**31 - 1
 """Of a protocol buffer."""
@@ -58,34 +57,33 @@ def check_example(example: Any, device: torch.device) -> Example:
     return {key: value.repeat_interleave(2, dim=0) if _of_batch(value, n) else value for key, value in plain.items()}
 
 
-def check_axes(axes: Any, example: Example) -> dict[str, dict[int, str]]:
+def check_axes(axes: Any, example: Example) -> dict[str, list[int]]:
     """Axes besides that of the batch that may have other sizes, for every tensor of the example (``""``: the only one).
 
     Args:
-        axes: Names of axes by number, as ``{1: "length"}``; for a mapping by the name of the tensor first; or ``None``.
+        axes: Their numbers, as ``[1]``; for a mapping by the name of the tensor first; or ``None``.
         example: From :func:`check_example`.
 
     Raises:
         InputTypeError: Something else.
-        InputError: There is no such tensor or axis, or a name is none.
+        InputError: There is no such tensor or axis.
     """
     named = example if isinstance(example, dict) else {"": example}
     given = {} if axes is None else axes if isinstance(example, dict) else {"": axes}
-    wanted = "{tensor: {axis: name}}" if isinstance(example, dict) else "{axis: name}"
-    if not isinstance(given, Mapping) or not all(isinstance(value, Mapping) for value in given.values()):
+    wanted = "{tensor: [axis, ...]}" if isinstance(example, dict) else "[axis, ...]"
+    if not isinstance(given, Mapping) or not all(isinstance(numbers, Sequence) for numbers in given.values()):
         raise InputTypeError(expected("dynamic_axes", wanted, repr(axes)))
-    for key, of_tensor in given.items():
+    for key, numbers in given.items():
         if key not in named:
             raise InputError(expected("dynamic_axes", f"tensors of the example, {sorted(named)}", repr(key)))
-        for axis, name in of_tensor.items():
-            right = isinstance(axis, int) and not isinstance(axis, bool) and 1 <= axis < named[key].ndim
-            if not right or not isinstance(name, str) or not name.isidentifier() or name == "batch":
-                room = f"axes from 1 to {named[key].ndim - 1} with names that are identifiers, other than 'batch'"
-                raise InputError(expected("dynamic_axes", room, f"{{{axis!r}: {name!r}}}"))
-    return {key: dict(given.get(key, {})) for key in named}
+        room = range(1, named[key].ndim)
+        wrong = [axis for axis in numbers if isinstance(axis, bool) or not isinstance(axis, int) or axis not in room]
+        if wrong:
+            raise InputError(expected("dynamic_axes", f"numbers of axes, of {list(room)}", repr(wrong[0])))
+    return {key: list(given.get(key, ())) for key in named}
 
 
-def trace(module: ServedEncoder, example: Example, axes: dict[str, dict[int, str]]) -> Any:
+def trace(module: ServedEncoder, example: Example, axes: dict[str, list[int]]) -> Any:
     """The exported program, for any number of points.
 
     Args:
@@ -96,13 +94,12 @@ def trace(module: ServedEncoder, example: Example, axes: dict[str, dict[int, str
     Raises:
         UnsupportedError: torch.export cannot trace the encoder.
     """
-    dims = {name: torch.export.Dim(name) for of_tensor in axes.values() for name in of_tensor.values()}
-    dims["batch"] = torch.export.Dim("batch")
-    n = input_length(example)
+    n, batch = input_length(example), torch.export.Dim("batch")
 
     def shape_of(key: str, value: Tensor) -> dict[int, Any]:
-        shape: dict[int, Any] = {0: dims["batch"]} if _of_batch(value, n) else {}
-        return shape | {axis: dims[name] for axis, name in axes[key].items()}
+        shape: dict[int, Any] = {0: batch} if _of_batch(value, n) else {}
+        # Sizes that an encoder needs, such as those of a kernel, become the range of the axis.
+        return shape | {axis: torch.export.Dim.DYNAMIC for axis in axes[key]}
 
     if isinstance(example, dict):
         shapes: Any = {key: shape_of(key, value) for key, value in example.items()}

@@ -71,7 +71,7 @@ def check_exportable(la: Any) -> None:
         NotFittedError: Before ``fit``.
     """
     if not isinstance(la, ContrastiveLaplace):
-        hint = "Of OnlineLaplace take its .laplace, of two towers la.a and la.b."
+        hint = "Of OnlineLaplace take online.laplace(), of two towers la.a and la.b."
         raise InputTypeError(expected("la", "a contrastive last-layer posterior", f"a {type(la).__name__}", hint))
     if not isinstance(la, _CLASSES):
         weights, structure = la._key[:2]
@@ -102,7 +102,8 @@ def parts_of(la: Any, p_value: bool | None = None) -> Parts:
     arrays: dict[str, Tensor] = {"weight": layer.weight}
     if layer.bias is not None:
         arrays["bias"] = layer.bias
-    form, spread = _spread(la)
+    with torch.autocast(layer.weight.device.type, enabled=False):
+        form, spread = _spread(la)
     arrays |= spread
     if la.typical_norm is not None:
         arrays["typical_norm"] = torch.tensor(la.typical_norm, dtype=torch.float64, device=layer.weight.device)

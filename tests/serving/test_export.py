@@ -1,0 +1,157 @@
+"""Exported graphs give what ``la(x)`` does, for any number of inputs, and need nothing of this library."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from devices import DEVICES
+from laplace import Laplace
+from serving_cases import INPUTS, STRUCTURES, assert_same, fitted, inputs, truth
+from test_served_encoder import mapped_posterior
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+from contrastive_curvature.serving.graph import METADATA
+
+pytestmark = [
+    pytest.mark.parametrize("device", DEVICES),
+    # torch's exporters about their own insides
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+NUMBERS = (1, 3, 17)
+
+
+def run_onnx(path: Path, x: Tensor | dict[str, Tensor]) -> list[np.ndarray]:
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    feed = {"x": x} if isinstance(x, Tensor) else x
+    return session.run(None, {name: value.cpu().numpy() for name, value in feed.items()})
+
+
+@pytest.mark.parametrize("centres", [True, False])
+@pytest.mark.parametrize("calibrated", [True, False])
+@pytest.mark.parametrize("structure", ["diag", "kron", "full", "kron_lowrank of rank 2"])
+def test_torch_export(device: str, structure: str, calibrated: bool, centres: bool, tmp_path: Path) -> None:
+    la = fitted(structure, calibrated=calibrated, centres=centres, dtype=torch.float32, device=device)
+    path = tmp_path / "model.pt2"
+    outputs = la.export(path, inputs(2, 1, torch.float32, device))
+    assert outputs == ("mu", "kappa", "uncertainty", "p_value")[: 3 + calibrated]
+    files = {METADATA: ""}
+    module = torch.export.load(path, extra_files=files).module()
+    for n in NUMBERS:
+        x = inputs(n, n, torch.float32, device)
+        assert_same(module(x), truth(la, x, outputs), 1e-5)
+    assert json.loads(files[METADATA]) == {
+        "format": "contrastive_curvature.served",
+        "version": 1,
+        "structure": structure.split()[0],
+        "outputs": list(outputs),
+        "calibration_inputs": 37 * calibrated,
+    }
+
+
+# An export to ONNX takes seconds. What a structure computes and what follows from it are apart in the graph.
+@pytest.mark.parametrize(
+    ("structure", "calibrated", "centres"),
+    [
+        ("diag", True, False),
+        ("kron", False, True),
+        ("full", False, False),
+        ("kron_lowrank of rank 2", True, True),
+    ],
+)
+def test_onnx(device: str, structure: str, calibrated: bool, centres: bool, tmp_path: Path) -> None:
+    la = fitted(structure, calibrated=calibrated, centres=centres, dtype=torch.float32, device=device)
+    path = tmp_path / "model.onnx"
+    # One point is enough of an example, too.
+    outputs = la.export(path, inputs(1, 1, torch.float32, device))
+    for n in NUMBERS:
+        x = inputs(n, n, torch.float32, device)
+        assert_same(run_onnx(path, x), truth(la, x, outputs), 1e-5)
+    model = onnx.load(path)
+    assert [output.name for output in model.graph.output] == list(outputs)
+    (metadata,) = [entry.value for entry in model.metadata_props if entry.key == METADATA]
+    assert json.loads(metadata)["outputs"] == list(outputs)
+
+
+def test_onnx_of_float64_and_of_inputs_that_are_not_finite(device: str, tmp_path: Path) -> None:
+    la, path = fitted("kron", device=device, bias=False), tmp_path / "model.onnx"
+    la.export(path, inputs(4, 1, device=device))
+    x = inputs(5, 2, device=device)
+    want = truth(la, x)
+    # The arc tangent is that of float32.
+    assert_same(run_onnx(path, x), want, 1e-6)
+    x[2, 1] = torch.nan
+    found, good = run_onnx(path, x), [0, 1, 3, 4]
+    assert all(np.isnan(value[2]).all() for value in found)
+    assert_same([value[good] for value in found], [value[good] for value in want], 1e-6)
+
+
+def test_outputs_of_zeros_in_a_graph(device: str, tmp_path: Path) -> None:
+    body = nn.Sequential(nn.Linear(INPUTS, 7), nn.ReLU(), nn.Linear(7, 3, bias=False))
+    la = fitted("diag", dtype=torch.float32, device=device, body=body)
+    dead = torch.full((1, INPUTS), -1e9, device=device)
+    with torch.no_grad():
+        body[0].weight.abs_()
+    la.calibrate([inputs(37, 2, torch.float32, device)])
+    want = la(dead).p_value.cpu()
+    for name in ("model.pt2", "model.onnx"):
+        la.export(tmp_path / name, inputs(2, 1, torch.float32, device))
+    found = torch.export.load(tmp_path / "model.pt2").module()(dead)
+    assert all(bool(value.isnan().all()) for value in found[:3])
+    assert torch.equal(found[3].cpu(), want)
+    found = run_onnx(tmp_path / "model.onnx", dead)
+    assert all(np.isnan(value).all() for value in found[:3])
+    assert found[3] == want.numpy()
+
+
+def test_inputs_in_a_mapping_of_any_length(device: str, tmp_path: Path) -> None:
+    la, x = mapped_posterior(device)
+    axes = {name: [1] for name in x}
+    for name in ("model.pt2", "model.onnx"):
+        la.export(tmp_path / name, {key: value[:1] for key, value in x.items()}, dynamic_axes=axes)
+    module = torch.export.load(tmp_path / "model.pt2").module()
+    for n, length in ((1, 5), (3, 9), (17, 2)):
+        x = {"ids": torch.randint(0, 11, (n, length), device=device), "mask": torch.ones(n, length, device=device)}
+        x["mask"][:, 1:] = torch.randint(0, 2, (n, length - 1), device=device)
+        assert_same(module(x), truth(la, x), 1e-5)
+        assert_same(run_onnx(tmp_path / "model.onnx", x), truth(la, x), 1e-5)
+
+
+@pytest.mark.parametrize("suffix", ["pt2", "onnx"])
+def test_images_of_any_size(device: str, suffix: str, tmp_path: Path) -> None:
+    layers = [nn.Conv2d(2, 5, 3), nn.BatchNorm2d(5), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    body = nn.Sequential(*layers, nn.Dropout(), nn.Linear(5, 3), cc.L2Norm()).to(device)
+    x = torch.randn(40, 2, 8, 8, device=device)
+    la = Laplace(body, "contrastive", backend_kwargs={"pd_fix": "psd"})
+    la.fit([(x, torch.arange(40, device=device) % 2)])
+    la.optimize_prior_precision()
+    path = tmp_path / f"model.{suffix}"
+    outputs = la.export(path, x[:2], dynamic_axes=[2, 3])
+    new = torch.randn(3, 2, 7, 12, device=device)
+    found = torch.export.load(path).module()(new) if suffix == "pt2" else run_onnx(path, new)
+    assert_same(found, truth(la, new, outputs), 1e-5)
+
+
+def test_a_graph_needs_torch_alone(device: str, tmp_path: Path) -> None:
+    la = fitted(device=device, dtype=torch.float32)
+    la.export(tmp_path / "model.pt2", inputs(2, 1, torch.float32, device))
+    code = (
+        "import sys, torch\n"
+        "outputs = torch.export.load('model.pt2').module()(torch.ones(2, 4, device=sys.argv[1]))\n"
+        "assert len(outputs) == 4\n"
+        "assert not [name for name in sys.modules if name.startswith(('laplace', 'contrastive_curvature'))]\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code, device], cwd=tmp_path, check=True, timeout=120)
+
+
+def test_the_structures_are_those_of_a_last_layer(device: str) -> None:
+    del device
+    assert {name.split()[0] for name in STRUCTURES} == {"diag", "kron", "full", "kron_lowrank"}

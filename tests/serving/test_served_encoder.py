@@ -1,0 +1,184 @@
+"""The module alone computes what ``la(x)`` does, and says NaN where ``la(x)`` raises an error."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from hypothesis import given
+from hypothesis import strategies as st
+from laplace import Laplace
+from serving_cases import INPUTS, STRUCTURES, assert_same, fitted, inputs, truth
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+from contrastive_curvature.serving import ServedEncoder
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+@pytest.mark.filterwarnings("ignore:One point contributes")
+@given(
+    structure=st.sampled_from(sorted(STRUCTURES)),
+    bias=st.booleans(),
+    centres=st.booleans(),
+    seed=st.integers(0, 1000),
+    size=st.sampled_from([1e-3, 1.0, 30.0]),
+)
+def test_the_module_is_la(device: str, structure: str, bias: bool, centres: bool, seed: int, size: float) -> None:
+    la = fitted(structure, bias=bias, centres=centres, device=device, seed=seed)
+    x = size * inputs(9, seed + 5, device=device)
+    # Differences of the variances lose some digits of float64, more so for inputs without much variance across.
+    assert_same(ServedEncoder(la)(x), truth(la, x), 1e-10)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_the_module_in_float32(device: str, structure: str) -> None:
+    la = fitted(structure, dtype=torch.float32, device=device)
+    x = inputs(50, 9, torch.float32, device)
+    assert_same(ServedEncoder(la)(x), truth(la, x), 1e-5)
+
+
+def test_without_a_calibration_there_are_three_values(device: str) -> None:
+    la, x = fitted(calibrated=False, device=device), inputs(4, 3, device=device)
+    module = ServedEncoder(la)
+    assert module.outputs == ("mu", "kappa", "uncertainty")
+    assert_same(module(x), truth(la, x, module.outputs), 1e-12)
+    la = fitted(device=device)
+    assert len(ServedEncoder(la, p_value=False)(x)) == 3
+    assert ServedEncoder(la, p_value=True).metadata["calibration_inputs"] == 37
+
+
+def test_what_is_not_there_has_no_factor(device: str) -> None:
+    la, x = fitted("diag", device=device), inputs(4, 3, device=device)
+    before = ServedEncoder(la)(x)[2]
+    la.typical_norm = la.class_centres = None
+    after = ServedEncoder(la)(x)
+    assert_same(after, truth(la, x), 1e-12)
+    assert not torch.allclose(before, after[2])
+
+
+def test_many_classes_and_two(device: str) -> None:
+    for n_classes in (2, 12):
+        la, x = fitted("diag", device=device), inputs(30, 3, device=device)
+        la.measure_classes([(x, torch.arange(30, device=device) % n_classes)])
+        new = inputs(8, 4, device=device)
+        assert_same(ServedEncoder(la)(new), truth(la, new), 1e-12)
+
+
+def test_class_centres_without_a_direction_and_in_one_place(device: str) -> None:
+    la, x = fitted("diag", device=device), inputs(8, 4, device=device)
+    sums = la.class_centres.sums
+    for changed in (torch.cat([sums[:1] * 0, sums[1:]]), torch.cat([sums[:1], sums[:1], sums[:1]])):
+        la.class_centres = cc.class_centres.ClassCentres(la.class_centres.labels, changed, 0.5, 48)
+        assert_same(ServedEncoder(la)(x), truth(la, x), 1e-12)
+
+
+def test_a_snapshot_of_encoder_and_posterior(device: str) -> None:
+    la, x = fitted(device=device), inputs(4, 3, device=device)
+    module = ServedEncoder(la)
+    before = module(x)
+    with torch.no_grad():
+        la.model.last_layer.weight.mul_(2)
+    la.prior_precision = 100.0
+    assert all(torch.equal(*pair) for pair in zip(module(x), before, strict=True))
+    assert not any(p.requires_grad for p in module.parameters())
+    assert all(torch.equal(*pair) for pair in zip(copy.deepcopy(module)(x), before, strict=True))
+    assert not any(value.requires_grad for value in before)
+
+
+def test_the_encoder_stays_in_its_mode(device: str) -> None:
+    la, x = fitted(device=device), inputs(4, 3, device=device)
+    la.model.model.train()
+    module = ServedEncoder(la)
+    assert la.model.model.training
+    assert not module.training
+    assert_same(module(x), truth(la, x), 1e-12)
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron", "full", "kron_lowrank of rank 2"])
+def test_rows_that_are_not_finite_hold_nan_alone(device: str, structure: str) -> None:
+    la, x = fitted(structure, device=device), inputs(4, 3, device=device)
+    module, want, good = ServedEncoder(la), truth(la, x), [0, 2, 3]
+    x[1, 2] = torch.nan
+    found = module(x)
+    assert_same([value[good] for value in found], [value[good] for value in want], 1e-12)
+    assert all(bool(value[1].isnan().all()) for value in found)
+
+
+def test_an_output_of_zeros_has_no_direction_but_a_p_value(device: str) -> None:
+    la = fitted("diag", bias=False, device=device)
+    body = la.model.model
+    module = ServedEncoder(la)
+    module.encoder.model[2] = nn.Threshold(1e9, 0.0)
+    body[2] = nn.Threshold(1e9, 0.0)
+    la.calibrate([inputs(5, 1, device=device)])
+    found = ServedEncoder(la)(inputs(2, 3, device=device))
+    assert all(bool(value.isnan().all()) for value in found[:3])
+    assert torch.equal(found[3].cpu(), la(inputs(2, 3, device=device)).p_value.cpu())
+    assert bool(module(inputs(2, 3, device=device))[3].isfinite().all())
+
+
+def test_extreme_sizes_of_outputs(device: str) -> None:
+    for scale in (1e-12, 1e12):
+        la = fitted("kron", bias=False, device=device, dtype=torch.float32)
+        with torch.no_grad():
+            la.model.last_layer.weight.mul_(scale)
+        la.calibrate([inputs(37, 2, torch.float32, device)])
+        x = inputs(6, 3, torch.float32, device)
+        assert_same(ServedEncoder(la)(x), truth(la, x), 1e-5)
+
+
+def test_autocast_leaves_the_scores_alone(device: str) -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.last = nn.Sequential(nn.Linear(INPUTS, 7), nn.Tanh()), nn.Linear(7, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast(x.device.type, enabled=False):
+                return self.last(self.body(x))
+
+    la = fitted("kron", dtype=torch.float32, device=device, body=Half())
+    x = inputs(6, 3, torch.float32, device)
+    with torch.autocast(device, torch.bfloat16):
+        found = ServedEncoder(la)(x)
+    assert_same(found, truth(la, x), 1e-5)
+
+
+def test_a_posterior_of_many_calibration_inputs_searches_all_of_them(device: str) -> None:
+    for n in (2, 3, 4, 15, 16, 17, 99, 100):
+        la = fitted("diag", device=device)
+        la.calibrate([inputs(n, 11, device=device)])
+        x = torch.cat([inputs(n, 11, device=device), inputs(40, 12, device=device)])
+        assert_same(ServedEncoder(la)(x), truth(la, x), 1e-12)
+
+
+class Mapped(nn.Module):
+    """An encoder of a mapping, as those of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(11, 7), nn.Linear(7, 3)
+
+    def forward(self, x: dict[str, Tensor]) -> Tensor:
+        mask = x["mask"].unsqueeze(2).to(self.table.weight.dtype)
+        return self.last((self.table(x["ids"]) * mask).sum(1) / mask.sum(1))
+
+
+def mapped_posterior(device: str, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    x = {"ids": torch.randint(0, 11, (30, 5), device=device), "mask": torch.ones(30, 5, device=device)}
+    la = Laplace(Mapped().to(device, dtype), "contrastive", backend_kwargs={"pd_fix": "psd"})
+    la.fit([{**x, "labels": torch.arange(30, device=device) % 3}])
+    la.optimize_prior_precision()
+    la.calibrate([{**x, "ids": x["ids"].flip(0) * 3 % 11}])
+    return la, x
+
+
+def test_inputs_in_a_mapping(device: str) -> None:
+    la, x = mapped_posterior(device, torch.float64)
+    assert_same(ServedEncoder(la)(x), truth(la, x), 1e-12)
