@@ -15,7 +15,7 @@ from contrastive_curvature.errors import InputError, InputTypeError, expected
 __all__ = ["PRECISIONS", "TARGET_TYPES", "Precision", "parse_precision", "target_type"]
 
 _MOST_LOST = 0.01
-"""Part of the norm of a point's features that rounding may take away."""
+"""Rounding error of a feature, relative to the largest of its point, that is let pass."""
 
 
 @dataclass(frozen=True)
@@ -42,21 +42,16 @@ class Precision:
             first_row: Number of the first of them in the data, for the error message.
 
         Raises:
-            InputError: One is NaN or infinite, too large, or too small: rounding would take more than a hundredth of
-                the norm of a point.
+            InputError: One is NaN or infinite, too large, or all features of a point are so small that rounding changes
+                one by more than a hundredth of the largest.
         """
         wide = features.detach().cpu()
-        self._refuse_rows(wide, ~wide.isfinite(), first_row, "finite features", "NaN or infinity")
+        if (row := _first(~wide.isfinite())) is not None:
+            hint = "Look at that input."
+            raise InputError(expected("loader", "finite features", _at("NaN or infinity", first_row + row), hint))
         rounded = wide.to(self.dtype)
-        largest = torch.finfo(self.dtype).max
-        wanted = f"features of at most {largest:.6g} in absolute value"
-        self._refuse_rows(wide, ~rounded.isfinite(), first_row, wanted, f"{float(wide.abs().max()):.6g}")
-        norm = torch.linalg.vector_norm(wide.double(), dim=1, keepdim=True)
-        lost = torch.linalg.vector_norm(wide.double() - rounded.double(), dim=1, keepdim=True)
-        wanted = "features that keep 99 % of their norm when they are rounded"
-        smallest = float(wide.abs().max(1).values.min())
-        received = f"features of which the largest is {smallest:.3g}"
-        self._refuse_rows(wide, lost > _MOST_LOST * norm, first_row, wanted, received)
+        if rounded.dtype != wide.dtype:
+            self._check_rounding(wide, rounded, first_row)
         bits = rounded.contiguous().view(torch.int16) if self.dtype is torch.bfloat16 else rounded.contiguous()
         return bits.numpy().view(self.stored.newbyteorder("=")).astype(self.stored, copy=False)
 
@@ -67,17 +62,30 @@ class Precision:
             return torch.from_numpy(native.view(np.int16)).view(torch.bfloat16).to(self.lifted)
         return torch.from_numpy(native).to(self.lifted)
 
-    def _refuse_rows(self, features: Tensor, bad: Tensor, first_row: int, wanted: str, received: str) -> None:
-        rows = bad.any(dim=1).nonzero().flatten()
-        if not len(rows):
-            return
-        finite = bool(features.isfinite().all())
-        hint = {"float16": "Use dtype='bfloat16', of the same size, or 'float32'.", "float64": ""}.get(
-            self.name, "Use dtype='float64'."
-        )
-        row = first_row + int(rows[0])
-        shown = f"{received} in row {row} (counted from 0)"
-        raise InputError(expected(f"dtype={self.name!r}", wanted, shown, hint if finite else "Look at that input."))
+    def _check_rounding(self, wide: Tensor, rounded: Tensor, first_row: int) -> None:
+        """Refuse features that this precision cannot hold."""
+        hints = {"float16": "Use dtype='bfloat16', of the same size, or 'float32'."}
+        argument, hint = f"dtype={self.name!r}", hints.get(self.name, "Use dtype='float64'.")
+        if (row := _first(~rounded.isfinite())) is not None:
+            wanted = f"features of at most {torch.finfo(self.dtype).max:.6g} in absolute value"
+            received = _at(f"{float(wide[row].abs().max()):.6g}", first_row + row)
+            raise InputError(expected(argument, wanted, received, hint))
+        sizes = wide.abs().amax(dim=1, keepdim=True)
+        if (row := _first((wide - rounded.to(wide.dtype)).abs() > _MOST_LOST * sizes)) is not None:
+            wanted = "features that are rounded by less than a hundredth of the largest of their point"
+            received = _at(f"a largest feature of {float(sizes[row]):.3g}", first_row + row)
+            raise InputError(expected(argument, wanted, received, hint))
+
+
+def _first(bad: Tensor) -> int | None:
+    """The first row of a matrix with an entry that is true."""
+    if not bool(bad.any()):
+        return None
+    return int(bad.any(dim=1).nonzero()[0])
+
+
+def _at(received: str, row: int) -> str:
+    return f"{received} in row {row} (counted from 0)"
 
 
 def _precision(name: str, stored: str, lifted: torch.dtype = torch.float32) -> Precision:
