@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.stores.store import Rows
 
-__all__ = ["KINDS", "all_vectors", "build", "effort_parameters", "restore"]
+__all__ = ["KINDS", "all_vectors", "build", "needed_effort", "parameters", "restore"]
 
 KINDS: Mapping[str, tuple[str, ...]] = {"flat": (), "hnsw": ("links", "build_effort"), "ivf": ("lists",)}
 """Indices, and the options of each."""
@@ -22,8 +22,8 @@ KINDS: Mapping[str, tuple[str, ...]] = {"flat": (), "hnsw": ("links", "build_eff
 _POINTS_A_LIST = 39
 """Points that faiss wants for each centre; with fewer it prints a warning."""
 
-_BLOCK = 2**16
-"""Vectors that are copied at once."""
+_NEIGHBORS = 32
+"""Points of a graph that are looked at for each candidate, about: the default number of links."""
 
 
 def build(faiss: ModuleType, kind: str, vectors: NDArray[np.float32], options: dict[str, int]) -> Any:
@@ -57,13 +57,36 @@ def all_vectors(index: Any) -> NDArray[np.float32]:
     return index.reconstruct_n(0, int(index.ntotal))
 
 
-def effort_parameters(faiss: ModuleType, index: Any, kind: str, k: int, effort: int | None, selector: Any) -> Any:
+def needed_effort(index: Any, kind: str, k: int, effort: int | None, share: float) -> int | None:
+    """How hard a search must look where only a share of the points passes a filter.
+
+    FAISS counts the points that it looks at, whether they pass or not; so the effort grows as the share falls.
+
+    Args:
+        index: The index.
+        kind: Its kind.
+        k: Number of hits.
+        effort: What was asked for without a filter, or ``None``.
+        share: Share of the points that pass, in (0, 1].
+
+    Returns:
+        Candidates of a graph, or lists; ``None`` where looking at all points that pass takes no longer.
+    """
+    if kind == "flat":
+        return None
+    if kind == "ivf":
+        return min(int(index.nlist), math.ceil((effort or max(1, index.nlist // 8)) / share))
+    candidates = math.ceil(max(k, effort or 64) / share)
+    return None if share < 1 and share * index.ntotal <= _NEIGHBORS * candidates else candidates
+
+
+def parameters(faiss: ModuleType, kind: str, effort: int | None, selector: Any) -> Any:
     """What a search is told: which points it may find, and how hard it looks."""
     if kind == "flat":
         return faiss.SearchParameters(sel=selector)
     if kind == "hnsw":
-        return faiss.SearchParametersHNSW(sel=selector, efSearch=max(k, effort or 64))
-    return faiss.SearchParametersIVF(sel=selector, nprobe=min(index.nlist, effort or max(1, index.nlist // 8)))
+        return faiss.SearchParametersHNSW(sel=selector, efSearch=effort)
+    return faiss.SearchParametersIVF(sel=selector, nprobe=effort)
 
 
 def restore(faiss: ModuleType, kind: str, rows: Rows, compressed: NDArray[np.uint8] | None, path: Path | str) -> Any:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.stores.checks import Ids, need
 from contrastive_curvature.stores.faiss_file import read, write
-from contrastive_curvature.stores.faiss_index import KINDS, all_vectors, build, effort_parameters, restore
+from contrastive_curvature.stores.faiss_index import KINDS, all_vectors, build, needed_effort, parameters, restore
 from contrastive_curvature.stores.store import Found, Rows, VectorStore
 
 __all__ = ["FaissStore"]
@@ -33,6 +33,7 @@ class FaissStore(VectorStore):
     - ``"ivf"``: lists of points around centres. ``lists`` (``4 sqrt(N)``, at most N / 39). ``effort`` of a search:
       lists that are looked through (an eighth).
 
+    Where a filter lets few pass, the effort is raised by as much, or all that pass are compared if that is faster.
     :meth:`delete` works on a ``"flat"`` index only.
 
     Raises:
@@ -134,11 +135,15 @@ class FaissStore(VectorStore):
             size = int(passes.sum())
             self.check_enough(k, size, f" of uncertainty <= {most:g}")
             selector = self._faiss.IDSelectorBitmap(np.packbits(passes, bitorder="little"))
-        parameters = effort_parameters(self._faiss, self._index, self._kind, k, effort, selector)
-        _, rows = self._index.search(queries, k, params=parameters)
-        short = np.flatnonzero((rows < 0).any(1))
-        if len(short):
-            rows[short] = self._exact(queries[short], k, most)
+        needed = needed_effort(self._index, self._kind, k, effort, size / len(self))
+        if needed is None and self._kind != "flat":
+            rows = self._exact(queries, k, most)
+        else:
+            told = parameters(self._faiss, self._kind, needed, selector)
+            _, rows = self._index.search(queries, k, params=told)
+            short = np.flatnonzero((rows < 0).any(1))
+            if len(short):
+                rows[short] = self._exact(queries[short], k, most)
         vectors = self._index.reconstruct_batch(rows.ravel()).reshape(*rows.shape, -1)
         return Found(self._ids[rows], vectors, self._kappa[rows], self._uncertainty[rows], size, {})
 
