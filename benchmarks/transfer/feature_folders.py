@@ -52,8 +52,8 @@ def load_folders(path: Path, last_layer: Mapping[str, NDArray[Any]]) -> FeatureF
         found["train"].targets.numpy(),
         found["test"].numpy(),
         found["test"].targets.numpy(),
-        last_layer["weight"],  # type: ignore[arg-type]
-        last_layer["bias"],  # type: ignore[arg-type]
+        last_layer["weight"],
+        last_layer["bias"],
         unknown={
             name.removeprefix(_UNKNOWN): folder.numpy() for name, folder in found.items() if name.startswith(_UNKNOWN)
         },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +96,11 @@ class Parquet(Storage):
 
     def check_order(self) -> None:
         """See :meth:`Storage.check_order`: a random order would read whole parts for single points."""
-        msg = "seed: Parquet files are read in their order. Use format='memmap', or seed=None."
-        raise UnsupportedError(msg)
+        raise _in_order_only()
 
     def chosen(self, numbers: NDArray[np.int64]) -> Rows:
         """See :meth:`Storage.chosen`; refused by :meth:`check_order`."""
-        return self.check_order()  # type: ignore[return-value]
+        raise _in_order_only()
 
     def targets(self, start: int, stop: int) -> NDArray[Any]:
         """See :meth:`Storage.targets`."""
@@ -166,14 +166,16 @@ class Parquet(Storage):
         return self.folder / f"part-{part:06d}.parquet"
 
 
+def _in_order_only() -> UnsupportedError:
+    return UnsupportedError("seed: Parquet files are read in their order. Use format='memmap', or seed=None.")
+
+
 def _pyarrow() -> tuple[Any, Any]:
     try:
-        import pyarrow
-        import pyarrow.parquet
+        return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     except ImportError:
         msg = (
             "format='parquet': pyarrow is not installed. Run pip install 'contrastive-curvature[parquet]', or use "
             "format='memmap'."
         )
         raise UnsupportedError(msg) from None
-    return pyarrow, pyarrow.parquet
