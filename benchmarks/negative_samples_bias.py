@@ -39,10 +39,10 @@ from contrastive_curvature.losses.sampled_rows import SampledRowDerivatives
 from contrastive_curvature.pairs.relation import LabelRelation
 from contrastive_curvature.parts.class_table import ClassTable
 
-POINTS = 6000
+POINTS = 4000
 """Training points, chosen at random."""
 
-BANKS = {100: 24, 300: 16, 1000: 8, 3000: 4}
+BANKS = {100: 12, 300: 8, 1000: 6, 3000: 3}
 """Size of a bank -> number of banks."""
 
 LOSSES: dict[str, Callable[[], CosineLoss]] = {

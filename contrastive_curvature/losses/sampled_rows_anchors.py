@@ -69,7 +69,7 @@ class SampledAnchors:
         for _, same in points.groups(points.index):
             self._look_at(same)
         # What grows with the candidates is a list of them, from which the bank's serve as well.
-        sampled = bool(self._width) or not size
+        sampled = bool(self._width) or not size or not many
         self._of_bank = self.statistics[points.bank.place] if sampled else self._whole_rows(size)
 
     def of(self, candidates: Candidates) -> tuple[Tensor, Tensor]:
@@ -103,12 +103,10 @@ class SampledAnchors:
         """Statistics of the anchors of the bank over all N points, shape (M, K)."""
         points, bank, n = self.points, self.points.bank, len(self.points.index)
         out = bank.u.new_zeros(len(bank.u), size)
-        everywhere = torch.arange(n, device=bank.u.device)
-        for anchors in torch.arange(len(bank.u), device=bank.u.device).split(max(1, _COSINES // n)):
-            cosines = [bank.u[anchors] @ points.wide(some).T for some in everywhere.split(_ROWS)]
-            for some, cosine in zip(
-                anchors.split(max(1, PAIRS // n)), torch.cat(cosines, 1).split(max(1, PAIRS // n)), strict=True
-            ):
+        everywhere, few = torch.arange(n, device=bank.u.device), max(1, PAIRS // max(1, n))
+        for anchors in torch.arange(len(bank.u), device=bank.u.device).split(max(1, _COSINES // max(1, n))):
+            cosines = torch.cat([bank.u[anchors] @ points.wide(some).T for some in everywhere.split(_ROWS)], dim=1)
+            for some, cosine in zip(anchors.split(few), cosines.split(few), strict=True):
                 positive = (bank.index[some].unsqueeze(1) == points.index).double()
                 negative = self.share * (1 - positive)
                 positive.scatter_(1, bank.place[some].unsqueeze(1), 0.0)

@@ -201,7 +201,6 @@ def test_the_bias_falls_like_one_over_the_bank(name: str, device: str) -> None:
     loss = make(name, 0.5, pd_fix="fixed")
     exact = sums_of(RowDerivatives.node_sums(loss.data_hessian(z, LabelRelation(labels)).derivatives))
     bias = {many: float((mean_of_all_banks(loss, z, labels, many)[0] - exact).norm()) for many in (4, 6, 7)}
-    print(name, {m: b / float(exact.norm()) * m for m, b in bias.items()})
     for many in (6, 7):
         assert 1e-6 * float(exact.norm()) < bias[many] <= bias[4] * 4 / many
 
@@ -248,6 +247,9 @@ def test_points_without_any_term(device: str) -> None:
                 assert close(found.at(z, labels).blocks.dense(), whole.blocks.dense(), 1.0)
                 assert found.at(z[:0], labels[:0]).blocks.dense().shape == (0, 3, 3)
                 assert bool(found.loss_and_cost()[0].isfinite())
+            nothing = sampled(loss, z[:0], labels[:0], torch.arange(0, device=device))
+            assert nothing.at(z[:0], labels[:0]).blocks.total().shape == (3, 3)
+            assert nothing.loss_and_cost()[0] == 0
 
 
 @pytest.mark.parametrize(("bank", "came"), [([0, 3], "2 points, all of label 0"), ([], "0 points, none of any label")])
