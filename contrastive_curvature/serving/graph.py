@@ -99,7 +99,7 @@ def trace(module: ServedEncoder, example: Example, axes: dict[str, list[int]]) -
     def shape_of(key: str, value: Tensor) -> dict[int, Any]:
         shape: dict[int, Any] = {0: batch} if _of_batch(value, n) else {}
         # Sizes that an encoder needs, such as those of a kernel, become the range of the axis.
-        return shape | {axis: torch.export.Dim.DYNAMIC for axis in axes[key]}
+        return shape | dict.fromkeys(axes[key], torch.export.Dim.DYNAMIC)
 
     if isinstance(example, dict):
         shapes: Any = {key: shape_of(key, value) for key, value in example.items()}

@@ -216,7 +216,7 @@ def _kappa(tangential: Array, dim: int) -> Array:
 
 
 def _read_npz(path: Any) -> tuple[dict[str, Array], dict[str, Any]]:
-    with np.load(path, allow_pickle=False) as file:
+    with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
     return arrays, json.loads(str(arrays.pop("metadata")))
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+
 import numpy as np
 import onnx
 import onnxruntime
@@ -99,7 +100,7 @@ def test_outputs_of_zeros_in_a_graph(device: str, tmp_path: Path) -> None:
     la = fitted("diag", dtype=torch.float32, device=device, body=body)
     dead = torch.full((1, INPUTS), -1e9, device=device)
     with torch.no_grad():
-        body[0].weight.abs_()
+        la.model.model[0].weight.abs_()
     la.calibrate([inputs(37, 2, torch.float32, device)])
     want = la(dead).p_value.cpu()
     for name in ("model.pt2", "model.onnx"):

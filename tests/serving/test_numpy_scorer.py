@@ -1,0 +1,199 @@
+"""The scorer without torch: the numbers of ``la(x)``, and files that are damaged or of something else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from devices import DEVICES
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+from serving_cases import STRUCTURES, assert_same, fitted, inputs, truth
+
+from contrastive_curvature import class_centres, known
+from contrastive_curvature.serving import Scorer, numpy_scorer
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+SUFFIXES = ("npz", "safetensors")
+
+
+@pytest.mark.parametrize("centres", [True, False])
+@pytest.mark.parametrize("calibrated", [True, False])
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+def test_the_scorer_is_la(
+    device: str,
+    structure: str,
+    calibrated: bool,
+    centres: bool,
+    dtype: torch.dtype,
+    tolerance: float,
+    tmp_path: Path,
+) -> None:
+    la = fitted(structure, calibrated=calibrated, centres=centres, bias=centres, dtype=dtype, device=device)
+    x = inputs(20, 3, dtype, device)
+    features = la.model.forward_with_features(x)[1].cpu().numpy()
+    for suffix in SUFFIXES:
+        outputs = la.export(tmp_path / f"scorer.{suffix}")
+        scorer = Scorer.load(tmp_path / f"scorer.{suffix}")
+        assert scorer.outputs == outputs
+        assert scorer.structure == structure.split()[0]
+        assert scorer.n == 37 * calibrated
+        assert_same(scorer(features), truth(la, x, outputs), tolerance)
+        assert [len(value) for value in scorer(features[:0])] == [0] * len(outputs)
+
+
+def test_the_file_alone_without_torch(device: str, tmp_path: Path) -> None:
+    la, x = fitted(device=device, dtype=torch.float32), inputs(5, 3, torch.float32, device)
+    for suffix in SUFFIXES:
+        la.export(tmp_path / f"scorer.{suffix}")
+    np.save(tmp_path / "features.npy", la.model.forward_with_features(x)[1].cpu().numpy())
+    (tmp_path / "numpy_scorer.py").write_text(Path(numpy_scorer.__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'laplace', 'safetensors', 'contrastive_curvature', 'scipy'):\n"
+        "    sys.modules[name] = None\n"
+        "import numpy as np, numpy_scorer\n"
+        "for suffix in ('npz', 'safetensors'):\n"
+        "    found = numpy_scorer.Scorer.load('scorer.' + suffix)(np.load('features.npy'))\n"
+        "    np.savez(suffix + '-found.npz', *found)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
+    for suffix in SUFFIXES:
+        with np.load(tmp_path / f"{suffix}-found.npz") as found:
+            assert_same([found[name] for name in found.files], truth(la, x), 1e-5)
+
+
+def test_the_constants_are_those_of_the_library(device: str) -> None:
+    del device
+    ours = (class_centres.CAP, class_centres.WEIGHT, class_centres._NEAREST, known._BELOW, known._ROUNDING)
+    s = numpy_scorer
+    assert ours == (s.CAP, s.WEIGHT, s.NEAREST, s.BELOW, s.ROUNDING)
+
+
+def test_rows_that_are_not_finite_and_outputs_of_zeros(device: str, tmp_path: Path) -> None:
+    la = fitted("diag", bias=False, device=device)
+    la.export(tmp_path / "scorer.npz")
+    scorer, phi = Scorer.load(tmp_path / "scorer.npz"), np.random.default_rng(0).normal(size=(4, 7))
+    good = [value[[0, 3]] for value in scorer(phi)]
+    phi[1], phi[2, 3] = 0, np.nan
+    found = scorer(phi)
+    assert all(np.isnan(value[2]).all() for value in found)
+    assert all(np.isnan(value[1]).all() for value in found[:3])
+    assert found[3][1] > 0
+    for new, old in zip(found, good, strict=True):
+        np.testing.assert_array_equal(new[[0, 3]], old)
+
+
+@pytest.mark.parametrize("bad", [np.zeros(7), np.zeros((2, 6)), np.zeros((2, 7), complex), np.array([["a"] * 7])])
+def test_features_of_another_shape_or_type_are_refused(device: str, bad: Any, tmp_path: Path) -> None:
+    fitted("diag", device=device).export(tmp_path / "scorer.npz")
+    with pytest.raises(ValueError, match=r"features: expected numbers of shape \(N, 7\)"):
+        Scorer.load(tmp_path / "scorer.npz")(bad)
+
+
+def saved(path: Path, device: str, structure: str = "kron_lowrank of rank 2") -> tuple[dict[str, Any], dict[str, str]]:
+    fitted(structure, device=device).export(path)
+    arrays = load_file(path)
+    return {name: array.copy() for name, array in arrays.items()}, {
+        "format": numpy_scorer.FORMAT,
+        "version": "1",
+        "form": {"diag": "diagonal", "full": "dense"}.get(structure, "axes"),
+        "structure": structure.split()[0],
+    }
+
+
+def _change(name: str, value: Any) -> Any:
+    def change(arrays: dict[str, Any], metadata: dict[str, str]) -> None:
+        target: Any = metadata if name in metadata else arrays
+        if value is None:
+            del target[name]
+        else:
+            target[name] = value(target[name]) if callable(value) else value
+
+    return change
+
+
+def _negative(array: np.ndarray) -> np.ndarray:
+    return np.asarray(-array)
+
+
+def _nan(array: np.ndarray) -> np.ndarray:
+    out = array.copy()
+    out.flat[0] = np.nan
+    return out
+
+
+WRONG = {
+    "another format": (_change("format", "x"), "format"),
+    "a later version": (_change("version", "2"), "version 1"),
+    "no version": (_change("version", None), "version"),
+    "another form": (_change("form", "round"), "form"),
+    "no axes": (_change("axes", None), "axes"),
+    "no scale": (_change("scale", None), "scale"),
+    "no ratio": (_change("typical_ratio", None), "typical_ratio"),
+    "an array too many": (_change("other", np.zeros(3)), "other"),
+    "a row less": (_change("weight", lambda a: a[1:].copy()), "shape"),
+    "a column less": (_change("basis", lambda a: a[:, 1:].copy()), "shape"),
+    "an axis more": (_change("along", lambda a: a[None].copy()), "along"),
+    "whole numbers": (_change("weight", lambda a: a.astype(np.int64)), ""),
+    "no number": (_change("axes", _nan), "finite"),
+    "negative variances": (_change("along", _negative), "negative"),
+    "a scale of zero": (_change("scale", lambda a: 0 * a), "positive"),
+    "a negative norm": (_change("typical_norm", _negative), "positive"),
+    "no order": (_change("statistics", lambda a: a[::-1].copy()), "ascending"),
+    "no statistics": (_change("statistics", lambda a: a[:0].copy()), "ascending"),
+}
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_refused_on_load(device: str, case: str, suffix: str, tmp_path: Path) -> None:
+    arrays, metadata = saved(tmp_path / "scorer.safetensors", device)
+    change, says = WRONG[case]
+    change(arrays, metadata)
+    path = tmp_path / f"wrong.{suffix}"
+    if suffix == "npz":
+        np.savez(path, metadata=np.array(json.dumps(metadata)), **arrays)
+    else:
+        save_file(arrays, path, metadata)
+    with pytest.raises(ValueError, match=f"wrong.*{says}"):
+        Scorer.load(path)
+
+
+def test_arrays_that_only_numpy_would_execute_are_refused(device: str, tmp_path: Path) -> None:
+    del device
+    np.savez(tmp_path / "a.npz", metadata=np.array([{}], dtype=object))
+    with pytest.raises(ValueError, match=r"expected a file of la\.export"):
+        Scorer.load(tmp_path / "a.npz")
+    with pytest.raises(FileNotFoundError):
+        Scorer.load(tmp_path / "none.npz")
+
+
+@given(data=st.data())
+def test_a_damaged_file_is_refused_or_loads_whole(
+    device: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("damaged")
+    suffix = data.draw(st.sampled_from(SUFFIXES))
+    path = folder / f"scorer.{suffix}"
+    fitted("diag", device=device).export(path)
+    content = bytearray(path.read_bytes())
+    if data.draw(st.booleans()):
+        content = content[: data.draw(st.integers(0, len(content) - 1))]
+    else:
+        # The header of either format.
+        content[data.draw(st.integers(0, 300))] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(content)
+    try:
+        scorer = Scorer.load(path)
+    except ValueError:
+        return
+    assert [value.shape for value in scorer(np.ones((2, 7)))][:3] == [(2, 3), (2,), (2,)]
