@@ -143,6 +143,17 @@ def test_equal_points_are_told_apart_from_themselves(name: str, device: str) -> 
     assert close(found.blocks.dense(), loss.data_hessian(z, LabelRelation(labels)).blocks.dense())
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_points_that_arrive_rounded_in_another_way_are_recognised(name: str, device: str) -> None:
+    """Their blocks move as little as they do."""
+    z, labels = numbers(0, 14, 3).to(device), torch.arange(14, device=device) % 3
+    found = sampled(make(name, 0.5, pd_fix="fixed"), z, labels, torch.arange(0, 14, 2, device=device))
+    moved = z * (1 + 1e-9 * numbers(1, 14, 3).to(device))
+    rows = torch.arange(13, -1, -1, device=device)
+    blocks = found.at(moved[rows], labels[rows]).blocks
+    assert close(blocks.dense(), found.at(z, labels).blocks.dense()[rows], tolerance=1e-7)
+
+
 @pytest.mark.parametrize("many", [1, 3, 100])
 def test_negatives_count_less_where_an_anchor_had_fewer(many: int, device: str) -> None:
     z, labels = numbers(0, 9, 3).to(device), torch.arange(9, device=device) % 3
