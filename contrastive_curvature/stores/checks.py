@@ -88,7 +88,7 @@ def _as_array(ids: object) -> Ids:
         raise InputError(expected("ids", "numbers that int64 can hold", max(ids, key=abs))) from None
 
 
-def _strings(ids: Sequence[str]) -> Ids:
+def _strings(ids: Sequence[Any]) -> Ids:
     out = np.empty(len(ids), dtype=object)
     out[:] = list(ids)
     for value in ids:

@@ -93,11 +93,12 @@ def _rows(path: Path | str, kind: str, arrays: dict[str, Any]) -> tuple[Rows, ND
         rows = Rows(ids, vectors, arrays["kappa"], arrays["uncertainty"])
         agree = rows.kappa.shape == rows.uncertainty.shape == ids.shape
         agree &= kind != "flat" or (vectors.ndim == 2 and len(vectors) == len(ids))
+        compressed = None if kind == "flat" else arrays["index"].view(np.uint8)
     except (KeyError, ValueError):
         agree = False
     if not agree:
         raise InputError(expected(str(path), _WANTED, "arrays that do not fit together"))
-    return rows, None if kind == "flat" else arrays["index"]
+    return rows, compressed
 
 
 def _of_ids(ids: NDArray[Any]) -> dict[str, NDArray[Any]]:

@@ -102,7 +102,7 @@ def restore(faiss: ModuleType, kind: str, rows: Rows, compressed: NDArray[np.uin
     except RuntimeError as error:
         raise InputError(expected(str(path), "an index that faiss can read", str(error).splitlines()[0])) from None
     wanted = faiss.IndexHNSWFlat if kind == "hnsw" else faiss.IndexIVFFlat
-    if type(index) is not wanted or index.ntotal != len(rows.ids):
+    if type(index) is not wanted or index.ntotal != len(rows.ids) or index.metric_type != faiss.METRIC_INNER_PRODUCT:
         shown = f"a {type(index).__name__} of {index.ntotal}"
         raise InputError(expected(str(path), f"a {wanted.__name__} of {len(rows.ids)} embeddings", shown))
     return index

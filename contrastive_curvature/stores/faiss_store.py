@@ -133,7 +133,7 @@ class FaissStore(VectorStore):
         if most is not None:
             passes = self._uncertainty <= most
             size = int(passes.sum())
-            self.check_enough(k, size, f" of uncertainty <= {most:g}")
+            self._check_enough(k, size, f" of uncertainty <= {most:g}")
             selector = self._faiss.IDSelectorBitmap(np.packbits(passes, bitorder="little"))
         needed = needed_effort(self._index, self._kind, k, effort, size / len(self))
         if needed is None and self._kind != "flat":

@@ -11,19 +11,8 @@ from numpy.typing import NDArray
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.stores.checks import Ids, need
-from contrastive_curvature.stores.lance_table import (
-    KINDS,
-    Connection,
-    as_ids,
-    check_payload,
-    check_schema,
-    ids_in,
-    index_config,
-    make_schema,
-    readable,
-    to_arrow,
-    to_found,
-)
+from contrastive_curvature.stores.lance_columns import as_ids, check_payload, make_schema, to_arrow, to_found
+from contrastive_curvature.stores.lance_table import KINDS, Connection, check_schema, ids_in, index_config, readable
 from contrastive_curvature.stores.store import Found, Rows, VectorStore
 
 __all__ = ["LanceStore"]
@@ -145,7 +134,7 @@ class LanceStore(VectorStore):
         parts += [] if where is None else [f"({where}\n)"]
         condition = " AND ".join(parts) or None
         size = self._count(condition, where)
-        self.check_enough(k, size, "" if condition is None else " that pass the filter")
+        self._check_enough(k, size, "" if condition is None else " that pass the filter")
         tables = []
         for start in range(0, len(queries), _QUERIES):
             block = list(queries[start : start + _QUERIES])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -56,7 +56,7 @@ class VectorStore(ABC):
     and exactly, until :meth:`create_index` makes it approximate.
     """
 
-    kinds: Mapping[str, tuple[str, ...]]
+    kinds: ClassVar[Mapping[str, tuple[str, ...]]]
     """Indices, and the options of each."""
 
     @abstractmethod
@@ -133,7 +133,7 @@ class VectorStore(ABC):
             raise InputError(expected("search", "embeddings in the store", "an empty one", "Call add(...) first."))
         if points.shape[1] != self.dim:
             raise InputError(expected("queries", f"D = {self.dim}, that of the store", f"D = {points.shape[1]}"))
-        self.check_enough(check_count("k", k), len(self), "")
+        self._check_enough(check_count("k", k), len(self), "")
         most = None if max_uncertainty is None else float(np.float32(check_number("max_uncertainty", max_uncertainty)))
         if effort is not None and self.index == "flat":
             hint = "An exact search looks at everything; create_index(...) makes it approximate."
@@ -175,7 +175,7 @@ class VectorStore(ABC):
         self._create_index(kind, options)
 
     @staticmethod
-    def check_enough(k: int, size: int, of_filter: str) -> None:
+    def _check_enough(k: int, size: int, of_filter: str) -> None:
         """Refuse more hits than there are embeddings.
 
         Raises:

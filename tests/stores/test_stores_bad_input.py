@@ -212,6 +212,7 @@ PAYLOADS = [
     ({"label": [1, "b", 3]}, cc.InputTypeError, r"payload\['label'\]: expected numbers, strings or bools"),
     ({"label": [1, 2, 3], "kappa": [1, 2, 3]}, cc.InputError, "payload: expected names of small letters"),
     ({"label": [1, 2, 3], "other": [1, 2, 3]}, cc.InputError, "payload: expected columns"),
+    ({"label": [None, None, None]}, cc.InputTypeError, r"payload\['label'\]: expected values that say the type"),
     ({"la bel": [1, 2, 3]}, cc.InputError, "payload: expected names of small letters"),
     ([1, 2, 3], cc.InputTypeError, "payload: expected a dictionary of columns, got a list"),
 ]
