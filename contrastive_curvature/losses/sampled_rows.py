@@ -116,9 +116,6 @@ class SampledRowDerivatives(UncoupledDerivatives):
         cost = (self._known.total - self._known.least).clamp(min=0)
         return (self.scale * self._known.total).to(self.u.dtype), (self.scale * cost).to(self.u.dtype)
 
-    def class_weights(self) -> None:
-        """See :meth:`DatasetDerivatives.class_weights`: weights depend on more than the classes."""
-
     def _met(self, x: Tensor, index: Tensor) -> list[tuple[Tensor, SampledPairs]]:
         """Which of the points meet which candidates: those of their own classes, and all of them the bank, at last."""
         place = torch.empty_like(index)

@@ -22,7 +22,6 @@ from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses import sampled_rows, sampled_rows_anchors, sampled_rows_pairs, sampled_rows_points
 from contrastive_curvature.losses.infonce import InfoNCELoss
 from contrastive_curvature.losses.multisimilarity import MultiSimilarityLoss
-from contrastive_curvature.losses.row_derivatives import RowDerivatives
 from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.losses.sampled_rows import SampledRowDerivatives
 from contrastive_curvature.losses.siglip import SigLIPLoss
@@ -187,7 +186,7 @@ def test_sums_that_are_linear_in_the_pairs_have_no_bias(
 ) -> None:
     z, given_labels = numbers(3, len(labels), 3).to(device), torch.tensor(labels, device=device)
     loss = make(name, 0.3, reduction="sum", pd_fix="fixed")
-    exact = sums_of(RowDerivatives.node_sums(loss.data_hessian(z, LabelRelation(given_labels)).derivatives))
+    exact = sums_of(loss.data_hessian(z, LabelRelation(given_labels)).derivatives.node_sums())
     mean, count = mean_of_all_banks(loss, z, given_labels, many)
     assert count == banks
     assert close(mean, exact, tolerance=1e-12)
@@ -198,7 +197,7 @@ def test_what_a_point_gets_as_a_candidate_has_no_bias(name: str, device: str) ->
     """Points without a positive are no anchors: all that they have, they have as candidates."""
     labels = torch.tensor([0, 0, 1, 1, 2, 3], device=device)
     z, loss = numbers(4, 6, 3).to(device), make(name, 0.1, pd_fix="fixed")
-    exact = sums_of(RowDerivatives.node_sums(loss.data_hessian(z, LabelRelation(labels)).derivatives))
+    exact = sums_of(loss.data_hessian(z, LabelRelation(labels)).derivatives.node_sums())
     mean, count = mean_of_all_banks(loss, z, labels, 3)
     assert count == 20
     assert close(mean[4:], exact[4:], tolerance=1e-12)
@@ -210,7 +209,7 @@ def test_the_bias_falls_like_one_over_the_bank(name: str, device: str) -> None:
     """Over all banks of 4, 6 and 7 of 8 points: at least as fast, down to zero for all 8."""
     z, labels = numbers(5, 8, 3).to(device), torch.arange(8, device=device) % 3
     loss = make(name, 0.5, pd_fix="fixed")
-    exact = sums_of(RowDerivatives.node_sums(loss.data_hessian(z, LabelRelation(labels)).derivatives))
+    exact = sums_of(loss.data_hessian(z, LabelRelation(labels)).derivatives.node_sums())
     bias = {many: float((mean_of_all_banks(loss, z, labels, many)[0] - exact).norm()) for many in (4, 6, 7)}
     for many in (6, 7):
         assert 1e-6 * float(exact.norm()) < bias[many] <= bias[4] * 4 / many
@@ -283,8 +282,10 @@ def test_a_bank_without_negatives_is_refused(bank: list[int], came: str, device:
     ],
 )
 def test_malformed_arguments(change: dict[str, Any], message: str, device: str) -> None:
-    given_all = {"labels": torch.arange(6) % 3, "bank": torch.arange(4), **change}
-    moved = {name: part.to(device) if isinstance(part, Tensor) else part for name, part in given_all.items()}
+    given_all: dict[str, Any] = {"labels": torch.arange(6) % 3, "bank": torch.arange(4), **change}
+    moved: dict[str, Any] = {
+        name: part.to(device) if isinstance(part, Tensor) else part for name, part in given_all.items()
+    }
     with pytest.raises((InputError, InputTypeError), match=message):
         SampledRowDerivatives(InfoNCELoss(), normalize(numbers(0, 6, 3).to(device))[0], **moved)
 
