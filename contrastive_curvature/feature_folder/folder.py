@@ -37,7 +37,6 @@ class FeatureFolder:
         path: The folder.
         batch_size: Points of a batch.
         seed: Of the order of the points.
-        numbers: Numbers of the points in the whole folder: all of them, or those of a shard.
         dtype: torch's type that the features are stored in.
         width: Number F of features of a point.
         last_layer_name: Name of the layer that takes them in.
@@ -62,51 +61,58 @@ class FeatureFolder:
         self._storage.check_sizes(self._header)
         if seed is not None:
             self._storage.check_order()
-        self.numbers = range(self._header.points or 0)
+        self._rows = range(self._header.points or 0)
         self.dtype, self.width = self._header.precision.dtype, self._header.source.width
         self.last_layer_name = self._header.source.last_layer
 
     def __len__(self) -> int:
         """Number of batches."""
-        return -(-len(self.numbers) // self.batch_size)
+        return -(-len(self._rows) // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         """Batches of features, lifted to float32 (from float64: as they are), and targets."""
-        order = None
-        if self.seed is not None:
-            generator = torch.Generator().manual_seed(self.seed)
-            order = torch.randperm(len(self.numbers), generator=generator).numpy() + self.numbers.start
-        for start in range(self.numbers.start, self.numbers.stop, self.batch_size):
-            stop = min(start + self.batch_size, self.numbers.stop)
+        order = None if self.seed is None else self.numbers.numpy()
+        for start in range(0, len(self._rows), self.batch_size):
+            stop = min(start + self.batch_size, len(self._rows))
             if order is None:
-                rows = self._storage.rows(start, stop)
+                rows = self._storage.rows(self._rows.start + start, self._rows.start + stop)
             else:
-                first = start - self.numbers.start
-                rows = self._storage.chosen(order[first : first + stop - start])
+                rows = self._storage.chosen(order[start:stop])
             features = self._header.precision.decode(rows.features)
             yield feature_inputs(features, self._header.source), _tensor(rows.targets)
 
     def __repr__(self) -> str:
         """Path, shape and type."""
-        mine = self.numbers
+        mine = self._rows
         some = "" if len(mine) == self._header.points else f", points {mine.start} to {mine.stop}"
         shape = f"{self._header.points} x {self.width}, {self._header.precision.name}"
         return f"FeatureFolder({str(self.path)!r}: {shape}{some})"
 
     @property
     def dataset(self) -> range:
-        """:attr:`numbers`; what a ``DataLoader`` has under this name, whose length tells how long a fit will take."""
-        return self.numbers
+        """Rows of the folder, under the name that a ``DataLoader`` has for what tells how long a fit will take."""
+        return self._rows
+
+    @property
+    def numbers(self) -> Tensor:
+        """Rows of the folder that the points are, in the order of the batches, int64, shape (N,).
+
+        With them, fits in several processes know which points their shards are.
+        """
+        if self.seed is None:
+            return torch.arange(self._rows.start, self._rows.stop)
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randperm(len(self._rows), generator=generator) + self._rows.start
 
     @property
     def targets(self) -> Tensor:
         """Targets of all points, shape (N, ...), in the order in which they were written."""
-        return _tensor(self._storage.targets(self.numbers.start, self.numbers.stop))
+        return _tensor(self._storage.targets(self._rows.start, self._rows.stop))
 
     @property
     def identifiers(self) -> NDArray[Any]:
         """Identifiers of all points, shape (N,): int64, or texts."""
-        stored = self._storage.identifiers(self.numbers.start, self.numbers.stop)
+        stored = self._storage.identifiers(self._rows.start, self._rows.stop)
         return decode_identifiers(stored, self._header.identifiers)
 
     @property
@@ -118,7 +124,7 @@ class FeatureFolder:
         Raises:
             UnsupportedError: The folder has Parquet files.
         """
-        return self._storage.features()[self.numbers.start : self.numbers.stop]
+        return self._storage.features()[self._rows.start : self._rows.stop]
 
     def numpy(self, start: int = 0, stop: int | None = None) -> NDArray[Any]:
         """Features of some points in memory, shape (stop - start, F), float32 (from float64: float64).
@@ -130,12 +136,12 @@ class FeatureFolder:
         Raises:
             InputError: There are not so many points.
         """
-        n = len(self.numbers)
+        n = len(self._rows)
         stop = n if stop is None else stop
         whole = all(isinstance(end, int) and not isinstance(end, bool) for end in (start, stop))
         if not whole or not 0 <= start <= stop <= n:
             raise InputError(expected("start, stop", f"numbers of points from 0 to {n}", f"{start!r}, {stop!r}"))
-        rows = self._storage.rows(self.numbers.start + start, self.numbers.start + stop)
+        rows = self._storage.rows(self._rows.start + start, self._rows.start + stop)
         found: NDArray[Any] = self._header.precision.decode(rows.features).numpy()
         return found
 
@@ -147,7 +153,7 @@ class FeatureFolder:
             count: How many there are. With more of them than points some are empty.
 
         Returns:
-            A folder of these points alone; its :attr:`numbers` are those in this one's folder.
+            A folder of these points alone; :attr:`numbers` says which rows of the whole folder they are.
 
         Raises:
             InputError: There is no such part.
@@ -155,9 +161,9 @@ class FeatureFolder:
         check_count("count", count)
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < count:
             raise InputError(expected("index", f"a whole number from 0 to {count - 1}", index))
-        n, first = len(self.numbers), self.numbers.start
+        n, first = len(self._rows), self._rows.start
         out = FeatureFolder(self.path, self.batch_size, seed=self.seed)
-        out.numbers = range(first + n * index // count, first + n * (index + 1) // count)
+        out._rows = range(first + n * index // count, first + n * (index + 1) // count)
         return out
 
     def verify(self) -> None:
@@ -175,12 +181,12 @@ class FeatureFolder:
 
     def __getstate__(self) -> dict[str, Any]:
         """What another process needs to open the same points: no features are copied."""
-        return {"path": self.path, "batch_size": self.batch_size, "seed": self.seed, "numbers": self.numbers}
+        return {"path": self.path, "batch_size": self.batch_size, "seed": self.seed, "rows": self._rows}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Open the folder again."""
         self.__init__(state["path"], state["batch_size"], seed=state["seed"])  # type: ignore[misc]
-        self.numbers = state["numbers"]
+        self._rows = state["rows"]
 
 
 def _tensor(stored: NDArray[Any]) -> Tensor:

@@ -223,7 +223,7 @@ def test_weights_that_change_after_the_fit_are_noticed(device: str, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("weights", "structure"),
-    [("all", "diag"), ("all", "kron"), ("all", "lowrank"), ("all", "gp"), ("subnetwork", "diag")],
+    [("all", "diag"), ("all", "kron"), ("all", "gp"), ("subnetwork", "diag")],
 )
 def test_other_weights_than_the_last_layers_are_refused(
     weights: str, structure: str, device: str, tmp_path: Path
