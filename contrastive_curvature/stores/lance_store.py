@@ -12,7 +12,15 @@ from numpy.typing import NDArray
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.stores.checks import Ids, need
 from contrastive_curvature.stores.lance_columns import as_ids, check_payload, make_schema, to_arrow, to_found
-from contrastive_curvature.stores.lance_table import KINDS, Connection, check_schema, ids_in, index_config, readable
+from contrastive_curvature.stores.lance_table import (
+    KINDS,
+    Connection,
+    check_process,
+    check_schema,
+    ids_in,
+    index_config,
+    readable,
+)
 from contrastive_curvature.stores.store import Found, Rows, VectorStore
 
 __all__ = ["LanceStore"]
@@ -30,7 +38,7 @@ class LanceStore(VectorStore):
     It is the folder of one Lance table, with the columns ``id``, ``vector``, ``kappa``, ``uncertainty`` and those of
     the payload, which every program that knows Lance can read. Every change is complete or does not happen, also if the
     process is killed. One process writes at a time; a store that is open elsewhere shows what was there when it was
-    opened.
+    opened. A process that was forked from one that had used LanceDB is refused: its threads do not survive that.
 
     Indices of :meth:`create_index`:
 
@@ -56,7 +64,7 @@ class LanceStore(VectorStore):
     def __init__(self, path: Path | str) -> None:
         need("pyarrow", "LanceStore", "lance")
         self._connection = Connection(need("lancedb", "LanceStore", "lance"), path)
-        self._table: Any = None
+        self._opened: Any = None
         if self._connection.path.exists():
             hint = "LanceStore.open(path) opens it."
             raise InputError(expected(str(path), "a folder that does not exist yet", "one that does", hint))
@@ -72,9 +80,14 @@ class LanceStore(VectorStore):
         out = cls.__new__(cls)
         need("pyarrow", "LanceStore", "lance")
         out._connection = Connection(need("lancedb", "LanceStore", "lance"), path)
-        out._table = out._connection.open()
+        out._opened = out._connection.open()
         check_schema(out._table.schema, path)
         return out
+
+    @property
+    def _table(self) -> Any:
+        check_process(self.path)
+        return self._opened
 
     @property
     def path(self) -> Path:
@@ -118,7 +131,7 @@ class LanceStore(VectorStore):
         columns = check_payload(payload, len(rows.ids))
         if self._table is None:
             made = to_arrow(rows, columns, make_schema(rows, columns))
-            self._table = self._connection.create(made)
+            self._opened = self._connection.create(made)
             return
         made = to_arrow(rows, columns, self._table.schema)
         if there := ids_in(self._table, made.column("id")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.stores.checks import need
 from contrastive_curvature.stores.lance_columns import KEY, OWN, VERSION
 
-__all__ = ["KINDS", "Connection", "check_schema", "ids_in", "index_config", "readable"]
+__all__ = ["KINDS", "Connection", "check_process", "check_schema", "ids_in", "index_config", "readable"]
 
 KINDS: Mapping[str, tuple[str, ...]] = {
     "flat": (),
@@ -24,6 +25,8 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 """Indices, and the options of each."""
 
 _FEWEST = 256
+_users: list[int] = []
+"""The process that used LanceDB first, and nothing else; a forked process inherits it."""
 _WANTED = "a table that LanceStore made"
 
 
@@ -37,10 +40,12 @@ class Connection:
     Raises:
         InputError: Its name does not end in ``.lance``, has other characters than letters, digits, ``_``, ``-`` and
             ``.``, or its parent does not exist.
+        UnsupportedError: This process was forked from one that had used LanceDB.
     """
 
     def __init__(self, lancedb: ModuleType, path: Path | str) -> None:
         self.path, self.lancedb = Path(path), lancedb
+        check_process(self.path)
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.lance", self.path.name):
             wanted = "a folder NAME.lance, the name of letters, digits, '_', '-' and '.'"
             raise InputError(expected("path", wanted, repr(str(path))))
@@ -73,6 +78,23 @@ class Connection:
 
     def _database(self) -> Any:
         return self.lancedb.connect(str(self.path.parent))
+
+
+def check_process(path: Path) -> None:
+    """Refuse a process that was forked from one that had used LanceDB.
+
+    LanceDB's threads do not survive a fork. It repairs itself, but in a trial with torch in the same process 8 of 30
+    forked processes crashed or stood still.
+
+    Raises:
+        UnsupportedError: It was forked.
+    """
+    if not _users:
+        _users.append(os.getpid())
+    if _users[0] != os.getpid():
+        hint = "Start workers with 'spawn' or 'forkserver' (multiprocessing_context of a DataLoader)."
+        wanted = "a process that was not forked from one that had used LanceDB"
+        raise UnsupportedError(expected(str(path), wanted, "a forked one", hint))
 
 
 @contextlib.contextmanager

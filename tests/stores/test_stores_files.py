@@ -216,21 +216,31 @@ torch.set_num_threads(1)
 cc.FaissStore, cc.LanceStore, cc.SearchResult, cc.StoredEmbeddings
 early = [name for name in ("faiss", "lancedb", "pyarrow", "lance") if name in sys.modules]
 store = cc.LanceStore.open(PLACE)
-here = store.search(torch.ones(3, 8), 2).ids.tolist()
+found = store.search(torch.ones(3, 8), 2).ids.tolist()
 read, write = os.pipe()
 child = os.fork()
 if child == 0:
-    found = cc.LanceStore.open(PLACE).search(torch.ones(3, 8), 2).ids.tolist()
-    os.write(write, json.dumps(found).encode())
+    refused = []
+    for use in (lambda: store.search(torch.ones(3, 8), 2), lambda: len(store), lambda: cc.LanceStore.open(PLACE)):
+        try:
+            use()
+        except cc.UnsupportedError as error:
+            refused.append(str(error))
+    os.write(write, json.dumps(refused).encode())
     os._exit(0)
 os.close(write)
-there = json.loads(os.read(read, 10000))
-print(json.dumps([early, here == there, os.waitpid(child, 0)[1]]))
+refused = json.loads(os.read(read, 10000))
+print(json.dumps([early, found, refused, os.waitpid(child, 0)[1], len(store)]))
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_fresh_process_imports_lancedb_late_forks_and_ends(device, tmp_path):
-    filled_lance(tmp_path)
+def test_another_process_imports_lancedb_late_searches_refuses_to_fork_and_ends(device, tmp_path):
+    found = filled_lance(tmp_path).search(torch.ones(3, 8, device=device), 2).ids.tolist()
     script = FORKED.replace("PLACE", repr(str(tmp_path / "corpus.lance")))
-    assert fresh.run(script)[0] == [[], True, 0]
+    early, theirs, refused, status, size = fresh.run(script)[0]
+    assert early == []
+    assert theirs == found
+    assert len(refused) == 3
+    assert all("got a forked one. Start workers with 'spawn'" in text for text in refused)
+    assert (status, size) == (0, N)
