@@ -11,7 +11,7 @@ from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.feature_folder.header import Header
 from contrastive_curvature.feature_folder.options import Options
 from contrastive_curvature.feature_folder.storage import Rows, Storage
-from contrastive_curvature.network.given_features import check_source, layer_of
+from contrastive_curvature.network.given_features import difference
 
 __all__ = ["check_same_features", "check_same_options", "check_same_rows", "whole_parts"]
 
@@ -37,12 +37,9 @@ def check_same_options(folder: Path, header: Header, model: nn.Module, options: 
     ):
         if before != now:
             raise InputError(expected(name, f"{before!r}, that of the folder {folder}", repr(now), _OTHER))
-    try:
-        layer_of(model, header.source, options.last_layer_name)
-        check_source(model, header.source.last_layer, header.source)
-    except InputError as error:
-        reason = str(error).split(", got ", 1)[-1].split(". ", 1)[0]
-        raise InputError(expected("path", f"features of this encoder in {folder}", reason, _OTHER)) from None
+    reason = difference(model, header.source)
+    if reason is not None:
+        raise InputError(expected("path", f"features of this encoder in {folder}", reason, _OTHER))
 
 
 def whole_parts(header: Header, storage: Storage) -> set[int]:

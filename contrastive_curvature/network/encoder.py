@@ -18,7 +18,6 @@ from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.network.given_features import (
     SourceCheck,
     has_features,
-    layer_of,
     read_features,
     refuse_features,
     source_of,
@@ -103,9 +102,9 @@ class Encoder(nn.Module):
         if self._check_source is None:
             raise refuse_features()
         source = source_of(probe)
-        layer = layer_of(self.model, source, last_layer_name)
-        self._check_source(self.model, source.last_layer, source)
-        self.last_layer_name, self.dim, self._runs = source.last_layer, layer.out_features, 1
+        self._check_source(self.model, last_layer_name or source.last_layer, source)
+        self.last_layer_name, self._runs = source.last_layer, 1
+        self.dim = self.require_last_layer().out_features
 
     def _see_inputs(self, x: Inputs) -> None:
         """Analyse the encoder with its first inputs, where only features have been there before.

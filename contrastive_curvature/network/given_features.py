@@ -26,9 +26,9 @@ __all__ = [
     "FeatureSource",
     "SourceCheck",
     "check_source",
+    "difference",
     "feature_inputs",
     "has_features",
-    "layer_of",
     "read_features",
     "refuse_features",
     "source_of",
@@ -42,8 +42,6 @@ SOURCE = "contrastive_curvature.source"
 
 _NUMBERS = 4
 """Length of a fingerprint."""
-
-_AGAIN = "Write the features of this encoder with contrastive_curvature.features(encoder, loader, another_path)."
 
 
 @dataclass(frozen=True)
@@ -129,27 +127,6 @@ def _parsed(text: str) -> FeatureSource:
     return FeatureSource.of_plain(plain, f"x[{SOURCE!r}]")
 
 
-def layer_of(model: nn.Module, source: FeatureSource, last_layer_name: str | None) -> nn.Linear:
-    """The layer of an encoder that took in the features of a source.
-
-    Args:
-        model: The encoder.
-        source: Of the features.
-        last_layer_name: The name that a user gave to the last layer, or ``None``.
-
-    Raises:
-        InputError: The encoder has no linear layer of that name, or the user gave another.
-    """
-    layer = dict(model.named_modules()).get(source.last_layer)
-    if not isinstance(layer, nn.Linear):
-        received = f"what layer {source.last_layer!r} takes in, and this encoder has no linear layer of that name"
-        raise InputError(expected("features", "those of this encoder", received, _AGAIN))
-    if last_layer_name not in (None, source.last_layer):
-        wanted = f"{source.last_layer!r}, the layer of the features"
-        raise InputError(expected("last_layer_name", wanted, repr(last_layer_name)))
-    return layer
-
-
 def read_features(x: Mapping[str, Any], layer: nn.Linear) -> Tensor:
     """The features of a batch, for a layer: shape (B, F), in its precision and on its device.
 
@@ -176,6 +153,22 @@ def refuse_features() -> UnsupportedError:
     return UnsupportedError(msg)
 
 
+def difference(model: nn.Module, source: FeatureSource) -> str | None:
+    """How features of a source are not those of an encoder, for a message; ``None`` where they are.
+
+    The last layer alone may have other weights.
+    """
+    layer = dict(model.named_modules()).get(source.last_layer)
+    if not isinstance(layer, nn.Linear):
+        return f"what layer {source.last_layer!r} takes in, and this encoder has no linear layer of that name"
+    if layer.in_features != source.width:
+        return f"{source.width} of a point, and layer {source.last_layer!r} takes {layer.in_features}"
+    trunk = torch.tensor(source.trunk, dtype=torch.float64)
+    if not same_encoder(trunk_fingerprint(model, source.last_layer), trunk):
+        return "those of an encoder with other weights before the last layer"
+    return None
+
+
 def check_source(model: nn.Module, last_layer_name: str | None, source: FeatureSource) -> None:
     """Refuse features of another encoder; its last layer alone may have other weights.
 
@@ -187,18 +180,16 @@ def check_source(model: nn.Module, last_layer_name: str | None, source: FeatureS
     Raises:
         InputError: Another layer, other sizes, or other weights before the last layer.
     """
-    wanted = "those of this encoder"
     if last_layer_name != source.last_layer:
-        received = f"what layer {source.last_layer!r} takes in, and the last layer here is {last_layer_name!r}"
-        raise InputError(expected("features", wanted, received, _AGAIN))
-    layer: Any = model.get_submodule(source.last_layer)
-    if layer.in_features != source.width:
-        received = f"{source.width} of a point, and layer {source.last_layer!r} takes {layer.in_features}"
-        raise InputError(expected("features", wanted, received, _AGAIN))
-    now = trunk_fingerprint(model, source.last_layer)
-    if not same_encoder(now, torch.tensor(source.trunk, dtype=torch.float64)):
-        received = "those of an encoder with other weights before the last layer"
-        raise InputError(expected("features", wanted, received, f"Load the weights it had then. {_AGAIN}"))
+        received: str | None = f"what layer {source.last_layer!r} takes in, and the last layer is {last_layer_name!r}"
+    else:
+        received = difference(model, source)
+    if received is not None:
+        hint = (
+            "Load the weights that the encoder had when they were written, or write those of this encoder with "
+            "contrastive_curvature.features(encoder, loader, another_path)."
+        )
+        raise InputError(expected("features", "those of this encoder", received, hint))
 
 
 class SourceCheck:

@@ -70,7 +70,8 @@ def test_posterior_is_that_of_the_loader(
     for method in ("measure_classes", "calibrate"):
         getattr(la, method)(folder)
         getattr(other, method)(given)
-    assert_same(la, other, x, tolerance)
+    # On a GPU sums need not be in the same order twice.
+    assert_same(la, other, x, tolerance if device == "cpu" else 10 * tolerance)
     assert la.n_data == other.n_data == len(x)
 
 
@@ -200,7 +201,7 @@ def test_other_encoder_is_refused(
     la: Any = Laplace(model, "contrastive")
     if fitted_before:
         la.fit(loader(x, y))
-        message += "|the last layer here is"
+        message += "|and the last layer is"
     with pytest.raises(cc.InputError, match=f"features: expected those of this encoder.*({message})"):
         la.fit(folder)
     if fitted_before:
