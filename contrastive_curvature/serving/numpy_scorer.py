@@ -182,7 +182,7 @@ class Scorer:
         wide = phi.astype(np.float64)
         if len(trace) > wide.shape[1]:
             wide = np.concatenate([wide, np.ones((len(wide), 1))], axis=1)
-        weights = (u[:, :, None] * wide[:, None, :]).reshape(len(wide), -1)
+        weights = (u[:, :, None] * wide[:, None, :]).reshape(len(wide), len(covariance))
         return ((wide @ trace) * wide).sum(1), ((weights @ covariance) * weights).sum(1)
 
     def _between(self, mu: Array) -> Array:

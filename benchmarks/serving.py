@@ -1,0 +1,208 @@
+"""Claim: a prediction with all its scores takes at most 1.2 forward passes of the encoder, at batch size 1 too.
+
+A ResNet-18, a vision transformer (6 blocks of width 384, patches of 8 pixels) and an MLP (784-1024-1024-128), random
+weights, images of 64 x 64; 128 dimensions, the default posterior of the last layer, 8 class centres, 64 calibration
+inputs. Beside the encoder alone in the same runtime, one thread, in turns: ``la(x)`` with all four scores read, and the
+export in torch (``torch.export``) and in onnxruntime.
+
+    python -m benchmarks.serving [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import torch
+import torchvision
+from laplace import Laplace
+from torch import Tensor, nn
+
+import contrastive_curvature  # noqa: F401  registers the likelihood
+from benchmarks.machine import describe, run_apart, write_results
+
+RESULTS = Path(__file__).parent / "results"
+Case = dict[str, Any]
+NETWORKS = ("resnet18", "vit", "mlp")
+BATCHES = (1, 32, 256)
+TARGET = 1.2
+_CLASSES = 8
+_SECONDS = 20.0
+"""Time for all sides of one batch size."""
+
+
+def make_encoder(name: str, quick: bool = False) -> tuple[nn.Module, tuple[int, ...]]:
+    """An encoder with random weights, and the shape of one input."""
+    size = 16 if quick else 64
+    if name == "resnet18":
+        encoder = torchvision.models.resnet18()
+        encoder.fc = nn.Linear(512, 128)
+        return encoder, (3, size, size)
+    if name == "vit":
+        depth, width = (1, 32) if quick else (6, 384)
+        encoder = torchvision.models.VisionTransformer(size, 8, depth, width // 64 or 1, width, 4 * width)
+        encoder.heads = nn.Linear(width, 128)
+        return encoder, (3, size, size)
+    width = 64 if quick else 1024
+    layers = [nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 128)]
+    return nn.Sequential(*layers), (784,)
+
+
+def make_posterior(encoder: nn.Module, shape: tuple[int, ...]) -> Any:
+    """The default posterior, calibrated; of random inputs of a few classes."""
+    labels = torch.arange(96) % _CLASSES
+    x = torch.randn(_CLASSES, *shape)[labels] + torch.randn(96, *shape)
+    la = Laplace(encoder, "contrastive", backend_kwargs={"pd_fix": "psd"})
+    la.fit([(x[:32], labels[:32]), (x[32:], labels[32:])])
+    la.optimize_prior_precision()
+    la.calibrate([torch.randn(64, *shape)])
+    return la
+
+
+def all_scores(la: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """What the exported module returns, of ``la(x)``."""
+    prediction = la(x)
+    return prediction.mu, prediction.kappa, prediction.uncertainty, prediction.p_value
+
+
+def make_sides(la: Any, shape: tuple[int, ...], folder: Path) -> dict[str, Callable[[Tensor], Any]]:
+    """Functions of a batch, by name; the first of each pair is the encoder alone."""
+    encoder, example = la.model.model.eval(), torch.randn(2, *shape)
+    batch = torch.export.Dim("batch")
+    plain = torch.export.export(encoder, (example,), dynamic_shapes=({0: batch},))
+    torch.onnx.export(plain, (example,), folder / "plain.onnx", dynamo=True, verbose=False, input_names=["x"])
+    la.export(folder / "scores.pt2", example)
+    la.export(folder / "scores.onnx", example)
+    served = torch.export.load(folder / "scores.pt2").module()
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    sessions = [
+        onnxruntime.InferenceSession(folder / f"{name}.onnx", options, providers=["CPUExecutionProvider"])
+        for name in ("plain", "scores")
+    ]
+    return {
+        "torch": encoder,
+        "la(x)": lambda x: all_scores(la, x),
+        "graph": plain.module(),
+        "la.export pt2": served,
+        "onnxruntime": lambda x: sessions[0].run(None, {"x": x.numpy()}),
+        "la.export onnx": lambda x: sessions[1].run(None, {"x": x.numpy()}),
+    }
+
+
+PAIRS = (("torch", "la(x)"), ("graph", "la.export pt2"), ("onnxruntime", "la.export onnx"))
+
+
+@torch.no_grad()
+def take_turns(sides: dict[str, Callable[[Tensor], Any]], x: Tensor, seconds: float) -> dict[str, list[float]]:
+    """Seconds of every side, again and again in turns, so that other load on the machine hits all of them."""
+    for side in sides.values():
+        side(x)
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(found["torch"]) < 3:
+        for name, side in sides.items():
+            start = time.perf_counter()
+            side(x)
+            found[name].append(time.perf_counter() - start)
+    return found
+
+
+@torch.no_grad()
+def largest_difference(sides: dict[str, Callable[[Tensor], Any]], x: Tensor) -> dict[str, float]:
+    """Of both exports to ``la(x)``: of mu absolutely, of the others relatively."""
+    wanted, out = sides["la(x)"](x), {}
+    for name in ("la.export pt2", "la.export onnx"):
+        found = [torch.as_tensor(value) for value in sides[name](x)]
+        apart = [(new - old).abs() for new, old in zip(found, wanted, strict=True)]
+        scales = [torch.ones(()), *(old.abs() for old in wanted[1:])]
+        out[name] = max(float((a / scale).max()) for a, scale in zip(apart, scales, strict=True))
+    return out
+
+
+def run_case(case: Case) -> Case:
+    """Seconds of every side and their ratios, for every batch size."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
+        warnings.simplefilter("ignore")
+        la = make_posterior(*(made := make_encoder(case["network"], case["quick"])))
+        sides, rows = make_sides(la, made[1], Path(folder)), []
+        for n in case["batches"]:
+            x = torch.randn(n, *made[1])
+            seconds = take_turns(sides, x, case["seconds"])
+            ratios = {
+                mine: {
+                    "of_fastest": min(seconds[mine]) / min(seconds[alone]),
+                    "median": statistics.median(a / b for a, b in zip(seconds[mine], seconds[alone], strict=True)),
+                }
+                for alone, mine in PAIRS
+            }
+            fastest = {name: min(values) for name, values in seconds.items()}
+            rows.append({"batch": n, "turns": len(seconds["torch"]), "seconds": fastest, "ratios": ratios})
+    return {"rows": rows, "difference": largest_difference(sides, torch.randn(64, *made[1]))}
+
+
+def render(results: Case) -> str:
+    """Markdown: one row for every network and batch size."""
+    machine = results["machine"]
+    lines = [
+        "# What scores cost beside the encoder",
+        "",
+        f"Printed by `python -m benchmarks.serving` on {machine['cores']} cores of {machine['cpu']}, torch "
+        f"{machine['torch']}, onnxruntime {machine['onnxruntime']}, {machine['date']}, load {machine['load']} at the "
+        "start; one thread. Milliseconds of the encoder alone, and how many times as long a prediction with mu, kappa, "
+        "uncertainty and p-value takes in the same runtime: the ratio of the fastest turns, and in brackets the median "
+        f"of the ratios of all turns. Target: {TARGET}.",
+        "",
+        "| network | batch | torch, ms | `la(x)` | graph, ms | `la.export` pt2 | onnxruntime, ms | `la.export` onnx |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for case in results["cases"]:
+        for row in case["rows"]:
+            cells = []
+            for alone, mine in PAIRS:
+                ratio = row["ratios"][mine]
+                cells += [f"{1e3 * row['seconds'][alone]:.3g}", f"{ratio['of_fastest']:.2f} ({ratio['median']:.2f})"]
+            lines.append(f"| {case['network']} | {row['batch']} | " + " | ".join(cells) + " |")
+    lines += ["", "Largest difference to `la(x)` of 64 random inputs (of mu absolutely, of the others relatively):", ""]
+    for case in results["cases"]:
+        lines.append(f"- {case['network']}: " + ", ".join(f"{k} {v:.1e}" for k, v in case["difference"].items()))
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> Case:
+    """Measure everything, and write the result files."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--quick", action="store_true", help="small sizes, in this process; the figures mean nothing")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for serving.json and serving.md")
+    parser.add_argument("--seconds", type=float, default=_SECONDS, help="time for each network and batch size")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.case:
+        measured = run_case(json.loads(options.case))
+        print(json.dumps(measured))
+        return measured
+    machine = {**describe(), "onnxruntime": onnxruntime.__version__}
+    results: Case = {"machine": machine, "quick": options.quick, "cases": []}
+    for network in ("mlp",) if options.quick else NETWORKS:
+        print("...", network, file=sys.stderr)
+        batches, seconds = ((1, 3), 0.0) if options.quick else (BATCHES, options.seconds)
+        case = {"network": network, "quick": options.quick, "batches": batches, "seconds": seconds}
+        measured = run_case(case) if options.quick else run_apart("benchmarks.serving", case)
+        results["cases"].append({**case, **measured})
+    write_results(options.out, "serving", results, render(results))
+    return results
+
+
+if __name__ == "__main__":
+    main()
