@@ -32,7 +32,7 @@ BELOW, ROUNDING = 0.5, 3e-5
 """Of the p-value: weight of the first component below its median, and how far components of one input may lie apart."""
 
 _TINY, _LARGEST = np.finfo(np.float64).tiny, np.finfo(np.float64).max
-_DTYPES = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4")}
+_DTYPES: dict[str, np.dtype[Any]] = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4")}
 _SHAPES: dict[str, dict[str, str]] = {
     "": {"weight": "DF", "bias?": "D", "typical_norm?": "", "centres?": "KD", "typical_ratio?": ""},
     "p_value": {"location?": "3", "scale?": "3", "statistics?": "n"},

@@ -98,7 +98,7 @@ def parts_of(la: Any, p_value: bool | None = None) -> Parts:
             prior precision, temperature or encoder.
     """
     check_exportable(la)
-    layer, calibration = la.model.last_layer, la._known.calibration
+    layer = la.model.last_layer
     arrays: dict[str, Tensor] = {"weight": layer.weight}
     if layer.bias is not None:
         arrays["bias"] = layer.bias
@@ -112,14 +112,14 @@ def parts_of(la: Any, p_value: bool | None = None) -> Parts:
         arrays["typical_ratio"] = torch.tensor(
             la.class_centres.typical, dtype=torch.float64, device=layer.weight.device
         )
-    if p_value and calibration is None:
+    if p_value and la._known.calibration is None:
         msg = (
             "p_value=True: la is not calibrated. Call la.calibrate(loader) with known inputs first, or leave p_value "
             "out to export mu, kappa and uncertainty alone."
         )
         raise NotFittedError(msg)
-    if calibration is not None and p_value is not False:
-        reference = calibrated_reference(la)
+    reference = None if p_value is False else calibrated_reference(la)
+    if reference is not None:
         arrays["location"], arrays["scale"] = reference.standard.location, reference.standard.scale
         arrays["statistics"] = reference.statistics
     return Parts(form, la._key[1], {name: _copy(array) for name, array in arrays.items()})

@@ -81,7 +81,7 @@ class AxesSpread(_Spread):
         wide = values.double()
         total = wide @ self.lengths
         radial = (wide * (u @ self.axes).square()).sum(1)
-        if self.common is not None:
+        if self.common is not None and self.common_trace is not None:
             total = total + self.common_trace
             radial = radial + ((u @ self.common) * u).sum(1)
         return total, radial
