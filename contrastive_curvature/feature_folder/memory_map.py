@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ class MemoryMap(Storage):
 
     def _row_bytes(self, name: str) -> int:
         kind, shape = self._files[name]
-        return kind.itemsize * int(np.prod(shape, dtype=np.int64))
+        return kind.itemsize * math.prod(shape)
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.bin"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.feature_folder.header import Header
 from contrastive_curvature.feature_folder.storage import Rows, Storage
 from contrastive_curvature.online.atomic import write_whole
@@ -126,26 +127,29 @@ class Parquet(Storage):
         """One column of some rows, without the others."""
         found, end = [], max(stop, start + 1)
         for part in range(start // self.rows_per_part, (end - 1) // self.rows_per_part + 1):
-            values = self._values(self._read(part, [name]), name)
+            (values,) = self._read(part, [name])
             found.append(values[max(0, start - part * self.rows_per_part) : stop - part * self.rows_per_part])
         return np.concatenate(found)
 
     def _part(self, part: int) -> Rows:
         if self._kept is None or self._kept[0] != part:
-            table = self._read(part, list(_COLUMNS))
-            self._kept = (part, Rows(*(self._values(table, name) for name in _COLUMNS)))
+            self._kept = (part, Rows(*self._read(part, list(_COLUMNS))))
         return self._kept[1]
 
-    def _read(self, part: int, columns: list[str]) -> Any:
+    def _read(self, part: int, names: list[str]) -> list[NDArray[Any]]:
+        """Some columns of a part, as they were written."""
         try:
-            return self._parquet.read_table(self._path(part), columns=columns)
-        except (OSError, ValueError) as error:
-            raise self.refuse_size(self._path(part), "a Parquet file", f"what cannot be read ({error})") from None
+            table = self._parquet.read_table(self._path(part), columns=names)
+            return [self._values(table, name) for name in names]
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            wanted, received = (
+                f"a Parquet file with the columns {', '.join(_COLUMNS)}",
+                f"what cannot be read ({error})",
+            )
+            raise self.refuse_size(self._path(part), wanted, received) from None
 
     def _values(self, table: Any, name: str) -> NDArray[Any]:
         """A column as it was written."""
-        if name not in table.column_names:
-            raise InputError(expected(str(self.folder), f"Parquet files with the columns {_COLUMNS}", f"no {name!r}"))
         column = table.column(name).combine_chunks()
         if name == "identifier":
             if self.identifier_type.kind == "S":
@@ -160,7 +164,7 @@ class Parquet(Storage):
         flat = self._arrow.array(np.ascontiguousarray(values).reshape(-1))
         if values.ndim == 1:
             return flat
-        return self._arrow.FixedSizeListArray.from_arrays(flat, int(np.prod(values.shape[1:], dtype=np.int64)))
+        return self._arrow.FixedSizeListArray.from_arrays(flat, math.prod(values.shape[1:]))
 
     def _path(self, part: int) -> Path:
         return self.folder / f"part-{part:06d}.parquet"

@@ -70,6 +70,22 @@ def test_features_are_mapped_and_the_file_is_safe(device: str, tmp_path: Path) -
     folder.verify()
 
 
+@pytest.mark.parametrize("column", ["features", "target", "identifier"])
+def test_parquet_files_of_another_kind_are_refused(column: str, device: str, tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    folder = write(tmp_path / "f", device, format="parquet")
+    path = folder.path / "part-000000.parquet"
+    table = parquet.read_table(path)
+    place = table.column_names.index(column)
+    for other in (arrow.array(["text"] * 12), None):
+        changed = table.remove_column(place) if other is None else table.set_column(place, column, other)
+        parquet.write_table(changed, path)
+        with pytest.raises(cc.InputError, match=r"part-000000.parquet: expected a Parquet file with the columns"):
+            next(iter(cc.FeatureFolder(folder.path)))
+        with pytest.raises(cc.InputError, match="points 0 to 11 are damaged"):
+            folder.verify()
+
+
 def test_parquet_is_read_by_others(device: str, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     folder = write(
