@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.ggn.accumulate import add_factors, per_point
-from contrastive_curvature.ggn.class_sums import ClassSums
+from contrastive_curvature.ggn.accumulate import per_point
+from contrastive_curvature.ggn.class_sums import TYPICAL, ClassSums, centres_of
 from contrastive_curvature.ggn.dataset import DatasetCurvature, mean_norm
 from contrastive_curvature.ggn.dominance import Dominance
 from contrastive_curvature.ggn.feature_sample import FeatureSample
 from contrastive_curvature.ggn.finite import check_finite
+from contrastive_curvature.ggn.passes import PassRecord
 from contrastive_curvature.ggn.sampling import BlockSampler
 from contrastive_curvature.ggn.sharing import structured_curvature
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.options import KFACApprox, Structure
+from contrastive_curvature.parts.state import CURVATURE, State
+from contrastive_curvature.parts.sums import CURVATURE_SUM, FEATURES, added, factors_of, named_factors
 
-__all__ = ["AnchorSums", "note_skipped"]
+__all__ = ["AnchorSums", "check_anchors", "finished_anchors", "note_skipped"]
 
 _log = logging.getLogger("contrastive_curvature")
+
+_VALUE, _COST, _NORMS = "value", "cost", "norms"
+_ANCHORS, _SKIPPED = "anchors", "skipped"
 
 
 class AnchorSums:
@@ -33,6 +41,7 @@ class AnchorSums:
         structure: ``diag``, ``full`` or ``kron``.
         kfac_approx: How ``kron`` treats points that are coupled.
         sampler: Samples the blocks of the Hessian for an estimate; ``None`` uses the exact blocks.
+        part: Index of the part of the data; -1 for all of it.
     """
 
     def __init__(
@@ -41,23 +50,23 @@ class AnchorSums:
         structure: Structure,
         kfac_approx: KFACApprox = KFACApprox.EXPAND,
         sampler: BlockSampler | None = None,
+        part: int = -1,
     ) -> None:
         self._pullback, self._structure, self._approx, self._sampler = pullback, structure, kfac_approx, sampler
-        self._dominance, self._features = Dominance(pullback, structure, 1), FeatureSample.of(pullback)
+        self._dominance, self._features = Dominance(pullback, structure, 1, part), FeatureSample.of(pullback)
         self._classes: ClassSums | None = ClassSums()
-        self._curvature: Any = None
-        self._value: Any = 0
-        self._cost: Any = 0
-        self._norms: Any = 0
-        self._n = self._batches = self._anchors = self._skipped = 0
+        self._record = PassRecord()
+        self._sums: dict[str, Tensor] = {}
+        self._batches = self._n = 0
 
-    def add(self, context: Any, hessian: OutputHessian, classes: Tensor | None) -> None:
+    def add(self, context: Any, hessian: OutputHessian, classes: Tensor | None, numbers: Tensor | None = None) -> None:
         """Take a batch of n points into account.
 
         Args:
             context: Of the pullback.
             hessian: At their outputs.
             classes: Their class labels, shape (n,), or ``None``.
+            numbers: Of the points, shape (n,); ``None`` counts them.
 
         Raises:
             InputError: The curvature is not finite.
@@ -66,69 +75,96 @@ class AnchorSums:
         pullback, structure, z = self._pullback, self._structure, hessian.z
         part = structured_curvature(pullback, context, hessian, structure, 1, self._approx, self._sampler)
         check_finite(part, pullback, f"batch {self._batches} (counted from 0)")
+        if numbers is None:
+            numbers = torch.arange(self._n, self._n + len(z))
         if self._features is not None:
-            self._features.add(context)
+            self._features.add(context, numbers)
         if classes is None:
             self._classes = None
         elif self._classes is not None:
-            self._classes.add(z, classes)
+            self._classes.add(z, classes, numbers)
         if self._approx is KFACApprox.EXPAND:
             alone = hessian.coupled and structure is not Structure.KRON
             term = pullback.block_term(context, hessian.blocks, Structure.DIAG) if alone else part
             self._dominance.add(context, len(z), hessian.blocks, term)
-        if structure is Structure.KRON:
-            self._curvature = add_factors(self._curvature, part)
-        else:
-            self._curvature = part if self._curvature is None else self._curvature + part
+        self._record.add(z, torch.zeros(len(z), dtype=torch.int64) if classes is None else classes)
         value, cost = hessian.loss_and_cost()
-        self._value, self._cost = self._value + value.double(), self._cost + cost.double()
-        self._n, self._norms = self._n + len(z), self._norms + len(z) * mean_norm(z)
-        self._anchors += hessian.derivatives.anchors
-        self._skipped += hessian.derivatives.skipped
-        self._batches += 1
-        self._dtype = z.dtype
+        counts = {_ANCHORS: hessian.derivatives.anchors, _SKIPPED: hessian.derivatives.skipped}
+        terms = named_factors(part) if structure is Structure.KRON else {CURVATURE_SUM: part}
+        terms |= {_VALUE: value.double(), _COST: cost.double(), _NORMS: len(z) * mean_norm(z)}
+        terms |= {name: torch.tensor(count) for name, count in counts.items()}
+        self._sums = added(self._sums, terms)
+        self._batches, self._n = self._batches + 1, self._n + len(z)
 
-    def check(self) -> None:
-        """Say how many anchors had nothing to be compared with.
-
-        Raises:
-            InputError: None had, or there was no batch.
-        """
-        if not self._batches:
-            raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
-        note_skipped(self._anchors, self._skipped)
-
-    def check_changes(self) -> None:
-        """Refuse data in which nothing is compared.
-
-        Raises:
-            InputError: The curvature is zero everywhere.
-        """
-        parts = [self._curvature] if isinstance(self._curvature, Tensor) else [f[0] for f in self._curvature]
-        if not any(bool(part.any()) for part in parts):
-            hint = (
-                "In a batch of one input nothing has to be told apart; triplets outside their margin, pairs of equal "
-                "grades, and comparisons that float32 takes for certain add nothing either. Use larger batches, or the "
-                "pair loss."
-            )
-            wanted = "batches in which the loss changes with the embeddings"
-            raise InputError(expected("train_loader", wanted, "a curvature that is zero everywhere", hint))
-
-    def total(self, share: float = 1.0) -> DatasetCurvature:
-        """The sum. If a single point contributes most of it, there is a warning.
+    def state(self, identity: Mapping[str, str] | None = None, part: tuple[int, int] = (0, 1)) -> State:
+        """What the batches add up to, to be merged with other parts of the data.
 
         Args:
-            share: How much of the loss counts as that of these points.
-
-        Raises:
-            InputError: The sum is not finite.
+            identity: See :class:`~contrastive_curvature.parts.State`.
+            part: Index of the part and number of all parts.
         """
-        check_finite(self._curvature, self._pullback, "the sum over all batches")
-        self._dominance.warn()
-        curvature = per_point(self._curvature, self._n) if self._structure is Structure.KRON else self._curvature
-        centres = None if self._classes is None else self._classes.centres()
-        value, cost = ((share * number).to(self._dtype) for number in (self._value, self._cost))
-        return DatasetCurvature(curvature, value, cost, self._n, self._features, self._norms / self._n, centres)
+        (index, count), kept = part, {}
+        table = None
+        if self._classes is not None:
+            table, kept[TYPICAL] = self._classes.found()
+        if self._features is not None and len(self._features):
+            kept[FEATURES] = self._features.kept()
+        origins = {index: self._record.origin()}
+        found = self._dominance.contributions()
+        return State(CURVATURE, identity or {}, origins, count, self._sums, kept, table, found)
+
+
+def check_anchors(state: State, *, changes: bool = True) -> None:
+    """Say how many anchors had nothing to be compared with.
+
+    Args:
+        state: Of all batches.
+        changes: Whether to refuse data in which nothing is compared.
+
+    Raises:
+        InputError: None had, there was no batch, or the curvature is zero everywhere.
+    """
+    if not state.n:
+        raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+    note_skipped(int(state.sums[_ANCHORS]), int(state.sums[_SKIPPED]))
+    parts = [state.sums[CURVATURE_SUM]] if CURVATURE_SUM in state.sums else [f[0] for f in factors_of(state.sums)]
+    if changes and not any(bool(part.any()) for part in parts):
+        hint = (
+            "In a batch of one input nothing has to be told apart; triplets outside their margin, pairs of equal "
+            "grades, and comparisons that float32 takes for certain add nothing either. Use larger batches, or the "
+            "pair loss."
+        )
+        wanted = "batches in which the loss changes with the embeddings"
+        raise InputError(expected("train_loader", wanted, "a curvature that is zero everywhere", hint))
+
+
+def finished_anchors(pullback: Pullback, state: State, structure: Structure, share: float = 1.0) -> DatasetCurvature:
+    """The sum over all batches. If a single point contributes most of it, there is a warning.
+
+    Args:
+        pullback: Pullback to the parameters.
+        state: Of all parts.
+        structure: ``diag``, ``full`` or ``kron``.
+        share: How much of the loss counts as that of these points.
+
+    Raises:
+        InputError: A part is missing, or the sum is not finite.
+    """
+    state.check_complete()
+    sums, n = state.sums, state.n
+    curvature: Any = factors_of(sums) if structure is Structure.KRON else sums[CURVATURE_SUM]
+    check_finite(curvature, pullback, "the sum over all batches")
+    if state.contributions is not None:
+        state.contributions.warn()
+    dtype = (curvature[0][0] if structure is Structure.KRON else curvature).dtype
+    if structure is Structure.KRON:
+        curvature = per_point(curvature, n)
+    # Where a part had no labels, those of the others do not say which classes there are.
+    labelled = state.classes is not None and int(state.classes.counts.sum()) == n
+    centres = centres_of(state.classes, state.kept[TYPICAL]) if labelled else None
+    value, cost = ((share * sums[name]).to(dtype) for name in (_VALUE, _COST))
+    features = FeatureSample.of_kept(state.kept[FEATURES]) if FEATURES in state.kept else None
+    return DatasetCurvature(curvature, value, cost, n, features, sums[_NORMS] / n, centres)
 
 
 def note_skipped(anchors: int, skipped: int) -> None:

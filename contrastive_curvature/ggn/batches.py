@@ -6,32 +6,40 @@ without negative, pairs contributes nothing to the estimate for these pairs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.ggn.accumulate import add_factors
-from contrastive_curvature.ggn.class_sums import ClassSums
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.ggn.class_sums import TYPICAL, ClassSums, centres_of
 from contrastive_curvature.ggn.dataset import BatchReader, DatasetCurvature, check_fittable, check_targets, mean_norm
 from contrastive_curvature.ggn.dominance import Dominance
 from contrastive_curvature.ggn.feature_sample import FeatureSample
 from contrastive_curvature.ggn.finite import check_finite
-from contrastive_curvature.ggn.passes import PassRecord
+from contrastive_curvature.ggn.passes import PassRecord, different_data
 from contrastive_curvature.ggn.sampling import BlockSampler
 from contrastive_curvature.ggn.sharing import structured_curvature
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.dataset import batch_hessian
+from contrastive_curvature.losses.weighting import class_pairs
 from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.options import KFACApprox, Normalization, Structure
 from contrastive_curvature.pairs import RelationFunction, make_relation
+from contrastive_curvature.parts.class_table import ClassTableCollector
+from contrastive_curvature.parts.rows import RowCollector
+from contrastive_curvature.parts.share import Share
+from contrastive_curvature.parts.state import CURVATURE, STATISTICS, Origin, State
+from contrastive_curvature.parts.sums import CURVATURE_SUM, FEATURES, added, factors_of, named_factors
 from contrastive_curvature.progress import Progress
 
-__all__ = ["batch_curvature", "batches_curvature"]
+__all__ = ["batch_curvature", "batches_curvature", "batches_of_part", "finished_batches", "targets_of_part"]
+
+_INSIDE, _TARGETS = "inside", "targets"
+_VALUE, _COST, _NORMS = "value", "cost", "norms"
 
 
 def batches_curvature(
@@ -67,49 +75,176 @@ def batches_curvature(
         UnsupportedError: ``kron`` is requested for a layer that has no Kronecker factors.
     """
     progress = Progress.of(progress)
-    n, inside = 0, 0.0
-    targets, record = [], PassRecord()
-    for batch in progress.over(loader, "[targets]"):
-        x, y = read(batch)
-        y = check_targets(y, input_length(x), relation)
-        n += input_length(x)
-        inside += float(make_relation(y.shape[0], y.device, y, relation).counts()[0].sum())
-        targets.append(y)
-        record.add_targets(y)
-    if not targets:
-        raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
-    check_fittable(n, inside)
-    totals = None
-    if loss.normalization is Normalization.SUM:
-        whole = make_relation(n, targets[0].device, torch.cat(targets), relation)
-        positive, negative = whole.counts()
-        totals = (float(positive.sum()) / 2, float(negative.sum()) / 2)
-    curvature: Any = None
-    value: Any = 0
-    cost: Any = 0
-    norms: Any = 0
-    again, dominance, sample = PassRecord(), Dominance(pullback, structure, n), FeatureSample.of(pullback)
-    classes = ClassSums() if relation is None else None
-    for number, batch in enumerate(progress.over(loader, "[curvature]")):
-        x, y = read(batch)
-        y = check_targets(y, input_length(x), relation)
-        again.add_targets(y)
-        part = batch_curvature(
-            pullback, x, y, loss, structure, n, totals, relation, kfac_approx, dominance, sampler, sample, classes
+    share = Share(loader)
+    known = targets_of_part(share, read, loss, relation, progress)
+    part = batches_of_part(pullback, share, read, known, loss, structure, relation, progress, kfac_approx, sampler)
+    return finished_batches(pullback, part, structure)
+
+
+def targets_of_part(
+    share: Share,
+    read: BatchReader,
+    loss: PairLoss,
+    relation: RelationFunction | None = None,
+    progress: Progress | bool | None = None,
+    *,
+    identity: Mapping[str, str] | None = None,
+    part: tuple[int, int] = (0, 1),
+) -> State:
+    """First pass over a part of the data: it only counts pairs, and does not run the network.
+
+    Args:
+        share: Batches with the numbers of their points.
+        read: Converts what the loader yields into inputs and targets.
+        loss: The loss.
+        relation: ``None`` for class labels, or a callable on targets.
+        progress: Progress of the whole fit, or whether to show progress.
+        identity: See :class:`~contrastive_curvature.parts.State`.
+        part: Index of the part and number of all parts.
+
+    Raises:
+        InputError: Targets are malformed.
+        UnsupportedError: The loss counts all pairs, and a callable on targets decides which there are in several parts.
+    """
+    index, count = part
+    # Only this normalisation asks for the pairs of different batches.
+    keeps = relation is not None and loss.normalization is Normalization.SUM
+    if keeps and count > 1:
+        msg = (
+            "normalization='sum' with relation: the number of all pairs takes the targets of all parts at once. Use "
+            "normalization='anchor' or 'type', or class labels."
         )
-        check_finite(part.curvature, pullback, f"batch {number} (counted from 0)")
-        value, cost = value + part.loss, cost + part.cost
-        norms = norms + input_length(x) * cast("Tensor", part.typical_norm)
-        if structure is Structure.KRON:
-            curvature = add_factors(curvature, part.curvature)
-        else:
-            curvature = part.curvature if curvature is None else curvature + part.curvature
-    record.check_same_targets(again)
+        raise UnsupportedError(msg)
+    inside = torch.zeros((), dtype=torch.float64)
+    record, rows, table = PassRecord(), RowCollector(None if keeps else 0), ClassTableCollector()
+    for batch, numbers in Progress.of(progress).over(share, "[targets]"):
+        x, y = read(batch)
+        y = check_targets(y, input_length(x), relation)
+        inside = inside + float(make_relation(y.shape[0], y.device, y, relation).counts()[0].sum())
+        rows.add(numbers, {"targets": y})
+        record.add_targets(y)
+        if relation is None:
+            table.add(torch.zeros(len(y), 0, dtype=torch.float64, device=y.device), y, unit=True)
+    origins = {index: record.origin()}
+    return State(STATISTICS, identity or {}, origins, count, {_INSIDE: inside}, {_TARGETS: rows.rows()}, table.table())
+
+
+def batches_of_part(
+    pullback: Pullback,
+    share: Share,
+    read: BatchReader,
+    known: State,
+    loss: PairLoss,
+    structure: Structure,
+    relation: RelationFunction | None = None,
+    progress: Progress | bool | None = None,
+    kfac_approx: KFACApprox = KFACApprox.EXPAND,
+    sampler: BlockSampler | None = None,
+    *,
+    identity: Mapping[str, str] | None = None,
+    part: tuple[int, int] = (0, 1),
+) -> State:
+    """Second pass over a part of the data; see :func:`batches_curvature`.
+
+    Args:
+        pullback: Pullback to the parameters.
+        share: The same points as in the first pass, in any order.
+        read: Converts what the loader yields into inputs and targets.
+        known: Result of the first pass over all parts.
+        loss: The loss, with the distance and the fix of its curvature.
+        structure: ``diag``, ``full`` or ``kron``.
+        relation: ``None`` for class labels, or a callable on targets.
+        progress: Progress of the whole fit, or whether to show progress.
+        kfac_approx: How ``kron`` treats the two points of a pair.
+        sampler: Samples the blocks of the Hessian for an estimate; ``None`` uses the exact blocks.
+        identity: See :class:`~contrastive_curvature.parts.State`.
+        part: Index of the part and number of all parts.
+
+    Raises:
+        InputError: A part of the first pass is missing; there is one point only, or no batch has a positive pair;
+            targets are malformed or differ from those of the first pass; or a curvature is not finite.
+        UnsupportedError: ``kron`` is requested for a layer that has no Kronecker factors.
+    """
+    (index, count), n = part, known.n
+    known.check_complete()
+    if not n:
+        raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+    check_fittable(n, float(known.sums[_INSIDE]))
+    totals = _totals(known, relation) if loss.normalization is Normalization.SUM else None
+    sums: dict[str, Tensor] = {}
+    record, sample = PassRecord(), FeatureSample.of(pullback)
+    dominance = Dominance(pullback, structure, n, index if count > 1 else -1)
+    classes = ClassSums() if relation is None else None
+    for number, (batch, numbers) in enumerate(Progress.of(progress).over(share, "[curvature]")):
+        x, y = read(batch)
+        y = check_targets(y, input_length(x), relation)
+        record.add_targets(y)
+        found = batch_curvature(
+            pullback,
+            x,
+            y,
+            loss,
+            structure,
+            n,
+            totals,
+            relation,
+            kfac_approx,
+            dominance,
+            sampler,
+            sample,
+            classes,
+            numbers,
+        )
+        check_finite(found.curvature, pullback, f"batch {number} (counted from 0)")
+        terms = named_factors(found.curvature) if structure is Structure.KRON else {CURVATURE_SUM: found.curvature}
+        norm = cast("Tensor", found.typical_norm)
+        terms |= {_VALUE: found.loss, _COST: found.cost, _NORMS: input_length(x) * norm}
+        sums = added(sums, terms)
+    _check_same(known, record.origin(), index)
+    kept = {} if sample is None or not len(sample) else {FEATURES: sample.kept()}
+    table = None
+    if classes is not None:
+        table, kept[TYPICAL] = classes.found()
+    origins = {index: record.origin()}
+    return State(CURVATURE, identity or {}, origins, count, sums, kept, table, dominance.contributions())
+
+
+def finished_batches(pullback: Pullback, state: State, structure: Structure) -> DatasetCurvature:
+    """The estimate, from all parts. If a single point contributes most of it, there is a warning.
+
+    Args:
+        pullback: Pullback to the parameters.
+        state: Of all parts.
+        structure: ``diag``, ``full`` or ``kron``.
+
+    Raises:
+        InputError: A part is missing, or the sum is not finite.
+    """
+    state.check_complete()
+    sums, n = state.sums, state.n
+    curvature: Any = factors_of(sums) if structure is Structure.KRON else sums[CURVATURE_SUM]
     check_finite(curvature, pullback, "the sum over all batches")
-    dominance.warn()
-    return DatasetCurvature(
-        curvature, value, cost, n, sample, norms / n, None if classes is None else classes.centres()
-    )
+    if state.contributions is not None:
+        state.contributions.warn()
+    features = FeatureSample.of_kept(state.kept[FEATURES]) if FEATURES in state.kept else None
+    centres = centres_of(state.classes, state.kept[TYPICAL]) if TYPICAL in state.kept else None
+    return DatasetCurvature(curvature, sums[_VALUE], sums[_COST], n, features, sums[_NORMS] / n, centres)
+
+
+def _totals(known: State, relation: RelationFunction | None) -> tuple[float, float]:
+    """Number of positive and negative pairs of the data set."""
+    if known.classes is not None:
+        return class_pairs(known.classes.counts)[2]
+    targets = known.kept[_TARGETS].columns["targets"]
+    positive, negative = make_relation(len(targets), targets.device, targets, relation).counts()
+    return float(positive.sum()) / 2, float(negative.sum()) / 2
+
+
+def _check_same(known: State, again: Origin, index: int) -> None:
+    before = known.origins.get(index)
+    if before is None or (before.n, before.targets) != (again.n, again.targets):
+        received = "other targets"
+        raise different_data(received)
 
 
 def batch_curvature(
@@ -126,6 +261,7 @@ def batch_curvature(
     sampler: BlockSampler | None = None,
     sample: FeatureSample | None = None,
     classes: ClassSums | None = None,
+    numbers: Tensor | None = None,
 ) -> DatasetCurvature:
     """The contribution of one batch to the estimate for a data set.
 
@@ -144,16 +280,17 @@ def batch_curvature(
         sampler: Samples the blocks of the Hessian for an estimate; ``None`` uses the exact blocks.
         sample: Draws from the features of the batch, if given.
         classes: Sums the embeddings of the batch by class label, if given.
+        numbers: Of the points, shape (B,), for the draw.
 
     Returns:
         Unclamped curvature, loss and non-negative loss.
     """
     z, context = pullback.forward(x)
     if sample is not None:
-        sample.add(context)
+        sample.add(context, numbers)
     hessian = batch_hessian(loss, check_outputs(z, "model(x)"), targets, n_data, totals, relation)
     if classes is not None:
-        classes.add(hessian.z, targets)
+        classes.add(hessian.z, targets, numbers)
     curvature = structured_curvature(pullback, context, hessian, structure, n_data, kfac_approx, sampler)
     if dominance is not None and kfac_approx is KFACApprox.EXPAND:
         with_cross_terms = hessian.coupled and structure is not Structure.KRON

@@ -2,55 +2,75 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from contrastive_curvature.class_centres import MOST_NUMBERS, ClassCentres, add_sums, class_sums
-from contrastive_curvature.ggn.feature_sample import FeatureSample
+from contrastive_curvature.class_centres import MOST_NUMBERS, ClassCentres
+from contrastive_curvature.parts.class_table import ClassTable, ClassTableCollector
+from contrastive_curvature.parts.rows import RowCollector, Rows
 
-__all__ = ["ClassSums"]
+__all__ = ["TYPICAL", "ClassSums", "centres_of"]
 
-_WAITING = 2**16
-"""Numbers that wait at least, before they are added to the sums."""
+TYPICAL = "typical"
+"""Name of the points that say which position between classes is typical."""
+
+_TYPICAL = 2000
+
+_OUTPUTS, _TARGETS = "outputs", "targets"
 
 
 class ClassSums:
-    """Makes the :class:`ClassCentres` of a stream of labelled outputs; they need not be in memory together."""
+    """Makes the :class:`ClassCentres` of a stream of labelled outputs; they need not be in memory together.
 
-    def __init__(self) -> None:
-        self._found: tuple[Tensor, Tensor] | None = None
-        self._waiting: list[tuple[Tensor, Tensor]] = []
-        self._sample: FeatureSample | None = None
-        self._of = FeatureSample(1)
-        self._n = 0
+    Args:
+        limited: Whether sums of too many numbers for centres are given up.
+    """
+
+    def __init__(self, *, limited: bool = True) -> None:
+        self._table, self._typical = ClassTableCollector(), RowCollector(_TYPICAL)
+        self._limited, self._n = limited, 0
         self._too_many = False
 
-    def add(self, outputs: Tensor, labels: Tensor) -> None:
-        """Take raw outputs (B, D) with class labels (B,) into account."""
+    def add(self, outputs: Tensor, labels: Tensor, numbers: Tensor | None = None) -> None:
+        """Take a batch into account.
+
+        Args:
+            outputs: Raw outputs, shape (B, D).
+            labels: Class labels, shape (B,).
+            numbers: Of the points, shape (B,); ``None`` counts them.
+        """
         if self._too_many:
             return
-        self._waiting.append(class_sums(outputs, labels))
-        # As many as there are sums already, or every batch would go over all classes.
-        enough = _WAITING if self._found is None else max(_WAITING, self._found[1].numel())
-        if sum(sums.numel() for _, sums in self._waiting) >= enough:
-            self._take()
-        if self._sample is None:
-            self._sample, self._of = FeatureSample(outputs.shape[1]), FeatureSample(1)
-            # Of one size and one seed, both draw the same rows.
-            self._of.size = self._sample.size
-        self._sample.add(outputs)
-        self._of.add(labels.unsqueeze(1))
+        self._table.add(outputs, labels)
+        if numbers is None:
+            numbers = torch.arange(self._n, self._n + len(outputs))
+        self._typical.add(numbers, {_OUTPUTS: outputs, _TARGETS: labels})
         self._n += len(outputs)
+        # More classes only follow.
+        self._too_many = self._limited and self._table.size > MOST_NUMBERS
+
+    def found(self) -> tuple[ClassTable | None, Rows]:
+        """Numbers and sums of all classes, and the points that say what is typical."""
+        table = None if self._too_many else self._table.table()
+        if self._limited and table is not None and table.sums.numel() > MOST_NUMBERS:
+            table = None
+        return table, self._typical.rows()
 
     def centres(self) -> ClassCentres | None:
         """The centres, or ``None``, see :meth:`ClassCentres.of`."""
-        self._take()
-        if self._found is None or self._sample is None or self._too_many:
-            return None
-        return ClassCentres.from_sums(*self._found, self._sample.rows, self._of.rows.squeeze(1), self._n)
+        return centres_of(*self.found())
 
-    def _take(self) -> None:
-        parts = [*([] if self._found is None else [self._found]), *self._waiting]
-        if parts:
-            self._found, self._waiting = add_sums(parts), []
-            # More classes only follow.
-            self._too_many = self._found[1].numel() > MOST_NUMBERS
+
+def centres_of(table: ClassTable | None, typical: Rows) -> ClassCentres | None:
+    """Centres of classes; ``None`` where there are none, or they say nothing or cost too much.
+
+    Args:
+        table: Numbers and sums of all classes.
+        typical: Some of the points.
+    """
+    if table is None or not len(typical):
+        return None
+    columns = typical.columns
+    return ClassCentres.from_sums(
+        table.labels, table.sums, columns[_OUTPUTS], columns[_TARGETS], int(table.counts.sum())
+    )

@@ -40,7 +40,7 @@ class CrossSums(Protocol):
     def add(self, context: Any, part: HessianPart) -> None:
         """Take a batch into account."""
 
-    def sums(self, loader: Iterable[Any], read: BatchReader, progress: Progress) -> dict[str, Tensor]:
+    def sums(self, loader: Iterable[Any], read: BatchReader | None, progress: Progress) -> dict[str, Tensor]:
         """All sums of these points; what the loader gives again is the same as what was added."""
 
 
@@ -144,7 +144,7 @@ class _ByClass:
         sums = self.pullback.class_sums(context, part.tangent_axes(), index, self.coupling.classes.numel())
         self._sums = sums if self._sums is None else self._sums + sums
 
-    def sums(self, loader: Iterable[Any], read: BatchReader, progress: Progress) -> dict[str, Tensor]:
+    def sums(self, loader: Iterable[Any], read: BatchReader | None, progress: Progress) -> dict[str, Tensor]:
         del loader, read, progress
         return {} if self._sums is None else {_BY_CLASS: self._sums}
 
@@ -173,7 +173,7 @@ class _WithSample:
                 term = self.pullback.cross_term(mine, column, cross, self.structure)
                 self._sum = term if self._sum is None else self._sum + term
 
-    def sums(self, loader: Iterable[Any], read: BatchReader, progress: Progress) -> dict[str, Tensor]:
+    def sums(self, loader: Iterable[Any], read: BatchReader | None, progress: Progress) -> dict[str, Tensor]:
         found = self.by_class.sums(loader, read, progress)
         return found if self._sum is None else {**found, _BY_SAMPLE: self._sum}
 
@@ -199,7 +199,10 @@ class _Streamed:
     def add(self, context: Any, part: HessianPart) -> None:
         """Do nothing: :meth:`sums` computes all blocks."""
 
-    def sums(self, loader: Iterable[Any], read: BatchReader, progress: Progress) -> dict[str, Tensor]:
+    def sums(self, loader: Iterable[Any], read: BatchReader | None, progress: Progress) -> dict[str, Tensor]:
+        if read is None:
+            msg = "blocks of points are computed for one part only"
+            raise RuntimeError(msg)
         total: Any = 0
         entries = self.points.n**2
         started, done = time.monotonic(), 0

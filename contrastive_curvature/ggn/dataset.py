@@ -1,7 +1,7 @@
 """The exact parameter curvature of a whole data set, over all its pairs and not only those inside batches.
 
 It needs two passes over the data, in any order. The first (:mod:`contrastive_curvature.ggn.statistics`) finds what a
-point has to know of all others: all outputs, or sums over classes and a sample of points that stands for all. The second
+point has to know of all others: all outputs, or sums over classes and a sample that stands for all. The second
 (:mod:`contrastive_curvature.ggn.second_pass`) computes ``J_i^T H_ii J_i`` for every point i, batch by batch, and the
 cross terms ``J_i^T H_ij J_j`` of coupled fixes. Both give states that merge, so the data may come in parts.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from contrastive_curvature.class_centres import ClassCentres
 from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.ggn.class_sums import TYPICAL, centres_of
 from contrastive_curvature.ggn.feature_sample import FeatureSample
 from contrastive_curvature.ggn.passes import PassRecord
 from contrastive_curvature.ggn.statistics import (
@@ -27,7 +28,7 @@ from contrastive_curvature.ggn.statistics import (
     Plan,
     check_targets,
     collect_statistics,
-    sampled_centres,
+    numbered,
     sampled_inputs,
 )
 from contrastive_curvature.hessian.dataset import DatasetHessian
@@ -183,7 +184,7 @@ def collect_points(
         if relation is None and samples is None:
             loss.announce_labelled(expected_points(loader), z, progress)
 
-    found = collect_statistics(encoder, Share(loader), read, Plan(), relation, progress, first=first)
+    found = collect_statistics(encoder, Share(loader), numbered(read), Plan(), relation, progress, first=first)
     return points_of(found.state, loss, relation, samples, found, progress, keeps=True)
 
 
@@ -217,7 +218,7 @@ def points_of(
     if not state.n:
         raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
     record = None if found is None else found.record
-    classes = sampled_centres(state)
+    classes = centres_of(state.classes, state.kept[TYPICAL])
     rows = state.kept[POINTS].in_order() if POINTS in state.kept else None
     if state.classes is not None and isinstance(loss, PairLoss):
         check_fittable(state.n, class_pairs(state.classes.counts)[2][0])

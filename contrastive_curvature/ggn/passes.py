@@ -9,7 +9,7 @@ from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.parts.rows import point_keys
 from contrastive_curvature.parts.state import Origin
 
-__all__ = ["PassRecord", "check_same_outputs"]
+__all__ = ["PassRecord", "check_same_outputs", "different_data"]
 
 
 class PassRecord:
@@ -55,34 +55,23 @@ class PassRecord:
         other_targets, other_numbers = again._joined()
         if len(targets) != len(other_targets):
             received = f"{len(targets)} points in the first pass and {len(other_targets)} in a later one"
-            raise _different_data(received)
+            raise different_data(received)
         if _agree(targets, numbers, other_targets, other_numbers, self._coarse):
             return
         equal = torch.zeros_like(targets)
         received = "different outputs"
         if _agree(equal, numbers, equal, other_numbers, self._coarse):
             received = "the same outputs with other targets, so inputs and labels are not paired in the same way"
-        raise _different_data(received)
-
-    def check_same_targets(self, again: PassRecord) -> None:
-        """Refuse a later pass with other targets; outputs are not compared.
-
-        Raises:
-            InputError: A target occurs another number of times.
-        """
-        mine, others = (torch.cat(record._targets or [torch.zeros(0)]).sort().values for record in (self, again))
-        if not torch.equal(mine, others):
-            received = "other targets"
-            raise _different_data(received)
+        raise different_data(received)
 
     def add_targets(self, targets: Tensor) -> None:
-        """Record the targets of a batch, shape (B, ...), without outputs, for :meth:`check_same_targets`."""
+        """Record the targets of a batch, shape (B, ...), without outputs."""
         self._targets.append(_target_keys(targets))
 
     def origin(self) -> Origin:
         """The same in four numbers."""
-        targets, numbers = self._joined()
-        along, norm = numbers.sum(0).tolist()
+        targets = torch.cat(self._targets) if self._targets else torch.zeros(0, dtype=torch.int64)
+        along, norm = torch.cat(self._numbers).sum(0).tolist() if self._numbers else (0.0, 0.0)
         # Keys, because sums of labels themselves agree too easily; the sum wraps around.
         return Origin(len(targets), int(point_keys(targets).sum()), along, norm)
 
@@ -108,7 +97,8 @@ def check_same_outputs(again: Tensor, known: Tensor, argument: str, hint: str) -
         raise InputError(expected(argument, "the same points in the same order in every pass", "others", hint))
 
 
-def _different_data(received: str) -> InputError:
+def different_data(received: str) -> InputError:
+    """The error for a later pass over other data; ``received`` says in what they differ."""
     hint = "Turn random augmentation and drop_last off (shuffling is fine), or use pairs='batch': it needs one pass."
     return InputError(expected("train_loader", "the same data in every pass", received, hint))
 

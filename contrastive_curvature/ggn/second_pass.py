@@ -8,27 +8,26 @@ from typing import Any
 from torch import Tensor
 
 from contrastive_curvature.ggn.cross_sums import CrossSums, finished_cross, make_cross
-from contrastive_curvature.ggn.dataset import BatchReader, DatasetCurvature, DatasetPoints, check_targets
+from contrastive_curvature.ggn.dataset import DatasetCurvature, DatasetPoints
 from contrastive_curvature.ggn.dominance import Dominance
 from contrastive_curvature.ggn.feature_sample import FeatureSample
 from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.passes import PassRecord
 from contrastive_curvature.ggn.sampling import BlockSampler
 from contrastive_curvature.ggn.standard_error import StandardError, relative_error
+from contrastive_curvature.ggn.statistics import BatchReader, NumberedReader, check_targets, numbered
 from contrastive_curvature.hessian.derivatives import Totals
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.network.inputs import input_length
-from contrastive_curvature.network.pullback import KronFactors, Pullback
+from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.options import Structure
 from contrastive_curvature.parts.share import Share
 from contrastive_curvature.parts.state import CURVATURE, State
+from contrastive_curvature.parts.sums import CURVATURE_SUM, FEATURES, added, factors_of, named_factors
 from contrastive_curvature.progress import Progress
 
-__all__ = ["curvature_of_part", "dataset_curvature", "factors_of", "finished_curvature", "named_factors"]
+__all__ = ["curvature_of_part", "dataset_curvature", "finished_curvature"]
 
-_CURVATURE = "curvature"
-_FACTOR = "factor/"
-_FEATURES = "features"
 _TOTALS = ("degree", "along", "value")
 
 
@@ -59,39 +58,53 @@ def dataset_curvature(
         InputError: The loader gave other data than in the first pass, or the curvature of a batch is not finite.
         UnsupportedError: ``kron`` is requested for a layer that has no Kronecker factors.
     """
-    part = curvature_of_part(pullback, loader, read, points, structure, progress, sampler)
+    part = curvature_of_part(pullback, Share(loader), numbered(read), points, structure, progress, sampler, whole=read)
     return finished_curvature(pullback, part, points, structure)
 
 
 def curvature_of_part(
     pullback: Pullback,
-    loader: Iterable[Any],
-    read: BatchReader,
+    share: Share,
+    read: NumberedReader,
     points: DatasetPoints,
     structure: Structure,
     progress: Progress | bool | None = None,
     sampler: BlockSampler | None = None,
     *,
+    whole: BatchReader | None = None,
     identity: Mapping[str, str] | None = None,
     part: tuple[int, int] = (0, 1),
 ) -> State:
-    """What some points add to the curvature of all; arguments as in :func:`dataset_curvature`.
+    """What some points add to the curvature of all.
 
     Args:
+        pullback: Pullback to the parameters.
+        share: The same points as in the first pass over this part, in any order.
+        read: Converts a batch into inputs, targets and numbers of points.
+        points: Result of the first pass over all parts.
+        structure: ``diag``, ``full`` or ``kron``.
+        progress: Progress of the whole fit, or whether to show progress.
+        sampler: Samples the blocks of the Hessian for an estimate; ``None`` uses the exact blocks.
+        whole: Where there is one part: converts batches for cross terms, which go over the data several times.
         identity: See :class:`~contrastive_curvature.parts.State`.
         part: Index of the part and number of all parts.
+
+    Raises:
+        InputError: The points are not those of the first pass, or the curvature of a batch is not finite.
+        UnsupportedError: ``kron`` is requested for a layer that has no Kronecker factors, or the fix couples points of
+            different parts.
     """
     progress, (index, count) = Progress.of(progress), part
     hessian = points.hessian
     coupled = hessian.coupled and structure is not Structure.KRON
     cross: CrossSums | None = make_cross(pullback, points, structure, count) if coupled else None
-    total: Any = None
+    sums: dict[str, Tensor] = {}
     totals: Totals | None = None
     record, sample = PassRecord(), FeatureSample.of(pullback)
     dominance = Dominance(pullback, structure, points.n, index if count > 1 else -1)
     error = StandardError(pullback, points.n) if points.sampled is not None else None
-    for number, (batch, numbers) in enumerate(progress.over(Share(loader, index), _described(points))):
-        x, y = read(batch)
+    for number, (batch, given) in enumerate(progress.over(share, _described(points))):
+        x, y, numbers = read(batch, given)
         y = check_targets(y, input_length(x), points.function)
         z, context = pullback.forward(x)
         z = check_outputs(z, "model(x)")
@@ -116,18 +129,16 @@ def curvature_of_part(
             curvature = pullback.block_term(context, blocks, structure)
             check_finite(curvature, pullback, f"batch {number} (counted from 0)")
             dominance.add(context, len(z), blocks, curvature)
-            term = {_CURVATURE: curvature}
-        total = term if total is None else {name: total[name] + term[name] for name in total}
+            term = {CURVATURE_SUM: curvature}
+        sums = added(sums, term)
     points.check_same(record, index)
-    sums = total or {}
     if cross is not None:
-        for name, more in cross.sums(loader, read, progress).items():
-            sums[name] = sums[name] + more if name in sums else more
+        sums = added(sums, cross.sums(share.loader, whole, progress))
     if totals is not None:
         sums |= {name: getattr(totals, name) for name in _TOTALS}
     if error is not None:
         sums |= error.sums()
-    kept = {} if sample is None or not len(sample) else {_FEATURES: sample.kept()}
+    kept = {} if sample is None or not len(sample) else {FEATURES: sample.kept()}
     origins = {index: record.origin()}
     return State(CURVATURE, identity or {}, origins, count, sums, kept, None, dominance.contributions())
 
@@ -152,33 +163,18 @@ def finished_curvature(
     if structure is Structure.KRON:
         total = factors_of(sums)
     else:
-        total = sums[_CURVATURE]
+        total = sums[CURVATURE_SUM]
         if points.hessian.coupled:
             total = total + finished_cross(sums, points, structure)
     check_finite(total, pullback, "the sum over all batches")
     if state.contributions is not None:
         state.contributions.warn()
     totals = Totals(*(sums[name] for name in _TOTALS))
-    features = FeatureSample.of_kept(state.kept[_FEATURES]) if _FEATURES in state.kept else None
+    features = FeatureSample.of_kept(state.kept[FEATURES]) if FEATURES in state.kept else None
     # The sums over all pairs, the expensive part of the loss, are in the totals.
     loss, cost = points.hessian.loss_and_cost(totals)
-    error = relative_error(sums)
+    error = None if points.sampled is None else relative_error(sums, len(points.sampled), points.n)
     return DatasetCurvature(total, loss, cost, points.n, features, points.typical_norm, points.classes, error)
-
-
-def named_factors(factors: KronFactors) -> dict[str, Tensor]:
-    """Kronecker factors with a name each, as states have them."""
-    return {f"{_FACTOR}{k}/{j}": part for k, group in enumerate(factors) for j, part in enumerate(group)}
-
-
-def factors_of(sums: Mapping[str, Tensor]) -> KronFactors:
-    """Kronecker factors, from what :func:`named_factors` gave."""
-    groups: dict[int, dict[int, Tensor]] = {}
-    for name, part in sums.items():
-        if name.startswith(_FACTOR):
-            k, j = map(int, name.removeprefix(_FACTOR).split("/"))
-            groups.setdefault(k, {})[j] = part
-    return [[groups[k][j] for j in sorted(groups[k])] for k in sorted(groups)]
 
 
 def _described(points: DatasetPoints) -> str:

@@ -77,18 +77,25 @@ class StandardError:
         return {_MEAN: self._mean, _DIFFERENCE: self._difference}
 
 
-def relative_error(sums: Mapping[str, Tensor]) -> float | None:
+def relative_error(sums: Mapping[str, Tensor], sampled: int, n: int) -> float | None:
     """Relative standard error of a curvature in the Frobenius norm of its diagonal; ``None`` where it is unknown.
 
-    Half the difference between two independent halves of a sample is what the whole sample is off by.
+    Half the difference between two halves of a sample is what the whole sample is off by, times ``sqrt(1 - M / N)``,
+    since a sample of all N points is exact.
 
     Args:
         sums: Of all parts, see :meth:`StandardError.sums`.
+        sampled: Number M of sampled points.
+        n: Number N of points.
+
+    Source: the variance of a mean in sampling without replacement (Cochran, Sampling Techniques, 1977, section 2.6).
     """
     if _MEAN not in sums or _DIFFERENCE not in sums:
         return None
     size = float((sums[_MEAN].double() / 2).norm())
-    return float((sums[_DIFFERENCE].double() / 2).norm()) / size if size else None
+    if not size:
+        return None
+    return float((sums[_DIFFERENCE].double() / 2).norm()) / size * max(0.0, 1 - sampled / n) ** 0.5
 
 
 @dataclass(frozen=True)

@@ -10,38 +10,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.class_centres import ClassCentres
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.ggn.class_sums import TYPICAL, ClassSums
 from contrastive_curvature.ggn.passes import PassRecord
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.pairs import RelationFunction
 from contrastive_curvature.pairs.relation import check_labels
-from contrastive_curvature.parts.class_table import ClassTableCollector
 from contrastive_curvature.parts.rows import RowCollector, Rows
 from contrastive_curvature.parts.share import Share
 from contrastive_curvature.parts.state import STATISTICS, State
 from contrastive_curvature.progress import Progress
 
 __all__ = [
+    "POINTS",
+    "SAMPLE",
     "BatchReader",
     "Collected",
+    "NumberedReader",
     "Plan",
     "check_targets",
     "collect_statistics",
-    "sampled_centres",
+    "numbered",
     "sampled_inputs",
 ]
 
 BatchReader = Callable[[Any], tuple[Inputs, Tensor]]
 """Converts what the loader yields into a batch on the model's device, and its targets."""
 
-POINTS, SAMPLE, TYPICAL = "points", "sample", "typical"
-"""Names of what is kept: all points, those that stand for all negatives, those that say what is typical."""
+NumberedReader = Callable[[Any, Tensor], tuple[Inputs, Tensor, Tensor]]
+"""The same for a batch and the numbers of its inputs; gives the numbers of its points, too."""
 
-_TYPICAL = 2000
-"""Points that say which position between classes is typical."""
+
+def numbered(read: BatchReader) -> NumberedReader:
+    """A reader of batches whose points are the inputs."""
+
+    def read_numbered(batch: Any, numbers: Tensor) -> tuple[Inputs, Tensor, Tensor]:
+        return (*read(batch), numbers)
+
+    return read_numbered
+
+
+POINTS, SAMPLE = "points", "sample"
+"""Names of what is kept: all points, or those that stand for all negatives."""
 
 _INPUT = "input"
 
@@ -81,7 +93,7 @@ class Collected:
 def collect_statistics(
     encoder: Encoder,
     share: Share,
-    read: BatchReader,
+    read: NumberedReader,
     plan: Plan,
     relation: RelationFunction | None = None,
     progress: Progress | bool | None = None,
@@ -108,19 +120,17 @@ def collect_statistics(
         UnsupportedError: Inputs cannot be kept.
     """
     started = time.monotonic()
-    record, table = PassRecord(), ClassTableCollector()
+    record, classes = PassRecord(), ClassSums(limited=False)
     points = RowCollector(None if plan.everything else plan.sample)
-    typical = RowCollector(_TYPICAL)
     like = next(encoder.parameters()).new_zeros(encoder.dim)
-    for number, (batch, numbers) in enumerate(Progress.of(progress).over(share, "[embedding]")):
-        x, y = read(batch)
+    for number, (batch, given) in enumerate(Progress.of(progress).over(share, "[embedding]")):
+        x, y, numbers = read(batch, given)
         with torch.no_grad():
             z = check_outputs(encoder(x), "model(x)")
         y = check_targets(y, input_length(x), relation)
         record.add(z, y)
         if relation is None:
-            table.add(z, y)
-            typical.add(numbers, {"outputs": z, "targets": y})
+            classes.add(z, y, numbers)
         inputs = _columns(x) if plan.inputs else {}
         points.add(numbers, {"outputs": z, "targets": y, **inputs})
         if not number:
@@ -128,20 +138,10 @@ def collect_statistics(
             if first is not None:
                 # The first outputs are needed for an estimate, which should precede the rest of the pass.
                 first(z)
-    index, count = part
-    kept = {POINTS if plan.everything else SAMPLE: points.rows(), TYPICAL: typical.rows()}
-    state = State(STATISTICS, identity or {}, {index: record.origin()}, count, {}, kept, table.table())
+    (index, count), (table, typical) = part, classes.found()
+    kept = {POINTS if plan.everything else SAMPLE: points.rows(), TYPICAL: typical}
+    state = State(STATISTICS, identity or {}, {index: record.origin()}, count, {}, kept, table)
     return Collected(state, record, time.monotonic() - started, like)
-
-
-def sampled_centres(state: State) -> ClassCentres | None:
-    """Centres of the classes; ``None`` where targets are no class labels, or there are too many of them."""
-    if state.classes is None:
-        return None
-    typical = state.kept[TYPICAL]
-    return ClassCentres.from_sums(
-        state.classes.labels, state.classes.sums, typical.columns["outputs"], typical.columns["targets"], state.n
-    )
 
 
 def sampled_inputs(rows: Rows) -> Inputs:
@@ -159,8 +159,8 @@ def _columns(x: Inputs) -> dict[str, Tensor]:
     whole = [name for name, part in x.items() if not isinstance(part, Tensor) or not part.ndim or part.shape[0] != n]
     if whole:
         msg = (
-            f"negative_samples with cross terms between points: the inputs {whole} have no row for every point, so those "
-            "of the sampled points cannot be kept. Use pd_fix='psd' or 'fixed', or negative_samples=None."
+            f"negative_samples with cross terms between points: the inputs {whole} have no row for every point, so "
+            "those of the sampled points cannot be kept. Use pd_fix='psd' or 'fixed', or negative_samples=None."
         )
         raise UnsupportedError(msg)
     return {f"{_INPUT}/{name}": part for name, part in x.items()}

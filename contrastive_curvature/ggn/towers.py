@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.ggn.anchor_sums import AnchorSums
+from contrastive_curvature.ggn.anchor_sums import AnchorSums, check_anchors, finished_anchors
 from contrastive_curvature.ggn.dataset import DatasetCurvature
 from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.sampling import BlockSampler
@@ -86,14 +86,18 @@ def towers_curvature(
         for into, context, rows in zip(sums, contexts, ranges, strict=True):
             hessian = loss.hessian_of(z[rows], PartOfDerivatives(whole, rows, node_sums))
             into.add(context, hessian, None if labels is None else labels[rows])
-    sums[0].check()
+    states = [into.state() for into in sums]
+    check_anchors(states[0], changes=False)
     if without == batches:
         hint = "An anchor is told apart from the inputs of its batch that do not belong to it: use larger batches."
         came = f"{batches} batches whose inputs all belong together" + (", or as much" if loss.graded else "")
         raise InputError(expected("train_loader", "batches of two pairs or more", came, hint))
     if without:
         _log.info("%d of %d batches had no inputs that belong together less than others", without, batches)
-    return [into.total(1 / len(sums)) for into in sums]
+    share = 1 / len(sums)
+    return [
+        finished_anchors(pullback, state, structure, share) for pullback, state in zip(pullbacks, states, strict=True)
+    ]
 
 
 def towers_product(

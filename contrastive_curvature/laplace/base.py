@@ -6,6 +6,7 @@ in front of them and replaces what assumes a sum over points or a softmax.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.backends.torch_func import ContrastiveGGN
 from contrastive_curvature.laplace.forms import CurvatureForm
 from contrastive_curvature.laplace.options import CONTRASTIVE, arguments_by_name, check_arguments, check_options
+from contrastive_curvature.laplace.parts import PartwiseFit
 from contrastive_curvature.laplace.posterior import CheckedPosterior
 from contrastive_curvature.laplace.prior import PriorMethod
 from contrastive_curvature.network.inputs import Inputs
@@ -35,8 +37,10 @@ from contrastive_curvature.options import Structure
 
 __all__ = ["ContrastiveLaplace"]
 
+_log = logging.getLogger("contrastive_curvature")
 
-class ContrastiveLaplace(CheckedPosterior):
+
+class ContrastiveLaplace(PartwiseFit, CheckedPosterior):
     """A laplace-torch class for the posterior of a contrastive encoder.
 
     Args:
@@ -58,6 +62,8 @@ class ContrastiveLaplace(CheckedPosterior):
         class_centres: Centres of the classes of training, which ``uncertainty`` takes into account; ``None`` where the
             targets are no class labels, there are too many classes, or the fit has not seen them. Set it to ``None``
             for an ``uncertainty`` of the posterior and the norm alone.
+        curvature_error: Relative standard error of the diagonal of the last fit's curvature, where a sample stands for
+            all negatives (``backend_kwargs=dict(negative_samples=...)``); ``None`` where all pairs were counted.
 
     Raises:
         InputError: An option is unknown or out of range.
@@ -94,6 +100,7 @@ class ContrastiveLaplace(CheckedPosterior):
         self.typical_norm: float | None = None
         self.class_centres: ClassCentres | None = None
         self.H_raw: Any = None
+        self.curvature_error: float | None = None
         self._known = calibration.KnownInputs()
         self._chooses_backend = backend is None
         # laplace-torch knows no contrastive likelihood: of those it knows, regression adds the least of its own.
@@ -114,7 +121,10 @@ class ContrastiveLaplace(CheckedPosterior):
         return self._backend
 
     def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool | None = None) -> None:
-        """Fit the posterior, exactly over all pairs of the data set (or its batches, with ``pairs="batch"``).
+        """Fit the posterior over all pairs of the data set (or inside its batches, with ``pairs="batch"``).
+
+        In an initialised ``torch.distributed`` process group (``torchrun``) every process gives its share of the data,
+        as a ``DistributedSampler`` does, and all get the same posterior, that of all the data.
 
         Args:
             train_loader: Batches ``(x, labels)`` or mappings; iterated several times, and may shuffle in between.
@@ -132,7 +142,10 @@ class ContrastiveLaplace(CheckedPosterior):
         if progress_bar is not None:
             check_flag("progress_bar", progress_bar)
         fitting.begin(self, train_loader)
-        result = self.backend.fit(train_loader, self.structure, progress_bar)
+        self._take(self.backend.fit(train_loader, self.structure, progress_bar), override=override)
+
+    def _take(self, result: DatasetCurvature, *, override: bool) -> None:
+        """Take the curvature of a fit, with all that a fit leaves besides it."""
         earlier = 0 if override else self.n_data
         classes = fitting.merged_classes(self.class_centres, result.classes) if earlier else result.classes
         # Everything that can fail runs before the first assignment, so that a failed fit leaves the last one whole.
@@ -144,6 +157,9 @@ class ContrastiveLaplace(CheckedPosterior):
             norm = None if self.typical_norm is None else (earlier * self.typical_norm + result.n * norm) / n
         fitting.remember(self, result.loss + loss, float(result.cost) + cost, n, norm, classes)
         self._known = replace(self._known, sample=sample)
+        self.curvature_error = result.error
+        if result.error is not None:
+            _log.info("the sampled negatives leave a relative standard error of %.2g in the curvature", result.error)
 
     def set_curvature(self, result: DatasetCurvature) -> None:
         """Take a curvature that was computed elsewhere, at the encoder's present weights, in place of ``fit``.
@@ -274,6 +290,8 @@ class ContrastiveLaplace(CheckedPosterior):
             if plain[name] is None:
                 # States from before there was this option do not have it.
                 del plain[name]
+        if plain["negative_samples"] == "auto":
+            del plain["negative_samples"]
         return {**plain, "relation": plain["relation"] is not None}
 
     def __call__(

@@ -96,6 +96,7 @@ class ContrastiveLowRankLaplace(ContrastiveLaplace, _LowRankHost):
 
     _key = ("all", "lowrank", CONTRASTIVE)
     structure = None  # type: ignore[assignment]
+    fits_in_parts = False
     form = EigenpairForm()
     takes_rank = True
 

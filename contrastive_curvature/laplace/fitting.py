@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from contrastive_curvature.class_centres import MOST_NUMBERS, ClassCentres
@@ -22,16 +23,20 @@ from contrastive_curvature.network.inputs import Inputs, slice_inputs
 from contrastive_curvature.network.loader import check_loader, check_whole
 from contrastive_curvature.network.views import read_views
 from contrastive_curvature.pairs.relation import check_labels
+from contrastive_curvature.parts.exchange import Alone, Exchange, present_exchange
 from contrastive_curvature.progress import Progress
 
 __all__ = [
     "begin",
     "construct_backend",
+    "first_inputs",
+    "look_at",
     "measured_classes",
     "merged_classes",
     "posterior_around",
     "remember",
     "renew_backend",
+    "shared_inputs",
 ]
 
 _log = logging.getLogger("contrastive_curvature")
@@ -51,24 +56,80 @@ def begin(la: Any, loader: Iterable[Any]) -> None:
 
     Args:
         la: The posterior.
-        loader: Batches ``(x, labels)`` or mappings.
+        loader: Batches ``(x, labels)`` or mappings; of a process of several, perhaps none.
 
     Raises:
         InputError: The loader is empty or malformed, or the embeddings have one dimension.
-        UnsupportedError: It gives every process a part of the data, or the encoder's raw outputs cannot be reached.
+        UnsupportedError: It gives every process a part of the data, and this is the only one; or the encoder's raw
+            outputs cannot be reached.
+        ProcessError: Another process has failed.
     """
-    check_loader(loader)
-    check_whole(loader)
-    la.model.eval()
+    exchange = present_exchange() if la.fits_in_parts else Alone()
+
+    def first() -> Inputs | None:
+        check_loader(loader)
+        if exchange.count == 1:
+            check_whole(loader)
+        return first_inputs(la, loader)
+
+    probe = first() if exchange.count == 1 else shared_inputs(exchange, first, la._device)
+    if probe is None:
+        raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+    look_at(la, probe)
+
+
+def first_inputs(la: Any, loader: Iterable[Any]) -> Inputs | None:
+    """A few inputs of the first batch; ``None`` of an empty loader."""
     for batch in loader:
         # Of two views both are inputs of the encoder.
         x = read_views(batch, la._device, la.dict_key_y).first
-        probe = slice_inputs(x, slice(0, 8))
-        la._analyse(probe)
-        renew_backend(la)
-        _check_dim(la, probe)
-        return
-    raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+        return slice_inputs(x, slice(0, 8))
+    return None
+
+
+def shared_inputs(exchange: Exchange, make: Callable[[], Inputs | None], device: torch.device) -> Inputs | None:
+    """Those of this process, or of the first one that has any.
+
+    Args:
+        exchange: The processes.
+        make: Gives those of this one.
+        device: Where to bring them.
+    """
+    mine: list[Inputs | None] = []
+
+    def content() -> bytes:
+        mine.append(make())
+        x = mine[0]
+        if x is None:
+            return b""
+        tensors = {"": x} if isinstance(x, Tensor) else {k: v for k, v in x.items() if isinstance(v, Tensor)}
+        return save({f"x/{k}": v.detach().cpu().contiguous().clone() for k, v in tensors.items()})
+
+    every = exchange.gather(content)
+    if mine[0] is not None:
+        return mine[0]
+    for other in every:
+        if other:
+            found = {k.removeprefix("x/"): v.to(device) for k, v in load(other).items()}
+            return found[""] if set(found) == {""} else found
+    return None
+
+
+def look_at(la: Any, probe: Inputs) -> None:
+    """What has to be known before the backend exists; and construct the backend.
+
+    Args:
+        la: The posterior.
+        probe: A few inputs.
+
+    Raises:
+        InputError: The embeddings have one dimension.
+        UnsupportedError: The encoder's raw outputs cannot be reached.
+    """
+    la.model.eval()
+    la._analyse(probe)
+    renew_backend(la)
+    _check_dim(la, probe)
 
 
 def _check_dim(la: Any, probe: Inputs) -> None:

@@ -64,6 +64,7 @@ class _FunctionSpace(ContrastiveLaplace):
     """
 
     structure = None  # type: ignore[assignment]
+    fits_in_parts = False
     form = KernelForm()
     prior_structures = ("scalar",)
     keeps_features = False

@@ -14,7 +14,12 @@ from contrastive_curvature.arguments import check_flag
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.ggn.sampling import BlockSampler
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
-from contrastive_curvature.laplace.backends.checks import check_backend_options, check_candidates, points_together
+from contrastive_curvature.laplace.backends.checks import (
+    check_backend_options,
+    check_candidates,
+    check_negative_samples,
+    points_together,
+)
 from contrastive_curvature.laplace.checks import (
     check_prior_mean,
     check_prior_precision,
@@ -175,6 +180,8 @@ def check_options(
         raise InputError(expected("backend_kwargs: pairs", "nothing with a loss of anchors", given["pairs"], hint))
     of_data = ("pairs", "candidates", "negatives_per_anchor", "positives", "relation")
     check_candidates(parsed, *(options[name] for name in of_data))
+    sampled = options["negative_samples"], options["pairs"], options["candidates"], options["relation"]
+    check_negative_samples(parsed, *sampled)
     BlockSampler(options["mc_samples"]).check(parsed.coupled, structure)
     together = points_together(parsed, options["pairs"], options["candidates"])
     approx = parse_kfac_approx(options["kfac_approx"], parsed.pd_fix, structure, together, parsed.coupled)

@@ -25,8 +25,8 @@ __all__ = ["SampledContrastive", "refuse_coupled"]
 class SampledContrastive(DatasetDerivatives):
     """Derivatives from sums over classes and a sample: no point has to know of all others.
 
-    The positives are exact. The sampled points of other classes stand for all points of other classes, so every sum over
-    the neighbours of a point is unbiased.
+    The positives are exact. The sampled points of other classes stand for all points of other classes, so every sum
+    over the neighbours of a point is unbiased.
 
     Args:
         loss: The loss.

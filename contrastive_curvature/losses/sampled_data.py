@@ -20,7 +20,7 @@ from contrastive_curvature.losses.sampled_rows import SampledRowDerivatives
 from contrastive_curvature.parts.class_table import ClassTable
 from contrastive_curvature.parts.rows import Rows
 
-__all__ = ["check_samplable", "needs_points", "sampled_hessian", "sums_suffice"]
+__all__ = ["check_samplable", "needs_points", "needs_sample", "sampled_hessian", "sums_suffice"]
 
 _OUTPUTS, _TARGETS = "outputs", "targets"
 
@@ -37,6 +37,11 @@ def needs_points(loss: CosineLoss) -> bool:
     return not isinstance(loss, ContrastiveLoss)
 
 
+def needs_sample(loss: CosineLoss) -> bool:
+    """Whether only a sample makes this a sum over points that come in any order: losses of anchors."""
+    return isinstance(loss, RowLoss)
+
+
 def check_samplable(loss: CosineLoss) -> None:
     """Refuse a loss whose negatives are not sampled.
 
@@ -45,8 +50,8 @@ def check_samplable(loss: CosineLoss) -> None:
     """
     if needs_points(loss) and loss.coupled:
         msg = (
-            f"negative_samples with pd_fix={str(loss.pd_fix)!r}: the cross terms of {type(loss).__name__} go through all "
-            "pairs of points. Use pd_fix='psd_parts', 'psd' or 'ggn_fixed', which couple no points, or "
+            f"negative_samples with pd_fix={str(loss.pd_fix)!r}: the cross terms of {type(loss).__name__} go through "
+            "all pairs of points. Use pd_fix='psd_parts', 'psd' or 'ggn_fixed', which couple no points, or "
             "negative_samples=None."
         )
         raise UnsupportedError(msg)

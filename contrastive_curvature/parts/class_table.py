@@ -47,6 +47,10 @@ class ClassTable:
             sums.index_add_(0, index, (rows if unit else normalize(rows)[0]).double())
         return cls(kinds, counts, sums)
 
+    def to(self, device: torch.device) -> ClassTable:
+        """The same on a device."""
+        return ClassTable(self.labels.to(device), self.counts.to(device), self.sums.to(device))
+
     def merged(self, *others: ClassTable | None) -> ClassTable:
         """Of all points of both."""
         parts = [self, *(other for other in others if other is not None)]
@@ -71,14 +75,19 @@ class ClassTableCollector:
         self._waiting: list[ClassTable] = []
         self._numbers = 0
 
-    def add(self, outputs: Tensor, labels: Tensor) -> None:
-        """Take raw outputs (B, D) with class labels (B,) into account."""
-        part = ClassTable.of(outputs, labels)
+    def add(self, outputs: Tensor, labels: Tensor, *, unit: bool = False) -> None:
+        """Take outputs with class labels into account; arguments as in :meth:`ClassTable.of`."""
+        part = ClassTable.of(outputs, labels, unit=unit)
         self._waiting.append(part)
         self._numbers += part.sums.numel()
         # As many as there are sums already, or every batch would go over all classes.
         if self._numbers >= max(_WAITING, 0 if self._found is None else self._found.sums.numel()):
             self._found, self._waiting, self._numbers = self.table(), [], 0
+
+    @property
+    def size(self) -> int:
+        """Numbers in the sums so far, at least."""
+        return 0 if self._found is None else self._found.sums.numel()
 
     def table(self) -> ClassTable | None:
         """What was added so far; ``None`` for nothing."""

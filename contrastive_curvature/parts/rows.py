@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -65,6 +65,10 @@ class Rows:
         numbers = torch.cat([self.numbers, other.numbers])
         columns = {name: torch.cat([part, other.columns[name].to(part)]) for name, part in self.columns.items()}
         return Rows(self.size, numbers, columns, self.seed)._smallest()
+
+    def to(self, device: torch.device) -> Rows:
+        """The same with its columns on a device."""
+        return replace(self, columns={name: part.to(device) for name, part in self.columns.items()})
 
     def in_order(self) -> Rows:
         """The same, by their numbers."""

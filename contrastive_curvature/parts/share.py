@@ -28,12 +28,15 @@ class Share:
         loader: Gives the same points in every pass.
         index: Of the share.
 
+    Attributes:
+        loader: The same.
+
     Raises:
         UnsupportedError: The loader divides the data in a way that does not say which points are padding.
     """
 
     def __init__(self, loader: Any, index: int = 0) -> None:
-        self._loader, self._start = loader, index * _FAR
+        self.loader, self._start = loader, index * _FAR
         self._numbers: Tensor | None = None
         self._real: Tensor | None = None
         given = getattr(loader, "numbers", None)
@@ -54,12 +57,12 @@ class Share:
             raise UnsupportedError(msg)
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self.loader)
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
         """Batches and the numbers of their points, int64, shape (B,); of a batch of padding alone nothing."""
         start = 0
-        for batch in self._loader:
+        for batch in self.loader:
             count = _length(batch) or 0
             if self._numbers is None:
                 first = self._start + start

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,7 +17,7 @@ from contrastive_curvature.parts.class_table import ClassTable
 from contrastive_curvature.parts.contributions import Contributions
 from contrastive_curvature.parts.rows import Rows
 
-__all__ = ["CURVATURE", "STATISTICS", "Origin", "State", "merged"]
+__all__ = ["CURVATURE", "STATISTICS", "Origin", "State", "check_identity", "digest_of", "merged"]
 
 STATISTICS, CURVATURE = "statistics", "curvature"
 """The two kinds of states: what a pass over the data has to know of all other parts, and what it then computes."""
@@ -84,6 +87,12 @@ class State:
         """Indices of the parts that are not in it."""
         return [index for index in range(self.count) if index not in self.origins]
 
+    def to(self, device: torch.device) -> State:
+        """The same on a device; numbers of points stay on the CPU."""
+        sums = {name: part.to(device) for name, part in self.sums.items()}
+        kept = {name: rows.to(device) for name, rows in self.kept.items()}
+        return replace(self, sums=sums, kept=kept, classes=None if self.classes is None else self.classes.to(device))
+
     def merge(self, other: State) -> State:
         """The state of both together.
 
@@ -103,6 +112,24 @@ class State:
         found = self.contributions if other.contributions is None else other.contributions.merged(self.contributions)
         origins = {**self.origins, **other.origins}
         return replace(self, origins=origins, sums=sums, kept=kept, classes=classes, contributions=found)
+
+    @staticmethod
+    def merged(states: Iterable[State]) -> State:
+        """All states as one, see :func:`merged`."""
+        return merged(states)
+
+    def save(self, path: Path | str) -> None:
+        """Write a safetensors file, see :func:`contrastive_curvature.parts.files.save_state`."""
+        from contrastive_curvature.parts.files import save_state
+
+        save_state(self, path)
+
+    @staticmethod
+    def load(path: Path | str) -> State:
+        """Read what :meth:`save` wrote, see :func:`contrastive_curvature.parts.files.load_state`."""
+        from contrastive_curvature.parts.files import load_state
+
+        return load_state(path)
 
     def check_complete(self) -> None:
         """Refuse to go on without a part.
@@ -157,6 +184,30 @@ def check_fit_together(first: State, second: State) -> None:
     twice = sorted(set(first.origins) & set(second.origins))
     if twice:
         raise InputError(expected("states", "every part once", f"part {twice[0]} twice"))
+
+
+def check_identity(state: State, identity: Mapping[str, str]) -> None:
+    """Refuse a state of another fit.
+
+    Args:
+        state: Of parts.
+        identity: Of this fit.
+
+    Raises:
+        InputError: They differ.
+    """
+    for name in dict.fromkeys([*state.identity, *identity]):
+        mine, other = identity.get(name), state.identity.get(name)
+        if mine != other:
+            hint = "Use the encoder, the options and the data that the state was computed with."
+            raise InputError(expected(f"{state.kind}: {name}", str(mine), str(other), hint))
+
+
+def digest_of(state: State) -> str:
+    """A short text that is the same for the same data, encoder and options, in whatever order parts were merged."""
+    origins = {index: (origin.n, origin.targets) for index, origin in sorted(state.origins.items())}
+    text = json.dumps([dict(sorted(state.identity.items())), origins, state.count])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _sum(first: Tensor | None, second: Tensor | None) -> Tensor:

@@ -27,11 +27,17 @@ from contrastive_curvature.ggn.batches import batch_curvature
 from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.sampling import BlockSampler
 from contrastive_curvature.ggn.views import as_anchors
-from contrastive_curvature.laplace.backends.checks import check_backend_options, check_candidates, points_together
+from contrastive_curvature.laplace.backends.checks import (
+    check_backend_options,
+    check_candidates,
+    check_negative_samples,
+    points_together,
+)
 from contrastive_curvature.laplace.backends.fits import DatasetFits
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.choice import DISTANCE, MARGIN, NEGATIVE_WEIGHT, NORMALIZATION, PD_FIX, choose_loss
 from contrastive_curvature.losses.cosine import CosineLoss
+from contrastive_curvature.network.digest import encoder_digest
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
 from contrastive_curvature.network.last_layer import LastLayerPullback
@@ -83,6 +89,10 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
             input factor, there ``None`` to choose it from the spectrum.
         kfac_approx: How the Kronecker structure treats the two points of a pair, see
             :class:`~contrastive_curvature.options.KFACApprox`; all but ``"expand"`` need ``pairs="batch"``.
+        negative_samples: Number M of points, drawn uniformly, that stand for all negatives: a price of N M instead of
+            N^2 (``docs/large_data.md``). ``None`` counts all pairs. ``"auto"``, the default, counts all pairs unless
+            that takes longer than the two passes over the data, and then takes 2,000. For class labels, with
+            ``pairs="dataset"`` or ``candidates="dataset"``; the relative standard error of the curvature is reported.
         mc_samples: ``None``: exact. K: an unbiased estimate of the structures ``diag`` and ``kron`` from K random
             backward passes, see :func:`contrastive_curvature.ggn`; the same samples at every fit.
 
@@ -119,6 +129,7 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
         rank: int | None = 64,
         kfac_approx: KFACApprox | str = KFACApprox.EXPAND,
         mc_samples: int | None = None,
+        negative_samples: int | str | None = "auto",
     ) -> None:
         check_model(model)
         self.loss = choose_loss(
@@ -131,6 +142,8 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
         )
         check_backend_options(pairs, relation, rank)
         check_candidates(self.loss, pairs, candidates, negatives_per_anchor, positives, relation)
+        check_negative_samples(self.loss, negative_samples, pairs, candidates, relation)
+        self.negative_samples = negative_samples
         together = points_together(self.loss, pairs, candidates)
         self.kfac_approx = parse_kfac_approx(kfac_approx, self.loss.pd_fix, pairs=together, coupled=self.loss.coupled)
         BlockSampler(mc_samples).check(self.loss.coupled, Structure.DIAG)
@@ -254,6 +267,20 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
             )
             raise UnsupportedError(msg)
         return read_batch(batch, next(self.model.parameters()).device, self.dict_key_y)
+
+    def identity(self, structure: Structure) -> dict[str, str]:
+        """See :meth:`DatasetFits.identity`."""
+        names = ("pairs", "candidates", "negatives_per_anchor", "positives", "rank", "mc_samples", "negative_samples")
+        options = {name: getattr(self, name) for name in names}
+        indices = self.subnetwork_indices
+        weights = "last layer" if self.last_layer else "all" if indices is None else f"subnetwork of {indices.numel()}"
+        return {
+            "encoder": encoder_digest(self.model),
+            "weights": weights,
+            "structure": f"{structure}{' with a sketch of the inputs' if self.sketches_inputs else ''}",
+            "loss": " ".join(repr(self.loss).split()),
+            "options": str({**options, "relation": self.relation is not None, "kfac_approx": str(self.kfac_approx)}),
+        }
 
     def _batch(self, x: Inputs, y: Tensor, n_data: int | None, structure: Structure) -> tuple[Tensor, Any]:
         with evaluation_mode(self.model), torch.no_grad():

@@ -6,8 +6,9 @@ from contrastive_curvature.arguments import check_choice, check_count
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.cosine import CosineLoss
+from contrastive_curvature.losses.sampled_data import check_samplable
 
-__all__ = ["check_backend_options", "check_candidates", "points_together"]
+__all__ = ["check_backend_options", "check_candidates", "check_negative_samples", "points_together"]
 
 
 def check_backend_options(pairs: object, relation: object, rank: object) -> None:
@@ -73,6 +74,30 @@ def check_candidates(
             )
     if candidates == "dataset":
         loss.check_dataset(negatives_per_anchor)
+
+
+def check_negative_samples(
+    loss: CosineLoss, given: object, pairs: str, candidates: str | None, relation: object = None
+) -> None:
+    """Check the number of points that stand for all negatives.
+
+    Raises:
+        InputError: It is no such number, or there are no negatives of all the data.
+        UnsupportedError: The loss and its fix have no version with a sample.
+    """
+    if given is None or (isinstance(given, str) and given == "auto"):
+        return
+    if isinstance(given, bool) or not isinstance(given, int) or given < 2:
+        raise InputError(expected("negative_samples", "None, 'auto' or a whole number from 2 on", given))
+    together = points_together(loss, pairs, candidates)
+    if together != "dataset":
+        option = "pairs" if isinstance(loss, PairLoss) else "candidates"
+        hint = f"A batch has few negatives. Use {option}='dataset', or leave it out."
+        raise InputError(expected("negative_samples", f"nothing with {option}='batch'", given, hint))
+    if relation is not None:
+        hint = "Which points are positives shows only when all pairs are looked at. Use class labels, or leave it out."
+        raise InputError(expected("negative_samples", "nothing with relation", given, hint))
+    check_samplable(loss)
 
 
 def points_together(loss: CosineLoss, pairs: str, candidates: str | None) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,26 +14,31 @@ from torch import Tensor
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.ggn.anchor_data import AnchorData, collect_anchors, ordered_curvature
 from contrastive_curvature.ggn.anchor_subset import anchor_subset
-from contrastive_curvature.ggn.anchors import AnchorBatch, anchors_curvature
-from contrastive_curvature.ggn.batches import batches_curvature
+from contrastive_curvature.ggn.anchors import AnchorBatch
 from contrastive_curvature.ggn.dataset import (
     DatasetCurvature,
     DatasetPoints,
     collect_points,
+    expected_points,
     mean_norm,
 )
 from contrastive_curvature.ggn.lowrank import curvature_product, leading_eigenpairs
 from contrastive_curvature.ggn.sampling import BlockSampler
-from contrastive_curvature.ggn.second_pass import dataset_curvature
 from contrastive_curvature.ggn.subset import HessianSubset, subset_hessian
+from contrastive_curvature.laplace.backends.driver import run_steps
+from contrastive_curvature.laplace.backends.steps import AnchorSteps, BatchSteps, Part, PointSteps, Steps
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.cosine import CosineLoss
+from contrastive_curvature.losses.effort import FEWEST_POINTS
+from contrastive_curvature.losses.sampled_data import sums_suffice
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.loader import check_loader, check_whole, in_fixed_order
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.options import KFACApprox, Normalization, Structure
 from contrastive_curvature.pairs import RelationFunction
+from contrastive_curvature.parts.exchange import Exchange, present_exchange
+from contrastive_curvature.parts.state import State, check_identity, digest_of
 from contrastive_curvature.progress import Progress
 
 __all__ = ["DatasetFits"]
@@ -55,6 +61,8 @@ class DatasetFits:
     rank: int | None
     kfac_approx: KFACApprox
     mc_samples: int | None
+    negative_samples: int | str | None
+    _encoder: Encoder | None
 
     @abstractmethod
     def encoder(self, probe: Inputs) -> Encoder:
@@ -75,6 +83,9 @@ class DatasetFits:
     def fit(self, loader: Iterable[Any], structure: Structure, progress: bool | None = None) -> DatasetCurvature:
         """Unclamped curvature of a data set, times its scale.
 
+        Inside an initialised ``torch.distributed`` process group, every process gives its share of the data, and all
+        get the curvature of all of it.
+
         Args:
             loader: Batches ``(x, labels)`` or mappings.
             structure: ``diag``, ``full`` or ``kron``.
@@ -83,26 +94,135 @@ class DatasetFits:
         Returns:
             Curvature, loss and number of points. With ``normalization="type"``, a mean over pairs, both are multiplied
             by N / 2, so that they grow with the data; on classes of equal size this equals ``"anchor"``.
+
+        Raises:
+            InputError: See :meth:`~contrastive_curvature.laplace.base.ContrastiveLaplace.fit`.
+            ProcessError: Another process of the group has failed.
         """
+        exchange = present_exchange()
         check_loader(loader)
-        check_whole(loader)
+        if exchange.count == 1:
+            check_whole(loader)
         sampler = self.sampler(structure)
-        probe = self._probe(loader)
-        with evaluation_mode(self.model), torch.no_grad():
-            encoder, pullback = self.encoder(probe), self.pullback(probe)
-            shown = Progress(progress, _FASTER)
-            if not isinstance(self.loss, PairLoss):
-                return self._fit_anchors(encoder, pullback, loader, structure, shown, sampler)
-            if self.pairs == "batch":
-                out = batches_curvature(
-                    pullback, loader, self.read, self.loss, structure, self.relation, shown, self.kfac_approx, sampler
-                )
-            else:
-                found = collect_points(encoder, loader, self.read, self.loss, self.relation, shown)
-                out = dataset_curvature(pullback, loader, self.read, found, structure, shown, sampler)
+        with self._ready(loader) as (encoder, pullback):
+            # One process shows its progress for all.
+            shown = Progress(progress if exchange.rank == 0 else False, _FASTER)
+            if self._is_ordered() and self._stays_exact(encoder, loader, exchange):
+                return self._fit_ordered(encoder, pullback, loader, structure, shown, sampler, exchange)
+            steps = self.steps(encoder, pullback, structure, shown)
+            ordered = isinstance(steps, PointSteps) and not isinstance(self.loss, PairLoss)
+            # Views of one input have its place in the loader as their label.
+            data = in_fixed_order(loader) if ordered else loader
+            out = run_steps(steps, data, exchange, self.identity(structure))
+            if out is None:
+                return self._fit_ordered(encoder, pullback, loader, structure, shown, sampler, exchange)
         return self.at_data_scale(out)
 
-    def _fit_anchors(
+    def fit_part(
+        self, loader: Iterable[Any], structure: Structure, part: Part, statistics: State | None, progress: bool | None
+    ) -> State:
+        """One of the two passes over a part of the data.
+
+        Args:
+            loader: The batches of the part.
+            structure: ``diag``, ``full`` or ``kron``.
+            part: Index of the part and number of all parts.
+            statistics: Of all parts, for the second pass; ``None`` for the first.
+            progress: Whether to show progress bars; ``None`` shows them from the tenth second on.
+
+        Raises:
+            InputError: See :meth:`fit`; or the statistics lack a part, or are of other options.
+            UnsupportedError: The fit does not come in parts.
+        """
+        self.check_parts()
+        identity = self.identity(structure)
+        if statistics is not None:
+            check_identity(statistics, identity)
+            identity = {**identity, "statistics": digest_of(statistics)}
+        with self._ready(loader) as (encoder, pullback):
+            steps = self.steps(encoder, pullback, structure, Progress(progress, _FASTER))
+            if statistics is None:
+                return steps.first(loader, part, identity)
+            return steps.second(loader, part, statistics.to(next(encoder.parameters()).device), identity)
+
+    def fit_of_parts(
+        self, structure: Structure, statistics: State, curvature: State, probe: Inputs
+    ) -> DatasetCurvature:
+        """The curvature of a data set from what :meth:`fit_part` gave for all its parts.
+
+        Args:
+            structure: ``diag``, ``full`` or ``kron``.
+            statistics: Of the first pass, merged.
+            curvature: Of the second pass, merged.
+            probe: A batch of inputs.
+
+        Raises:
+            InputError: A part is missing, or the states are of other options, another encoder or other data.
+        """
+        self.check_parts()
+        identity = self.identity(structure)
+        check_identity(statistics, identity)
+        check_identity(curvature, {**identity, "statistics": digest_of(statistics)})
+        with evaluation_mode(self.model), torch.no_grad():
+            encoder, pullback = self.encoder(probe), self.pullback(probe)
+            device = next(encoder.parameters()).device
+            steps = self.steps(encoder, pullback, structure, Progress(False, _FASTER))
+            out = steps.finish(statistics.to(device), curvature.to(device))
+        return self.at_data_scale(out)
+
+    def check_parts(self) -> None:
+        """Refuse options with which a fit does not come in parts.
+
+        Raises:
+            UnsupportedError: Every part would have to know all others.
+        """
+        if self._is_ordered() and not isinstance(self.negative_samples, int):
+            msg = (
+                f"candidates='dataset' in parts: every anchor of {type(self.loss).__name__} is compared with "
+                "the points of all parts. Add backend_kwargs=dict(negative_samples=2000), or use candidates='batch'."
+            )
+            raise UnsupportedError(msg)
+        needs = isinstance(self.loss, PairLoss) and self.pairs == "dataset" and self.relation is None
+        if needs and self.negative_samples == "auto" and not sums_suffice(self.loss):
+            msg = (
+                "negative_samples in parts: how long all pairs take is not known in advance. Say "
+                "backend_kwargs=dict(negative_samples=2000), whose price is linear, or negative_samples=None for all "
+                "pairs, with statistics that hold the embeddings of all points."
+            )
+            raise UnsupportedError(msg)
+
+    def steps(self, encoder: Encoder, pullback: Pullback, structure: Structure, progress: Progress) -> Steps:
+        """The steps of the fit that the options ask for."""
+        pair = isinstance(self.loss, PairLoss)
+        if (self.pairs if pair else self.candidates) == "dataset":
+            kind: type[Steps] = PointSteps
+        else:
+            kind = BatchSteps if pair else AnchorSteps
+        return kind(self, encoder, pullback, structure, progress)
+
+    @abstractmethod
+    def identity(self, structure: Structure) -> dict[str, str]:
+        """What parts of one fit have in common: the encoder and all options."""
+
+    @contextmanager
+    def _ready(self, loader: Iterable[Any]) -> Iterator[tuple[Encoder, Pullback]]:
+        """The encoder in evaluation mode, and the pullback."""
+        # An encoder that is analysed already may have a part of the data without a point.
+        probe = {} if self._encoder is not None else self._probe(loader)
+        with evaluation_mode(self.model), torch.no_grad():
+            yield self.encoder(probe), self.pullback(probe)
+
+    def _is_ordered(self) -> bool:
+        return not isinstance(self.loss, PairLoss) and self.candidates == "dataset"
+
+    def _stays_exact(self, encoder: Encoder, loader: Iterable[Any], exchange: Exchange) -> bool:
+        """Whether a loss of anchors counts all candidates of the data set."""
+        if self.negative_samples != "auto":
+            return self.negative_samples is None
+        few = expected_points(loader) < FEWEST_POINTS
+        return few or self.loss.coupled or self.relation is not None or exchange.count > 1
+
+    def _fit_ordered(
         self,
         encoder: Encoder,
         pullback: Pullback,
@@ -110,15 +230,14 @@ class DatasetFits:
         structure: Structure,
         progress: Progress,
         sampler: BlockSampler,
+        exchange: Exchange,
     ) -> DatasetCurvature:
-        """The same for a loss of anchors: its batches one by one, or all points as candidates."""
-        read, loss = self.read_anchors, self.loss
-        if self.candidates == "batch":
-            return anchors_curvature(pullback, loader, read, loss, structure, progress, self.kfac_approx, sampler)
+        """The fit of a loss of anchors with all points as candidates."""
+        if exchange.count > 1:
+            self.check_parts()
         loader = in_fixed_order(loader)
-        return ordered_curvature(
-            pullback, loader, read, self._anchors(encoder, loader, progress), structure, progress, sampler
-        )
+        points = self._anchors(encoder, loader, progress)
+        return ordered_curvature(pullback, loader, self.read_anchors, points, structure, progress, sampler)
 
     def _anchors(self, encoder: Encoder, loader: Iterable[Any], progress: Progress) -> AnchorData:
         return collect_anchors(
@@ -128,8 +247,18 @@ class DatasetFits:
     def _points(self, encoder: Encoder, loader: Iterable[Any], progress: Progress) -> DatasetPoints | AnchorData:
         """Everything about the outputs of a data set, in the order of the loader."""
         if isinstance(self.loss, PairLoss):
-            return collect_points(encoder, loader, self.read, self.loss, self.relation, progress)
+            return collect_points(encoder, loader, self.read, self.loss, self.relation, progress, self._samples())
+        if self._samples() is not None:
+            msg = (
+                "negative_samples: the low-rank structure takes all candidates of a loss of anchors. Use "
+                "hessian_structure='diag' or 'kron', or negative_samples=None."
+            )
+            raise UnsupportedError(msg)
         return self._anchors(encoder, loader, progress)
+
+    def _samples(self) -> int | None:
+        wanted = self.negative_samples
+        return wanted if isinstance(wanted, int) and not sums_suffice(self.loss) else None
 
     def _read_inputs(self, batch: Any) -> tuple[Inputs, Any]:
         if isinstance(self.loss, PairLoss):
@@ -237,7 +366,7 @@ class DatasetFits:
                     )
                     raise UnsupportedError(msg)
                 return anchor_subset(encoder, loader, self.read_anchors, self.loss, size, seed, shown)
-            found = collect_points(encoder, loader, self.read, self.loss, self.relation, shown)
+            found = collect_points(encoder, loader, self.read, self.loss, self.relation, shown, self._samples())
             subset = subset_hessian(encoder, loader, self.read, found, size, seed, shown)
         scale = self._data_scale(found.n)
         loss, cost = found.hessian.loss_and_cost()

@@ -1,0 +1,258 @@
+"""The two passes of a fit over a part of the data, and how their results become a curvature, for every kind of fit."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.ggn.anchor_sums import check_anchors, finished_anchors
+from contrastive_curvature.ggn.anchors import anchors_of_part
+from contrastive_curvature.ggn.batches import batches_of_part, finished_batches, targets_of_part
+from contrastive_curvature.ggn.dataset import DatasetCurvature, DatasetPoints, expected_points, points_of
+from contrastive_curvature.ggn.second_pass import curvature_of_part, finished_curvature
+from contrastive_curvature.ggn.statistics import Collected, NumberedReader, Plan, collect_statistics, numbered
+from contrastive_curvature.losses.base import PairLoss
+from contrastive_curvature.losses.sampled_data import needs_points, sums_suffice
+from contrastive_curvature.network.encoder import Encoder
+from contrastive_curvature.network.inputs import Inputs
+from contrastive_curvature.network.pullback import Pullback
+from contrastive_curvature.options import Structure
+from contrastive_curvature.parts.share import Share
+from contrastive_curvature.parts.state import STATISTICS, Origin, State
+from contrastive_curvature.progress import Progress
+
+if TYPE_CHECKING:
+    from contrastive_curvature.laplace.backends.fits import DatasetFits
+
+__all__ = ["AnchorSteps", "BatchSteps", "PointSteps", "Steps"]
+
+Part = tuple[int, int]
+"""Index of a part of the data and number of all parts."""
+
+
+class Steps(ABC):
+    """The steps of one fit.
+
+    Args:
+        fits: The backend, with its options.
+        encoder: The analysed encoder.
+        pullback: Pullback to the parameters.
+        structure: ``diag``, ``full`` or ``kron``.
+        progress: Of the fit.
+    """
+
+    def __init__(
+        self, fits: DatasetFits, encoder: Encoder, pullback: Pullback, structure: Structure, progress: Progress
+    ) -> None:
+        self.fits, self.encoder, self.pullback = fits, encoder, pullback
+        self.structure, self.progress = structure, progress
+
+    @abstractmethod
+    def first(self, loader: Any, part: Part, identity: Mapping[str, str]) -> State:
+        """What a part of the data adds to what all others have to know.
+
+        Args:
+            loader: The batches of the part.
+            part: See :data:`Part`.
+            identity: See :class:`~contrastive_curvature.parts.state.State`.
+        """
+
+    @abstractmethod
+    def second(self, loader: Any, part: Part, statistics: State, identity: Mapping[str, str]) -> State:
+        """What it adds to the curvature; arguments as in :meth:`first`.
+
+        Args:
+            loader: The batches of the part.
+            part: See :data:`Part`.
+            statistics: Of all parts.
+            identity: See :class:`~contrastive_curvature.parts.state.State`.
+        """
+
+    @abstractmethod
+    def finish(self, statistics: State, curvature: State) -> DatasetCurvature:
+        """The curvature of all parts."""
+
+    def sampler(self, part: Part) -> Any:
+        """Samples blocks, differently in every part."""
+        sampler = self.fits.sampler(self.structure)
+        if sampler.mc_samples is None:
+            return None
+        return replace(sampler, generator=torch.Generator().manual_seed(part[0]))
+
+
+class PointSteps(Steps):
+    """All pairs of the data set: the first pass finds all points, or sums over classes and a sample of points."""
+
+    chosen: int | None = None
+    """Number of points that stand for all negatives, where the user leaves it open and all pairs take too long."""
+
+    found: Collected | None = None
+    """What the first pass of this process found."""
+
+    @property
+    def samples(self) -> int | None:
+        """Number of points that stand for all negatives; ``None`` counts all."""
+        wanted = self.fits.negative_samples
+        return wanted if isinstance(wanted, int) and not sums_suffice(self.fits.loss) else self.chosen
+
+    def plan(self) -> Plan:
+        """What the first pass keeps."""
+        fits = self.fits
+        wanted = fits.negative_samples
+        if fits.relation is not None or needs_points(fits.loss):
+            return Plan()
+        if sums_suffice(fits.loss):
+            return Plan(everything=False)
+        if not isinstance(wanted, int):
+            return Plan()
+        crosses = fits.loss.coupled and not fits.loss.pd_fix.attracting_only and self.structure is not Structure.KRON
+        return Plan(everything=False, sample=wanted, inputs=crosses)
+
+    def first(self, loader: Any, part: Part, identity: Mapping[str, str]) -> State:
+        """See :meth:`Steps.first`."""
+        fits, loss = self.fits, self.fits.loss
+        wanted = fits.negative_samples
+
+        def first(z: Tensor) -> None:
+            if isinstance(loss, PairLoss) and wanted is None and fits.relation is None:
+                loss.announce_labelled(part[1] * expected_points(loader), z, self.progress)
+
+        self.found = collect_statistics(
+            self.encoder,
+            Share(loader, part[0]),
+            self._reader(),
+            self.plan(),
+            fits.relation,
+            self.progress,
+            identity=identity,
+            part=part,
+            first=first,
+        )
+        return self.found.state
+
+    def points(self, statistics: State) -> DatasetPoints:
+        """The output Hessian of the data set."""
+        fits = self.fits
+        return points_of(
+            statistics,
+            fits.loss,
+            fits.relation,
+            self.samples,
+            self.found,
+            self.progress,
+            negatives_per_anchor=fits.negatives_per_anchor,
+        )
+
+    def second(self, loader: Any, part: Part, statistics: State, identity: Mapping[str, str]) -> State:
+        """See :meth:`Steps.second`."""
+        return curvature_of_part(
+            self.pullback,
+            Share(loader, part[0]),
+            self._reader(),
+            self.points(statistics),
+            self.structure,
+            self.progress,
+            self.sampler(part),
+            whole=self.fits.read if part[1] == 1 else None,
+            identity=identity,
+            part=part,
+        )
+
+    def finish(self, statistics: State, curvature: State) -> DatasetCurvature:
+        """See :meth:`Steps.finish`."""
+        return finished_curvature(self.pullback, curvature, self.points(statistics), self.structure)
+
+    def _reader(self) -> NumberedReader:
+        fits = self.fits
+        if isinstance(fits.loss, PairLoss):
+            return numbered(fits.read)
+
+        def read(batch: Any, numbers: Tensor) -> tuple[Inputs, Tensor, Tensor]:
+            given = fits.read_anchors(batch)
+            if given.labels is None or given.pairs is not None:
+                msg = (
+                    f"candidates='dataset' in parts: {type(fits.loss).__name__} compares listed points of a batch. Use "
+                    "candidates='batch'."
+                )
+                raise UnsupportedError(msg)
+            views = len(given.labels) // max(1, len(numbers))
+            of_points = torch.cat([views * numbers + view for view in range(views)])
+            if given.classes is not None:
+                return given.x, given.labels, of_points
+            # Views of one input belong together: they have its number.
+            return given.x, numbers.to(given.labels.device).repeat(views), of_points
+
+        return read
+
+
+class BatchSteps(Steps):
+    """Pairs inside batches: the first pass counts the pairs."""
+
+    def first(self, loader: Any, part: Part, identity: Mapping[str, str]) -> State:
+        """See :meth:`Steps.first`."""
+        fits = self.fits
+        share, loss = Share(loader, part[0]), self._loss()
+        return targets_of_part(share, fits.read, loss, fits.relation, self.progress, identity=identity, part=part)
+
+    def second(self, loader: Any, part: Part, statistics: State, identity: Mapping[str, str]) -> State:
+        """See :meth:`Steps.second`."""
+        fits = self.fits
+        return batches_of_part(
+            self.pullback,
+            Share(loader, part[0]),
+            fits.read,
+            statistics,
+            self._loss(),
+            self.structure,
+            fits.relation,
+            self.progress,
+            fits.kfac_approx,
+            self.sampler(part),
+            identity=identity,
+            part=part,
+        )
+
+    def finish(self, statistics: State, curvature: State) -> DatasetCurvature:
+        """See :meth:`Steps.finish`."""
+        return finished_batches(self.pullback, curvature, self.structure)
+
+    def _loss(self) -> PairLoss:
+        if not isinstance(self.fits.loss, PairLoss):
+            msg = "pairs inside batches are those of a loss of pairs"
+            raise TypeError(msg)
+        return self.fits.loss
+
+
+class AnchorSteps(Steps):
+    """A loss of anchors with the candidates of their batch: there is nothing that other parts have to know."""
+
+    def first(self, loader: Any, part: Part, identity: Mapping[str, str]) -> State:
+        """See :meth:`Steps.first`."""
+        return State(STATISTICS, identity, {part[0]: Origin(0, 0, 0.0, 0.0)}, part[1])
+
+    def second(self, loader: Any, part: Part, statistics: State, identity: Mapping[str, str]) -> State:
+        """See :meth:`Steps.second`."""
+        fits = self.fits
+        return anchors_of_part(
+            self.pullback,
+            loader,
+            fits.read_anchors,
+            fits.loss,
+            self.structure,
+            self.progress,
+            fits.kfac_approx,
+            self.sampler(part),
+            identity=identity,
+            part=part,
+        )
+
+    def finish(self, statistics: State, curvature: State) -> DatasetCurvature:
+        """See :meth:`Steps.finish`."""
+        check_anchors(curvature)
+        return finished_anchors(self.pullback, curvature, self.structure)

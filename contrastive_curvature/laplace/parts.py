@@ -1,0 +1,178 @@
+"""A fit in parts: two calls for every part of the data, wherever it is, and one that puts the results together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.arguments import check_flag
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.ggn.dataset import DatasetCurvature
+from contrastive_curvature.laplace import fitting
+from contrastive_curvature.network.inputs import Inputs, input_length
+from contrastive_curvature.network.loader import check_loader
+from contrastive_curvature.parts.rows import Rows
+from contrastive_curvature.parts.state import CURVATURE, STATISTICS, Origin, State, digest_of
+
+__all__ = ["PartwiseFit"]
+
+_PROBE = "probe"
+"""Name of a few inputs in a state, so that a process without data can look at the encoder."""
+
+_PROBES = 2
+
+
+class PartwiseFit:
+    """Part of a contrastive Laplace class."""
+
+    fits_in_parts: ClassVar[bool] = True
+
+    def part_statistics(
+        self: Any, loader: Iterable[Any], part: tuple[int, int], progress_bar: bool | None = None
+    ) -> State:
+        """First pass over a part of the data: what all other parts have to know of it.
+
+        Save it with ``state.save(path)``, load it with ``State.load(path)``, and merge those of all parts with
+        ``State.merged(states)``, in any order. A part that was lost is computed again alone.
+
+        Args:
+            loader: Batches ``(x, labels)`` or mappings with the points of the part; perhaps none.
+            part: Index of the part, from 0, and number of all parts.
+            progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
+
+        Returns:
+            Numbers and sums of the classes, and ``negative_samples`` points; with ``negative_samples=None`` and a
+            margin, or with a loss whose positives have to be known one by one, all embeddings of the part.
+
+        Raises:
+            InputError: Malformed batches, or ``part`` is no such pair.
+            UnsupportedError: The structure or an option has no fit in parts.
+        """
+        return self._pass(loader, part, None, progress_bar)
+
+    def part_curvature(
+        self: Any, loader: Iterable[Any], part: tuple[int, int], statistics: State, progress_bar: bool | None = None
+    ) -> State:
+        """Second pass over a part of the data: what it adds to the curvature.
+
+        Args:
+            loader: The same points as in the first pass over this part, in any order.
+            part: Index of the part, from 0, and number of all parts.
+            statistics: Of ALL parts, merged.
+            progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
+
+        Returns:
+            The unclamped curvature of the part, to be saved and merged like the statistics.
+
+        Raises:
+            InputError: The statistics lack a part, or are of other data, another encoder or other options; malformed
+                batches; or a curvature that is not finite.
+            UnsupportedError: The structure or an option has no fit in parts.
+        """
+        _check_kind("statistics", statistics, STATISTICS)
+        statistics.check_complete()
+        return self._pass(loader, part, statistics, progress_bar)
+
+    def fit_parts(self: Any, statistics: State, curvature: State) -> None:
+        """Fit the posterior from what the two passes over all parts gave; no data are needed.
+
+        Args:
+            statistics: Of :meth:`part_statistics`, merged over all parts.
+            curvature: Of :meth:`part_curvature`, merged over all parts.
+
+        Raises:
+            InputError: A part is missing, or the states are of other data, another encoder or other options. The
+                posterior is as it was.
+        """
+        self._check_parts()
+        _check_kind("statistics", statistics, STATISTICS)
+        _check_kind("curvature", curvature, CURVATURE)
+        for state in (statistics, curvature):
+            state.check_complete()
+        found = [probe for probe in map(_probe_of, (statistics, curvature)) if probe is not None]
+        if not found:
+            raise InputError(expected("statistics", "at least one point", "none in any part"))
+        probe = _moved(found[0], self._device)
+        fitting.look_at(self, probe)
+        self._take(self.backend.fit_of_parts(self.structure, statistics, curvature, probe), override=True)
+
+    def _pass(
+        self: Any, loader: Iterable[Any], part: tuple[int, int], statistics: State | None, progress_bar: bool | None
+    ) -> State:
+        self._check_parts()
+        check_loader(loader, "loader")
+        part = _checked_part(part, statistics)
+        if progress_bar is not None:
+            check_flag("progress_bar", progress_bar)
+        probe = fitting.first_inputs(self, loader)
+        if probe is None:
+            return self._empty(part, statistics)
+        fitting.look_at(self, probe)
+        state = self.backend.fit_part(loader, self.structure, part, statistics, progress_bar)
+        return replace(state, kept={**state.kept, _PROBE: _kept_probe(probe)})
+
+    def _empty(self: Any, part: tuple[int, int], statistics: State | None) -> State:
+        """The state of a part without points."""
+        index, count = part
+        fitting.renew_backend(self)
+        self.backend.check_parts()
+        identity = self.backend.identity(self.structure)
+        if statistics is not None:
+            identity["statistics"] = digest_of(statistics)
+        kind = STATISTICS if statistics is None else CURVATURE
+        return State(kind, identity, {index: Origin(0, 0, 0.0, 0.0)}, count)
+
+    def _check_parts(self: Any) -> None:
+        if not self.fits_in_parts:
+            msg = (
+                f"{type(self).__name__}: this structure does not add up over parts of the data. Use "
+                "hessian_structure='diag', 'kron', 'kron_lowrank' or 'full', or fit in one process."
+            )
+            raise UnsupportedError(msg)
+
+    def _take(self: Any, result: DatasetCurvature, *, override: bool) -> None:
+        raise NotImplementedError
+
+
+def _check_kind(argument: str, state: object, kind: str) -> None:
+    if not isinstance(state, State):
+        hint = "State.load(path) reads a file, State.merged(states) merges several."
+        raise InputTypeError(expected(argument, "a merged State", f"a {type(state).__name__}", hint))
+    if state.kind != kind:
+        raise InputError(expected(argument, f"a state of kind {kind!r}", f"{state.kind!r}"))
+
+
+def _checked_part(part: object, statistics: State | None) -> tuple[int, int]:
+    whole = isinstance(part, (tuple, list)) and len(part) == 2
+    if not whole or not all(isinstance(k, int) and not isinstance(k, bool) for k in part):  # type: ignore[attr-defined]
+        raise InputError(expected("part", "an index and the number of all parts, as (0, 8)", part))
+    index, count = part  # type: ignore[misc]
+    if not 0 <= index < count:
+        raise InputError(expected("part", f"an index from 0 to {max(0, count - 1)} of {count} parts", f"{index}"))
+    if statistics is not None and statistics.count != count:
+        raise InputError(expected("part", f"one of {statistics.count} parts, as in the statistics", f"one of {count}"))
+    return index, count
+
+
+def _kept_probe(x: Inputs) -> Rows:
+    columns = {"": x} if isinstance(x, Tensor) else {k: v for k, v in x.items() if isinstance(v, Tensor)}
+    rows = slice(0, _PROBES)
+    n = input_length(x)
+    kept = {f"x/{name}": part[rows] for name, part in columns.items() if part.ndim and part.shape[0] == n}
+    return Rows(_PROBES, torch.arange(min(n, _PROBES)), kept)
+
+
+def _probe_of(state: State) -> Inputs | None:
+    rows = state.kept.get(_PROBE)
+    if rows is None or not len(rows):
+        return None
+    found = {name.removeprefix("x/"): part for name, part in rows.columns.items()}
+    return found[""] if set(found) == {""} else found
+
+
+def _moved(x: Inputs, device: Any) -> Inputs:
+    return x.to(device) if isinstance(x, Tensor) else {k: v.to(device) for k, v in x.items()}
