@@ -154,7 +154,7 @@ def markdown(results: Mapping[str, dict[str, Any]], machine: Mapping[str, Any]) 
         f"`python -m benchmarks.negative_samples_bias` on {machine['cores']} cores of {machine['cpu']}, torch "
         f"{machine['torch']}, {machine['date']}: the diagonal of the last layer from banks of M points as negatives, "
         "against that of all pairs. In each cell: bias / spread of one bank / error of the trace ± its standard error, "
-        "all in percent of the exact diagonal. Number of banks: "
+        "all in percent of the exact diagonal; a bias of 0.00 is less than so many banks can tell. Number of banks: "
         + ", ".join(f"{times} of {many}" for many, times in BANKS.items())
         + ".",
     ]

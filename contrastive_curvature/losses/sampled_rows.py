@@ -37,7 +37,8 @@ class SampledRowDerivatives(UncoupledDerivatives):
     The rows of the anchors of the bank are known exactly, so that what a point gets as their negative is a sample of
     exact terms. Of a uniform bank larger than the largest class it is unbiased, as is everything of losses that are
     linear in the negatives (``SigLIPLoss``, ``TripletLoss`` with ``reduction="sum"``). What other losses give an
-    anchor, and its positives, divides by sums over the bank: its bias is of order 1 / M.
+    anchor, and its positives, divides by sums over the bank: its bias is of order 1 / M, once the bank has several of
+    the few hard negatives that carry the sum of a steep loss (``benchmarks/negative_samples_bias.py``).
 
     All is computed in float64; the statistics of all anchors stay in memory, N K numbers.
 
