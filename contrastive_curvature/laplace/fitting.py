@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from contrastive_curvature.class_centres import MOST_NUMBERS, ClassCentres
@@ -95,6 +94,8 @@ def shared_inputs(exchange: Exchange, make: Callable[[], Inputs | None], device:
         make: Gives those of this one.
         device: Where to bring them.
     """
+    from safetensors.torch import load, save
+
     mine: list[Inputs | None] = []
 
     def content() -> bytes:

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
@@ -59,6 +57,8 @@ def load_state(path: Path | str) -> State:
 
 def to_bytes(state: State) -> bytes:
     """A state in the safetensors format."""
+    from safetensors.torch import save
+
     tensors: dict[str, Tensor] = {f"sums/{name}": part for name, part in state.sums.items()}
     for name, rows in state.kept.items():
         tensors[f"kept/{name}/numbers"] = rows.numbers
@@ -90,6 +90,9 @@ def from_bytes(content: bytes, name: str = "state") -> State:
     Raises:
         InputError: They are something else, damaged, or of a newer version.
     """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
     metadata = _metadata(content, name)
     if metadata.get("format") != _FORMAT:
         raise InputError(expected(name, "a state of a part of a data set", "a file of another kind"))
