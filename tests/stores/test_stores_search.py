@@ -134,6 +134,17 @@ def cosine_with(cosine: Tensor, corpus: Corpus) -> Tensor:
     return cosine
 
 
+@pytest.mark.parametrize(("index", "share"), [("hnsw", 0.02), ("hnsw", 0.5), ("ivf", 0.05)])
+def test_a_filter_costs_an_index_of_faiss_no_recall(device, index, share, corpus):
+    store = cc.FaissStore()
+    store.add(range(10_000), corpus.gallery)
+    store.create_index(index)
+    most = float(corpus.gallery.uncertainty.sort().values[int(share * 10_000)])
+    wanted = cosines(corpus).masked_fill(corpus.gallery.uncertainty > most, -2)
+    queries = on(corpus.queries, device)
+    assert recall(store.search(queries, 10, max_uncertainty=most), wanted, 10) >= 0.98
+
+
 @pytest.mark.parametrize("kind", STORES)
 def test_chunks_give_what_all_at_once_gives(device, kind, corpus, stores, tmp_path: Path):
     store: Any = make_store(kind, tmp_path)
