@@ -228,8 +228,9 @@ def points_of(
         if state.classes is None:
             msg = "a sample of the negatives of points without class labels"
             raise RuntimeError(msg)
+        like = state.kept[TYPICAL].columns["outputs"]
         sampled = None if samples is None else (state.kept[SAMPLE] if rows is None else rows.first(samples))
-        hessian = sampled_hessian(loss, state.classes, rows, sampled, keeps, negatives_per_anchor)
+        hessian = sampled_hessian(loss, state.classes, rows, sampled, keeps, like, negatives_per_anchor)
         return DatasetPoints(hessian, relation, record, state, classes, sampled)
     z, targets = rows.columns["outputs"], rows.columns["targets"]
     related = make_relation(len(z), z.device, targets, relation)

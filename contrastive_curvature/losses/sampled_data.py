@@ -63,6 +63,7 @@ def sampled_hessian(
     points: Rows | None,
     sample: Rows | None,
     keeps: bool,
+    like: Tensor,
     negatives_per_anchor: int | None = None,
 ) -> DatasetHessian:
     """The Hessian over all pairs of a data set with class labels.
@@ -73,6 +74,7 @@ def sampled_hessian(
         points: All points, where they were kept.
         sample: Points that stand for all negatives; ``None`` where sums over classes suffice.
         keeps: Whether products with the Hessian of all points will be asked for.
+        like: A tensor of the outputs' type and device, shape (..., D).
         negatives_per_anchor: See the backend.
 
     Raises:
@@ -85,9 +87,6 @@ def sampled_hessian(
             msg = "this loss needs all points, and a sample of them"
             raise RuntimeError(msg)
         return _of_points(loss, points, sample, negatives_per_anchor)
-    known = points if sample is None else sample
-    # Without a point there is no embedding to say of which type they are.
-    like = table.sums.to(torch.get_default_dtype()) if known is None else known.columns[_OUTPUTS]
     halves = [] if sample is None else [_labelled(half) for half in sample.halves() if len(half)]
     everything = _labelled(points) if points is not None and keeps else None
     derivatives = SampledContrastive(loss, table, halves, like, everything)
