@@ -134,7 +134,7 @@ def cosine_with(cosine: Tensor, corpus: Corpus) -> Tensor:
     return cosine
 
 
-@pytest.mark.parametrize(("index", "share"), [("hnsw", 0.02), ("hnsw", 0.5), ("ivf", 0.05)])
+@pytest.mark.parametrize(("index", "share"), [("hnsw", 0.02), ("hnsw", 0.1), ("ivf", 0.05)])
 def test_a_filter_costs_an_index_of_faiss_no_recall(device, index, share, corpus):
     store = cc.FaissStore()
     store.add(range(10_000), corpus.gallery)
@@ -142,7 +142,7 @@ def test_a_filter_costs_an_index_of_faiss_no_recall(device, index, share, corpus
     most = float(corpus.gallery.uncertainty.sort().values[int(share * 10_000)])
     wanted = cosines(corpus).masked_fill(corpus.gallery.uncertainty > most, -2)
     queries = on(corpus.queries, device)
-    assert recall(store.search(queries, 10, max_uncertainty=most), wanted, 10) >= 0.98
+    assert recall(store.search(queries, 10, max_uncertainty=most), wanted, 10) >= 0.999
 
 
 @pytest.mark.parametrize("kind", STORES)
