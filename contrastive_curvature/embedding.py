@@ -194,12 +194,18 @@ class EmbeddingDistribution:
     @property
     def mu(self) -> Tensor:
         """Mean directions on the sphere, shape (B, D)."""
-        return self._summary[0]
+        if self._samples is not None:
+            return vmf.fit(self._samples)[0]
+        # An output of zeros has none, which is an error here.
+        unit("mean", self.mean)
+        return normalize(self.mean)[0]
 
     @property
     def kappa(self) -> Tensor:
         """Concentrations, shape (B,): in closed form to second order in the spread, or estimated from the samples."""
-        return self._summary[1]
+        if self._samples is not None:
+            return vmf.fit(self._samples)[1]
+        return concentration(self.tangential_variance, self.mean.shape[1])
 
     @property
     def uncertainty(self) -> Tensor:
@@ -394,12 +400,6 @@ class EmbeddingDistribution:
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))
         samples = self._samples / scale.unsqueeze(1)
         return samples, samples.mean(0), scale
-
-    @property
-    def _summary(self) -> tuple[Tensor, Tensor]:
-        if self._samples is not None:
-            return vmf.fit(self._samples)
-        return normalize(self.mean)[0], concentration(self.tangential_variance, self.mean.shape[1])
 
 
 def _is_finite(spread: Tensor | AxisCovariance) -> bool:
