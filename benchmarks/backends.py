@@ -4,7 +4,7 @@ For an MLP, the paper's convolutional network and a small ResNet: seconds and pe
 each backend and structure, beside those of laplace-torch's adapter to the same host for a classification likelihood of
 as many outputs. Each ratio is taken in one process, the two sides in turns. The target is 1.3.
 
-    python -m benchmarks.backends [--quick]
+    python -m benchmarks.backends [--quick] [--device cuda]
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from benchmarks.experiments import networks
-from benchmarks.machine import describe, measure_peak, run_apart
+from benchmarks.gpu.measure import count_flop, describe, finished, measure_peak
+from benchmarks.machine import run_apart
 from contrastive_curvature.testing.contract import make_backend
 
 RESULTS = Path(__file__).parent / "results"
@@ -83,7 +84,7 @@ def make_network(name: str) -> tuple[nn.Module, tuple[int, ...]]:
     return nn.Sequential(*stem, Block(16), Block(16), *tail), (3, 16, 16)
 
 
-def make_cases(quick: bool) -> list[Case]:
+def make_cases(quick: bool, device: str = "cpu") -> list[Case]:
     points = 6 if quick else 64
     cases = []
     for network in ("tiny",) if quick else ("mlp", "paper", "resnet"):
@@ -103,6 +104,7 @@ def make_cases(quick: bool) -> list[Case]:
                         "points": points,
                         "repetitions": 1 if quick else 5,
                         "threads": 2,
+                        "device": device,
                     }
                 )
     return cases
@@ -112,8 +114,10 @@ def run_case(case: Case) -> Case:
     """Seconds and peak MiB of the host's own curvature and of ours with every fix, or why there is none."""
     torch.manual_seed(0)
     model, shape = make_network(case["network"])
-    model.eval()
-    x, labels = torch.randn(case["points"], *shape), torch.arange(case["points"]) % OUTPUTS
+    device = case["device"]
+    model.eval().to(device)
+    x = torch.randn(case["points"], *shape).to(device)
+    labels = torch.arange(case["points"], device=device) % OUTPUTS
     sides: dict[str, Callable[[], object]] = {}
     refused: dict[str, str] = {}
     host = HOSTS[case["backend"]]
@@ -126,8 +130,8 @@ def run_case(case: Case) -> Case:
             refused[name] = "not measured: there is nothing to compare"
             continue
         try:
-            sides[name] = make(model, x, labels, case)
-            _, peaks[name] = measure_peak(sides[name])
+            sides[name] = finished(make(model, x, labels, case), device)
+            _, peaks[name] = measure_peak(sides[name], device)
         except (cc.UnsupportedError, NotImplementedError, RuntimeError, AttributeError, AssertionError) as error:
             sides.pop(name, None)
             refused[name] = (str(error).splitlines() or [type(error).__name__])[0]
@@ -139,6 +143,9 @@ def run_case(case: Case) -> Case:
     for name in FIXES:
         if name in seconds and "classification" in seconds:
             out[name]["ratio"] = seconds[name] / seconds["classification"]
+    if device != "cpu":
+        for name, function in sides.items():
+            out[name]["flop"] = count_flop(function)
     return out
 
 
@@ -176,12 +183,14 @@ def take_turns(sides: dict[str, Callable[[], object]], repetitions: int) -> dict
 def render(results: Case) -> str:
     """Markdown: one row a case."""
     machine = results["machine"]
+    place = machine.get("accelerator", f"{machine['cores']} cores of {machine['cpu']}")
+    memory = "what was resident" if "accelerator" not in machine else "what it held"
     lines = [
         "# Every host, beside its own classification curvature",
         "",
-        f"Printed by `python -m benchmarks.backends` on {machine['cores']} cores of {machine['cpu']}, torch "
+        f"Printed by `python -m benchmarks.backends` on {place}, torch "
         f"{machine['torch']}, {machine['date']}. One batch of {results['cases'][0]['points']} points, "
-        f"{OUTPUTS} outputs, `arccos`. Seconds (MiB of peak memory above what was resident); `x` is the ratio to the "
+        f"{OUTPUTS} outputs, `arccos`. Seconds (MiB of peak memory above {memory}); `x` is the ratio to the "
         f"host's classification curvature in the same process, target {TARGET}; `-`: refused, or none.",
         "",
         "| network | weights | structure | backend | host, classification | " + " | ".join(FIXES) + " |",
@@ -224,6 +233,7 @@ def main(arguments: list[str] | None = None) -> Case:
     parser.add_argument(
         "--resume", action="store_true", help="keep what the result files hold, measure what is missing"
     )
+    parser.add_argument("--device", default="cpu", help="where torch computes (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for backends.json and backends.md")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -233,12 +243,12 @@ def main(arguments: list[str] | None = None) -> Case:
         measured = run_case(case)
         print(json.dumps(measured))
         return measured
-    results: Case = {"machine": describe(), "quick": options.quick, "cases": []}
+    results: Case = {"machine": describe(options.device), "quick": options.quick, "cases": []}
     if options.resume:
         results = json.loads((options.out / "backends.json").read_text(encoding="utf-8"))
     known = {tuple(case[key] for key in KEYS) for case in results["cases"]}
     wanted = options.network
-    cases = [case for case in make_cases(options.quick) if wanted is None or case["network"] in wanted]
+    cases = [case for case in make_cases(options.quick, options.device) if wanted is None or case["network"] in wanted]
     for case in cases:
         if tuple(case[key] for key in KEYS) in known:
             continue

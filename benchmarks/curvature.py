@@ -4,9 +4,9 @@ Every case runs in its own process: inputs are made, then the curvature alone is
 labels or listed pairs to the parameter diagonal, building the pair weights included. Memory is the highest resident
 memory above the inputs, in the first call; times are the fastest of several calls, since other jobs disturb the rest.
 Ratios are those of processor time, which a busy machine does not change much, the first case with one thread on both
-sides.
+sides. On a GPU every time is by the clock, to the end of the device's work, and memory is the device's.
 
-Run: ``python -m benchmarks.curvature [--quick] [--data-root ../shared/data] [--out FOLDER]``.
+Run: ``python -m benchmarks.curvature [--quick] [--data-root ../shared/data] [--device cuda] [--out FOLDER]``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import contrastive_curvature as cc
 from benchmarks.curvature_report import CHUNKS, TARGETS, render
 from benchmarks.experiments.data import load_data
 from benchmarks.experiments.networks import make_network
-from benchmarks.machine import describe, measure_peak, measure_time, run_apart
+from benchmarks.gpu.measure import describe, measure_peak, measure_time
+from benchmarks.machine import run_apart
 from benchmarks.pairwise import pairwise_curvature
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.network.encoder import Encoder
@@ -51,26 +52,28 @@ def node_curvature(
     return pullback.curvature(features, loss.output_hessian(z, labels, pairs=pairs), Structure.DIAG)
 
 
-def warm_up(loss: cc.PairLoss) -> None:
+def warm_up(loss: cc.PairLoss, device: str) -> None:
     """Start the libraries with a few points, so that neither time nor memory is theirs."""
-    layer, features, z, labels = make_points(4, 8, 3, 2)
+    layer, features, z, labels = make_points(4, 8, 3, 2, device)
     node_curvature(LastLayerPullback(Encoder(layer, features)), features, z, loss, labels)
 
 
-def make_points(n: int, width: int, dim: int, classes: int) -> tuple[nn.Linear, Tensor, Tensor, Tensor]:
-    """A linear layer, features that cluster by class, raw outputs and labels."""
+def make_points(
+    n: int, width: int, dim: int, classes: int, device: str = "cpu"
+) -> tuple[nn.Linear, Tensor, Tensor, Tensor]:
+    """A linear layer, features that cluster by class, raw outputs and labels; the same numbers on every device."""
     torch.manual_seed(0)
     labels = torch.arange(n) % classes
-    features = torch.rand(n, width) + torch.rand(classes, width)[labels]
-    layer = nn.Linear(width, dim).requires_grad_(False)
-    return layer, features, layer(features), labels
+    features = (torch.rand(n, width) + torch.rand(classes, width)[labels]).to(device)
+    layer = nn.Linear(width, dim).requires_grad_(False).to(device)
+    return layer, features, layer(features), labels.to(device)
 
 
 def make_triplets(labels: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Random anchors, each with a random point of its class and one of another."""
     same = labels.unsqueeze(1) == labels
-    anchors = torch.randint(0, len(labels), (count,))
-    positive = same & ~torch.eye(len(labels), dtype=torch.bool)
+    anchors = torch.randint(0, len(labels), (count,)).to(labels.device)
+    positive = same & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)
     p, n = (torch.multinomial(mask[anchors].float(), 1).squeeze(1) for mask in (positive, ~same))
     return anchors, p, n
 
@@ -87,11 +90,12 @@ def median_distance(z: Tensor, pairs: tuple[Tensor, Tensor]) -> float:
 def run_pairwise(case: Case) -> Case:
     """Case 1: node form and pairwise algorithm on the same listed pairs."""
     n, width, dim, count = case["sizes"]
-    layer, features, z, labels = make_points(n, width, dim, 10)
+    device = case["device"]
+    layer, features, z, labels = make_points(n, width, dim, 10, device)
     pairs = make_triplets(labels, count)
     kind: Case = {"distance": case["distance"], "pd_fix": case["pd_fix"], "margin": median_distance(z, pairs[::2])}
     loss = cc.ContrastiveLoss(**kind, negative_weight=0.5, normalization="sum")
-    warm_up(loss)
+    warm_up(loss, device)
     pullback = LastLayerPullback(Encoder(layer, features))
 
     def node() -> Tensor:
@@ -100,21 +104,21 @@ def run_pairwise(case: Case) -> Case:
     def pairwise(chunk: int | None) -> Tensor:
         return pairwise_curvature(features, z, pairs, chunk=chunk, **kind)
 
-    out: Case = {"margin": kind["margin"], "node": {"peak_mib": measure_peak(node)[1]}}
+    out: Case = {"margin": kind["margin"], "node": {"peak_mib": measure_peak(node, device)[1]}}
     turns = []
     for name, chunk in CHUNKS.items():
-        out[name] = {"chunk": chunk or count, "peak_mib": measure_peak(partial(pairwise, chunk))[1]}
+        out[name] = {"chunk": chunk or count, "peak_mib": measure_peak(partial(pairwise, chunk), device)[1]}
         # In turns, so that a busy minute of the machine does not fall on one side only.
         each = []
         for _ in range(case["repetitions"]):
-            turns.append(measure_time(node, 4 * case["repetitions"]))
-            each.append(measure_time(partial(pairwise, chunk), 1))
+            turns.append(measure_time(node, 4 * case["repetitions"], device))
+            each.append(measure_time(partial(pairwise, chunk), 1, device))
         out[name].update(fastest(each))
     out["node"].update(fastest(turns))
     for name in CHUNKS:
         out[name]["ratio"] = out[name]["cpu_seconds"] / out["node"]["cpu_seconds"]
     settings = {**kind, "normalization": "sum", "subset_of_weights": "last_layer", "clamp": False, "pairs": pairs}
-    ggn = measure_time(lambda: cc.ggn(layer, features, **settings), 4 * case["repetitions"])
+    ggn = measure_time(lambda: cc.ggn(layer, features, **settings), 4 * case["repetitions"], device)
     return {**out, "ggn": ggn, "error": check_agreement(layer, features, pairs, loss, kind)}
 
 
@@ -144,22 +148,25 @@ def check_agreement(
 def run_wide(case: Case) -> Case:
     """Case 2: many outputs, class labels."""
     n, width, dim = case["sizes"]
-    layer, features, z, labels = make_points(n, width, dim, 8)
+    device = case["device"]
+    layer, features, z, labels = make_points(n, width, dim, 8, device)
     i, j = (labels.unsqueeze(1) != labels).nonzero().unbind(1)
     margin = median_distance(z, (i, j))
     loss = cc.ContrastiveLoss(margin, distance=case["distance"], pd_fix=case["pd_fix"])
-    warm_up(loss)
+    warm_up(loss, device)
     curvature = partial(node_curvature, LastLayerPullback(Encoder(layer, features)), features, z, loss, labels)
-    _, memory = measure_peak(curvature)
-    times = measure_time(curvature, case["repetitions"])
+    _, memory = measure_peak(curvature, device)
+    times = measure_time(curvature, case["repetitions"], device)
     return {"margin": margin, "node": {"peak_mib": memory, **times}}
 
 
 def run_dataset(case: Case) -> Case:
     """Case 3: all pairs of a training set, against one forward pass of the encoder over it."""
     torch.manual_seed(0)
+    device = case["device"]
     images, labels, source = load_images(case["data_root"], case["points"])
-    encoder = make_network("fashionmnist", 3)
+    images, labels = images.to(device), labels.to(device)
+    encoder = make_network("fashionmnist", 3).to(device)
     body, layer = encoder[:-1], encoder[-1]
     train(encoder, images, labels, case["steps"])
     encoder.requires_grad_(False)
@@ -169,19 +176,19 @@ def run_dataset(case: Case) -> Case:
         for start in range(0, n, batch):
             encoder(images[start : start + batch])
 
-    times = measure_time(forward, case["repetitions"])
-    features = torch.empty(n, 9216)
+    times = measure_time(forward, case["repetitions"], device)
+    features = torch.empty(n, 9216, device=device)
     for start in range(0, n, batch):
         features[start : start + batch] = body(images[start : start + batch])
     z = torch.cat([layer(features[start : start + batch]) for start in range(0, n, batch)])
     margin = 0.7
     loss = cc.ContrastiveLoss(margin)
-    warm_up(loss)
+    warm_up(loss, device)
     curvature = partial(node_curvature, LastLayerPullback(Encoder(layer, features[:2])), features, z, loss, labels)
-    _, memory = measure_peak(curvature)
-    node = measure_time(curvature, case["repetitions"])
+    _, memory = measure_peak(curvature, device)
+    node = measure_time(curvature, case["repetitions"], device)
     u, _ = normalize(z)
-    some = torch.randint(0, n, (2, 10**5))
+    some = torch.randint(0, n, (2, 10**5)).to(device)
     some = some[:, labels[some[0]] != labels[some[1]]]
     inside = float(((u[some[0]] - u[some[1]]).norm(dim=1) < margin).float().mean())
     return {
@@ -210,7 +217,7 @@ def train(encoder: nn.Module, images: Tensor, labels: Tensor, steps: int) -> Non
     """A short training, for margins as they are in use."""
     loss, optimizer = cc.ContrastiveLoss(margin=0.7), torch.optim.RMSprop(encoder.parameters(), lr=1e-3)
     for _ in range(steps):
-        rows = torch.randint(0, len(images), (64,))
+        rows = torch.randint(0, len(images), (64,)).to(images.device)
         optimizer.zero_grad()
         loss(encoder(images[rows]), labels[rows]).backward()
         optimizer.step()
@@ -219,7 +226,7 @@ def train(encoder: nn.Module, images: Tensor, labels: Tensor, steps: int) -> Non
 RUNNERS = {"pairwise": run_pairwise, "wide": run_wide, "dataset": run_dataset}
 
 
-def make_cases(quick: bool, data_root: str | None) -> list[Case]:
+def make_cases(quick: bool, data_root: str | None, device: str = "cpu") -> list[Case]:
     small, wide = ([20, 40, 3, 60], [16, 24, 32]) if quick else ([64, 9216, 3, 5000], [128, 2048, 2048])
     repetitions = 1 if quick else 3
     cases = [
@@ -240,7 +247,8 @@ def make_cases(quick: bool, data_root: str | None) -> list[Case]:
         for fix in (*TARGETS, "psd")
     ]
     size = {"points": 60, "steps": 2, "repetitions": 1} if quick else {"points": 60000, "steps": 300, "repetitions": 2}
-    return [*cases, {"case": "dataset", "data_root": data_root, "threads": 2, **size}]
+    cases.append({"case": "dataset", "data_root": data_root, "threads": 2, **size})
+    return [{**case, "device": device} for case in cases]
 
 
 def judge(case: Case) -> Case:
@@ -265,6 +273,7 @@ def main(arguments: list[str] | None = None) -> Case:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help="small sizes, in this process; the figures mean nothing")
     parser.add_argument("--data-root", help="folder of FashionMNIST/raw; without it the data are synthetic")
+    parser.add_argument("--device", default="cpu", help="where torch computes (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for curvature.json and curvature.md")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -273,8 +282,8 @@ def main(arguments: list[str] | None = None) -> Case:
         torch.set_num_threads(case["threads"])
         print(json.dumps(RUNNERS[case["case"]](case)))
         return case
-    results: Case = {"machine": describe(), "quick": options.quick, "cases": []}
-    for case in make_cases(options.quick, options.data_root):
+    results: Case = {"machine": describe(options.device), "quick": options.quick, "cases": []}
+    for case in make_cases(options.quick, options.data_root, options.device):
         print("...", *(v for k, v in case.items() if k in ("case", "distance", "pd_fix")), file=sys.stderr)
         if options.quick:
             found = RUNNERS[case["case"]](case)

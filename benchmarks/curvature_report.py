@@ -45,9 +45,12 @@ def render(results: Case) -> str:
         table(f"distance | fix | {times} | MiB | target 2 s, 4 GiB", second),
         table(f"forward pass: {times} | curvature: {times} | MiB | ratio | target 1 pass, 3 GiB", third),
     ]
+    place = f"{machine['cpu']}, {machine['cores']} cores shared with other jobs (load {machine['load']} at the start)"
+    if "accelerator" in machine:
+        place = f"{machine['accelerator']}; all times by the clock, also where the processor is named"
     return f"""# Curvature: time and memory
 
-{machine["cpu"]}, {machine["cores"]} cores shared with other jobs (load {machine["load"]} at the start),
+{place},
 torch {machine["torch"]}, {machine["date"]}.{" Quick sizes: the figures mean nothing." if results["quick"] else ""}
 Fastest of several calls; memory (MiB) is what the first call took above its inputs.
 

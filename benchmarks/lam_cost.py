@@ -7,7 +7,7 @@ Claims measured, each a ratio within one run, the alternatives taking turns:
 - embeddings with uncertainties against a deterministic forward pass (the paper: n samples cost n times);
 - rank correlation of the sampling-free uncertainty with that of 1,000 sampled networks.
 
-Run: ``python -m benchmarks.lam_cost --data-root ../shared/data [--out FOLDER]``.
+Run: ``python -m benchmarks.lam_cost --data-root ../shared/data [--device cuda] [--out FOLDER]``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from benchmarks.experiments.methods.base import Setting
 from benchmarks.experiments.methods.sampled import closed_form
 from benchmarks.experiments.methods.training import ContrastiveStep
 from benchmarks.experiments.networks import make_network
-from benchmarks.machine import describe, write_results
+from benchmarks.gpu.measure import count_flop, describe, finished
+from benchmarks.machine import write_results
 from contrastive_curvature.online import OnlineLaplace, Trainer
 
 RESULTS = Path(__file__).parent / "results"
@@ -52,8 +53,8 @@ def take_turns(functions: dict[str, Callable[[], object]], rounds: int) -> dict[
     return seconds
 
 
-def measure_steps(x: Tensor, y: Tensor, dim: int, n_data: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Seconds of a training step of every kind, and its ratio to the deterministic one."""
+def measure_steps(x: Tensor, y: Tensor, dim: int, n_data: int, rounds: int) -> dict[str, dict[str, Any]]:
+    """Seconds of a training step of every kind, on the images' device, and its ratio to the deterministic one."""
 
     def step_of(module: nn.Module) -> Callable[[], object]:
         optimizer = torch.optim.RMSprop(module.parameters(), lr=1e-5)
@@ -72,7 +73,7 @@ def measure_steps(x: Tensor, y: Tensor, dim: int, n_data: int, rounds: int) -> d
 
     def encoder() -> nn.Module:
         torch.manual_seed(0)
-        return make_network("fashionmnist", dim).to(memory_format=torch.channels_last)
+        return make_network("fashionmnist", dim).to(x.device, memory_format=torch.channels_last)
 
     cases = {"deterministic": step_of(ContrastiveStep(encoder(), MARGIN))}
     for distance in ("arccos", "euclidean"):
@@ -80,28 +81,34 @@ def measure_steps(x: Tensor, y: Tensor, dim: int, n_data: int, rounds: int) -> d
             cases[f"{distance}, {fix}"] = online(distance=distance, pd_fix=fix)
     cases["arccos, fixed, 10 samples"] = online(n_samples=10)
     cases["arccos, fixed, all parameters"] = online(subset_of_weights="all")
-    seconds = take_turns(cases, rounds)
+    seconds = take_turns({name: finished(case, x.device) for name, case in cases.items()}, rounds)
     own = seconds["deterministic"]
-    return {
+    found = {
         name: {
             "seconds": statistics.median(times),
             "ratio": statistics.median(t / d for t, d in zip(times, own, strict=True)),
         }
         for name, times in seconds.items()
     }
+    if x.device.type != "cpu":
+        for name, case in cases.items():
+            found[name]["flop"] = count_flop(case)
+    return found
 
 
-def measure_prediction(data: Any, dim: int, epochs: int, rounds: int, n_samples: int) -> dict[str, Any]:
+def measure_prediction(
+    data: Any, dim: int, epochs: int, rounds: int, n_samples: int, device: str = "cpu"
+) -> dict[str, Any]:
     """Ratio of a prediction to a forward pass, and rank correlations with sampled networks."""
     torch.manual_seed(0)
-    encoder = make_network("fashionmnist", dim).to(memory_format=torch.channels_last)
+    encoder = make_network("fashionmnist", dim).to(device, memory_format=torch.channels_last)
     step = ContrastiveStep(encoder, MARGIN)
     batches = loader(data.train, BATCH, shuffle=True, generator=torch.Generator().manual_seed(0))
     Trainer(step, torch.optim.RMSprop(step.parameters(), lr=1e-3), progress=True).fit(batches, epochs)
     la = Laplace(encoder.eval(), "contrastive", backend_kwargs={"margin": MARGIN})
     la.fit(loader(data.train, 200))
     la.optimize_prior_precision()
-    images = next(iter(loader(data.test, 200)))[0]
+    images = next(iter(loader(data.test, 200)))[0].to(device)
 
     def forward() -> Tensor:
         with torch.no_grad():
@@ -110,14 +117,16 @@ def measure_prediction(data: Any, dim: int, epochs: int, rounds: int, n_samples:
     def predict() -> Tensor:
         return la(images).uncertainty
 
-    seconds = take_turns({"forward": forward, "prediction": predict}, rounds)
+    seconds = take_turns({"forward": finished(forward, device), "prediction": finished(predict, device)}, rounds)
     ratios = [p / f for p, f in zip(seconds["prediction"], seconds["forward"], strict=True)]
-    setting = Setting(dim=dim, n_samples=n_samples, eval_batch=200)
+    setting = Setting(dim=dim, n_samples=n_samples, eval_batch=200, device=device)
     out: dict[str, Any] = {
         "forward_seconds": statistics.median(seconds["forward"]),
         "prediction_seconds": statistics.median(seconds["prediction"]),
         "ratio": statistics.median(ratios),
     }
+    if device != "cpu":
+        out["forward_flop"], out["prediction_flop"] = count_flop(forward), count_flop(predict)
     for name, split in (("inside", data.test), ("outside", data.ood)):
         predicted = closed_form(la, setting, split)
         kappa, drawn = (predicted.variants[key] for key in ("inverse_kappa", "inverse_kappa_sampled"))
@@ -129,21 +138,23 @@ def measure_prediction(data: Any, dim: int, epochs: int, rounds: int, n_samples:
 
 
 def sampled_uncertainty(la: Any, split: Any, n_samples: int) -> Tensor:
-    """``EmbeddingDistribution.uncertainty`` with the variance of sampled networks."""
-    out = []
+    """``EmbeddingDistribution.uncertainty`` with the variance of sampled networks, shape (N,), on the CPU."""
+    out, device = [], next(la.model.parameters()).device
     for x, _ in loader(split, 200):
-        generator = torch.Generator().manual_seed(0)
-        out.append(la(x, pred_type="nn", n_samples=n_samples, generator=generator).uncertainty)
+        generator = torch.Generator(device).manual_seed(0)
+        drawn = la(x.to(device), pred_type="nn", n_samples=n_samples, generator=generator)
+        out.append(drawn.uncertainty.cpu())
     return torch.cat(out)
 
 
 def render(result: dict[str, Any]) -> str:
     """The measurement as Markdown."""
     machine = result["machine"]
+    place = f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads"
     lines = [
         "# What online training and uncertain predictions cost",
         "",
-        f"`python -m benchmarks.lam_cost` on {machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, "
+        f"`python -m benchmarks.lam_cost` on {machine.get('accelerator', place)}, "
         f"torch {machine['torch']}, {machine['date']}. The paper's Fashion-MNIST network, batches of {BATCH} for "
         "training and 200 for prediction; medians of alternating calls. Target of a step: 1.25 (the paper: 1.3 to 2); "
         "of a prediction: 1.2.",
@@ -188,15 +199,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--n-samples", type=int, default=1_000)
+    parser.add_argument("--device", default="cpu", help="where torch computes (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args(argv)
-    machine = describe()
+    machine = describe(given.device)
     data = load_data("fashionmnist", given.data_root, train_size=given.train_size, test_size=given.test_size)
-    x, y = next(iter(loader(data.train, BATCH)))
+    x, y = (part.to(given.device) for part in next(iter(loader(data.train, BATCH))))
     dims = {
         dim: {
             "steps": measure_steps(x, y, dim, len(data.train), given.rounds),
-            "prediction": measure_prediction(data, dim, given.epochs, given.rounds, given.n_samples),
+            "prediction": measure_prediction(data, dim, given.epochs, given.rounds, given.n_samples, given.device),
         }
         for dim in given.dims
     }

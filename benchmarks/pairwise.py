@@ -75,7 +75,7 @@ def _blocks(z_a: Tensor, z_b: Tensor, distance: str) -> tuple[Tensor, Tensor, Te
     n_a, n_b = z_a.norm(dim=1).view(-1, 1, 1), z_b.norm(dim=1).view(-1, 1, 1)
     u_a, u_b = _unit(z_a), _unit(z_b)
     c = (u_a * u_b).sum(1).view(-1, 1, 1)
-    eye = torch.eye(z_a.shape[1], dtype=z_a.dtype)
+    eye = torch.eye(z_a.shape[1], dtype=z_a.dtype, device=z_a.device)
     aa, ab, bb = (torch.einsum("ki,kj->kij", x, y) for x, y in ((u_a, u_a), (u_a, u_b), (u_b, u_b)))
     h_ab = -(eye - aa - bb + c * ab) / (n_a * n_b)
     if distance == "euclidean":
