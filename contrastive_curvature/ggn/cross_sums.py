@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -13,9 +13,10 @@ from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.ggn.passes import PassRecord
 from contrastive_curvature.ggn.statistics import BatchReader, check_targets
 from contrastive_curvature.hessian.cross import CrossBlocks
-from contrastive_curvature.hessian.dataset import ClassCoupling, HessianPart
+from contrastive_curvature.hessian.dataset import ClassCoupling, DatasetHessian, HessianPart
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.losses.contrastive_classes import LabelledPoints
+from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.sampled import SampledContrastive
 from contrastive_curvature.network.inputs import Inputs, input_length, slice_inputs
 from contrastive_curvature.network.pullback import Pullback
@@ -25,7 +26,7 @@ from contrastive_curvature.progress import Progress
 if TYPE_CHECKING:
     from contrastive_curvature.ggn.dataset import DatasetPoints
 
-__all__ = ["CrossSums", "finished_cross", "make_cross"]
+__all__ = ["CrossSums", "finished_cross", "make_cross", "refuse_in_parts"]
 
 _CLASS_SUM_ELEMENTS = 2**28
 _FEATURE_ELEMENTS = 2**27
@@ -74,13 +75,22 @@ def make_cross(pullback: Pullback, points: DatasetPoints, structure: Structure, 
             )
             raise UnsupportedError(msg)
     if parts > 1:
-        msg = (
-            f"pd_fix={str(points.hessian.pd_fix)!r}: every point is coupled with every other one, and they are in "
-            f"{parts} parts. Use pd_fix='psd' or 'fixed', which couple no points; ContrastiveLoss with "
-            "backend_kwargs=dict(negative_samples=2000), whose cross terms add up; or one process."
-        )
-        raise UnsupportedError(msg)
+        refuse_in_parts(points.hessian)
     return _Streamed(pullback, points, structure)
+
+
+def refuse_in_parts(fixed: CosineLoss | DatasetHessian) -> NoReturn:
+    """Say that the cross terms of a loss, or of its Hessian, do not add up over parts of the data.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    msg = (
+        f"pd_fix={str(fixed.pd_fix)!r}: every point is coupled with every other one, and they are in several parts. "
+        "Use pd_fix='psd' or 'fixed', which couple no points; ContrastiveLoss with "
+        "backend_kwargs=dict(negative_samples=2000), whose cross terms add up; or one process."
+    )
+    raise UnsupportedError(msg)
 
 
 def derivatives_sample(points: DatasetPoints) -> LabelledPoints | None:

@@ -228,7 +228,7 @@ def points_of(
         if state.classes is None:
             msg = "a sample of the negatives of points without class labels"
             raise RuntimeError(msg)
-        like = state.kept[TYPICAL].columns["outputs"]
+        like = (state.kept[TYPICAL] if rows is None else rows).columns["outputs"]
         sampled = None if samples is None else (state.kept[SAMPLE] if rows is None else rows.first(samples))
         hessian = sampled_hessian(loss, state.classes, rows, sampled, keeps, like, negatives_per_anchor)
         return DatasetPoints(hessian, relation, record, state, classes, sampled)

@@ -30,6 +30,7 @@ from contrastive_curvature.laplace.backends.steps import AnchorSteps, BatchSteps
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.effort import FEWEST_POINTS
+from contrastive_curvature.losses.sampled import refuse_coupled
 from contrastive_curvature.losses.sampled_data import sums_suffice
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs
@@ -110,9 +111,8 @@ class DatasetFits:
             if self._is_ordered() and self._stays_exact(encoder, loader, exchange):
                 return self._fit_ordered(encoder, pullback, loader, structure, shown, sampler, exchange)
             steps = self.steps(encoder, pullback, structure, shown)
-            ordered = isinstance(steps, PointSteps) and not isinstance(self.loss, PairLoss)
             # Views of one input have its place in the loader as their label.
-            data = in_fixed_order(loader) if ordered else loader
+            data = in_fixed_order(loader) if self._is_ordered() else loader
             out = run_steps(steps, data, exchange, self.identity(structure))
             if out is None:
                 return self._fit_ordered(encoder, pullback, loader, structure, shown, sampler, exchange)
@@ -141,9 +141,12 @@ class DatasetFits:
             identity = {**identity, "statistics": digest_of(statistics)}
         with self._ready(loader) as (encoder, pullback):
             steps = self.steps(encoder, pullback, structure, Progress(progress, _FASTER))
+            data = in_fixed_order(loader) if self._is_ordered() else loader
+            if part[1] > 1:
+                steps.check_adds_up()
             if statistics is None:
-                return steps.first(loader, part, identity)
-            return steps.second(loader, part, statistics.to(next(encoder.parameters()).device), identity)
+                return steps.first(data, part, identity)
+            return steps.second(data, part, statistics.to(next(encoder.parameters()).device), identity)
 
     def fit_of_parts(
         self, structure: Structure, statistics: State, curvature: State, probe: Inputs
@@ -248,13 +251,24 @@ class DatasetFits:
         """Everything about the outputs of a data set, in the order of the loader."""
         if isinstance(self.loss, PairLoss):
             return collect_points(encoder, loader, self.read, self.loss, self.relation, progress, self._samples())
-        if self._samples() is not None:
+        return self._anchors(encoder, loader, progress)
+
+    def _check_products(self) -> None:
+        """Refuse products with the Hessian of all points where a sample does not give them.
+
+        Raises:
+            UnsupportedError: It has cross terms, or is of a loss of anchors.
+        """
+        if self._samples() is None:
+            return
+        if not isinstance(self.loss, PairLoss):
             msg = (
                 "negative_samples: the low-rank structure takes all candidates of a loss of anchors. Use "
                 "hessian_structure='diag' or 'kron', or negative_samples=None."
             )
             raise UnsupportedError(msg)
-        return self._anchors(encoder, loader, progress)
+        if self.loss.coupled:
+            refuse_coupled(self.loss)
 
     def _samples(self) -> int | None:
         wanted = self.negative_samples
@@ -286,7 +300,8 @@ class DatasetFits:
             The pair of them as curvature, loss and number of points.
 
         Raises:
-            UnsupportedError: ``pairs="batch"``.
+            UnsupportedError: ``pairs="batch"``; or a sample stands for all negatives, and the fix couples points or the
+                loss is one of anchors.
             InputError: The backend has no rank.
         """
         if self.pairs == "batch":
@@ -297,6 +312,7 @@ class DatasetFits:
             raise UnsupportedError(msg)
         if self.rank is None:
             raise InputError(expected("rank", "a positive whole number", None))
+        self._check_products()
         check_loader(loader)
         check_whole(loader)
         loader = in_fixed_order(loader)
@@ -321,7 +337,11 @@ class DatasetFits:
 
         Returns:
             Shape (P,).
+
+        Raises:
+            UnsupportedError: A sample stands for all negatives, and does not give the product.
         """
+        self._check_products()
         check_loader(loader)
         check_whole(loader)
         loader = in_fixed_order(loader)

@@ -11,18 +11,23 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.ggn.anchor_sums import check_anchors, finished_anchors
+from contrastive_curvature.ggn.anchor_sums import check_anchors, finished_anchors, note_skipped
 from contrastive_curvature.ggn.anchors import anchors_of_part
 from contrastive_curvature.ggn.batches import batches_of_part, finished_batches, targets_of_part
+from contrastive_curvature.ggn.class_sums import TYPICAL
+from contrastive_curvature.ggn.cross_sums import refuse_in_parts
 from contrastive_curvature.ggn.dataset import DatasetCurvature, DatasetPoints, expected_points, points_of
 from contrastive_curvature.ggn.second_pass import curvature_of_part, finished_curvature
 from contrastive_curvature.ggn.statistics import Collected, NumberedReader, Plan, collect_statistics, numbered
 from contrastive_curvature.losses.base import PairLoss
+from contrastive_curvature.losses.contrastive import ContrastiveLoss
 from contrastive_curvature.losses.sampled_data import needs_points, sums_suffice
+from contrastive_curvature.losses.sampled_rows import SampledRowDerivatives
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.options import Structure
+from contrastive_curvature.parts.rows import Rows
 from contrastive_curvature.parts.share import Share
 from contrastive_curvature.parts.state import STATISTICS, Origin, State
 from contrastive_curvature.progress import Progress
@@ -78,6 +83,13 @@ class Steps(ABC):
     def finish(self, statistics: State, curvature: State) -> DatasetCurvature:
         """The curvature of all parts."""
 
+    def check_adds_up(self) -> None:  # noqa: B027  most do
+        """Refuse a curvature with cross terms between different parts of the data, before anything is computed.
+
+        Raises:
+            UnsupportedError: They follow neither from sums over classes nor from a sample.
+        """
+
     def sampler(self, part: Part) -> Any:
         """Samples blocks, differently in every part."""
         sampler = self.fits.sampler(self.structure)
@@ -94,6 +106,12 @@ class PointSteps(Steps):
 
     found: Collected | None = None
     """What the first pass of this process found."""
+
+    _by_views = False
+    """Whether the numbers of inputs stand in place of class labels."""
+
+    _known: tuple[State, int | None, DatasetPoints] | None = None
+    """The output Hessian, and what it was made from: it is asked for twice, and may take long."""
 
     @property
     def samples(self) -> int | None:
@@ -134,12 +152,19 @@ class PointSteps(Steps):
             part=part,
             first=first,
         )
+        if self._by_views:
+            # Inputs of their own are no classes with a centre.
+            state = self.found.state
+            nobody = Rows(state.kept[TYPICAL].size, torch.zeros(0, dtype=torch.int64), {})
+            self.found = replace(self.found, state=replace(state, kept={**state.kept, TYPICAL: nobody}))
         return self.found.state
 
     def points(self, statistics: State) -> DatasetPoints:
         """The output Hessian of the data set."""
-        fits = self.fits
-        return points_of(
+        fits, known = self.fits, self._known
+        if known is not None and known[0] is statistics and known[1] == self.samples:
+            return known[2]
+        found = points_of(
             statistics,
             fits.loss,
             fits.relation,
@@ -148,6 +173,11 @@ class PointSteps(Steps):
             self.progress,
             negatives_per_anchor=fits.negatives_per_anchor,
         )
+        derivatives = found.hessian.derivatives
+        if isinstance(derivatives, SampledRowDerivatives):
+            note_skipped(derivatives.anchors, derivatives.skipped)
+        self._known = statistics, self.samples, found
+        return found
 
     def second(self, loader: Any, part: Part, statistics: State, identity: Mapping[str, str]) -> State:
         """See :meth:`Steps.second`."""
@@ -168,6 +198,15 @@ class PointSteps(Steps):
         """See :meth:`Steps.finish`."""
         return finished_curvature(self.pullback, curvature, self.points(statistics), self.structure)
 
+    def check_adds_up(self) -> None:
+        """See :meth:`Steps.check_adds_up`."""
+        loss = self.fits.loss
+        if not loss.coupled or self.structure is Structure.KRON:
+            return
+        by_class = isinstance(loss, ContrastiveLoss) and (loss.pd_fix.attracting_only or sums_suffice(loss))
+        if self.fits.relation is not None or not (by_class or self.samples is not None):
+            refuse_in_parts(loss)
+
     def _reader(self) -> NumberedReader:
         fits = self.fits
         if isinstance(fits.loss, PairLoss):
@@ -186,6 +225,7 @@ class PointSteps(Steps):
             if given.classes is not None:
                 return given.x, given.labels, of_points
             # Views of one input belong together: they have its number.
+            self._by_views = True
             return given.x, numbers.to(given.labels.device).repeat(views), of_points
 
         return read
