@@ -178,7 +178,6 @@ def batches_of_part(
     for number, (batch, numbers) in enumerate(Progress.of(progress).over(share, "[curvature]")):
         x, y = read(batch)
         y = check_targets(y, input_length(x), relation)
-        record.add_targets(y)
         found = batch_curvature(
             pullback,
             x,
@@ -194,6 +193,7 @@ def batches_of_part(
             sample,
             classes,
             numbers,
+            record,
         )
         check_finite(found.curvature, pullback, f"batch {number} (counted from 0)")
         terms = named_factors(found.curvature) if structure is Structure.KRON else {CURVATURE_SUM: found.curvature}
@@ -227,7 +227,9 @@ def finished_batches(pullback: Pullback, state: State, structure: Structure) -> 
     if state.contributions is not None:
         state.contributions.warn()
     features = FeatureSample.of_kept(state.kept[FEATURES]) if FEATURES in state.kept else None
-    centres = centres_of(state.classes, state.kept[TYPICAL]) if TYPICAL in state.kept else None
+    # A part with too many classes has no sums; those of the others are not of all points.
+    summed = state.classes is not None and int(state.classes.counts.sum()) == n
+    centres = centres_of(state.classes, state.kept[TYPICAL]) if summed and TYPICAL in state.kept else None
     return DatasetCurvature(curvature, sums[_VALUE], sums[_COST], n, features, sums[_NORMS] / n, centres)
 
 
@@ -262,6 +264,7 @@ def batch_curvature(
     sample: FeatureSample | None = None,
     classes: ClassSums | None = None,
     numbers: Tensor | None = None,
+    record: PassRecord | None = None,
 ) -> DatasetCurvature:
     """The contribution of one batch to the estimate for a data set.
 
@@ -281,6 +284,7 @@ def batch_curvature(
         sample: Draws from the features of the batch, if given.
         classes: Sums the embeddings of the batch by class label, if given.
         numbers: Of the points, shape (B,), for the draw.
+        record: Takes note of the points, if given.
 
     Returns:
         Unclamped curvature, loss and non-negative loss.
@@ -291,6 +295,8 @@ def batch_curvature(
     hessian = batch_hessian(loss, check_outputs(z, "model(x)"), targets, n_data, totals, relation)
     if classes is not None:
         classes.add(hessian.z, targets, numbers)
+    if record is not None:
+        record.add(hessian.z, targets)
     curvature = structured_curvature(pullback, context, hessian, structure, n_data, kfac_approx, sampler)
     if dominance is not None and kfac_approx is KFACApprox.EXPAND:
         with_cross_terms = hessian.coupled and structure is not Structure.KRON

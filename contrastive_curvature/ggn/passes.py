@@ -11,6 +11,9 @@ from contrastive_curvature.parts.state import Origin
 
 __all__ = ["PassRecord", "check_same_outputs", "different_data"]
 
+_EXTREMES = 16
+"""Lowest and highest numbers of a pass that its summary keeps."""
+
 
 class PassRecord:
     """A summary of every point of a pass: a key of its target, the norm of its output, its output along one direction.
@@ -69,11 +72,14 @@ class PassRecord:
         self._targets.append(_target_keys(targets))
 
     def origin(self) -> Origin:
-        """The same in four numbers."""
+        """The same in a few numbers."""
         targets = torch.cat(self._targets) if self._targets else torch.zeros(0, dtype=torch.int64)
-        along, norm = torch.cat(self._numbers).sum(0).tolist() if self._numbers else (0.0, 0.0)
+        numbers = torch.cat(self._numbers) if self._numbers else torch.zeros(0, 2, dtype=torch.float64)
+        along, norm = numbers.sum(0).tolist()
+        k = min(_EXTREMES, len(numbers))
+        extremes = torch.cat([numbers.topk(k, 0, largest=largest).values.flatten() for largest in (False, True)])
         # Keys, because sums of labels themselves agree too easily; the sum wraps around.
-        return Origin(len(targets), int(point_keys(targets).sum()), along, norm)
+        return Origin(len(targets), int(point_keys(targets).sum()), along, norm, tuple(extremes.tolist()))
 
     def _joined(self) -> tuple[Tensor, Tensor]:
         if not self._targets:

@@ -134,15 +134,19 @@ class ContrastiveLaplace(PartwiseFit, CheckedPosterior):
 
         Raises:
             InputError: No data, one point, no positive pair, malformed batches, other data in the second pass, or a
-                curvature that is not finite.
+                curvature that is not finite; or the processes have different encoders or options, or shares of the
+                data that overlap or leave points out.
             UnsupportedError: The encoder's raw outputs cannot be reached, the structure has no answer for the fix, or
-                the loader gives every process its own part of the data.
+                the loader gives every process its own part of the data, and this is the only process.
+            ProcessError: The fit failed in another process, or that process has gone or does not fit. The posteriors of
+                all processes are as they were.
         """
-        check_flag("override", override)
-        if progress_bar is not None:
-            check_flag("progress_bar", progress_bar)
-        fitting.begin(self, train_loader)
-        self._take(self.backend.fit(train_loader, self.structure, progress_bar), override=override)
+        with fitting.in_all_processes(self, override=override is not False):
+            check_flag("override", override)
+            if progress_bar is not None:
+                check_flag("progress_bar", progress_bar)
+            fitting.begin(self, train_loader)
+            self._take(self.backend.fit(train_loader, self.structure, progress_bar), override=override)
 
     def _take(self, result: DatasetCurvature, *, override: bool) -> None:
         """Take the curvature of a fit, with all that a fit leaves besides it."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,18 +18,20 @@ from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.backends.torch_func import ContrastiveGGN
 from contrastive_curvature.laplace.options import CONTRASTIVE
+from contrastive_curvature.laplace.state import unchanged_on_error
 from contrastive_curvature.network.encoder import evaluation_mode, flatten_parameters
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
 from contrastive_curvature.network.loader import check_loader, check_whole
 from contrastive_curvature.network.views import read_views
 from contrastive_curvature.pairs.relation import check_labels
-from contrastive_curvature.parts.exchange import Alone, Exchange, present_exchange
+from contrastive_curvature.parts.exchange import Alone, Exchange, check_agreed, present_exchange
 from contrastive_curvature.progress import Progress
 
 __all__ = [
     "begin",
     "construct_backend",
     "first_inputs",
+    "in_all_processes",
     "look_at",
     "measured_classes",
     "merged_classes",
@@ -63,7 +66,7 @@ def begin(la: Any, loader: Iterable[Any]) -> None:
             outputs cannot be reached.
         ProcessError: Another process has failed.
     """
-    exchange = present_exchange() if la.fits_in_parts else Alone()
+    exchange = _exchange_of(la)
 
     def first() -> Inputs | None:
         check_loader(loader)
@@ -75,6 +78,32 @@ def begin(la: Any, loader: Iterable[Any]) -> None:
     if probe is None:
         raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
     look_at(la, probe)
+
+
+@contextmanager
+def in_all_processes(la: Any, *, override: bool) -> Iterator[None]:
+    """What is done inside succeeds in all processes of a fit, or fails in all of them and leaves the posteriors alone.
+
+    Args:
+        la: The posterior.
+        override: Whether its earlier fit, if any, is replaced.
+
+    Raises:
+        InputError: The processes have different posteriors.
+        ProcessError: Another process has failed, or gone.
+    """
+    exchange = _exchange_of(la)
+    if exchange.count == 1:
+        yield
+        return
+    with unchanged_on_error(la), exchange.together():
+        earlier = "replaced" if override or not la.n_data else f"{la.n_data} points with loss {float(la.loss)!r}"
+        check_agreed(exchange, {"posterior": type(la).__name__, "earlier fit": earlier})
+        yield
+
+
+def _exchange_of(la: Any) -> Exchange:
+    return present_exchange() if la.fits_in_parts else Alone()
 
 
 def first_inputs(la: Any, loader: Iterable[Any]) -> Inputs | None:

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contrastive_curvature.errors import ProcessError
+from contrastive_curvature.errors import InputError, ProcessError, expected
+from contrastive_curvature.parts.interrupts import interrupts_later
 
-__all__ = ["Alone", "Exchange", "ProcessGroup", "present_exchange"]
+__all__ = ["Alone", "Exchange", "ProcessGroup", "check_agreed", "present_exchange"]
+
+_log = logging.getLogger("contrastive_curvature")
 
 _FAILED = -1
+
+_WAIT_QUIETLY = 30.0
+"""Seconds after which a process says that it is waiting."""
+
+_LONGEST_SLEEP = 0.02
 
 
 class Exchange(ABC):
@@ -29,7 +43,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def gather(self, make: Callable[[], bytes]) -> list[bytes]:
-        """What every process made, in the order of the ranks; in every process.
+        """What every process made, in the order of the ranks; in every process. For a few numbers or inputs.
 
         Args:
             make: Makes that of this process.
@@ -38,6 +52,29 @@ class Exchange(ABC):
             ProcessError: It failed in another process, or one has gone. What fails in this process is raised as it is,
                 after the others were told.
         """
+
+    @abstractmethod
+    def each(self, content: bytes, take: Callable[[bytes], None]) -> None:
+        """Take what every process has, in the order of the ranks, one after the other; in every process.
+
+        Args:
+            content: That of this process.
+            take: Called with that of each. At no time more than one of them is in memory besides the own one.
+
+        Raises:
+            ProcessError: See :meth:`gather`.
+        """
+
+    @abstractmethod
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is done inside succeeds in all processes or fails in all of them.
+
+        Raises:
+            ProcessError: It failed in another process, or one has gone; perhaps at the end only, so that what was done
+                inside has to be undone.
+        """
+        yield  # pragma: no cover
 
 
 class Alone(Exchange):
@@ -49,58 +86,208 @@ class Alone(Exchange):
         """See :meth:`Exchange.gather`."""
         return [make()]
 
+    def each(self, content: bytes, take: Callable[[bytes], None]) -> None:
+        """See :meth:`Exchange.each`."""
+        take(content)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """See :meth:`Exchange.together`."""
+        yield
+
 
 class ProcessGroup(Exchange):
-    """The processes of torch's default group, as ``torchrun`` starts them."""
+    """The processes of torch's default group, as ``torchrun`` starts them.
+
+    Every exchange begins with one number of each process: how many bytes follow, or that it has failed. So a process
+    may fail anywhere, and the others see it at their next exchange, with as many messages received as sent.
+    """
 
     def __init__(self) -> None:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
-        # A group may have one backend for each device; what is exchanged comes from the CPU.
-        on_cpu = "gloo" in str(dist.get_backend_config()) or "mpi" in str(dist.get_backend_config())
-        self._device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+        self._device = _exchange_device(dist.get_backend_config())
+        self._inside = self._over = self._lost = False
 
     def gather(self, make: Callable[[], bytes]) -> list[bytes]:
         """See :meth:`Exchange.gather`."""
-        try:
+        with self._telling():
             content = make()
+            lengths = self._lengths(len(content))
+            mine = torch.zeros(max(1, *lengths), dtype=torch.uint8, device=self._device)
+            mine[: len(content)] = self._tensor(content)
+            found = [torch.empty_like(mine) for _ in lengths]
+            # That there was memory for it everywhere.
+            self._lengths(0)
+            self._all(found, mine)
+            return [_bytes(part[:n]) for part, n in zip(found, lengths, strict=True)]
+
+    def each(self, content: bytes, take: Callable[[bytes], None]) -> None:
+        """See :meth:`Exchange.each`."""
+        with self._telling():
+            lengths = self._lengths(len(content))
+            buffer = torch.empty(max(1, *lengths), dtype=torch.uint8, device=self._device)
+            self._lengths(0)
+            failure: BaseException | None = None
+            with interrupts_later():
+                for source, length in enumerate(lengths):
+                    part = buffer[:length]
+                    try:
+                        if source == self.rank:
+                            part.copy_(self._tensor(content))
+                    except BaseException as error:
+                        failure = failure or error
+                    if length:
+                        self._wait(dist.broadcast, part, source)
+                    try:
+                        if failure is None:
+                            take(_bytes(part))
+                    except BaseException as error:
+                        # The others go on with the rest, and wait for this process there.
+                        failure = error
+            if failure is not None:
+                raise failure
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """See :meth:`Exchange.together`."""
+        if self._inside:
+            yield
+            return
+        token = _running.set(self)
+        try:
+            with self._telling():
+                yield
+                self._lengths(0)
+        finally:
+            _running.reset(token)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Let the other processes fail with this one, instead of waiting for it."""
+        if self._inside:
+            yield
+            return
+        self._inside, self._over = True, False
+        try:
+            yield
         except BaseException as error:
-            self._tell(error)
+            if not self._over:
+                self._tell(error)
             raise
-        lengths = self._all(torch.tensor([len(content)], device=self._device))
-        self._check(lengths)
-        longest = max(1, *(int(length) for length in lengths))
-        padded = torch.zeros(longest, dtype=torch.uint8, device=self._device)
-        if content:
-            padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self._device)
-        found = self._all(padded)
-        return [bytes(part[: int(n)].cpu().numpy()) for part, n in zip(found, lengths, strict=True)]
+        finally:
+            self._inside = False
 
     def _tell(self, error: BaseException) -> None:
-        """Let the other processes fail with this one, instead of waiting for it."""
         try:
-            self._all(torch.tensor([_FAILED], device=self._device))
+            self._lengths(_FAILED)
         except ProcessError as other:
-            # Somebody else has failed too; the own reason says more.
-            error.add_note(str(other))
+            if self._lost:
+                error.add_note(str(other))
 
-    def _check(self, lengths: list[Tensor]) -> None:
-        failed = [rank for rank, length in enumerate(lengths) if int(length) == _FAILED]
+    def _lengths(self, mine: int) -> list[int]:
+        """The numbers of all processes.
+
+        Raises:
+            ProcessError: One of them has failed.
+        """
+        one = torch.tensor([mine], dtype=torch.int64, device=self._device)
+        every = [torch.empty_like(one) for _ in range(self.count)]
+        self._all(every, one)
+        numbers = [int(number) for number in every]
+        failed = [rank for rank, number in enumerate(numbers) if number == _FAILED]
         if failed:
-            msg = f"the fit failed in process {failed[0]} of {self.count}; its own error says why"
+            self._over = True
+            which = f"process {failed[0]}" if len(failed) == 1 else f"the processes {failed[:10]}"
+            msg = f"the fit failed in {which} of {self.count}; its own error says why"
             raise ProcessError(msg)
+        return numbers
 
-    def _all(self, mine: Tensor) -> list[Tensor]:
-        found = [torch.empty_like(mine) for _ in range(self.count)]
+    def _all(self, found: list[Tensor], mine: Tensor) -> None:
+        with interrupts_later():
+            self._wait(dist.all_gather, found, mine)
+
+    def _wait(self, operation: Callable[..., Any], *arguments: Any) -> None:
+        """Do an operation of all processes.
+
+        Raises:
+            ProcessError: Another one has gone, or does not come.
+        """
+        began, sleep, said = time.monotonic(), 1e-4, False
         try:
-            dist.all_gather(found, mine)
+            work = operation(*arguments, async_op=True)
+            while not work.is_completed():
+                time.sleep(sleep)
+                sleep = min(_LONGEST_SLEEP, 1.5 * sleep)
+                if not said and time.monotonic() - began > _WAIT_QUIETLY:
+                    said = True
+                    _log.info("process %d of %d waits for the others: each of them has to fit", self.rank, self.count)
+            work.wait()
         except RuntimeError as error:
-            reason = str(error).splitlines()[0][:200]
-            msg = f"process {self.rank} of {self.count} lost the others during a fit: {reason}"
+            self._over = self._lost = True
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            msg = (
+                f"process {self.rank} of {self.count} lost the others during a fit: one has ended, does not fit "
+                f"too, or needs longer than the timeout of init_process_group ({reason})"
+            )
             raise ProcessError(msg) from error
-        return found
+        except BaseException:
+            # Half an operation: nobody can be told any more.
+            self._over = self._lost = True
+            raise
+
+    def _tensor(self, content: bytes) -> Tensor:
+        if not content:
+            return torch.zeros(0, dtype=torch.uint8, device=self._device)
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self._device)
+
+
+_running: ContextVar[Exchange | None] = ContextVar("contrastive_curvature_exchange", default=None)
+"""The exchange of a fit that is under way."""
 
 
 def present_exchange() -> Exchange:
     """The processes that this one belongs to: those of ``torch.distributed`` where its default group is initialised."""
+    running = _running.get()
+    if running is not None:
+        return running
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return ProcessGroup() if several else Alone()
+
+
+def check_agreed(exchange: Exchange, facts: Mapping[str, str]) -> None:
+    """Refuse to fit together what differs between the processes.
+
+    Args:
+        exchange: The processes.
+        facts: What has to be equal, by what to call it.
+
+    Raises:
+        InputError: Two processes differ; in all of them.
+    """
+    if exchange.count == 1:
+        return
+    every = [json.loads(text) for text in exchange.gather(lambda: json.dumps(dict(facts)).encode())]
+    for rank, other in enumerate(every):
+        for name in dict.fromkeys([*every[0], *other]):
+            first, found = every[0].get(name), other.get(name)
+            if first != found:
+                wanted = f"the same in all {exchange.count} processes"
+                hint = "All processes of one fit need the same encoder, options and earlier fits."
+                raise InputError(expected(name, wanted, f"{first} in process 0, {found} in process {rank}", hint))
+
+
+def _exchange_device(config: str) -> torch.device:
+    """Where the tensors that a group exchanges have to be: on the CPU, where one of its backends works there.
+
+    Args:
+        config: As ``cpu:gloo,cuda:nccl``.
+    """
+    backends = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
+    if "cpu" in backends or not backends:
+        return torch.device("cpu")
+    kind = next(iter(backends))
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _bytes(part: Tensor) -> bytes:
+    return part.cpu().numpy().tobytes()

@@ -124,13 +124,17 @@ def _state(plain: dict[str, Any], tensors: dict[str, Tensor]) -> State:
     return State(
         plain["kind"],
         plain["identity"],
-        {int(index): Origin(**origin) for index, origin in plain["origins"].items()},
+        {int(index): _origin(origin) for index, origin in plain["origins"].items()},
         plain["count"],
         _under(tensors, "sums/"),
         kept,
         ClassTable(**classes) if classes else None,
         None if found is None else Contributions.of_plain(found),
     )
+
+
+def _origin(plain: dict[str, Any]) -> Origin:
+    return Origin(**{**plain, "extremes": tuple(plain["extremes"])})
 
 
 def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

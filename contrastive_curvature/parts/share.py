@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.network.loader import loader_parts
+from contrastive_curvature.parts.rows import point_keys
 
-__all__ = ["Share"]
+__all__ = ["Claim", "Share", "sum_of_keys"]
 
 _FAR = 2**40
 """Distance between the numbers of the points of two shares whose loaders say nothing about them."""
+
+_AT_ONCE = 2**22
+"""Numbers of points whose keys are in memory at once."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Which points of a data set a loader says that it gives.
+
+    Args:
+        n: How many.
+        keys: Sum of the keys of their numbers, modulo 2^64 as a signed number.
+        points: Number of points of the data set; ``None`` where the shares need not be all of it.
+    """
+
+    n: int
+    keys: int
+    points: int | None
 
 
 class Share:
@@ -30,6 +50,7 @@ class Share:
 
     Attributes:
         loader: The same.
+        claim: What the loader says about its points, if anything.
 
     Raises:
         UnsupportedError: The loader divides the data in a way that does not say which points are padding.
@@ -39,28 +60,49 @@ class Share:
         self.loader, self._start = loader, index * _FAR
         self._numbers: Tensor | None = None
         self._real: Tensor | None = None
+        self.claim: Claim | None = None
         given = getattr(loader, "numbers", None)
         if isinstance(given, Tensor):
             self._numbers = given
-        for part in loader_parts(loader):
-            if isinstance(part, DistributedSampler):
-                self._numbers = torch.tensor(list(part), dtype=torch.int64)
-                # Every replica takes every num_replicas-th of a list whose end repeats its beginning.
-                place = part.rank + part.num_replicas * torch.arange(len(self._numbers))
-                self._real = place < len(part.dataset)  # type: ignore[arg-type]
-                return
-        if type(loader).__module__.startswith("accelerate"):
+            self.claim = Claim(len(given), sum_of_keys(given), None)
+        parts = loader_parts(loader)
+        sampler = next((part for part in parts if isinstance(part, DistributedSampler)), None)
+        if sampler is not None:
+            self._take_numbers(sampler, parts)
+        elif any(_divides(part) for part in parts):
             msg = (
                 f"train_loader: {type(loader).__name__} does not say which points only fill up a batch. Give every "
                 "process a DataLoader with sampler=torch.utils.data.DistributedSampler(dataset, shuffle=False)."
             )
             raise UnsupportedError(msg)
 
+    def _take_numbers(self, sampler: DistributedSampler[Any], parts: list[Any]) -> None:
+        points = len(sampler.dataset)  # type: ignore[arg-type]
+        if not _keeps_order(sampler, parts):
+            if sampler.drop_last or points % sampler.num_replicas == 0:
+                return
+            msg = (
+                f"train_loader: its DistributedSampler repeats points, as {points} points are no multiple of "
+                f"{sampler.num_replicas} processes, and the batch sampler around it does not say which ones. Use a "
+                "DataLoader(dataset, batch_size=..., sampler=sampler), or drop_last=True in the sampler."
+            )
+            raise UnsupportedError(msg)
+        numbers = torch.tensor(list(sampler), dtype=torch.int64)
+        # Every replica takes every num_replicas-th of a list whose end repeats its beginning.
+        real = sampler.rank + sampler.num_replicas * torch.arange(len(numbers)) < points
+        self._numbers, self._real = numbers, real
+        mine = numbers[real]
+        self.claim = Claim(len(mine), sum_of_keys(mine), None if sampler.drop_last else points)
+
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
-        """Batches and the numbers of their points, int64, shape (B,); of a batch of padding alone nothing."""
+        """Batches and the numbers of their points, int64, shape (B,); of a batch of padding alone nothing.
+
+        Raises:
+            InputError: There are more points than the sampler has numbers.
+        """
         start = 0
         for batch in self.loader:
             count = _length(batch) or 0
@@ -72,10 +114,46 @@ class Share:
             numbers = self._numbers[start : start + count]
             real = None if self._real is None else self._real[start : start + count]
             start += count
+            if len(numbers) < count:
+                hint = "Which of them are padding is unknown. Give batches with one row for each point of the sampler."
+                wanted = f"the {len(self._numbers)} points of its sampler"
+                raise InputError(expected("train_loader", wanted, f"{start} or more", hint))
             if real is None or bool(real.all()):
                 yield batch, numbers
             elif bool(real.any()):
                 yield _selected(batch, real), numbers[real]
+
+
+def sum_of_keys(numbers: Tensor | range) -> int:
+    """The same for the same points in any order, and almost surely another for others.
+
+    Args:
+        numbers: Of points.
+    """
+    total = 0
+    for start in range(0, len(numbers), _AT_ONCE):
+        some = numbers[start : start + _AT_ONCE]
+        total += int(point_keys(some if isinstance(some, Tensor) else torch.arange(some.start, some.stop)).sum())
+    return (total + 2**63) % 2**64 - 2**63
+
+
+def _keeps_order(sampler: DistributedSampler[Any], parts: list[Any]) -> bool:
+    """Whether points come in the order of the sampler."""
+    loaders = [part for part in parts if isinstance(part, DataLoader) and any(s is sampler for s in _samplers(part))]
+    return bool(loaders) and all(
+        type(loader.batch_sampler) in (BatchSampler, type(None)) and getattr(loader, "in_order", True)
+        for loader in loaders
+    )
+
+
+def _samplers(loader: DataLoader[Any]) -> list[Any]:
+    return [loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
+
+
+def _divides(part: Any) -> bool:
+    """Whether this is one of Accelerate's shards of several processes."""
+    several = getattr(part, "num_processes", 1)
+    return type(part).__module__.startswith("accelerate") and isinstance(several, int) and several > 1
 
 
 def _length(batch: Any) -> int | None:

@@ -35,12 +35,15 @@ class Origin:
         targets: A sum over their targets that another target changes, modulo 2^64 as a signed number.
         along: Sum of their raw outputs along one direction.
         norm: Sum of the norms of their raw outputs.
+        extremes: The lowest and the highest of these numbers, where outputs have been seen. Sums over many points
+            hardly tell two random halves of a data set apart; the outermost points do.
     """
 
     n: int
     targets: int
     along: float
     norm: float
+    extremes: tuple[float, ...] = ()
 
     def same(self, other: Origin) -> bool:
         """Whether both hold the same points, with the outputs of the same encoder up to rounding."""
@@ -48,6 +51,14 @@ class Origin:
             return False
         near = _TOLERANCE * max(self.norm, other.norm)
         return abs(self.norm - other.norm) <= near and abs(self.along - other.along) <= near
+
+    def same_points(self, other: Origin) -> bool:
+        """Whether both surely hold the same points; ``False`` where that is unknown."""
+        if not self.extremes or len(self.extremes) != len(other.extremes) or not self.same(other):
+            return False
+        # Numbers along a direction and norms take turns, and the former vary by about their size.
+        near = _TOLERANCE * max(abs(number) for number in self.extremes[::2])
+        return all(abs(a - b) <= near for a, b in zip(self.extremes, other.extremes, strict=True))
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.dataset import DatasetCurvature
-from contrastive_curvature.laplace.backends.steps import AnchorSteps, PointSteps, Steps
+from contrastive_curvature.laplace.backends.shares import Head, all_the_same, check_shares
+from contrastive_curvature.laplace.backends.steps import PointSteps, Steps
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.effort import FEWEST_POINTS, labelled_seconds
 from contrastive_curvature.losses.sampled_data import needs_sample, sums_suffice
@@ -42,48 +42,42 @@ def run_steps(steps: Steps, loader: Any, exchange: Exchange, identity: Mapping[s
         ProcessError: Another process has failed.
     """
     part = exchange.rank, exchange.count
-    found = _gathered(exchange, lambda: steps.first(loader, part, identity))
-    if _all_the_same(found):
+    statistics = _gathered(exchange, loader, lambda: steps.first(loader, part, identity))
+    if statistics is None:
         return _whole(steps, loader, identity)
-    statistics = merged(found).to(_device(steps))
+    statistics = statistics.to(_device(steps))
     _choose_samples(steps, statistics, exchange)
     if isinstance(steps, PointSteps) and steps.samples is None and needs_sample(steps.fits.loss):
         return None
-    curvatures = _gathered(exchange, lambda: steps.second(loader, part, statistics, identity))
-    if isinstance(steps, AnchorSteps) and _all_the_same(curvatures):
+    curvature = _gathered(exchange, loader, lambda: steps.second(loader, part, statistics, identity))
+    if curvature is None:
         return _whole(steps, loader, identity)
-    return steps.finish(statistics, merged(curvatures).to(_device(steps)))
+    return steps.finish(statistics, curvature.to(_device(steps)))
 
 
-def _gathered(exchange: Exchange, make: Any) -> list[State]:
-    """The states of all processes."""
+def _gathered(exchange: Exchange, loader: Any, make: Callable[[], State]) -> State | None:
+    """The state of all processes; ``None`` where every one has all the data."""
     if exchange.count == 1:
-        return [make()]
-    return [from_bytes(content) for content in exchange.gather(lambda: to_bytes(make()))]
+        return make()
+    state = make()
+    heads = [Head.of_text(text) for text in exchange.gather(Head.of(state, loader, exchange.rank).text)]
+    if all_the_same(heads):
+        return None
+    check_shares(heads)
+    # One at a time, since the states of all together may be all embeddings of the data set, or many matrices.
+    found: list[State] = []
 
+    def take(content: bytes) -> None:
+        found[:] = [merged([*found, from_bytes(content)])]
 
-def _all_the_same(found: list[State]) -> bool:
-    """Whether every process has all the data, instead of a part of it.
-
-    Raises:
-        InputError: Some processes, but not all, have the same points.
-    """
-    origins = [(rank, state.origins[rank]) for rank, state in enumerate(found)]
-    filled = [(rank, origin) for rank, origin in origins if origin.n]
-    twins = [(a, b) for k, (a, one) in enumerate(filled) for b, other in filled[k + 1 :] if one.same(other)]
-    if not twins:
-        return False
-    if len(twins) == len(found) * (len(found) - 1) // 2:
-        return True
-    hint = "Give every process its share: sampler=torch.utils.data.DistributedSampler(dataset, shuffle=False)."
-    a, b = twins[0]
-    raise InputError(expected("train_loader", "other points in every process", f"the same in {a} and {b}", hint))
+    exchange.each(to_bytes(state), take)
+    return found[0]
 
 
 def _whole(steps: Steps, loader: Any, identity: Mapping[str, str]) -> DatasetCurvature | None:
     """The fit of this process alone, which has all the data."""
-    _log.info(
-        "every process has all points, so each fits alone; a DistributedSampler gives each of them a share of the work"
+    _log.warning(
+        "every process has the same points, so each fits alone; a DistributedSampler gives each a share of the work"
     )
     return run_steps(steps, loader, Alone(), identity)
 

@@ -38,7 +38,7 @@ from contrastive_curvature.network.loader import check_loader, check_whole, in_f
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.options import KFACApprox, Normalization, Structure
 from contrastive_curvature.pairs import RelationFunction
-from contrastive_curvature.parts.exchange import Exchange, present_exchange
+from contrastive_curvature.parts.exchange import Exchange, check_agreed, present_exchange
 from contrastive_curvature.parts.state import State, check_identity, digest_of
 from contrastive_curvature.progress import Progress
 
@@ -101,11 +101,18 @@ class DatasetFits:
             ProcessError: Another process of the group has failed.
         """
         exchange = present_exchange()
+        with exchange.together():
+            return self._fit_shares(loader, structure, progress, exchange)
+
+    def _fit_shares(
+        self, loader: Iterable[Any], structure: Structure, progress: bool | None, exchange: Exchange
+    ) -> DatasetCurvature:
         check_loader(loader)
         if exchange.count == 1:
             check_whole(loader)
         sampler = self.sampler(structure)
         with self._ready(loader) as (encoder, pullback):
+            check_agreed(exchange, {**self.identity(structure), "backend": type(self).__name__})
             # One process shows its progress for all.
             shown = Progress(progress if exchange.rank == 0 else False, _FASTER)
             if self._is_ordered() and self._stays_exact(encoder, loader, exchange):
