@@ -27,6 +27,12 @@ TILE_ROWS, TILE_COLUMNS = 512, 2048
 _MANY_TILES = 64
 """Rows of tiles from which on a progress bar costs nothing in comparison."""
 
+_MANY_GROUPS = 64
+"""Classes in a batch from which on pairs of the same class are listed, where they are few."""
+
+_LISTED_NUMBERS = 2**25
+"""Numbers of the embeddings of listed pairs: 128 MiB in float32."""
+
 
 class InsideColumns:
     """Points that others may have inside the margin, sorted by class.
@@ -43,7 +49,7 @@ class InsideColumns:
         sizes = index.bincount(minlength=len(shares))
         order = index.argsort(stable=True)
         ends = sizes.cumsum(0)
-        self.counts = sizes
+        self.counts, self.starts = sizes, ends - sizes
         self.bounds = list(zip((ends - sizes).tolist(), ends.tolist(), strict=True))
         self.u = u[order]
         # One column of ones beside u gives the count and the sum of the points inside the margin in one product.
@@ -63,14 +69,29 @@ class InsideColumns:
             Float64, shape (B, 1 + D).
         """
         sums = self._inside(u, 0, self.u.shape[0])
+        self._subtract_same(sums, u, index)
+        own, width = self.shares[index].unsqueeze(1).double(), u.shape[1] + 1
+        return own * sums if self.uniform else (own * sums[:, :width] + sums[:, width:]) / 2
+
+    def _subtract_same(self, sums: Tensor, u: Tensor, index: Tensor) -> None:
+        """Take the columns of the same class out of sums (B, ...) over all columns inside the margin."""
         order = index.argsort(stable=True)
         groups, sizes = index[order].unique_consecutive(return_counts=True)
+        pairs = int(self.counts[index].sum())
+        if len(groups) > _MANY_GROUPS and pairs * u.shape[1] <= _LISTED_NUMBERS:
+            # One product for each of many small classes would take longer than all others.
+            columns = self.counts[index]
+            rows = torch.arange(len(u), device=u.device).repeat_interleave(columns)
+            first = columns.cumsum(0) - columns
+            place = torch.arange(pairs, device=u.device) + (self.starts[index] - first).repeat_interleave(columns)
+            inside = (u[rows] * self.u[place]).sum(1) > self.cosine
+            rows, place = rows[inside], place[inside]
+            sums.index_add_(0, rows, self.extended[place].double(), alpha=-1)
+            return
         for group, rows in zip(groups.tolist(), order.split(sizes.tolist()), strict=True):
             start, stop = self.bounds[group]
             if start < stop:
                 sums[rows] -= self._inside(u[rows], start, stop)
-        own, width = self.shares[index].unsqueeze(1).double(), u.shape[1] + 1
-        return own * sums if self.uniform else (own * sums[:, :width] + sums[:, width:]) / 2
 
     def _inside(self, u: Tensor, start: int, stop: int) -> Tensor:
         """Sum the extended columns ``start..stop`` that lie inside the margin of each row, shape (B, ...)."""

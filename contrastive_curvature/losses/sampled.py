@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.hessian.derivatives import DatasetDerivatives, NodeSums, Totals
+from contrastive_curvature.hessian.derivatives import NodeSums, Totals
 from contrastive_curvature.losses.contrastive_classes import ContrastiveOfClasses, LabelledPoints
+from contrastive_curvature.losses.sampled_refusals import UncoupledDerivatives
 from contrastive_curvature.pairs.relation import LabelRelation
 from contrastive_curvature.parts.class_table import ClassTable
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from contrastive_curvature.hessian.derivatives import CosineDerivatives
     from contrastive_curvature.losses.contrastive import ContrastiveLoss
 
-__all__ = ["SampledContrastive", "refuse_coupled"]
+__all__ = ["SampledContrastive"]
 
 
-class SampledContrastive(DatasetDerivatives):
+class SampledContrastive(UncoupledDerivatives):
     """Derivatives from sums over classes and a sample: no point has to know of all others.
 
     The positives are exact. The sampled points of other classes stand for all points of other classes, so every sum
@@ -93,38 +93,3 @@ class SampledContrastive(DatasetDerivatives):
         """See :meth:`CosineDerivatives.loss_and_cost`."""
         found = totals or self._summed or self.node_sums().totals(self.u)
         return (self._counted or self.of_classes).loss_and_cost(found, self.u.dtype)
-
-    def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
-        """Refused, see :func:`refuse_coupled`."""
-        refuse_coupled(self.loss)
-
-    def row_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-        """Refused, see :func:`refuse_coupled`."""
-        refuse_coupled(self.loss)
-
-    def matmul(self, x: Tensor) -> Tensor:
-        """Refused, see :func:`refuse_coupled`."""
-        refuse_coupled(self.loss)
-
-    def second_matmul(self, t: Tensor) -> Tensor | None:
-        """Zero: the loss is piecewise linear."""
-        return None
-
-    def between(self, u_a: Tensor, targets_a: Tensor, u_b: Tensor, targets_b: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Refused, see :func:`refuse_coupled`."""
-        refuse_coupled(self.loss)
-
-
-def refuse_coupled(loss: object) -> NoReturn:
-    """Say that a sample of the negatives cannot give the cross terms that somebody asks for.
-
-    Raises:
-        UnsupportedError: Always.
-    """
-    fix = str(getattr(loss, "pd_fix", ""))
-    msg = (
-        f"negative_samples with pd_fix={fix!r}: this structure needs the cross terms between any two points of "
-        f"{type(loss).__name__}, which a sample does not give. Use pd_fix='psd' or 'fixed', which couple no points; "
-        "hessian_structure='diag', 'full' or 'kron' with ContrastiveLoss; or negative_samples=None."
-    )
-    raise UnsupportedError(msg)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from contrastive_curvature.hessian.derivatives import CosineDerivatives, DatasetDerivatives, NodeSums, Totals
+from contrastive_curvature.hessian.derivatives import NodeSums, Totals
 from contrastive_curvature.hessian.moments import MomentPart, PairMoments
 from contrastive_curvature.losses.rules import check_sums, terms_of, value_of
-from contrastive_curvature.losses.sampled import refuse_coupled
+from contrastive_curvature.losses.sampled_refusals import UncoupledDerivatives, refuse_sampled
 from contrastive_curvature.losses.sampled_rows_moments import SpreadMoments
 from contrastive_curvature.losses.sampled_rows_points import BankedPoints, Candidates, unit
 from contrastive_curvature.losses.weighting import ClassShares, PairFactors
@@ -25,7 +25,7 @@ _PAIRS = 2**20
 """Pairs whose derivatives are computed at once."""
 
 
-class SampledPairDerivatives(DatasetDerivatives):
+class SampledPairDerivatives(UncoupledDerivatives):
     """What a loss of pairs adds to the block of every point of a data set, from N (M + size of a class) pairs.
 
     Positives are exact. The M sampled points stand for all points of other classes: one of them counts ``n / m`` times,
@@ -45,7 +45,7 @@ class SampledPairDerivatives(DatasetDerivatives):
 
     def __init__(self, loss: PairLoss, u: Tensor, labels: Tensor, sample: Tensor) -> None:
         if loss.coupled:
-            refuse_coupled(loss)
+            refuse_sampled(f"pd_fix={str(loss.pd_fix)!r} couples points with each other")
         self.loss, self.u, self.labels, self.n = loss, u, labels, len(u)
         self.points = BankedPoints(u, labels, sample)
         self.factors = PairFactors(1 - loss.negative_weight, loss.negative_weight)
@@ -129,31 +129,3 @@ class SampledPairDerivatives(DatasetDerivatives):
             return second
 
         return weigh
-
-    def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
-        """Refused, see :func:`refuse_coupled`."""
-        refuse_coupled(self.loss)
-
-    def row_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-        """Refused, see :func:`refuse_coupled`."""
-        refuse_coupled(self.loss)
-
-    def matmul(self, x: Tensor) -> Tensor:
-        """Refused, see :func:`refuse_coupled`."""
-        refuse_coupled(self.loss)
-
-    def second_matmul(self, t: Tensor) -> Tensor | None:
-        """Refused, see :func:`refuse_coupled`."""
-        refuse_coupled(self.loss)
-
-    def between(self, u_a: Tensor, targets_a: Tensor, u_b: Tensor, targets_b: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Refused, see :func:`refuse_coupled`."""
-        refuse_coupled(self.loss)
-
-    def self_weights(self, targets: Tensor) -> Tensor:
-        """Refused, see :func:`refuse_coupled`."""
-        refuse_coupled(self.loss)
-
-    def among(self, u: Tensor, targets: Tensor) -> CosineDerivatives:
-        """Refused, see :func:`refuse_coupled`."""
-        refuse_coupled(self.loss)
