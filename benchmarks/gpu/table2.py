@@ -1,0 +1,128 @@
+"""The paper's table 2 in its own setting, several cells at a time: 20 epochs, 5 seeds, all methods that run by default.
+
+A training of small networks leaves most of a GPU idle, so several processes share it, each with some methods of one
+seed; they write into one run folder of ``benchmarks.experiments``, whose locks let one train an encoder that another
+needs. Ensembles, which need the encoders of all seeds, come last. Whatever is finished stays: the same command goes on.
+
+Run: ``python -m benchmarks.gpu.table2 --device cuda --data-root DIR --work RUN-FOLDER --out FOLDER [-- EXPERIMENTS'
+OPTIONS]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.experiments.cli import parse
+from benchmarks.experiments.config import read_data
+from benchmarks.experiments.plan import BASE, Row, table_rows
+from benchmarks.experiments.report import write_report
+from benchmarks.machine import write_atomically
+
+__all__ = ["main", "units"]
+
+_POLL_SECONDS = 0.2
+_OPENING_SECONDS = 180.0
+_TRAINED_ALONE = 2
+"""Of the methods that train an encoder of their own, so many are done one after another by one process."""
+_NEED_ENCODER = ("pfe", "laplace_posthoc", "norm", "vmf_density", "knn", "laplace_gated")
+
+Unit = tuple[str, tuple[str, ...]]
+"""A seed and the methods one process does for it."""
+
+
+def units(rows: Sequence[Row], seeds: Sequence[str]) -> list[Unit]:
+    """What is done by one process each, the encoders that others need first.
+
+    Args:
+        rows: Of the table.
+        seeds: As on the command line.
+    """
+    keys = [row.key for row in rows if not row.is_ensemble]
+    shared = tuple(key for key in keys if key == BASE or key.startswith(_NEED_ENCODER))
+    own = [key for key in keys if key not in shared]
+    groups = [shared, *(tuple(own[i : i + _TRAINED_ALONE]) for i in range(0, len(own), _TRAINED_ALONE))]
+    return [(seed, group) for group in groups if group for seed in seeds]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Fill the table, or go on with it.
+
+    Returns:
+        Exit status: 0; 1 when a process failed; 3 when it was interrupted, and the same command goes on.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--data-root", required=True)
+    parser.add_argument("--work", type=Path, required=True, help="run folder")
+    parser.add_argument("--out", type=Path, required=True, help="folder for table2.json and table2.md")
+    parser.add_argument("--jobs", type=int, default=8, help="processes at a time")
+    parser.add_argument("--seeds", nargs="+", default=["0", "1", "2", "3", "4"])
+    parser.add_argument("--methods", nargs="+")
+    parser.add_argument("options", nargs="*", help="further options of benchmarks.experiments")
+    given = parser.parse_args(argv)
+    common = ["--table", "2", "--data", "fashionmnist", "--device", given.device, "--data-root", given.data_root]
+    common += ["--out", str(given.work), "--quiet", "--threads", "1", *given.options]
+    rows = table_rows(2, given.methods)
+    whole = [*common, "--seeds", *given.seeds, "--methods", *(row.key for row in rows)]
+    status = 0
+    try:
+        failed = _share(units(rows, given.seeds), common, given.jobs, given.work / "config.json")
+        status = _wait([_start(whole)]) or int(failed)
+    except KeyboardInterrupt:
+        status = 3
+    _publish(whole, given.out)
+    return status
+
+
+def _share(todo: Sequence[Unit], common: list[str], jobs: int, opened: Path) -> bool:
+    """Run all units, so many at a time; whether one failed."""
+    waiting, running, failed = list(todo), [], False
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                seed, methods = waiting.pop(0)
+                running.append(_start([*common, "--seeds", seed, "--methods", *methods]))
+                # The first one makes the run folder; two at once would refuse each other's.
+                end = time.monotonic() + _OPENING_SECONDS
+                while not opened.is_file() and running[-1].poll() is None and time.monotonic() < end:
+                    time.sleep(_POLL_SECONDS)
+            time.sleep(_POLL_SECONDS)
+            failed |= any(child.poll() for child in running)
+            running = [child for child in running if child.poll() is None]
+    except KeyboardInterrupt:
+        # They are of the same process group, were interrupted too, and save how far they came.
+        _wait(running)
+        raise
+    return failed
+
+
+def _start(options: list[str]) -> subprocess.Popen[bytes]:
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "benchmarks.experiments", *options]
+    return subprocess.Popen(command, env={**os.environ, **threads})
+
+
+def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
+    return max((abs(child.wait()) for child in children), default=0)
+
+
+def _publish(options: list[str], out: Path) -> None:
+    """What is finished as ``table2.json`` and ``table2.md``."""
+    config = parse(options)
+    text = write_report(config, read_data(config))
+    out.mkdir(parents=True, exist_ok=True)
+    cells = json.loads((config.out / "results.json").read_text(encoding="utf-8"))
+    write_atomically(out / "table2.json", json.dumps(cells, indent=1) + "\n")
+    write_atomically(out / "table2.md", text)
+    print(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
