@@ -30,8 +30,8 @@ from contrastive_curvature.laplace.backends.steps import AnchorSteps, BatchSteps
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.effort import FEWEST_POINTS
-from contrastive_curvature.losses.sampled import refuse_coupled
 from contrastive_curvature.losses.sampled_data import sums_suffice
+from contrastive_curvature.losses.sampled_refusals import refuse_sampled
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.loader import check_loader, check_whole, in_fixed_order
@@ -275,7 +275,9 @@ class DatasetFits:
             )
             raise UnsupportedError(msg)
         if self.loss.coupled:
-            refuse_coupled(self.loss)
+            refuse_sampled(
+                f"pd_fix={str(self.loss.pd_fix)!r} couples points, and this structure multiplies with all pairs"
+            )
 
     def _samples(self) -> int | None:
         wanted = self.negative_samples
