@@ -51,6 +51,7 @@ from contrastive_curvature.two_towers import TwoTowers
 from contrastive_curvature.zero_shot import ZeroShotClassifier
 
 if TYPE_CHECKING:
+    from contrastive_curvature import jobs
     from contrastive_curvature.hosts.curvlinops import ContrastiveGGNLinearOperator
     from contrastive_curvature.laplace.backends.backpack import BackPackContrastiveGGN
     from contrastive_curvature.laplace.backends.curvlinops import CurvlinopsContrastiveGGN
@@ -97,6 +98,8 @@ __all__ = [
     # what the last layer takes in, on disk
     "features",
     "FeatureFolder",
+    # data that many machines share
+    "jobs",
     # two encoders of one space
     "TwoTowers",
     "ZeroShotClassifier",
@@ -139,9 +142,11 @@ _BY_HOST = {
 
 def __getattr__(name: str) -> Any:
     # A host is imported when somebody asks for it: stochman brings matplotlib and networkx.
-    if name in _BY_HOST:
-        import importlib
+    import importlib
 
+    if name == "jobs":
+        return importlib.import_module("contrastive_curvature.jobs")
+    if name in _BY_HOST:
         return getattr(importlib.import_module(f"contrastive_curvature.{_BY_HOST[name]}"), name)
     msg = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(msg)

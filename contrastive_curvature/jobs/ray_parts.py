@@ -1,0 +1,209 @@
+"""Parts of a job on Ray: which processes do them, and what becomes of a process that dies."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from contrastive_curvature.arguments import check_count, check_number
+from contrastive_curvature.errors import InputError, ProcessError, expected
+from contrastive_curvature.jobs.packages import ray_data
+from contrastive_curvature.progress import Progress
+
+__all__ = ["Ray", "Resources", "Stored", "run_parts"]
+
+_log = logging.getLogger("contrastive_curvature")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the processes of a job may take.
+
+    Args:
+        workers: Number of processes; ``None`` for as many as Ray has room for.
+        num_cpus: Cores of each.
+        num_gpus: GPUs of each, perhaps a fraction.
+        max_retries: How often a process that has died is started again, with the part that it had.
+
+    Raises:
+        InputError: A number is out of range.
+    """
+
+    workers: int | None = None
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+    max_retries: int = 3
+
+    def __post_init__(self) -> None:
+        if self.workers is not None:
+            check_count("workers", self.workers)
+        check_number("num_cpus", self.num_cpus, positive=True)
+        check_number("num_gpus", self.num_gpus)
+        retries = self.max_retries
+        if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
+            raise InputError(expected("max_retries", "a whole number >= 0", retries))
+
+    def bounds(self, parts: int, free: dict[str, float]) -> tuple[int, int]:
+        """Fewest and most processes for a number of parts, with what Ray has free now."""
+        if self.workers is not None:
+            return min(parts, self.workers), min(parts, self.workers)
+        room = [free.get("CPU", 0.0) / self.num_cpus]
+        room += [free.get("GPU", 0.0) / self.num_gpus] if self.num_gpus else []
+        # A cluster that grows may have no room yet.
+        return max(1, min(parts, *map(int, room))), parts
+
+
+class Ray:
+    """Ray while it is needed: ``with Ray() as runtime: runtime.start()``.
+
+    What has been started here is stopped at the end, whatever happens; what was running before goes on.
+
+    Raises:
+        UnsupportedError: Ray is not installed.
+    """
+
+    def __init__(self) -> None:
+        self._ray, _ = ray_data()
+        self._started = False
+
+    def start(self) -> Any:
+        """The module, once Ray runs."""
+        if not self._ray.is_initialized():
+            self._started = True
+            self._ray.init()
+        return self._ray
+
+    def __enter__(self) -> Ray:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        if self._started:
+            self._ray.shutdown()
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Something large in Ray's store, that a process takes when it wants it.
+
+    Args:
+        reference: To it; ``None`` for nothing.
+    """
+
+    reference: Any
+
+    def get(self) -> Any:
+        """It, or ``None``."""
+        if self.reference is None:
+            return None
+        ray, _ = ray_data()
+        return ray.get(self.reference)
+
+
+def run_parts(
+    ray: Any, prepare: Any, parts: Sequence[int], resources: Resources, name: str, progress_bar: bool | None
+) -> None:
+    """Do every part in one of several processes; what it gives is written by it, nothing comes back.
+
+    Args:
+        ray: The module.
+        prepare: Reference to a function that every process calls once; what it returns is called with every part.
+        parts: Their indices.
+        resources: Of the processes.
+        name: What is done, for messages.
+        progress_bar: Whether to show a progress bar.
+
+    Raises:
+        ProcessError: A process has died too often.
+        Exception: What a part raised, as it is, with a note that names the part.
+    """
+    for part, error in Progress(progress_bar).over(_Done(ray, prepare, parts, resources, name), f"[{name}]"):
+        if error is not None:
+            raise error
+        _log.info("%s of part %d is done", name, part)
+
+
+@dataclass(frozen=True)
+class _Done:
+    """Parts as they are done, with their errors."""
+
+    ray: Any
+    prepare: Any
+    parts: Sequence[int]
+    resources: Resources
+    name: str
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __iter__(self) -> Iterator[tuple[int, BaseException | None]]:
+        ray, data = ray_data()
+        context = data.DataContext.get_current()
+        shown, context.enable_progress_bars = context.enable_progress_bars, False
+        least, most = self.resources.bounds(len(self.parts), ray.available_resources())
+        retries = {"max_restarts": self.resources.max_retries, "max_task_retries": self.resources.max_retries}
+        try:
+            rows = data.from_items([{"part": part} for part in self.parts], override_num_blocks=len(self.parts))
+            done = rows.map_batches(
+                _Worker,
+                batch_size=1,
+                # Few, so that whoever is faster does more; with one alone Ray would not add processes later.
+                compute=data.ActorPoolStrategy(min_size=least, max_size=most, max_tasks_in_flight_per_actor=2),
+                fn_constructor_args=(Stored(self.prepare), self.name),
+                num_cpus=self.resources.num_cpus,
+                num_gpus=self.resources.num_gpus or None,
+                ray_remote_args_fn=lambda: retries,
+            )
+            for row in done.iter_rows():
+                error = row["error"]
+                yield int(row["part"]), ray.cloudpickle.loads(error) if error else None
+        except ray.exceptions.RayError as error:
+            msg = (
+                f"{self.name}: a process could not start or has died too often (max_retries="
+                f"{self.resources.max_retries}), or Ray has stopped: {error}\nWhat is done is kept: call this again with the same arguments, and only the rest is computed. A "
+                "process that needs too much memory wants smaller batches, or more num_cpus, so that fewer run at once."
+            )
+            raise ProcessError(msg) from error
+        finally:
+            context.enable_progress_bars = shown
+
+
+class _Worker:
+    """One process: it holds what it needs for every part once."""
+
+    def __init__(self, prepare: Stored, name: str) -> None:
+        self._prepare, self._name = prepare, name
+        self._work: Callable[[int], None] | None = None
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        outcomes = [self._outcome(int(part)) for part in batch["part"]]
+        return {"part": batch["part"], "error": np.array(outcomes, dtype=object)}
+
+    def _outcome(self, part: int) -> bytes:
+        # Errors come back as results: a part that cannot be computed is not tried again.
+        try:
+            if self._work is None:
+                self._work = self._prepare.get()()
+            self._work(part)
+        except Exception as error:
+            return _pickled(error, f"{self._name} of part {part}, in a process of Ray:\n{traceback.format_exc()}")
+        return b""
+
+
+def _pickled(error: Exception, note: str) -> bytes:
+    ray, _ = ray_data()
+    error.add_note(note)
+    with suppress(Exception):
+        content: bytes = ray.cloudpickle.dumps(error)
+        # Some errors can be pickled and not be read back.
+        ray.cloudpickle.loads(content)
+        return content
+    plain = ProcessError(f"{type(error).__name__}: {error}")
+    plain.add_note(note)
+    other: bytes = ray.cloudpickle.dumps(plain)
+    return other
