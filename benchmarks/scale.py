@@ -1,0 +1,224 @@
+"""A fit of the last layer against the number N of points: seconds, memory beyond the file mapping, and their growth.
+
+Claims measured, from features on disk (512 numbers a point, saved by ``contrastive_curvature.features``), with
+embeddings of 128 dimensions and a margin of 0.7:
+
+- with ``negative_samples=2000`` seconds grow at most linearly from 10^4 to 10^6 points (the exponent of a power law),
+  and 10^6 points take less than 90 s and 2 GiB on two cores; ``kron`` less than twice as long as ``diag``;
+- exact over all pairs they grow quadratically;
+- the reported relative standard error, and where all pairs are counted the true one.
+
+Every case runs in a process of its own. The points lie around the centres of 1,000 classes in a space of 8 dimensions,
+so that many negatives are inside the margin.
+
+Run: ``python -m benchmarks.scale [--points N ...] [--structures NAME ...] [--folder FOLDER] [--out FOLDER]``, with
+``--device cuda`` on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from laplace import Laplace
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+from benchmarks.machine import describe, run_apart, write_results
+from contrastive_curvature import FeatureFolder
+
+RESULTS = Path(__file__).parent / "results"
+FEATURES, DIMENSIONS, CLASSES = 512, 128, 1000
+MARGIN = 0.7
+SAMPLES = 2000
+POINTS = (10_000, 31_600, 100_000, 316_000, 1_000_000)
+MOST_EXACT = 100_000
+_BATCH = 8192
+_LATENT = 8
+
+
+class Synthetic:
+    """Batches of features around class centres, made when they are asked for, always the same."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return math.ceil(self.n / _BATCH)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        centres = torch.randn(CLASSES, _LATENT, generator=generator)
+        mixed = torch.randn(_LATENT, FEATURES, generator=generator)
+        for start in range(0, self.n, _BATCH):
+            count = min(_BATCH, self.n - start)
+            labels = torch.randint(0, CLASSES, (count,), generator=generator)
+            latent = centres[labels] + 0.3 * torch.randn(count, _LATENT, generator=generator)
+            yield torch.tanh(latent @ mixed / 3), labels
+
+
+def encoder() -> nn.Module:
+    """A last layer whose features are its inputs."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(FEATURES, DIMENSIONS), cc.L2Norm())
+
+
+def folder_of(n: int, place: Path) -> Path:
+    """Features of n points on disk; written where they are not there yet."""
+    path = place / f"features-{n}"
+    cc.features(encoder(), Synthetic(n), path, dtype="float16")
+    return path
+
+
+class AnonymousMemory:
+    """The largest anonymous resident memory of this process, without pages of mapped files, in MiB (Linux)."""
+
+    def __enter__(self) -> AnonymousMemory:
+        self.before = self.most = self._now()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.most = max(self.most, self._now())
+
+    @property
+    def grown(self) -> float:
+        """MiB above what there was at the start."""
+        return self.most - self.before
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.02):
+            self.most = max(self.most, self._now())
+
+    @staticmethod
+    def _now() -> float:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        found = [line for line in lines if line.startswith("RssAnon:")]
+        return int(found[0].split()[1]) / 1024 if found else 0.0
+
+
+def measure(case: dict[str, Any]) -> dict[str, Any]:
+    """One fit, in this process."""
+    device = torch.device(case["device"])
+    samples = case["samples"]
+    model = encoder().to(device)
+    la = Laplace(
+        model,
+        "contrastive",
+        subset_of_weights="last_layer",
+        hessian_structure=case["structure"],
+        backend_kwargs={"margin": MARGIN, "negative_samples": samples},
+    )
+    warnings.simplefilter("ignore")
+    loader = FeatureFolder(case["path"], batch_size=_BATCH)
+    with AnonymousMemory() as memory:
+        start = time.perf_counter()
+        la.fit(loader, progress_bar=False)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+    out: dict[str, Any] = {"seconds": seconds, "mib": memory.grown, "error": la.curvature_error}
+    if device.type == "cuda":
+        out["gpu_mib"] = torch.cuda.max_memory_allocated() / 2**20
+    curvature = la.H_raw if isinstance(la.H_raw, Tensor) else la.H_raw[0][0]
+    np.save(case["save"], curvature.double().cpu().numpy())
+    return out
+
+
+def exponent(points: list[int], seconds: list[float]) -> float:
+    """Of the power law through the first and the last measurement."""
+    return math.log(seconds[-1] / seconds[0]) / math.log(points[-1] / points[0])
+
+
+def run(points: list[int], structures: list[str], place: Path, device: str) -> list[dict[str, Any]]:
+    """All cases: sampled for all numbers of points, exact up to :data:`MOST_EXACT`."""
+    rows = []
+    for n in points:
+        path = folder_of(n, place)
+        for structure in structures:
+            for samples in (SAMPLES, None) if n <= MOST_EXACT else (SAMPLES,):
+                save = place / f"{structure}-{samples}.npy"
+                case = {"path": str(path), "structure": structure, "samples": samples, "device": device}
+                found = run_apart("benchmarks.scale", {**case, "save": str(save)})
+                rows.append({"n": n, "structure": structure, "samples": samples, **found})
+                print(rows[-1], flush=True)
+            if n <= MOST_EXACT:
+                sampled, exact = (np.load(place / f"{structure}-{samples}.npy") for samples in (SAMPLES, None))
+                true = float(np.linalg.norm(sampled - exact) / np.linalg.norm(exact))
+                rows[-2]["true_error"] = true
+    return rows
+
+
+def markdown(rows: list[dict[str, Any]], machine: dict[str, Any]) -> str:
+    """A table, and the exponents."""
+    out = ["# A fit of the last layer against the number of points", ""]
+    out += [
+        f"Machine: {machine['cpu']}, {machine['threads']} threads, load {machine['load']}, torch {machine['torch']}, "
+    ]
+    out[-1] += (
+        f"{machine['date']}, {machine['device']}. {FEATURES} features (float16 on disk), {DIMENSIONS} dimensions, "
+    )
+    out[-1] += f"{CLASSES} classes, margin {MARGIN}. `python -m benchmarks.scale`."
+    out += ["", "| points | structure | negatives | seconds | MiB beyond the mapping | reported error | true error |"]
+    out += ["|---|---|---|---|---|---|---|"]
+    for row in rows:
+        negatives = "all" if row["samples"] is None else f"{row['samples']:,}"
+        shown = [f"{row[name]:.1e}" if row.get(name) is not None else "" for name in ("error", "true_error")]
+        out.append(
+            f"| {row['n']:,} | {row['structure']} | {negatives} | {row['seconds']:.2f} | {row['mib']:.0f} | "
+            + " | ".join(shown)
+            + " |"
+        )
+    out += [""]
+    for structure in dict.fromkeys(row["structure"] for row in rows):
+        for samples in dict.fromkeys(row["samples"] for row in rows):
+            mine = [row for row in rows if row["structure"] == structure and row["samples"] == samples]
+            if len(mine) > 1:
+                n, seconds = [row["n"] for row in mine], [row["seconds"] for row in mine]
+                kind = "all pairs" if samples is None else f"{samples:,} negatives"
+                out.append(
+                    f"- `{structure}`, {kind}: seconds grow with N to the power {exponent(n, seconds):.2f} "
+                    f"from {n[0]:,} to {n[-1]:,} points."
+                )
+    return "\n".join(out) + "\n"
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--points", type=int, nargs="+", default=list(POINTS))
+    parser.add_argument("--structures", nargs="+", default=["diag", "kron"])
+    parser.add_argument("--folder", type=Path, help="where features are kept; a temporary one without it")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.case:
+        print(json.dumps(measure(json.loads(given.case))))
+        return
+    machine = {**describe(), "device": given.device}
+    if given.device == "cuda":
+        machine["device"] = torch.cuda.get_device_name()
+    with tempfile.TemporaryDirectory() as temporary:
+        place = given.folder or Path(temporary)
+        place.mkdir(parents=True, exist_ok=True)
+        rows = run(given.points, given.structures, place, given.device)
+    write_results(given.out, "scale", {"machine": machine, "rows": rows}, markdown(rows, machine))
+
+
+if __name__ == "__main__":
+    main()
