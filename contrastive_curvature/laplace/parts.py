@@ -146,11 +146,11 @@ def _check_kind(argument: str, state: object, kind: str) -> None:
         raise InputError(expected(argument, f"a state of kind {kind!r}", f"{state.kind!r}"))
 
 
-def _checked_part(part: object, statistics: State | None) -> tuple[int, int]:
+def _checked_part(part: Any, statistics: State | None) -> tuple[int, int]:
     whole = isinstance(part, (tuple, list)) and len(part) == 2
-    if not whole or not all(isinstance(k, int) and not isinstance(k, bool) for k in part):  # type: ignore[attr-defined]
+    if not whole or not all(isinstance(k, int) and not isinstance(k, bool) for k in part):
         raise InputError(expected("part", "an index and the number of all parts, as (0, 8)", part))
-    index, count = part  # type: ignore[misc]
+    index, count = int(part[0]), int(part[1])
     if not 0 <= index < count:
         raise InputError(expected("part", f"an index from 0 to {max(0, count - 1)} of {count} parts", f"{index}"))
     if statistics is not None and statistics.count != count:

@@ -16,5 +16,5 @@ def encoder_digest(model: nn.Module) -> str:
     for tensor in (*model.parameters(), *model.buffers()):
         part = tensor.detach().cpu().contiguous()
         digest.update(f"{part.dtype} {tuple(part.shape)}".encode())
-        digest.update(memoryview(part.flatten().view(torch.uint8).numpy()))
+        digest.update(part.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]

@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -39,7 +39,11 @@ def save_state(state: State, path: Path | str) -> None:
     from contrastive_curvature.online.atomic import write_whole
 
     content = to_bytes(state)
-    write_whole(path, lambda file: file.write(content) and None)
+
+    def write(file: BinaryIO) -> None:
+        file.write(content)
+
+    write_whole(path, write)
 
 
 def load_state(path: Path | str) -> State:
@@ -155,7 +159,7 @@ def _checksum(tensors: dict[str, Tensor], text: str) -> str:
     for name in sorted(tensors):
         part = tensors[name].contiguous()
         digest.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
-        digest.update(memoryview(part.flatten().view(torch.uint8).numpy()))
+        digest.update(part.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -19,11 +19,10 @@ _FACTOR = "factor/"
 
 def added(total: Mapping[str, Tensor], terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Sums with the same names, added up; a name may be missing on one side."""
-    names = dict.fromkeys([*total, *terms])
-    return {
-        name: total[name] + terms[name] if name in total and name in terms else total.get(name, terms.get(name))
-        for name in names
-    }  # type: ignore[misc]
+    out = dict(total)
+    for name, term in terms.items():
+        out[name] = out[name] + term if name in out else term
+    return out
 
 
 def named_factors(factors: list[list[Tensor]]) -> dict[str, Tensor]:
