@@ -32,7 +32,7 @@ from contrastive_curvature.laplace.fingerprint import (
     same_posterior,
 )
 from contrastive_curvature.network.inputs import Inputs, check_inputs, input_length
-from contrastive_curvature.network.loader import check_batches
+from contrastive_curvature.network.loader import check_batches, check_whole
 from contrastive_curvature.network.refusal import naming_the_input
 from contrastive_curvature.progress import Progress
 
@@ -163,6 +163,7 @@ def calibrate(la: Any, loader: Iterable[Any], progress_bar: bool | None = None) 
     if progress_bar is not None:
         check_flag("progress_bar", progress_bar)
     check_batches(loader, "loader", "batches (x, labels), or of inputs alone")
+    check_whole(loader, "loader")
     found = []
     for number, batch in enumerate(Progress(progress_bar).over(loader, "[calibration]")):
         x = check_inputs(_inputs_of(batch), "loader: inputs of a batch")

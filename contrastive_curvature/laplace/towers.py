@@ -28,7 +28,7 @@ from contrastive_curvature.laplace.tower_checks import (
     refuse_shared_parameters,
 )
 from contrastive_curvature.network.encoder import evaluation_mode
-from contrastive_curvature.network.inputs import Inputs, input_length
+from contrastive_curvature.network.inputs import Inputs, slice_inputs
 from contrastive_curvature.network.loader import check_loader, check_whole
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.progress import Progress
@@ -265,8 +265,7 @@ class TwoTowerLaplace:
         probe = self._first(loader)
         for tower, la, x in zip("ab", self._each(), (probe.a, probe.b), strict=False):
             with _naming(tower):
-                # A loader of one labelled batch: labels are not looked at before the curvature.
-                fitting.begin(la, [(x, torch.zeros(input_length(x), dtype=torch.int64))])
+                fitting.look_at(la, slice_inputs(x, slice(0, 8)))
         self._check_widths(probe)
         if self.a.keeps_features:
             # The posteriors hold copies of the encoders, in which nothing is shared.

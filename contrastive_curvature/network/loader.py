@@ -100,9 +100,10 @@ def check_batches(loader: Any, argument: str, wanted: str = "batches (x, labels)
 
 
 def check_whole(loader: Any, argument: str = "train_loader") -> None:
-    """Refuse a loader that gives each of several processes its own part of the data.
+    """Refuse a loader that gives each of several processes its own part of the data, where all of it is needed.
 
-    A fit takes the pairs of all points, so every process would get another posterior, and none the right one.
+    Every process would get another result, and none the right one. The fits that put the results of several processes
+    together do not come here.
 
     Args:
         loader: The loader.
@@ -118,9 +119,11 @@ def check_whole(loader: Any, argument: str = "train_loader") -> None:
         counts = [count for name in names if isinstance(count := getattr(part, name, None), int)]
         if max(counts, default=1) > 1:
             msg = (
-                f"{argument}: {type(part).__name__} gives each of {max(counts)} processes a part of the data, and a "
-                "posterior needs the pairs of all parts. Fit in one process, with a loader over the whole data set, "
-                "and give the others its state_dict(); or do so in every process."
+                f"{argument}: {type(part).__name__} gives each of {max(counts)} processes a part of the data, and this "
+                "takes all of it. Laplace.fit of the structures 'diag', 'kron', 'kron_lowrank' and 'full' puts the "
+                "parts together, where torch.distributed.init_process_group has been called in every process. Anything "
+                "else takes a loader over the whole data set, in one process that gives the others its state_dict(), "
+                "or in every process."
             )
             raise UnsupportedError(msg)
 
