@@ -174,6 +174,7 @@ class ContrastiveLaplace(PartwiseFit, CheckedPosterior):
         """
         self.form.absorb(self, result, 0)
         fitting.remember(self, result.loss, float(result.cost), result.n, result.typical_norm, result.classes)
+        self.curvature_error = result.error
 
     def measure_classes(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
         """Take the centres of the classes of labelled inputs, which ``uncertainty`` compares embeddings with.

@@ -10,6 +10,7 @@ from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.backends.torch_func import ContrastiveGGN
 from contrastive_curvature.laplace.state import (
     check_class,
+    check_error,
     check_norm,
     check_options_agree,
     check_settings,
@@ -43,6 +44,7 @@ def saved_parts(la: Any) -> dict[str, Any]:
         "calibration": saved_calibration(la),
         "typical_norm": la.typical_norm,
         "class_centres": saved_classes(la.class_centres),
+        "curvature_error": la.curvature_error,
     }
 
 
@@ -68,6 +70,7 @@ def load_state(la: Any, state: dict[str, Any], likelihood: str) -> None:
             refuse("enable_backprop", f"False, since {kind.__name__} keeps no graph", True)
         la.form.check(la, state, like)
         check_norm(state)
+        check_error(state)
         known, classes = la._known.anew(loaded_calibration(la, state, like)), loaded_classes(state, like)
         _assign(la, state, kind)
         la._known, la.class_centres = known, classes
@@ -92,7 +95,7 @@ def _assign(la: Any, state: Mapping[str, Any], kind: type[ContrastiveBackend]) -
             "inputs."
         )
         warnings.warn(msg, UserWarning, stacklevel=4)
-    la.typical_norm = state.get("typical_norm")
+    la.typical_norm, la.curvature_error = state.get("typical_norm"), state.get("curvature_error")
     la.temperature, la._temperature_given = state["temperature"], state["temperature_given"]
     la.enable_backprop = state["enable_backprop"]
     la.model.output_size = la.n_outputs

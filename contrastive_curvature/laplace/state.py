@@ -20,7 +20,15 @@ from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.checks import check_prior_mean, check_prior_precision, check_temperature
 from contrastive_curvature.laplace.state_values import check_number_of, check_tensor, check_type, kind_of, refuse
 
-__all__ = ["check_class", "check_norm", "check_options_agree", "check_settings", "find_backend", "unchanged_on_error"]
+__all__ = [
+    "check_class",
+    "check_error",
+    "check_norm",
+    "check_options_agree",
+    "check_settings",
+    "find_backend",
+    "unchanged_on_error",
+]
 
 _KEYS = (
     "mean",
@@ -112,6 +120,17 @@ def check_norm(state: Mapping[str, Any]) -> None:
     except InputError as error:
         msg = f"state_dict: {error}"
         raise InputError(msg) from None
+
+
+def check_error(state: Mapping[str, Any]) -> None:
+    """Refuse a standard error that cannot be one; states without one have none.
+
+    Raises:
+        InputError: Not a non-negative, finite number.
+    """
+    error = state.get("curvature_error")
+    if error is not None and not (isinstance(error, float) and 0 <= error < math.inf):
+        refuse("curvature_error", "a non-negative number, or None", error)
 
 
 def check_settings(

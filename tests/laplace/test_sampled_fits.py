@@ -1,0 +1,309 @@
+"""``negative_samples`` of a posterior: what every value does, what is said about it, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from laplace import Laplace
+from strategies import close
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import contrastive_curvature as cc
+from contrastive_curvature.errors import InputError, UnsupportedError
+from contrastive_curvature.laplace.backends import driver, fits
+from contrastive_curvature.losses import effort
+from contrastive_curvature.losses.contrastive import ContrastiveLoss
+from contrastive_curvature.losses.logistic import LogisticLoss
+
+pytestmark = [
+    pytest.mark.parametrize("device", DEVICES),
+    pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning"),
+    pytest.mark.filterwarnings("ignore:.*K-FAC-expand"),
+    pytest.mark.filterwarnings("ignore::contrastive_curvature.laplace.feature_norm.FeatureNormWarning"),
+]
+
+LOGGER = "contrastive_curvature"
+
+
+def encoder(device: str) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().to(device)
+
+
+def data(n: int, device: str, classes: int = 4) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(n, 4, generator=generator, dtype=torch.float64)
+    return x.to(device), (torch.arange(n) % classes).to(device)
+
+
+def make(device: str, structure: str = "diag", weights: str = "last_layer", **options: Any) -> Any:
+    host = {"n_subset": 22} if structure == "gp" else {}
+    return Laplace(encoder(device), "contrastive", weights, structure, backend_kwargs=options, **host)
+
+
+def fitted(device: str, given: Any, structure: str = "diag", weights: str = "last_layer", **options: Any) -> Any:
+    la = make(device, structure, weights, **options)
+    la.fit(given)
+    return la
+
+
+class Probed:
+    """A loader of which nobody needs more than the first batch."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self.batch
+        raise AssertionError
+
+
+STRUCTURES = [(w, s) for w in ("last_layer", "all") for s in ("diag", "kron", "full")]
+STRUCTURES += [("last_layer", "kron_lowrank"), ("all", "lowrank")]
+CASES = [(*kind, fix) for kind in STRUCTURES for fix in ("fixed", "psd", "full")]
+
+
+# A square root of the output Hessian needs a positive semidefinite one.
+@pytest.mark.parametrize(("weights", "structure", "fix"), [*CASES, ("all", "gp", "psd")])
+def test_posteriors_of_all_points_as_the_sample(weights: str, structure: str, fix: str, device: str) -> None:
+    x, y = data(22, device)
+    given, probe = [(x[:9], y[:9]), (x[9:], y[9:])], x[:5]
+    options: dict[str, Any] = {"margin": 0.9, "pd_fix": fix}
+    if structure == "lowrank":
+        options["rank"] = 6
+    if structure == "lowrank" and fix == "full":
+        la = make(device, structure, weights, negative_samples=10, **options)
+        with pytest.raises(UnsupportedError, match=r"negative_samples.*pd_fix='full'"):
+            la.fit(Probed(given[0]))
+        return
+    whole = fitted(device, given, structure, weights, negative_samples=None, **options)
+    sampled = fitted(device, given, structure, weights, negative_samples=22, **options)
+    assert close(sampled(probe).mean, whole(probe).mean)
+    assert close(sampled(probe).covariance, whole(probe).covariance, None, 1e-8)
+    assert float(sampled.loss) == pytest.approx(float(whole.loss), rel=1e-12)
+    assert float(sampled.cost) == pytest.approx(float(whole.cost), rel=1e-12)
+    assert sampled.typical_norm == pytest.approx(whole.typical_norm, rel=1e-12)
+    assert sampled.n_data == whole.n_data
+    assert whole.curvature_error is None
+    assert sampled.curvature_error in (None, 0.0)
+
+
+def test_a_fit_tells_its_error(device: str, caplog: pytest.LogCaptureFixture) -> None:
+    x, y = data(60, device)
+    with caplog.at_level(logging.INFO, LOGGER):
+        la = fitted(device, [(x, y)], negative_samples=20, margin=0.9)
+    assert 0 < la.curvature_error < 1
+    assert f"relative standard error of {la.curvature_error:.2g} in the curvature" in caplog.text
+    la.fit([(x[:30], y[:30])])
+    after = la.curvature_error
+    assert after != pytest.approx(0)
+    exact = fitted(device, [(x, y)], margin=0.9)
+    assert exact.curvature_error is None
+
+
+def large(device: str, n: int = 2100) -> list[tuple[Tensor, Tensor]]:
+    x, y = data(n, device)
+    return list(zip(x.split(700), y.split(700), strict=True))
+
+
+def as_if_slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """As if 2,000 points were many, and their pairs took this long."""
+    for module in (driver, fits, effort):
+        monkeypatch.setattr(module, "FEWEST_POINTS", 2000)
+    monkeypatch.setattr(ContrastiveLoss, "_labelled_seconds", lambda *_: seconds)
+    monkeypatch.setattr(driver, "labelled_seconds", lambda *_: seconds)
+
+
+def test_fewer_than_thirty_thousand_points_are_counted_exactly(
+    device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert effort.FEWEST_POINTS == 30_000
+    monkeypatch.setattr(ContrastiveLoss, "_labelled_seconds", lambda *_: 1e9)
+    la = fitted(device, large(device), margin=0.9)
+    assert la.curvature_error is None
+    assert "stand for all negatives" not in caplog.text
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_many_points_are_sampled_where_their_pairs_take_long(
+    slow: bool,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    as_if_slow(monkeypatch, 1e9 if slow else 0.0)
+    given, la = large(device), make(device, margin=0.9)
+    with caplog.at_level(logging.WARNING, LOGGER):
+        la.fit(given, progress_bar=True)
+    shown = capsys.readouterr().err
+    assert ("[curvature, 2,000 negatives]" in shown) is slow
+    assert ("[curvature]" in shown) is not slow
+    said = "all pairs of 2100 points would take about 1000000000 s" in caplog.text
+    assert said is slow
+    assert ("backend_kwargs=dict(negative_samples=None) counts all pairs" in caplog.text) is slow
+    explicit = fitted(device, given, margin=0.9, negative_samples=2000 if slow else None)
+    assert torch.equal(la.H, explicit.H)
+    assert la.curvature_error == pytest.approx(explicit.curvature_error)
+    assert (la.curvature_error is None) is not slow
+
+
+@pytest.mark.filterwarnings("ignore::contrastive_curvature.progress.LongRunWarning")
+@pytest.mark.parametrize("options", [{"negative_samples": None}, {"pd_fix": "full"}])
+def test_exact_fits_stay_exact_however_long_they_take(
+    options: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_if_slow(monkeypatch, 1e9)
+    options = {"margin": 0.9, **options}
+    structure = "kron" if options.get("pd_fix") == "full" else "diag"
+    la = fitted(device, large(device), structure, **options)
+    assert la.curvature_error is None
+    monkeypatch.undo()
+    exact = fitted(device, large(device), structure, **{**options, "negative_samples": None})
+    probe = large(device)[0][0][:3]
+    assert torch.equal(la(probe).covariance, exact(probe).covariance)
+
+
+def test_losses_of_anchors_are_sampled_too(
+    device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, y = data(200, device)
+    given = DataLoader(TensorDataset(x, y), batch_size=60)
+    loss = {"loss": cc.InfoNCELoss(0.5), "candidates": "dataset"}
+    as_if_slow(monkeypatch, 1e9)
+    with caplog.at_level(logging.WARNING, LOGGER):
+        assert fitted(device, given, **loss).curvature_error is None
+        assert "all pairs of" not in caplog.text
+        monkeypatch.setattr(driver, "NEGATIVE_SAMPLES", 50)
+        for module in (driver, fits):
+            monkeypatch.setattr(module, "FEWEST_POINTS", 100)
+        la = fitted(device, given, **loss)
+        assert "50 points, drawn at random, stand for all negatives" in caplog.text
+        caplog.clear()
+        as_if_slow(monkeypatch, 0.0)
+        for module in (driver, fits):
+            monkeypatch.setattr(module, "FEWEST_POINTS", 100)
+        quick = fitted(device, given, **loss)
+        assert "all pairs of" not in caplog.text
+    explicit, exact = (fitted(device, given, **loss, negative_samples=m) for m in (50, None))
+    assert torch.equal(la.H, explicit.H)
+    assert torch.equal(quick.H, exact.H)
+    assert la.curvature_error == explicit.curvature_error > 0
+
+
+def test_where_sums_over_classes_suffice_a_number_is_of_no_effect(
+    device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, y = data(40, device)
+    for options in ({"margin": None}, {"margin": 0.9, "negative_weight": 0.0}, {"margin": 2.0}):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, LOGGER):
+            la = fitted(device, [(x, y)], negative_samples=5, **options)
+        assert "negative_samples is of no effect" in caplog.text
+        assert la.curvature_error is None
+        assert close(la.H, fitted(device, [(x, y)], negative_samples=None, **options).H)
+
+
+REFUSED: list[tuple[dict[str, Any], str, type[Exception]]] = [
+    ({"pairs": "batch"}, "negative_samples.*pairs='batch'", InputError),
+    ({"loss": cc.InfoNCELoss()}, "negative_samples.*candidates='batch'", InputError),
+    ({"loss": cc.InfoNCELoss(), "candidates": "batch"}, "negative_samples.*candidates='batch'", InputError),
+    ({"relation": lambda a, b: (a == b, a != b)}, "negative_samples.*relation", InputError),
+    ({"loss": LogisticLoss(pd_fix="full")}, "negative_samples with pd_fix='full'.*LogisticLoss", UnsupportedError),
+    ({"loss": LogisticLoss(pd_fix="ggn")}, "negative_samples with pd_fix='ggn'", UnsupportedError),
+    (
+        {"loss": cc.SupConLoss(pd_fix="full"), "candidates": "dataset"},
+        "negative_samples with pd_fix='full'.*SupConLoss",
+        UnsupportedError,
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "message", "kind"), REFUSED)
+def test_combinations_are_refused_when_they_are_made(
+    options: dict[str, Any], message: str, kind: type[Exception], device: str
+) -> None:
+    for structure in ("diag", "full"):
+        with pytest.raises(kind, match=message):
+            make(device, structure, negative_samples=10, **options)
+
+
+@pytest.mark.parametrize("value", [1, 0, -3, True, 2.5, "many", "10", [5]])
+def test_other_values_are_refused(value: object, device: str) -> None:
+    with pytest.raises(InputError, match="negative_samples: expected None, 'auto' or a whole number from 2 on"):
+        make(device, negative_samples=value)
+    with pytest.raises(InputError, match="negative_samples: expected None, 'auto' or a whole number from 2 on"):
+        cc.ContrastiveGGN(encoder(device), negative_samples=value)
+
+
+def test_training_refuses_it(device: str) -> None:
+    with pytest.raises(InputError, match="negative_samples"):
+        cc.OnlineLaplace(encoder(device), probe=data(4, device)[0], n_data=40, backend_kwargs={"negative_samples": 10})
+
+
+@pytest.mark.parametrize("structure", ["lowrank", "diag"])
+def test_the_low_rank_structure_refuses_anchors_at_once(structure: str, device: str) -> None:
+    options: dict[str, Any] = {"loss": cc.SupConLoss(), "candidates": "dataset", "negative_samples": 10}
+    la = make(device, structure, "all", **options)
+    if structure == "lowrank":
+        with pytest.raises(UnsupportedError, match="negative_samples: the low-rank structure"):
+            la.fit(Probed(data(20, device)))
+        return
+    la.fit([data(20, device)])
+    assert la.curvature_error is not None
+
+
+@pytest.mark.parametrize("loss", [None, LogisticLoss(pd_fix="psd"), cc.SupConLoss()])
+def test_a_sample_of_one_class_is_refused(loss: Any, device: str) -> None:
+    x, _ = data(400, device)
+    y = torch.zeros(400, dtype=torch.int64, device=device)
+    y[-2:] = 1
+    options: dict[str, Any] = {} if loss is None else {"loss": loss}
+    if isinstance(loss, cc.SupConLoss):
+        options["candidates"] = "dataset"
+    with pytest.raises(InputError, match="negative_samples: expected a sample with points of two of the 2 classes"):
+        fitted(device, [(x, y)], negative_samples=2, **options)
+
+
+def test_a_state_knows_the_number(device: str) -> None:
+    x, y = data(40, device)
+    given = [(x, y)]
+    la = fitted(device, given, margin=0.9, negative_samples=12)
+    state = la.state_dict()
+    assert state["contrastive"]["negative_samples"] == 12
+    again = make(device, margin=0.9, negative_samples=12)
+    again.load_state_dict(state)
+    assert torch.equal(again(x[:3]).covariance, la(x[:3]).covariance)
+    for other in (13, None, "auto"):
+        with pytest.raises(InputError, match="negative_samples"):
+            make(device, margin=0.9, negative_samples=other).load_state_dict(state)
+
+
+def test_a_state_from_before_there_was_this_option_loads(device: str) -> None:
+    x, y = data(40, device)
+    state = fitted(device, [(x, y)], margin=0.9).state_dict()
+    assert "negative_samples" not in state["contrastive"]
+    la = make(device, margin=0.9)
+    la.load_state_dict(state)
+    assert la.n_data == 40
+
+
+def test_an_error_does_not_outlive_its_curvature(device: str) -> None:
+    x, y = data(40, device)
+    la = fitted(device, [(x, y)], margin=0.9, negative_samples=12)
+    state, told = la.state_dict(), la.curvature_error
+    other = fitted(device, [(x[:20], y[:20])], margin=0.9, negative_samples=12)
+    assert other.curvature_error != told
+    other.load_state_dict(state)
+    assert other.curvature_error == told
+    other.load_state_dict({key: value for key, value in state.items() if key != "curvature_error"})
+    assert other.curvature_error is None
+    for wrong in (-1.0, "0.1", float("nan"), True):
+        with pytest.raises(InputError, match="curvature_error"):
+            other.load_state_dict({**state, "curvature_error": wrong})
