@@ -1,6 +1,7 @@
 """The contract of a backend, as a test class to inherit.
 
-Property-based: Hypothesis draws the network, the points, the pairs and the options; float64, on every device there is.
+Property-based: Hypothesis draws the network, the points, the pairs and the options; float64 and float32, on every
+device there is.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from contrastive_curvature.testing.contract_base import make_backend
 from contrastive_curvature.testing.contract_conduct import ConductContract
 from contrastive_curvature.testing.contract_exact import ExactnessContract
 from contrastive_curvature.testing.contract_losses import LossContract
+from contrastive_curvature.testing.contract_single import SinglePrecisionContract
 
 __all__ = ["DEVICES", "BackendContract", "make_backend"]
 
@@ -20,7 +22,7 @@ DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 
 @pytest.mark.parametrize("device", DEVICES)
-class BackendContract(ExactnessContract, ConductContract, LossContract):
+class BackendContract(ExactnessContract, SinglePrecisionContract, ConductContract, LossContract):
     """Inherit, name the backend, and say which networks it refuses.
 
     Attributes:

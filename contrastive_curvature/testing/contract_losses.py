@@ -27,7 +27,7 @@ from contrastive_curvature.testing.contract_base import ContractBase, make_backe
 from contrastive_curvature.testing.networks import build_network, make_inputs
 from contrastive_curvature.testing.oracle import dense_jacobian
 
-__all__ = ["LOSSES", "LossContract"]
+__all__ = ["LOSSES", "LossContract", "size_of_terms"]
 
 _shared = settings(
     suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow], deadline=None, max_examples=8
@@ -80,7 +80,7 @@ class LossContract(ContractBase):
             output = hessian.dense()
         scale = float(hessian.derivatives.anchors) if loss.averages else 1.0
         truth = jacobian.T @ output @ jacobian
-        size = _terms(loss, z, labels) * float(jacobian.square().sum())
+        size = size_of_terms(loss, z, labels) * float(jacobian.square().sum())
         step, x, y = data.draw(st.integers(2, n)), points.to(device), labels.to(device)
         for weights, part in self._parts((model, points, Case(z, labels)), truth, data):
             made = make_backend(self.backend, model.to(device), x, weights, loss=loss, **self.options)
@@ -127,7 +127,7 @@ class LossContract(ContractBase):
         return bool(loss.output_hessian(z, y).derivatives.anchors)
 
 
-def _terms(loss: CosineLoss, z: torch.Tensor, labels: torch.Tensor) -> float:
+def size_of_terms(loss: CosineLoss, z: torch.Tensor, labels: torch.Tensor) -> float:
     """The size of the terms of a Hessian, which may cancel in it."""
     whole = loss.replaced(pd_fix="full").output_hessian(z, labels)
     sums = whole.derivatives.node_sums()
