@@ -16,14 +16,12 @@ from contrastive_curvature.laplace import fitting
 from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.network.loader import check_loader
 from contrastive_curvature.parts.rows import Rows
-from contrastive_curvature.parts.state import CURVATURE, STATISTICS, Origin, State, digest_of
+from contrastive_curvature.parts.state import CURVATURE, PROBE, STATISTICS, Origin, State, digest_of
 
 __all__ = ["PartwiseFit"]
 
-_PROBE = "probe"
-"""Name of a few inputs in a state, so that a process without data can look at the encoder."""
-
 _PROBES = 2
+"""Inputs in a state, so that a process without data can look at the encoder."""
 
 
 class PartwiseFit:
@@ -113,7 +111,7 @@ class PartwiseFit:
             return self._empty(part, statistics)
         fitting.look_at(self, probe)
         state = self.backend.fit_part(loader, self.structure, part, statistics, progress_bar)
-        return replace(state, kept={**state.kept, _PROBE: _kept_probe(probe)})
+        return replace(state, kept={**state.kept, PROBE: _kept_probe(probe, part[0])})
 
     def _empty(self: Any, part: tuple[int, int], statistics: State | None) -> State:
         """The state of a part without points."""
@@ -158,16 +156,16 @@ def _checked_part(part: Any, statistics: State | None) -> tuple[int, int]:
     return index, count
 
 
-def _kept_probe(x: Inputs) -> Rows:
+def _kept_probe(x: Inputs, index: int) -> Rows:
     columns = {"": x} if isinstance(x, Tensor) else {k: v for k, v in x.items() if isinstance(v, Tensor)}
     rows = slice(0, _PROBES)
     n = input_length(x)
     kept = {f"x/{name}": part[rows] for name, part in columns.items() if part.ndim and part.shape[0] == n}
-    return Rows(_PROBES, torch.arange(min(n, _PROBES)), kept)
+    return Rows(_PROBES, _PROBES * index + torch.arange(min(n, _PROBES)), kept)
 
 
 def _probe_of(state: State) -> Inputs | None:
-    rows = state.kept.get(_PROBE)
+    rows = state.kept.get(PROBE)
     if rows is None or not len(rows):
         return None
     found = {name.removeprefix("x/"): part for name, part in rows.columns.items()}

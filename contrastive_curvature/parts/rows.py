@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from contrastive_curvature.errors import InputError, expected
+
 __all__ = ["RowCollector", "Rows", "point_keys"]
 
 _INCREMENT, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -57,14 +59,16 @@ class Rows:
         return len(self.numbers)
 
     def merged(self, other: Rows) -> Rows:
-        """What would have been kept of both streams as one."""
+        """What would have been kept of both streams as one.
+
+        Raises:
+            InputError: What is known of their points has different names or shapes.
+        """
         if not len(other):
             return self
         if not len(self):
             return other
-        numbers = torch.cat([self.numbers, other.numbers])
-        columns = {name: torch.cat([part, other.columns[name].to(part)]) for name, part in self.columns.items()}
-        return Rows(self.size, numbers, columns, self.seed)._smallest()
+        return _joined([self, other], self.size, self.seed)._smallest()
 
     def to(self, device: torch.device) -> Rows:
         """The same with its columns on a device."""
@@ -134,10 +138,24 @@ class RowCollector:
             self._bound = int(point_keys(self._kept[0].numbers, self._seed).max())
 
     def rows(self) -> Rows:
-        """What is kept so far."""
+        """What is kept so far.
+
+        Raises:
+            InputError: What is known of the points of two batches has different names or shapes.
+        """
         if not self._kept:
             return Rows(self._size, torch.zeros(0, dtype=torch.int64), {}, self._seed)
-        numbers = torch.cat([rows.numbers for rows in self._kept])
-        names = self._kept[0].columns
-        columns = {name: torch.cat([rows.columns[name] for rows in self._kept]) for name in names}
-        return Rows(self._size, numbers, columns, self._seed)._smallest()
+        return _joined(self._kept, self._size, self._seed)._smallest()
+
+
+def _joined(parts: list[Rows], size: int | None, seed: int) -> Rows:
+    first = parts[0]
+    for name, column in first.columns.items():
+        for rows in parts:
+            if name not in rows.columns or rows.columns[name].shape[1:] != column.shape[1:]:
+                came = f"{tuple(rows.columns[name].shape[1:])}" if name in rows.columns else "nothing"
+                hint = "Points are kept, which takes the same of each: pad all batches to one length."
+                wanted = f"one shape for every point, {tuple(column.shape[1:])} as in the first batch"
+                raise InputError(expected(f"loader: {name}", wanted, came, hint))
+    columns = {name: torch.cat([rows.columns[name].to(part) for rows in parts]) for name, part in first.columns.items()}
+    return Rows(size, torch.cat([rows.numbers for rows in parts]), columns, seed)

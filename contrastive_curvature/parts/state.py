@@ -17,10 +17,13 @@ from contrastive_curvature.parts.class_table import ClassTable
 from contrastive_curvature.parts.contributions import Contributions
 from contrastive_curvature.parts.rows import Rows
 
-__all__ = ["CURVATURE", "STATISTICS", "Origin", "State", "check_identity", "digest_of", "merged"]
+__all__ = ["CURVATURE", "PROBE", "STATISTICS", "Origin", "State", "check_identity", "digest_of", "merged"]
 
 STATISTICS, CURVATURE = "statistics", "curvature"
 """The two kinds of states: what a pass over the data has to know of all other parts, and what it then computes."""
+
+PROBE = "probe"
+"""Name of a few inputs that are kept of one part only, that with the smallest index."""
 
 _TOLERANCE = 1e-3
 """Relative difference of sums over the outputs of a part in two passes; batches of other sizes round differently."""
@@ -52,12 +55,17 @@ class Origin:
         near = _TOLERANCE * max(self.norm, other.norm)
         return abs(self.norm - other.norm) <= near and abs(self.along - other.along) <= near
 
-    def same_points(self, other: Origin) -> bool:
-        """Whether both surely hold the same points; ``False`` where that is unknown."""
+    def same_points(self, other: Origin, tolerance: float = _TOLERANCE) -> bool:
+        """Whether both surely hold the same points; ``False`` where that is unknown.
+
+        Args:
+            other: Of another pass.
+            tolerance: Relative difference of an output of the same point.
+        """
         if not self.extremes or len(self.extremes) != len(other.extremes) or not self.same(other):
             return False
         # Numbers along a direction and norms take turns, and the former vary by about their size.
-        near = _TOLERANCE * max(abs(number) for number in self.extremes[::2])
+        near = tolerance * max(abs(number) for number in self.extremes[::2])
         return all(abs(a - b) <= near for a, b in zip(self.extremes, other.extremes, strict=True))
 
 
@@ -117,7 +125,8 @@ class State:
             name: _sum(self.sums.get(name), other.sums.get(name)) for name in dict.fromkeys([*self.sums, *other.sums])
         }
         kept = {
-            name: _both(self.kept.get(name), other.kept.get(name)) for name in dict.fromkeys([*self.kept, *other.kept])
+            name: (_first if name == PROBE else _both)(self.kept.get(name), other.kept.get(name))
+            for name in dict.fromkeys([*self.kept, *other.kept])
         }
         classes = self.classes if other.classes is None else other.classes.merged(self.classes)
         found = self.contributions if other.contributions is None else other.contributions.merged(self.contributions)
@@ -163,8 +172,11 @@ def merged(states: Iterable[State]) -> State:
 
     Raises:
         InputError: There is none, or two of them do not fit together, see :meth:`State.merge`.
-        InputTypeError: Something else than a state.
+        InputTypeError: Something else than states.
     """
+    if isinstance(states, State) or not isinstance(states, Iterable):
+        came = "one of them" if isinstance(states, State) else f"a {type(states).__name__}"
+        raise InputTypeError(expected("states", "several states, as a list", came))
     found = list(states)
     for state in found:
         if not isinstance(state, State):
@@ -229,6 +241,11 @@ def _sum(first: Tensor | None, second: Tensor | None) -> Tensor:
             raise RuntimeError(msg)
         return present
     return first + second.to(first.device)
+
+
+def _first(first: Rows | None, second: Rows | None) -> Rows:
+    present = [rows for rows in (first, second) if rows is not None and len(rows)]
+    return min(present, key=lambda rows: int(rows.numbers[0]), default=_both(None, None))
 
 
 def _both(first: Rows | None, second: Rows | None) -> Rows:

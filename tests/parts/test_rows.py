@@ -1,0 +1,148 @@
+"""The draw of the points that stand for all: the same for any division, uniform, and nested."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from devices import DEVICES
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import chi2
+
+from contrastive_curvature.errors import InputError
+from contrastive_curvature.parts import RowCollector, Rows
+from contrastive_curvature.parts.rows import point_keys
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+def collected(numbers: torch.Tensor, size: int | None, sizes: list[int], seed: int, device: str) -> Rows:
+    """From batches of some sizes, the last of all that remain."""
+    collector = RowCollector(size, seed)
+    for part in numbers.split([*sizes, len(numbers) - sum(sizes)]):
+        collector.add(part, {"value": 3.0 * part.to(device), "row": part.unsqueeze(1).expand(-1, 2).to(device)})
+    return collector.rows()
+
+
+@st.composite
+def divisions(draw: st.DrawFn) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
+    """Different numbers, and a division of them into parts of batches in any order."""
+    found = draw(st.lists(st.integers(0, 2**45), min_size=1, max_size=60, unique=True))
+    numbers = torch.tensor(found)
+    shuffled = torch.tensor(draw(st.permutations(found)))
+    cuts = sorted(draw(st.lists(st.integers(0, len(found)), max_size=6)))
+    parts = list(shuffled.tensor_split(cuts))
+    return numbers, [list(part.split(draw(st.integers(1, 7)))) for part in parts]
+
+
+@given(drawn=divisions(), size=st.integers(1, 70), seed=st.integers(0, 5))
+def test_the_sample_is_that_of_any_other_division(
+    drawn: tuple[torch.Tensor, list[list[torch.Tensor]]], size: int, seed: int, device: str
+) -> None:
+    numbers, parts = drawn
+    # The definition: the points with the smallest keys.
+    wanted = numbers[point_keys(numbers, seed).argsort()[:size]].sort().values
+    merged = RowCollector(size, seed).rows()
+    for batches in parts:
+        collector = RowCollector(size, seed)
+        for batch in batches:
+            collector.add(batch, {"value": 3.0 * batch.to(device)})
+        merged = merged.merged(collector.rows())
+    found = merged.in_order()
+    assert torch.equal(found.numbers, wanted)
+    assert torch.equal(found.columns["value"].cpu(), 3.0 * wanted)
+    assert found.columns["value"].device.type == device
+
+
+@given(n=st.integers(1, 50), size=st.integers(1, 60), fewer=st.integers(1, 60), seed=st.integers(0, 3))
+def test_samples_are_nested(n: int, size: int, fewer: int, seed: int, device: str) -> None:
+    numbers = torch.arange(n)
+    fewer = min(fewer, size)
+    large, small = (collected(numbers, m, [], seed, device).in_order() for m in (size, fewer))
+    assert torch.equal(large.first(fewer).in_order().numbers, small.numbers)
+    assert set(small.numbers.tolist()) <= set(large.numbers.tolist())
+    everything = collected(numbers, None, [], seed, device)
+    assert torch.equal(everything.first(fewer).in_order().numbers, small.numbers)
+
+
+@given(n=st.integers(2, 40), size=st.integers(2, 40))
+def test_halves_are_all_of_it(n: int, size: int, device: str) -> None:
+    rows = collected(torch.arange(n), size, [], 0, device)
+    first, second = rows.halves()
+    assert 0 <= len(first) - len(second) <= 1
+    assert sorted([*first.numbers.tolist(), *second.numbers.tolist()]) == sorted(rows.numbers.tolist())
+
+
+@pytest.mark.parametrize("kind", ["seeds", "places", "multiples"])
+def test_every_point_is_as_likely_to_be_drawn(kind: str, device: str) -> None:
+    """Counts over 2,000 draws of 5 of 20 points; how often two points come together, too."""
+    n, m, draws = 20, 5, 2000
+    where: dict[str, Callable[[int], torch.Tensor]] = {
+        "seeds": lambda k: point_keys(torch.arange(n), k),
+        "places": lambda k: point_keys(torch.arange(n) + n * k),
+        "multiples": lambda k: point_keys(torch.arange(n) * 2**40 + k),
+    }
+    chosen = torch.zeros(draws, n, dtype=torch.float64)
+    for k in range(draws):
+        chosen[k, where[kind](k).topk(m, largest=False).indices] = 1
+    share = m / n
+    # Counts of draws without replacement vary less than independent ones, by (n - m) / (n - 1) together.
+    statistic = float((chosen.sum(0) - draws * share).square().sum() / (draws * share * (1 - share))) * (n - 1) / n
+    assert chi2.ppf(1e-4, n - 1) < statistic < chi2.ppf(1 - 1e-4, n - 1)
+    together = (chosen.T @ chosen)[torch.triu(torch.ones(n, n), 1).bool()]
+    both = share * (m - 1) / (n - 1)
+    largest = float((together - draws * both).abs().max()) / (draws * both * (1 - both)) ** 0.5
+    # The largest of 190 standard normal numbers exceeds 4.6 once in 1,200 times.
+    assert largest < 4.6
+    del device
+
+
+@given(numbers=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=50, unique=True), seed=st.integers(0, 9))
+def test_different_points_have_different_keys(numbers: list[int], seed: int, device: str) -> None:
+    keys = point_keys(torch.tensor(numbers, device=device), seed)
+    assert keys.device.type == "cpu"
+    assert len(keys.unique()) == len(numbers)
+    # SplitMix64 in Python's whole numbers.
+    x = (numbers[0] + (2 * seed + 1) * 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    x ^= x >> 31
+    assert int(keys[0]) % 2**64 == x
+
+
+def test_a_sample_does_not_hold_its_batches(device: str) -> None:
+    collector = RowCollector(2)
+    for k in range(100):
+        collector.add(torch.arange(50) + 50 * k, {"value": torch.zeros(50, 3, device=device)})
+    rows = collector.rows()
+    assert len(rows) == 2
+    held = sum(part.columns["value"].untyped_storage().nbytes() for part in collector._kept)
+    assert held <= 4 * 50 * 3 * 4
+
+
+def test_rows_of_other_shapes_are_refused_by_name(device: str) -> None:
+    collector = RowCollector(10)
+    for length in (4, 5):
+        collector.add(torch.arange(2) + 2 * length, {"input/tokens": torch.zeros(2, length, device=device)})
+    with pytest.raises(InputError, match=r"loader: input/tokens: expected one shape for every point, \(4,\)"):
+        collector.rows()
+    parts = [Rows(None, torch.tensor([k]), {"x": torch.zeros(1, 2 + k, device=device)}) for k in range(2)]
+    with pytest.raises(InputError, match="loader: x: expected one shape"):
+        parts[0].merged(parts[1])
+    other = Rows(None, torch.tensor([5]), {"y": torch.zeros(1, 2, device=device)})
+    with pytest.raises(InputError, match=r"loader: x: .* got nothing"):
+        parts[0].merged(other)
+
+
+def test_nothing_merges_with_everything(device: str) -> None:
+    nothing, some = RowCollector(3).rows(), collected(torch.arange(5), 3, [2], 0, device)
+    assert nothing.merged(some) is some
+    assert some.merged(nothing) is some
+    assert len(nothing.merged(nothing)) == 0
+    assert len(nothing.in_order()) == 0
+    assert [len(half) for half in nothing.halves()] == [0, 0]
+    empty = RowCollector(0)
+    empty.add(torch.arange(4), {"value": torch.zeros(4, device=device)})
+    assert len(empty.rows()) == 0
