@@ -371,9 +371,9 @@ def test_a_bad_loader_costs_no_earlier_fit(
 
 
 def _unlike_in_the_last_pass() -> Any:
-    """A loader whose labels and inputs are others from the curvature's pass on, which is the fourth."""
+    """A loader whose labels and inputs are others from the curvature's pass on, which is the third."""
     x, y = inputs()
-    return Once([[(x, y)]] * 3 + [[(x + 1, y + 1)]])
+    return Once([[(x, y)]] * 2 + [[(x + 1, y + 1)]])
 
 
 @pytest.mark.parametrize("pairs", ["dataset", "batch"])

@@ -138,14 +138,14 @@ def test_survives_a_file(weights: str, tmp_path: Any) -> None:
 
 
 class Passes:
-    """A loader that gives other batches from the fourth look on, which is the second pass over the data."""
+    """A loader that gives other batches from the third look on, which is the second pass over the data."""
 
     def __init__(self, first: list[Any], then: list[Any]) -> None:
         self.first, self.then, self.looks = first, then, 0
 
     def __iter__(self) -> Any:
         self.looks += 1
-        return iter(self.first if self.looks <= 3 else self.then)
+        return iter(self.first if self.looks <= 2 else self.then)
 
 
 def test_other_data_in_the_second_pass_are_refused() -> None:

@@ -325,9 +325,7 @@ class DatasetFits:
         check_loader(loader)
         check_whole(loader)
         loader = in_fixed_order(loader)
-        probe = self._probe(loader)
-        with evaluation_mode(self.model), torch.no_grad():
-            encoder, pullback = self.encoder(probe), self.pullback(probe)
+        with self._ready(loader) as (encoder, pullback):
             shown = Progress(progress, _FASTER)
             found = self._points(encoder, loader, shown)
             vectors, values = leading_eigenpairs(pullback, found, loader, self._read_inputs, self.rank, shown)
@@ -354,9 +352,7 @@ class DatasetFits:
         check_loader(loader)
         check_whole(loader)
         loader = in_fixed_order(loader)
-        probe = self._probe(loader)
-        with evaluation_mode(self.model), torch.no_grad():
-            encoder, pullback = self.encoder(probe), self.pullback(probe)
+        with self._ready(loader) as (encoder, pullback):
             found = self._points(encoder, loader, Progress(None, _FASTER))
             product = curvature_product(pullback, found.hessian.whole(), loader, self._read_inputs, v)
         return self._data_scale(found.n) * product
@@ -383,9 +379,7 @@ class DatasetFits:
             raise UnsupportedError(msg)
         check_loader(loader)
         check_whole(loader)
-        probe = self._probe(loader)
-        with evaluation_mode(self.model), torch.no_grad():
-            encoder = self.encoder(probe)
+        with self._ready(loader) as (encoder, _):
             shown = Progress(progress, _FASTER)
             if not isinstance(self.loss, PairLoss):
                 if self.candidates == "dataset":
