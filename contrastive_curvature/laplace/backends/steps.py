@@ -113,8 +113,6 @@ class PointSteps(Steps):
     _known: tuple[State, int | None, DatasetPoints] | None = None
     """The output Hessian, and what it was made from: it is asked for twice, and may take long."""
 
-    _points: tuple[State, DatasetPoints] | None = None
-
     @property
     def samples(self) -> int | None:
         """Number of points that stand for all negatives; ``None`` counts all."""
@@ -162,20 +160,24 @@ class PointSteps(Steps):
         return self.found.state
 
     def points(self, statistics: State) -> DatasetPoints:
-        """The output Hessian of the data set, made once: a loss of anchors looks at all points for it."""
-        if self._points is None or self._points[0] is not statistics:
-            fits = self.fits
-            made = points_of(
-                statistics,
-                fits.loss,
-                fits.relation,
-                self.samples,
-                self.found,
-                self.progress,
-                negatives_per_anchor=fits.negatives_per_anchor,
-            )
-            self._points = statistics, made
-        return self._points[1]
+        """The output Hessian of the data set."""
+        fits, known = self.fits, self._known
+        if known is not None and known[0] is statistics and known[1] == self.samples:
+            return known[2]
+        found = points_of(
+            statistics,
+            fits.loss,
+            fits.relation,
+            self.samples,
+            self.found,
+            self.progress,
+            negatives_per_anchor=fits.negatives_per_anchor,
+        )
+        derivatives = found.hessian.derivatives
+        if isinstance(derivatives, SampledRowDerivatives):
+            note_skipped(derivatives.anchors, derivatives.skipped)
+        self._known = statistics, self.samples, found
+        return found
 
     def second(self, loader: Any, part: Part, statistics: State, identity: Mapping[str, str]) -> State:
         """See :meth:`Steps.second`."""
