@@ -276,11 +276,23 @@ def test_queries_that_are_the_gallery_are_left_out_of_their_own_search():
     assert torch.allclose(found.right, match._fitted["retrieval"][0](features))
 
 
+def test_hits_of_another_search_have_the_probability_of_nearest():
+    train, test = noisy_search(300, 0), noisy_search(200, 1)
+    match = MatchProbability().fit_retrieval(*train)
+    found = match.nearest(test.queries, test.gallery)
+    hits = EmbeddingDistribution(test.gallery.mean[found.index], variance=test.gallery.variance[found.index])
+    assert torch.equal(match.hits(test.queries, hits, gallery_size=len(test.gallery.mean)), found.right)
+    with pytest.raises(InputError, match="hits: expected 200 embeddings"):
+        match.hits(test.queries, train.gallery, gallery_size=120)
+    with pytest.warns(UserWarning, match="gallery_size"):
+        match.hits(test.queries, hits, gallery_size=1000)
+
+
 def test_a_gallery_of_another_size_is_pointed_out():
     train = noisy_search(300, 0)
     match = MatchProbability().fit_retrieval(*train)
     small = EmbeddingDistribution(train.gallery.mean[:59], variance=train.gallery.variance[:59])
-    with pytest.warns(UserWarning, match=r"120 points to search, this gallery has 59"):
+    with pytest.warns(UserWarning, match=r"120 points to search, 59 were searched"):
         match.nearest(train.queries, small)
     large = EmbeddingDistribution(train.gallery.mean.repeat(3, 1), variance=train.gallery.variance.repeat(3, 1))
     with pytest.warns(UserWarning, match="gallery"):

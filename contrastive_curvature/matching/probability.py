@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from torch import Tensor
 
 from contrastive_curvature import metrics
-from contrastive_curvature.arguments import check_flag
+from contrastive_curvature.arguments import check_count, check_flag
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, NotFittedError, expected
 from contrastive_curvature.matching.checks import check_dim, check_same, read_whole, result_dtype
@@ -187,17 +187,52 @@ class MatchProbability:
             UserWarning: The gallery is less than half or more than twice as large as the one of the fit. The nearest of
                 more points is nearer, whether right or wrong.
         """
-        regression, dim = self._need("retrieval", "fit_retrieval(queries, labels, gallery, gallery_labels)")
+        self._need("retrieval", "fit_retrieval(queries, labels, gallery, gallery_labels)")
         asking, found, index, size = self._search(queries, gallery)
+        return NearestMatch(index, self._right(asking, found, size, "gallery").to(result_dtype(queries)))
+
+    def hits(self, queries: _Embeddings, hits: _Embeddings, *, gallery_size: int) -> Tensor:
+        """Probability that given best hits are right, as :meth:`nearest` gives it: for searches done elsewhere.
+
+        Args:
+            queries: N embeddings.
+            hits: The nearest point of each among those that were searched, N embeddings.
+            gallery_size: Number of points that were searched.
+
+        Returns:
+            Probabilities, shape (N,).
+
+        Raises:
+            NotFittedError: Before :meth:`fit_retrieval`.
+            InputTypeError: An argument has a wrong type.
+            InputError: There is not one hit for each query, dimensions or devices disagree, or the fit was in another
+                dimension.
+
+        Warns:
+            UserWarning: The number of points that were searched is less than half or more than twice that of the fit.
+                The nearest of more points is nearer, whether right or wrong.
+        """
+        check_count("gallery_size", gallery_size)
+        asking, found = (
+            Side.of(name, value, use_uncertainty=self.use_uncertainty)
+            for name, value in (("queries", queries), ("hits", hits))
+        )
+        check_sides(("queries", "hits"), asking, found)
+        if len(asking) != len(found):
+            raise InputError(expected("hits", f"{len(asking)} embeddings, one for each query", len(found)))
+        return self._right(asking, found, gallery_size, "gallery_size").to(result_dtype(queries))
+
+    def _right(self, asking: Side, found: Side, size: int, argument: str) -> Tensor:
+        """Probability that the nearest points of queries, found among ``size``, are right."""
+        regression, dim = self._need("retrieval", "fit_retrieval(queries, labels, gallery, gallery_labels)")
         check_dim("queries", asking.mu.shape[1], dim)
         if not self._gallery_size <= 2 * size <= 4 * self._gallery_size:
             text = (
-                f"gallery: the probabilities were fitted with {self._gallery_size} points to search, this gallery has "
-                f"{size}. Fit again with a gallery of about this size."
+                f"{argument}: the probabilities were fitted with {self._gallery_size} points to search, {size} were "
+                "searched here. Fit again with a gallery of about this size."
             )
-            warnings.warn(text, stacklevel=2)
-        right = regression(pair_features(asking, found, symmetric=False))
-        return NearestMatch(index, right.to(result_dtype(queries)))
+            warnings.warn(text, stacklevel=3)
+        return regression(pair_features(asking, found, symmetric=False))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that was fitted: tensors, numbers and strings, for ``torch.save``."""

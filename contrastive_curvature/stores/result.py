@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +13,6 @@ from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.gallery import SHARE, RetrievalUncertainty
 from contrastive_curvature.matching import MatchProbability
-from contrastive_curvature.matching.checks import check_dim, result_dtype
-from contrastive_curvature.matching.features import Side, check_sides, pair_features
 from contrastive_curvature.metrics._checks import check_scores
 from contrastive_curvature.stores.embeddings import StoredEmbeddings
 
@@ -96,18 +93,7 @@ class SearchResult:
                 fit. The nearest of more points is nearer, whether right or wrong.
         """
         _check_match(match)
-        regression, dim = match._need("retrieval", "fit_retrieval(queries, labels, gallery, gallery_labels)")
-        asking = Side.of("queries", self.queries, use_uncertainty=match.use_uncertainty)
-        found = Side.of("hits", self.hits(0), use_uncertainty=match.use_uncertainty)
-        check_sides(("queries", "hits"), asking, found)
-        check_dim("queries", asking.mu.shape[1], dim)
-        if not match._gallery_size <= 2 * self.size <= 4 * match._gallery_size:
-            text = (
-                f"store: the probabilities were fitted with {match._gallery_size} points to search, {self.size} were "
-                "searched here. Fit again with a gallery of about this size."
-            )
-            warnings.warn(text, stacklevel=2)
-        return regression(pair_features(asking, found, symmetric=False)).to(result_dtype(self.queries))
+        return match.hits(self.queries, self.hits(0), gallery_size=self.size)
 
     def same_probability(self, match: MatchProbability) -> Tensor:
         """Probability of each hit that it is of the query's class, as ``match.same`` gives it for a given pair.

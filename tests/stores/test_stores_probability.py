@@ -100,7 +100,7 @@ def test_a_store_of_another_size_than_the_fit_warns(device, corpus, match):
     store = cc.FaissStore()
     store.add(range(10), tuple(t[:10] for t in _parts(corpus)))
     result = store.search(on(corpus, device), 2)
-    with pytest.warns(UserWarning, match=r"store: .* fitted with 10000 points to search, 10 were searched"):
+    with pytest.warns(UserWarning, match=r"gallery_size: .* fitted with 10000 points to search, 10 were searched"):
         result.match_probability(match)
 
 
