@@ -77,9 +77,28 @@ class EmbeddingFolder:
         """Path and number of parts."""
         return f"EmbeddingFolder({str(self.path)!r}, {self.count} parts)"
 
+    def has(self, part: int) -> bool:
+        """Whether the file of a part is there, with all its rows.
+
+        Raises:
+            InputError: It is something else.
+        """
+        file = self.file(part)
+        if not file.is_file():
+            return False
+        try:
+            with parquet().ParquetFile(file) as opened:
+                found, rows = opened.schema_arrow.metadata or {}, opened.metadata.num_rows
+        except (OSError, ValueError):
+            return False
+        if found.get(_KEY) != self._mark(part):
+            received = f"{file}, which is something else"
+            raise InputError(expected("destination", "the embeddings of this job", received, "Use another folder."))
+        return bool(rows == len(self._parts[part].dataset))
+
     def missing(self) -> list[int]:
         """Parts that are not there, or cannot be read, to be written (again)."""
-        return [part for part in range(self.count) if not self._is_there(part)]
+        return [part for part in range(self.count) if not self.has(part)]
 
     def write(self, la: Any, part: int) -> None:
         """Embed a part, and write its file.
@@ -119,17 +138,3 @@ class EmbeddingFolder:
 
     def _mark(self, part: int) -> bytes:
         return f"{self._job} {part}".encode()
-
-    def _is_there(self, part: int) -> bool:
-        file = self.file(part)
-        if not file.is_file():
-            return False
-        try:
-            with parquet().ParquetFile(file) as opened:
-                found, rows = opened.schema_arrow.metadata or {}, opened.metadata.num_rows
-        except (OSError, ValueError):
-            return False
-        if found.get(_KEY) != self._mark(part):
-            received = f"{file}, which is something else"
-            raise InputError(expected("destination", "the embeddings of this job", received, "Use another folder."))
-        return bool(rows == len(self._parts[part].dataset))

@@ -64,11 +64,12 @@ def embed_on_ray(
         ProcessError: A process has died too often. What is done is kept.
     """
     resources = Resources(workers, num_cpus, num_gpus, max_retries)
+    runtime = Ray()
     data = parts_of(source, parts, batch_size, read, columns)
     folder = EmbeddingFolder(destination, made(posterior), data, keep)
     left = folder.missing()
     if left:
-        with Ray() as runtime:
+        with runtime:
             ray = runtime.start()
             prepare = ray.put(_Prepare(folder, Stored(ray.put(posterior))))
             run_parts(ray, prepare, left, resources, "embeddings", progress_bar)

@@ -68,13 +68,14 @@ def fit_on_ray(
         ProcessError: A process has died too often. What is done is kept.
     """
     resources = Resources(workers, num_cpus, num_gpus, max_retries)
+    runtime = Ray()
     data = parts_of(source, parts, batch_size, read, columns)
     la = made(posterior)
     states = StateFolder(folder, len(data), data.fingerprint)
     identity = identity_of(la, data[0], len(data))
     # Looked at before Ray starts: states of another fit are refused, and there may be nothing to do.
     left = states.missing(STATISTICS, identity)
-    with Ray() as runtime:
+    with runtime:
 
         def run(kind: str, todo: Sequence[int], statistics: State | None) -> State:
             if todo:

@@ -165,8 +165,9 @@ class _Done:
         except ray.exceptions.RayError as error:
             msg = (
                 f"{self.name}: a process could not start or has died too often (max_retries="
-                f"{self.resources.max_retries}), or Ray has stopped: {error}\nWhat is done is kept: call this again with the same arguments, and only the rest is computed. A "
-                "process that needs too much memory wants smaller batches, or more num_cpus, so that fewer run at once."
+                f"{self.resources.max_retries}), or Ray has stopped: {error}\nWhat is done is kept: call this again "
+                "with the same arguments, and only the rest is computed. A process that needs too much memory wants "
+                "smaller batches, or more num_cpus, so that fewer run at once."
             )
             raise ProcessError(msg) from error
         finally:

@@ -71,35 +71,36 @@ class StateFolder:
             raise InputError(expected(str(file), f"{kind} of part {part} of {self.count}", came))
         return state
 
-    def missing(self, kind: str, identity: Mapping[str, str] | None = None) -> list[int]:
-        """Parts whose state is not there or damaged, to be computed (again).
+    def has(self, kind: str, part: int, identity: Mapping[str, str] | None = None) -> bool:
+        """Whether the state of a part is there and whole.
 
         Args:
             kind: ``"statistics"`` or ``"curvature"``.
-            identity: What the states must have in common with the fit, as ``state.identity``; ``None`` for whatever the
-                first of them has.
+            part: Index of the part.
+            identity: What the state must have in common with the fit, as ``state.identity``; ``None`` for anything, as
+                :meth:`merged` compares the states with each other.
 
         Raises:
-            InputError: A state is of another encoder, other options or other data. Nothing is overwritten.
+            InputError: The state is of another encoder, other options or other data. Nothing is overwritten.
         """
-        found = []
-        for part in range(self.count):
-            if not self.file(kind, part).is_file():
-                found.append(part)
-                continue
-            try:
-                state = self.load(kind, part)
-            except InputError as error:
-                _log.warning("%s It is computed again.", error)
-                found.append(part)
-                continue
-            identity = state.identity if identity is None else identity
-            try:
-                check_identity(state, identity)
-            except InputError as error:
-                error.add_note(f"This state is in {self.file(kind, part)}. Use another folder, or delete this one.")
-                raise
-        return found
+        file = self.file(kind, part)
+        if not file.is_file():
+            return False
+        try:
+            state = self.load(kind, part)
+        except InputError as error:
+            _log.warning("%s It is computed again.", error)
+            return False
+        try:
+            check_identity(state, state.identity if identity is None else identity)
+        except InputError as error:
+            error.add_note(f"This state is in {file}. Use another folder, or delete this one.")
+            raise
+        return True
+
+    def missing(self, kind: str, identity: Mapping[str, str] | None = None) -> list[int]:
+        """Parts whose state is not there or damaged, to be computed (again); arguments as of :meth:`has`."""
+        return [part for part in range(self.count) if not self.has(kind, part, identity)]
 
     def merged(self, kind: str) -> State:
         """The states of all parts as one; one after the other is in memory.

@@ -1,0 +1,192 @@
+"""Embeddings of a corpus as Parquet files: those of the posterior, every input once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from devices import DEVICES
+from job_cases import POINTS, data, fitted, posterior, table, write
+
+import contrastive_curvature as cc
+from contrastive_curvature.jobs import EmbeddingFolder, embedding_folder
+from contrastive_curvature.jobs.posteriors import posterior_digest
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+PARTS = 3
+
+
+def embed(path: Path, la: Any, source: Any, **options: Any) -> pa.Table:
+    folder = EmbeddingFolder(path, la, source, **options)
+    for part in folder.missing():
+        folder.write(la, part)
+    assert folder.missing() == []
+    return pq.read_table(path)
+
+
+def assert_those_of(found: pa.Table, la: Any, x: torch.Tensor) -> None:
+    exact = la(x)
+    mu = np.array(found.column("mu").to_pylist(), dtype=np.float32)
+    # The rounding to float32 is 6e-8; kappa and uncertainty are rounded once.
+    assert np.allclose(mu, exact.mu.detach().cpu(), rtol=0, atol=1e-7)
+    for name in ("kappa", "uncertainty"):
+        assert np.allclose(found.column(name), getattr(exact, name).detach().cpu(), rtol=1e-6)
+
+
+def test_embeddings_are_those_of_the_posterior(device: str, tmp_path: Path) -> None:
+    x, y = data()
+    la, parts = fitted(device), cc.jobs.ParquetParts(write(tmp_path / "d", x, y), PARTS, batch_size=23)
+    found = embed(tmp_path / "e", la, parts)
+    assert found.column_names == ["identifier", "mu", "kappa", "uncertainty", "target", "weight"]
+    assert found.schema.field("mu").type == pa.list_(pa.float32(), 4)
+    assert_those_of(found, la, x.to(device))
+    assert found.column("identifier").to_pylist() == [f"point {k}" for k in range(POINTS)]
+    assert found.column("target").to_pylist() == y.tolist()
+    assert found.column("weight").to_pylist() == [k / 2 for k in range(POINTS)]
+
+
+@pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning")
+def test_calibrated_posteriors_have_p_values(device: str, tmp_path: Path) -> None:
+    x, y = data()
+    la = fitted(device)
+    la.calibrate([(x.to(device), y)])
+    found = embed(tmp_path / "e", la, cc.jobs.ParquetParts(write(tmp_path / "d", x, y), PARTS), keep=["weight"])
+    assert found.column_names == ["identifier", "mu", "kappa", "uncertainty", "p_value", "weight"]
+    assert np.allclose(found.column("p_value"), la(x.to(device)).p_value.cpu(), rtol=1e-12)
+    la.prior_precision = 7.0
+    with pytest.raises(cc.NotFittedError, match="calibrated for another posterior"):
+        EmbeddingFolder(tmp_path / "f", la, cc.jobs.ParquetParts(tmp_path / "d", PARTS))
+    assert not (tmp_path / "f").exists()
+
+
+def test_identifiers_are_row_numbers_where_there_are_none(device: str, tmp_path: Path) -> None:
+    x, y = data()
+    la = fitted(device)
+    pq.write_table(table(x, y), tmp_path / "a.parquet", row_group_size=40)
+    found = embed(tmp_path / "e", la, cc.jobs.ParquetParts(tmp_path / "a.parquet", PARTS, batch_size=11), keep=[])
+    assert found.column_names == ["identifier", "mu", "kappa", "uncertainty"]
+    assert found.column("identifier").to_pylist() == list(range(POINTS))
+
+
+@pytest.mark.parametrize("columns", [None, ["features"]])
+@pytest.mark.parametrize("with_targets", [False, True])
+def test_read_may_give_inputs_alone(columns: list[str] | None, with_targets: bool, device: str, tmp_path: Path) -> None:
+    x, y = data()
+
+    def read(batch: dict[str, Any]) -> Any:
+        assert ("weight" in batch) == (columns is None)
+        found = torch.from_numpy(batch["features"])
+        return (found, None) if with_targets else found
+
+    la = fitted(device)
+    parts = cc.jobs.ParquetParts(write(tmp_path / "d", x, y), PARTS, batch_size=50, read=read, columns=columns)
+    found = embed(tmp_path / "e", la, parts, keep=["target"])
+    assert_those_of(found, la, x.to(device))
+    assert found.column("target").to_pylist() == y.tolist()
+    assert found.column("identifier").to_pylist()[-1] == f"point {POINTS - 1}"
+
+
+@pytest.mark.parametrize("texts", [False, True])
+def test_feature_folders_are_embedded(texts: bool, device: str, tmp_path: Path) -> None:
+    x, y = data()
+    la = fitted(device)
+    names: Any = [f"p{k}" for k in range(POINTS)] if texts else list(range(0, 2 * POINTS, 2))
+    cc.features(la.model.model, [(x, y)], tmp_path / "f", dtype="float64", identifiers=names)
+    found = embed(tmp_path / "e", la, tmp_path / "f", parts=4)
+    assert_those_of(found, la, x.to(device))
+    assert found.column("identifier").to_pylist() == names
+    with pytest.raises(cc.InputError, match="keep: expected columns of the source"):
+        EmbeddingFolder(tmp_path / "g", la, tmp_path / "f", keep=["target"])
+
+
+def test_what_is_there_is_kept(device: str, tmp_path: Path) -> None:
+    la, parts = fitted(device), cc.jobs.ParquetParts(write(tmp_path / "d", *data()), PARTS)
+    first = embed(tmp_path / "e", la, parts)
+    folder = EmbeddingFolder(tmp_path / "e", la, parts)
+    kept = folder.file(0).stat().st_mtime_ns
+    folder.file(1).unlink()
+    folder.file(2).write_bytes(folder.file(2).read_bytes()[:-9])
+    assert folder.missing() == [1, 2]
+    assert embed(tmp_path / "e", la, parts).equals(first)
+    assert folder.file(0).stat().st_mtime_ns == kept
+    folder.file(1).write_bytes(folder.file(0).read_bytes())
+    with pytest.raises(cc.InputError, match="which is something else"):
+        folder.missing()
+
+
+def test_embeddings_of_another_posterior_are_refused(device: str, tmp_path: Path) -> None:
+    la, parts = fitted(device), cc.jobs.ParquetParts(write(tmp_path / "d", *data()), PARTS)
+    embed(tmp_path / "e", la, parts)
+    again = posterior(device)
+    again.load_state_dict(la.state_dict())
+    EmbeddingFolder(tmp_path / "e", again, parts)
+    again.prior_precision = 1.01 * again.prior_precision
+    with pytest.raises(cc.InputError, match="destination: expected one of a job with the same posterior"):
+        EmbeddingFolder(tmp_path / "e", again, parts)
+    with pytest.raises(cc.InputError, match="with the same columns"):
+        EmbeddingFolder(tmp_path / "e", la, parts, keep=[])
+    with pytest.raises(cc.InputError, match="with the same parts"):
+        EmbeddingFolder(tmp_path / "e", la, cc.jobs.ParquetParts(tmp_path / "d", 2))
+    with pytest.raises(cc.NotFittedError):
+        EmbeddingFolder(tmp_path / "e", posterior(device), parts)
+
+
+def test_the_digest_sees_the_curvature(device: str) -> None:
+    la, other = fitted(device, structure="full"), fitted(device, structure="full")
+    assert posterior_digest(la) == posterior_digest(other)
+    other.H = other.H * (1 + 1e-9)
+    assert posterior_digest(la) != posterior_digest(other)
+
+
+def test_bad_rows_leave_no_file(device: str, tmp_path: Path) -> None:
+    x, y = data()
+    x[-1, 0] = torch.nan
+    la, parts = fitted(device), cc.jobs.ParquetParts(write(tmp_path / "d", x, y), PARTS, batch_size=10)
+    folder = EmbeddingFolder(tmp_path / "e", la, parts)
+    folder.write(la, 0)
+    with pytest.raises(cc.InputError, match="finite"):
+        folder.write(la, 2)
+    assert sorted(path.name for path in folder.path.iterdir()) == ["_job.json", folder.file(0).name]
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        (lambda batch: torch.from_numpy(batch["features"])[1:], "read: expected 50 inputs, one a row, got 49"),
+        (lambda batch: batch["features"], "read: expected x, or"),
+        (lambda _: (), "read: expected x, or"),
+    ],
+)
+def test_bad_readers_are_refused(read: Any, message: str, device: str, tmp_path: Path) -> None:
+    la, parts = fitted(device), cc.jobs.ParquetParts(write(tmp_path / "d", *data()), PARTS, read=read)
+    with pytest.raises(cc.InputError, match=message):
+        EmbeddingFolder(tmp_path / "e", la, parts).write(la, 0)
+
+
+def test_columns_are_checked_first(device: str, tmp_path: Path) -> None:
+    x, y = data()
+    la = fitted(device)
+    pq.write_table(table(x, y, kappa=pa.array(range(POINTS))), tmp_path / "a.parquet")
+    parts = cc.jobs.ParquetParts(tmp_path / "a.parquet", 2)
+    with pytest.raises(cc.InputError, match=r"columns other than identifier, mu, .* got \['kappa'\]"):
+        EmbeddingFolder(tmp_path / "e", la, parts)
+    for keep, message in ((["colour"], "colour"), ("target", "a list of names"), ([3], "a list of names")):
+        with pytest.raises(cc.InputError, match=message):
+            EmbeddingFolder(tmp_path / "e", la, parts, keep=keep)  # type: ignore[arg-type]
+    assert not (tmp_path / "e").exists()
+    assert embed(tmp_path / "e", la, parts, keep=["target"]).num_rows == POINTS
+
+
+def test_row_groups_are_of_bounded_size(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedding_folder, "_GROUP_BYTES", 1)
+    la, parts = fitted(device), cc.jobs.ParquetParts(write(tmp_path / "d", *data()), 1, batch_size=60)
+    folder = EmbeddingFolder(tmp_path / "e", la, parts)
+    folder.write(la, 0)
+    metadata = pq.read_metadata(folder.file(0))
+    assert [metadata.row_group(k).num_rows for k in range(metadata.num_row_groups)] == [60, 60, 30]

@@ -1,0 +1,67 @@
+"""Without ray or pyarrow the library works, and what needs them says what to install."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from devices import DEVICES
+from fresh import run
+from job_cases import data, posterior, write
+
+import contrastive_curvature as cc
+from contrastive_curvature.jobs.ray_parts import Resources
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+def test_the_import_brings_neither(device: str) -> None:
+    del device
+    script = """
+import json, sys
+import contrastive_curvature as cc
+cc.jobs.fit_on_ray, cc.jobs.ParquetParts
+print(json.dumps([name for name in ("ray", "pyarrow") if name in sys.modules]))
+"""
+    assert run(script)[0] == []
+
+
+def test_missing_packages_are_named(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "d", *data())
+    la = posterior(device)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(cc.UnsupportedError, match=r"pip install 'contrastive-curvature\[ray\]'"):
+        cc.jobs.fit_on_ray(la, tmp_path / "d", folder=tmp_path / "s", parts=2)
+    assert not (tmp_path / "s").exists()
+    for name in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(cc.UnsupportedError, match=r"pip install 'contrastive-curvature\[parquet\]'"):
+        cc.jobs.ParquetParts(tmp_path / "d")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"workers": 0}, "workers: expected a positive"),
+        ({"num_cpus": 0}, "num_cpus: expected a finite number > 0"),
+        ({"num_gpus": -1}, "num_gpus: expected a finite number >= 0"),
+        ({"max_retries": -1}, "max_retries: expected a whole number >= 0"),
+        ({"max_retries": True}, "max_retries"),
+    ],
+)
+def test_bad_resources_are_refused(options: dict[str, float], message: str, device: str, tmp_path: Path) -> None:
+    with pytest.raises(cc.InputError, match=message):
+        cc.jobs.fit_on_ray(posterior(device), "no such file", folder=tmp_path / "s", **options)  # type: ignore[arg-type]
+
+
+def test_as_many_processes_as_there_is_room(device: str) -> None:
+    del device
+    free = {"CPU": 16.0, "GPU": 2.0}
+    assert Resources().bounds(100, free) == (16, 100)
+    assert Resources().bounds(3, free) == (3, 3)
+    assert Resources(num_cpus=4).bounds(100, free) == (4, 100)
+    assert Resources(num_gpus=0.5).bounds(100, free) == (4, 100)
+    assert Resources(num_gpus=1).bounds(100, {"CPU": 2.0}) == (1, 100)
+    assert Resources(workers=5).bounds(3, free) == (3, 3)
+    assert Resources(workers=5).bounds(100, {}) == (5, 5)
