@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from contrastive_curvature.network.fingerprint import encoder_fingerprint, same_encoder, summary
 
@@ -60,7 +60,7 @@ class Stamp:
     def of(cls, la: Any) -> Stamp:
         """The present state of a posterior."""
         prior = la.prior_precision
-        tensors = (prior, *la.model.parameters(), *la.model.buffers())
+        tensors = [prior, *_tensors(la.model)]
         versions = tuple((0 if t.is_inference() else t._version, t.data_ptr()) for t in tensors)
         return cls(la._known.fits, la.temperature, prior, versions)
 
@@ -75,3 +75,20 @@ class Stamp:
         if now.prior is self.prior:
             return now.versions[0] == self.versions[0]
         return now.prior.shape == self.prior.shape and torch.equal(now.prior, self.prior)
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    """Parameters and buffers of all modules; torch's own iterators take longer than some encoders' forward pass."""
+    out: list[Tensor] = []
+    waiting: list[nn.Module] = [model]
+    seen: set[int] = set()
+    while waiting:
+        module = waiting.pop()
+        # A module may stand in several places, also in a circle.
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        out.extend(t for t in module._parameters.values() if t is not None)
+        out.extend(t for t in module._buffers.values() if t is not None)
+        waiting.extend(child for child in module._modules.values() if child is not None)
+    return out
