@@ -13,7 +13,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test fuzz lint typecheck bench tables clean
+.PHONY: help demo test fuzz lint typecheck bench tables gpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -41,6 +41,15 @@ bench: $(STAMP) ## a benchmark: BENCH=curvature (default) or another name below,
 
 tables: $(STAMP) ## measure what every backend can do, and write it into README.md and docs/backends.md
 	$(PY) -W ignore -m contrastive_curvature.testing.support README.md docs/backends.md
+
+# A machine with a GPU may have no network: then a Python with torch, and wheels of the rest in .whl (docs/gpu.md).
+GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),$(PYTHON))
+GPU_SITE := build/site
+
+gpu: ## on a GPU: tests, contract, benchmarks, table 2, in under 40 minutes, docs/gpu.md; ARGS=--rehearse: tiny, on the CPU
+	@if [ "$(GPU_PYTHON)" != "$(PY)" ] && ls .whl/*.whl >/dev/null 2>&1; then \
+	  $(GPU_PYTHON) -m pip install -q --no-index --no-deps --no-compile --upgrade --target $(GPU_SITE) .whl/*.whl; fi
+	@PYTHONPATH="$(GPU_SITE):.:$$PYTHONPATH" $(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
 clean: ## remove caches and build products (to make the environment anew as well, delete .venv)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -39,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         device = "cuda"
     if importlib.util.find_spec("torch") is None:
-        print(f"error: {sys.executable} has no torch; see docs/gpu.md", file=sys.stderr)
+        hint = "make lint sets up .venv; or name another one: make gpu GPU_PYTHON=python3.12 (docs/gpu.md)"
+        print(f"error: {sys.executable} has no torch. {hint}", file=sys.stderr)
         return 2
     work = given.work / ("rehearsal" if given.rehearse else "all")
     places = Places(work / "results", work, given.data_root or _data_root())

@@ -91,13 +91,13 @@ def rehearsed_parts(places: Places) -> list[Part]:
     on, images = ("--device", "cpu", "--out", results), ("--data-root", str(places.data))
     few = ("tests/laplace/test_contract.py", "-k", "TestTorchFunc and float32")
     sizes = ("--train-size", "60", "--test-size", "20", "--epochs", "1")
-    few_rows = ("--seeds", "0", "1", "--methods", "deterministic", "laplace_posthoc", "--", *sizes, "--n-samples", "2")
+    few_rows = ("--seeds", "0", "1", "--methods", "deterministic", "norm", "--", *sizes, "--n-samples", "2")
     return [
         Part("rates", ("-m", "benchmarks.gpu.rates", *on, "--quick"), 1),
         Part("contract", ("-m", "benchmarks.gpu.suite", "contract", "--out", results, "--jobs", "1", "--", *few), 2),
         Part("curvature", ("-m", "benchmarks.curvature", *on, "--quick"), 1),
         Part("backends", ("-m", "benchmarks.backends", *on, "--quick"), 1),
-        Part("scale", ("-m", "benchmarks.scale", *on, "--points", "2000", "4000", "--structures", "diag"), 2),
+        Part("scale", ("-m", "benchmarks.scale", *on, "--points", "1000", "2000", "--structures", "diag"), 2),
         Part(
             "lam_cost",
             ("-m", "benchmarks.lam_cost", *on, *images, *sizes, "--dims", "3", "--rounds", "1", "--n-samples", "2"),
