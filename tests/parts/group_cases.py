@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import contrastive_curvature as cc
 
 N, MANY, WIDTH, BATCH = 25, 2307, 5, 5
-"""25 points are no multiple of two or three processes; of 2,307 a fit keeps samples."""
+"""25 points are no multiple of two or three processes; of 2,307 a fit keeps some."""
 
 FULL = {"pd_fix": "full", "margin": None}
 SAMPLED = {"negative_samples": 7}
@@ -33,7 +33,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "uneven": ("last_layer", "full", {}, "uneven"),
     "empty": ("last_layer", "kron", {}, "empty"),
     "empty, all": ("all", "diag", {}, "empty"),
-    "many": ("last_layer", "diag", {}, "many"),
     "many, sampled": ("last_layer", "kron", SAMPLED, "many"),
     "negatives": ("last_layer", "diag", SAMPLED, "points"),
     "negatives, full": ("all", "full", {**SAMPLED, "pd_fix": "full"}, "points"),
@@ -100,14 +99,17 @@ def batches(points: TensorDataset, chosen: list[int]) -> list[tuple[Tensor, ...]
     return [points[chosen[start : start + BATCH]] for start in range(0, len(chosen), BATCH)]
 
 
+def size(given: str) -> int:
+    return 200 if given == "many" else BATCH
+
+
 def share(given: str, rank: int, world: int, device: str) -> Any:
     points = data(given, device)
     if given.startswith("whole"):
         return DataLoader(points, BATCH, shuffle="order" not in given)
     if given in ("uneven", "empty"):
         return batches(points, parts(given, world, points)[rank])
-    size = 100 if given == "many" else BATCH
-    return DataLoader(points, size, sampler=DistributedSampler(points, world, rank, shuffle=given == "shuffled"))
+    return DataLoader(points, size(given), sampler=DistributedSampler(points, world, rank, shuffle=given == "shuffled"))
 
 
 def together(case: str, world: int, device: str) -> Any:
@@ -119,7 +121,7 @@ def together(case: str, world: int, device: str) -> Any:
         return [
             batch for chosen in (parts(given, world, points) if not whole else []) for batch in batches(points, chosen)
         ] or DataLoader(points, BATCH)
-    return DataLoader(points, BATCH)
+    return DataLoader(points, size(given))
 
 
 def values(la: Any) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from group_cases import CASES, fitted, share, values
 from group_troubles import SECOND, Faulty, alone, attempt, faults, killed, ordinary, refusals
 from torch import distributed, multiprocessing
 
-_LIMIT = 300
+_LIMIT = 900
 """Seconds after which processes that have not ended count as hanging, on the slowest machine."""
 
 
@@ -52,7 +52,7 @@ def in_group(rank: int, world: int, backend: str, device: str, folder: Path) -> 
     def save() -> None:
         torch.save(said, folder / f"{rank} of {world}.pt")
 
-    with group(backend, rank, world, folder / f"first{world}", 60):
+    with group(backend, rank, world, folder / f"first{world}", 300):
         said["fits"] = {
             name: values(fitted(device, name, share(given, rank, world, device)))
             for name, (_, _, _, given) in CASES.items()
@@ -77,7 +77,7 @@ def in_group(rank: int, world: int, backend: str, device: str, folder: Path) -> 
             time.sleep(0.05)
         over.touch()
     save()
-    with group(backend, rank, world, folder / f"third{world}", 30):
+    with group(backend, rank, world, folder / f"third{world}", 60):
         loader = share("points", rank, world, device)
         said["killed"] = attempt(lambda: la.fit(Faulty(loader, SECOND, killed) if rank == world - 1 else loader))
         said["left"]["killed"] = values(la)
