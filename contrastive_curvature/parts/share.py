@@ -133,7 +133,9 @@ def sum_of_keys(numbers: Tensor | range) -> int:
     total = 0
     for start in range(0, len(numbers), _AT_ONCE):
         some = numbers[start : start + _AT_ONCE]
-        total += int(point_keys(some if isinstance(some, Tensor) else torch.arange(some.start, some.stop)).sum())
+        total += int(
+            point_keys(some if isinstance(some, Tensor) else torch.arange(some.start, some.stop, some.step)).sum()
+        )
     return (total + 2**63) % 2**64 - 2**63
 
 

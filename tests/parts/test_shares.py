@@ -1,0 +1,218 @@
+"""Which points a process has: numbers, padding, and whether two processes have the same ones."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+
+import contrastive_curvature as cc
+from contrastive_curvature.ggn.passes import PassRecord
+from contrastive_curvature.laplace.backends.shares import Head, all_the_same, check_shares
+from contrastive_curvature.parts import Share
+from contrastive_curvature.parts.exchange import Alone, _exchange_device, check_agreed, present_exchange
+from contrastive_curvature.parts.interrupts import interrupts_later
+from contrastive_curvature.parts.share import Claim, sum_of_keys
+from contrastive_curvature.parts.state import Origin
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+NOTHING = Origin(0, 0, 0.0, 0.0)
+
+
+def dataset(n: int, device: str) -> TensorDataset:
+    return TensorDataset(torch.arange(n, device=device), torch.arange(n, device=device) % 3)
+
+
+def read(loader: Any) -> tuple[list[int], list[int]]:
+    """The points that a share gives, and the numbers that it has for them."""
+    points: list[int] = []
+    numbers: list[int] = []
+    for (x, y), found in Share(loader):
+        assert len(x) == len(y) == len(found) > 0
+        points += x.tolist()
+        numbers += found.tolist()
+    return points, numbers
+
+
+@given(n=st.integers(1, 40), world=st.integers(1, 6), size=st.integers(1, 9), shuffle=st.booleans(), drop=st.booleans())
+def test_every_point_comes_once(n: int, world: int, size: int, shuffle: bool, drop: bool, device: str) -> None:
+    points = dataset(n, device)
+    found: list[int] = []
+    for rank in range(world):
+        sampler = DistributedSampler(points, world, rank, shuffle=shuffle, seed=4, drop_last=drop)
+        mine, numbers = read(DataLoader(points, size, sampler=sampler))
+        assert mine == numbers
+        found += mine
+    assert len(set(found)) == len(found) == (n // world * world if drop else n)
+
+
+def test_batch_samplers_keep_the_order_or_say_nothing_of_padding(device: str) -> None:
+    class Turned(BatchSampler):
+        def __iter__(self) -> Any:
+            return reversed(list(super().__iter__()))
+
+    def loader(n: int, kind: type[BatchSampler], **more: Any) -> Any:
+        points = dataset(n, device)
+        sampler = DistributedSampler(points, 2, 1, shuffle=False, **more)
+        return DataLoader(points, batch_sampler=kind(sampler, 2, drop_last=False))
+
+    assert read(loader(5, BatchSampler)) == ([1, 3], [1, 3])
+    with pytest.raises(cc.UnsupportedError, match=r"5 points are no multiple of 2 processes.*which ones"):
+        Share(loader(5, Turned))
+    # Without padding all points count, and have no numbers of the data set.
+    assert read(loader(6, Turned))[0] == [5, 1, 3]
+    assert read(loader(5, Turned, drop_last=True))[0] == [1, 3]
+    assert Share(loader(6, Turned)).claim is None
+
+
+def test_more_rows_than_points_of_the_sampler_are_refused(device: str) -> None:
+    points = dataset(6, device)
+
+    def twice(rows: list[Any]) -> tuple[Tensor, Tensor]:
+        return torch.stack([row[0] for row in rows] * 2), torch.stack([row[1] for row in rows] * 2)
+
+    loader = DataLoader(points, 3, sampler=DistributedSampler(points, 2, 0), collate_fn=twice)
+    with pytest.raises(cc.InputError, match=r"train_loader: expected the 3 points of its sampler, got 6 or more"):
+        read(loader)
+
+
+def test_shards_of_accelerate(device: str) -> None:
+    class Shards(DataLoader):
+        num_processes = 1
+
+    Shards.__module__ = "accelerate.data_loader"
+    points = dataset(4, device)
+    assert read(Shards(points, 2))[0] == [0, 1, 2, 3]
+    Shards.num_processes = 2
+    with pytest.raises(cc.UnsupportedError, match=r"Shards does not say which points only fill up a batch"):
+        Share(Shards(points, 2))
+
+
+def origin(z: Tensor, labels: Tensor, size: int) -> Origin:
+    record = PassRecord()
+    for rows, some in zip(z.split(size), labels.split(size), strict=True):
+        record.add(rows, some)
+    return record.origin()
+
+
+@given(n=st.integers(2, 300), size=st.integers(1, 64), seed=st.integers(0, 99))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_copy_is_told_from_another_share(n: int, size: int, dtype: torch.dtype, seed: int, device: str) -> None:
+    """In any order, and rounded differently; the other share has the same labels."""
+    random = torch.Generator().manual_seed(seed)
+    z, other = torch.randn(2, n, 8, generator=random, dtype=dtype).to(device)
+    labels, order = torch.arange(n, device=device) % 3, torch.randperm(n, generator=random)
+    noise = 1 + torch.finfo(dtype).eps * torch.randn(n, 8, generator=random, dtype=dtype).to(device)
+    mine = origin(z, labels, 50)
+    assert mine.same_points(origin((z * noise)[order], labels[order], size))
+    assert not mine.same_points(origin(other, labels, 50))
+    assert not mine.same_points(origin(z, labels + 1, 50))
+
+
+def test_large_shares_differ_in_their_outermost_points(device: str) -> None:
+    """Their sums agree: relative to the number n of points they vary as 1 / sqrt(n)."""
+    n = 2**19
+    z = (3 + torch.randn(2 * n, 2, generator=torch.Generator().manual_seed(0))).to(device)
+    labels = torch.zeros(n, dtype=torch.int64, device=device)
+    first, second = origin(z[:n], labels, n), origin(z[n:], labels, n)
+    assert first.same(second)
+    assert not first.same_points(second)
+    assert first.same_points(origin(z[:n].flip(0), labels, n // 4))
+
+
+def head(numbers: range | None, points: int | None = None, seen: int | None = None) -> Head:
+    n = len(numbers or ()) if seen is None else seen
+    claim = None if numbers is None else Claim(len(numbers), sum_of_keys(numbers), points)
+    return Head(Origin(n, 0, 0.0, float(n)), claim)
+
+
+def test_shares_are_the_data_set(device: str) -> None:
+    del device
+    halves = [head(range(0, 10, 2), 10), head(range(1, 10, 2), 10)]
+    assert not all_the_same(halves)
+    check_shares(halves)
+    assert all_the_same([head(range(10), 10)] * 3)
+    with pytest.raises(cc.InputError, match="expected other points in every process, got the same in 0 and 2"):
+        all_the_same([halves[0], halves[1], halves[0]])
+    assert not all_the_same([head(None, seen=0)] * 3)
+    # One process alone has points.
+    check_shares([head(None), head(range(10), 10)])
+    assert not all_the_same([head(None), head(range(10), 10)])
+    with pytest.raises(cc.InputError, match="got 9 of 10 points"):
+        check_shares([head(range(4), 10), head(range(5, 10), 10)])
+    with pytest.raises(cc.InputError, match="some points twice and others not at all"):
+        check_shares([head(range(5), 10), head(range(4, 9), 10)])
+    with pytest.raises(cc.InputError, match="data sets of different sizes"):
+        check_shares([head(range(5), 10), head(range(5, 9), 9)])
+    # Nothing is said of points that a sampler drops, that have no numbers, or that nobody claims.
+    check_shares([head(range(4), None), head(range(5, 9), None)])
+    check_shares([head(range(4), 10), head(None, seen=6)])
+
+
+def test_heads_come_back_from_text(device: str) -> None:
+    z = torch.randn(20, 3, device=device)
+    for claim in (None, Claim(3, -5, None), Claim(3, 2**63 - 1, 7)):
+        here = Head(origin(z, torch.zeros(20, dtype=torch.int64, device=device), 6), claim)
+        assert Head.of_text(here.text()) == here
+
+
+def test_sums_of_keys_wrap_around(device: str) -> None:
+    numbers = torch.randperm(10_000, device=device)
+    assert sum_of_keys(numbers) == sum_of_keys(range(10_000))
+    assert sum_of_keys(range(0)) == 0
+    assert -(2**63) <= sum_of_keys(range(10_000)) < 2**63
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [("cpu:gloo", "cpu"), ("cpu:gloo,cuda:gloo", "cpu"), ("cpu:gloo,cuda:nccl", "cpu"), ("cuda:nccl,cpu:mpi", "cpu")],
+)
+def test_what_is_exchanged_is_where_the_backend_works(config: str, kind: str, device: str) -> None:
+    assert _exchange_device(config).type == kind
+    if device == "cuda":
+        assert _exchange_device("cuda:nccl") == torch.device("cuda", torch.cuda.current_device())
+
+
+def test_one_process_alone(device: str) -> None:
+    del device
+    exchange = present_exchange()
+    assert isinstance(exchange, Alone)
+    taken: list[bytes] = []
+    with exchange.together():
+        assert exchange.gather(lambda: b"mine") == [b"mine"]
+        exchange.each(b"mine", taken.append)
+        check_agreed(exchange, {"anything": "else"})
+    assert taken == [b"mine"]
+
+
+def test_interrupts_wait_and_do_not_wait_twice(device: str) -> None:
+    del device
+    steps: list[str] = []
+
+    def ask(times: int) -> None:
+        with interrupts_later():
+            for number in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
+                steps.append(f"{number} of {times}")
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for times in (1, 2):
+            with pytest.raises(KeyboardInterrupt):
+                ask(times)
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        ask(1)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert steps == ["0 of 1", "0 of 2", "0 of 1"]
