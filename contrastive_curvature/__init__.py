@@ -17,6 +17,7 @@ from contrastive_curvature.errors import (
     InputError,
     InputTypeError,
     NotFittedError,
+    ProcessError,
     UnsupportedError,
 )
 from contrastive_curvature.feature_folder import FeatureFolder, features
@@ -122,6 +123,7 @@ __all__ = [
     "InputError",
     "InputTypeError",
     "NotFittedError",
+    "ProcessError",
     "UnsupportedError",
     # warnings
     "FeatureNormWarning",

@@ -25,8 +25,6 @@ from contrastive_curvature.parts.state import Origin
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
-NOTHING = Origin(0, 0, 0.0, 0.0)
-
 
 def dataset(n: int, device: str) -> TensorDataset:
     return TensorDataset(torch.arange(n, device=device), torch.arange(n, device=device) % 3)
