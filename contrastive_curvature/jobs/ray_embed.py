@@ -51,7 +51,7 @@ def embed_on_ray(
         workers: Number of processes; ``None`` for as many as Ray has room for.
         num_cpus: Cores of a process.
         num_gpus: GPUs of a process.
-        max_retries: How often a process that has died is started again.
+        max_retries: How often a part is started again whose process has died.
         progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
 
     Returns:

@@ -20,6 +20,11 @@ __all__ = ["Ray", "Resources", "Stored", "run_parts"]
 
 _log = logging.getLogger("contrastive_curvature")
 
+_GO_ON = (
+    "What is done is kept: call this again with the same arguments, and only the rest is computed. A process that "
+    "needs too much memory wants smaller batches, or more num_cpus, so that fewer run at once."
+)
+
 
 @dataclass(frozen=True)
 class Resources:
@@ -29,7 +34,7 @@ class Resources:
         workers: Number of processes; ``None`` for as many as Ray has room for.
         num_cpus: Cores of each.
         num_gpus: GPUs of each, perhaps a fraction.
-        max_retries: How often a process that has died is started again, with the part that it had.
+        max_retries: How often a part is started again whose process has died.
 
     Raises:
         InputError: A number is out of range.
@@ -146,7 +151,7 @@ class _Done:
         context = data.DataContext.get_current()
         shown, context.enable_progress_bars = context.enable_progress_bars, False
         least, most = self.resources.bounds(len(self.parts), ray.available_resources())
-        retries = {"max_restarts": self.resources.max_retries, "max_task_retries": self.resources.max_retries}
+        starts = _counter(ray)
         try:
             rows = data.from_items([{"part": part} for part in self.parts], override_num_blocks=len(self.parts))
             done = rows.map_batches(
@@ -154,31 +159,42 @@ class _Done:
                 batch_size=1,
                 # Few, so that whoever is faster does more; with one alone Ray would not add processes later.
                 compute=data.ActorPoolStrategy(min_size=least, max_size=most, max_tasks_in_flight_per_actor=2),
-                fn_constructor_args=(Stored(self.prepare), self.name),
+                fn_constructor_args=(Stored(self.prepare), self.name, starts, self.resources.max_retries),
                 num_cpus=self.resources.num_cpus,
                 num_gpus=self.resources.num_gpus or None,
-                ray_remote_args_fn=lambda: retries,
             )
             for row in done.iter_rows():
                 error = row["error"]
                 yield int(row["part"]), ray.cloudpickle.loads(error) if error else None
         except ray.exceptions.RayError as error:
-            msg = (
-                f"{self.name}: a process could not start or has died too often (max_retries="
-                f"{self.resources.max_retries}), or Ray has stopped: {error}\nWhat is done is kept: call this again "
-                "with the same arguments, and only the rest is computed. A process that needs too much memory wants "
-                "smaller batches, or more num_cpus, so that fewer run at once."
-            )
+            msg = f"{self.name}: the processes could not start, or Ray has stopped: {error}\n{_GO_ON}"
             raise ProcessError(msg) from error
         finally:
             context.enable_progress_bars = shown
+            ray.kill(starts)
+
+
+def _counter(ray: Any) -> Any:
+    """Counts how often each part was started, in a process of its own; Ray itself tries without end."""
+
+    # Inside a function, so that its process need not import the library.
+    class Starts:
+        def __init__(self) -> None:
+            self.counts: dict[int, int] = {}
+
+        def start(self, part: int) -> int:
+            self.counts[part] = self.counts.get(part, 0) + 1
+            return self.counts[part]
+
+    return ray.remote(num_cpus=0)(Starts).remote()
 
 
 class _Worker:
     """One process: it holds what it needs for every part once."""
 
-    def __init__(self, prepare: Stored, name: str) -> None:
+    def __init__(self, prepare: Stored, name: str, starts: Any, max_retries: int) -> None:
         self._prepare, self._name = prepare, name
+        self._starts, self._max_retries = starts, max_retries
         self._work: Callable[[int], None] | None = None
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -188,12 +204,23 @@ class _Worker:
     def _outcome(self, part: int) -> bytes:
         # Errors come back as results: a part that cannot be computed is not tried again.
         try:
+            self._check_start(part)
             if self._work is None:
                 self._work = self._prepare.get()()
             self._work(part)
         except Exception as error:
             return _pickled(error, f"{self._name} of part {part}, in a process of Ray:\n{traceback.format_exc()}")
         return b""
+
+    def _check_start(self, part: int) -> None:
+        ray, _ = ray_data()
+        died = ray.get(self._starts.start.remote(part)) - 1
+        if died > self._max_retries:
+            msg = (
+                f"{self._name}: the process that computed part {part} has died, {died} times (max_retries="
+                f"{self._max_retries}). {_GO_ON}"
+            )
+            raise ProcessError(msg)
 
 
 def _pickled(error: Exception, note: str) -> bytes:
