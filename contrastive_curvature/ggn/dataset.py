@@ -42,7 +42,7 @@ from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.pairs import RelationFunction, make_relation
 from contrastive_curvature.parts.rows import Rows
 from contrastive_curvature.parts.share import Share
-from contrastive_curvature.parts.state import State
+from contrastive_curvature.parts.state import Origin, State
 from contrastive_curvature.progress import Progress
 
 __all__ = [
@@ -55,10 +55,6 @@ __all__ = [
     "mean_norm",
     "points_of",
 ]
-
-
-_COARSE = 1e-2
-"""Relative difference of the output of a point in batches of other sizes, computed in half precision."""
 
 
 @dataclass(frozen=True)
@@ -121,15 +117,28 @@ class DatasetPoints:
         if self.record is not None:
             self.record.check_same(record)
             return
-        before, again = self.state.origins.get(part), record.origin()
+        self.check_origin(record.origin(), part, "loader")
+
+    def check_origin(self, again: Origin, part: int, argument: str) -> None:
+        """Refuse what comes from other points than the first pass.
+
+        Args:
+            again: Which points.
+            part: Index of the part that they are.
+            argument: Name of where they come from, for the message.
+
+        Raises:
+            InputError: The first pass saw other points.
+        """
+        before = self.state.origins.get(part)
         if before is None:
             raise InputError(expected("part", f"one of {sorted(self.state.origins)}", str(part)))
         # Extremes tell samples of one distribution apart, whose sums are nearly equal.
-        extremes_differ = before.extremes and not before.same_points(again, _COARSE)
+        extremes_differ = before.extremes and not before.same_points(again)
         if not before.same(again) or extremes_differ:
             hint = "Give each part the same points in both passes, and use the same encoder."
             came = f"{again.n} points for {before.n}" if again.n != before.n else "other points, targets or outputs"
-            raise InputError(expected("loader", f"the points of part {part} of the statistics", came, hint))
+            raise InputError(expected(argument, f"the points of part {part} of the statistics", came, hint))
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,10 @@ class PassRecord:
         k = min(_EXTREMES, len(numbers))
         extremes = torch.cat([numbers.topk(k, 0, largest=largest).values.flatten() for largest in (False, True)])
         # Keys, because sums of labels themselves agree too easily; the sum wraps around.
-        return Origin(len(targets), int(point_keys(targets).sum()), along, norm, tuple(extremes.tolist()))
+        keys = point_keys(targets)
+        bound = float(numbers[:, 0].cpu() @ (keys.double() / 2.0**63)) if len(numbers) == len(keys) else 0.0
+        extreme = tuple(extremes.tolist())
+        return Origin(len(targets), int(keys.sum()), along, norm, bound, extreme, _rounding(numbers, self._coarse))
 
     def _joined(self) -> tuple[Tensor, Tensor]:
         if not self._targets:
@@ -110,9 +113,7 @@ def different_data(received: str) -> InputError:
 
 
 def _agree(targets: Tensor, numbers: Tensor, other_targets: Tensor, other_numbers: Tensor, coarse: bool) -> bool:
-    # Batches of other sizes round differently, in the precision of the computation: 10 bits for float32 convolutions on
-    # a GPU (TF32), 7 bits under autocast.
-    tolerance = 1e-3 if numbers.device.type == "cpu" and not coarse else 1e-2
+    tolerance = _rounding(numbers, coarse)
     # Relative to the norm of the point and of a typical point, so that one huge point does not hide changes of others.
     typical = numbers[:, 1].median() if len(numbers) else numbers.new_zeros(())
     for column in range(numbers.shape[1]):
@@ -124,6 +125,12 @@ def _agree(targets: Tensor, numbers: Tensor, other_targets: Tensor, other_number
         if not bool(((a[:, column] - b[:, column]).abs() <= allowed).all()):
             return False
     return True
+
+
+def _rounding(numbers: Tensor, coarse: bool) -> float:
+    # Batches of other sizes round differently, in the precision of the computation: 10 bits for float32 convolutions on
+    # a GPU (TF32), 7 bits under autocast.
+    return 1e-3 if numbers.device.type == "cpu" and not coarse else 1e-2
 
 
 def _order(targets: Tensor, numbers: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from contrastive_curvature.arguments import check_flag
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.ggn.dataset import DatasetCurvature
 from contrastive_curvature.laplace import fitting
+from contrastive_curvature.laplace.backends.base import ContrastiveBackend
+from contrastive_curvature.laplace.options import CONTRASTIVE
 from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.network.loader import check_loader
 from contrastive_curvature.parts.rows import Rows
@@ -116,13 +118,24 @@ class PartwiseFit:
     def _empty(self: Any, part: tuple[int, int], statistics: State | None) -> State:
         """The state of a part without points."""
         index, count = part
-        fitting.renew_backend(self)
-        self.backend.check_parts()
-        identity = self.backend.identity(self.structure)
+        backend = self._backend_without_data()
+        backend.check_parts()
+        identity = backend.identity(self.structure)
         if statistics is not None:
             identity["statistics"] = digest_of(statistics)
         kind = STATISTICS if statistics is None else CURVATURE
         return State(kind, identity, {index: Origin(0, 0, 0.0, 0.0)}, count)
+
+    def _backend_without_data(self: Any) -> ContrastiveBackend:
+        """A backend that says which fit this is, though no input has shown which layer is the last."""
+        if not self._backend_kwargs.get("last_layer") or self.model.last_layer is not None:
+            fitting.renew_backend(self)
+            return self.backend
+        options = {**self._backend_kwargs, "last_layer": False}
+        keys = {"dict_key_x": self.dict_key_x, "dict_key_y": self.dict_key_y}
+        backend = self._backend_cls(self.model.model, CONTRASTIVE, **keys, **options)
+        backend.last_layer, backend.sketches_inputs = True, self.sketches_inputs
+        return backend
 
     def _check_parts(self: Any) -> None:
         if not self.fits_in_parts:

@@ -21,6 +21,7 @@ __all__ = ["VERSION", "from_bytes", "load_state", "save_state", "to_bytes"]
 
 VERSION = 1
 _FORMAT = "contrastive_curvature.part"
+_KEY = "part"
 _HEADER = 8
 """Bytes in front of the header of a safetensors file: its length, little endian."""
 
@@ -80,8 +81,9 @@ def to_bytes(state: State) -> bytes:
         "contributions": None if found is None else found.plain(),
     }
     text = json.dumps(plain, sort_keys=True)
-    metadata = {"format": _FORMAT, "version": str(VERSION), "state": text, "checksum": _checksum(tensors, text)}
-    return save(tensors, metadata)
+    about = {"format": _FORMAT, "version": VERSION, "state": text, "checksum": _checksum(tensors, text)}
+    # One entry: safetensors writes several in any order, and equal states shall be equal files.
+    return save(tensors, {_KEY: json.dumps(about)})
 
 
 def from_bytes(content: bytes, name: str = "state") -> State:
@@ -97,18 +99,18 @@ def from_bytes(content: bytes, name: str = "state") -> State:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    metadata = _metadata(content, name)
-    if metadata.get("format") != _FORMAT:
+    about = _about(content, name)
+    if about.get("format") != _FORMAT:
         raise InputError(expected(name, "a state of a part of a data set", "a file of another kind"))
-    if metadata.get("version") != str(VERSION):
+    if about.get("version") != VERSION:
         hint = "It was written by another version of contrastive_curvature: use that one, or compute the part again."
-        raise InputError(expected(name, f"version {VERSION}", f"version {metadata.get('version')}", hint))
+        raise InputError(expected(name, f"version {VERSION}", f"version {about.get('version')}", hint))
     try:
         tensors = load(content)
-    except (SafetensorError, ValueError, KeyError) as error:
+    except (SafetensorError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise _damaged(name) from error
-    text = metadata.get("state", "")
-    if metadata.get("checksum") != _checksum(tensors, text):
+    text = about.get("state")
+    if not isinstance(text, str) or about.get("checksum") != _checksum(tensors, text):
         raise _damaged(name)
     try:
         return _state(json.loads(text), tensors)
@@ -145,12 +147,13 @@ def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): part for name, part in tensors.items() if name.startswith(prefix)}
 
 
-def _metadata(content: bytes, name: str) -> dict[str, str]:
+def _about(content: bytes, name: str) -> dict[str, Any]:
+    """What stands in the header besides the tensors; empty in a safetensors file of somebody else."""
     length = int.from_bytes(content[:_HEADER], "little")
     try:
-        header = json.loads(content[_HEADER : _HEADER + length])
-        return dict(header.get("__metadata__", {}))
-    except (ValueError, AttributeError, TypeError, MemoryError) as error:
+        metadata = json.loads(content[_HEADER : _HEADER + length]).get("__metadata__", {})
+        return dict(json.loads(metadata[_KEY])) if _KEY in metadata else {}
+    except (ValueError, AttributeError, TypeError, RecursionError, MemoryError) as error:
         raise _damaged(name) from error
 
 

@@ -25,9 +25,6 @@ STATISTICS, CURVATURE = "statistics", "curvature"
 PROBE = "probe"
 """Name of a few inputs that are kept of one part only, that with the smallest index."""
 
-_TOLERANCE = 1e-3
-"""Relative difference of sums over the outputs of a part in two passes; batches of other sizes round differently."""
-
 
 @dataclass(frozen=True)
 class Origin:
@@ -38,34 +35,35 @@ class Origin:
         targets: A sum over their targets that another target changes, modulo 2^64 as a signed number.
         along: Sum of their raw outputs along one direction.
         norm: Sum of the norms of their raw outputs.
+        bound: Sum of the numbers along it, each times a number that belongs to its target, so that targets of the same
+            points in another order change it.
         extremes: The lowest and the highest of these numbers, where outputs have been seen. Sums over many points
             hardly tell two random halves of a data set apart; the outermost points do.
+        rounding: Relative difference of the outputs of a point in batches of other sizes, at most.
     """
 
     n: int
     targets: int
     along: float
     norm: float
+    bound: float = 0.0
     extremes: tuple[float, ...] = ()
+    rounding: float = 1e-3
 
     def same(self, other: Origin) -> bool:
         """Whether both hold the same points, with the outputs of the same encoder up to rounding."""
         if (self.n, self.targets) != (other.n, other.targets):
             return False
-        near = _TOLERANCE * max(self.norm, other.norm)
-        return abs(self.norm - other.norm) <= near and abs(self.along - other.along) <= near
+        near = max(self.rounding, other.rounding) * max(self.norm, other.norm)
+        mine, theirs = (self.norm, self.along, self.bound), (other.norm, other.along, other.bound)
+        return all(abs(a - b) <= near for a, b in zip(mine, theirs, strict=True))
 
-    def same_points(self, other: Origin, tolerance: float = _TOLERANCE) -> bool:
-        """Whether both surely hold the same points; ``False`` where that is unknown.
-
-        Args:
-            other: Of another pass.
-            tolerance: Relative difference of an output of the same point.
-        """
+    def same_points(self, other: Origin) -> bool:
+        """Whether both surely hold the same points; ``False`` where that is unknown."""
         if not self.extremes or len(self.extremes) != len(other.extremes) or not self.same(other):
             return False
         # Numbers along a direction and norms take turns, and the former vary by about their size.
-        near = tolerance * max(abs(number) for number in self.extremes[::2])
+        near = 2 * max(self.rounding, other.rounding) * max(abs(number) for number in self.extremes[::2])
         return all(abs(a - b) <= near for a, b in zip(self.extremes, other.extremes, strict=True))
 
 

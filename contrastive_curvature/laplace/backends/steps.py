@@ -119,14 +119,15 @@ class PointSteps(Steps):
         wanted = self.fits.negative_samples
         return wanted if isinstance(wanted, int) and not sums_suffice(self.fits.loss) else self.chosen
 
-    def plan(self) -> Plan:
-        """What the first pass keeps."""
+    def plan(self, parts: int) -> Plan:
+        """What the first pass keeps, of data in so many parts."""
         fits = self.fits
         wanted = fits.negative_samples
         if fits.relation is not None or needs_points(fits.loss):
             return Plan()
         if sums_suffice(fits.loss):
-            return Plan(everything=False)
+            # Cross terms of very many classes are computed from the points, where they are in one part.
+            return Plan(everything=fits.loss.coupled and parts == 1)
         if not isinstance(wanted, int):
             return Plan()
         crosses = fits.loss.coupled and not fits.loss.pd_fix.attracting_only and self.structure is not Structure.KRON
@@ -145,7 +146,7 @@ class PointSteps(Steps):
             self.encoder,
             Share(loader, part[0]),
             self._reader(),
-            self.plan(),
+            self.plan(part[1]),
             fits.relation,
             self.progress,
             identity=identity,
@@ -196,7 +197,10 @@ class PointSteps(Steps):
 
     def finish(self, statistics: State, curvature: State) -> DatasetCurvature:
         """See :meth:`Steps.finish`."""
-        return finished_curvature(self.pullback, curvature, self.points(statistics), self.structure)
+        points = self.points(statistics)
+        for index, origin in curvature.origins.items():
+            points.check_origin(origin, index, "curvature")
+        return finished_curvature(self.pullback, curvature, points, self.structure)
 
     def check_adds_up(self) -> None:
         """See :meth:`Steps.check_adds_up`."""

@@ -1,0 +1,182 @@
+"""Fits whose data come in parts: what is fitted, of what, and how it is compared."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from laplace import Laplace
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+from contrastive_curvature.losses.logistic import LogisticLoss
+from contrastive_curvature.parts import State
+
+__all__ = [
+    "ALONE",
+    "CASES",
+    "N",
+    "Numbered",
+    "batches_of",
+    "close_states",
+    "encoder",
+    "fit_in_parts",
+    "make",
+    "points",
+    "posterior",
+    "same_posterior",
+]
+
+N = 12
+
+CASES: dict[str, dict[str, Any]] = {
+    "exact": {"margin": 0.9},
+    "no margin": {"margin": None, "normalization": "type"},
+    "sampled": {"margin": 0.9, "negative_samples": 7},
+    "sampled, all weights": {"margin": 1.2, "negative_samples": 7, "weights": "all"},
+    "positive": {"pd_fix": "positive", "margin": 0.9, "negative_samples": 7, "weights": "all"},
+    "coupled by class": {"pd_fix": "full", "margin": None, "structure": "full"},
+    "coupled by sample": {"pd_fix": "full", "margin": 0.9, "negative_samples": 7, "structure": "full"},
+    "kron": {"pd_fix": "psd", "margin": 0.9, "structure": "kron", "weights": "all"},
+    "kron sampled": {"pd_fix": "psd", "margin": 0.9, "structure": "kron", "negative_samples": 7},
+    "kron_lowrank": {"pd_fix": "psd", "margin": 0.9, "structure": "kron_lowrank", "negative_samples": 7},
+    "relation": {"relation": lambda a, b: (a[:, None] == b, (a[:, None] - b).abs() == 1), "margin": 0.9},
+    "logistic": {"loss": LogisticLoss(4.0, -1.0, pd_fix="psd_parts")},
+    "logistic sampled": {"loss": LogisticLoss(4.0, -1.0, pd_fix="psd_parts"), "negative_samples": 7},
+    "supcon sampled": {"loss": cc.SupConLoss(0.4), "candidates": "dataset", "negative_samples": 7},
+    "views sampled": {"loss": cc.InfoNCELoss(0.4), "candidates": "dataset", "negative_samples": 9, "views": True},
+    "mc samples": {"pd_fix": "psd", "margin": None, "structure": "kron", "mc_samples": 2, "weights": "all"},
+    "pairs of batches": {"margin": 0.9, "pairs": "batch", "structure": "full"},
+    "all pairs of batches": {"margin": 0.9, "pairs": "batch", "normalization": "sum"},
+    "anchors of batches": {"loss": cc.InfoNCELoss(0.4), "structure": "kron"},
+    "views of batches": {"loss": cc.SupConLoss(0.4), "views": True},
+}
+"""Options of the backend, and ``weights``, ``structure`` and ``views`` of the fit and the data."""
+
+ALONE = ("pairs of batches", "all pairs of batches", "anchors of batches", "views of batches", "mc samples")
+"""Fits whose curvature depends on which points share a batch, or on random numbers of a part."""
+
+
+class Numbered:
+    """Batches whose points have numbers."""
+
+    def __init__(self, batches: Sequence[Any], numbers: Tensor) -> None:
+        self.batches, self.numbers = batches, numbers
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+def encoder(device: str, seed: int = 1) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().to(device)
+
+
+def make(case: str, device: str, **more: Any) -> Any:
+    """A posterior of its own, around an encoder of its own."""
+    options = {**CASES[case], **more}
+    weights, structure = options.pop("weights", "last_layer"), options.pop("structure", "diag")
+    options.pop("views", None)
+    if "loss" in options:
+        options["loss"] = copy.deepcopy(options["loss"])
+    elif "negative_samples" not in options and "pairs" not in options:
+        options["negative_samples"] = None
+    elif "pairs" in options:
+        options.pop("negative_samples", None)
+    if "loss" in options and "candidates" not in options and isinstance(options["loss"], LogisticLoss):
+        options.setdefault("negative_samples", None)
+    return Laplace(encoder(device), "contrastive", weights, structure, backend_kwargs=options)
+
+
+def points(case: str, device: str, n: int = N, seed: int = 7) -> tuple[Tensor, ...]:
+    """Inputs and labels, or two views."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 4, generator=generator, dtype=torch.float64)
+    y = torch.arange(n) // 2 % 3
+    second = x + 0.3 * torch.randn(n, 4, generator=generator, dtype=torch.float64)
+    found = (x, second, y) if CASES[case].get("views") else (x, y)
+    return tuple(part.to(device) for part in found)
+
+
+def batches_of(case: str, device: str, sizes: Sequence[int], chosen: Tensor | None = None, seed: int = 7) -> Numbered:
+    """The points, or some of them, in batches of some sizes."""
+    given = points(case, device, seed=seed)
+    numbers = torch.arange(len(given[0])) if chosen is None else chosen
+    at = numbers.to(device)
+    batches = list(zip(*(part[at].split(list(sizes)) for part in given), strict=True))
+    if CASES[case].get("views") and CASES[case].get("candidates") == "dataset":
+        batches = [batch[:2] for batch in batches]
+    elif CASES[case].get("views"):
+        batches = [((a, b), y) for a, b, y in batches]
+    return Numbered(batches, numbers)
+
+
+def fit_in_parts(case: str, device: str, parts: Sequence[Any], **more: Any) -> tuple[Any, State, State]:
+    """A fit in which every step has objects of its own."""
+    count = len(parts)
+    first = [make(case, device, **more).part_statistics(part, (k, count)) for k, part in enumerate(parts)]
+    statistics = State.merged(first)
+    second = [make(case, device, **more).part_curvature(p, (k, count), statistics) for k, p in enumerate(parts)]
+    curvature = State.merged(second)
+    la = make(case, device, **more)
+    la.fit_parts(statistics, curvature)
+    return la, statistics, curvature
+
+
+def near(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    size = float(b.abs().max()) if b.numel() else 0.0
+    return a.shape == b.shape and a.dtype == b.dtype and bool(((a - b).abs() <= tolerance * size + 1e-300).all())
+
+
+def close_states(one: State, other: State, tolerance: float = 1e-12) -> bool:
+    """Whether both say the same, up to the rounding of sums."""
+    if (one.kind, one.identity, one.count) != (other.kind, other.identity, other.count):
+        return False
+    if dict(one.origins) != dict(other.origins) or one.sums.keys() != other.sums.keys():
+        return False
+    if not all(near(one.sums[name].double(), other.sums[name].double(), tolerance) for name in one.sums):
+        return False
+    if one.kept.keys() != other.kept.keys() or (one.classes is None) != (other.classes is None):
+        return False
+    for name in one.kept:
+        mine, theirs = one.kept[name].in_order(), other.kept[name].in_order()
+        if mine.size != theirs.size or not torch.equal(mine.numbers, theirs.numbers):
+            return False
+        if not all(torch.equal(mine.columns[column], theirs.columns[column]) for column in mine.columns):
+            return False
+    if one.classes is not None and other.classes is not None:
+        same = torch.equal(one.classes.labels, other.classes.labels)
+        return (
+            same
+            and torch.equal(one.classes.counts, other.classes.counts)
+            and near(one.classes.sums, other.classes.sums, tolerance)
+        )
+    return True
+
+
+def posterior(la: Any, device: str) -> dict[str, Tensor]:
+    """What a fit leaves, as tensors."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(5, 4, generator=generator, dtype=torch.float64).to(device)
+    la.prior_precision = 2.0
+    found = la(x)
+    out = {"mean": found.mean, "covariance": found.covariance, "uncertainty": found.uncertainty}
+    numbers = {"loss": la.loss, "cost": la.cost, "n": la.n_data, "norm": la.typical_norm, "error": la.curvature_error}
+    out |= {name: torch.tensor(-1.0 if part is None else float(part)).double() for name, part in numbers.items()}
+    if la.class_centres is not None:
+        out |= {"sums": la.class_centres.sums, "labels": la.class_centres.labels.double()}
+        out["typical"] = torch.tensor(la.class_centres.typical).double()
+    return out
+
+
+def same_posterior(la: Any, other: Any, device: str, tolerance: float = 1e-9) -> None:
+    mine, theirs = posterior(la, device), posterior(other, device)
+    assert mine.keys() == theirs.keys()
+    for name in mine:
+        size = max(float(theirs[name].abs().max()), 1e-300)
+        assert float((mine[name] - theirs[name]).abs().max()) <= tolerance * size, name

@@ -1,0 +1,428 @@
+"""States of parts merge in any order and grouping, and a fit in parts is the fit of the whole."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from laplace import Laplace
+from part_cases import (
+    ALONE,
+    CASES,
+    N,
+    Numbered,
+    batches_of,
+    close_states,
+    encoder,
+    fit_in_parts,
+    make,
+    points,
+    same_posterior,
+)
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import contrastive_curvature as cc
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
+from contrastive_curvature.parts import State
+from contrastive_curvature.parts.files import from_bytes, to_bytes
+
+pytestmark = [
+    pytest.mark.parametrize("device", DEVICES),
+    pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning"),
+    pytest.mark.filterwarnings("ignore::contrastive_curvature.laplace.feature_norm.FeatureNormWarning"),
+    # Of random networks, and few points.
+    pytest.mark.filterwarnings("ignore:The clamped curvature is zero everywhere"),
+]
+
+
+@st.composite
+def divisions(draw: st.DrawFn) -> list[tuple[list[int], list[int]]]:
+    """Points of every part, and the sizes of its batches: some parts are empty, and some have one point."""
+    order = draw(st.permutations(range(N)))
+    cuts = sorted(draw(st.lists(st.integers(0, N), min_size=1, max_size=5)))
+    found = []
+    for start, stop in zip([0, *cuts], [*cuts, N], strict=True):
+        size = draw(st.integers(1, 8))
+        n = stop - start
+        found.append((order[start:stop], [size] * (n // size) + ([n % size] if n % size else [])))
+    return found
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
+    """Batches that have two points of a class, and the part that each belongs to."""
+    order = draw(st.permutations(range(N)))
+    sizes = draw(st.sampled_from(([4, 4, 4], [8, 4], [5, 7], [12])))
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    groups = [order[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    return groups, [draw(st.integers(0, 3)) for _ in groups]
+
+
+def loader_of(case: str, device: str, chosen: list[int], sizes: list[int]) -> Any:
+    if not chosen:
+        return []
+    return batches_of(case, device, sizes, torch.tensor(chosen))
+
+
+def merged_in(states: list[State], order: list[int], pairs: list[int]) -> State:
+    """All states, put together two at a time: which two, the list says."""
+    left = [states[k] for k in order]
+    for pick in pairs:
+        if len(left) == 1:
+            break
+        first = left.pop(pick % len(left))
+        second = left.pop((pick // 7) % len(left))
+        left.append(first.merge(second))
+    return State.merged(left)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ALONE])
+@settings(max_examples=5)
+@given(drawn=divisions(), data=st.data())
+def test_a_fit_in_parts_is_that_of_the_whole(
+    case: str, drawn: list[tuple[list[int], list[int]]], data: st.DataObject, device: str
+) -> None:
+    parts = [loader_of(case, device, chosen, sizes) for chosen, sizes in drawn]
+    count = len(parts)
+    la = make(case, device)
+    first = [la.part_statistics(part, (k, count)) for k, part in enumerate(parts)]
+    order, pairs = data.draw(st.permutations(range(count))), data.draw(st.lists(st.integers(0, 99), max_size=6))
+    statistics = State.merged(first)
+    assert close_states(merged_in(first, order, pairs), statistics)
+    second = [la.part_curvature(part, (k, count), statistics) for k, part in enumerate(parts)]
+    curvature = State.merged(second)
+    assert close_states(merged_in(second, order, pairs), curvature)
+    la.fit_parts(statistics, curvature)
+    whole = make(case, device)
+    whole.fit(batches_of(case, device, [5, 5, 2]))
+    same_posterior(la, whole, device)
+
+
+@pytest.mark.parametrize("case", [case for case in ALONE if case != "mc samples"])
+@settings(max_examples=5)
+@given(drawn=batches(), data=st.data())
+def test_parts_of_whole_batches(
+    case: str, drawn: tuple[list[list[int]], list[int]], data: st.DataObject, device: str
+) -> None:
+    groups, owners = drawn
+    loaders: list[Any] = []
+    for part in range(4):
+        mine = [group for group, owner in zip(groups, owners, strict=True) if owner == part]
+        together = [k for group in mine for k in group]
+        loaders.append(loader_of(case, device, together, [len(group) for group in mine]))
+    order, pairs = data.draw(st.permutations(range(4))), data.draw(st.lists(st.integers(0, 99), max_size=4))
+    la = make(case, device)
+    statistics = State.merged([la.part_statistics(part, (k, 4)) for k, part in enumerate(loaders)])
+    second = [la.part_curvature(part, (k, 4), statistics) for k, part in enumerate(loaders)]
+    curvature = State.merged(second)
+    assert close_states(merged_in(second, order, pairs), curvature)
+    la.fit_parts(statistics, curvature)
+    whole = make(case, device)
+    every = [k for group in groups for k in group]
+    whole.fit(loader_of(case, device, every, [len(group) for group in groups]))
+    same_posterior(la, whole, device)
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_every_step_may_run_in_a_process_of_its_own(case: str, device: str) -> None:
+    parts = [batches_of(case, device, [3, 1], torch.arange(4) + 4 * k) for k in range(3)]
+    la, statistics, curvature = fit_in_parts(case, device, parts)
+    again = make(case, device)
+    read = [from_bytes(to_bytes(state)).to(torch.device(device)) for state in (statistics, curvature)]
+    again.fit_parts(*read)
+    same_posterior(again, la, device, 0.0)
+    if case == "mc samples":
+        return
+    whole = make(case, device)
+    whole.fit(batches_of(case, device, [3, 1] * 3))
+    same_posterior(la, whole, device)
+
+
+@pytest.mark.parametrize("case", ["sampled", "kron_lowrank", "exact"])
+def test_p_values_are_those_of_the_whole(case: str, device: str) -> None:
+    parts = [batches_of(case, device, [4], torch.arange(4) + 4 * k) for k in range(3)]
+    la, _, _ = fit_in_parts(case, device, parts)
+    whole = make(case, device)
+    whole.fit(batches_of(case, device, [4] * 3))
+    known = DataLoader(TensorDataset(*points(case, device, 40, seed=9)), batch_size=16)
+    for one in (la, whole):
+        one.calibrate(known)
+    x = points(case, device, 30, seed=11)[0]
+    assert torch.allclose(la(x).p_value, whole(x).p_value, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_a_part_that_was_lost_is_computed_again_to_the_bit(case: str, device: str) -> None:
+    parts = [batches_of(case, device, [3, 1], torch.arange(4) + 4 * k) for k in range(3)]
+    first = [make(case, device).part_statistics(part, (k, 3)) for k, part in enumerate(parts)]
+    assert to_bytes(make(case, device).part_statistics(parts[1], (1, 3))) == to_bytes(first[1])
+    statistics = State.merged(first)
+    second = [make(case, device).part_curvature(part, (k, 3), statistics) for k, part in enumerate(parts)]
+    backwards = State.merged(reversed(first))
+    assert to_bytes(make(case, device).part_curvature(parts[2], (2, 3), backwards)) == to_bytes(second[2])
+
+
+def test_shards_of_saved_features_are_parts(device: str, tmp_path: Path) -> None:
+    model = encoder(device)
+    x, y = points("sampled", device)
+    folder = cc.features(model, DataLoader(TensorDataset(x, y), batch_size=5), tmp_path / "f", dtype="float64")
+    la = make("sampled", device)
+    shards = [folder.shard(k, 5) for k in range(5)]
+    first = State.merged([la.part_statistics(shard, (k, 5)) for k, shard in enumerate(shards)])
+    second = [la.part_curvature(shard, (k, 5), first) for k, shard in enumerate(shards)]
+    la.fit_parts(first, State.merged(second))
+    whole = make("sampled", device)
+    whole.fit(folder)
+    same_posterior(la, whole, device)
+    # More shards than points.
+    many = [folder.shard(k, 25) for k in range(25)]
+    first = State.merged([la.part_statistics(shard, (k, 25)) for k, shard in enumerate(many)])
+    la.fit_parts(first, State.merged([la.part_curvature(shard, (k, 25), first) for k, shard in enumerate(many)]))
+    same_posterior(la, whole, device)
+
+
+def test_shuffled_views_of_a_data_set_keep_their_numbers(device: str) -> None:
+    x, second, _ = points("views sampled", device)
+    shuffled = DataLoader(TensorDataset(x, second), batch_size=5, shuffle=True)
+    la = make("views sampled", device)
+    statistics = la.part_statistics(shuffled, (0, 1))
+    la.fit_parts(statistics, la.part_curvature(shuffled, (0, 1), statistics))
+    whole = make("views sampled", device)
+    whole.fit(shuffled)
+    assert la.class_centres is whole.class_centres is None
+    same_posterior(la, whole, device)
+
+
+def test_tokens_of_any_length_are_parts(device: str) -> None:
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.last = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.table(x).mean(1))
+
+    torch.manual_seed(0)
+    model = Tokens().double().to(device)
+    generator = torch.Generator().manual_seed(0)
+    parts: list[Any] = []
+    for k in range(3):
+        x = torch.randint(0, 9, (6, 3 + k), generator=generator).to(device)
+        parts.append([(x, torch.arange(6, device=device) % 2)])
+
+    def posterior(**options: Any) -> Any:
+        return Laplace(model, "contrastive", "all", "full", backend_kwargs={"margin": 0.9, **options})
+
+    la, whole = posterior(negative_samples=5), posterior(negative_samples=5)
+    first = State.merged([la.part_statistics(part, (k, 3)) for k, part in enumerate(parts)])
+    la.fit_parts(first, State.merged([la.part_curvature(part, (k, 3), first) for k, part in enumerate(parts)]))
+    numbers = torch.cat([2**40 * k + torch.arange(6) for k in range(3)])
+    whole.fit(Numbered([part[0] for part in parts], numbers))
+    assert torch.allclose(la.H, whole.H, rtol=1e-10, atol=1e-10 * float(whole.H.abs().max()))
+    # Cross terms keep the inputs of the sample.
+    coupled = posterior(negative_samples=18, pd_fix="full")
+    with pytest.raises(InputError, match=r"loader: input: expected one shape for every point, \(3,\)"):
+        coupled.fit(Numbered([part[0] for part in parts], numbers))
+
+
+def test_a_point_that_dominates_is_named_with_its_part(device: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 4, generator=generator, dtype=torch.float64)
+    x[33] *= 1e4
+    y = torch.arange(40) % 4
+    la = make("kron sampled", device)
+    # Inputs of the last layer as large as those of the encoder.
+    la.model.model[1] = nn.Identity()
+    parts = [[(x[20 * k : 20 * k + 20].to(device), y[20 * k : 20 * k + 20].to(device))] for k in range(2)]
+    first = State.merged([la.part_statistics(part, (k, 2)) for k, part in enumerate(parts)])
+    second = [la.part_curvature(part, (k, 2), first) for k, part in enumerate(parts)]
+    with pytest.warns(UserWarning, match=r"point 13 of part 1 \(row 13 of batch 0\)"):
+        la.fit_parts(first, State.merged(second))
+
+
+def states(case: str, device: str, count: int = 2, **more: Any) -> tuple[Any, list[Any], list[State], list[State]]:
+    """A posterior, the loaders of its parts, and their states."""
+    n = N // count
+    parts = [batches_of(case, device, [n], torch.arange(n) + n * k) for k in range(count)]
+    la = make(case, device, **more)
+    first = [la.part_statistics(part, (k, count)) for k, part in enumerate(parts)]
+    whole = State.merged(first)
+    return la, parts, first, [la.part_curvature(part, (k, count), whole) for k, part in enumerate(parts)]
+
+
+def test_states_that_do_not_belong_together_are_refused(device: str) -> None:
+    la, parts, first, second = states("sampled", device)
+    whole = State.merged(first)
+    with pytest.raises(InputError, match="states: expected all of one kind, 'statistics', got 'curvature'"):
+        first[0].merge(second[1])
+    with pytest.raises(InputError, match="states: expected every part once, got part 0 twice"):
+        whole.merge(first[0])
+    with pytest.raises(InputError, match="states: expected parts of 2, got parts of 3"):
+        first[0].merge(la.part_statistics(parts[1], (1, 3)))
+    other = make("sampled", device)
+    with torch.no_grad():
+        other.model.model[0].weight[0, 0] += 1e-12
+    with pytest.raises(InputError, match=r"states: encoder: expected .* in all parts"):
+        first[0].merge(other.part_statistics(parts[1], (1, 2)))
+    for more, name in (
+        ({"margin": 0.8}, "loss"),
+        ({"negative_samples": 8}, "options"),
+        ({"structure": "full"}, "structure"),
+        ({"weights": "all"}, "weights"),
+        ({"pd_fix": "psd"}, "loss"),
+    ):
+        changed = make("sampled", device, **more)
+        with pytest.raises(InputError, match=f"states: {name}: expected .* in all parts"):
+            first[0].merge(changed.part_statistics(parts[1], (1, 2)))
+        with pytest.raises(InputError, match=f"statistics: {name}: expected"):
+            changed.part_curvature(parts[1], (1, 2), whole)
+        with pytest.raises(InputError, match=f"statistics: {name}: expected"):
+            changed.fit_parts(whole, State.merged(second))
+        assert changed.n_data == 0
+    # Both passes over part 0, once with another part 1.
+    x, y = parts[1].batches[0]
+    alien = State.merged([first[0], la.part_statistics(Numbered([(x, y // 2)], parts[1].numbers), (1, 2))])
+    foreign = la.part_curvature(parts[0], (0, 2), alien)
+    with pytest.raises(InputError, match="states: statistics: expected"):
+        second[1].merge(foreign)
+    # The same targets with other inputs.
+    moved = [Numbered([(part.batches[0][0].flip(0), part.batches[0][1])], part.numbers) for part in parts]
+    elsewhere = State.merged([la.part_statistics(part, (k, 2)) for k, part in enumerate(moved)])
+    with pytest.raises(InputError, match="curvature: expected the points of part 0 of the statistics"):
+        la.fit_parts(elsewhere, State.merged(second))
+
+
+def test_a_missing_part_is_refused_by_its_number(device: str) -> None:
+    la, parts, first, second = states("sampled", device, 3)
+    some = State.merged([first[0], first[2]])
+    assert some.missing == [1]
+    message = re.escape("statistics: expected all 3 parts, got none of [1]")
+    with pytest.raises(InputError, match=message):
+        la.part_curvature(parts[0], (0, 3), some)
+    with pytest.raises(InputError, match=message):
+        la.fit_parts(some, State.merged(second))
+    with pytest.raises(InputError, match=re.escape("curvature: expected all 3 parts, got none of [0, 1]")):
+        la.fit_parts(State.merged(first), second[2])
+    with pytest.raises(InputError, match="curvature: expected a state of kind 'curvature', got 'statistics'"):
+        la.fit_parts(State.merged(first), State.merged(first))
+    with pytest.raises(InputError, match="statistics: expected a state of kind 'statistics', got 'curvature'"):
+        la.part_curvature(parts[0], (0, 3), State.merged(second))
+    with pytest.raises(InputTypeError, match="statistics: expected a merged State, got a list"):
+        la.part_curvature(parts[0], (0, 3), first)
+
+
+@pytest.mark.parametrize("case", ["sampled", "exact", "logistic", "no margin", "supcon sampled"])
+@pytest.mark.parametrize("kind", ["points", "targets", "fewer", "outputs"])
+def test_other_points_in_the_second_pass_are_refused(case: str, kind: str, device: str) -> None:
+    la, parts, first, _ = states(case, device)
+    whole = State.merged(first)
+    (x, y), numbers = parts[1].batches[0], parts[1].numbers
+    fresh = torch.randn(x.shape, generator=torch.Generator().manual_seed(5), dtype=x.dtype).to(device)
+    batch = {
+        "points": (fresh, y),
+        "targets": (x, (y + 1) % 3),
+        "fewer": (x[:-1], y[:-1]),
+        "outputs": (1.5 * x, y),
+    }[kind]
+    with pytest.raises(InputError, match="loader: expected the points of part 1 of the statistics"):
+        la.part_curvature(Numbered([batch], numbers[: len(batch[0])]), (1, 2), whole)
+    # Another part's.
+    with pytest.raises(InputError, match="loader: expected the points of part 1 of the statistics"):
+        la.part_curvature(parts[0], (1, 2), whole)
+
+
+def test_a_point_in_two_parts_is_refused(device: str) -> None:
+    for case in ("sampled", "exact", "supcon sampled"):
+        part = batches_of(case, device, [6], torch.arange(6))
+        la = make(case, device)
+        whole = State.merged([la.part_statistics(part, (k, 2)) for k in range(2)])
+        with pytest.raises(InputError, match=r"statistics: expected every point in one part, got point \d twice"):
+            la.part_curvature(part, (0, 2), whole)
+
+
+@pytest.mark.parametrize("part", [3, (0,), (0, 1, 2), (0.0, 2), (True, 2), "01", None, (2, 2), (-1, 2), (0, 0)])
+def test_malformed_parts_are_refused(part: Any, device: str) -> None:
+    la = make("sampled", device)
+    with pytest.raises(InputError, match="part: expected"):
+        la.part_statistics(batches_of("sampled", device, [12]), part)
+
+
+def test_malformed_states_are_refused(device: str) -> None:
+    la, parts, first, _ = states("sampled", device)
+    for wrong in ([], iter(())):
+        with pytest.raises(InputError, match="states: expected at least one"):
+            State.merged(wrong)
+    for wrong in (first[0], 5, None):
+        with pytest.raises(InputTypeError, match="states: expected several states, as a list"):
+            State.merged(wrong)  # type: ignore[arg-type]
+    with pytest.raises(InputTypeError, match="states: expected states of parts of a data set, got a str"):
+        State.merged([first[0], "file"])  # type: ignore[list-item]
+    with pytest.raises(InputError, match="part: expected one of 2 parts"):
+        la.part_curvature(parts[0], (0, 3), State.merged(first))
+    with pytest.raises(InputTypeError, match="progress_bar"):
+        la.part_statistics(parts[0], (0, 2), "yes")
+
+
+def test_data_without_any_point_are_refused(device: str) -> None:
+    for case in ("sampled", "pairs of batches", "anchors of batches"):
+        la = make(case, device)
+        first = State.merged([la.part_statistics([], (k, 2)) for k in range(2)])
+        second = State.merged([la.part_curvature([], (k, 2), first) for k in range(2)])
+        with pytest.raises(InputError, match="statistics: expected at least one point"):
+            la.fit_parts(first, second)
+        assert la.n_data == 0
+
+
+class Unread:
+    """A loader of which only the first batch may be read."""
+
+    def __init__(self, device: str) -> None:
+        self.batch = batches_of("exact", device, [12]).batches[0]
+
+    def __iter__(self) -> Any:
+        yield self.batch
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"negative_samples": "auto"}, "negative_samples in parts: how long all pairs take"),
+        ({"pd_fix": "full", "negative_samples": None}, "pd_fix='full': every point is coupled"),
+        ({"loss": cc.SupConLoss(), "candidates": "dataset"}, "candidates='dataset' in parts"),
+        (
+            {"pairs": "batch", "normalization": "sum", "relation": lambda a, b: (a[:, None] == b, a[:, None] != b)},
+            "normalization='sum' with relation",
+        ),
+    ],
+)
+def test_fits_that_do_not_come_in_parts_are_refused_at_once(options: dict[str, Any], message: str, device: str) -> None:
+    la = Laplace(encoder(device), "contrastive", "last_layer", "diag", backend_kwargs=options)
+    with pytest.raises(UnsupportedError, match=re.escape(message)):
+        la.part_statistics(Unread(device), (0, 2))
+
+
+@pytest.mark.parametrize("structure", ["lowrank", "gp"])
+def test_structures_that_do_not_add_up_are_refused_at_once(structure: str, device: str) -> None:
+    host = {"n_subset": 5} if structure == "gp" else {}
+    la = Laplace(encoder(device), "contrastive", "all", structure, backend_kwargs={"pd_fix": "psd"}, **host)
+    for call in (la.part_statistics, lambda *a: la.part_curvature(*a, State("statistics", {}, {}, 0))):
+        with pytest.raises(UnsupportedError, match="does not add up over parts of the data"):
+            call(Unread(device), (0, 1))
+
+
+def test_a_refused_fit_leaves_the_last_one(device: str) -> None:
+    la, _, first, second = states("sampled", device)
+    la.fit_parts(State.merged(first), State.merged(second))
+    before = la.H.clone()
+    with pytest.raises(InputError):
+        la.fit_parts(State.merged(first), second[0])
+    assert torch.equal(la.H, before)
+    assert la.n_data == N
