@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.parts.class_table import ClassTable
 from contrastive_curvature.parts.contributions import Contributions
 from contrastive_curvature.parts.rows import Rows
@@ -35,10 +35,12 @@ def save_state(state: State, path: Path | str) -> None:
 
     Raises:
         InputError: The path is no regular file in a folder that exists.
+        InputTypeError: It is no path.
         OSError: The file cannot be written.
     """
     from contrastive_curvature.online.atomic import write_whole
 
+    path = _checked(path)
     content = to_bytes(state)
 
     def write(file: BinaryIO) -> None:
@@ -51,13 +53,20 @@ def load_state(path: Path | str) -> State:
     """Read what :func:`save_state` wrote. Nothing in the file is executed.
 
     Raises:
-        InputError: There is no such file, or it is something else, damaged, or of a newer version.
+        InputError: There is no such file, or it is something else, damaged, or of another version.
+        InputTypeError: It is no path.
     """
     try:
-        content = Path(path).read_bytes()
+        content = _checked(path).read_bytes()
     except OSError as error:
         raise InputError(expected(str(path), "a file that can be read", error.strerror or str(error))) from error
     return from_bytes(content, str(path))
+
+
+def _checked(path: object) -> Path:
+    if not isinstance(path, (str, Path)):
+        raise InputTypeError(expected("path", "a path of a file", f"a {type(path).__name__}"))
+    return Path(path)
 
 
 def to_bytes(state: State) -> bytes:
