@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.class_centres import MOST_NUMBERS, ClassCentres
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.ggn.class_sums import ClassSums
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
@@ -90,6 +90,7 @@ def in_all_processes(la: Any, *, override: bool) -> Iterator[None]:
 
     Raises:
         InputError: The processes have different posteriors.
+        UnsupportedError: The encoder exchanges something in its forward pass.
         ProcessError: Another process has failed, or gone.
     """
     exchange = _exchange_of(la)
@@ -97,9 +98,30 @@ def in_all_processes(la: Any, *, override: bool) -> Iterator[None]:
         yield
         return
     with unchanged_on_error(la), exchange.together():
+        _check_unwrapped(la.model)
         earlier = "replaced" if override or not la.n_data else f"{la.n_data} points with loss {float(la.loss)!r}"
         check_agreed(exchange, {"posterior": type(la).__name__, "earlier fit": earlier})
         yield
+
+
+def _check_unwrapped(model: nn.Module) -> None:
+    """Refuse wrappers that exchange buffers or parameters at every forward pass: shares may differ in length.
+
+    Raises:
+        UnsupportedError: There is such a wrapper.
+    """
+    for module in model.modules():
+        name = type(module).__name__
+        if name in _WRAPPERS and type(module).__module__.startswith("torch."):
+            msg = (
+                f"model: {name} exchanges buffers or parameters at every forward pass, and the processes of a fit may "
+                "have different numbers of batches, so that they would wait for each other. Pass the encoder inside, "
+                "which for DistributedDataParallel is its .module."
+            )
+            raise UnsupportedError(msg)
+
+
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 
 
 def _exchange_of(la: Any) -> Exchange:

@@ -27,7 +27,7 @@ _FAILED = -1
 _WAIT_QUIETLY = 30.0
 """Seconds after which a process says that it is waiting."""
 
-_LONGEST_SLEEP = 0.02
+_LONGEST_SLEEP = 0.01
 
 
 class Exchange(ABC):

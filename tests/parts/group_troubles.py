@@ -11,7 +11,8 @@ from unittest import mock
 
 import torch
 from group_cases import BATCH, batches, data, made, parts, share
-from torch import distributed
+from laplace import Laplace
+from torch import distributed, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import contrastive_curvature as cc
@@ -105,6 +106,8 @@ def refusals(rank: int, world: int, device: str) -> Iterator[tuple[str, str]]:
     yield "nothing", attempt(lambda: ordinary(device).fit([]))
     yield "only one flag", attempt(lambda: ordinary(device).fit(mine, override=3 if last else True))
     yield "cross terms", attempt(lambda: ordinary(device, pd_fix="full").fit(mine))
+    wrapped = nn.parallel.DistributedDataParallel(ordinary(device).model.model)
+    yield "wrapped", attempt(lambda: Laplace(wrapped, "contrastive").fit(mine))
     supcon = {"loss": cc.SupConLoss(), "candidates": "dataset"}
     yield "all candidates", attempt(lambda: ordinary(device, **supcon).fit(mine))
     if world > 2:
@@ -142,8 +145,6 @@ def alone(rank: int, world: int, device: str) -> Iterator[tuple[str, str]]:
 
 
 def made_towers(encoder: Any) -> Any:
-    from laplace import Laplace
-
     both = cc.TwoTowers(encoder, encoder)
     return Laplace(both, "contrastive", "last_layer", "diag", backend_kwargs={"loss": cc.InfoNCELoss(0.5)})
 
