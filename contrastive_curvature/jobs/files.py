@@ -112,7 +112,8 @@ def open_table(path: Paths) -> Table:
 
 def _listed(path: Any) -> list[Path]:
     if isinstance(path, (str, os.PathLike)):
-        one = Path(path)
+        # Absolute, as processes elsewhere have other working directories.
+        one = Path(path).absolute()
         if not one.is_dir():
             return [one]
         # What begins with a dot or an underscore is no data for other tools either.
@@ -124,7 +125,7 @@ def _listed(path: Any) -> list[Path]:
         raise InputTypeError(expected("source", "a path or a list of paths", f"a {type(path).__name__}"))
     if len(set(map(Path, path))) < len(path) or not path:
         raise InputError(expected("source", "different files, at least one", f"{len(path)} names"))
-    return list(map(Path, path))
+    return [Path(part).absolute() for part in path]
 
 
 def _nearest(ascending: list[int], wanted: int) -> int:

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.online.atomic import write_whole
@@ -36,7 +36,7 @@ def open_folder(argument: str, path: object, job: Mapping[str, Any]) -> Path:
     """
     if not isinstance(path, (str, os.PathLike)) or isinstance(os.fspath(path), bytes):
         raise InputTypeError(expected(argument, "the name of a folder", f"a {type(path).__name__}"))
-    folder, plain = Path(path), {"format": _FORMAT, "version": _VERSION, **job}
+    folder, plain = Path(path).absolute(), {"format": _FORMAT, "version": _VERSION, **job}
     try:
         folder.mkdir(exist_ok=True)
     except FileNotFoundError:
@@ -55,8 +55,12 @@ def open_folder(argument: str, path: object, job: Mapping[str, Any]) -> Path:
     if strange:
         received = f"{folder}, which has {strange[0]!r} in it and no {MANIFEST}"
         raise InputError(expected(argument, "a new or an empty folder, or one of this job", received))
-    text = json.dumps(plain, indent=1, sort_keys=True) + "\n"
-    write_whole(file, lambda opened: opened.write(text.encode()) and None)
+    content = (json.dumps(plain, indent=1, sort_keys=True) + "\n").encode()
+
+    def write(opened: BinaryIO) -> None:
+        opened.write(content)
+
+    write_whole(file, write)
     return folder
 
 

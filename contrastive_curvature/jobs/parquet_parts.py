@@ -47,7 +47,8 @@ class ParquetParts:
 
     Attributes:
         rows: Number of all rows.
-        fingerprint: A text that other files, rows or columns change.
+        fingerprint: A text that other files, rows or columns change: names, sizes and footers of the files, which have
+            the least and the largest value of every column and row group. It does not see a change between these.
 
     Raises:
         InputError: No such file or column, other columns in another file, no row, or more parts than rows.

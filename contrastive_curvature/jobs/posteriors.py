@@ -71,9 +71,10 @@ def posterior_digest(la: Any) -> str:
 def _update(digest: Any, value: Any) -> None:
     if isinstance(value, Tensor):
         part = value.detach().cpu().contiguous()
+        content: Any = part.flatten().view(torch.uint8).numpy()
         # A saved and loaded number may come back as a tensor of one number.
         digest.update(f"{part.dtype} {part.numel()}".encode())
-        digest.update(memoryview(part.flatten().view(torch.uint8).numpy()))
+        digest.update(memoryview(content))
     elif isinstance(value, Mapping):
         for name in value:
             digest.update(str(name).encode())

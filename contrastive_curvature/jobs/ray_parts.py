@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,10 +127,13 @@ def run_parts(
         ProcessError: A process has died too often.
         Exception: What a part raised, as it is, with a note that names the part.
     """
-    for part, error in Progress(progress_bar).over(_Done(ray, prepare, parts, resources, name), f"[{name}]"):
-        if error is not None:
-            raise error
-        _log.info("%s of part %d is done", name, part)
+    over: Any = Progress(progress_bar).over(_Done(ray, prepare, parts, resources, name), f"[{name}]")
+    # Closed at once after an error, or the rest of the parts would go on.
+    with closing(over) as done:
+        for part, error in done:
+            if error is not None:
+                raise error
+            _log.info("%s of part %d is done", name, part)
 
 
 @dataclass(frozen=True)

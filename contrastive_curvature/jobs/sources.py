@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
@@ -94,7 +95,7 @@ def parts_of(
         return source
     is_path = isinstance(source, (str, os.PathLike))
     if is_path and (Path(source) / HEADER).is_file():
-        source = FeatureFolder(source, batch_size or 4096)
+        source = FeatureFolder(Path(source).absolute(), 4096 if batch_size is None else batch_size)
     elif isinstance(source, FeatureFolder) and batch_size is not None:
         _refuse({"batch_size": batch_size}, "a FeatureFolder, which has its own")
     if isinstance(source, FeatureFolder):
@@ -103,6 +104,9 @@ def parts_of(
         count = default_parts(n) if parts is None else check_count("parts", parts)
         if count > n:
             raise InputError(expected("parts", f"at most {n:,}, the number of points", count))
+        # Absolute, as processes elsewhere have other working directories.
+        source = copy.copy(source)
+        source.path = source.path.absolute()
         return FolderParts(source, count)
     if not is_path and not isinstance(source, (list, tuple)):
         wanted = "Parquet files, a ParquetParts, or a feature folder"

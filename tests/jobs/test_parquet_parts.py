@@ -123,6 +123,21 @@ def test_feature_folders_come_in_parts(device: str, tmp_path: Path) -> None:
     assert parts_of(other, parts=4).fingerprint != parts.fingerprint
 
 
+def test_relative_paths_hold_in_other_working_directories(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = data()
+    write(tmp_path / "d", x, y)
+    cc.features(posterior(device).model.model, [(x, y)], tmp_path / "f")
+    monkeypatch.chdir(tmp_path)
+    given = [cc.jobs.ParquetParts("d", 2), parts_of(cc.FeatureFolder("f"), 2), parts_of("f", 2)]
+    states = cc.jobs.StateFolder("s", 2)
+    monkeypatch.chdir("/")
+    for found in given:
+        assert sum(len(targets) for part in found for _, targets in part) == POINTS
+    states.save(posterior(device).part_statistics(given[0][0], (0, 2)))
+
+
 def test_half_precision_is_lifted(device: str, tmp_path: Path) -> None:
     del device
     x, y = data()
