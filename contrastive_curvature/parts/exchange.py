@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -114,7 +115,7 @@ class ProcessGroup(Exchange):
             content = make()
             lengths = self._lengths(len(content))
             mine = torch.zeros(max(1, *lengths), dtype=torch.uint8, device=self._device)
-            mine[: len(content)] = self._tensor(content)
+            _fill(mine[: len(content)], content)
             found = [torch.empty_like(mine) for _ in lengths]
             # That there was memory for it everywhere.
             self._lengths(0)
@@ -133,14 +134,14 @@ class ProcessGroup(Exchange):
                     part = buffer[:length]
                     try:
                         if source == self.rank:
-                            part.copy_(self._tensor(content))
+                            _fill(part, content)
                     except BaseException as error:
                         failure = failure or error
                     if length:
                         self._wait(dist.broadcast, part, source)
                     try:
                         if failure is None:
-                            take(_bytes(part))
+                            take(content if source == self.rank else _bytes(part))
                     except BaseException as error:
                         # The others go on with the rest, and wait for this process there.
                         failure = error
@@ -235,11 +236,6 @@ class ProcessGroup(Exchange):
             self._over = self._lost = True
             raise
 
-    def _tensor(self, content: bytes) -> Tensor:
-        if not content:
-            return torch.zeros(0, dtype=torch.uint8, device=self._device)
-        return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self._device)
-
 
 _running: ContextVar[Exchange | None] = ContextVar("contrastive_curvature_exchange", default=None)
 """The exchange of a fit that is under way."""
@@ -287,6 +283,15 @@ def _exchange_device(config: str) -> torch.device:
         return torch.device("cpu")
     kind = next(iter(backends))
     return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _fill(part: Tensor, content: bytes) -> None:
+    found = np.frombuffer(content, dtype=np.uint8)
+    if part.device.type == "cpu":
+        part.numpy()[:] = found
+    else:
+        # torch wants memory that it could write to.
+        part.copy_(torch.from_numpy(found.copy()))
 
 
 def _bytes(part: Tensor) -> bytes:
