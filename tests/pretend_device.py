@@ -1,7 +1,7 @@
 """A device that computes on the CPU and refuses what a GPU would refuse: tensors of two devices in one operation.
 
-On a machine without a GPU, ``PRETEND_DEVICE=1 PYTHONPATH=tests pytest -p devices ...`` runs tests on it, slowly. What it
-cannot do: generators of its own, torch.compile, and whatever reads a tensor's memory without moving it to the CPU.
+On a machine without a GPU, ``PRETEND_DEVICE=1 PYTHONPATH=tests pytest -p devices ...`` runs tests on it, slowly. What
+it cannot do: generators of its own, torch.compile, and whatever reads a tensor's memory without moving it first.
 """
 
 from __future__ import annotations
