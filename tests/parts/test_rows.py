@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from contrastive_curvature.errors import InputError
+from contrastive_curvature.ggn.feature_sample import FeatureSample
 from contrastive_curvature.parts import RowCollector, Rows
 from contrastive_curvature.parts.rows import point_keys
 
@@ -146,3 +147,28 @@ def test_nothing_merges_with_everything(device: str) -> None:
     empty = RowCollector(0)
     empty.add(torch.arange(4), {"value": torch.zeros(4, device=device)})
     assert len(empty.rows()) == 0
+
+
+@given(
+    n=st.integers(1, 60), cuts=st.lists(st.integers(0, 60), max_size=4), room=st.integers(1, 20), known=st.booleans()
+)
+def test_features_of_many_parts_take_no_more_room_than_those_of_one(
+    n: int, cuts: list[int], room: int, known: bool, device: str
+) -> None:
+    numbers, features = torch.arange(n), torch.randn(n, 3, dtype=torch.float64).to(device)
+
+    def sample(places: torch.Tensor) -> FeatureSample:
+        made = FeatureSample(3)
+        made.size = room
+        made.add(features[places.to(device)], numbers[places] if known else None)
+        return made
+
+    kept = [sample(part).kept() for part in numbers.tensor_split(sorted(min(cut, n) for cut in cuts)) if len(part)]
+    merged = kept[0]
+    for other in kept[1:]:
+        merged = other.merged(merged)
+    assert len(merged) == min(n, room)
+    if known:
+        wanted = sample(numbers).kept().in_order()
+        assert torch.equal(merged.in_order().numbers, wanted.numbers)
+        assert torch.equal(merged.in_order().columns["rows"], wanted.columns["rows"])
