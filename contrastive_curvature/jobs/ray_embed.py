@@ -60,7 +60,8 @@ def embed_on_ray(
 
     Raises:
         NotFittedError: Before ``fit``, or the calibration is of another posterior.
-        InputError: An argument, a file or a batch is malformed; or the folder has something else in it.
+        InputError: An argument, a file or a batch is malformed; this machine has no room for a process; or the folder
+            has something else in it.
         UnsupportedError: ray or pyarrow is not installed.
         ProcessError: A process has died too often. What is done is kept.
     """
@@ -73,7 +74,7 @@ def embed_on_ray(
     left = folder.missing()
     if left:
         with runtime:
-            ray = runtime.start()
+            ray = runtime.start(resources)
             prepare = ray.put(_Prepare(folder, Stored(ray.put(posterior))))
             run_parts(ray, prepare, left, resources, "embeddings", progress_bar)
     return folder

@@ -63,8 +63,8 @@ def fit_on_ray(
         The fitted posterior: the given one, or the one that the function has made.
 
     Raises:
-        InputError: An argument, a file or a batch is malformed; or the folder has states of another encoder, other
-            options, other data or another number of parts.
+        InputError: An argument, a file or a batch is malformed; this machine has no room for a process; or the folder
+            has states of another encoder, other options, other data or another number of parts.
         UnsupportedError: The posterior has no fit in parts, or ray or pyarrow is not installed.
         ProcessError: A process has died too often. What is done is kept.
     """
@@ -82,7 +82,7 @@ def fit_on_ray(
 
         def run(kind: str, todo: Sequence[int], statistics: State | None) -> State:
             if todo:
-                ray = runtime.start()
+                ray = runtime.start(resources)
                 known = None if statistics is None else ray.put(statistics)
                 prepare = ray.put(_Prepare(data, states, Stored(ray.put(posterior)), Stored(known)))
                 run_parts(ray, prepare, todo, resources, kind, progress_bar)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
@@ -54,18 +55,40 @@ class Resources:
         if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
             raise InputError(expected("max_retries", "a whole number >= 0", retries))
 
+    def room(self, free: dict[str, float]) -> int:
+        """How many processes fit into free cores and GPUs."""
+        room = [free.get("CPU", 0.0) / self.num_cpus]
+        room += [free.get("GPU", 0.0) / self.num_gpus] if self.num_gpus else []
+        return int(min(room))
+
     def bounds(self, parts: int, free: dict[str, float]) -> tuple[int, int]:
         """Fewest and most processes for a number of parts, with what Ray has free now."""
         if self.workers is not None:
             return min(parts, self.workers), min(parts, self.workers)
-        room = [free.get("CPU", 0.0) / self.num_cpus]
-        room += [free.get("GPU", 0.0) / self.num_gpus] if self.num_gpus else []
         # A cluster that grows may have no room yet.
-        return max(1, min(parts, *map(int, room))), parts
+        return max(1, min(parts, self.room(free))), parts
+
+    def check_room(self, whole: dict[str, float], *, grows: bool) -> None:
+        """Refuse what no machine has, for which Ray would wait without end.
+
+        Args:
+            whole: Cores and GPUs of all machines.
+            grows: Whether there may be more of them later; then it is only said.
+
+        Raises:
+            InputError: There is no room for one process.
+        """
+        if self.room(whole) >= 1:
+            return
+        there = f"{whole.get('CPU', 0.0):g} cores and {whole.get('GPU', 0.0):g} GPUs"
+        text = expected("num_cpus, num_gpus", f"at most what Ray has, {there}", f"{self.num_cpus:g}, {self.num_gpus:g}")
+        if not grows:
+            raise InputError(text)
+        _log.warning("%s Ray waits until the cluster has grown.", text)
 
 
 class Ray:
-    """Ray while it is needed: ``with Ray() as runtime: runtime.start()``.
+    """Ray while it is needed: ``with Ray() as runtime: runtime.start(resources)``.
 
     What has been started here is stopped at the end, whatever happens; what was running before goes on.
 
@@ -77,11 +100,20 @@ class Ray:
         self._ray, _ = ray_data()
         self._started = False
 
-    def start(self) -> Any:
-        """The module, once Ray runs."""
+    def start(self, resources: Resources) -> Any:
+        """The module, once Ray runs.
+
+        Args:
+            resources: Of the processes to come.
+
+        Raises:
+            InputError: Ray has been started on this machine, which has no room for one.
+        """
         if not self._ray.is_initialized():
             self._started = True
             self._ray.init()
+        alone = self._started and "RAY_ADDRESS" not in os.environ
+        resources.check_room(self._ray.cluster_resources(), grows=not alone)
         return self._ray
 
     def __enter__(self) -> Ray:
@@ -174,7 +206,9 @@ class _Done:
             raise ProcessError(msg) from error
         finally:
             context.enable_progress_bars = shown
-            ray.kill(starts)
+            # Which is gone where Ray has stopped.
+            with suppress(Exception):
+                ray.kill(starts)
 
 
 def _counter(ray: Any) -> Any:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from devices import DEVICES
 
+import contrastive_curvature as cc
 from contrastive_curvature.jobs import ray_parts
+from contrastive_curvature.jobs.ray_parts import Resources
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -25,6 +27,9 @@ class Module:
     def init(self) -> None:
         self.running = True
         self.calls.append("init")
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 4.0}
 
     def shutdown(self) -> None:
         self.running = False
@@ -43,8 +48,8 @@ def test_what_was_started_is_stopped(device: str, monkeypatch: pytest.MonkeyPatc
 
     def interrupted() -> None:
         with found:
-            assert found.start() is module
-            found.start()
+            assert found.start(Resources()) is module
+            found.start(Resources())
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -56,7 +61,7 @@ def test_what_was_running_goes_on(device: str, monkeypatch: pytest.MonkeyPatch) 
     del device
     found, module = runtime(monkeypatch, running=True)
     with found:
-        found.start()
+        found.start(Resources())
     assert module.calls == []
 
 
@@ -66,3 +71,27 @@ def test_without_work_nothing_is_started(device: str, monkeypatch: pytest.Monkey
     with found:
         pass
     assert module.calls == []
+
+
+@pytest.mark.parametrize("resources", [Resources(num_gpus=1), Resources(num_cpus=5), Resources(num_gpus=0.5)])
+def test_what_this_machine_does_not_have_is_refused(
+    resources: Resources, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    del device
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    found, module = runtime(monkeypatch, running=False)
+
+    def start() -> None:
+        with found:
+            found.start(resources)
+
+    with pytest.raises(cc.InputError, match="at most what Ray has, 4 cores and 0 GPUs"):
+        start()
+    assert module.calls == ["init", "shutdown"]
+    # A cluster may grow: Ray waits, and the log says so.
+    found, module = runtime(monkeypatch, running=True)
+    start()
+    assert "Ray waits until the cluster has grown" in caplog.text
+    found, module = runtime(monkeypatch, running=False)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    start()
