@@ -96,7 +96,7 @@ def refuse_in_parts(fixed: CosineLoss | DatasetHessian) -> NoReturn:
 def derivatives_sample(points: DatasetPoints) -> LabelledPoints | None:
     """The points that stand for all negatives; ``None`` where all have been counted."""
     derivatives = points.hessian.derivatives
-    if not isinstance(derivatives, SampledContrastive) or derivatives.class_weights() is not None:
+    if not isinstance(derivatives, SampledContrastive) or derivatives.of_classes.pairs_by_class:
         return None
     return derivatives.sample
 
@@ -136,7 +136,8 @@ def _attracting(derivatives: SampledContrastive) -> tuple[Tensor, Tensor]:
 
 def _of_classes(sums: Tensor, coupling: ClassCoupling, structure: Structure) -> Tensor:
     with torch.autocast(sums.device.type, enabled=False):
-        weighted = -(coupling.y.to(sums) @ sums.flatten(1)).view_as(sums)
+        y = coupling.y.to(sums)
+        weighted = -(y.view(-1, 1, 1) * sums if y.ndim == 1 else (y @ sums.flatten(1)).view_as(sums))
         if structure is Structure.DIAG:
             return (sums * weighted).sum((0, 1))
         return sums.flatten(0, 1).T @ weighted.flatten(0, 1)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.network.pullback import Pullback
-from contrastive_curvature.parts.rows import Rows, point_keys
+from contrastive_curvature.parts.rows import KEYS, Rows, point_keys
 
 __all__ = ["FeatureSample"]
 
@@ -76,7 +76,7 @@ class FeatureSample:
     def kept(self) -> Rows:
         """The rows with their keys, as states of parts have them."""
         # Keys of 53 bits, as whole numbers that come back without rounding.
-        return Rows(None, (self._keys * 2.0**53).round().to(torch.int64), {"rows": self.rows})
+        return Rows(self.size, (self._keys * 2.0**53).round().to(torch.int64), {"rows": self.rows}, KEYS)
 
     @classmethod
     def of_kept(cls, kept: Rows) -> FeatureSample:

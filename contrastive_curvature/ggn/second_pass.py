@@ -102,7 +102,8 @@ def curvature_of_part(
     totals: Totals | None = None
     record, sample = PassRecord(), FeatureSample.of(pullback)
     dominance = Dominance(pullback, structure, points.n, index if count > 1 else -1)
-    error = StandardError(pullback, points.n) if points.sampled is not None else None
+    # Cross terms are sampled, too, and would have to be known for each half of the sample.
+    error = StandardError(pullback, points.n) if points.sampled is not None and not coupled else None
     for number, (batch, given) in enumerate(progress.over(share, _described(points))):
         x, y, numbers = read(batch, given)
         y = check_targets(y, input_length(x), points.function)

@@ -18,8 +18,9 @@ from contrastive_curvature.parts.rows import point_keys
 
 __all__ = ["StandardError", "relative_error"]
 
-_MOST_POINTS = 2**16
-"""Points that the error is estimated from. Fewer points than all make it look larger, not smaller."""
+_MOST_POINTS = 2**12
+"""Points that the error is estimated from. All points share the noise of a sample; fewer make it look larger, not
+smaller."""
 
 _SEED = 1
 """Of the choice of these points, which is not that of the sampled negatives."""

@@ -58,7 +58,7 @@ class ClassCoupling:
 
     Args:
         classes: Class labels, ascending, shape (C,).
-        y: Pair weights between classes, shape (C, C).
+        y: Pair weights between classes, shape (C, C); or (C,), the diagonal, where all others are zero.
     """
 
     classes: Tensor

@@ -186,7 +186,7 @@ class DatasetDerivatives(CosineDerivatives):
         """
 
     def class_weights(self) -> tuple[Tensor, Tensor] | None:
-        """The class labels, shape (C,), and ``y`` between any two classes, shape (C, C).
+        """The class labels, shape (C,), and ``y`` between any two classes, shape (C, C), or (C,) if it is diagonal.
 
         ``None`` where the weight of a pair depends on more than the two classes.
         """

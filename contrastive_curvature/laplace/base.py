@@ -63,7 +63,8 @@ class ContrastiveLaplace(PartwiseFit, CheckedPosterior):
             targets are no class labels, there are too many classes, or the fit has not seen them. Set it to ``None``
             for an ``uncertainty`` of the posterior and the norm alone.
         curvature_error: Relative standard error of the diagonal of the last fit's curvature, where a sample stands for
-            all negatives (``backend_kwargs=dict(negative_samples=...)``); ``None`` where all pairs were counted.
+            all negatives (``backend_kwargs=dict(negative_samples=...)``); ``None`` where all pairs were counted, and
+            for fixes with cross terms, ``lowrank`` and ``gp``, where it is not measured.
 
     Raises:
         InputError: An option is unknown or out of range.

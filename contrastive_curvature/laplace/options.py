@@ -29,6 +29,7 @@ from contrastive_curvature.laplace.checks import (
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.choice import OF_THE_LOSS, choose_loss
 from contrastive_curvature.losses.cosine import CosineLoss
+from contrastive_curvature.losses.sampled_data import check_samplable
 from contrastive_curvature.options import KFACApprox, Structure, parse_kfac_approx
 
 __all__ = [
@@ -182,6 +183,8 @@ def check_options(
     check_candidates(parsed, *(options[name] for name in of_data))
     sampled = options["negative_samples"], options["pairs"], options["candidates"], options["relation"]
     check_negative_samples(parsed, *sampled)
+    if isinstance(options["negative_samples"], int):
+        check_samplable(parsed, structure)
     BlockSampler(options["mc_samples"]).check(parsed.coupled, structure)
     together = points_together(parsed, options["pairs"], options["candidates"])
     approx = parse_kfac_approx(options["kfac_approx"], parsed.pd_fix, structure, together, parsed.coupled)

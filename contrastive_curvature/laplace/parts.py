@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils.data import DistributedSampler
 
 from contrastive_curvature.arguments import check_flag
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
@@ -16,13 +17,14 @@ from contrastive_curvature.laplace import fitting
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.options import CONTRASTIVE
 from contrastive_curvature.network.inputs import Inputs, input_length
-from contrastive_curvature.network.loader import check_loader
+from contrastive_curvature.network.loader import check_loader, loader_parts
 from contrastive_curvature.parts.rows import Rows
 from contrastive_curvature.parts.state import CURVATURE, PROBE, STATISTICS, Origin, State, digest_of
 
 __all__ = ["PartwiseFit"]
 
 _PROBES = 2
+_SHARED = "shared/"
 """Inputs in a state, so that a process without data can look at the encoder."""
 
 
@@ -106,6 +108,7 @@ class PartwiseFit:
         self._check_parts()
         check_loader(loader, "loader")
         part = _checked_part(part, statistics)
+        _check_sampler(loader, part)
         if progress_bar is not None:
             check_flag("progress_bar", progress_bar)
         probe = fitting.first_inputs(self, loader)
@@ -169,19 +172,40 @@ def _checked_part(part: Any, statistics: State | None) -> tuple[int, int]:
     return index, count
 
 
+def _check_sampler(loader: Any, part: tuple[int, int]) -> None:
+    """Refuse a sampler that gives another part of the data than this one is called.
+
+    Raises:
+        InputError: It says so.
+    """
+    for sampler in loader_parts(loader):
+        if isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) != part:
+            came = f"rank {sampler.rank} of {sampler.num_replicas} in its DistributedSampler"
+            raise InputError(expected("loader", f"part {part[0]} of {part[1]}, as part= says", came))
+
+
 def _kept_probe(x: Inputs, index: int) -> Rows:
     columns = {"": x} if isinstance(x, Tensor) else {k: v for k, v in x.items() if isinstance(v, Tensor)}
     rows = slice(0, _PROBES)
     n = input_length(x)
-    kept = {f"x/{name}": part[rows] for name, part in columns.items() if part.ndim and part.shape[0] == n}
-    return Rows(_PROBES, _PROBES * index + torch.arange(min(n, _PROBES)), kept)
+    kept, count = {}, min(n, _PROBES)
+    for name, part in columns.items():
+        if part.ndim and part.shape[0] == n:
+            kept[f"x/{name}"] = part[rows]
+        else:
+            # Of all points together: every row has it.
+            kept[f"{_SHARED}{name}"] = part.unsqueeze(0).expand(count, *part.shape)
+    return Rows(_PROBES, _PROBES * index + torch.arange(count), kept)
 
 
 def _probe_of(state: State) -> Inputs | None:
     rows = state.kept.get(PROBE)
     if rows is None or not len(rows):
         return None
-    found = {name.removeprefix("x/"): part for name, part in rows.columns.items()}
+    found = {
+        name.removeprefix(_SHARED).removeprefix("x/"): part[0] if name.startswith(_SHARED) else part
+        for name, part in rows.columns.items()
+    }
     return found[""] if set(found) == {""} else found
 
 

@@ -118,8 +118,8 @@ class ContrastiveLoss(PairLoss):
 
     def _inside_seconds(self, n: int, columns: Tensor) -> float:
         """Only a margin needs the pairs: without one, sums over classes are enough."""
-        repels = self.negative_weight and not self.pd_fix.attracting_only
-        if n < effort.FEWEST_POINTS or self.threshold is None or not repels:
+        # The value of the loss has the repelling pairs, also where the curvature leaves them out.
+        if n < effort.FEWEST_POINTS or self.threshold is None or not self.negative_weight:
             return 0.0
         threshold, rows = self.threshold, columns[:TILE_ROWS]
         out = rows.new_zeros(rows.shape[0], columns.shape[1] + 1, dtype=torch.float64)

@@ -82,18 +82,28 @@ class ContrastiveOfClasses:
         return [NodeSums(degree, neighbors, None, zero) for degree, neighbors in found]
 
     def class_weights(self, *, attracting: bool = False) -> tuple[Tensor, Tensor] | None:
-        """The class labels (C,), and ``y`` between any two classes (C, C); ``None`` where a margin decides.
+        """The class labels (C,), and ``y`` between any two classes; ``None`` where a margin decides.
 
         Args:
             attracting: Whether only the positive pairs count.
+
+        Returns:
+            ``y`` of shape (C, C); or (C,), its diagonal, where only positive pairs count.
         """
         repels = self.factors.negative and not (self.attracting_only or attracting)
         if repels and self.loss.threshold is not None:
             return None
         classes, shares = self.table.labels, self.shares.shares
+        if not repels:
+            return classes, self.factors.positive * shares.positive
         same = classes.unsqueeze(1) == classes
         attract, repel = self.factors.weigh(same, ~same, shares, shares)
-        return classes, attract - repel if repels else attract.expand(same.shape).clone()
+        return classes, attract - repel
+
+    @property
+    def pairs_by_class(self) -> bool:
+        """Whether no margin decides which pairs count in the curvature."""
+        return self.attracting_only or self.loss.threshold is None or not self.factors.negative
 
     def repelling(self, u: Tensor, labels: Tensor, among: LabelledPoints) -> Tensor:
         """``y`` of the negatives of points among those that stand for all, each times how many it stands for.

@@ -129,6 +129,9 @@ class LabelColumns:
         # The counts stand in front of the sums, as the ones in front of an embedding.
         self.class_sums = torch.cat([table.counts.unsqueeze(1).double(), table.sums], dim=1)
         self.counts = table.counts
+        # Over all classes, once for all batches.
+        self.total = self.class_sums.sum(0)
+        self.weighted = self.shares.negative.double() @ self.class_sums
 
     def node_sums(self, u: Tensor, labels: Tensor, *, apart: bool = False) -> list[tuple[Tensor, Tensor]]:
         """Degrees (B,) and neighbour sums (B, D) of points of the set, each without itself.
@@ -157,10 +160,8 @@ class LabelColumns:
     def _negatives(self, u: Tensor, index: Tensor, apart: bool) -> list[Tensor]:
         """``sum_j (r-_i + r-_j) / 2 [1, u_j]`` over the negatives that count, each (B, 1 + D)."""
         if not self.columns:
-            own = self.shares.negative[index].unsqueeze(1).double()
-            everything = self.class_sums.sum(0) - self.class_sums[index]
-            weighted = self.shares.negative.unsqueeze(1) * self.class_sums
-            return [(own * everything + weighted.sum(0) - weighted[index]) / 2]
+            own, mine = self.shares.negative[index].unsqueeze(1).double(), self.class_sums[index]
+            return [(own * (self.total - mine) + self.weighted - own * mine) / 2]
         sets = [columns.sums(u, index) for columns in self.columns]
         counts = [columns.counts for columns in self.columns]
         whole = self._standing_for_all(torch.stack(sets).sum(0), torch.stack(counts).sum(0), index)

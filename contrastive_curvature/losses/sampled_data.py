@@ -17,10 +17,11 @@ from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.losses.sampled import SampledContrastive
 from contrastive_curvature.losses.sampled_pairs import SampledPairDerivatives
 from contrastive_curvature.losses.sampled_rows import SampledRowDerivatives
+from contrastive_curvature.options import PDFix, Structure
 from contrastive_curvature.parts.class_table import ClassTable
 from contrastive_curvature.parts.rows import Rows
 
-__all__ = ["check_samplable", "needs_points", "needs_sample", "sampled_hessian", "sums_suffice"]
+__all__ = ["check_samplable", "needs_points", "needs_sample", "sampled_hessian", "sums_suffice", "without_cross_terms"]
 
 _OUTPUTS, _TARGETS = "outputs", "targets"
 
@@ -42,13 +43,24 @@ def needs_sample(loss: CosineLoss) -> bool:
     return isinstance(loss, RowLoss)
 
 
-def check_samplable(loss: CosineLoss) -> None:
+def without_cross_terms(loss: CosineLoss) -> CosineLoss:
+    """The loss with a fix that has the same blocks of single points and couples no points, where there is one."""
+    fixes = {PDFix.FULL: PDFix.FIXED, PDFix.GGN: PDFix.GGN_FIXED}
+    return loss.replaced(pd_fix=fixes.get(loss.pd_fix, loss.pd_fix))
+
+
+def check_samplable(loss: CosineLoss, structure: Structure | None) -> None:
     """Refuse a loss whose negatives are not sampled.
+
+    Args:
+        loss: The loss.
+        structure: Of the curvature; Kronecker factors leave the cross terms out.
 
     Raises:
         UnsupportedError: Its cross terms go through the pairs of other points.
     """
-    if needs_points(loss) and loss.coupled:
+    coupled = without_cross_terms(loss).coupled if structure is Structure.KRON else loss.coupled
+    if needs_points(loss) and coupled:
         msg = (
             f"negative_samples with pd_fix={str(loss.pd_fix)!r}: the cross terms of {type(loss).__name__} go through "
             "all pairs of points. Use pd_fix='psd_parts', 'psd' or 'ggn_fixed', which couple no points, or "

@@ -10,7 +10,10 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["RowCollector", "Rows", "point_keys"]
+KEYS = -1
+"""The seed of rows whose numbers are keys themselves."""
+
+__all__ = ["KEYS", "RowCollector", "Rows", "point_keys"]
 
 _INCREMENT, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
@@ -92,7 +95,8 @@ class Rows:
     def _smallest(self) -> Rows:
         if self.size is None or len(self) <= self.size:
             return self
-        return self._at(point_keys(self.numbers, self.seed).topk(self.size, largest=False).indices)
+        keys = self.numbers if self.seed == KEYS else point_keys(self.numbers, self.seed)
+        return self._at(keys.topk(self.size, largest=False).indices)
 
     def _at(self, places: Tensor) -> Rows:
         columns = {name: part[places.to(part.device)] for name, part in self.columns.items()}

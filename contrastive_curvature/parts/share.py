@@ -62,9 +62,9 @@ class Share:
         self._real: Tensor | None = None
         self.claim: Claim | None = None
         given = getattr(loader, "numbers", None)
-        if isinstance(given, Tensor):
-            self._numbers = given
-            self.claim = Claim(len(given), sum_of_keys(given), None)
+        if given is not None:
+            self._numbers = _whole_numbers(given)
+            self.claim = Claim(len(self._numbers), sum_of_keys(self._numbers), None)
         parts = loader_parts(loader)
         sampler = next((part for part in parts if isinstance(part, DistributedSampler)), None)
         if sampler is not None:
@@ -122,6 +122,23 @@ class Share:
                 yield batch, numbers
             elif bool(real.any()):
                 yield _selected(batch, real), numbers[real]
+
+
+def _whole_numbers(given: Any) -> Tensor:
+    """Numbers of points that a loader has as an attribute, int64, shape (N,).
+
+    Raises:
+        InputError: They are something else.
+    """
+    wanted = "whole numbers, one for each point in its order"
+    try:
+        numbers = given if isinstance(given, Tensor) else torch.as_tensor(list(given))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(expected("loader.numbers", wanted, f"a {type(given).__name__}")) from error
+    whole = not (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool)
+    if numbers.ndim != 1 or (len(numbers) and not whole):
+        raise InputError(expected("loader.numbers", wanted, f"{numbers.dtype} of shape {tuple(numbers.shape)}"))
+    return numbers.to("cpu", torch.int64)
 
 
 def sum_of_keys(numbers: Tensor | range) -> int:

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from pathlib import Path
 
 import torch
@@ -183,7 +182,11 @@ def merged(states: Iterable[State]) -> State:
         raise InputError(expected("states", "at least one", "none"))
     # By their parts, so that the order in which files are listed does not change the rounding.
     found.sort(key=lambda state: min(state.origins, default=0))
-    return reduce(State.merge, found)
+    while len(found) > 1:
+        # In pairs, so that what is kept is not copied again for each of many parts.
+        joined = [one.merge(other) for one, other in zip(found[::2], found[1::2], strict=False)]
+        found = joined + found[2 * len(joined) :]
+    return found[0]
 
 
 def check_fit_together(first: State, second: State) -> None:

@@ -11,6 +11,7 @@ what the batch stands for in a data set of ``N`` points; Jacobians are (batch, o
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
@@ -273,7 +274,10 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
         names = ("pairs", "candidates", "negatives_per_anchor", "positives", "rank", "mc_samples", "negative_samples")
         options = {name: getattr(self, name) for name in names}
         indices = self.subnetwork_indices
-        weights = "last layer" if self.last_layer else "all" if indices is None else f"subnetwork of {indices.numel()}"
+        weights = "last layer" if self.last_layer else "all"
+        if indices is not None:
+            digest = hashlib.sha256(indices.cpu().numpy().tobytes()).hexdigest()[:16]
+            weights = f"subnetwork of {indices.numel()} ({digest})"
         return {
             "encoder": encoder_digest(self.model),
             "weights": weights,

@@ -6,7 +6,6 @@ from contrastive_curvature.arguments import check_choice, check_count
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.cosine import CosineLoss
-from contrastive_curvature.losses.sampled_data import check_samplable
 
 __all__ = ["check_backend_options", "check_candidates", "check_negative_samples", "points_together"]
 
@@ -77,9 +76,20 @@ def check_candidates(
 
 
 def check_negative_samples(
-    loss: CosineLoss, given: object, pairs: str, candidates: str | None, relation: object = None
+    loss: CosineLoss,
+    given: object,
+    pairs: str,
+    candidates: str | None,
+    relation: object = None,
 ) -> None:
     """Check the number of points that stand for all negatives.
+
+    Args:
+        loss: The loss.
+        given: The number.
+        pairs: See the backend.
+        candidates: See the backend.
+        relation: See the backend.
 
     Raises:
         InputError: It is no such number, or there are no negatives of all the data.
@@ -97,7 +107,6 @@ def check_negative_samples(
     if relation is not None:
         hint = "Which points are positives shows only when all pairs are looked at. Use class labels, or leave it out."
         raise InputError(expected("negative_samples", "nothing with relation", given, hint))
-    check_samplable(loss)
 
 
 def points_together(loss: CosineLoss, pairs: str, candidates: str | None) -> str:

@@ -19,6 +19,9 @@ from contrastive_curvature.parts.state import State, merged
 
 __all__ = ["NEGATIVE_SAMPLES", "run_steps"]
 
+_BRIEF = 10.0
+"""Seconds that all pairs may take in any case."""
+
 _log = logging.getLogger("contrastive_curvature")
 
 NEGATIVE_SAMPLES = 2000
@@ -98,10 +101,16 @@ def _choose_samples(steps: Steps, statistics: State, exchange: Exchange) -> None
     times = exact / exchange.count, 2 * steps.found.seconds
     every = [json.loads(text) for text in exchange.gather(lambda: json.dumps(times).encode())]
     pairs, passes = (max(column) for column in zip(*every, strict=True))
-    if pairs <= passes or (loss.coupled and not isinstance(loss, PairLoss)):
+    if pairs <= max(passes, _BRIEF):
         return
     if loss.coupled:
         # Cross terms with a sample need its inputs, which the first pass has not kept.
+        _log.info(
+            "all pairs of %d points will take about %.0f s; backend_kwargs=dict(negative_samples=%d) is faster",
+            n,
+            pairs,
+            NEGATIVE_SAMPLES,
+        )
         return
     steps.chosen = min(NEGATIVE_SAMPLES, n)
     _log.warning(

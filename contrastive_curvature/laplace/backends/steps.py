@@ -21,7 +21,12 @@ from contrastive_curvature.ggn.second_pass import curvature_of_part, finished_cu
 from contrastive_curvature.ggn.statistics import Collected, NumberedReader, Plan, collect_statistics, numbered
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.contrastive import ContrastiveLoss
-from contrastive_curvature.losses.sampled_data import needs_points, sums_suffice
+from contrastive_curvature.losses.sampled_data import (
+    check_samplable,
+    needs_points,
+    sums_suffice,
+    without_cross_terms,
+)
 from contrastive_curvature.losses.sampled_rows import SampledRowDerivatives
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs
@@ -137,10 +142,13 @@ class PointSteps(Steps):
         """See :meth:`Steps.first`."""
         fits, loss = self.fits, self.fits.loss
         wanted = fits.negative_samples
+        if isinstance(wanted, int):
+            check_samplable(loss, self.structure)
 
         def first(z: Tensor) -> None:
             if isinstance(loss, PairLoss) and wanted is None and fits.relation is None:
-                loss.announce_labelled(part[1] * expected_points(loader), z, self.progress)
+                # In parts nobody knows how many points all of them have.
+                loss.announce_labelled(expected_points(loader) if part[1] == 1 else 0, z, self.progress)
 
         self.found = collect_statistics(
             self.encoder,
@@ -165,9 +173,14 @@ class PointSteps(Steps):
         fits, known = self.fits, self._known
         if known is not None and known[0] is statistics and known[1] == self.samples:
             return known[2]
+        loss = fits.loss
+        if self.samples is not None and needs_points(loss):
+            check_samplable(loss, self.structure)
+            # Kronecker factors leave the cross terms out, which a sample does not give.
+            loss = without_cross_terms(loss)
         found = points_of(
             statistics,
-            fits.loss,
+            loss,
             fits.relation,
             self.samples,
             self.found,
