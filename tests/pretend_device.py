@@ -153,7 +153,7 @@ _library.fallback(_made, "PrivateUse1")
 
 
 def _moved(function: Any) -> Any:
-    """Torch makes these from Python's numbers without asking the device."""
+    """Torch makes these without asking the device, or resizes what the device gave it."""
 
     def call(*args: Any, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> Tensor:
         out = function(*args, **kwargs)
@@ -164,7 +164,8 @@ def _moved(function: Any) -> Any:
     return call
 
 
-torch.tensor, torch.as_tensor = _moved(torch.tensor), _moved(torch.as_tensor)
+for _name in ("tensor", "as_tensor", "arange", "linspace", "logspace", "eye", "randperm"):
+    setattr(torch, _name, _moved(getattr(torch, _name)))
 _new_tensor = Tensor.new_tensor
 
 
