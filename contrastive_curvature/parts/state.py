@@ -18,6 +18,9 @@ from contrastive_curvature.parts.rows import Rows
 
 __all__ = ["CURVATURE", "PROBE", "STATISTICS", "Origin", "State", "check_identity", "digest_of", "merged"]
 
+_TELLING = 32
+"""Points from which on two parts are not alike by chance."""
+
 STATISTICS, CURVATURE = "statistics", "curvature"
 """The two kinds of states: what a pass over the data has to know of all other parts, and what it then computes."""
 
@@ -208,6 +211,12 @@ def check_fit_together(first: State, second: State) -> None:
     twice = sorted(set(first.origins) & set(second.origins))
     if twice:
         raise InputError(expected("states", "every part once", f"part {twice[0]} twice"))
+    for a, one in first.origins.items():
+        for b, other in second.origins.items():
+            if min(one.n, other.n) >= _TELLING and one.same_points(other):
+                hint = "Every part has its own share of the data: a slice, a shard, or a DistributedSampler."
+                came = f"the same {one.n} points in parts {a} and {b}"
+                raise InputError(expected("states", "other points in every part", came, hint))
 
 
 def check_identity(state: State, identity: Mapping[str, str]) -> None:

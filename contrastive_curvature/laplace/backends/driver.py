@@ -11,6 +11,7 @@ from contrastive_curvature.ggn.dataset import DatasetCurvature
 from contrastive_curvature.laplace.backends.shares import Head, all_the_same, check_shares
 from contrastive_curvature.laplace.backends.steps import PointSteps, Steps
 from contrastive_curvature.losses.base import PairLoss
+from contrastive_curvature.losses.contrastive import ContrastiveLoss
 from contrastive_curvature.losses.effort import FEWEST_POINTS, labelled_seconds
 from contrastive_curvature.losses.sampled_data import needs_sample, sums_suffice
 from contrastive_curvature.parts.exchange import Alone, Exchange
@@ -93,7 +94,7 @@ def _choose_samples(steps: Steps, statistics: State, exchange: Exchange) -> None
     if isinstance(fits.negative_samples, int) and sums_suffice(fits.loss):
         _log.info("negative_samples is of no effect: sums over classes say everything about the negatives")
     n = statistics.n
-    if fits.negative_samples != "auto" or fits.relation is not None or n < FEWEST_POINTS:
+    if fits.negative_samples != "auto" or fits.relation is not None or n < FEWEST_POINTS or sums_suffice(fits.loss):
         return
     loss, like = fits.loss, steps.found.like
     exact = loss._labelled_seconds(n, like) if isinstance(loss, PairLoss) else labelled_seconds(n, like)
@@ -103,7 +104,8 @@ def _choose_samples(steps: Steps, statistics: State, exchange: Exchange) -> None
     pairs, passes = (max(column) for column in zip(*every, strict=True))
     if pairs <= max(passes, _BRIEF):
         return
-    if loss.coupled:
+    by_class = isinstance(loss, ContrastiveLoss) and loss.pd_fix.attracting_only
+    if loss.coupled and not by_class:
         # Cross terms with a sample need its inputs, which the first pass has not kept.
         _log.info(
             "all pairs of %d points will take about %.0f s; backend_kwargs=dict(negative_samples=%d) is faster",
