@@ -347,6 +347,40 @@ def test_a_point_in_two_parts_is_refused(device: str) -> None:
             la.part_curvature(part, (0, 2), whole)
 
 
+def test_the_same_data_under_other_numbers_are_refused(device: str) -> None:
+    """A job array whose jobs forget to take their share: 40 points, counted from a place of its own in every part."""
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 3, dtype=torch.float64, device=device), torch.arange(40, device=device) % 4
+    net = nn.Linear(3, 2).double().to(device)
+    la = Laplace(net, "contrastive", "last_layer", "diag", backend_kwargs={"negative_samples": 10})
+    states = [la.part_statistics([(x, y)], (k, 2)) for k in range(2)]
+    with pytest.raises(InputError, match="expected other points in every part, got the same 40 points"):
+        State.merged(states)
+    other = la.part_statistics([(x + 1, y)], (1, 2))
+    assert State.merged([states[0], other]).n == 80
+
+
+def test_subnetworks_of_other_weights_are_refused(device: str) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(12, 3, device=device), torch.arange(12, device=device) % 3
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(device)
+    chosen = [torch.tensor([0, 3, 5], device=device), torch.tensor([1, 3, 5], device=device)]
+    las = [
+        Laplace(
+            net,
+            "contrastive",
+            "subnetwork",
+            "full",
+            subnetwork_indices=indices,
+            backend_kwargs={"negative_samples": 10},
+        )
+        for indices in chosen
+    ]
+    states = [la.part_statistics([(x[k::2], y[k::2])], (k, 2)) for k, la in enumerate(las)]
+    with pytest.raises(InputError, match="weights: expected subnetwork of 3"):
+        State.merged(states)
+
+
 @pytest.mark.parametrize("part", [3, (0,), (0, 1, 2), (0.0, 2), (True, 2), "01", None, (2, 2), (-1, 2), (0, 0)])
 def test_malformed_parts_are_refused(part: Any, device: str) -> None:
     la = make("sampled", device)
