@@ -10,7 +10,8 @@ from contrastive_curvature.arguments import check_flag
 from contrastive_curvature.jobs.embedding_folder import EmbeddingFolder
 from contrastive_curvature.jobs.parquet_parts import Reader
 from contrastive_curvature.jobs.posteriors import Posterior, made
-from contrastive_curvature.jobs.ray_parts import Ray, Resources, Stored, run_parts
+from contrastive_curvature.jobs.ray_parts import run_parts
+from contrastive_curvature.jobs.ray_runtime import Ray, Resources, Stored
 from contrastive_curvature.jobs.sources import Source, parts_of
 
 __all__ = ["embed_on_ray"]

@@ -10,7 +10,8 @@ from typing import Any
 from contrastive_curvature.arguments import check_flag
 from contrastive_curvature.jobs.parquet_parts import Reader
 from contrastive_curvature.jobs.posteriors import Posterior, identity_of, made
-from contrastive_curvature.jobs.ray_parts import Ray, Resources, Stored, run_parts
+from contrastive_curvature.jobs.ray_parts import run_parts
+from contrastive_curvature.jobs.ray_runtime import Ray, Resources, Stored
 from contrastive_curvature.jobs.sources import Parts, Source, parts_of
 from contrastive_curvature.jobs.state_folder import StateFolder
 from contrastive_curvature.parts.state import CURVATURE, STATISTICS, State, digest_of

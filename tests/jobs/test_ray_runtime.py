@@ -9,8 +9,8 @@ import pytest
 from devices import DEVICES
 
 import contrastive_curvature as cc
-from contrastive_curvature.jobs import ray_parts
-from contrastive_curvature.jobs.ray_parts import Resources
+from contrastive_curvature.jobs import ray_runtime
+from contrastive_curvature.jobs.ray_runtime import Resources
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -38,8 +38,8 @@ class Module:
 
 def runtime(monkeypatch: pytest.MonkeyPatch, running: bool) -> tuple[Any, Module]:
     module = Module(running)
-    monkeypatch.setattr(ray_parts, "ray_data", lambda: (module, SimpleNamespace()))
-    return ray_parts.Ray(), module
+    monkeypatch.setattr(ray_runtime, "ray_data", lambda: (module, SimpleNamespace()))
+    return ray_runtime.Ray(), module
 
 
 def test_what_was_started_is_stopped(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
