@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.accumulate import per_point
-from contrastive_curvature.ggn.class_sums import TYPICAL, ClassSums, centres_of
+from contrastive_curvature.ggn.class_sums import TYPICAL, ClassSums
 from contrastive_curvature.ggn.dataset import DatasetCurvature, mean_norm
 from contrastive_curvature.ggn.dominance import Dominance
 from contrastive_curvature.ggn.feature_sample import FeatureSample
+from contrastive_curvature.ggn.finished import COST, NORMS, VALUE, finished_sums
 from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.passes import PassRecord
 from contrastive_curvature.ggn.sampling import BlockSampler
@@ -29,7 +31,6 @@ __all__ = ["AnchorSums", "check_anchors", "finished_anchors", "note_skipped"]
 
 _log = logging.getLogger("contrastive_curvature")
 
-_VALUE, _COST, _NORMS = "value", "cost", "norms"
 _ANCHORS, _SKIPPED = "anchors", "skipped"
 
 
@@ -91,7 +92,7 @@ class AnchorSums:
         value, cost = hessian.loss_and_cost()
         counts = {_ANCHORS: hessian.derivatives.anchors, _SKIPPED: hessian.derivatives.skipped}
         terms = named_factors(part) if structure is Structure.KRON else {CURVATURE_SUM: part}
-        terms |= {_VALUE: value.double(), _COST: cost.double(), _NORMS: len(z) * mean_norm(z)}
+        terms |= {VALUE: value.double(), COST: cost.double(), NORMS: len(z) * mean_norm(z)}
         terms |= {name: torch.tensor(count) for name, count in counts.items()}
         self._sums = added(self._sums, terms)
         self._batches, self._n = self._batches + 1, self._n + len(z)
@@ -150,21 +151,12 @@ def finished_anchors(pullback: Pullback, state: State, structure: Structure, sha
     Raises:
         InputError: A part is missing, or the sum is not finite.
     """
-    state.check_complete()
-    sums, n = state.sums, state.n
-    curvature: Any = factors_of(sums) if structure is Structure.KRON else sums[CURVATURE_SUM]
-    check_finite(curvature, pullback, "the sum over all batches")
-    if state.contributions is not None:
-        state.contributions.warn()
-    dtype = (curvature[0][0] if structure is Structure.KRON else curvature).dtype
-    if structure is Structure.KRON:
-        curvature = per_point(curvature, n)
-    # Where a part had no labels, those of the others do not say which classes there are.
-    labelled = state.classes is not None and int(state.classes.counts.sum()) == n
-    centres = centres_of(state.classes, state.kept[TYPICAL]) if labelled else None
-    value, cost = ((share * sums[name]).to(dtype) for name in (_VALUE, _COST))
-    features = FeatureSample.of_kept(state.kept[FEATURES]) if FEATURES in state.kept else None
-    return DatasetCurvature(curvature, value, cost, n, features, sums[_NORMS] / n, centres)
+    found = finished_sums(pullback, state, structure)
+    kron = structure is Structure.KRON
+    dtype = (found.curvature[0][0] if kron else found.curvature).dtype
+    curvature = per_point(found.curvature, state.n) if kron else found.curvature
+    loss, cost = ((share * number).to(dtype) for number in (found.loss, found.cost))
+    return replace(found, curvature=curvature, loss=loss, cost=cost)
 
 
 def note_skipped(anchors: int, skipped: int) -> None:

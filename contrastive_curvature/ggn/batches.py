@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.ggn.class_sums import TYPICAL, ClassSums, centres_of
+from contrastive_curvature.ggn.class_sums import TYPICAL, ClassSums
 from contrastive_curvature.ggn.dataset import BatchReader, DatasetCurvature, check_fittable, check_targets, mean_norm
 from contrastive_curvature.ggn.dominance import Dominance
 from contrastive_curvature.ggn.feature_sample import FeatureSample
+from contrastive_curvature.ggn.finished import COST, NORMS, VALUE, finished_sums
 from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.passes import PassRecord, different_data
 from contrastive_curvature.ggn.sampling import BlockSampler
@@ -33,13 +34,12 @@ from contrastive_curvature.parts.class_table import ClassTableCollector
 from contrastive_curvature.parts.rows import RowCollector
 from contrastive_curvature.parts.share import Share
 from contrastive_curvature.parts.state import CURVATURE, STATISTICS, Origin, State
-from contrastive_curvature.parts.sums import CURVATURE_SUM, FEATURES, added, factors_of, named_factors
+from contrastive_curvature.parts.sums import CURVATURE_SUM, FEATURES, added, named_factors
 from contrastive_curvature.progress import Progress
 
-__all__ = ["batch_curvature", "batches_curvature", "batches_of_part", "finished_batches", "targets_of_part"]
+__all__ = ["batch_curvature", "batches_curvature", "batches_of_part", "targets_of_part"]
 
 _INSIDE, _TARGETS = "inside", "targets"
-_VALUE, _COST, _NORMS = "value", "cost", "norms"
 
 
 def batches_curvature(
@@ -78,7 +78,7 @@ def batches_curvature(
     share = Share(loader)
     known = targets_of_part(share, read, loss, relation, progress)
     part = batches_of_part(pullback, share, read, known, loss, structure, relation, progress, kfac_approx, sampler)
-    return finished_batches(pullback, part, structure)
+    return finished_sums(pullback, part, structure)
 
 
 def targets_of_part(
@@ -198,7 +198,7 @@ def batches_of_part(
         check_finite(found.curvature, pullback, f"batch {number} (counted from 0)")
         terms = named_factors(found.curvature) if structure is Structure.KRON else {CURVATURE_SUM: found.curvature}
         norm = cast("Tensor", found.typical_norm)
-        terms |= {_VALUE: found.loss, _COST: found.cost, _NORMS: input_length(x) * norm}
+        terms |= {VALUE: found.loss, COST: found.cost, NORMS: input_length(x) * norm}
         sums = added(sums, terms)
     _check_same(known, record.origin(), index)
     kept = {} if sample is None or not len(sample) else {FEATURES: sample.kept()}
@@ -207,30 +207,6 @@ def batches_of_part(
         table, kept[TYPICAL] = classes.found()
     origins = {index: record.origin()}
     return State(CURVATURE, identity or {}, origins, count, sums, kept, table, dominance.contributions())
-
-
-def finished_batches(pullback: Pullback, state: State, structure: Structure) -> DatasetCurvature:
-    """The estimate, from all parts. If a single point contributes most of it, there is a warning.
-
-    Args:
-        pullback: Pullback to the parameters.
-        state: Of all parts.
-        structure: ``diag``, ``full`` or ``kron``.
-
-    Raises:
-        InputError: A part is missing, or the sum is not finite.
-    """
-    state.check_complete()
-    sums, n = state.sums, state.n
-    curvature: Any = factors_of(sums) if structure is Structure.KRON else sums[CURVATURE_SUM]
-    check_finite(curvature, pullback, "the sum over all batches")
-    if state.contributions is not None:
-        state.contributions.warn()
-    features = FeatureSample.of_kept(state.kept[FEATURES]) if FEATURES in state.kept else None
-    # A part with too many classes has no sums; those of the others are not of all points.
-    summed = state.classes is not None and int(state.classes.counts.sum()) == n
-    centres = centres_of(state.classes, state.kept[TYPICAL]) if summed and TYPICAL in state.kept else None
-    return DatasetCurvature(curvature, sums[_VALUE], sums[_COST], n, features, sums[_NORMS] / n, centres)
 
 
 def _totals(known: State, relation: RelationFunction | None) -> tuple[float, float]:

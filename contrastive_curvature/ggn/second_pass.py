@@ -11,6 +11,7 @@ from contrastive_curvature.ggn.cross_sums import CrossSums, finished_cross, make
 from contrastive_curvature.ggn.dataset import DatasetCurvature, DatasetPoints
 from contrastive_curvature.ggn.dominance import Dominance
 from contrastive_curvature.ggn.feature_sample import FeatureSample
+from contrastive_curvature.ggn.finished import kept_features, summed_curvature
 from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.passes import PassRecord
 from contrastive_curvature.ggn.sampling import BlockSampler
@@ -23,7 +24,7 @@ from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.options import Structure
 from contrastive_curvature.parts.share import Share
 from contrastive_curvature.parts.state import CURVATURE, State
-from contrastive_curvature.parts.sums import CURVATURE_SUM, FEATURES, added, factors_of, named_factors
+from contrastive_curvature.parts.sums import CURVATURE_SUM, FEATURES, added, named_factors
 from contrastive_curvature.progress import Progress
 
 __all__ = ["curvature_of_part", "dataset_curvature", "finished_curvature"]
@@ -158,23 +159,13 @@ def finished_curvature(
     Raises:
         InputError: A part is missing, or the sum is not finite.
     """
+    sums, coupled = state.sums, points.hessian.coupled and structure is not Structure.KRON
     state.check_complete()
-    sums = state.sums
-    total: Any
-    if structure is Structure.KRON:
-        total = factors_of(sums)
-    else:
-        total = sums[CURVATURE_SUM]
-        if points.hessian.coupled:
-            total = total + finished_cross(sums, points, structure)
-    check_finite(total, pullback, "the sum over all batches")
-    if state.contributions is not None:
-        state.contributions.warn()
-    totals = Totals(*(sums[name] for name in _TOTALS))
-    features = FeatureSample.of_kept(state.kept[FEATURES]) if FEATURES in state.kept else None
+    total = summed_curvature(pullback, state, structure, finished_cross(sums, points, structure) if coupled else 0)
     # The sums over all pairs, the expensive part of the loss, are in the totals.
-    loss, cost = points.hessian.loss_and_cost(totals)
+    loss, cost = points.hessian.loss_and_cost(Totals(*(sums[name] for name in _TOTALS)))
     error = None if points.sampled is None else relative_error(sums, len(points.sampled), points.n)
+    features = kept_features(state)
     return DatasetCurvature(total, loss, cost, points.n, features, points.typical_norm, points.classes, error)
 
 

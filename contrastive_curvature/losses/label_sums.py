@@ -24,6 +24,9 @@ __all__ = ["TILE_COLUMNS", "TILE_ROWS", "InsideColumns", "LabelColumns", "add_in
 TILE_ROWS, TILE_COLUMNS = 512, 2048
 """A tile of this size stays in the cache of one core; the product is bound by memory, not by arithmetic."""
 
+_GPU_TILE = 8192
+"""Rows and columns of a tile on a GPU, where starting a small product takes longer than the product."""
+
 _MANY_TILES = 64
 """Rows of tiles from which on a progress bar costs nothing in comparison."""
 
@@ -96,11 +99,12 @@ class InsideColumns:
     def _inside(self, u: Tensor, start: int, stop: int) -> Tensor:
         """Sum the extended columns ``start..stop`` that lie inside the margin of each row, shape (B, ...)."""
         out = u.new_zeros(u.shape[0], self.extended.shape[1], dtype=torch.float64)
-        starts = range(0, u.shape[0], TILE_ROWS)
+        height, width = (_GPU_TILE, _GPU_TILE) if u.is_cuda else (TILE_ROWS, TILE_COLUMNS)
+        starts = range(0, u.shape[0], height)
         for row in late_bar(starts, "[pairs inside the margin]") if len(starts) > _MANY_TILES else starts:
-            rows = slice(row, row + TILE_ROWS)
-            for column in range(start, stop, TILE_COLUMNS):
-                columns = slice(column, min(column + TILE_COLUMNS, stop))
+            rows = slice(row, row + height)
+            for column in range(start, stop, width):
+                columns = slice(column, min(column + width, stop))
                 add_inside(out[rows], u[rows], self.u[columns], self.cosine, self.extended[columns])
         return out
 

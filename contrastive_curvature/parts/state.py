@@ -211,11 +211,11 @@ def check_fit_together(first: State, second: State) -> None:
     twice = sorted(set(first.origins) & set(second.origins))
     if twice:
         raise InputError(expected("states", "every part once", f"part {twice[0]} twice"))
-    for a, one in first.origins.items():
-        for b, other in second.origins.items():
-            if min(one.n, other.n) >= _TELLING and one.same_points(other):
+    for a, mine in first.origins.items():
+        for b, theirs in second.origins.items():
+            if min(mine.n, theirs.n) >= _TELLING and mine.same_points(theirs):
                 hint = "Every part has its own share of the data: a slice, a shard, or a DistributedSampler."
-                came = f"the same {one.n} points in parts {a} and {b}"
+                came = f"the same {mine.n} points in parts {a} and {b}"
                 raise InputError(expected("states", "other points in every part", came, hint))
 
 

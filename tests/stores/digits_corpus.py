@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from laplace import Laplace
 from sklearn.datasets import load_digits
@@ -14,6 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
+
+# A machine without a network may lack them; `make test` installs both.
+pytest.importorskip("faiss")
+pytest.importorskip("lancedb")
 
 __all__ = ["STORES", "Corpus", "digits", "make_store", "small"]
 

@@ -13,10 +13,11 @@ from torch import Tensor
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.ggn.anchor_sums import check_anchors, finished_anchors, note_skipped
 from contrastive_curvature.ggn.anchors import anchors_of_part
-from contrastive_curvature.ggn.batches import batches_of_part, finished_batches, targets_of_part
+from contrastive_curvature.ggn.batches import batches_of_part, targets_of_part
 from contrastive_curvature.ggn.class_sums import TYPICAL
 from contrastive_curvature.ggn.cross_sums import refuse_in_parts
 from contrastive_curvature.ggn.dataset import DatasetCurvature, DatasetPoints, expected_points, points_of
+from contrastive_curvature.ggn.finished import finished_sums
 from contrastive_curvature.ggn.second_pass import curvature_of_part, finished_curvature
 from contrastive_curvature.ggn.statistics import Collected, NumberedReader, Plan, collect_statistics, numbered
 from contrastive_curvature.losses.base import PairLoss
@@ -277,7 +278,7 @@ class BatchSteps(Steps):
 
     def finish(self, statistics: State, curvature: State) -> DatasetCurvature:
         """See :meth:`Steps.finish`."""
-        return finished_batches(self.pullback, curvature, self.structure)
+        return finished_sums(self.pullback, curvature, self.structure)
 
     def _loss(self) -> PairLoss:
         if not isinstance(self.fits.loss, PairLoss):
