@@ -97,7 +97,7 @@ class ClassShares:
         Raises:
             InputError: A label does not occur among the N points.
         """
-        index = torch.searchsorted(self.classes, labels).clamp(max=self.classes.numel() - 1)
+        index = torch.searchsorted(self.classes, labels.contiguous()).clamp(max=self.classes.numel() - 1)
         unknown = self.classes[index] != labels
         if bool(unknown.any()):
             came = f"the new labels {labels[unknown].unique()[:5].tolist()} in the second"
