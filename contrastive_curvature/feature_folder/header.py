@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from contrastive_curvature.atomic import write_whole
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.feature_folder.identifiers import IdentifierType
 from contrastive_curvature.feature_folder.precision import PRECISIONS, TARGET_TYPES, Precision
 from contrastive_curvature.network.given_features import FeatureSource
-from contrastive_curvature.online.atomic import write_whole
 
 __all__ = ["FORMATS", "HEADER", "Header", "read_header", "write_header"]
 

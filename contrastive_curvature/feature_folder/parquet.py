@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from contrastive_curvature.atomic import write_whole
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.feature_folder.header import Header
 from contrastive_curvature.feature_folder.storage import Rows, Storage
-from contrastive_curvature.online.atomic import write_whole
 
 __all__ = ["Parquet"]
 

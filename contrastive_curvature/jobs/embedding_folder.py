@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from contrastive_curvature.atomic import write_whole
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.jobs.embedded import embedded, output_schema
 from contrastive_curvature.jobs.manifest import open_folder
@@ -16,7 +17,6 @@ from contrastive_curvature.jobs.packages import arrow, parquet
 from contrastive_curvature.jobs.posteriors import posterior_digest
 from contrastive_curvature.jobs.sources import Source, parts_of
 from contrastive_curvature.laplace.calibration import calibrated_reference
-from contrastive_curvature.online.atomic import write_whole
 
 __all__ = ["EmbeddingFolder"]
 

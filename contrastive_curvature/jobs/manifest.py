@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from contrastive_curvature.atomic import write_whole
 from contrastive_curvature.errors import InputError, InputTypeError, expected
-from contrastive_curvature.online.atomic import write_whole
 
 __all__ = ["MANIFEST", "open_folder"]
 

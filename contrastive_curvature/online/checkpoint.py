@@ -9,9 +9,9 @@ from typing import Any, BinaryIO
 
 import torch
 
+from contrastive_curvature.atomic import write_whole
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.online.archive import archive_flaw
-from contrastive_curvature.online.atomic import write_whole
 from contrastive_curvature.online.plain import check_plain, checksum, portable
 
 __all__ = ["FORMAT", "VERSION", "load_checkpoint", "save_checkpoint"]

@@ -10,8 +10,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from contrastive_curvature.atomic import final_target
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.online.atomic import final_target
 
 if sys.platform != "win32":
     import fcntl

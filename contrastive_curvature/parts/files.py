@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from contrastive_curvature.atomic import write_whole
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.parts.class_table import ClassTable
 from contrastive_curvature.parts.contributions import Contributions
@@ -38,8 +39,6 @@ def save_state(state: State, path: Path | str) -> None:
         InputTypeError: It is no path.
         OSError: The file cannot be written.
     """
-    from contrastive_curvature.online.atomic import write_whole
-
     path = _checked(path)
     content = to_bytes(state)
 

@@ -13,6 +13,7 @@ from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
 from contrastive_curvature.arguments import check_choice, check_flag
+from contrastive_curvature.atomic import final_target, write_whole
 from contrastive_curvature.errors import (
     ContrastiveCurvatureError,
     InputError,
@@ -20,7 +21,6 @@ from contrastive_curvature.errors import (
     UnsupportedError,
     expected,
 )
-from contrastive_curvature.online.atomic import final_target, write_whole
 from contrastive_curvature.serving import graph
 from contrastive_curvature.serving.module import ServedEncoder
 from contrastive_curvature.serving.numpy_scorer import FORMAT, VERSION

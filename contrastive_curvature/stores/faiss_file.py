@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from contrastive_curvature.atomic import write_whole
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.online.atomic import write_whole
 from contrastive_curvature.stores.faiss_index import KINDS
 from contrastive_curvature.stores.store import Rows
 

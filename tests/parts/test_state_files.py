@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from part_cases import CASES, batches_of, close_states, make
 from safetensors.torch import save
 
+from contrastive_curvature import atomic
 from contrastive_curvature.errors import ContrastiveCurvatureError, InputError, InputTypeError
-from contrastive_curvature.online import atomic
 from contrastive_curvature.parts import State
 from contrastive_curvature.parts.files import VERSION, from_bytes, to_bytes
 

@@ -16,8 +16,7 @@ from test_served_encoder import mapped_posterior
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature import serving
-from contrastive_curvature.online import atomic
+from contrastive_curvature import atomic, serving
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
