@@ -82,7 +82,9 @@ class Dominance:
         """What is known of the points that were added, to be merged with those of other parts of the data."""
         if self._total is None or self._first is None:
             return Contributions(0, (), (), {}, {})
-        if bool((self._first.sizes > MOST * self._total).any()):
+        # A part of few points may be one of many.
+        tells = self._count >= FEWEST_POINTS or self._part >= 0
+        if tells and bool((self._first.sizes > MOST * self._total).any()):
             self._search_batch(self._first)
         names = tuple(self._part_name(k) for k in range(len(self._total)))
         return Contributions(self._count, tuple(self._total.tolist()), names, self._dominating, self._inputs)

@@ -48,7 +48,7 @@ class LastLayerDiagonalForm(DiagonalForm):
                 "is often larger where the encoder is sure. Use the default structure, hessian_structure="
                 "'kron_lowrank', which sees correlations between features."
             )
-            warnings.warn(msg, FeatureNormWarning, stacklevel=4)
+            warnings.warn(msg, FeatureNormWarning, stacklevel=5)
 
 
 @torch.no_grad()

@@ -119,7 +119,7 @@ def warn_of_nothing(clamped: Tensor) -> None:
     """Warn the caller of ``fit`` where nothing is left of a clamped curvature."""
     if bool((clamped == 0).all()):
         msg = f"The clamped curvature is zero everywhere: the posterior is the prior. {NOTHING_POSITIVE}"
-        warnings.warn(msg, UserWarning, stacklevel=4)
+        warnings.warn(msg, UserWarning, stacklevel=5)
 
 
 class DiagonalForm(_Summed):

@@ -140,7 +140,9 @@ class FaissStore(VectorStore):
             rows = self._exact(queries, k, most)
         else:
             told = parameters(self._faiss, self._kind, needed, selector)
-            _, rows = self._index.search(queries, k, params=told)
+            # faiss.contrib.torch_utils, which pytorch-metric-learning imports, has a search without parameters.
+            search = getattr(self._index, "search_numpy", self._index.search)
+            _, rows = search(queries, k, params=told)
             short = np.flatnonzero((rows < 0).any(1))
             if len(short):
                 rows[short] = self._exact(queries[short], k, most)
