@@ -51,7 +51,8 @@ class ContrastiveLaplace(PartwiseFit, CheckedPosterior):
             ``StochManContrastiveGGN`` or a :class:`~contrastive_curvature.ContrastiveBackend` of your own. The default,
             ``ContrastiveGGN``, is exact for every encoder and needs no other package.
         backend_kwargs: ``loss``, ``distance``, ``pd_fix``, ``margin``, ``negative_weight``, ``normalization``,
-            ``pairs``, ``relation``, ``rank``, ``kfac_approx``, ``mc_samples``: see the backend.
+            ``pairs``, ``candidates``, ``negatives_per_anchor``, ``positives``, ``relation``, ``negative_samples``,
+            ``rank``, ``kfac_approx``, ``mc_samples``: see the backend.
         **kwargs: As in laplace-torch's class (``prior_precision``, ``prior_mean``, ``temperature``, ...).
 
     Attributes:

@@ -92,7 +92,8 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
             :class:`~contrastive_curvature.options.KFACApprox`; all but ``"expand"`` need ``pairs="batch"``.
         negative_samples: Number M of points, drawn uniformly, that stand for all negatives: a price of N M instead of
             N^2 (``docs/large_data.md``). ``None`` counts all pairs. ``"auto"``, the default, counts all pairs unless
-            that takes longer than the two passes over the data, and then takes 2,000. For class labels, with
+            that takes longer than the two passes over the data and ten seconds, and then takes 2,000, where the fix and
+            the structure have no cross terms or products with all pairs. For class labels, with
             ``pairs="dataset"`` or ``candidates="dataset"``; the relative standard error of the curvature is reported.
         mc_samples: ``None``: exact. K: an unbiased estimate of the structures ``diag`` and ``kron`` from K random
             backward passes, see :func:`contrastive_curvature.ggn`; the same samples at every fit.
