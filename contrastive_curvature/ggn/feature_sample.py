@@ -19,8 +19,8 @@ _LEAST_POINTS = 200
 class FeatureSample:
     """Rows drawn uniformly and without replacement from a stream of unknown length: those with the smallest keys.
 
-    At most 2,000 rows and 2^22 numbers, but 200 rows of any width. The keys follow from the numbers of the points, where
-    they are given, or come from a generator of its own, so that the draw neither depends on torch's nor changes it.
+    At most 2,000 rows and 2^22 numbers, but 200 rows of any width. The keys follow from the numbers of the points where
+    they are given, or come from a generator of its own; so the draw neither depends on torch's nor changes it.
 
     Args:
         width: Number F of features.

@@ -118,10 +118,11 @@ def test_what_goes_on_is_unfinished_and_not_failed(
     del device
     ready, saved = tmp_path / "ready", tmp_path / "saved"
     code = (
-        "import pathlib, time\n"
+        "import os, pathlib, time\n"
         f"if pathlib.Path({str(saved)!r}).exists(): raise SystemExit(0)\n"
         "try:\n"
-        f"    pathlib.Path({str(ready)!r}).write_text('ready')\n"
+        # No file object: an interruption while one is destroyed would be lost.
+        f"    os.write(os.open({str(ready)!r}, os.O_CREAT | os.O_WRONLY), b'ready')\n"
         "    time.sleep(600)\n"
         "except KeyboardInterrupt:\n"
         f"    pathlib.Path({str(saved)!r}).touch()\n"
