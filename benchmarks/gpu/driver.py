@@ -41,13 +41,20 @@ def run_limited(command: Sequence[str], seconds: float, log: Path, grace: float 
         Its exit status; ``None`` when its time was over.
     """
     with log.open("ab") as file:
-        child = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        child = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_hear_interruptions
+        )
         try:
             return child.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
         finally:
             _end(child, grace)
+
+
+def _hear_interruptions() -> None:
+    """A shell starts what runs in the background with interruptions ignored, and its children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _end(child: subprocess.Popen[bytes], grace: float) -> None:
