@@ -12,7 +12,7 @@ from torch import Tensor
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.hessian.sphere import normalize
 
-__all__ = ["CAP", "MOST_NUMBERS", "WEIGHT", "ClassCentres", "add_sums", "class_sums"]
+__all__ = ["CAP", "MOST_NUMBERS", "WEIGHT", "ClassCentres", "add_sums"]
 
 WEIGHT = 3.0
 """How strongly the position between classes counts: the factor of an angle is ``exp(WEIGHT (r - typical r))``.
@@ -158,12 +158,6 @@ class ClassCentres:
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled: all but the directions, which follow from the sums."""
         return {name: value for name, value in self.__dict__.items() if name != "_kept"}
-
-
-def class_sums(outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Different labels (K,), ascending, and the sums of the unit embeddings of each, float64, shape (K, D)."""
-    kinds, rows = labels.unique(return_inverse=True)
-    return kinds, _sums_of_rows(outputs, rows, len(kinds))
 
 
 def _sums_of_rows(outputs: Tensor, rows: Tensor, n_classes: int) -> Tensor:

@@ -57,11 +57,8 @@ def make_cross(pullback: Pullback, points: DatasetPoints, structure: Structure, 
     Raises:
         UnsupportedError: The other points of a pair may be in another part, or are too many.
     """
-    coupling = points.hessian.class_coupling()
-    derivatives = points.hessian.derivatives
-    sampled = isinstance(derivatives, SampledContrastive)
-    if coupling is None and isinstance(derivatives, SampledContrastive):
-        coupling = ClassCoupling(*_attracting(derivatives))
+    coupling = _coupling(points)
+    sampled = isinstance(points.hessian.derivatives, SampledContrastive)
     if coupling is not None:
         numbers = coupling.classes.numel() * points.dim * pullback.n_params
         if numbers <= _CLASS_SUM_ELEMENTS:
@@ -111,10 +108,7 @@ def finished_cross(sums: Mapping[str, Tensor], points: DatasetPoints, structure:
     """
     total: Tensor | int = 0
     if _BY_CLASS in sums:
-        coupling = points.hessian.class_coupling()
-        derivatives = points.hessian.derivatives
-        if coupling is None and isinstance(derivatives, SampledContrastive):
-            coupling = ClassCoupling(*_attracting(derivatives))
+        coupling = _coupling(points)
         if coupling is None:
             msg = "sums over classes without weights between classes"
             raise RuntimeError(msg)
@@ -124,6 +118,14 @@ def finished_cross(sums: Mapping[str, Tensor], points: DatasetPoints, structure:
         # Every pair has both ends among the sampled points as often as not.
         total = total + (part if structure is Structure.DIAG else (part + part.T) / 2)
     return total
+
+
+def _coupling(points: DatasetPoints) -> ClassCoupling | None:
+    """Pair weights between classes; of a sample those of the positive pairs, whose weights no margin decides."""
+    coupling, derivatives = points.hessian.class_coupling(), points.hessian.derivatives
+    if coupling is None and isinstance(derivatives, SampledContrastive):
+        return ClassCoupling(*_attracting(derivatives))
+    return coupling
 
 
 def _attracting(derivatives: SampledContrastive) -> tuple[Tensor, Tensor]:

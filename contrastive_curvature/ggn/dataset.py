@@ -35,6 +35,7 @@ from contrastive_curvature.hessian.dataset import DatasetHessian
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.cosine import CosineLoss
+from contrastive_curvature.losses.dataset import dataset_hessian
 from contrastive_curvature.losses.sampled_data import sampled_hessian
 from contrastive_curvature.losses.weighting import class_pairs
 from contrastive_curvature.network.encoder import Encoder
@@ -254,9 +255,7 @@ def points_of(
         loss.announce(related, normalize(z)[0], progress)
     if relation is not None:
         check_fittable(len(z), float(related.counts()[0].sum()))
-    u = normalize(z)[0]
-    hessian = DatasetHessian(z, loss.derivatives(related, u), loss.distance, loss.pd_fix)
-    return DatasetPoints(hessian, relation, record, state, classes)
+    return DatasetPoints(dataset_hessian(loss, z, related), relation, record, state, classes)
 
 
 def _check_different(*kept: Rows | None) -> None:

@@ -12,7 +12,6 @@ from torch.utils.data import DistributedSampler
 
 from contrastive_curvature.arguments import check_flag
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.ggn.dataset import DatasetCurvature
 from contrastive_curvature.laplace import fitting
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.options import CONTRASTIVE
@@ -147,9 +146,6 @@ class PartwiseFit:
                 "hessian_structure='diag', 'kron', 'kron_lowrank' or 'full', or fit in one process."
             )
             raise UnsupportedError(msg)
-
-    def _take(self: Any, result: DatasetCurvature, *, override: bool) -> None:
-        raise NotImplementedError
 
 
 def _check_kind(argument: str, state: object, kind: str) -> None:
