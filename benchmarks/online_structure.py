@@ -104,7 +104,7 @@ def _scores(la: ContrastiveLaplace, setting: Setting, split: Split | None) -> tu
     with torch.no_grad():
         for x in [] if split is None else image_batches(split, setting):
             out = la(x)
-            parts.append((out.mean, out.uncertainty, out.novelty))
+            parts.append((out.raw_mean, out.uncertainty, out.novelty))
     mean, uncertainty, novelty = (torch.cat(part) for part in zip(*parts, strict=True))
     return mean, uncertainty, novelty
 

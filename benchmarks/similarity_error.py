@@ -50,7 +50,7 @@ def cosines(
     a: cc.EmbeddingDistribution, b: cc.EmbeddingDistribution, n_samples: int, generator: torch.Generator
 ) -> Tensor:
     """Sorted cosines of sampled embeddings."""
-    most = max(1, _ENTRIES // a.mean.shape[1])
+    most = max(1, _ENTRIES // a.raw_mean.shape[1])
     parts = []
     for start in range(0, n_samples, most):
         n = min(most, n_samples - start)

@@ -185,7 +185,7 @@ def brier(data: dict[str, Any]) -> dict[str, float]:
     half = len(classes) // 2
 
     def part(rows: slice) -> cc.EmbeddingDistribution:
-        taken = cc.EmbeddingDistribution(asked.mean[rows], variance=asked.variance[rows])
+        taken = cc.EmbeddingDistribution(asked.raw_mean[rows], variance=asked.variance[rows])
         return taken.relative_to(asked._typical_norm, asked._class_centres)
 
     out: dict[str, float] = {"gallery": len(labels)}

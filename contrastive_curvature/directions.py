@@ -97,7 +97,7 @@ def directions(name: str, embeddings: EmbeddingDistribution | Tensor) -> Directi
         nothing, spread = torch.zeros_like(points[0]), sample_covariance(points)
         lost = spread.diagonal(dim1=1, dim2=2).sum(1) * (1 - 1 / len(points))
         return Directions(points.mean(0), lost, nothing, nothing, nothing, spread)
-    u, norm = unit(name, embeddings.mean.double())
+    u, norm = unit(name, embeddings.raw_mean.double())
     if embeddings._variance is not None:
         return _of_diagonal(u, _relative(embeddings._variance.double(), norm))
     step = max(1, _ENTRIES // u.shape[1] ** 2)

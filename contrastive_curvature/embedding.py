@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ class EmbeddingDistribution:
     Built from a Gaussian over the raw outputs (closed form), or from samples of the raw outputs (:meth:`from_samples`).
 
     Args:
-        mean: Mean of the raw outputs, shape (B, D), D >= 2.
+        raw_mean: Mean of the raw outputs, shape (B, D), D >= 2.
         variance: Variances of the raw outputs, shape (B, D), for a diagonal covariance.
         covariance: Covariances of the raw outputs, shape (B, D, D).
         joint_covariance: Covariance of all raw outputs together, shape (B D, B D). Give exactly one of ``variance``,
@@ -44,7 +44,8 @@ class EmbeddingDistribution:
             posterior have the mean over its training inputs.
 
     Attributes:
-        mean: Mean of the raw outputs, shape (B, D).
+        raw_mean: Mean of the raw outputs, shape (B, D), its norm as the encoder gives it. :attr:`mu` has norm 1;
+            there is no ``mean``, which could be either.
 
     Raises:
         InputTypeError: An argument is not a floating-point tensor.
@@ -55,7 +56,7 @@ class EmbeddingDistribution:
 
     def __init__(
         self,
-        mean: Tensor,
+        raw_mean: Tensor,
         *,
         variance: Tensor | None = None,
         covariance: Tensor | None = None,
@@ -73,30 +74,30 @@ class EmbeddingDistribution:
         ]
         if len(given) != 1:
             raise InputError(expected("variance, covariance, joint_covariance", "exactly one", str(given or "none")))
-        check_mean(mean)
+        check_mean(raw_mean)
         if variance is not None:
-            check_spread("variance", variance, mean, mean.shape)
+            check_spread("variance", variance, raw_mean, raw_mean.shape)
             if bool((variance < 0).any()):
                 raise InputError(
                     expected("variance", "variances >= 0", f"a smallest variance of {float(variance.min())}")
                 )
         elif covariance is not None:
-            check_spread("covariance", covariance, mean, (*mean.shape, mean.shape[1]))
+            check_spread("covariance", covariance, raw_mean, (*raw_mean.shape, raw_mean.shape[1]))
             check_semidefinite("covariance", covariance)
         elif joint_covariance is not None:
-            check_spread("joint_covariance", joint_covariance, mean, (mean.numel(), mean.numel()))
+            check_spread("joint_covariance", joint_covariance, raw_mean, (raw_mean.numel(), raw_mean.numel()))
             check_semidefinite("joint_covariance", joint_covariance)
-        self._store(mean, variance, covariance, joint_covariance)
+        self._store(raw_mean, variance, covariance, joint_covariance)
         self.relative_to(typical_norm)
 
     def _store(
         self,
-        mean: Tensor,
+        raw_mean: Tensor,
         variance: Tensor | None,
         covariance: Tensor | AxisCovariance | None,
         joint_covariance: Tensor | None,
     ) -> None:
-        self.mean = mean
+        self.raw_mean = raw_mean
         self._variance = variance
         self._joint = joint_covariance
         self._samples: Tensor | None = None
@@ -104,8 +105,8 @@ class EmbeddingDistribution:
         self._typical_norm: float | None = None
         self._class_centres: ClassCentres | None = None
         if joint_covariance is not None:
-            n, dim = mean.shape
-            points = torch.arange(n, device=mean.device)
+            n, dim = raw_mean.shape
+            points = torch.arange(n, device=raw_mean.device)
             covariance = joint_covariance.view(n, dim, n, dim)[points, :, points, :]
         # Their dense form is made when it is asked for.
         self._axes = covariance if isinstance(covariance, AxisCovariance) else None
@@ -114,7 +115,7 @@ class EmbeddingDistribution:
     @classmethod
     def trusted(
         cls,
-        mean: Tensor,
+        raw_mean: Tensor,
         *,
         variance: Tensor | None = None,
         covariance: Tensor | AxisCovariance | None = None,
@@ -127,7 +128,7 @@ class EmbeddingDistribution:
         would also need a matrix decomposition for every prediction.
 
         Args:
-            mean: Mean of the raw outputs, shape (B, D), finite.
+            raw_mean: Mean of the raw outputs, shape (B, D), finite.
             variance: Variances of the raw outputs, shape (B, D).
             covariance: Covariances of the raw outputs, shape (B, D, D), or their parts.
             joint_covariance: Covariance of all raw outputs together, shape (B D, B D).
@@ -144,7 +145,7 @@ class EmbeddingDistribution:
                 hint = "The prior precision or the temperature may be too small, or an input's Jacobian too large."
                 raise InputError(expected(f"la(x): {name}", "finite numbers", "NaN or infinity", hint))
         out = cls.__new__(cls)
-        out._store(mean, variance, covariance, joint_covariance)
+        out._store(raw_mean, variance, covariance, joint_covariance)
         return out
 
     @classmethod
@@ -197,15 +198,15 @@ class EmbeddingDistribution:
         if self._samples is not None:
             return vmf.fit(self._samples)[0]
         # An output of zeros has none, which is an error here.
-        unit("mean", self.mean)
-        return normalize(self.mean)[0]
+        unit("raw_mean", self.raw_mean)
+        return normalize(self.raw_mean)[0]
 
     @property
     def kappa(self) -> Tensor:
         """Concentrations, shape (B,): in closed form to second order in the spread, or estimated from the samples."""
         if self._samples is not None:
             return vmf.fit(self._samples)[1]
-        return concentration(self.tangential_variance, self.mean.shape[1])
+        return concentration(self.tangential_variance, self.raw_mean.shape[1])
 
     @property
     def uncertainty(self) -> Tensor:
@@ -229,25 +230,25 @@ class EmbeddingDistribution:
         angle = torch.where(spread > 0, spread, 1).sqrt() * (spread > 0)
         if self._typical_norm is not None:
             # The quotient first: either norm may be near the limits of its dtype.
-            angle = angle * (self._typical_norm / unit("mean", self.mean)[1]).sqrt()
+            angle = angle * (self._typical_norm / unit("raw_mean", self.raw_mean)[1]).sqrt()
         if self._class_centres is not None:
-            angle = angle * self._class_centres.factor(self.mean)
+            angle = angle * self._class_centres.factor(self.raw_mean)
         return angle.arctan()
 
     @property
     def tangential_variance(self) -> Tensor:
         """Variance perpendicular to the mean, over the squared norm of the mean, shape (B,), in squared radians."""
         if self._variance is not None:
-            return vmf.tangential_variance(self.mean, variance=self._variance)
+            return vmf.tangential_variance(self.raw_mean, variance=self._variance)
         if self._samples is not None:
             samples, mean, _ = self._scaled_samples()
             return vmf.tangential_variance(mean, covariance=sample_covariance(samples))
         if self._axes is not None:
-            u, norm = unit("mean", self.mean)
+            u, norm = unit("raw_mean", self.raw_mean)
             size, total, radial = self._axes.total_and_radial(u.double())
             # Divided twice, because the square of a tiny or huge norm underflows or overflows.
             return ((total - radial).clamp(min=0) * (size / norm / norm)).to(u.dtype)
-        return vmf.tangential_variance(self.mean, covariance=self._covariance)
+        return vmf.tangential_variance(self.raw_mean, covariance=self._covariance)
 
     @property
     def novelty(self) -> Tensor:
@@ -356,17 +357,17 @@ class EmbeddingDistribution:
             InputError: ``n_samples`` is not a positive whole number, or exceeds the number of samples that the
                 distribution was built from; or ``generator`` lives on another device.
         """
-        check_draw(n_samples, generator, self.mean.device)
+        check_draw(n_samples, generator, self.raw_mean.device)
         if self._samples is not None:
             if n_samples > self._samples.shape[0]:
                 hint = "This distribution was built from those samples; request more of them in the prediction."
                 raise InputError(expected("n_samples", f"at most {self._samples.shape[0]}", n_samples, hint))
             return self._samples[:n_samples]
         if self._joint is not None:
-            flat = gaussian_samples(self.mean.reshape(1, -1), None, self._joint.unsqueeze(0), n_samples, generator)
-            return flat.view(n_samples, *self.mean.shape)
+            flat = gaussian_samples(self.raw_mean.reshape(1, -1), None, self._joint.unsqueeze(0), n_samples, generator)
+            return flat.view(n_samples, *self.raw_mean.shape)
         covariance = self.covariance if self._variance is None else None
-        return gaussian_samples(self.mean, self._variance, covariance, n_samples, generator)
+        return gaussian_samples(self.raw_mean, self._variance, covariance, n_samples, generator)
 
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
         """Draw embeddings: :meth:`raw_samples`, each divided by its norm. Shape (S, B, D)."""
@@ -383,9 +384,17 @@ class EmbeddingDistribution:
 
     def __repr__(self) -> str:
         """Number and dimension of the embeddings, and the kind of the distribution."""
-        n, dim = self.mean.shape
+        n, dim = self.raw_mean.shape
         kind = "samples" if self._samples is not None else "joint Gaussian" if self._joint is not None else "Gaussian"
         return f"EmbeddingDistribution({n} embeddings in {dim} dimensions, from {kind})"
+
+    if not TYPE_CHECKING:  # a type checker then refuses ``mean`` itself
+
+        @property
+        def mean(self) -> Tensor:
+            """There is none: it could be either :attr:`raw_mean` or :attr:`mu`."""
+            msg = "an embedding has no 'mean': use raw_mean (the encoder's output, norm as it is) or mu (norm 1)"
+            raise AttributeError(msg)
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled: all but the posterior behind :attr:`p_value`, which holds the encoder."""

@@ -58,14 +58,14 @@ def check_mean(mean: object) -> None:
         InputError: The shape is not (B, D) with D >= 2, an entry is not finite, or a row is zero.
     """
     wanted = "shape (B, D) with D >= 2"
-    check_floats("mean", mean, wanted)
+    check_floats("raw_mean", mean, wanted)
     if not isinstance(mean, Tensor) or mean.ndim != 2 or mean.shape[1] < 2:
-        raise InputError(expected("mean", wanted, f"shape {tuple(getattr(mean, 'shape', ()))}"))
-    check_all_finite("mean", mean)
+        raise InputError(expected("raw_mean", wanted, f"shape {tuple(getattr(mean, 'shape', ()))}"))
+    check_all_finite("raw_mean", mean)
     zero = (mean.detach() == 0).all(1)
     if bool(zero.any()):
         rows = zero.nonzero().flatten()[:5].tolist()
-        raise InputError(expected("mean", "rows that are not zero", f"zero rows {rows}", "Zero has no direction."))
+        raise InputError(expected("raw_mean", "rows that are not zero", f"zero rows {rows}", "Zero has no direction."))
 
 
 def check_spread(name: str, spread: object, mean: Tensor, shape: tuple[int, ...]) -> None:
@@ -81,14 +81,14 @@ def check_spread(name: str, spread: object, mean: Tensor, shape: tuple[int, ...]
         InputTypeError: ``spread`` is not a floating-point tensor.
         InputError: The shape, dtype or device differs from what the mean requires, or an entry is not finite.
     """
-    wanted = f"shape {tuple(shape)} to fit mean {tuple(mean.shape)}"
+    wanted = f"shape {tuple(shape)} to fit raw_mean {tuple(mean.shape)}"
     check_floats(name, spread, wanted)
     if not isinstance(spread, Tensor) or tuple(spread.shape) != tuple(shape):
         raise InputError(expected(name, wanted, f"shape {tuple(getattr(spread, 'shape', ()))}"))
     if spread.dtype != mean.dtype:
-        raise InputError(expected(name, f"{mean.dtype}, the dtype of mean", f"{spread.dtype}"))
+        raise InputError(expected(name, f"{mean.dtype}, the dtype of raw_mean", f"{spread.dtype}"))
     if spread.device != mean.device:
-        raise InputError(expected(name, f"device {mean.device}, that of mean", f"{spread.device}"))
+        raise InputError(expected(name, f"device {mean.device}, that of raw_mean", f"{spread.device}"))
     check_all_finite(name, spread)
 
 

@@ -104,7 +104,7 @@ def components(embedding: EmbeddingDistribution, feature_norm: Tensor | None = N
     Returns:
         Shape (B, 3), float64.
     """
-    mean = embedding.mean.detach().double()
+    mean = embedding.raw_mean.detach().double()
     size = mean.abs().amax(1).clamp(min=_TINY)
     scaled = mean / size.unsqueeze(1)
     norm = torch.linalg.vector_norm(scaled, dim=1)

@@ -134,7 +134,7 @@ def similarity(
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         hint = "The cosine of two tensors is a number: torch.nn.functional.cosine_similarity(a, b)."
         raise InputTypeError(expected("a, b", "an EmbeddingDistribution for at least one of them", "two tensors", hint))
-    means = [value if isinstance(value, Tensor) else value.mean for value in (a, b)]
+    means = [value if isinstance(value, Tensor) else value.raw_mean for value in (a, b)]
     for name, mean in zip("ab", means, strict=True):
         if mean.ndim != 2 or not len(mean):
             raise InputError(expected(name, "embeddings (N, D), N >= 1", f"shape {tuple(mean.shape)}"))

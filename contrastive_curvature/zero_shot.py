@@ -206,7 +206,7 @@ def _check_embeddings(name: str, value: object) -> Tensor:
     if not isinstance(value, (EmbeddingDistribution, Tensor)):
         wanted = "an EmbeddingDistribution, or a tensor of embeddings"
         raise InputTypeError(expected(name, wanted, f"a {type(value).__name__}"))
-    mean = value if isinstance(value, Tensor) else value.mean
+    mean = value if isinstance(value, Tensor) else value.raw_mean
     if mean.ndim != 2 or not len(mean):
         raise InputError(expected(name, "embeddings (N, D), N >= 1", f"shape {tuple(mean.shape)}"))
     return mean

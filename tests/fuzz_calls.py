@@ -279,9 +279,9 @@ def _calls() -> dict[str, Call]:
         "load_checkpoint": (load_checkpoint, {"path": "no such file", "device": "cpu"}),
         "EmbeddingDistribution": (
             _distribution,
-            {"mean": z, "variance": None, "covariance": torch.eye(D).expand(N, D, D), "joint_covariance": None},
+            {"raw_mean": z, "variance": None, "covariance": torch.eye(D).expand(N, D, D), "joint_covariance": None},
         ),
-        "EmbeddingDistribution, variance": (_distribution, {"mean": z, "variance": z.square()}),
+        "EmbeddingDistribution, variance": (_distribution, {"raw_mean": z, "variance": z.square()}),
         "EmbeddingDistribution.from_samples": (
             lambda **given: _described(cc.EmbeddingDistribution.from_samples(**given)),
             {"samples": samples},
@@ -328,7 +328,7 @@ def _calls() -> dict[str, Call]:
         "vmf.tangential_variance": (vmf.tangential_variance, {"mean": z, "variance": z.square(), "covariance": None}),
         "vmf.concentration_from_gaussian": (
             vmf.concentration_from_gaussian,
-            {"mean": z, "variance": None, "covariance": torch.eye(D).expand(N, D, D)},
+            {"raw_mean": z, "variance": None, "covariance": torch.eye(D).expand(N, D, D)},
         ),
         "vmf.log_normalizer": (vmf.log_normalizer, {"kappa": kappa, "dim": D}),
         "vmf.log_density_at_mode": (vmf.log_density_at_mode, {"kappa": kappa, "dim": D}),

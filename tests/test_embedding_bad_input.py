@@ -57,7 +57,16 @@ MEANS += [spoilt(mean(), (1, 2), NAN), spoilt(mean(), (1, 2), INF), spoilt(mean(
 
 @pytest.mark.parametrize("bad", MEANS, ids=lambda m: str(getattr(m, "shape", m)))
 def test_means(bad: Any) -> None:
-    refused(lambda: cc.EmbeddingDistribution(bad, covariance=matrices()), "mean")
+    refused(lambda: cc.EmbeddingDistribution(bad, covariance=matrices()), "raw_mean")
+
+
+@on_every_device
+def test_there_is_no_mean(device: str) -> None:
+    """It could be the encoder's output, or the direction."""
+    found = cc.EmbeddingDistribution(3 * mean(device), covariance=matrices(device))
+    refused(lambda: found.mean, "raw_mean", "mu (norm 1)", kind=AttributeError)  # type: ignore[attr-defined]
+    assert not hasattr(found, "mean")
+    assert torch.allclose(found.raw_mean, found.raw_mean.norm(dim=1, keepdim=True) * found.mu)
 
 
 V = matrices()
@@ -108,7 +117,7 @@ def test_what_is_right_up_to_rounding_is_taken(size: float, dtype: torch.dtype, 
         assert torch.equal(found.covariance, covariance)
         whole = torch.block_diag(*covariance)
         assert torch.equal(cc.EmbeddingDistribution(z, joint_covariance=whole).covariance, covariance)
-    assert cc.EmbeddingDistribution(z[:0], variance=z[:0]).mean.shape == (0, D)
+    assert cc.EmbeddingDistribution(z[:0], variance=z[:0]).raw_mean.shape == (0, D)
 
 
 @pytest.mark.parametrize("bad", [-3, 0, True, 2.5, "3", None, NAN])

@@ -188,8 +188,8 @@ def test_sides_may_be_exchanged_and_rows_stand_alone(n, dim, seed, use):
     p = match.same(test.a, test.b)
     assert p.shape == (n,)
     assert torch.allclose(p, match.same(test.b, test.a), rtol=0, atol=1e-12)
-    single = EmbeddingDistribution(test.a.mean[-1:], variance=test.a.variance[-1:])
-    other = EmbeddingDistribution(test.b.mean[-1:], variance=test.b.variance[-1:])
+    single = EmbeddingDistribution(test.a.raw_mean[-1:], variance=test.a.variance[-1:])
+    other = EmbeddingDistribution(test.b.raw_mean[-1:], variance=test.b.variance[-1:])
     assert torch.allclose(p[-1:], match.same(single, other), rtol=0, atol=1e-12)
 
 
@@ -207,7 +207,7 @@ def test_uncertainties_beyond_the_range_count_as_its_end():
     a, b, _ = noisy_pairs(5, 1)
     out = []
     for factor in (1e4, 1e8, 0.0, 1e-14):
-        wide = [EmbeddingDistribution(d.mean, variance=factor * torch.ones_like(d.mean)) for d in (a, b)]
+        wide = [EmbeddingDistribution(d.raw_mean, variance=factor * torch.ones_like(d.raw_mean)) for d in (a, b)]
         out.append(match.same(*wide))
     assert torch.allclose(out[0], out[1], rtol=0, atol=1e-6)
     assert torch.allclose(out[2], out[3], rtol=0, atol=1e-6)
@@ -216,10 +216,10 @@ def test_uncertainties_beyond_the_range_count_as_its_end():
 
 def test_uncertainties_that_are_all_zero_leave_the_cosine():
     train, test = noisy_pairs(300, 0), noisy_pairs(20, 1)
-    sure = [EmbeddingDistribution(d.mean, variance=torch.zeros_like(d.mean)) for d in (train.a, train.b)]
+    sure = [EmbeddingDistribution(d.raw_mean, variance=torch.zeros_like(d.raw_mean)) for d in (train.a, train.b)]
     p = MatchProbability().fit_pairs(*sure, train.same).same(test.a, test.b)
-    plain = MatchProbability(use_uncertainty=False).fit_pairs(train.a.mean, train.b.mean, train.same)
-    assert torch.allclose(p, plain.same(test.a.mean, test.b.mean), rtol=0, atol=1e-6)
+    plain = MatchProbability(use_uncertainty=False).fit_pairs(train.a.raw_mean, train.b.raw_mean, train.same)
+    assert torch.allclose(p, plain.same(test.a.raw_mean, test.b.raw_mean), rtol=0, atol=1e-6)
 
 
 class Search(NamedTuple):
@@ -280,8 +280,8 @@ def test_hits_of_another_search_have_the_probability_of_nearest():
     train, test = noisy_search(300, 0), noisy_search(200, 1)
     match = MatchProbability().fit_retrieval(*train)
     found = match.nearest(test.queries, test.gallery)
-    hits = EmbeddingDistribution(test.gallery.mean[found.index], variance=test.gallery.variance[found.index])
-    assert torch.equal(match.hits(test.queries, hits, gallery_size=len(test.gallery.mean)), found.right)
+    hits = EmbeddingDistribution(test.gallery.raw_mean[found.index], variance=test.gallery.variance[found.index])
+    assert torch.equal(match.hits(test.queries, hits, gallery_size=len(test.gallery.raw_mean)), found.right)
     with pytest.raises(InputError, match="hits: expected 200 embeddings"):
         match.hits(test.queries, train.gallery, gallery_size=120)
     with pytest.warns(UserWarning, match="gallery_size"):
@@ -291,13 +291,13 @@ def test_hits_of_another_search_have_the_probability_of_nearest():
 def test_a_gallery_of_another_size_is_pointed_out():
     train = noisy_search(300, 0)
     match = MatchProbability().fit_retrieval(*train)
-    small = EmbeddingDistribution(train.gallery.mean[:59], variance=train.gallery.variance[:59])
+    small = EmbeddingDistribution(train.gallery.raw_mean[:59], variance=train.gallery.variance[:59])
     with pytest.warns(UserWarning, match=r"120 points to search, 59 were searched"):
         match.nearest(train.queries, small)
-    large = EmbeddingDistribution(train.gallery.mean.repeat(3, 1), variance=train.gallery.variance.repeat(3, 1))
+    large = EmbeddingDistribution(train.gallery.raw_mean.repeat(3, 1), variance=train.gallery.variance.repeat(3, 1))
     with pytest.warns(UserWarning, match="gallery"):
         match.nearest(train.queries, large)
-    half = EmbeddingDistribution(train.gallery.mean[:60], variance=train.gallery.variance[:60])
+    half = EmbeddingDistribution(train.gallery.raw_mean[:60], variance=train.gallery.variance[:60])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         match.nearest(train.queries, half)
@@ -371,12 +371,14 @@ def test_dtypes_and_kinds_of_distributions(dtype, device):
     train, test = noisy_pairs(300, 0), noisy_pairs(20, 1)
     match = MatchProbability().fit_pairs(*train)
     p = match.same(test.a, test.b)
-    moved = [EmbeddingDistribution(d.mean.to(device, dtype), variance=d.variance.to(device, dtype)) for d in test[:2]]
+    moved = [
+        EmbeddingDistribution(d.raw_mean.to(device, dtype), variance=d.variance.to(device, dtype)) for d in test[:2]
+    ]
     out = match.same(*moved)
     assert out.dtype == (torch.float32 if dtype == torch.float16 else dtype)
     assert out.device.type == device
     assert torch.allclose(out.cpu().double(), p, rtol=0, atol=0.02 if dtype == torch.float16 else 1e-4)
-    dense = [EmbeddingDistribution(d.mean, covariance=torch.diag_embed(d.variance)) for d in test[:2]]
+    dense = [EmbeddingDistribution(d.raw_mean, covariance=torch.diag_embed(d.variance)) for d in test[:2]]
     assert torch.allclose(match.same(*dense), p, rtol=0, atol=1e-9)
     samples = [EmbeddingDistribution.from_samples(d.raw_samples(500, generator(0))) for d in test[:2]]
     assert bool(match.same(*samples).isfinite().all())
@@ -396,7 +398,7 @@ FEW = torch.arange(40) < 9
         (A, B, SAME.double(), InputTypeError, "same"),
         (A, B, torch.arange(40), InputError, "labels_a == labels_b"),
         (A, B, SAME.tolist(), InputTypeError, "same"),
-        (A, B.mean, SAME, InputTypeError, "use_uncertainty=False"),
+        (A, B.raw_mean, SAME, InputTypeError, "use_uncertainty=False"),
         (A, SMALL, SAME, InputError, "D = 8"),
         (noisy_pairs(39, 0).a, B, SAME, InputError, "39 embeddings"),
         (A, B, ~SAME, InputError, "does not tell the two kinds apart"),
@@ -461,7 +463,7 @@ def test_tensors_that_are_not_finite(bad):
 
 
 def test_uncertainties_that_are_not_finite(monkeypatch):
-    monkeypatch.setattr(EmbeddingDistribution, "uncertainty", property(lambda self: self.mean[:, 0] * math.nan))
+    monkeypatch.setattr(EmbeddingDistribution, "uncertainty", property(lambda self: self.raw_mean[:, 0] * math.nan))
     with pytest.raises(InputError, match="a: expected finite uncertainties"):
         MatchProbability().fit_pairs(A, B, SAME)
 

@@ -150,7 +150,7 @@ def test_blocks_rows_sides_and_bounds_agree(device, kinds, n, m, dim, size, entr
         if out._samples is not None:
             return EmbeddingDistribution.from_samples(out._samples.to(device, torch.float32 if single else DOUBLE))
         moved = {k: v.to(device, torch.float32 if single else DOUBLE) for k, v in spread.items() if v is not None}
-        return EmbeddingDistribution.trusted(out.mean.to(device, torch.float32 if single else DOUBLE), **moved)
+        return EmbeddingDistribution.trusted(out.raw_mean.to(device, torch.float32 if single else DOUBLE), **moved)
 
     a, b = side(kinds[0], n, 0), side(kinds[1], m, 50)
     eps = 1e-5 if single else 1e-13
@@ -182,7 +182,7 @@ def test_a_diagonal_covariance_is_one_of_the_dense_ones(n, dim, size, seed):
     assert isinstance(a, EmbeddingDistribution)
     assert isinstance(b, EmbeddingDistribution)
     thin = similarity(a, b, pairwise=True)
-    dense = [EmbeddingDistribution(d.mean, covariance=torch.diag_embed(d.variance)) for d in (a, b)]
+    dense = [EmbeddingDistribution(d.raw_mean, covariance=torch.diag_embed(d.variance)) for d in (a, b)]
     for pair in (dense, [a, dense[1]], [dense[0], b]):
         full = similarity(*pair, pairwise=True)
         assert torch.allclose(thin.mean, full.mean, rtol=0, atol=1e-13)
@@ -194,7 +194,7 @@ def test_the_length_of_the_outputs_does_not_matter(n, dim, scale, seed):
     a, b = build("diagonal", n, dim, seed), build("dense", n, dim, seed + 50)
     assert isinstance(a, EmbeddingDistribution)
     assert isinstance(b, EmbeddingDistribution)
-    scaled = EmbeddingDistribution(scale * a.mean, variance=scale**2 * a.variance)
+    scaled = EmbeddingDistribution(scale * a.raw_mean, variance=scale**2 * a.variance)
     one, other = similarity(a, b), similarity(scaled, b)
     assert torch.allclose(one.mean, other.mean, rtol=1e-12, atol=1e-14)
     assert torch.allclose(one.variance, other.variance, rtol=1e-12, atol=1e-14)

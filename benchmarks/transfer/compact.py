@@ -105,7 +105,7 @@ def _add(out: Compact, name: str, la: Any, sets: Mapping[str, Points]) -> None:
             predicted = la(block)
             # The product first in float64: a variance may be far below the squared norm.
             spread = predicted.tangential_variance.detach().double()
-            parts.append(spread * predicted.mean.detach().double().square().sum(1))
+            parts.append(spread * predicted.raw_mean.detach().double().square().sum(1))
         out[one][name] = torch.cat(parts).numpy()
 
 

@@ -29,11 +29,11 @@ DEFAULT = "default"
 
 READ: dict[str, Callable[[EmbeddingDistribution, Tensor], Tensor]] = {
     "uncertainty": lambda e, _: e.uncertainty,
-    "without_classes": lambda e, spread: spread / e.mean.norm(dim=1),
-    "lost_length": lambda e, spread: spread * e.mean.norm(dim=1) / 2,
+    "without_classes": lambda e, spread: spread / e.raw_mean.norm(dim=1),
+    "lost_length": lambda e, spread: spread * e.raw_mean.norm(dim=1) / 2,
     "novelty": lambda e, _: e.novelty,
     "angle": lambda _, spread: spread,
-    "variance": lambda e, spread: spread * e.mean.square().sum(1),
+    "variance": lambda e, spread: spread * e.raw_mean.square().sum(1),
 }
 """Scores of a posterior, each (B,) from the prediction for B inputs and its tangential variance."""
 

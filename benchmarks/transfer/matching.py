@@ -142,7 +142,7 @@ def shown(la: Any, left: Tensor, right: Tensor, *, symmetric: bool = True) -> Te
         for a, b in zip(left.split(size), right.split(size), strict=True):
             one, other = la(a), la(b)
             sides = (Side.of("pairs", x, use_uncertainty=True) for x in (one, other))
-            inverse = -torch.stack([x.mean.double().norm(dim=1).log() for x in (one, other)], 1)
+            inverse = -torch.stack([x.raw_mean.double().norm(dim=1).log() for x in (one, other)], 1)
             if symmetric:
                 inverse = inverse.sort(1, descending=True).values
             total = (2 * inverse).logsumexp(1, keepdim=True)

@@ -486,8 +486,8 @@ class ContrastiveLaplace(PartwiseFit, CheckedPosterior):
         """laplace-torch's own form of the Gaussian: means and covariances of the raw outputs."""
         out = self._gaussian(X, joint, diagonal_output)
         if joint:
-            return out.mean.flatten(), out.joint_covariance
-        return out.mean, out.variance if diagonal_output else out.covariance
+            return out.raw_mean.flatten(), out.joint_covariance
+        return out.raw_mean, out.variance if diagonal_output else out.covariance
 
     def _gaussian(self, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistribution:
         return prediction.gaussian(self, x, joint, diagonal)

@@ -267,7 +267,7 @@ def _components_of(la: Any, x: Inputs, number: int) -> Tensor:
         # Inputs with one axis more than those of the fit may pass the encoder, and fail only after it.
         with torch.no_grad(), naming_the_input(x):
             out, norm = _observe(la, x)
-            _check_shape(out.mean, input_length(x), la.n_outputs)
+            _check_shape(out.raw_mean, input_length(x), la.n_outputs)
             return components(out, norm)
     except InputError as error:
         msg = f"loader: batch {number} (counted from 0): {error}"

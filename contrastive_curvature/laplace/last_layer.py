@@ -85,7 +85,7 @@ class LastLayerLaplace(ContrastiveLaplace):
         """Means and variances of the raw outputs, shape (B, D) each."""
         self.check_fitted()
         out = self._gaussian(X, False, True)
-        return out.mean, out.variance
+        return out.raw_mean, out.variance
 
     def _prepare_to_load(self, state: Mapping[str, Any]) -> None:
         missing = [key for key in ("data", "_last_layer_name") if key not in state]

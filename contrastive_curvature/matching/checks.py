@@ -17,7 +17,7 @@ __all__ = ["check_dim", "check_same", "read_whole", "result_dtype"]
 
 def result_dtype(embeddings: EmbeddingDistribution | Tensor) -> torch.dtype:
     """The dtype of probabilities: that of the embeddings, float32 for half precision."""
-    dtype = (embeddings if isinstance(embeddings, Tensor) else embeddings.mean).dtype
+    dtype = (embeddings if isinstance(embeddings, Tensor) else embeddings.raw_mean).dtype
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 

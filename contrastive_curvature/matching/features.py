@@ -52,7 +52,7 @@ class Side:
             wanted = "an EmbeddingDistribution, such as la(x)" + ("" if use_uncertainty else ", or a tensor (N, D)")
             hint = "MatchProbability(use_uncertainty=False) takes plain embeddings." if use_uncertainty else ""
             raise InputTypeError(expected(name, wanted, f"a {type(embeddings).__name__}", hint))
-        if not len(embeddings.mean):
+        if not len(embeddings.raw_mean):
             raise InputError(expected(name, "at least one embedding", "none"))
         with torch.no_grad():
             if not use_uncertainty:

@@ -76,11 +76,11 @@ class StoredEmbeddings(EmbeddingDistribution):
     @property
     def mu(self) -> Tensor:
         """Mean directions, unit vectors, shape (N, D)."""
-        return self.mean
+        return self.raw_mean
 
     def __repr__(self) -> str:
         """Number and dimension of the embeddings."""
-        return f"StoredEmbeddings({self.mean.shape[0]} embeddings in {self.mean.shape[1]} dimensions)"
+        return f"StoredEmbeddings({self.raw_mean.shape[0]} embeddings in {self.raw_mean.shape[1]} dimensions)"
 
 
 def read_embeddings(argument: str, value: object) -> StoredEmbeddings:
@@ -91,7 +91,7 @@ def read_embeddings(argument: str, value: object) -> StoredEmbeddings:
         InputError: A shape or a number is wrong.
     """
     if isinstance(value, EmbeddingDistribution):
-        if not len(value.mean):
+        if not len(value.raw_mean):
             raise InputError(expected(argument, "at least one embedding", "none"))
         return StoredEmbeddings.of(value)
     if isinstance(value, tuple) and len(value) == 3:

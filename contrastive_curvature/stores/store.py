@@ -90,12 +90,14 @@ class VectorStore(ABC):
             UnsupportedError: The store keeps no payload, or its package is not installed.
         """
         given = read_embeddings("embeddings", embeddings)
-        names = check_ids(ids, len(given.mean))
-        if self.dim is not None and given.mean.shape[1] != self.dim:
-            raise InputError(expected("embeddings", f"D = {self.dim}, that of the store", f"D = {given.mean.shape[1]}"))
+        names = check_ids(ids, len(given.raw_mean))
+        if self.dim is not None and given.raw_mean.shape[1] != self.dim:
+            raise InputError(
+                expected("embeddings", f"D = {self.dim}, that of the store", f"D = {given.raw_mean.shape[1]}")
+            )
         # Rounded once more, because kappa and uncertainty beyond float32 must be refused before anything is written.
-        given = StoredEmbeddings(given.mean.float(), given.kappa, given.uncertainty)
-        self._append(Rows(names, *(_numpy(t) for t in (given.mean, given.kappa, given.uncertainty))), payload or {})
+        given = StoredEmbeddings(given.raw_mean.float(), given.kappa, given.uncertainty)
+        self._append(Rows(names, *(_numpy(t) for t in (given.raw_mean, given.kappa, given.uncertainty))), payload or {})
 
     def search(
         self,

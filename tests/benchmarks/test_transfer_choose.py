@@ -76,7 +76,7 @@ def test_compact_numbers_are_those_of_the_library(numbers: Compact) -> None:
     for name, (strength, options) in {**wanted, "V rank 16": (STRENGTH, {"backend_kwargs": {"rank": 16}})}.items():
         la = fitted(content, **options)
         la.optimize_prior_precision(strength=strength)
-        covariance, mean = la(features).covariance.double(), la(features).mean.double()
+        covariance, mean = la(features).covariance.double(), la(features).raw_mean.double()
         u = mean / mean.norm(dim=1, keepdim=True)
         radial = torch.einsum("bd,bde,be->b", u, covariance, u)
         expected = covariance.diagonal(dim1=1, dim2=2).sum(1) - radial

@@ -88,8 +88,8 @@ def test_scores_are_those_of_the_library(content: FeatureFile, judged: Judgement
                 "uncertainty": out.uncertainty,
                 "novelty": out.novelty,
                 "angle": out.tangential_variance,
-                "variance": out.tangential_variance * out.mean.norm(dim=1) ** 2,
-                "lost_length": out.tangential_variance * out.mean.norm(dim=1) / 2,
+                "variance": out.tangential_variance * out.raw_mean.norm(dim=1) ** 2,
+                "lost_length": out.tangential_variance * out.raw_mean.norm(dim=1) / 2,
             }
             for score, value in expected.items():
                 found = judged.scores[f"{structure}/{score}"][name]

@@ -62,7 +62,7 @@ def truth_components(la: Any, x: Tensor, with_features: bool) -> Tensor:
     """From the dense covariances, input by input."""
     out, phi = la(x), body(x.device.type)[:3](x)
     rows = []
-    for z, v, f in zip(out.mean, out.covariance, phi, strict=True):
+    for z, v, f in zip(out.raw_mean, out.covariance, phi, strict=True):
         n = z.norm()
         across = torch.eye(DIM, dtype=z.dtype, device=z.device) - z.outer(z) / n**2
         total = (across @ v @ across).trace()

@@ -125,7 +125,7 @@ def test_everything_is_that_of_the_dense_posterior(data: st.DataObject) -> None:
     j = jacobian(new, dim, bias)
     truth = j @ covariance @ j.transpose(0, 2, 1)
     out = la(new)
-    assert near(out.mean, encoder(width, dim, bias)(new).detach().numpy())
+    assert near(out.raw_mean, encoder(width, dim, bias)(new).detach().numpy())
     assert near(out.covariance, truth)
     assert near(la(new, diagonal_output=True).variance, np.diagonal(truth, axis1=1, axis2=2))
     flat = j.reshape(3 * dim, -1)
@@ -366,7 +366,7 @@ def test_an_encoder_that_is_converted_after_the_fit_predicts_in_its_own_dtype(st
     before = la(x.float())
     la.model.double()
     after = la(x)
-    assert after.mean.dtype == after.covariance.dtype == after.uncertainty.dtype == torch.float64
+    assert after.raw_mean.dtype == after.covariance.dtype == after.uncertainty.dtype == torch.float64
     assert near(after.covariance, before.covariance.double().numpy(), 1e-4)
 
 

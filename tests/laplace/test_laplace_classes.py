@@ -36,8 +36,8 @@ def test_every_fit_takes_the_centres_of_its_data(weights: str, structure: str) -
     la = fitted(body(cc.L2Norm()), weights, structure, *data())
     assert same(la.class_centres, truth())
     x, _ = data()
-    angle = la(x).tangential_variance.sqrt() * (la.typical_norm / la(x).mean.norm(dim=1)).sqrt()
-    assert torch.allclose(la(x).uncertainty, (angle * truth().factor(la(x).mean)).arctan(), rtol=1e-9)
+    angle = la(x).tangential_variance.sqrt() * (la.typical_norm / la(x).raw_mean.norm(dim=1)).sqrt()
+    assert torch.allclose(la(x).uncertainty, (angle * truth().factor(la(x).raw_mean)).arctan(), rtol=1e-9)
     la.class_centres = None
     assert torch.allclose(la(x).uncertainty, angle.arctan(), rtol=1e-9)
 

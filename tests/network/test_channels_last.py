@@ -23,7 +23,7 @@ def test_channels_last(device, structure):
         la = Laplace(encoder, likelihood="contrastive", subset_of_weights="all", hessian_structure=structure)
         la.fit([(x.contiguous(memory_format=memory_format), labels)])
         drawn = la.predictive_samples(x, n_samples=3, joint=True, generator=torch.Generator(device).manual_seed(0))
-        nets = la(x, pred_type="nn", n_samples=3, generator=torch.Generator(device).manual_seed(0)).mean
+        nets = la(x, pred_type="nn", n_samples=3, generator=torch.Generator(device).manual_seed(0)).raw_mean
         found.append((la.mean, la(x).covariance, drawn, nets, la.log_marginal_likelihood()))
         online = cc.OnlineLaplace(encoder, probe=x, n_data=12, subset_of_weights="all", hessian_structure=structure)
         torch.manual_seed(1)

@@ -71,7 +71,7 @@ def test_laplace(kind: str, backend: Any, subset: str, structure: str) -> None:
             lambda la=la: la(x), "points of shape (4,) and dtype torch.float32, as when the model was analysed", *words
         )
         refused(lambda la=la: la.predictive_samples(x, n_samples=2, joint=True), *words)
-        assert la(good).mean.shape == (6, 3)
+        assert la(good).raw_mean.shape == (6, 3)
 
 
 def test_operator() -> None:

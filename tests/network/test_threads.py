@@ -109,7 +109,7 @@ def test_predictions_of_one_posterior(kind: str, tail: tuple[nn.Module, ...]) ->
     def predict(seed: int) -> Callable[[], Any]:
         def call() -> Any:
             out = la(inputs(seed))
-            return out.mean, out.variance if out.variance is not None else out.covariance
+            return out.raw_mean, out.variance if out.variance is not None else out.covariance
 
         return call
 

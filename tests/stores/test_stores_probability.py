@@ -43,7 +43,7 @@ def match(corpus: Corpus) -> cc.MatchProbability:
 
 def on(corpus: Corpus, device: str) -> cc.EmbeddingDistribution:
     q = corpus.queries
-    moved = cc.EmbeddingDistribution(q.mean.to(device), variance=q.variance.to(device))
+    moved = cc.EmbeddingDistribution(q.raw_mean.to(device), variance=q.variance.to(device))
     return moved.relative_to(q._typical_norm, None)
 
 
@@ -71,7 +71,7 @@ def test_every_hit_has_the_probability_of_its_pair(device, kind, corpus, stores,
     got = result.same_probability(match)
     every = result.hits()
     repeated = cc.EmbeddingDistribution(
-        queries.mean.repeat_interleave(3, 0), variance=queries.variance.repeat_interleave(3, 0)
+        queries.raw_mean.repeat_interleave(3, 0), variance=queries.variance.repeat_interleave(3, 0)
     ).relative_to(queries._typical_norm, None)
     torch.testing.assert_close(got, match.same(repeated, every).view(300, 3), rtol=1e-5, atol=1e-7)
 
@@ -131,7 +131,7 @@ def test_stored_embeddings_have_the_concentration_they_were_given(device, dim, l
     kappa = dim * torch.full((3,), 10.0**log_kappa, dtype=torch.float64, device=device)
     stored = cc.StoredEmbeddings(mu, kappa, torch.ones(3, device=device))
     # The concentration of the Gaussian itself; the variance along the mean, of its size, does not count.
-    of_gaussian = cc.vmf.concentration_from_gaussian(stored.mean, variance=stored.variance)
+    of_gaussian = cc.vmf.concentration_from_gaussian(stored.raw_mean, variance=stored.variance)
     torch.testing.assert_close(of_gaussian, kappa, rtol=1e-9, atol=0)
     assert torch.equal(stored.kappa, kappa)
 
@@ -146,7 +146,7 @@ def test_what_a_store_keeps_of_a_prediction(device, corpus):
     queries = on(corpus, device)
     stored = cc.StoredEmbeddings.of(queries)
     mu, kappa = stored
-    assert torch.equal(mu, stored.mean)
+    assert torch.equal(mu, stored.raw_mean)
     torch.testing.assert_close(mu, queries.mu, rtol=0, atol=2e-7)
     assert torch.equal(kappa, queries.kappa)
     assert torch.equal(stored.uncertainty, queries.uncertainty)
@@ -154,7 +154,7 @@ def test_what_a_store_keeps_of_a_prediction(device, corpus):
     with pytest.raises(cc.UnsupportedError, match="p_value"):
         stored.p_value  # noqa: B018
     with pytest.raises(cc.InputTypeError, match="embeddings: expected an EmbeddingDistribution"):
-        cc.StoredEmbeddings.of(queries.mean)  # type: ignore[arg-type]
+        cc.StoredEmbeddings.of(queries.raw_mean)  # type: ignore[arg-type]
 
 
 def test_half_precision_and_double(device):

@@ -78,7 +78,7 @@ def test_exact_search_finds_the_largest_cosines(device, kind, corpus, stores):
 
 @pytest.mark.parametrize("kind", STORES)
 def test_one_query_and_raw_vectors(device, kind, corpus, stores):
-    one = stores[kind].search(3 * corpus.queries.mean[:1].to(device), 4)
+    one = stores[kind].search(3 * corpus.queries.raw_mean[:1].to(device), 4)
     check_exact(one, cosines(corpus)[:1], 4)
 
 

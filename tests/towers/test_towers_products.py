@@ -113,6 +113,6 @@ def test_shared_module_takes_inputs_of_two_lengths(device: str) -> None:
     queries = {"input_ids": torch.arange(12, device=device).view(4, 3) % 9}
     documents = {"input_ids": torch.arange(28, device=device).view(4, 7) % 8}
     la = fitted(model, model, "last_layer", "diag", LOSSES["infonce"](), data=[(queries, documents)])
-    assert la.a(queries).mean.shape == la.b(documents).mean.shape == (4, 3)
+    assert la.a(queries).raw_mean.shape == la.b(documents).raw_mean.shape == (4, 3)
     with pytest.raises(cc.InputError, match="pad or crop them to one shape"):
         fitted(model, model, "all", "diag", LOSSES["infonce"](), data=[(queries, documents)])

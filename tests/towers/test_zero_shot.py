@@ -35,7 +35,7 @@ def sampled(images: Any, prompts: Any, scale: float, labels: Tensor, n: int = 20
     """Mean probabilities over sampled embeddings; a class is the mean of its prompts, of the length without errors."""
     generator = torch.Generator(labels.device).manual_seed(0)
     u, p = images.sample(n, generator), prompts.sample(n, generator)
-    total, classes = F.normalize(prompts.mean), labels.unique()
+    total, classes = F.normalize(prompts.raw_mean), labels.unique()
     centres = [p[:, labels == c].mean(1) / total[labels == c].mean(0).norm() for c in classes]
     return (scale * u @ torch.stack(centres, 2)).softmax(2).mean(0)
 
@@ -78,7 +78,7 @@ def test_rows_sum_to_one_and_uncertainty_pulls_to_uniform(
 def test_what_all_classes_share_does_not_count(seed: int, common: float, device: str) -> None:
     """Cosines that are all larger by the same, with errors and all, leave the probabilities."""
     images = uncertain(F.normalize(torch.cat([numbers(seed, 4, 4), torch.ones(4, 1).double()], 1)), 0.1)
-    images = cc.EmbeddingDistribution(images.mean.to(device), variance=images.variance.to(device))
+    images = cc.EmbeddingDistribution(images.raw_mean.to(device), variance=images.variance.to(device))
     axes = torch.eye(5, dtype=torch.float64, device=device)[:3]
     shared = common * torch.eye(5, dtype=torch.float64, device=device)[4]
     # Normalised prompts are shorter along their own axis, which the scale makes up for.
@@ -110,7 +110,7 @@ def test_many_classes_are_nearer_to_samples_than_a_softmax(scale: float, device:
     prompts = uncertain((base + 0.5 * numbers(2, 16, 32)).to(device), 0.05)
     truth = sampled(images, prompts, scale, labels, 4000)
     classifier = ZeroShotClassifier(prompts, scale=scale, labels=labels)
-    certain = ZeroShotClassifier(prompts.mean, scale=scale, labels=labels).probabilities(images.mean)
+    certain = ZeroShotClassifier(prompts.raw_mean, scale=scale, labels=labels).probabilities(images.raw_mean)
     errors = [float((p - truth).abs().sum(1).mean()) / 2 for p in (classifier.probabilities(images), certain)]
     assert errors[0] < 0.66 * errors[1]
     assert errors[0] < 0.1
@@ -171,9 +171,9 @@ def test_with_posteriors_of_two_towers(device: str) -> None:
     la.optimize_prior_precision()
     images, prompts = la.a(numbers(5, 7, 4).to(device)), la.b(numbers(6, 3, 2).to(device))
     found = ZeroShotClassifier(prompts, scale=2.0).probabilities(images)
-    certain = ZeroShotClassifier(prompts.mean, scale=2.0).probabilities(images.mean)
+    certain = ZeroShotClassifier(prompts.raw_mean, scale=2.0).probabilities(images.raw_mean)
     assert float(found.max(1).values.mean()) < float(certain.max(1).values.mean())
-    single = ZeroShotClassifier(prompts.mean.float(), scale=2.0).probabilities(images.mean.float())
+    single = ZeroShotClassifier(prompts.raw_mean.float(), scale=2.0).probabilities(images.raw_mean.float())
     assert single.dtype == torch.float32
     assert torch.allclose(single.double(), certain, atol=1e-6)
 

@@ -89,7 +89,7 @@ def closed_form(la: ContrastiveLaplace, setting: Setting, split: Split, p_values
             predicted = la(x)
             known = [predicted.p_value.cpu()] if p_values else []
             scores = (predicted.uncertainty, predicted.novelty, 1 / predicted.kappa)
-            parts.append([predicted.mean.cpu(), *(score.cpu() for score in scores), *known])
+            parts.append([predicted.raw_mean.cpu(), *(score.cpu() for score in scores), *known])
     mean, score, novelty, angular, *p_value = (torch.cat(part) for part in zip(*parts, strict=True))
     seconds = time.perf_counter() - started
     variants, means, taken = {"inverse_kappa": angular}, {}, {"inverse_kappa": seconds}
