@@ -1,0 +1,10 @@
+"""``python -m contrastive_curvature``: the same as the command ``contrastive-curvature``."""
+
+from __future__ import annotations
+
+import sys
+
+from contrastive_curvature.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

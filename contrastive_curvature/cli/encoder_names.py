@@ -1,0 +1,136 @@
+"""Encoders by name: models of timm and of sentence-transformers."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from contrastive_curvature.cli.encoders import Encoder
+from contrastive_curvature.cli.errors import BadInputError
+
+__all__ = ["sentence_encoder", "timm_encoder"]
+
+_LOADING = (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError)
+"""What the packages raise where a model cannot be found, downloaded, read or constructed."""
+
+
+class _WithLastLayer(nn.Module):
+    """A frozen trunk, and the linear layer that gets a posterior; the identity where the trunk has no layer for it."""
+
+    def __init__(self, trunk: nn.Module, last: nn.Linear) -> None:
+        super().__init__()
+        self.trunk, self.last = trunk, last
+
+    def forward(self, x: Any) -> Tensor:
+        return self.last(self.trunk(x))
+
+
+class _Sentence(nn.Module):
+    """Modules of a ``SentenceTransformer``, from tokens to one vector a text."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(modules)
+
+    def forward(self, tokens: Mapping[str, Any]) -> Tensor:
+        features: dict[str, Any] = dict(tokens)
+        for part in self.parts:
+            features = part(features)
+        return features["sentence_embedding"]
+
+
+def timm_encoder(name: str, options: dict[str, Any], spec: Mapping[str, Any]) -> Encoder:
+    """A model of timm: its pooled features, or the outputs of its last layer where ``num_classes`` is given.
+
+    Raises:
+        BadInputError: timm is missing, knows no such model, or cannot load it.
+    """
+    try:
+        import timm
+    except ImportError as error:
+        raise BadInputError(f"--encoder timm:{name}: expected timm to be installed. Run: pip install timm") from error
+    known = name.partition(".")[0]
+    if ":" not in name and not timm.is_model(known):
+        near = ", ".join(difflib.get_close_matches(known, timm.list_models(), 3)) or "timm.list_models() has all names"
+        raise BadInputError(f"--encoder timm:{name}: expected a model of timm, got {name!r}. Did you mean: {near}?")
+    given = {"num_classes": 0, "pretrained": "checkpoint_path" not in options, **options}
+    module: Any = _made(f"timm:{name}", lambda: timm.create_model(name, **given))
+    config = timm.data.resolve_model_data_config(module)
+    transform = timm.data.create_transform(**config, is_training=False)
+    if given["num_classes"] == 0:
+        module = _WithLastLayer(module, _identity(module.num_features))
+    return Encoder(f"timm:{name}", module, ("images", "inputs", "features"), spec, image_transform=transform)
+
+
+def sentence_encoder(name: str, options: dict[str, Any], spec: Mapping[str, Any]) -> Encoder:
+    """A model of sentence-transformers, with the posterior on its ``Dense`` layer if that comes last.
+
+    Raises:
+        BadInputError: The package is missing, or the model cannot be loaded without running its own code.
+    """
+    argument = f"--encoder sentence-transformers:{name}"
+    try:
+        from sentence_transformers import SentenceTransformer
+        from sentence_transformers import models as parts
+    except ImportError as error:
+        hint = "Run: pip install sentence-transformers"
+        raise BadInputError(f"{argument}: expected sentence-transformers to be installed. {hint}") from error
+    _refuse_own_code(argument, Path(name), options)
+    options = {"device": "cpu", **options}
+    model: Any = _made(f"sentence-transformers:{name}", lambda: SentenceTransformer(name, **options))
+    modules = list(model)
+    while modules and isinstance(modules[-1], parts.Normalize):
+        modules.pop()
+    last = modules[-1] if modules else None
+    if isinstance(last, parts.Dense) and isinstance(last.activation_function, nn.Identity):
+        layer = last.linear
+        modules.pop()
+    else:
+        layer = _identity(model.get_embedding_dimension())
+    encoder = _WithLastLayer(_Sentence(modules), layer)
+
+    def collate(texts: list[str]) -> dict[str, Any]:
+        tokens = model.preprocess(texts) if hasattr(model, "preprocess") else model.tokenize(texts)
+        return {key: value for key, value in tokens.items() if isinstance(value, Tensor)}
+
+    return Encoder(f"sentence-transformers:{name}", encoder, ("texts", "features"), spec, collate=collate)
+
+
+def _identity(width: int) -> nn.Linear:
+    layer = nn.Linear(width, width)
+    with torch.no_grad():
+        layer.weight.copy_(torch.eye(width))
+        layer.bias.zero_()
+    return layer
+
+
+def _made(name: str, make: Any) -> Any:
+    try:
+        return make()
+    except _LOADING as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        hint = "A model that is not on this machine is downloaded, which needs the network."
+        raise BadInputError(f"--encoder {name}: expected a model that can be loaded, got: {reason} {hint}") from error
+
+
+def _refuse_own_code(argument: str, folder: Path, options: Mapping[str, Any]) -> None:
+    """sentence-transformers runs the Python files of a local folder where its list of modules names them."""
+    if options.get("trust_remote_code"):
+        return
+    try:
+        listed = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
+        kinds = [str(each["type"]) for each in listed]
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise BadInputError(f"{argument}: expected a list of modules in modules.json, got {error}.") from error
+    own = [kind for kind in kinds if not kind.startswith("sentence_transformers.")]
+    if own:
+        hint = """To run it: --encoder-options '{"trust_remote_code": true}'"""
+        raise BadInputError(f"{argument}: expected modules of sentence-transformers, got code of its own ({own[0]}). {hint}")

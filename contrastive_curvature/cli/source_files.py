@@ -1,0 +1,170 @@
+"""The kinds of source: feature folder, arrays, images, texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from contrastive_curvature.cli.archive import read_archive
+from contrastive_curvature.cli.errors import BadInputError
+from contrastive_curvature.cli.sources import FEATURES, IMAGES, INPUTS, TEXTS, Columns, Source
+from contrastive_curvature.cli.tables import read_table
+from contrastive_curvature.feature_folder import FeatureFolder
+from contrastive_curvature.feature_folder.header import read_header
+from contrastive_curvature.network import given_features
+
+if TYPE_CHECKING:
+    from contrastive_curvature.cli.encoders import Encoder
+
+__all__ = ["ArraySource", "FeatureFolderSource", "ImageSource", "TextSource"]
+
+_ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+
+
+class ArraySource(Source):
+    """An ``.npz``: ``features`` or ``embeddings`` (N, F), or ``inputs`` (N, ...), with ``labels`` and ``ids`` (N,)."""
+
+    def __init__(self, path: Path) -> None:
+        arrays = read_archive(path)
+        self.kind = INPUTS if "inputs" in arrays.values else FEATURES
+        self.are_embeddings = "embeddings" in arrays.values
+        self.values, self.weight, self.bias = arrays.inputs(), arrays.weight(), arrays.bias()
+        super().__init__(path, arrays.ids(len(self.values)), arrays.classes(len(self.values)))
+
+    def where(self) -> str:
+        """See :meth:`Source.where`."""
+        return "An .npz has them in the array labels."
+
+    def prepare(self, encoder: Encoder) -> None:
+        """Check the width where the encoder is a last layer."""
+        self._wrap: Callable[[Tensor], Any] = encoder.wrap_features if self.kind == FEATURES else _as_it_is
+        if self.kind == FEATURES and encoder.width is not None and self.values.shape[1] != encoder.width:
+            wanted = f"features of width {encoder.width} for {encoder.name}"
+            raise BadInputError(f"{self.path}: expected {wanted}, got {self.values.shape[1]}.")
+
+    def batches(self, rows: NDArray[np.int64], size: int) -> Iterator[tuple[Any, NDArray[np.int64]]]:
+        """See :meth:`Source.batches`."""
+        for start in range(0, len(rows), size):
+            some = rows[start : start + size]
+            yield self._wrap(torch.from_numpy(self.values[some])), some
+
+
+class FeatureFolderSource(Source):
+    """What ``contrastive_curvature.features`` wrote."""
+
+    kind = FEATURES
+
+    def __init__(self, path: Path) -> None:
+        self.folder = FeatureFolder(path)
+        self.encoder_of = read_header(path).source
+        targets = self.folder.targets.numpy()
+        classes = targets if targets.ndim == 1 and targets.dtype.kind in "iu" else None
+        super().__init__(path, [str(name) for name in self.folder.identifiers], classes)
+
+    def where(self) -> str:
+        """See :meth:`Source.where`."""
+        return "A feature folder has them as its targets, one whole number a point."
+
+    def prepare(self, encoder: Encoder) -> None:
+        """Refuse features of another encoder."""
+        encoder.check_features(self.encoder_of, str(self.path))
+        # A whole encoder takes a batch with its source; a last layer that was given alone takes the numbers.
+        self._whole = encoder.width is None
+
+    def batches(self, rows: NDArray[np.int64], size: int) -> Iterator[tuple[Any, NDArray[np.int64]]]:
+        """See :meth:`Source.batches`."""
+        wanted, start = np.zeros(len(self), dtype=bool), 0
+        wanted[rows] = True
+        for x, _ in FeatureFolder(self.path, size):
+            phi = x[given_features.FEATURES]
+            here = wanted[start : start + len(phi)]
+            some = np.flatnonzero(here) + start
+            start += len(phi)
+            if len(some):
+                phi = phi[torch.from_numpy(here)]
+                yield (given_features.feature_inputs(phi, self.encoder_of) if self._whole else phi), some
+
+
+class ImageSource(Source):
+    """One folder for each class, as torchvision's ``ImageFolder`` has it; or images alone, without classes."""
+
+    kind = IMAGES
+
+    def __init__(self, path: Path) -> None:
+        found = sorted(file for file in path.rglob("*") if file.suffix.lower() in _ENDINGS and file.is_file())
+        if not found:
+            hint = "A feature folder has a header.json."
+            raise BadInputError(f"{path}: expected images ({', '.join(_ENDINGS)}) or saved features, got none. {hint}")
+        parts = [file.relative_to(path).parts for file in found]
+        flat = sum(len(each) == 1 for each in parts)
+        if 0 < flat < len(parts):
+            hint = "Each class has a folder of its own."
+            raise BadInputError(f"{path}: expected images in folders or without, got {flat} beside folders. {hint}")
+        self.files = found
+        super().__init__(path, ["/".join(p) for p in parts], None if flat else np.array([p[0] for p in parts]))
+
+    def where(self) -> str:
+        """See :meth:`Source.where`."""
+        return "An image folder has one folder for each class."
+
+    def prepare(self, encoder: Encoder) -> None:
+        """Take the transform of the encoder."""
+        assert encoder.image_transform is not None
+        self._transform = encoder.image_transform
+
+    def batches(self, rows: NDArray[np.int64], size: int) -> Iterator[tuple[Any, NDArray[np.int64]]]:
+        """See :meth:`Source.batches`."""
+        for start in range(0, len(rows), size):
+            some = rows[start : start + size]
+            images = [self._read(self.files[row]) for row in some]
+            odd = next((k for k, each in enumerate(images) if each.shape != images[0].shape), None)
+            if odd is not None:
+                shapes = f"{tuple(images[0].shape)} and {tuple(images[odd].shape)} ({self.files[some[odd]]})"
+                hint = "Give a transform that resizes: --encoder's function may return (module, transform)."
+                raise BadInputError(f"{self.path}: expected images of one shape, got {shapes}. {hint}")
+            yield torch.stack(images), some
+
+    def _read(self, file: Path) -> Tensor:
+        from PIL import Image
+
+        try:
+            with Image.open(file) as image:
+                return self._transform(image.convert("RGB"))
+        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+            raise BadInputError(f"{file}: expected an image, got what cannot be read ({error}).") from error
+
+
+class TextSource(Source):
+    """A ``.csv`` with a header, or a ``.jsonl``: a column of texts, perhaps one of classes and one of identifiers."""
+
+    kind = TEXTS
+
+    def __init__(self, path: Path, columns: Columns) -> None:
+        self.texts, classes, ids = read_table(path, columns)
+        self._columns = columns
+        super().__init__(path, ids, classes)
+
+    def where(self) -> str:
+        """See :meth:`Source.where`."""
+        return f"A table has them in the column that --label-column names (here {self._columns.label!r})."
+
+    def prepare(self, encoder: Encoder) -> None:
+        """Take the tokeniser of the encoder."""
+        assert encoder.collate is not None
+        self._collate = encoder.collate
+
+    def batches(self, rows: NDArray[np.int64], size: int) -> Iterator[tuple[Any, NDArray[np.int64]]]:
+        """See :meth:`Source.batches`."""
+        for start in range(0, len(rows), size):
+            some = rows[start : start + size]
+            yield self._collate([self.texts[row] for row in some]), some
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x

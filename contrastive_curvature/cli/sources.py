@@ -1,0 +1,205 @@
+"""``SOURCE``: inputs from a feature folder, an ``.npz``, an image folder or a table of texts, read in batches."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from contrastive_curvature.cli.errors import BadInputError
+from contrastive_curvature.feature_folder.header import HEADER
+
+if TYPE_CHECKING:
+    from contrastive_curvature.cli.encoders import Encoder
+
+__all__ = ["Columns", "Loader", "Source", "check_takes", "kind_of", "open_source", "shared_labels"]
+
+FEATURES, INPUTS, IMAGES, TEXTS = "features", "inputs", "images", "texts"
+TABLES = (".csv", ".jsonl")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns of a table of texts (or keys of its JSON lines).
+
+    Attributes:
+        text: Of the text.
+        label: Of the class; may be absent where classes are not needed.
+        id: Of the identifier; ``None`` numbers the rows from 0.
+    """
+
+    text: str = "text"
+    label: str = "label"
+    id: str | None = None
+
+
+class Source(ABC):
+    """N inputs that were opened and checked, but not read.
+
+    Attributes:
+        path: Where they are.
+        kind: ``"features"``, ``"inputs"``, ``"images"`` or ``"texts"``.
+        ids: One text an input: the file's name, the row's number or what the source has.
+        classes: Class of each input as the source has it, integers or texts, shape (N,); ``None`` without.
+    """
+
+    kind: str
+
+    def __init__(self, path: Path, ids: list[str], classes: NDArray[Any] | None) -> None:
+        self.path, self.ids, self.classes = path, ids, classes
+
+    def __len__(self) -> int:
+        """Number of inputs."""
+        return len(self.ids)
+
+    @property
+    def labels(self) -> Tensor | None:
+        """Classes as integers, int64, shape (N,): as they are, or numbers of the sorted texts."""
+        return None if self.classes is None else shared_labels(self)[0]
+
+    @property
+    def class_names(self) -> list[str] | None:
+        """Names of the classes in the order of :attr:`labels`' numbers, where the source has texts; else ``None``."""
+        if self.classes is None or self.classes.dtype.kind in "iu":
+            return None
+        return [str(name) for name in np.unique(self.classes)]
+
+    def need_labels(self, option: str) -> Tensor:
+        """The classes as integers.
+
+        Raises:
+            BadInputError: There are none.
+        """
+        found = self.labels
+        if found is None:
+            raise BadInputError(f"{option} {self.path}: expected inputs with classes (labels), got none. {self.where()}")
+        return found
+
+    @abstractmethod
+    def where(self) -> str:
+        """Where a source of this kind keeps classes, a sentence."""
+
+    @abstractmethod
+    def batches(self, rows: NDArray[np.int64], size: int) -> Iterator[tuple[Any, NDArray[np.int64]]]:
+        """Inputs of some rows, ascending, and which rows each batch has."""
+
+    def loader(self, batch_size: int, rows: NDArray[np.int64] | None = None, labels: Tensor | None = None) -> Loader:
+        """Batches ``(x, labels)`` in the order of the source, as often as they are asked for.
+
+        Args:
+            batch_size: Inputs of a batch.
+            rows: Which inputs, ascending; ``None`` for all.
+            labels: In place of the source's own, shape (N,).
+        """
+        return Loader(self, batch_size, np.arange(len(self)) if rows is None else rows, labels)
+
+
+class Loader:
+    """What :meth:`Source.loader` gives; ``fit``, ``calibrate`` and the like take it."""
+
+    def __init__(self, source: Source, batch_size: int, rows: NDArray[np.int64], labels: Tensor | None) -> None:
+        found = source.labels if labels is None else labels
+        # Predictions and calibration take inputs without classes.
+        self._labels = torch.zeros(len(source), dtype=torch.int64) if found is None else found
+        self.source, self.batch_size, self.rows = source, batch_size, rows
+
+    @property
+    def dataset(self) -> NDArray[np.int64]:
+        """The rows, under the name that a ``DataLoader`` has for what tells how long a fit will take."""
+        return self.rows
+
+    def __len__(self) -> int:
+        """Number of batches."""
+        return -(-len(self.rows) // self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
+        """Inputs, and their classes (zeros where the source has none)."""
+        for x, rows in self.source.batches(self.rows, self.batch_size):
+            yield x, self._labels[torch.from_numpy(rows)]
+
+
+def shared_labels(*sources: Source) -> list[Tensor]:
+    """Classes of several sources as integers that mean the same in all of them, int64, shape (N,) each.
+
+    Raises:
+        BadInputError: One has no classes, or one has texts and another numbers.
+    """
+    found = [source.classes for source in sources]
+    for source, classes in zip(sources, found, strict=True):
+        if classes is None:
+            source.need_labels("SOURCE")
+    kinds = {"number" if classes is not None and classes.dtype.kind in "iu" else "text" for classes in found}
+    if len(kinds) > 1:
+        paths = ", ".join(str(source.path) for source in sources)
+        raise BadInputError(f"{paths}: expected classes of one kind, got numbers and texts. Use the same in all.")
+    if kinds == {"number"}:
+        return [torch.from_numpy(np.asarray(classes, dtype=np.int64)) for classes in found]
+    names = np.unique(np.concatenate([np.asarray(classes) for classes in found]))
+    return [torch.from_numpy(np.searchsorted(names, np.asarray(classes))) for classes in found]
+
+
+def kind_of(path: Path) -> str:
+    """What a path holds, from its name alone and the names in it: ``"features"``, ``"npz"``, ``"images"``, ``"texts"``.
+
+    Raises:
+        BadInputError: There is nothing, or something else.
+    """
+    wanted = "a feature folder, an image folder with one folder for each class, an .npz, a .csv or a .jsonl"
+    if not path.exists():
+        raise BadInputError(f"{path}: expected {wanted}, got a path where nothing is.")
+    if path.is_dir():
+        return FEATURES if (path / HEADER).exists() else IMAGES
+    if path.suffix.lower() == ".npz":
+        return "npz"
+    if path.suffix.lower() in TABLES:
+        return TEXTS
+    raise BadInputError(f"{path}: expected {wanted}, got a file of another kind.")
+
+
+def open_source(path: Path | str, encoder: Encoder | None = None, columns: Columns | None = None) -> Source:
+    """Open inputs, check their form, and read classes and identifiers; the inputs themselves stay where they are.
+
+    Args:
+        path: A feature folder, an ``.npz``, an image folder, or a ``.csv`` or ``.jsonl`` with texts.
+        encoder: What they will go through: it knows how an image or a text becomes its input.
+        columns: Of a table.
+
+    Raises:
+        BadInputError: The path is missing, damaged, of another kind, or nothing that this encoder takes.
+        InputError: A feature folder is damaged, or of another encoder.
+    """
+    from contrastive_curvature.cli import source_files
+
+    path = Path(path)
+    kind = kind_of(path)
+    opened: Source
+    if kind == FEATURES:
+        opened = source_files.FeatureFolderSource(path)
+    elif kind == "npz":
+        opened = source_files.ArraySource(path)
+    elif kind == IMAGES:
+        opened = source_files.ImageSource(path)
+    else:
+        opened = source_files.TextSource(path, columns or Columns())
+    if encoder is not None:
+        check_takes(opened, encoder)
+        opened.prepare(encoder)  # type: ignore[attr-defined]
+    return opened
+
+
+def check_takes(source: Source, encoder: Encoder) -> None:
+    """Refuse inputs of a kind that an encoder does not take.
+
+    Raises:
+        BadInputError: They are.
+    """
+    if source.kind not in encoder.takes:
+        takes = " or ".join(encoder.takes)
+        raise BadInputError(f"{source.path}: expected {takes} for {encoder.name}, got {source.kind}.")
