@@ -1,0 +1,190 @@
+"""``fit``: a posterior from a source, saved in a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import numpy as np
+
+from contrastive_curvature.cli.console import Console, common_options
+from contrastive_curvature.cli.errors import BadInputError
+from contrastive_curvature.cli.options import (
+    PATH,
+    check_device,
+    computing_options,
+    key_values,
+    source_options,
+    take_columns,
+)
+
+if TYPE_CHECKING:
+    from contrastive_curvature.cli.encoders import Encoder
+    from contrastive_curvature.cli.sources import Columns, Source
+
+__all__ = ["fit"]
+
+_LOSSES = (
+    "contrastive",
+    "logistic",
+    "soft-contrastive",
+    "infonce",
+    "supcon",
+    "siglip",
+    "multi-similarity",
+    "triplet",
+)
+
+
+@click.command(
+    epilog="Example: contrastive-curvature fit train.npz --out posterior --calibrate validation.npz --loss supcon"
+)
+@click.argument("source", type=PATH)
+@click.option("--out", "folder", type=PATH, required=True, help="Folder of the posterior; it is made.")
+@click.option("--overwrite", is_flag=True, help="Replace a saved posterior in that folder.")
+@click.option("--last-layer", type=PATH, help="An .npz with weight (D, F) and bias (D,), for a feature folder.")
+@click.option("--calibrate", "calibration", type=PATH, help="Inputs that the encoder was not trained on: p-values.")
+@click.option(
+    "--calibration-share",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    help="Calibrate with this share of SOURCE, which is then left out of the fit.",
+)
+@click.option("--loss", type=click.Choice(_LOSSES), default="contrastive", show_default=True)
+@click.option("--margin", type=float, help="Of the losses contrastive and triplet (defaults 0.7 and 0.2).")
+@click.option("--temperature", type=float, help="Of the losses infonce and supcon.")
+@click.option("--loss-option", multiple=True, metavar="NAME=VALUE", help="Another argument of the loss; repeatable.")
+@click.option(
+    "--weights",
+    type=click.Choice(["last_layer", "all"]),
+    default="last_layer",
+    show_default=True,
+    help="Which weights get a posterior.",
+)
+@click.option(
+    "--structure",
+    type=click.Choice(["kron_lowrank", "diag", "kron", "full", "lowrank"]),
+    help="Of the posterior's precision (default: kron_lowrank for the last layer, kron for all weights).",
+)
+@click.option(
+    "--prior-strength",
+    type=float,
+    help="Prior precision as a multiple of the mean curvature (default: 0.01, see docs/defaults.md).",
+)
+@click.option("--prior-precision", type=float, help="Prior precision itself, in place of --prior-strength.")
+@click.option("--option", "curvature", multiple=True, metavar="NAME=VALUE", help="Another entry of backend_kwargs.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of every random choice.")
+@source_options
+@computing_options
+@common_options
+def fit(console: Console, source: Path, folder: Path, **options: Any) -> None:
+    """Fit a posterior to a trained encoder with its training data SOURCE, and save it.
+
+    SOURCE is one of:
+
+    \b
+    .npz           features (N, F) and labels (N,), with weight (D, F) and bias (D,) of the encoder's last layer
+    .npz           embeddings (N, D) and labels (N,), where nothing of the encoder is known (see below)
+    .npz           inputs (N, ...) and labels (N,), with --encoder
+    feature folder what contrastive_curvature.features wrote, with --last-layer or --encoder
+    image folder   one folder of images for each class, with --encoder
+    .csv, .jsonl   columns text and label, with --encoder
+
+    The features are what the last linear layer takes in; the embedding is features @ weight.T + bias. Give them where
+    you can: this is what docs/transfer.md evaluates. Embeddings alone are taken as the features of a last layer that is
+    the identity. That was not evaluated there: compare it on your own data before you rely on it.
+
+    --encoder module:function runs your own code, and only that. score and search run it again.
+    """
+    from contrastive_curvature.cli.fitting import check_options, fit_posterior
+    from contrastive_curvature.cli.saved import check_target, write_posterior
+
+    overwrite = options.pop("overwrite")
+    check_target(folder, overwrite=overwrite)
+    columns, device = take_columns(options), check_device(options.pop("device"))
+    text, given, last_layer = (options.pop(name) for name in ("encoder", "encoder_options", "last_layer"))
+    options["loss_option"] = key_values("--loss-option", options["loss_option"])
+    options["curvature"] = key_values("--option", options["curvature"])
+    check_options(options)
+    encoder, train = _encoder_and_source(console, source, text, given, last_layer, columns)
+    encoder.module.to(device).eval()
+    la, rows, count = fit_posterior(console, encoder, train, columns, options)
+    labels = train.need_labels("SOURCE")[rows]
+    classes = len(np.unique(labels.numpy()))
+    about = {"fitted_on": f"{source.name}: {len(rows)} inputs of {classes} classes", "notes": _usage(folder)}
+    write_posterior(la, encoder, folder, overwrite=overwrite, about=about)
+    values = {
+        "folder": str(folder),
+        "encoder": encoder.name,
+        "inputs": len(rows),
+        "classes": classes,
+        "calibration_inputs": count,
+        "dimension": int(la.n_outputs),
+        "weights": int(la.n_params),
+        "structure": la._key[1],
+        "prior_precision": float(la.prior_precision.flatten()[0]) if la.prior_precision.numel() == 1 else None,
+        "temperature": float(la.temperature),
+        "loss": float(la.loss),
+    }
+    known = f"calibrated with {count} inputs" if count else "not calibrated"
+    first = f"{folder}: posterior of {values['weights']:,} weights from {len(rows):,} inputs of {classes:,} classes"
+    console.result(values, f"{first}, {known}")
+
+
+def _usage(folder: Path) -> str:
+    return f"Fitted by the command line. `contrastive-curvature score {folder.name} SOURCE --out scores.csv` uses it."
+
+
+def _encoder_and_source(
+    console: Console,
+    path: Path,
+    text: str | None,
+    given: dict[str, Any],
+    last_layer: Path | None,
+    columns: Columns,
+) -> tuple[Encoder, Source]:
+    from contrastive_curvature.cli.archive import read_archive
+    from contrastive_curvature.cli.encoders import encoder_of, last_layer_encoder
+    from contrastive_curvature.cli.source_files import ArraySource, FeatureFolderSource
+    from contrastive_curvature.cli.sources import open_source
+
+    if text is not None:
+        if last_layer is not None:
+            raise BadInputError("--last-layer: expected it without --encoder, which has a last layer, got both.")
+        # A source that is missing or damaged is told before a large model is loaded.
+        open_source(path, columns=columns).need_labels("SOURCE")
+        encoder = encoder_of(text, given)
+        return encoder, open_source(path, encoder, columns)
+    if given:
+        raise BadInputError("--encoder-options: expected them with --encoder, got no encoder.")
+    source = open_source(path, columns=columns)
+    source.need_labels("SOURCE")
+    if isinstance(source, FeatureFolderSource):
+        if last_layer is None:
+            hint = "Give --last-layer FILE.npz with weight and bias, or --encoder module:function."
+            raise BadInputError(f"{path}: expected the last layer of the encoder of these features, got none. {hint}")
+        arrays, width = read_archive(last_layer), source.encoder_of.width
+        weight, bias = arrays.weight(), arrays.bias()
+        if weight is None:
+            raise BadInputError(f"--last-layer {last_layer}: expected the arrays weight and bias, got no weight.")
+        encoder = last_layer_encoder(weight, bias, width, source.encoder_of)
+        if len(weight) != source.encoder_of.outputs:
+            wanted = f"{source.encoder_of.outputs} outputs, as the encoder of {path} has"
+            raise BadInputError(f"--last-layer {last_layer}: expected {wanted}, got {len(weight)}.")
+    elif isinstance(source, ArraySource) and source.kind == "features":
+        if last_layer is not None:
+            raise BadInputError("--last-layer: expected it for a feature folder; an .npz holds weight and bias itself.")
+        if source.weight is None and not source.are_embeddings:
+            hint = "Add them, or name the array embeddings if it holds the encoder's outputs."
+            raise BadInputError(f"{path}: expected weight and bias beside features, got none. {hint}")
+        if source.weight is None:
+            console.warn(
+                f"{path}: the embeddings are taken as features of a last layer that is the identity, which the "
+                "library's evaluation does not cover; with features, weight and bias it does."
+            )
+        encoder = last_layer_encoder(source.weight, source.bias, source.values.shape[1], None)
+    else:
+        hint = "Give --encoder module:function, timm:NAME or sentence-transformers:NAME."
+        raise BadInputError(f"{path}: expected an encoder for {source.kind}, got none. {hint}")
+    source.prepare(encoder)
+    return encoder, source

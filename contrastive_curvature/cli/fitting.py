@@ -1,0 +1,112 @@
+"""What ``fit`` computes: the posterior, its prior, its calibration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from laplace import Laplace
+from numpy.typing import NDArray
+
+from contrastive_curvature.cli.console import Console
+from contrastive_curvature.cli.encoders import Encoder
+from contrastive_curvature.cli.errors import BadInputError
+from contrastive_curvature.cli.losses import make_loss
+from contrastive_curvature.cli.sources import Columns, Source, open_source
+
+__all__ = ["check_options", "fit_posterior"]
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Refuse options that exclude each other or have no effect, and make the loss: ``options["made_loss"]``.
+
+    Raises:
+        BadInputError: There are such options.
+        InputError: A number is out of range.
+    """
+    if options["calibration"] is not None and options["calibration_share"] is not None:
+        raise BadInputError("--calibrate, --calibration-share: expected one of them, got both.")
+    if options["prior_strength"] is not None and options["prior_precision"] is not None:
+        raise BadInputError("--prior-strength, --prior-precision: expected one of them, got both.")
+    for name in ("prior_strength", "prior_precision"):
+        value = options[name]
+        if value is not None and not 0 < value < float("inf"):
+            raise BadInputError(f"--{name.replace('_', '-')}: expected a number > 0, got {value}.")
+    given = dict(options["loss_option"])
+    for name in ("margin", "temperature"):
+        if options[name] is not None:
+            if name in given:
+                raise BadInputError(f"--{name}, --loss-option {name}: expected one of them, got both.")
+            given[name] = options[name]
+    if "loss" in options["curvature"]:
+        raise BadInputError("--option loss: expected the loss as --loss, got it here.")
+    options["made_loss"] = make_loss(options["loss"], given)
+
+
+def fit_posterior(
+    console: Console, encoder: Encoder, source: Source, columns: Columns, options: dict[str, Any]
+) -> tuple[Any, NDArray[np.int64], int]:
+    """Fit, choose the prior, calibrate.
+
+    Args:
+        console: For notes and warnings.
+        encoder: On its device.
+        source: Training data.
+        columns: Of a calibration table.
+        options: Of the command, seen by :func:`check_options`.
+
+    Returns:
+        The posterior, the rows that it was fitted on, and the number of calibration inputs.
+
+    Raises:
+        BadInputError: The calibration data are malformed, or too few are left.
+        ContrastiveCurvatureError: The library refuses the data or a combination of options.
+    """
+    torch.manual_seed(options["seed"])
+    rows, held_out = _split(len(source), options["calibration_share"], options["seed"])
+    known = _calibration_loader(encoder, source, held_out, columns, options)
+    la: Any = Laplace(
+        encoder.module,
+        likelihood="contrastive",
+        subset_of_weights=options["weights"],
+        backend_kwargs={"loss": options["made_loss"], **options["curvature"]},
+        **({} if options["structure"] is None else {"hessian_structure": options["structure"]}),
+        **({} if options["prior_precision"] is None else {"prior_precision": options["prior_precision"]}),
+    )
+    console.note(f"fitting on {len(rows):,} inputs")
+    la.fit(source.loader(options["batch_size"], rows), progress_bar=console.progress)
+    if options["prior_precision"] is None:
+        strength = options["prior_strength"]
+        la.optimize_prior_precision(**({} if strength is None else {"strength": strength}))
+    if known is None:
+        console.warn(
+            "no calibration data: score will have no novelty and no p-value. Give --calibrate SOURCE with inputs that "
+            "the encoder was not trained on, or --calibration-share 0.2."
+        )
+        return la, rows, 0
+    console.note(f"calibrating with {len(known.rows):,} inputs")
+    la.calibrate(known, progress_bar=console.progress)
+    return la, rows, len(known.rows)
+
+
+def _split(count: int, share: float | None, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+    if share is None:
+        return np.arange(count), None
+    size = round(share * count)
+    if size < 2 or count - size < 2:
+        raise BadInputError(f"--calibration-share {share}: expected two inputs on either side, got {size} of {count}.")
+    order = np.random.default_rng(seed).permutation(count)
+    return np.sort(order[size:]), np.sort(order[:size])
+
+
+def _calibration_loader(
+    encoder: Encoder, source: Source, held_out: NDArray[np.int64] | None, columns: Columns, options: dict[str, Any]
+) -> Any:
+    path: Path | None = options["calibration"]
+    if held_out is not None:
+        return source.loader(options["batch_size"], held_out)
+    if path is None:
+        return None
+    return open_source(path, encoder, columns).loader(options["batch_size"])

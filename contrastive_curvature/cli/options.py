@@ -1,0 +1,113 @@
+"""Options that several commands share, and how their texts are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from contrastive_curvature.cli.errors import BadInputError
+from contrastive_curvature.cli.sources import Columns
+
+__all__ = ["check_device", "computing_options", "json_object", "key_values", "source_options", "take_columns"]
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+PATH = click.Path(path_type=Path)
+
+
+def source_options(command: _Command) -> _Command:
+    """``--encoder``, ``--encoder-options`` and the columns of tables."""
+    for option in (
+        click.option("--id-column", metavar="NAME", help="Identifiers in a .csv or .jsonl (default: row numbers)."),
+        click.option("--label-column", metavar="NAME", default="label", show_default=True, help="Classes in a table."),
+        click.option("--text-column", metavar="NAME", default="text", show_default=True, help="Texts in a table."),
+        click.option(
+            "--encoder-options",
+            metavar="JSON",
+            callback=lambda _, __, value: json_object("--encoder-options", value),
+            help="Arguments by name for the function, timm.create_model or SentenceTransformer, as a JSON object.",
+        ),
+        click.option(
+            "--encoder",
+            metavar="SPEC",
+            help="module:function (runs your code: a function that returns the encoder, or (encoder, transform)), "
+            "timm:NAME, or sentence-transformers:NAME_OR_FOLDER. A saved posterior remembers its own.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def computing_options(command: _Command) -> _Command:
+    """``--batch-size`` and ``--device``."""
+    for option in (
+        click.option("--device", default="cpu", show_default=True, help="As torch names it: cpu, cuda, cuda:1."),
+        click.option(
+            "--batch-size", type=click.IntRange(min=1), default=256, show_default=True, help="Inputs at once."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def take_columns(options: dict[str, Any]) -> Columns:
+    """The columns of a table, taken out of a command's options."""
+    return Columns(options.pop("text_column"), options.pop("label_column"), options.pop("id_column"))
+
+
+def check_device(name: str) -> str:
+    """A device that computes here.
+
+    Raises:
+        BadInputError: torch knows no such device, or it is not there.
+    """
+    import torch
+
+    try:
+        torch.zeros(1, device=name) + 1
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise BadInputError(f"--device: expected a device of this machine, got {name!r} ({reason}).") from error
+    return name
+
+
+def json_object(argument: str, text: str | None) -> dict[str, Any]:
+    """A JSON object; an empty one for no text.
+
+    Raises:
+        BadInputError: Something else.
+    """
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise BadInputError(f"""{argument}: expected a JSON object, as '{{"num_classes": 128}}', got {text!r}.""")
+    return found
+
+
+def key_values(argument: str, texts: tuple[str, ...]) -> dict[str, Any]:
+    """``NAME=VALUE`` options; a value is read as JSON, or else as a text.
+
+    Raises:
+        BadInputError: There is no ``=``, or a name comes twice.
+    """
+    out: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals or not name:
+            raise BadInputError(f"{argument}: expected NAME=VALUE, got {text!r}.")
+        if name in out:
+            raise BadInputError(f"{argument}: expected {name} once, got it twice.")
+        try:
+            out[name] = json.loads(value)
+        except ValueError:
+            out[name] = value
+    return out

@@ -1,0 +1,211 @@
+"""The folder of a posterior that the command line writes: the posterior, and how its encoder is made again.
+
+``la.save_pretrained`` writes the posterior, its options and a model card. Beside them stand ``encoder.json``, and for
+an encoder that is a last layer alone its weights, ``encoder-<checksum>.safetensors``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from contrastive_curvature.atomic import write_whole
+from contrastive_curvature.cli.encoders import Encoder, LastLayer, encoder_of, last_layer_encoder
+from contrastive_curvature.cli.errors import BadInputError
+from contrastive_curvature.network.given_features import FeatureSource
+from contrastive_curvature.pretrained import load_pretrained
+
+__all__ = ["ENCODER", "check_target", "open_posterior", "read_encoder", "read_spec", "write_posterior"]
+
+ENCODER = "encoder.json"
+_FORMAT, _VERSION = "contrastive_curvature.encoder", 1
+_LARGEST = 2**20
+"""Bytes of :data:`ENCODER` at most."""
+
+
+def check_target(folder: Path, *, overwrite: bool) -> None:
+    """Refuse a folder that cannot or must not be written, before anything is computed.
+
+    Raises:
+        BadInputError: It is there and ``--overwrite`` was not given, or it cannot be written.
+        InputError: It holds something else than a saved posterior.
+    """
+    from contrastive_curvature.pretrained.folder import check_target as check
+    from contrastive_curvature.pretrained.folder import checked_path
+
+    if (folder / "config.json").exists() and not overwrite:
+        hint = "Give --overwrite to replace it, or another folder."
+        raise BadInputError(f"--out {folder}: expected a new folder, got one that holds a saved posterior. {hint}")
+    target = checked_path(folder)
+    check(target, overwrite=overwrite)
+    above = target
+    while not above.exists():
+        above = above.parent
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise BadInputError(f"--out {folder}: expected a folder that can be written, got {above}, which cannot.")
+
+
+def write_posterior(la: Any, encoder: Encoder, folder: Path, *, overwrite: bool, about: Mapping[str, Any]) -> None:
+    """Write a fitted posterior with what is needed to use it without the fit's arguments.
+
+    A new folder appears whole or not at all. In one that is there, the posterior is replaced in one step.
+
+    Args:
+        la: The posterior.
+        encoder: What it was fitted around.
+        folder: From the user, seen by :func:`check_target`.
+        overwrite: Whether a saved posterior may be replaced.
+        about: Of the data and the encoder, for the model card.
+
+    Raises:
+        InputError: The folder cannot be written.
+    """
+    target = Path(os.path.realpath(folder))
+    if target.exists() and os.listdir(target):
+        old = [name for name in os.listdir(target) if name.startswith("encoder-") and name.endswith(".safetensors")]
+        weights = _write_weights(encoder, target)
+        la.save_pretrained(target, overwrite=overwrite, **about)
+        _write_spec(encoder, target, weights)
+        for name in set(old) - {weights}:
+            with contextlib.suppress(OSError):
+                os.unlink(target / name)
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    made = target.parent / f".{target.name}.{secrets.token_hex(6)}.tmp"
+    made.mkdir()
+    try:
+        # The model card tells the folder's name.
+        inner = made / target.name
+        la.save_pretrained(inner, **about)
+        _write_spec(encoder, inner, _write_weights(encoder, inner))
+        os.rename(inner, target)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def open_posterior(
+    folder: Path, encoder: str | None = None, options: Mapping[str, Any] | None = None, device: str = "cpu"
+) -> tuple[Any, Encoder]:
+    """A saved posterior and its encoder.
+
+    Args:
+        folder: What ``fit`` or ``la.save_pretrained`` wrote.
+        encoder: ``--encoder``, in place of the one that the folder names.
+        options: ``--encoder-options``.
+        device: Of the computation.
+
+    Raises:
+        BadInputError: The folder is missing, or names no encoder and none is given.
+        InputError: The folder is damaged, of a later version, or of another encoder.
+    """
+    if not folder.is_dir():
+        hint = "contrastive-curvature fit writes one."
+        raise BadInputError(f"{folder}: expected the folder of a saved posterior, got a path where none is. {hint}")
+    found = read_encoder(folder) if encoder is None else encoder_of(encoder, options)
+    if found is None:
+        hint = "Give --encoder module:function, timm:NAME or sentence-transformers:NAME."
+        raise BadInputError(f"{folder}: expected an {ENCODER} that names the encoder, got none. {hint}")
+    found.module.to(device).eval()
+    la = load_pretrained(folder, encoder=found.module)
+    return la, found
+
+
+def read_encoder(folder: Path) -> Encoder | None:
+    """The encoder that a folder names, made again; ``None`` where it names none.
+
+    Raises:
+        BadInputError: What it says is damaged, or of a later version.
+    """
+    spec = read_spec(folder)
+    if spec is None:
+        return None
+    path = folder / ENCODER
+    if spec.get("kind") == "encoder" and isinstance(spec.get("encoder"), str):
+        options = spec.get("options")
+        return encoder_of(spec["encoder"], options if isinstance(options, dict) else {})
+    if spec.get("kind") != "last_layer":
+        raise BadInputError(f"{path}: expected an encoder that this version makes, got {str(spec.get('kind'))[:40]!r}.")
+    weight, bias = _read_weights(folder, str(spec.get("weights")), str(spec.get("sha256")))
+    of = spec.get("features_of")
+    source = None if of is None else FeatureSource.of_plain(of, f"{path}: features_of")
+    encoder = last_layer_encoder(weight, bias, weight.shape[1], source)
+    return Encoder(**{**encoder.__dict__, "spec": {**encoder.spec, "identity": spec.get("identity") is True}})
+
+
+def read_spec(folder: Path) -> dict[str, Any] | None:
+    """What :data:`ENCODER` says; ``None`` where it is missing.
+
+    Raises:
+        BadInputError: It is damaged, foreign or of a later version.
+    """
+    path = folder / ENCODER
+    try:
+        with path.open("rb") as file:
+            content = file.read(_LARGEST + 1)
+    except FileNotFoundError:
+        return None
+    hint = "Copy the folder again, or fit again with --overwrite."
+    try:
+        spec = json.loads(content)
+    except (ValueError, RecursionError):
+        spec = None
+    if not isinstance(spec, dict) or spec.get("format") != _FORMAT or type(spec.get("version")) is not int:
+        raise BadInputError(f"{path}: expected what fit wrote, got something else, or a part of it. {hint}")
+    if spec["version"] > _VERSION:
+        hint = "Update with: pip install -U contrastive-curvature"
+        raise BadInputError(f"{path}: expected version {_VERSION} or lower, got {spec['version']}. {hint}")
+    return spec
+
+
+def _write_weights(encoder: Encoder, folder: Path) -> str | None:
+    """Write the weights of a last layer that is the whole encoder; the name of the file."""
+    if not isinstance(encoder.module, LastLayer):
+        return None
+    content = _weights(encoder)
+    name = f"encoder-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
+    write_whole(folder / name, lambda file: file.write(content) and None)
+    return name
+
+
+def _write_spec(encoder: Encoder, folder: Path, weights: str | None) -> None:
+    spec: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, **encoder.spec}
+    if weights is not None:
+        spec |= {"weights": weights, "sha256": hashlib.sha256(_weights(encoder)).hexdigest()}
+    text = json.dumps(spec, indent=1, allow_nan=False) + "\n"
+    write_whole(folder / ENCODER, lambda file: file.write(text.encode()) and None)
+
+
+def _weights(encoder: Encoder) -> bytes:
+    from safetensors.torch import save
+
+    layer: Any = encoder.module
+    return save({"weight": layer.weight.detach().cpu().contiguous(), "bias": layer.bias.detach().cpu().contiguous()})
+
+
+def _read_weights(folder: Path, name: str, sha256: str) -> tuple[Any, Any]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    path = folder / Path(name).name
+    hint = "Copy the folder again, or fit again with --overwrite."
+    try:
+        content = path.read_bytes()
+        if hashlib.sha256(content).hexdigest() != sha256:
+            raise BadInputError(f"{path}: expected the file as fit wrote it, got other content. {hint}")
+        tensors = load(content)
+        weight, bias = tensors["weight"].float(), tensors["bias"].float()
+    except FileNotFoundError as error:
+        raise BadInputError(f"{path}: expected the weights of the last layer, got no such file. {hint}") from error
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise BadInputError(f"{path}: expected the weights of the last layer, got {error}. {hint}") from error
+    assert torch.is_tensor(weight)
+    return weight.numpy(), bias.numpy()
