@@ -52,11 +52,12 @@ from contrastive_curvature.two_towers import TwoTowers
 from contrastive_curvature.zero_shot import ZeroShotClassifier
 
 if TYPE_CHECKING:
-    from contrastive_curvature import jobs
+    from contrastive_curvature import jobs, pretrained
     from contrastive_curvature.hosts.curvlinops import ContrastiveGGNLinearOperator
     from contrastive_curvature.laplace.backends.backpack import BackPackContrastiveGGN
     from contrastive_curvature.laplace.backends.curvlinops import CurvlinopsContrastiveGGN
     from contrastive_curvature.laplace.backends.stochman import StochManContrastiveGGN
+    from contrastive_curvature.pretrained import load_pretrained
     from contrastive_curvature.stores import FaissStore, LanceStore, SearchResult, StoredEmbeddings
 
 __version__ = "0.1.0"
@@ -117,6 +118,9 @@ __all__ = [
     # the sphere, and how good it all is
     "vmf",
     "metrics",
+    # save, load, share
+    "pretrained",
+    "load_pretrained",
     # errors
     "ContrastiveCurvatureError",
     "DivergenceError",
@@ -138,6 +142,7 @@ _BY_HOST = {
     "FaissStore": "stores",
     "LanceStore": "stores",
     "SearchResult": "stores",
+    "load_pretrained": "pretrained",
     "StoredEmbeddings": "stores",
 }
 
@@ -146,8 +151,8 @@ def __getattr__(name: str) -> Any:
     # A host is imported when somebody asks for it: stochman brings matplotlib and networkx.
     import importlib
 
-    if name == "jobs":
-        return importlib.import_module("contrastive_curvature.jobs")
+    if name in ("jobs", "pretrained"):
+        return importlib.import_module(f"contrastive_curvature.{name}")
     if name in _BY_HOST:
         return getattr(importlib.import_module(f"contrastive_curvature.{_BY_HOST[name]}"), name)
     msg = f"module {__name__!r} has no attribute {name!r}"

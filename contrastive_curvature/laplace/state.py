@@ -21,6 +21,7 @@ from contrastive_curvature.laplace.checks import check_prior_mean, check_prior_p
 from contrastive_curvature.laplace.state_values import check_number_of, check_tensor, check_type, kind_of, refuse
 
 __all__ = [
+    "KNOWN_BACKENDS",
     "check_class",
     "check_error",
     "check_norm",
@@ -50,7 +51,7 @@ _KEYS = (
     "backend",
 )
 
-_KNOWN_BACKENDS = (
+KNOWN_BACKENDS = (
     "ContrastiveGGN",
     "BackPackContrastiveGGN",
     "CurvlinopsContrastiveGGN",
@@ -194,9 +195,9 @@ def find_backend(name: object, own: type[ContrastiveBackend]) -> type[Contrastiv
     Raises:
         InputError: Nobody knows a backend of that name.
     """
-    if type(name) is not str or name not in (*_KNOWN_BACKENDS, own.__name__):
+    if type(name) is not str or name not in (*KNOWN_BACKENDS, own.__name__):
         hint = "Where it is a backend of your own, construct this object with backend=... of it."
-        refuse("backend", f"one of {', '.join(_KNOWN_BACKENDS)}", kind_of(name), hint)
+        refuse("backend", f"one of {', '.join(KNOWN_BACKENDS)}", kind_of(name), hint)
     return own
 
 

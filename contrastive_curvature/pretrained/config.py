@@ -1,0 +1,91 @@
+"""``config.json`` of a saved posterior: written with a checksum, checked before anything is made of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.pretrained.layout import CONFIG, FORMAT, TENSORS, VERSION
+
+__all__ = ["config_bytes", "damaged", "is_config", "read_config"]
+
+_LARGEST = 2**26
+"""Bytes: far more than the names of all parameters of any encoder take."""
+
+_CHECKSUM = "checksum"
+
+
+def config_bytes(config: dict[str, Any]) -> bytes:
+    """A configuration as the file holds it, with a checksum."""
+    whole = {"format": FORMAT, "format_version": VERSION, **config}
+    whole[_CHECKSUM] = _checksum(whole)
+    return (json.dumps(whole, indent=1, allow_nan=False) + "\n").encode()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The configuration in a folder.
+
+    Raises:
+        InputError: There is none, or it is of something else, damaged, or of a later version.
+    """
+    path = folder / CONFIG
+    config = _parsed(path)
+    if not isinstance(config, dict) or config.get("format") != FORMAT:
+        hint = "Name the folder that la.save_pretrained(folder) wrote; an encoder's own folder holds no posterior."
+        raise InputError(expected(str(path), "the options of a saved posterior", "those of something else", hint))
+    version = config.get("format_version")
+    # The version stands before the checksum, whose form another version may change.
+    if type(version) is not int or version < 1:
+        raise damaged(path, "no version of the format")
+    if version > VERSION:
+        versions = config.get("versions")
+        writer = versions.get("contrastive_curvature") if isinstance(versions, dict) else None
+        by = f", written by contrastive_curvature {writer}" if isinstance(writer, str) else ""
+        hint = "Update with: pip install -U contrastive-curvature"
+        raise InputError(expected(str(path), f"format version {VERSION} or lower", f"{version}{by}", hint))
+    if config.get(_CHECKSUM) != _checksum(config):
+        raise damaged(path, "content that its checksum does not fit")
+    tensors = config.get("tensors")
+    if not isinstance(tensors, dict) or not TENSORS.fullmatch(str(tensors.get("file"))):
+        raise damaged(path, "no file of numbers")
+    return config
+
+
+def is_config(path: Path) -> bool:
+    """Whether a file is the configuration of a saved posterior, of any version."""
+    try:
+        config = _parsed(path)
+    except InputError:
+        return False
+    return isinstance(config, dict) and config.get("format") == FORMAT
+
+
+def damaged(path: Path, came: str) -> InputError:
+    """The error for a file that is not as it was written."""
+    hint = "Copy or download the folder again; or save it again with la.save_pretrained(folder, overwrite=True)."
+    return InputError(expected(str(path), "the file as it was written", came, hint))
+
+
+def _parsed(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            content = file.read(_LARGEST + 1)
+    except FileNotFoundError:
+        hint = "Name a folder that la.save_pretrained(folder) wrote."
+        raise InputError(expected(str(path.parent), f"a folder with a {CONFIG}", "none of that name", hint)) from None
+    except OSError as error:
+        raise InputError(expected(str(path), "a file that can be read", error.strerror or str(error))) from None
+    if len(content) > _LARGEST:
+        raise damaged(path, f"more than {_LARGEST:,} bytes")
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, f"no whole JSON ({type(error).__name__})") from None
+
+
+def _checksum(config: dict[str, Any]) -> str:
+    rest = {name: value for name, value in config.items() if name != _CHECKSUM}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
