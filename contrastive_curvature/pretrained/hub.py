@@ -65,7 +65,8 @@ def local_folder(
             allow_patterns=[CONFIG, CARD, _NUMBERS],
         )
     except Exception as error:  # the hub's errors have no common base: of HTTP, of its cache, of names
-        raise _refused("source", f"{source!r}: no folder of that name here, and not on the hub", error) from error
+        came = f"{source!r}: no folder of that name here, and not on the hub"
+        raise _refused(error, "source", came) from error
     return Path(found)
 
 
@@ -120,7 +121,7 @@ def push_to_hub(
                 delete_patterns=_NUMBERS,
             )
         except Exception as error:  # the hub's errors have no common base
-            raise _refused("repo_id", f"{repo_id!r}, which the hub refuses", error) from error
+            raise _refused(error, "repo_id", f"{repo_id!r}, which the hub refuses") from error
     return str(getattr(made, "pr_url", None) or getattr(made, "commit_url", None) or made)
 
 
@@ -133,7 +134,7 @@ def _hub(what: str) -> Any:
     return huggingface_hub
 
 
-def _refused(argument: str, came: str, error: Exception) -> InputError:
+def _refused(error: Exception, argument: str, came: str) -> InputError:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     hint = "Check the name, the network and the token (hf auth login)."
     wanted = "a folder, or a repository that you may read" if argument == "source" else "a repository you may write to"

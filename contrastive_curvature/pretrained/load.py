@@ -15,7 +15,7 @@ from contrastive_curvature.errors import (
     UnsupportedError,
     expected,
 )
-from contrastive_curvature.laplace import TwoTowerLaplace
+from contrastive_curvature.laplace import ContrastiveLaplace, TwoTowerLaplace
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.matching import MatchProbability
@@ -80,15 +80,7 @@ def load_pretrained(
     given: dict[str, Any] = {"loss": loss, "relation": relation, "backend": backend}
     try:
         if not config["towers"]:
-            if isinstance(encoder, TwoTowers):
-                hint = "Pass the one encoder that it was fitted for."
-                raise InputError(expected("encoder", "one encoder", "a TwoTowers", hint))
-            check_model(encoder)
-            plain = config["posteriors"]["encoder"]
-            kind, arguments = constructor(plain, tensors, encoder, **given)
-            la = kind(encoder, **arguments)
-            fill(la, plain, tensors)
-            return la
+            return _single(config["posteriors"]["encoder"], tensors, encoder, given)
         return _towers(config, tensors, encoder, given)
     except (InputError, NotFittedError, UnsupportedError) as error:
         msg = f"{folder}: {error}"
@@ -131,6 +123,17 @@ def load_match(
     except (ValueError, KeyError, TypeError) as error:
         raise damaged(folder / CONFIG, f"what no MatchProbability can be made of ({error})") from error
     return match
+
+
+def _single(plain: Any, tensors: dict[str, Tensor], encoder: nn.Module, given: dict[str, Any]) -> ContrastiveLaplace:
+    if isinstance(encoder, TwoTowers):
+        hint = "Pass the one encoder that it was fitted for."
+        raise InputError(expected("encoder", "one encoder", "a TwoTowers", hint))
+    check_model(encoder)
+    kind, arguments = constructor(plain, tensors, encoder, **given)
+    la = kind(encoder, **arguments)
+    fill(la, plain, tensors)
+    return la
 
 
 def _towers(config: Any, tensors: dict[str, Tensor], encoder: nn.Module, given: dict[str, Any]) -> TwoTowerLaplace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -175,9 +176,9 @@ def _arguments(la: Any) -> dict[str, Any]:
         arguments["subnetwork_indices"] = la.backend.subnetwork_indices.cpu()
     if hasattr(la, "_last_layer_name"):
         arguments["last_layer_name"] = la._last_layer_name
-    if la._key[1] != "kron":
-        arguments.pop("damping", None)
-    return arguments
+    host = next(kind for kind in type(la).__mro__ if kind.__module__.startswith("laplace."))
+    known = [*inspect.signature(host.__init__).parameters, *inspect.signature(type(la).__init__).parameters]
+    return {name: value for name, value in arguments.items() if name in known}
 
 
 def _given_options(la: Any) -> dict[str, Any]:

@@ -72,8 +72,8 @@ def plain_tree(value: Any, table: TensorTable, name: str) -> Any:
         parts = [plain_tree(part, table, f"{name}.{number}") for number, part in enumerate(value)]
         return {_TUPLE: parts} if type(value) is tuple else parts
     msg = (
-        f"{name}: a {type(value).__name__} cannot be saved. Only tensors, numbers, strings, and dictionaries, lists and "
-        "tuples of them can be read back without executing code."
+        f"{name}: a {type(value).__name__} cannot be saved. Only tensors, numbers, strings, and dictionaries, lists "
+        "and tuples of them can be read back without executing code."
     )
     raise UnsupportedError(msg)
 
@@ -109,9 +109,7 @@ def restored_tree(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
             msg = f"a number {content!r}"
             raise ValueError(msg)
         return float(content)
-    if not isinstance(content, list):
-        msg = f"{mark} without a list"
-        raise ValueError(msg)
+    # Unpacking what is no list of these raises a TypeError or a ValueError.
     if mark == _TUPLE:
-        return tuple(restored_tree(part, tensors) for part in content)
+        return tuple(restored_tree(part, tensors) for part in [*content])
     return {key: restored_tree(part, tensors) for key, part in content}
