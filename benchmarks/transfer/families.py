@@ -1,4 +1,4 @@
-"""Means over the encoders of one data set and trunk, from the committed results: the table of the README.
+"""Means over the encoders of one data set and trunk, from the committed results: the table of docs/results.md.
 
 ``python -m benchmarks.transfer.families`` prints it.
 """

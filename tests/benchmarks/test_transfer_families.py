@@ -1,4 +1,4 @@
-"""The README's table: means over the encoders of a family, by hand."""
+"""The table of the results: means over the encoders of a family, by hand."""
 
 from __future__ import annotations
 
