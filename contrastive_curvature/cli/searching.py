@@ -1,0 +1,160 @@
+"""What ``search`` computes: neighbours by cosine, and whether the nearest is right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import contrastive_curvature as cc
+from contrastive_curvature import metrics
+from contrastive_curvature.cli.console import Console
+from contrastive_curvature.cli.errors import BadInputError
+from contrastive_curvature.cli.sources import Source, shared_labels
+from contrastive_curvature.pretrained import load_match, read_info
+from contrastive_curvature.progress import Progress
+
+__all__ = ["Found", "find"]
+
+_AT_ONCE = 2**26
+"""Numbers in the covariances of predictions that are held at once: 512 MiB in float64."""
+
+
+class Found(NamedTuple):
+    """Hits of N queries, on the CPU.
+
+    Attributes:
+        index: Positions in the gallery, the nearest first, shape (N, k).
+        cosine: Shape (N, k).
+        uncertainty: Of the queries, shape (N,).
+        right: Probability that the nearest is of the query's class, shape (N,); ``None`` where nothing says it.
+    """
+
+    index: Tensor
+    cosine: Tensor
+    uncertainty: Tensor
+    right: Tensor | None
+
+
+def find(
+    console: Console,
+    la: Any,
+    folder: Path,
+    gallery: Source,
+    queries: Source,
+    validation: Source | None,
+    k: int,
+    batch_size: int,
+) -> Found:
+    """Search.
+
+    Args:
+        console: For progress and warnings.
+        la: The posterior.
+        folder: Where it was saved: a MatchProbability may be there.
+        gallery: Points that are searched.
+        queries: What is searched for.
+        validation: Labelled queries for P(match), or ``None``.
+        k: Neighbours of each query.
+        batch_size: Inputs at once.
+
+    Raises:
+        BadInputError: Validation data need classes, and so does the gallery.
+        InputError: There are too few right or wrong neighbours to learn from.
+    """
+    labels = None
+    if validation is not None:
+        for name, source in (("--validation", validation), ("--gallery", gallery)):
+            source.need_labels(name)
+        labels = shared_labels(validation, gallery)
+    searched, _ = _directions(console, la, gallery, batch_size, "[gallery]")
+    asking, uncertainty = _directions(console, la, queries, batch_size, "[queries]")
+    index = metrics.nearest_neighbors(asking, searched, k=k)
+    cosine = torch.einsum("nd,nkd->nk", asking, searched[index]).clamp(-1, 1)
+    match = None
+    if validation is not None and labels is not None:
+        match = _fitted(la, searched, gallery, validation, labels, batch_size)
+    elif read_info(folder).match:
+        match = load_match(folder)
+    else:
+        console.warn(
+            "no validation data: match_probability and no_match are left out. Give --validation SOURCE with labelled "
+            "inputs that the encoder was not trained on."
+        )
+    right = None
+    if match is not None:
+        right = _right(la, match, gallery, queries, index[:, 0], batch_size)
+    return Found(index, cosine, uncertainty, right)
+
+
+def _directions(console: Console, la: Any, source: Source, batch_size: int, name: str) -> tuple[Tensor, Tensor]:
+    """Embeddings (N, D) of norm 1 and uncertainties (N,), on the CPU."""
+    mu, uncertainty = [], []
+    for x, _ in Progress(console.progress).over(source.loader(batch_size), name):
+        predicted = la(x)
+        mu.append(predicted.mu.detach().cpu())
+        uncertainty.append(predicted.uncertainty.detach().cpu())
+    return torch.cat(mu), torch.cat(uncertainty)
+
+
+def _fitted(
+    la: Any, searched: Tensor, gallery: Source, validation: Source, labels: list[Tensor], batch_size: int
+) -> cc.MatchProbability:
+    """P(match) from the validation queries. Only those points of the gallery are predicted that are a hit."""
+    if len(validation) * la.n_outputs**2 > 8 * _AT_ONCE:
+        limit = 8 * _AT_ONCE // la.n_outputs**2
+        raise BadInputError(
+            f"--validation {validation.path}: expected at most {limit:,} inputs in {la.n_outputs} dimensions, whose "
+            f"covariances fit into memory, got {len(validation):,}. Give fewer."
+        )
+    asking = _predicted(la, validation, np.arange(len(validation)), batch_size)
+    hits = metrics.nearest_neighbors(asking.mu.cpu(), searched, k=1).squeeze(1).unique()
+    if len(hits) == 1:
+        # A search needs two points: any other one, which no query is nearest to.
+        hits = torch.cat([hits, torch.tensor([0 if int(hits) else 1])]).sort().values
+    found = _predicted(la, gallery, hits.numpy(), batch_size)
+    device = asking.mu.device
+    return cc.MatchProbability().fit_retrieval(
+        asking, labels[0].to(device), found, labels[1][hits].to(device)
+    )
+
+
+def _right(
+    la: Any, match: cc.MatchProbability, gallery: Source, queries: Source, nearest: Tensor, batch_size: int
+) -> Tensor:
+    size = max(1, min(batch_size, _AT_ONCE // la.n_outputs**2))
+    parts = []
+    for start in range(0, len(queries), size):
+        rows = np.arange(start, min(start + size, len(queries)))
+        mine = nearest[start : start + size]
+        hits, place = mine.unique(return_inverse=True)
+        found = _predicted(la, gallery, hits.numpy(), size, place)
+        parts.append(_hits(match, _predicted(la, queries, rows, size), found).cpu())
+    return torch.cat(parts)
+
+
+def _hits(match: cc.MatchProbability, asking: Any, found: Any) -> Tensor:
+    # The sizes are those of one gallery, of which the fit saw the hits only.
+    return match.hits(asking, found, gallery_size=match._gallery_size)
+
+
+def _predicted(la: Any, source: Source, rows: Any, batch_size: int, place: Tensor | None = None) -> Any:
+    """Predictions for some rows as one distribution; in the order ``place`` of the predictions, if it is given."""
+    raw, spread = [], []
+    for batch in _batches(la, source, rows, batch_size):
+        raw.append(batch.raw_mean.detach())
+        spread.append(batch.covariance.detach())
+    mean, covariance = torch.cat(raw), torch.cat(spread)
+    if place is not None:
+        mean, covariance = mean[place.to(mean.device)], covariance[place.to(mean.device)]
+    joined = cc.EmbeddingDistribution.trusted(mean, covariance=covariance)
+    return joined.relative_to(la.typical_norm, la.class_centres)
+
+
+def _batches(la: Any, source: Source, rows: Any, batch_size: int) -> Iterator[Any]:
+    for x, _ in source.loader(batch_size, rows):
+        yield la(x)
