@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-__all__ = ["AxisCovariance"]
+__all__ = ["AxisCovariance", "same_axes"]
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,19 @@ class AxisCovariance:
         common = None if self.common is None else self.common.detach()
         return replace(self, values=self.values.detach(), common=common)
 
+    def with_values(self, values: Tensor) -> AxisCovariance:
+        """Covariances with other variances along the same axes, shape (N, D)."""
+        return replace(self, values=values)
+
+    def rows(self, rows: Tensor) -> AxisCovariance:
+        """Those of some of the outputs."""
+        return self.with_values(self.values[rows])
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> AxisCovariance:
+        """The same on another device; ``dtype`` is that of the covariances, the parts keep theirs."""
+        common = None if self.common is None else self.common.to(device)
+        return AxisCovariance(self.axes.to(device), self.values.to(device), common, dtype)
+
     @contextmanager
     def _as_made(self) -> Iterator[None]:
         """Without autocast, and with a graph where the parts have one."""
@@ -92,3 +105,17 @@ class AxisCovariance:
             torch.autocast(self.values.device.type, enabled=False),
         ):
             yield
+
+
+def same_axes(one: AxisCovariance | None, other: AxisCovariance | None) -> bool:
+    """Whether two covariances differ in their values alone."""
+    if one is None or other is None or one.dtype != other.dtype or one.values.dtype != other.values.dtype:
+        return False
+    if (one.common is None) != (other.common is None):
+        return False
+    common = one.common is None or other.common is None or _equal(one.common, other.common)
+    return _equal(one.axes, other.axes) and common
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one is other or (one.shape == other.shape and one.device == other.device and torch.equal(one, other))

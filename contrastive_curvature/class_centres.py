@@ -12,7 +12,7 @@ from torch import Tensor
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.hessian.sphere import normalize
 
-__all__ = ["CAP", "MOST_NUMBERS", "WEIGHT", "ClassCentres", "add_sums"]
+__all__ = ["CAP", "MOST_NUMBERS", "WEIGHT", "ClassCentres", "add_sums", "same_centres"]
 
 WEIGHT = 3.0
 """How strongly the position between classes counts: the factor of an angle is ``exp(WEIGHT (r - typical r))``.
@@ -158,6 +158,15 @@ class ClassCentres:
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled: all but the directions, which follow from the sums."""
         return {name: value for name, value in self.__dict__.items() if name != "_kept"}
+
+
+def same_centres(one: ClassCentres | None, other: ClassCentres | None) -> bool:
+    """Whether embeddings are compared with the same classes."""
+    if one is other or one is None or other is None:
+        return one is other
+    if (one.typical, one.n, one.sums.shape) != (other.typical, other.n, other.sums.shape):
+        return False
+    return torch.equal(one.labels, other.labels.to(one.labels)) and torch.equal(one.sums, other.sums.to(one.sums))
 
 
 def _sums_of_rows(outputs: Tensor, rows: Tensor, n_classes: int) -> Tensor:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from contrastive_curvature.embedding import EmbeddingDistribution, sample_covariance
+from contrastive_curvature.embedding import EmbeddingDistribution
+from contrastive_curvature.embedding_samples import sample_covariance
 from contrastive_curvature.vmf._checks import check_real, unit
 
 __all__ = ["Directions", "directions"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,19 +19,24 @@ from contrastive_curvature.embedding_checks import (
     check_spread,
     check_typical_norm,
 )
+from contrastive_curvature.embedding_known import EmbeddingKnown
+from contrastive_curvature.embedding_rows import EmbeddingRows
+from contrastive_curvature.embedding_samples import gaussian_samples, sample_covariance
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.known import Judge
 from contrastive_curvature.vmf._checks import unit
 from contrastive_curvature.vmf.gaussian import concentration
 
-__all__ = ["EmbeddingDistribution", "gaussian_samples"]
+__all__ = ["EmbeddingDistribution"]
 
 
-class EmbeddingDistribution:
+class EmbeddingDistribution(EmbeddingRows, EmbeddingKnown):
     """Distribution of B embeddings on the sphere; ``mu, kappa = distribution`` unpacks its von Mises-Fisher summary.
 
     Built from a Gaussian over the raw outputs (closed form), or from samples of the raw outputs (:meth:`from_samples`).
+    ``len(distribution)`` is B, ``distribution[rows]`` the distribution of some of the embeddings;
+    ``EmbeddingDistribution.cat`` puts several together, and ``.to(...)`` and ``.cpu()`` move one.
 
     Args:
         raw_mean: Mean of the raw outputs, shape (B, D), D >= 2.
@@ -251,65 +255,6 @@ class EmbeddingDistribution:
         return vmf.tangential_variance(self.raw_mean, covariance=self._covariance)
 
     @property
-    def novelty(self) -> Tensor:
-        """How unlike the known inputs an input is, float64, shape (B,); larger is less like them, without a unit.
-
-        It ranks inputs as :attr:`p_value` does, in reverse, and tells apart those that are further out than all known
-        inputs, where p-values end. See :func:`contrastive_curvature.known.components` for what it is made of. The
-        posterior of a last layer needs no calibration for it.
-
-        Raises:
-            UnsupportedError: This is no plain prediction ``la(x)``.
-            NotFittedError: The posterior is not calibrated, and has no training inputs to compare with.
-            InputError: The posterior has changed since this prediction.
-        """
-        return self._require_judge("novelty").novelty(self)
-
-    @property
-    def p_value(self) -> Tensor:
-        """Conformal p-values of "this input is of the kind that the encoder knows", float64, shape (B,), in (0, 1].
-
-        The share of known inputs, the input itself counted in, that are at least as unlike the others. Of new known
-        inputs at most a share alpha has a p-value of at most alpha (``la.calibrate``), so a small one says "unknown".
-        Before ``la.calibrate(loader)``, the posterior of a last layer compares with inputs of its fit and says once,
-        with an :class:`OptimisticPValueWarning`, that this is optimistic.
-
-        Raises:
-            UnsupportedError: This is no plain prediction ``la(x)``.
-            NotFittedError: The posterior is not calibrated and has no training inputs to compare with, or was
-                calibrated for another prior precision, temperature or encoder.
-            InputError: The posterior has changed since this prediction.
-        """
-        return self._require_judge("p_value").p_value(self)
-
-    def is_known(self, alpha: float = 0.01) -> Tensor:
-        """Whether inputs are of the kind that the encoder knows: ``p_value > alpha``.
-
-        Args:
-            alpha: Share of known inputs that may be flagged, in (0, 1).
-
-        Returns:
-            Booleans, shape (B,).
-
-        Raises:
-            InputTypeError: ``alpha`` is no number.
-            InputError: ``alpha`` is not in (0, 1), or too small for the number of calibration inputs.
-            UnsupportedError: As for :attr:`p_value`, like the following.
-            NotFittedError: The posterior is not calibrated, or for another posterior.
-        """
-        return self._require_judge("is_known").is_known(self, alpha)
-
-    def _require_judge(self, asked: str) -> Judge:
-        if self._judge is None:
-            msg = (
-                f"{asked}: only a plain prediction la(x) of a fitted posterior can be compared with known inputs. A "
-                "distribution that was built by hand, from samples or with joint=True or diagonal_output=True, and a "
-                f"copy, cannot. Call la(x).{asked}."
-            )
-            raise UnsupportedError(msg)
-        return self._judge
-
-    @property
     def covariance(self) -> Tensor:
         """Covariance of the raw outputs, shape (B, D, D)."""
         if self._axes is not None and self._covariance is None:
@@ -350,7 +295,8 @@ class EmbeddingDistribution:
 
         Returns:
             Shape (S, B, D). A distribution with a joint covariance, or built from samples, gives outputs of one network
-            for all inputs in each sample; any other draws every input independently from its own marginal.
+            for all inputs in each sample (:meth:`cat` says where one of parts does not); any other draws every input
+            independently from its own marginal.
 
         Raises:
             InputTypeError: ``generator`` is not a ``torch.Generator``.
@@ -374,18 +320,10 @@ class EmbeddingDistribution:
         raw = self.raw_samples(n_samples, generator)
         return normalize(raw.flatten(0, 1))[0].view_as(raw)
 
-    def __iter__(self) -> Iterator[Tensor]:
-        """Iterate over ``mu`` and ``kappa``."""
-        return iter((self.mu, self.kappa))
-
-    def __len__(self) -> int:
-        """Two: unpacking gives ``mu`` and ``kappa``."""
-        return 2
-
     def __repr__(self) -> str:
         """Number and dimension of the embeddings, and the kind of the distribution."""
         n, dim = self.raw_mean.shape
-        kind = "samples" if self._samples is not None else "joint Gaussian" if self._joint is not None else "Gaussian"
+        kind = {"samples": "samples", "joint covariance": "joint Gaussian"}.get(self._kind, "Gaussian")
         return f"EmbeddingDistribution({n} embeddings in {dim} dimensions, from {kind})"
 
     if not TYPE_CHECKING:  # a type checker then refuses ``mean`` itself
@@ -400,6 +338,15 @@ class EmbeddingDistribution:
         """What is copied and pickled: all but the posterior behind :attr:`p_value`, which holds the encoder."""
         return {**self.__dict__, "_judge": None}
 
+    @property
+    def _kind(self) -> str:
+        """What the spread is given by."""
+        if self._samples is not None:
+            return "samples"
+        if self._joint is not None:
+            return "joint covariance"
+        return "covariance" if self._variance is None else "variance"
+
     def _scaled_samples(self) -> tuple[Tensor, Tensor, Tensor]:
         """Samples (S, B, D) and their mean (B, D), both divided by each input's largest entry, and that entry (B,)."""
         if self._samples is None:
@@ -413,35 +360,3 @@ class EmbeddingDistribution:
 
 def _is_finite(spread: Tensor | AxisCovariance) -> bool:
     return spread.isfinite() if isinstance(spread, AxisCovariance) else bool(spread.detach().isfinite().all())
-
-
-def sample_covariance(samples: Tensor) -> Tensor:
-    """Sample covariance, shape (B, D, D), of samples of shape (S, B, D)."""
-    centred = (samples - samples.mean(0)).permute(1, 2, 0)
-    return centred @ centred.mT / (samples.shape[0] - 1)
-
-
-def gaussian_samples(
-    mean: Tensor, variance: Tensor | None, covariance: Tensor | None, n_samples: int, generator: torch.Generator | None
-) -> Tensor:
-    """Draw from independent Gaussians.
-
-    Args:
-        mean: Shape (B, D).
-        variance: Shape (B, D), or ``None``.
-        covariance: Shape (B, D, D), positive semidefinite (it may be singular), or ``None``.
-        n_samples: Number S of samples.
-        generator: Random generator; torch's default one if not given.
-
-    Returns:
-        Shape (S, B, D).
-    """
-    noise = torch.randn(n_samples, *mean.shape, dtype=mean.dtype, device=mean.device, generator=generator)
-    if covariance is None:
-        if variance is None:
-            msg = "a variance or a covariance is needed"
-            raise TypeError(msg)
-        return mean + noise * variance.sqrt()
-    values, vectors = torch.linalg.eigh(covariance)
-    root = vectors * values.clamp(min=0).sqrt().unsqueeze(-2)
-    return mean + torch.einsum("bde,sbe->sbd", root, noise)

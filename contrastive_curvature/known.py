@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -72,6 +73,18 @@ class Judge(Protocol):
 
     def is_known(self, embedding: EmbeddingDistribution, alpha: float) -> Tensor:
         """Whether the p-values are above ``alpha``, shape (B,)."""
+        ...
+
+    def rows(self, rows: Tensor) -> Judge:
+        """The judge of some of the embeddings, by their indices."""
+        ...
+
+    def fixed(self, embedding: EmbeddingDistribution) -> Judge:
+        """The same judge, which no longer looks at the embedding: it is about to be rounded."""
+        ...
+
+    def joined(self, judges: Sequence[Judge | None], embeddings: Sequence[EmbeddingDistribution]) -> Judge | None:
+        """The judge of a concatenation, whose first part this one is of; ``None`` where there is none of all parts."""
         ...
 
 

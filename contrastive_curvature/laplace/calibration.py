@@ -10,7 +10,7 @@ then not compared with.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,15 @@ from contrastive_curvature.arguments import check_flag
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, expected
 from contrastive_curvature.ggn.feature_sample import FeatureSample
-from contrastive_curvature.known import OptimisticPValueWarning, Reference, Standard, check_alpha, components, split
+from contrastive_curvature.known import (
+    Judge,
+    OptimisticPValueWarning,
+    Reference,
+    Standard,
+    check_alpha,
+    components,
+    split,
+)
 from contrastive_curvature.laplace.confirmed import Confirmed
 from contrastive_curvature.laplace.features import Features
 from contrastive_curvature.laplace.fingerprint import (
@@ -107,18 +115,21 @@ class _Prediction:
         stamp: Its state then.
         feature_norm: Norms of the features, shape (B,).
         confirmed: A calibration of which it is known that it is of that state.
+        values: Components (B, K) of the embedding as it was predicted, where it has been rounded since.
     """
 
     la: Any
     stamp: Stamp
     feature_norm: Tensor | None
     confirmed: Calibration | None = None
+    values: Tensor | None = None
 
     def novelty(self, embedding: EmbeddingDistribution) -> Tensor:
-        return self._reference(quiet=True).standard.statistic(components(embedding, self.feature_norm))
+        standard, values = self._reference(quiet=True).standard, self._components(embedding)
+        return standard.statistic(values.to(standard.location.device)).to(embedding.raw_mean.device)
 
     def p_value(self, embedding: EmbeddingDistribution) -> Tensor:
-        return self._reference().p_value(components(embedding, self.feature_norm))
+        return self._reference().p_value(self._components(embedding)).to(embedding.raw_mean.device)
 
     def is_known(self, embedding: EmbeddingDistribution, alpha: float) -> Tensor:
         check_alpha(alpha)
@@ -126,7 +137,34 @@ class _Prediction:
         n = len(reference.statistics)
         # What the error says needs a look at the whole encoder.
         check_alpha(alpha, n, alpha < 1 / (n + 1) and _present_sample(self.la) is None)
-        return reference.p_value(components(embedding, self.feature_norm)) > alpha
+        return reference.p_value(self._components(embedding)).to(embedding.raw_mean.device) > alpha
+
+    def rows(self, rows: Tensor) -> _Prediction:
+        def taken(value: Tensor | None) -> Tensor | None:
+            return None if value is None else value[rows.to(value.device)]
+
+        return replace(self, feature_norm=taken(self.feature_norm), values=taken(self.values))
+
+    def fixed(self, embedding: EmbeddingDistribution) -> _Prediction:
+        return replace(self, values=self._components(embedding))
+
+    def joined(self, judges: Sequence[Judge | None], embeddings: Sequence[EmbeddingDistribution]) -> _Prediction | None:
+        if not all(isinstance(j, _Prediction) and j.la is self.la and j.stamp.equals(self.stamp) for j in judges):
+            return None
+        same: list[Any] = list(judges)
+        if all(judge.values is None for judge in same):
+            if self.feature_norm is None:
+                return self
+            norms = [judge.feature_norm.to(self.feature_norm.device) for judge in same]
+            return replace(self, feature_norm=torch.cat(norms))
+        found = [judge._components(embedding) for judge, embedding in zip(same, embeddings, strict=True)]
+        return replace(self, feature_norm=None, values=torch.cat([value.to(found[0].device) for value in found]))
+
+    def _components(self, embedding: EmbeddingDistribution) -> Tensor:
+        if self.values is not None:
+            return self.values
+        norm = self.feature_norm
+        return components(embedding, None if norm is None else norm.to(embedding.raw_mean.device))
 
     def _reference(self, quiet: bool = False) -> Reference:
         if not self.stamp.holds(self.la):

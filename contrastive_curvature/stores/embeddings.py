@@ -29,6 +29,8 @@ class StoredEmbeddings(EmbeddingDistribution):
         InputError: Shapes or devices disagree, a number is not finite or is negative, or a row of ``mu`` is zero.
     """
 
+    _rowwise = (*EmbeddingDistribution._rowwise, "_kappa", "_uncertainty")
+
     def __init__(self, mu: Tensor, kappa: Tensor, uncertainty: Tensor) -> None:
         checked = check_embeddings("mu", mu)
         if checked.shape[1] < 2:

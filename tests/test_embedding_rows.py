@@ -1,0 +1,236 @@
+"""Distributions of embeddings as containers: rows, concatenation, dtype. What they answer is what the whole answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from devices import DEVICES
+from hypothesis import given
+from hypothesis import strategies as st
+from laplace import Laplace
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+from contrastive_curvature.axis_covariance import AxisCovariance
+
+pytestmark = [
+    pytest.mark.parametrize("device", DEVICES),
+    pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning"),
+]
+
+N, D = 5, 3
+KINDS = ("variance", "covariance", "axes", "joint", "samples", "stored")
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def build(kind: str, device: str, n: int = N, seed: int = 0) -> cc.EmbeddingDistribution:
+    mean, root = draw(n, D, seed=seed).to(device), draw(n, D, D, seed=seed + 1).to(device)
+    if kind == "variance":
+        return cc.EmbeddingDistribution(mean, variance=root[:, 0].square(), typical_norm=2.0)
+    if kind == "covariance":
+        return cc.EmbeddingDistribution(mean, covariance=root @ root.mT)
+    if kind == "joint":
+        root = draw(n * D, n * D, seed=seed + 1).to(device)
+        return cc.EmbeddingDistribution(mean, joint_covariance=root @ root.mT)
+    if kind == "samples":
+        return cc.EmbeddingDistribution.from_samples(draw(7, n, D, seed=seed).to(device)).relative_to(2.0)
+    if kind == "stored":
+        return cc.StoredEmbeddings(mean, 3 + root[:, 0, 0].abs(), root[:, 0, 1].abs())
+    axes = torch.linalg.qr(draw(D, D, seed=9).to(device)).Q
+    common = torch.eye(D, dtype=torch.float64, device=device)
+    parts = AxisCovariance(axes, root[:, 0].square(), common, torch.float64)
+    return cc.EmbeddingDistribution.trusted(mean, covariance=parts).relative_to(1.5)
+
+
+def answers(found: cc.EmbeddingDistribution) -> dict[str, Tensor]:
+    names = ("raw_mean", "mu", "kappa", "uncertainty", "tangential_variance", "variance", "covariance")
+    return {name: getattr(found, name) for name in names}
+
+
+def check(found: cc.EmbeddingDistribution, truth: dict[str, Tensor], rows: Any = slice(None)) -> None:
+    for name, value in answers(found).items():
+        # Products of matrices may round in another order in a batch of another size.
+        torch.testing.assert_close(value, truth[name][rows], rtol=1e-12, atol=1e-14)
+
+
+INDICES: list[Any] = [
+    slice(1, 4),
+    slice(None, None, -2),
+    slice(4, 2),
+    [0, -1, 0],
+    [True, False, True, True, False],
+    [],
+    torch.tensor([4, 4, 1]),
+    torch.tensor([False, True, True, False, False]),
+    np.array([2, 0]),
+    range(1, 3),
+]
+
+
+def plain(rows: Any) -> Any:
+    """The index as numpy takes it."""
+    return rows.numpy() if isinstance(rows, Tensor) else np.array(rows, dtype=int) if len(rows) == 0 else rows
+
+
+@pytest.mark.parametrize("rows", INDICES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_answer_what_the_whole_answers_for_them(kind: str, rows: Any, device: str) -> None:
+    whole = build(kind, device)
+    index = torch.as_tensor(np.arange(N)[rows if isinstance(rows, slice) else plain(rows)].copy(), device=device)
+    found = whole[rows]
+    assert type(found) is type(whole)
+    assert len(found) == len(index)
+    check(found, answers(whole), index)
+    if kind == "samples":
+        assert torch.equal(found.raw_samples(7), whole.raw_samples(7)[:, index])
+    if kind == "joint":
+        blocks = whole.joint_covariance.view(N, D, N, D)
+        expected = blocks[index][:, :, index].reshape(len(index) * D, len(index) * D)
+        assert torch.equal(found.joint_covariance, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_row_is_a_distribution_and_unpacking_gives_mu_and_kappa(kind: str, device: str) -> None:
+    whole = build(kind, device)
+    assert len(whole) == N
+    for number, row in ((3, 3), (-1, 4), (np.int64(2), 2), (torch.tensor(1), 1)):
+        found = whole[number]
+        check(found, answers(whole), slice(row, row + 1))
+    mu, kappa = whole[2]
+    assert mu.shape == (1, D)
+    torch.testing.assert_close(kappa, whole.kappa[2:3], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "joint"])
+@given(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=4), seed=st.integers(0, 99))
+def test_a_concatenation_answers_what_its_parts_answer(kind: str, device: str, sizes: list[int], seed: int) -> None:
+    parts = [build(kind, device, n, seed + 10 * i) for i, n in enumerate(sizes)]
+    found = cc.EmbeddingDistribution.cat(parts)
+    assert type(found) is type(parts[0])
+    assert len(found) == sum(sizes)
+    check(found, {name: torch.cat([answers(part)[name] for part in parts]) for name in answers(parts[0])})
+    # The axes are shared, so no dense covariance was made for them.
+    assert (found._axes is not None) == (kind == "axes")
+    if kind == "samples":
+        assert torch.equal(found.raw_samples(7), torch.cat([part.raw_samples(7) for part in parts], 1))
+
+
+def test_other_axes_are_concatenated_as_covariances(device: str) -> None:
+    parts = [build("axes", device), build("covariance", device).relative_to(1.5)]
+    for pair in (parts, parts[::-1]):
+        found = cc.EmbeddingDistribution.cat(pair)
+        assert torch.equal(found.covariance, torch.cat([part.covariance for part in pair]))
+        truth = torch.cat([part.uncertainty for part in pair])
+        torch.testing.assert_close(found.uncertainty, truth, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_dtype_and_the_cpu(kind: str, device: str) -> None:
+    whole = build(kind, device)
+    single = whole.to(torch.float32)
+    assert single.raw_mean.dtype == single.covariance.dtype == single.mu.dtype == single.kappa.dtype == torch.float32
+    for name, value in answers(single).items():
+        torch.testing.assert_close(value.double(), answers(whole)[name], rtol=2e-5, atol=1e-5)
+    assert whole.raw_mean.dtype == torch.float64
+    there = whole.cpu()
+    assert {value.device.type for value in answers(there).values()} == {"cpu"}
+    check(there.to(device), answers(whole))
+    check(single.to(device, dtype=torch.float64).to(torch.float32), answers(single))
+
+
+@pytest.fixture(scope="module")
+def fitted(request: Any) -> Any:
+    """A posterior with class centres, and inputs of two classes."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(60) % 3
+    x = torch.randn(60, 6, generator=generator) + 2 * nn.functional.one_hot(y, 6)
+    torch.manual_seed(0)
+    la: Any = Laplace(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, D)), "contrastive")
+    la.fit([(x[:40], y[:40])])
+    la.optimize_prior_precision()
+    la.calibrate([x[40:]])
+    return la, x
+
+
+def test_predictions_of_batches_are_put_together_with_their_p_values(fitted: Any, device: str) -> None:
+    la, x = fitted
+    whole = la(x)
+    found = cc.EmbeddingDistribution.cat([la(part) for part in x.split(17)])
+    assert torch.equal(found.p_value, whole.p_value)
+    torch.testing.assert_close(found.novelty, whole.novelty, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.uncertainty, whole.uncertainty, rtol=1e-4, atol=1e-6)
+    rows = torch.tensor([50, 3, 3])
+    assert torch.equal(whole[rows].p_value, whole.p_value[rows])
+    assert torch.equal(whole[rows].is_known(0.1), whole.is_known(0.1)[rows])
+    torch.testing.assert_close(whole[7].novelty, whole.novelty[7:8], rtol=1e-12, atol=0)
+    rounded = cc.EmbeddingDistribution.cat([whole.to(torch.bfloat16)[:9], whole[9:].to(torch.bfloat16)])
+    assert torch.equal(rounded[rows].p_value, whole.p_value[rows])
+    assert torch.equal(rounded.novelty, whole.novelty)
+
+
+def test_p_values_of_another_state_are_refused(fitted: Any, device: str) -> None:
+    la, x = fitted
+    before = la(x[:3])
+    prior = la.prior_precision
+    la.prior_precision = 2 * prior
+    after = la(x[:3])
+    la.prior_precision = prior
+    found = cc.EmbeddingDistribution.cat([before, after])
+    assert torch.equal(found.mu, torch.cat([before.mu, after.mu]))
+    with pytest.raises(cc.UnsupportedError, match="concatenation"):
+        _ = found.p_value
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "words"),
+    [
+        (5, IndexError, "rows of 5 embeddings"),
+        (-6, IndexError, "-6"),
+        ([0, 9], IndexError, "9"),
+        ([True, False], IndexError, "5 booleans"),
+        (1.0, TypeError, "float"),
+        (True, TypeError, "True"),
+        (None, TypeError, "None"),
+        ("mu", TypeError, "mu"),
+        ((0, 1), TypeError, "Rows alone"),
+        (torch.ones(2), TypeError, "float32"),
+        (torch.zeros(2, 2).long(), TypeError, "shape"),
+        ([0.5], TypeError, "float"),
+    ],
+)
+def test_wrong_indices(rows: Any, kind: type[Exception], words: str, device: str) -> None:
+    with pytest.raises(cc.InputError, match=words) as caught:
+        build("variance", device)[rows]
+    assert isinstance(caught.value, kind)
+
+
+def test_parts_that_do_not_fit_are_refused(device: str) -> None:
+    one = build("variance", device)
+    wide = cc.EmbeddingDistribution(draw(2, 4).to(device), variance=draw(2, 4).square().to(device), typical_norm=2.0)
+    for others, words in (
+        ([build("covariance", device)], "kind of spread"),
+        ([build("stored", device)], "class"),
+        ([wide], "dimension"),
+        ([one.to(torch.float32)], "dtype"),
+        ([one[:0], one[:1].relative_to(3.0)], "typical_norm"),
+        ([3], "int"),
+    ):
+        with pytest.raises(cc.InputError, match=words):
+            cc.EmbeddingDistribution.cat([one, *others])  # type: ignore[list-item]
+    for bad, words in (([], "empty"), (one, "EmbeddingDistribution"), (draw(2, 3), "Tensor"), (3, "int")):
+        with pytest.raises(cc.InputError, match=words):
+            cc.EmbeddingDistribution.cat(bad)  # type: ignore[arg-type]
+    with pytest.raises(cc.UnsupportedError, match="joint=True"):
+        cc.EmbeddingDistribution.cat([build("joint", device)] * 2)
+    samples = build("samples", device)
+    fewer = cc.EmbeddingDistribution.from_samples(samples.raw_samples(6)).relative_to(2.0)
+    with pytest.raises(cc.InputError, match="number of samples"):
+        cc.EmbeddingDistribution.cat([samples, fewer])
+    with pytest.raises(cc.InputError, match="floating-point"):
+        one.to(torch.int64)
