@@ -66,9 +66,7 @@ def groups_of(
         )
 
     all_groups = [
-        Group(
-            "Most certain", "The smallest uncertainty: their nearest neighbour should be right.", cards(test, "certain")
-        ),
+        Group("Most certain", "The smallest uncertainty: few errors should be here.", cards(test, "certain")),
         Group("Least certain", "The largest uncertainty: errors should gather here.", cards(test, "uncertain")),
         Group(
             "Known, but unusual",

@@ -80,7 +80,7 @@ def evaluate(
 
     progress = Progress(progress_bar)
     voting, no_votes = _voting(la, n_samples)
-    scored: dict[str, Scored | None] = {"unknown": None, "gallery": None}
+    scored: dict[str, Scored] = {}
     for name, part in data.items():
         if part is not None:
             scored[name] = score(
@@ -93,10 +93,8 @@ def evaluate(
                 progress=progress,
                 judged=name != "gallery",
             )
-    known, other, searched = scored["test"], scored["unknown"], scored["gallery"]
-    assert known is not None  # noqa: S101  mypy cannot see that `test` is given
+    known, other, searched = scored["test"], scored.get("unknown"), scored.get("gallery")
     found = search(known, searched, max(ranks))
-    detection = detection_of(known, other)
     return Evaluation(
         counts={
             "test": len(known),
@@ -107,7 +105,7 @@ def evaluate(
         retrieval=found if isinstance(found, Missing) else retrieval_of(found, ranks),
         errors=found if isinstance(found, Missing) else errors_of(found, known.uncertainty),
         reliability=no_votes or (found if isinstance(found, Missing) else reliability_of(known, searched)),
-        detection=detection,
+        detection=detection_of(known, other),
         thresholds=thresholds_of(la, known, other, thresholds),
         groups=groups_of(known, other, searched, found, class_names),
         posterior=describe(la),

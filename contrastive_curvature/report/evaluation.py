@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from contrastive_curvature.atomic import write_whole
 from contrastive_curvature.report.cards import Group
@@ -88,7 +89,6 @@ class Evaluation:
 
     def to_plain(self) -> dict[str, Any]:
         """Everything but the inputs that are shown, as numbers, texts, lists and mappings."""
-
         return {
             "metrics": self.metrics,
             "missing": self.missing,
@@ -120,7 +120,7 @@ class Evaluation:
         from contrastive_curvature.report.page import render
 
         page = render(self, title).encode("utf-8")
-        write_whole(path, lambda file: file.write(page))
+        write_whole(path, _writing(page))
 
     def save(self, folder: Path | str, *, title: str = "How sure is this encoder?") -> dict[str, Path]:
         """Write ``report.html``, ``metrics.json`` and the plots as PNG and SVG files; each completely or not at all.
@@ -144,8 +144,15 @@ class Evaluation:
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
         for name, content in contents.items():
-            write_whole(target / name, lambda file, content=content: file.write(content))  # type: ignore[misc]
+            write_whole(target / name, _writing(content))
         return {name: target / name for name in contents}
+
+
+def _writing(content: bytes) -> Callable[[BinaryIO], None]:
+    def write(file: BinaryIO) -> None:
+        file.write(content)
+
+    return write
 
 
 def _plain(value: Any) -> Any:

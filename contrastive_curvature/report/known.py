@@ -123,13 +123,14 @@ def _flagged(alpha: float, test: Scored, unknown: Scored | None, n: int | None) 
     p = torch.cat([_tensor(side.p_value) for side in sides])
     novelty = torch.cat([_cut(side.novelty) for side in sides])
     flagged = p <= alpha
+    line: float | None = None
     if bool(flagged.any()) and bool((~flagged).any()):
         line = float((novelty[flagged].min() + novelty[~flagged].max()) / 2)
-    else:
-        line = float(novelty.min()) if bool(flagged.any()) else None
-    share = [float((_tensor(side.p_value) <= alpha).double().mean()) for side in sides]
+    elif bool(flagged.any()):
+        line = float(novelty.min())
+    shares = [float((_tensor(side.p_value) <= alpha).double().mean()) for side in sides]
     deviation = None if n is None else math.sqrt(alpha * (1 - alpha) * (1 / n + 1 / len(test)))
-    return Flagged(alpha, share[0], share[1] if len(share) > 1 else None, line, deviation)
+    return Flagged(alpha, shares[0], shares[1] if len(shares) > 1 else None, line, deviation)
 
 
 def _alphas(least: float) -> list[float]:

@@ -58,8 +58,8 @@ def render(evaluation: Evaluation, title: str) -> str:
     return environment.get_template("report.html").render(
         # Nothing but these two runs or styles, even if an input's text were not escaped; and nothing is ever loaded.
         policy=f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'",
-        style=markupsafe.Markup(style),  # noqa: S704  files of this package
-        script=markupsafe.Markup(script),  # noqa: S704
+        style=markupsafe.Markup(style),
+        script=markupsafe.Markup(script),
         title=title,
         version=contrastive_curvature.__version__,
         evaluation=evaluation,
@@ -84,16 +84,16 @@ def _figures(evaluation: Evaluation) -> list[tuple[str, str, str]]:
     r_auroc = errors.r_auroc if isinstance(errors, Errors) and not isinstance(errors.r_auroc, Missing) else None
     return [
         ("Is the nearest neighbour right?", _or_dash(recall, percent), "Recall@1"),
-        ("Does the uncertainty find wrong matches?", _or_dash(r_auroc), "R-AUROC, chance is 0.5"),
+        ("Does the uncertainty find wrong matches?", _or_dash(r_auroc), "R-AUROC · chance 0.5"),
         (
             "Does the novelty find unknown inputs?",
             _or_dash(detection.auroc if isinstance(detection, Detection) else None),
-            "AUROC, chance is 0.5",
+            "AUROC · chance 0.5",
         ),
         (
             "How far is confidence from accuracy?",
             _or_dash(reliability.ece if isinstance(reliability, Reliability) else None),
-            "ECE, best is 0",
+            "ECE · best 0",
         ),
     ]
 

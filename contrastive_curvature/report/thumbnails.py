@@ -25,8 +25,8 @@ _JPEG_FROM = 48
 def thumbnails(items: list[Any]) -> list[str | None]:
     """Addresses of images; ``None`` for what is no image.
 
-    Arrays of whole numbers hold 0 to 255 (0 and 1 where nothing is larger). Others hold 0 to 1, or, where one is outside
-    that, anything: then the smallest number of all the images is black, and the largest is white.
+    Arrays of whole numbers hold 0 to 255 (0 and 1 where nothing is larger). Others hold 0 to 1, or, where one is
+    outside that, anything: then the smallest number of all the images is black, and the largest is white.
 
     Args:
         items: Images as :class:`~contrastive_curvature.report.Data` takes them, and others.

@@ -13,7 +13,7 @@ function add(parent, tag, attributes, text) {
 function ticks(low, high, count) {
   const rough = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
+  const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
   const found = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * step; i++) found.push(i * step);
   return found;
@@ -50,7 +50,7 @@ const charts = {
     const { edges, known, unknown } = data.thresholds;
     const most = Math.max(...known, ...(unknown ?? [])) * 1.05;
     const f = frame(box, {
-      x: [edges[0], edges.at(-1)], y: [0, most], xLabel: "novelty (no unit; larger is less like the known inputs)",
+      x: [edges[0], edges.at(-1)], y: [0, most], xLabel: "novelty: larger is less like known inputs",
       xText: asNumber, yText: asPercent, height: Math.max(230, Math.min(300, box.clientWidth * 0.6)),
     });
     const shade = add(f.svg, "rect", { class: "flagged", y: f.top, height: f.bottom - f.top });
@@ -73,6 +73,19 @@ const charts = {
       says.setAttribute("x", tight ? at - 8 : at + 8);
       says.setAttribute("text-anchor", tight ? "end" : "start");
       says.textContent = tight ? "flagged ▸" : "flagged →";
+    };
+    showStep();
+  },
+
+  tradeoff(box) {
+    const points = data.thresholds.steps.map((step) => step.caught);
+    const last = Math.max(0.01, points.at(-1)[0]);
+    const f = frame(box, { x: [0, last], y: [0, 1], xLabel: "known inputs flagged", xText: asPercent, yText: asPercent, height: 230 });
+    add(f.svg, "path", { class: "found", d: path(points, f) });
+    const dot = add(f.svg, "circle", { class: "chosen", r: 7 });
+    box.moveTo = (step) => {
+      dot.setAttribute("cx", f.toX(step.caught[0]));
+      dot.setAttribute("cy", f.toY(step.caught[1]));
     };
     showStep();
   },
@@ -115,7 +128,7 @@ function showStep() {
   for (const [id, text] of Object.entries(texts)) document.getElementById(id).textContent = text;
   const found = step.unknown === null ? "" : `, ${step.unknown} of unknown inputs found`;
   slider.setAttribute("aria-valuetext", `alpha ${step.alpha}: ${step.known} of known inputs flagged${found}`);
-  document.querySelector("[data-chart=novelty]").moveTo?.(step);
+  for (const box of document.querySelectorAll("[data-chart]")) box.moveTo?.(step);
 }
 
 slider?.addEventListener("input", showStep);
