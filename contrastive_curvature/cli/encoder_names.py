@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+import logging
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -16,8 +19,11 @@ from contrastive_curvature.cli.errors import BadInputError
 
 __all__ = ["sentence_encoder", "timm_encoder"]
 
-_LOADING = (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError)
+_LOADING = (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, ImportError, UnpicklingError)
 """What the packages raise where a model cannot be found, downloaded, read or constructed."""
+
+_SHOWN = 300
+"""Characters of such an error."""
 
 
 class _WithLastLayer(nn.Module):
@@ -55,12 +61,16 @@ def timm_encoder(name: str, options: dict[str, Any], spec: Mapping[str, Any]) ->
         import timm
     except ImportError as error:
         raise BadInputError(f"--encoder timm:{name}: expected timm to be installed. Run: pip install timm") from error
+    spec, options = dict(spec), dict(options)
     known = name.partition(".")[0]
     if ":" not in name and not timm.is_model(known):
         near = ", ".join(difflib.get_close_matches(known, timm.list_models(), 3)) or "timm.list_models() has all names"
         raise BadInputError(f"--encoder timm:{name}: expected a model of timm, got {name!r}. Did you mean: {near}?")
-    given = {"num_classes": 0, "pretrained": "checkpoint_path" not in options, **options}
+    checkpoint = options.pop("checkpoint_path", None)
+    given = {"num_classes": 0, "pretrained": checkpoint is None, **options}
     module: Any = _made(f"timm:{name}", lambda: timm.create_model(name, **given))
+    if checkpoint is not None:
+        _load_checkpoint(f"timm:{name}", module, checkpoint)
     config = timm.data.resolve_model_data_config(module)
     transform = timm.data.create_transform(**config, is_training=False)
     if given["num_classes"] == 0:
@@ -77,18 +87,22 @@ def sentence_encoder(name: str, options: dict[str, Any], spec: Mapping[str, Any]
     argument = f"--encoder sentence-transformers:{name}"
     try:
         from sentence_transformers import SentenceTransformer
-        from sentence_transformers import models as parts
+        from sentence_transformers.sentence_transformer.modules import Dense, Normalize
     except ImportError as error:
         hint = "Run: pip install sentence-transformers"
         raise BadInputError(f"{argument}: expected sentence-transformers to be installed. {hint}") from error
     _refuse_own_code(argument, Path(name), options)
+    if not sys.stderr.isatty():
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_progress_bar()
     options = {"device": "cpu", **options}
     model: Any = _made(f"sentence-transformers:{name}", lambda: SentenceTransformer(name, **options))
     modules = list(model)
-    while modules and isinstance(modules[-1], parts.Normalize):
+    while modules and isinstance(modules[-1], Normalize):
         modules.pop()
     last = modules[-1] if modules else None
-    if isinstance(last, parts.Dense) and isinstance(last.activation_function, nn.Identity):
+    if isinstance(last, Dense) and isinstance(last.activation_function, nn.Identity):
         layer = last.linear
         modules.pop()
     else:
@@ -102,6 +116,20 @@ def sentence_encoder(name: str, options: dict[str, Any], spec: Mapping[str, Any]
     return Encoder(f"sentence-transformers:{name}", encoder, ("texts", "features"), spec, collate=collate)
 
 
+def _load_checkpoint(name: str, module: Any, path: Any) -> None:
+    """Load weights without executing anything; those of the classifier may be left over where the model has none."""
+    from timm.models import load_state_dict
+
+    if not isinstance(path, str) or not Path(path).is_file():
+        raise BadInputError(f"--encoder-options: checkpoint_path: expected a file, got {path!r}, where none is.")
+    state = _made(name, lambda: load_state_dict(path, weights_only=True))
+    head = module.pretrained_cfg.get("classifier") or ()
+    heads = tuple(f"{each}." for each in ((head,) if isinstance(head, str) else head))
+    if module.num_classes == 0:
+        state = {key: value for key, value in state.items() if not key.startswith(heads)}
+    _made(name, lambda: module.load_state_dict(state))
+
+
 def _identity(width: int) -> nn.Linear:
     layer = nn.Linear(width, width)
     with torch.no_grad():
@@ -110,13 +138,17 @@ def _identity(width: int) -> nn.Linear:
     return layer
 
 
-def _made(name: str, make: Any) -> Any:
+def _made(name: str, make: Callable[[], Any]) -> Any:
+    # The packages log what the exception says, and every retry of a download.
+    logging.disable(logging.ERROR)
     try:
         return make()
     except _LOADING as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = " ".join((str(error) or type(error).__name__).split())[:_SHOWN]
         hint = "A model that is not on this machine is downloaded, which needs the network."
         raise BadInputError(f"--encoder {name}: expected a model that can be loaded, got: {reason} {hint}") from error
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _refuse_own_code(argument: str, folder: Path, options: Mapping[str, Any]) -> None:

@@ -141,18 +141,28 @@ def _own_encoder(module_name: str, function_name: str, options: dict[str, Any], 
     except ModuleNotFoundError as error:
         hint = f"The current folder is {os.getcwd()}; PYTHONPATH names others."
         raise BadInputError(f"{argument}: expected a module that Python finds, got {error}. {hint}") from error
+    except Exception as error:  # whatever the user's own module raises
+        raise _their_error(argument, "a module that can be imported", error) from error
     function: Any = module
     for part in function_name.split("."):
         function = getattr(function, part, None)
     if not callable(function):
-        raise BadInputError(f"{argument}: expected a function of {module.__file__}, got {type(function).__name__}.")
-    made = function(**options)
+        raise BadInputError(f"{argument}: expected a function of {module.__name__}, got a {type(function).__name__}.")
+    try:
+        made = function(**options)
+    except Exception as error:  # whatever the user's own function raises
+        raise _their_error(argument, "the function to return an encoder", error) from error
     encoder, transform = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(encoder, nn.Module) or not (transform is None or callable(transform)):
         wanted = "a torch.nn.Module, or (module, transform)"
         raise BadInputError(f"{argument}: expected the function to return {wanted}, got a {type(made).__name__}.")
     takes = ("images", "inputs", "features") + (("texts",) if transform is not None else ())
     return Encoder(argument, encoder, takes, spec, image_transform=transform or _to_tensor, collate=transform)
+
+
+def _their_error(argument: str, wanted: str, error: Exception) -> BadInputError:
+    where = "--traceback shows where."
+    return BadInputError(f"{argument}: expected {wanted}, got {type(error).__name__}: {error}. {where}")
 
 
 def _to_tensor(image: Any) -> Tensor:

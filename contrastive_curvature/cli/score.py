@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,13 @@ from typing import Any
 import click
 
 from contrastive_curvature.cli.console import Console, common_options
+from contrastive_curvature.cli.errors import BadInputError
 from contrastive_curvature.cli.options import PATH, check_device, computing_options, source_options, take_columns
+from contrastive_curvature.pretrained import read_info
 
 __all__ = ["is_calibrated", "number_type", "score"]
+
+_ALPHA = 0.01
 
 
 @click.command(epilog="Example: contrastive-curvature score posterior new.npz --out scores.csv --alpha 0.05")
@@ -22,14 +27,12 @@ __all__ = ["is_calibrated", "number_type", "score"]
 @click.option(
     "--alpha",
     type=click.FloatRange(0, 1, min_open=True, max_open=True),
-    default=0.01,
-    show_default=True,
-    help="Share of known inputs that may be flagged as unknown (column known).",
+    help="Share of known inputs that may be flagged as unknown, in the column known (default: 0.01).",
 )
 @source_options
 @computing_options
 @common_options
-def score(console: Console, folder: Path, source: Path, out: Path, mu: bool, alpha: float, **options: Any) -> None:
+def score(console: Console, folder: Path, source: Path, out: Path, mu: bool, alpha: float | None, **options: Any) -> None:
     """Write what the posterior in FOLDER says of the inputs SOURCE.
 
     \b
@@ -54,6 +57,8 @@ def score(console: Console, folder: Path, source: Path, out: Path, mu: bool, alp
     open_source(source, columns=columns)
     la, encoder = open_posterior(folder, options["encoder"], options["encoder_options"], device)
     opened = open_source(source, encoder, columns)
+    calibrated = is_calibrated(la)
+    alpha = _checked_alpha(console, folder, alpha) if calibrated else None
     flagged: list[int] = []
 
     def rows() -> Iterator[Mapping[str, Sequence[Any]]]:
@@ -61,20 +66,19 @@ def score(console: Console, folder: Path, source: Path, out: Path, mu: bool, alp
         for x, _ in Progress(console.progress).over(opened.loader(options["batch_size"]), "[score]"):
             part = _scores(la(x), mu=mu, calibrated=calibrated, alpha=alpha)
             n = len(part["kappa"])
-            flagged.append(n - int(part["known"].sum()) if calibrated else 0)
+            flagged.append(0 if alpha is None else n - int(part["known"].sum()))
             yield {"id": opened.ids[done : done + n], **part}
             done += n
 
-    calibrated = is_calibrated(la)
     if not calibrated:
         console.warn(
             f"{folder}: this posterior is not calibrated, so novelty, p_value and known are left out. Fit it with "
             "--calibrate SOURCE or --calibration-share 0.2."
         )
-    write_table(out, lambda: _table(la, mu, calibrated, rows()))
+    write_table(out, lambda: _table(la, mu, calibrated, alpha, rows()))
     values: dict[str, Any] = {"file": str(out), "inputs": len(opened), "calibrated": calibrated}
     line = f"{out}: {len(opened):,} inputs"
-    if calibrated:
+    if alpha is not None:
         values |= {"alpha": alpha, "unknown": sum(flagged)}
         line += f", {sum(flagged):,} of them unknown (p-value at most {alpha:g})"
     console.result(values, line)
@@ -85,12 +89,27 @@ def is_calibrated(la: Any) -> bool:
     return la._known.calibration is not None
 
 
+def _checked_alpha(console: Console, folder: Path, given: float | None) -> float | None:
+    """The share that the calibration inputs are enough for; ``None`` where they are too few for the default."""
+    count = read_info(folder).posteriors[0].n_calibration
+    least = 1 / ((count or 0) + 1)
+    alpha = _ALPHA if given is None else given
+    if alpha >= least:
+        return alpha
+    hint = f"Fit with at least {math.ceil(1 / alpha) - 1:,} calibration inputs, or give a larger --alpha."
+    text = f"--alpha: expected at least {least:.4g}, the smallest p-value that {count} calibration inputs give"
+    if given is not None:
+        raise BadInputError(f"{text}, got {alpha:g}. {hint}")
+    console.warn(f"{text}, and the default is {alpha:g}: the column known is left out. {hint}")
+    return None
+
+
 def number_type(la: Any) -> str:
     """Type of the columns whose numbers have the encoder's precision."""
     return "float64" if str(la._dtype) == "torch.float64" else "float32"
 
 
-def _table(la: Any, mu: bool, calibrated: bool, parts: Iterator[Mapping[str, Sequence[Any]]]) -> Any:
+def _table(la: Any, mu: bool, calibrated: bool, alpha: float | None, parts: Iterator[Mapping[str, Sequence[Any]]]) -> Any:
     from contrastive_curvature.cli.outputs import Table
 
     types, number = {"id": "text"}, number_type(la)
@@ -98,16 +117,18 @@ def _table(la: Any, mu: bool, calibrated: bool, parts: Iterator[Mapping[str, Seq
         types |= {f"mu_{axis}": number for axis in range(la.n_outputs)}
     types |= {"kappa": number, "uncertainty": number}
     if calibrated:
-        types |= {"novelty": "float64", "p_value": "float64", "known": "bool"}
+        types |= {"novelty": "float64", "p_value": "float64"}
+    if alpha is not None:
+        types["known"] = "bool"
     return Table(types, parts)
 
 
-def _scores(predicted: Any, *, mu: bool, calibrated: bool, alpha: float) -> dict[str, Any]:
+def _scores(predicted: Any, *, mu: bool, calibrated: bool, alpha: float | None) -> dict[str, Any]:
     out: dict[str, Any] = {}
     if mu:
         out |= {f"mu_{axis}": column for axis, column in enumerate(predicted.mu.detach().cpu().T.numpy())}
     names = ["kappa", "uncertainty"] + (["novelty", "p_value"] if calibrated else [])
     out |= {name: getattr(predicted, name).detach().cpu().numpy() for name in names}
-    if calibrated:
+    if alpha is not None:
         out["known"] = predicted.is_known(alpha).cpu().numpy()
     return out
