@@ -61,4 +61,5 @@ def _is_hardware_error(error: Exception) -> bool:
     message = str(error).lower()
     if type(error).__module__.startswith("torch._dynamo"):
         return True
-    return isinstance(error, torch.AcceleratorError) or any(word in message for word in _HARDWARE_WORDS)
+    accelerator = getattr(torch, "AcceleratorError", ())  # torch before 2.8 says it in the message alone
+    return isinstance(error, accelerator) or any(word in message for word in _HARDWARE_WORDS)
