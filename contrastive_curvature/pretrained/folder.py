@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 from contrastive_curvature.atomic import write_whole
 from contrastive_curvature.errors import InputError, InputTypeError, expected
@@ -142,7 +143,10 @@ def _replace(target: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    write_whole(path, lambda file: file.write(content) and None)
+    def write(file: BinaryIO) -> None:
+        file.write(content)
+
+    write_whole(path, write)
 
 
 def _holds(path: Path, content: bytes) -> bool:

@@ -176,8 +176,9 @@ def _arguments(la: Any) -> dict[str, Any]:
         arguments["subnetwork_indices"] = la.backend.subnetwork_indices.cpu()
     if hasattr(la, "_last_layer_name"):
         arguments["last_layer_name"] = la._last_layer_name
-    host = next(kind for kind in type(la).__mro__ if kind.__module__.startswith("laplace."))
-    known = [*inspect.signature(host.__init__).parameters, *inspect.signature(type(la).__init__).parameters]
+    host: Any = next(kind for kind in type(la).__mro__ if kind.__module__.startswith("laplace."))
+    own: Any = type(la)
+    known = {name for kind in (host, own) for name in inspect.signature(kind.__init__).parameters}
     return {name: value for name, value in arguments.items() if name in known}
 
 
