@@ -1,0 +1,174 @@
+"""The plots of docs/results.md, from the committed results.
+
+    python -m benchmarks.results_plots [--out docs/images/results]
+
+Nothing is measured: every figure comes from a JSON file in ``benchmarks/results``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from benchmarks.transfer.families import FAMILIES
+from benchmarks.transfer.results import read_results
+
+__all__ = ["PLOTS", "main", "transfer_points"]
+
+RESULTS = Path(__file__).parent / "results"
+OUT = Path(__file__).parent.parent / "docs" / "images" / "results"
+
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # told apart by the colour-blind, too
+_BELOW: dict[str, Any] = {
+    "fontsize": 8,
+    "loc": "upper center",
+    "bbox_to_anchor": (0.5, -0.1),
+    "ncols": 3,
+    "frameon": False,
+}
+_MARKERS = ("o", "s", "^", "D")
+_RIGHT = {"default/uncertainty": "uncertainty", "norm": "minus norm", "gated_labels": "with a labelled gallery"}
+_KNOWN = {"default/novelty": "novelty", "norm": "minus norm", "knn_embedding": "10-NN, embedding"}
+_METHODS = {
+    "laplace_posthoc": "LAM (post-hoc)",
+    "mc_dropout": "MC dropout",
+    "bayesian_triplet": "Bayesian triplet, Gaussian",
+    "bayesian_triplet_vmf": "Bayesian triplet, vMF",
+    "cosine_proxies": "cosine proxies",
+    "nivmf": "non-isotropic proxies",
+    "hib": "hedged embedding",
+}
+
+
+def transfer_points(folder: Path = RESULTS / "transfer") -> dict[str, dict[str, dict[str, float]]]:
+    """Means over the encoders of each family.
+
+    Returns:
+        For the questions ``"right"`` and ``"known"``, by the score's title and the family's: R-AUROC, or the mean AUROC
+        over kinds of unknown inputs.
+    """
+    results = read_results(folder)
+    points: dict[str, dict[str, dict[str, float]]] = {"right": {}, "known": {}}
+    for start, title in FAMILIES.items():
+        mine = [result for result in results if result["name"].startswith(start)]
+        for question, scores in (("right", _RIGHT), ("known", _KNOWN)):
+            for name, score in scores.items():
+                rows = [result["rows"][name.replace("default/", f"{result['default']}/")] for result in mine]
+                values = [
+                    row["r_auroc"]
+                    if question == "right"
+                    else statistics.mean(kind["auroc"] for kind in row["unknown"].values())
+                    for row in rows
+                ]
+                points[question].setdefault(score, {})[title] = statistics.mean(values)
+    return points
+
+
+def plot_transfer() -> Figure:
+    """Is the neighbour right, is the input known: every family of encoders, and simple scores beside ours."""
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    titles = {"right": "Is the nearest neighbour right? (R-AUROC)", "known": "Is the input of a known kind? (AUROC)"}
+    for axes, (question, scores) in zip(figure.subplots(1, 2, sharey=True), transfer_points().items(), strict=True):
+        for (score, values), colour, marker in zip(scores.items(), _COLOURS, _MARKERS, strict=False):
+            axes.plot(list(values.values()), list(values), marker, color=colour, label=score)
+        axes.axvline(0.5, color="#999999", linewidth=1, linestyle=":")
+        axes.set_title(titles[question], fontsize=10)
+        axes.set_xlim(0.08, 1.02)
+        axes.legend(**_BELOW)
+        axes.grid(axis="y", alpha=0.3)
+    figure.axes[0].invert_yaxis()
+    return figure
+
+
+def plot_methods() -> Figure:
+    """The compared methods: does the uncertainty tell unknown inputs, and rank retrievals?"""
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    rows = {dim: _read(f"methods_fashionmnist_d{dim}.json")["rows"] for dim in (3, 32)}
+    titles = {"auroc": "Unknown inputs: AUROC", "ausc": "Retrievals: AUSC"}
+    for axes, figure_name in zip(figure.subplots(1, 2, sharey=True), titles, strict=True):
+        for (dim, found), colour, marker in zip(rows.items(), _COLOURS, _MARKERS, strict=False):
+            shown = {title: _figure(found, name, figure_name) for name, title in _METHODS.items()}
+            values = [math.nan if value is None else value for value in shown.values()]
+            axes.plot(values, range(len(values)), marker, color=colour, label=f"D = {dim}")
+        axes.set_yticks(range(len(_METHODS)), list(_METHODS.values()))
+        axes.set_title(f"{titles[figure_name]}, means over seeds", fontsize=10)
+        axes.grid(axis="y", alpha=0.3)
+        axes.legend(**_BELOW)
+    figure.axes[0].set_xlim(0, 1.02)
+    figure.axes[0].axvline(0.5, color="#999999", linewidth=1, linestyle=":")
+    figure.axes[0].invert_yaxis()
+    return figure
+
+
+def plot_speed() -> Figure:
+    """The curvature of a last layer 9216 -> 3: 64 points, 5000 triplets, arccos."""
+    figure = Figure(figsize=(7, 2.6), layout="constrained")
+    axes = figure.subplots()
+    cases = [case for case in _read("curvature.json")["cases"] if case["case"] == "pairwise"]
+    cases = [case for case in cases if case["distance"] == "arccos" and case["pd_fix"] in ("fixed", "positive", "full")]
+    ways = {"node": "node form", "chunked": "every pair, 64 at a time", "pairwise": "every pair at once"}
+    for (way, title), colour, shift in zip(ways.items(), _COLOURS, (-0.26, 0, 0.26), strict=False):
+        seconds = [case[way]["cpu_seconds"] for case in cases]
+        axes.barh([place + shift for place in range(len(cases))], seconds, height=0.24, color=colour, label=title)
+    axes.set_yticks(range(len(cases)), [case["pd_fix"] for case in cases])
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("seconds of processor time, one thread")
+    axes.legend(**_BELOW | {"bbox_to_anchor": (0.5, -0.25)})
+    return figure
+
+
+def plot_threshold() -> Figure:
+    """The share of known inputs that ``is_known(alpha)`` flags, for every encoder."""
+    figure = Figure(figsize=(5, 3.2), layout="constrained")
+    axes = figure.subplots()
+    found = _read("threshold.json")
+    for values in found["encoders"].values():
+        axes.plot(found["alphas"], values["split"], "o", color=_COLOURS[0], alpha=0.3, markersize=5)
+    axes.plot([0, 0.12], [0, 0.12], color="#999999", linewidth=1, linestyle=":")
+    axes.set_xlabel("alpha")
+    axes.set_ylabel("share of known inputs flagged")
+    axes.set_title(f"{len(found['encoders'])} encoders, mean of {found['splits']} splits each", fontsize=10)
+    return figure
+
+
+PLOTS: Mapping[str, Callable[[], Figure]] = {
+    "transfer": plot_transfer,
+    "methods": plot_methods,
+    "speed": plot_speed,
+    "threshold": plot_threshold,
+}
+"""The plots by the name of their file."""
+
+
+def _read(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def _figure(rows: Mapping[str, Any], method: str, name: str) -> float | None:
+    found = rows.get(method, {}).get("figures", {}).get(name)
+    return None if found is None else found["mean"]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Draw all plots as SVG."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=OUT, help="folder (default: docs/images/results)")
+    out: Path = parser.parse_args(arguments).out
+    out.mkdir(parents=True, exist_ok=True)
+    with mpl.rc_context({"svg.hashsalt": "contrastive_curvature"}):  # the same bytes each time
+        for name, plot in PLOTS.items():
+            plot().savefig(out / f"{name}.svg", metadata={"Date": None})
+            print(out / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    main()
