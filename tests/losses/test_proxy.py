@@ -203,6 +203,7 @@ def test_equals_pytorch_metric_learning(drawn: Drawn, device: str) -> None:
         gradients.append(torch.autograd.grad(values[-1], (z, weights)))
     assert float(values[0].detach()) == pytest.approx(float(values[1].detach()), rel=1e-6, abs=1e-9)
     (ours_z, ours_w), (theirs_z, theirs_w) = gradients
+    assume(theirs_z.isfinite().all())  # its arc cosine has no derivative where rounding makes a cosine one
     size = 1e-3 * drawn.size**0.5
     assert close(ours_z, theirs_z, size, 1e-6)
     assert close(ours_w, theirs_w.T, size, 1e-6)
