@@ -11,6 +11,7 @@ from contrastive_curvature import vmf
 from contrastive_curvature.axis_covariance import AxisCovariance
 from contrastive_curvature.class_centres import ClassCentres
 from contrastive_curvature.embedding_checks import (
+    InvalidRowsError,
     check_all_finite,
     check_draw,
     check_floats,
@@ -146,8 +147,10 @@ class EmbeddingDistribution(EmbeddingRows, EmbeddingKnown):
             ("joint_covariance", joint_covariance),
         ):
             if spread is not None and not _is_finite(spread):
+                bad = ~_finite_rows(spread, len(raw_mean))
                 hint = "The prior precision or the temperature may be too small, or an input's Jacobian too large."
-                raise InputError(expected(f"la(x): {name}", "finite numbers", "NaN or infinity", hint))
+                received = f"NaN or infinity in rows {bad.nonzero().flatten()[:5].tolist()}"
+                raise InvalidRowsError(expected(f"la(x): {name}", "finite numbers", received, hint), bad)
         out = cls.__new__(cls)
         out._store(raw_mean, variance, covariance, joint_covariance)
         return out
@@ -360,3 +363,15 @@ class EmbeddingDistribution(EmbeddingRows, EmbeddingKnown):
 
 def _is_finite(spread: Tensor | AxisCovariance) -> bool:
     return spread.isfinite() if isinstance(spread, AxisCovariance) else bool(spread.detach().isfinite().all())
+
+
+def _finite_rows(spread: Tensor | AxisCovariance, n: int) -> Tensor:
+    """Which of n embeddings have finite variances, shape (n,); of a joint covariance, their own come first."""
+    if isinstance(spread, AxisCovariance):
+        return spread.variance().detach().isfinite().all(1)
+    finite = spread.detach().isfinite()
+    if spread.ndim != 2 or len(spread) == n:
+        return finite.flatten(1).all(1)
+    dim, points = len(spread) // n, torch.arange(n, device=spread.device)
+    own = finite.view(n, dim, n, dim)[points, :, points].flatten(1).all(1)
+    return own if not bool(own.all()) else finite.view(n, -1).all(1)

@@ -11,6 +11,7 @@ from contrastive_curvature.arguments import check_count, check_dense, check_gene
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
 __all__ = [
+    "InvalidRowsError",
     "check_all_finite",
     "check_draw",
     "check_floats",
@@ -19,6 +20,23 @@ __all__ = [
     "check_spread",
     "check_typical_norm",
 ]
+
+
+class InvalidRowsError(InputError):
+    """Some inputs of a batch have no finite embedding.
+
+    Args:
+        message: The message.
+        rows: Which, booleans, shape (B,).
+    """
+
+    def __init__(self, message: str, rows: Tensor) -> None:
+        super().__init__(message)
+        self.rows = rows
+
+    def __reduce__(self) -> tuple[type[InvalidRowsError], tuple[str, Tensor]]:
+        """What copies and pickles are made from."""
+        return type(self), (str(self), self.rows)
 
 
 def check_floats(name: str, value: object, wanted: str) -> None:

@@ -169,7 +169,13 @@ def rows_of(rows: Any, n: int, device: torch.device) -> Tensor:
 
 
 def _concatenated(distributions: Sequence[EmbeddingDistribution]) -> EmbeddingDistribution:
-    parts = _checked(distributions)
+    from contrastive_curvature.embedding_invalid import WithInvalidRows  # it is built on this module
+
+    given = _checked(distributions)
+    if any(isinstance(part, WithInvalidRows) for part in given):
+        good, valid = WithInvalidRows.of_parts(given)
+        return WithInvalidRows(_concatenated(good), valid)
+    parts = _fitting(given)
     first = parts[0]
     names = type(first)._rowwise
     kinds = {part._kind for part in parts}
@@ -192,7 +198,7 @@ def _concatenated(distributions: Sequence[EmbeddingDistribution]) -> EmbeddingDi
 
 
 def _checked(distributions: Any) -> list[Any]:
-    """The parts of a concatenation, which fit together."""
+    """The parts of a concatenation."""
     from contrastive_curvature.embedding import EmbeddingDistribution  # it is built on this module
 
     wanted = "a list of EmbeddingDistributions, such as [la(x) for x in batches]"
@@ -204,6 +210,11 @@ def _checked(distributions: Any) -> list[Any]:
             raise InputTypeError(expected("distributions", wanted, f"one with a {type(part).__name__}"))
     if not parts:
         raise InputError(expected("distributions", wanted, "an empty one"))
+    return parts
+
+
+def _fitting(parts: list[Any]) -> list[Any]:
+    """Parts that fit together."""
     if len(parts) > 1 and any(part._kind == "joint covariance" for part in parts):
         msg = (
             "distributions: joint covariances cannot be concatenated, because between the parts there is none. Call "

@@ -122,10 +122,10 @@ def collect_anchors(
     given: list[AnchorBatch] = []
     classes: list[Tensor] | None = []
     views = 0
-    for batch in Progress.of(progress).over(loader, "[embedding]"):
+    for number, batch in enumerate(Progress.of(progress).over(loader, "[embedding]")):
         some = read(batch)
         with torch.no_grad():
-            z = check_outputs(encoder(some.x), "model(x)")
+            z = check_outputs(encoder(some.x), f"model(x) of batch {number} (counted from 0)")
         outputs.append(z)
         classes = None if classes is None or some.classes is None else [*classes, some.classes]
         if candidates == "batch":

@@ -120,10 +120,10 @@ def anchors_of_part(
     """
     index, count = part
     sums = AnchorSums(pullback, structure, kfac_approx, sampler, index if count > 1 else -1)
-    for batch, numbers in Progress.of(progress).over(Share(loader, index), "[curvature]"):
+    for number, (batch, numbers) in enumerate(Progress.of(progress).over(Share(loader, index), "[curvature]")):
         given = read(batch)
         z, context = pullback.forward(given.x)
-        z = check_outputs(z, "model(x)")
+        z = check_outputs(z, f"model(x) of batch {number} (counted from 0)")
         # Of two views of an input both are points.
         views, rest = divmod(len(z), len(numbers)) if len(numbers) else (0, len(z))
         of_points = None if rest else torch.cat([views * numbers + view for view in range(views)])

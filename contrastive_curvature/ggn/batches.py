@@ -194,6 +194,7 @@ def batches_of_part(
             classes,
             numbers,
             record,
+            f"model(x) of batch {number} (counted from 0)",
         )
         check_finite(found.curvature, pullback, f"batch {number} (counted from 0)")
         terms = named_factors(found.curvature) if structure is Structure.KRON else {CURVATURE_SUM: found.curvature}
@@ -241,6 +242,7 @@ def batch_curvature(
     classes: ClassSums | None = None,
     numbers: Tensor | None = None,
     record: PassRecord | None = None,
+    where: str = "model(x)",
 ) -> DatasetCurvature:
     """The contribution of one batch to the estimate for a data set.
 
@@ -261,6 +263,7 @@ def batch_curvature(
         classes: Sums the embeddings of the batch by class label, if given.
         numbers: Of the points, shape (B,), for the draw.
         record: Takes note of the points, if given.
+        where: What the outputs are, for error messages.
 
     Returns:
         Unclamped curvature, loss and non-negative loss.
@@ -268,7 +271,7 @@ def batch_curvature(
     z, context = pullback.forward(x)
     if sample is not None:
         sample.add(context, numbers)
-    hessian = batch_hessian(loss, check_outputs(z, "model(x)"), targets, n_data, totals, relation)
+    hessian = batch_hessian(loss, check_outputs(z, where), targets, n_data, totals, relation)
     if classes is not None:
         classes.add(hessian.z, targets, numbers)
     if record is not None:

@@ -126,7 +126,7 @@ def collect_statistics(
     for number, (batch, given) in enumerate(Progress.of(progress).over(share, "[embedding]")):
         x, y, numbers = read(batch, given)
         with torch.no_grad():
-            z = check_outputs(encoder(x), "model(x)")
+            z = check_outputs(encoder(x), f"model(x) of batch {number} (counted from 0)")
         y = check_targets(y, input_length(x), relation)
         record.add(z, y)
         if relation is None:

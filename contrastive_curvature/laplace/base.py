@@ -17,7 +17,7 @@ from laplace.utils.enums import Likelihood, LinkApprox, PredType
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from contrastive_curvature.arguments import check_flag
+from contrastive_curvature.arguments import check_choice, check_flag
 from contrastive_curvature.class_centres import ClassCentres
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError, expected
@@ -27,6 +27,7 @@ from contrastive_curvature.laplace import calibration, fitting, prediction, samp
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.backends.torch_func import ContrastiveGGN
 from contrastive_curvature.laplace.forms import CurvatureForm
+from contrastive_curvature.laplace.invalid import with_nan_rows
 from contrastive_curvature.laplace.options import CONTRASTIVE, arguments_by_name, check_arguments, check_options
 from contrastive_curvature.laplace.parts import PartwiseFit
 from contrastive_curvature.laplace.posterior import CheckedPosterior
@@ -359,6 +360,7 @@ class ContrastiveLaplace(PartwiseFit, CheckedPosterior):
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
         fitting: bool = False,
+        on_invalid: str = "error",
         **model_kwargs: Any,
     ) -> EmbeddingDistribution:
         """Distribution of embeddings; ``mu, kappa = la(x)``.
@@ -378,6 +380,10 @@ class ContrastiveLaplace(PartwiseFit, CheckedPosterior):
             diagonal_output: With ``"glm"``, compute only the variances of the raw outputs.
             generator: Source of randomness for ``"nn"``.
             fitting: Of no effect; laplace-torch passes it.
+            on_invalid: What happens where an input has no embedding, because its output or its variance is NaN or
+                infinite. ``"error"``: an error that names the rows. ``"nan"``: these rows are NaN, ``is_known`` is
+                false, and so with outputs of zeros, which have no direction; all other rows are what they are in a
+                batch without these.
             **model_kwargs: Refused.
 
         Returns:
@@ -395,7 +401,16 @@ class ContrastiveLaplace(PartwiseFit, CheckedPosterior):
             check_flag(name, value)
         if joint and diagonal_output:
             raise InputError(expected("joint, diagonal_output", "at most one of them", "both"))
-        if prediction.parse_pred_type(pred_type) is PredType.NN:
+        check_choice("on_invalid", on_invalid, ("error", "nan"))
+        kind = prediction.parse_pred_type(pred_type)
+        if on_invalid == "nan":
+            self.check_fitted()
+
+            def predict(rows: Inputs) -> EmbeddingDistribution:
+                return self(rows, kind, joint, link_approx, n_samples, diagonal_output, generator)
+
+            return with_nan_rows(self, predict, x, generator)
+        if kind is PredType.NN:
             if n_samples < 2:
                 hint = "A concentration is estimated from them."
                 raise InputError(expected("n_samples for pred_type='nn'", "at least 2 samples", n_samples, hint))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.arguments import check_dense
+from contrastive_curvature.embedding_checks import InvalidRowsError
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.network.inputs import Inputs
 
@@ -229,11 +230,14 @@ def check_finite_outputs(x: Inputs, z: Tensor) -> None:
     good = z.detach().isfinite()
     if bool(good.all()):
         return
-    rows = (~good.all(dim=-1)).reshape(-1, z.shape[-2]).any(0).nonzero().flatten()[:5].tolist()
+    bad = (~good.all(dim=-1)).reshape(-1, z.shape[-2]).any(0)
+    rows = bad.nonzero().flatten()[:5].tolist()
     tensors = [x] if isinstance(x, Tensor) else [value for value in x.values() if isinstance(value, Tensor)]
     finite = all(bool(t.isfinite().all()) for t in tensors)
     hint = "The inputs themselves are finite." if finite else "The inputs hold NaN or infinity themselves."
-    raise InputError(expected("x", "inputs with finite outputs", f"NaN or infinity in rows {rows}", hint))
+    hint += " Leave them out, or call la(x, on_invalid='nan'), which gives NaN for these rows alone."
+    received = f"NaN or infinity in rows {rows}"
+    raise InvalidRowsError(expected("x", "inputs with finite outputs", received, hint), bad)
 
 
 def check_output_shape(x: Inputs, z: Tensor, dim: int) -> None:

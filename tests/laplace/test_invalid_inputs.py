@@ -1,0 +1,172 @@
+"""Inputs without a finite output: refused with their rows, or rows of NaN that change nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from hypothesis import given
+from hypothesis import strategies as st
+from laplace import Laplace
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+
+pytestmark = [
+    pytest.mark.parametrize("device", DEVICES),
+    pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning"),
+]
+
+N, F, D = 8, 4, 3
+NAMES = ("raw_mean", "mu", "kappa", "uncertainty", "tangential_variance", "variance", "covariance")
+
+
+def inputs(device: str, n: int = N) -> Tensor:
+    return torch.randn(n, F, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(device)
+
+
+def fitted(device: str, weights: str = "last_layer", structure: str = "kron_lowrank", **options: Any) -> Any:
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Linear(F, 6), nn.Tanh(), nn.Linear(6, D, bias=False)).double().to(device)
+    la: Any = Laplace(encoder, "contrastive", weights, structure, **options)
+    x = torch.randn(20, F, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(device)
+    la.fit([(x, (torch.arange(20) % 2).to(device))])
+    la.optimize_prior_precision()
+    la.calibrate([inputs(device, 30)])
+    return la
+
+
+@pytest.fixture(scope="module")
+def last_layer() -> Callable[[str], Any]:
+    made: dict[str, Any] = {}
+    return lambda device: made.setdefault(device, fitted(device))
+
+
+def check(found: cc.EmbeddingDistribution, truth: cc.EmbeddingDistribution | None, bad: list[int]) -> None:
+    """``found`` is ``truth`` in its rows, exactly, and NaN in the others."""
+    good = [row for row in range(len(found)) if row not in bad]
+    for name in (*NAMES, *(("novelty", "p_value") if found[good]._judge is not None or not good else ())):
+        value = getattr(found, name)
+        assert bool(value[bad].isnan().all()), name
+        if truth is not None:
+            assert torch.equal(value[good], getattr(truth, name)), name
+
+
+@given(bad=st.lists(st.integers(0, N - 1), min_size=1, unique=True), number=st.sampled_from([torch.nan, torch.inf]))
+def test_bad_rows_are_nan_and_the_others_as_without_them(
+    last_layer: Callable[[str], Any], device: str, bad: list[int], number: float
+) -> None:
+    la, x = last_layer(device), inputs(device)
+    good = [row for row in range(N) if row not in bad]
+    spoilt = x.clone()
+    # Tanh maps infinities to finite numbers, but the sum of two of different signs is none.
+    spoilt[bad] = number * torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=x.dtype, device=device)
+    found = la(spoilt, on_invalid="nan")
+    assert len(found) == N
+    check(found, la(x[good]) if good else None, bad)
+    assert not bool(found.is_known(0.3)[bad].any())
+    if good:
+        assert torch.equal(found.is_known(0.3)[good], la(x[good]).is_known(0.3))
+    with pytest.raises(cc.InputError, match=rf"x: .*rows {sorted(bad)[:5]}".replace("[", r"\[")):
+        la(spoilt)
+
+
+@pytest.mark.parametrize(
+    ("weights", "structure", "options"),
+    [
+        ("last_layer", "diag", {}),
+        ("last_layer", "full", {"pred_type": "nn", "n_samples": 5}),
+        ("last_layer", "kron", {"joint": True}),
+        ("all", "diag", {}),
+        ("all", "kron", {"diagonal_output": True}),
+        ("all", "kron", {"joint": True}),
+        ("all", "diag", {"pred_type": "nn", "n_samples": 5}),
+    ],
+)
+def test_every_prediction_has_rows_of_nan(weights: str, structure: str, options: dict[str, Any], device: str) -> None:
+    la, x, bad = fitted(device, weights, structure), inputs(device), [0, 3]
+    good = [row for row in range(N) if row not in bad]
+    spoilt = x.clone()
+    spoilt[bad, 1] = torch.nan
+    torch.manual_seed(5)
+    found = la(spoilt, on_invalid="nan", **options)
+    torch.manual_seed(5)
+    truth = la(x[good], **options)
+    check(found, truth, bad)
+    drawn = found.sample(4, torch.Generator(device).manual_seed(0))
+    assert bool(drawn[:, bad].isnan().all())
+    assert torch.equal(drawn[:, good], truth.sample(4, torch.Generator(device).manual_seed(0)))
+    if "joint" in options:
+        blocks = found.joint_covariance.view(N, D, N, D)
+        assert torch.equal(blocks[good][:, :, good].reshape_as(truth.joint_covariance), truth.joint_covariance)
+        assert bool(blocks[bad].isnan().all())
+        assert bool(blocks[:, :, bad].isnan().all())
+
+
+def test_a_clean_batch_is_as_it_was(last_layer: Callable[[str], Any], device: str) -> None:
+    la, x = last_layer(device), inputs(device)
+    found, truth = la(x, on_invalid="nan"), la(x)
+    assert type(found) is type(truth)
+    assert torch.equal(found.kappa, truth.kappa)
+    with pytest.raises(cc.InputError, match="on_invalid"):
+        la(x, on_invalid="drop")
+
+
+def test_outputs_of_zeros_and_overflowing_variances(device: str) -> None:
+    la, x = fitted(device, "all", "diag"), inputs(device)
+    x[2] = 0
+    x[5, 0] = 1e200
+    la.model[0].bias.data.zero_()
+    found = la(x, on_invalid="nan")
+    assert found.mu.isnan().any(1).nonzero().flatten().tolist() == [2, 5]
+    with pytest.raises(cc.InputError, match=r"rows \[5\]"):
+        la(x)
+
+
+def test_rows_of_nan_are_containers_too(last_layer: Callable[[str], Any], device: str) -> None:
+    la, x = last_layer(device), inputs(device)
+    spoilt = x.clone()
+    spoilt[[1, 4]] = torch.nan
+    found = la(spoilt, on_invalid="nan")
+    whole = cc.EmbeddingDistribution.cat([la(part, on_invalid="nan") for part in (spoilt[:1], spoilt[1:2], spoilt[2:])])
+    torch.testing.assert_close(whole.kappa, found.kappa, equal_nan=True, rtol=1e-12, atol=0)
+    torch.testing.assert_close(whole.p_value, found.p_value, equal_nan=True, rtol=0, atol=0)
+    assert torch.equal(found[[3, 0]].mu, found.mu[[3, 0]])
+    assert bool(found[1].mu.isnan().all())
+    assert len(found[1]) == 1
+    assert bool(cc.EmbeddingDistribution.cat([found[1], found[4]]).p_value.isnan().all())
+    torch.testing.assert_close(found.to(torch.float32).cpu().mu, found.mu.float().cpu(), equal_nan=True)
+    assert "2 of them NaN" in repr(found)
+    mu, kappa = found
+    assert mu.shape == (N, D)
+    assert kappa.isnan().nonzero().flatten().tolist() == [1, 4]
+    for use in (lambda: cc.similarity(found, found), lambda: cc.StoredEmbeddings.of(found)):
+        with pytest.raises(cc.InputError):
+            use()
+
+
+def test_batches_and_rows_of_the_loaders_are_named(device: str, tmp_path: Any) -> None:
+    la, x = fitted(device), inputs(device)
+    spoilt = x.clone()
+    spoilt[6] = torch.nan
+    labels = (torch.arange(N) % 2).to(device)
+    batches = [(x, labels), (spoilt, labels)]
+
+    def fit(**options: Any) -> None:
+        Laplace(la.model.model, "contrastive", backend_kwargs=options).fit(batches)
+
+    for use in (
+        lambda: la.calibrate([x, spoilt]),
+        lambda: la.fit(batches),
+        lambda: fit(pairs="batch"),
+        lambda: fit(loss=cc.SupConLoss(0.1)),
+        lambda: fit(loss=cc.SupConLoss(0.1), candidates="batch"),
+    ):
+        with pytest.raises(cc.InputError, match=r"(?s)batch 1 .*rows \[6\]"):
+            use()
+    # Its rows have one number in the whole folder.
+    with pytest.raises(cc.InputError, match=rf"NaN or infinity .*{N + 6}"):
+        cc.features(la.model.model, batches, tmp_path / "features")
