@@ -1,0 +1,53 @@
+"""Run the gallery's scripts, and write each beside itself as a notebook with its figures.
+
+Run, in the repository's root: ``python docs/gallery/execute.py`` for all, ``python docs/gallery/execute.py digits faces``
+for some. A script that fails leaves its old notebook as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import jupytext
+import nbformat
+from nbclient import NotebookClient
+
+from contrastive_curvature.atomic import write_whole
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+PAGES = ("digits", "faces", "text", "two_towers", "curvature")
+MOST_BYTES = 400_000
+"""The site and the repository stay small: fewer or smaller figures, if a page is larger."""
+
+
+def execute(script: Path) -> nbformat.NotebookNode:
+    """The script as a notebook, executed in the repository's root."""
+    notebook = jupytext.read(script)
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": str(ROOT)}}).execute()
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)  # the time of day, which would change with every run
+    return notebook
+
+
+def main(names: list[str]) -> None:
+    unknown = sorted(set(names) - set(PAGES))
+    if unknown:
+        sys.exit(f"no such page: {', '.join(unknown)}; expected some of {', '.join(PAGES)}")
+    os.environ.pop("GALLERY_SMALL", None)
+    # Of a dependency that uses torch.jit at its import, and of tqdm without widgets.
+    os.environ["PYTHONWARNINGS"] = "ignore::FutureWarning,ignore:IProgress not found"
+    os.environ["PYTHONPATH"] = str(ROOT)  # two pages use readers of benchmarks/
+    for name in names or PAGES:
+        page = nbformat.writes(execute(HERE / f"{name}.py")).encode() + b"\n"
+        if len(page) > MOST_BYTES:
+            sys.exit(f"{name}: {len(page):,} bytes, more than {MOST_BYTES:,}; make its figures smaller")
+        write_whole(HERE / f"{name}.ipynb", lambda file, page=page: file.write(page))
+        print(f"{name}.ipynb: {len(page):,} bytes")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

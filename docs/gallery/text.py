@@ -1,0 +1,224 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+# ---
+
+# %% [markdown]
+# # Text: queries that nobody planned for
+#
+# An assistant knows 150 intents: "what is my balance", "translate hello into French". It answers a query by the intent of the
+# nearest query that it was trained on. What about "how long do cats live"? This page trains a small encoder of texts on
+# [CLINC150](https://github.com/clinc/oos-eval) (CC BY 3.0), whose 1,000 out-of-scope queries were written by people, and asks
+# three things: Is this query of a kind that the assistant knows? Is the answer right? How sure is that?
+
+# %%
+import os
+import platform
+import random
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from laplace import Laplace
+from torch.utils.data import DataLoader, TensorDataset
+
+import contrastive_curvature as cc
+from benchmarks.transfer.recipes.queries import read_queries
+from benchmarks.transfer.recipes.text_encoder import make_text_encoder, parts_of
+from benchmarks.transfer.train import Training, train
+
+SMALL = "GALLERY_SMALL" in os.environ  # for the test of this page
+DATA = Path(os.environ.get("DATA_ROOT", "../shared/data"))
+plt.style.use("tableau-colorblind10")
+plt.rcParams.update({"figure.dpi": 90, "axes.spines.top": False, "axes.spines.right": False})
+plt.rcParams["figure.constrained_layout.use"] = True
+
+
+def made_up():
+    """Sentences of eight made-up intents, and of others, where CLINC150 is absent."""
+    source = random.Random(0)
+    verbs = "show tell give find send read play open stop move".split()
+    intents = ["my account balance", "the weather today", "a train to town", "an alarm for six", "this song again"]
+    intents += ["the light upstairs", "a table for two", "my last messages"]
+
+    def query(about):
+        return f"{source.choice(['please', 'can you', 'could you', 'now'])} {source.choice(verbs)} {source.choice(['me', 'us'])} {about}"
+
+    sizes = {"train": 320, "val": 240, "test": 240}
+    numbers = {part: np.arange(size) % len(intents) for part, size in sizes.items()}
+    found = {part: [query(intents[i]) for i in labels] for part, labels in numbers.items()}
+    others = ["a recipe with beans", "the capital of Peru", "how old cats get", "who won the cup"]
+    return found, numbers, [query(source.choice(others)) for _ in range(200)]
+
+
+if SMALL or not (DATA / "clinc150").exists():
+    print("CLINC150 is not there: the numbers of this page are those of a few made-up sentences")
+    texts, labels, beyond = made_up()
+else:
+    queries = read_queries(DATA)
+    texts, labels, beyond = queries.texts, queries.labels, queries.beyond
+labels = {part: torch.as_tensor(numbers) for part, numbers in labels.items()}
+print({part: len(found) for part, found in texts.items()}, "out of scope:", len(beyond))
+
+# %% [markdown]
+# ## The encoder
+#
+# Vectors of words, of pairs of words and of runs of letters, averaged, then two layers: small, fast, and trained here from nothing
+# with the supervised contrastive loss. Yours may be a transformer; what follows is the same
+# ([sentence-transformers](../recipes/sentence_transformers.md), [transformers](../recipes/transformers.md)).
+
+# %%
+torch.manual_seed(0)
+inputs = {part: parts_of(found) for part, found in texts.items()}
+inputs["beyond"] = parts_of(beyond)
+encoder = make_text_encoder(dim=64)
+how = Training(epochs=2, batch=64, together=4) if SMALL else Training(epochs=15, rate=3e-3, batch=256, together=4)
+losses = train(encoder, lambda rows: inputs["train"][rows], labels["train"], "supcon", how, seed=0)
+print(f"loss of the first epoch {losses[0]:.2f}, of the last {losses[-1]:.2f}")
+
+# %% [markdown]
+# ## The posterior
+#
+# The validation queries are known ones that the encoder was not trained on: they calibrate the p-values. No out-of-scope query is
+# used.
+
+# %%
+la = Laplace(encoder, likelihood="contrastive", backend_kwargs={"loss": cc.SupConLoss(0.1)})
+la.fit(DataLoader(TensorDataset(inputs["train"], labels["train"]), batch_size=1000, shuffle=True))
+la.optimize_prior_precision()
+la.calibrate(DataLoader(TensorDataset(inputs["val"], labels["val"]), batch_size=1000))
+
+gallery, validation, test, strange = (la(inputs[part]) for part in ("train", "val", "test", "beyond"))
+
+
+def answers(embedding):
+    """Position of the nearest training query, and the cosine to it."""
+    found = cc.metrics.nearest_neighbors(embedding.mu, gallery.mu, k=1)[:, 0]
+    return found, (embedding.mu * gallery.mu[found]).sum(1)
+
+
+found, cosine = answers(test)
+found_strange, cosine_strange = answers(strange)
+right = labels["train"][found] == labels["test"]
+print(f"intent of the nearest training query is right: {right.double().mean():.1%} of {len(right):,} test queries")
+
+# %% [markdown]
+# ## Is this query of a kind that it knows?
+#
+# Left: four scores, and how well each tells out-of-scope queries from test queries (AUROC: the probability that an out-of-scope
+# query has the larger score; 0.5 is chance). `1 - cosine` to the nearest training query needs all of them at hand; `novelty`
+# needs none. Right: the p-value turned into a decision, with the share of false alarms that you choose.
+
+# %%
+scores = {
+    "novelty": (test.novelty, strange.novelty),
+    "1 - cosine to the nearest": (1 - cosine, 1 - cosine_strange),
+    "uncertainty": (test.uncertainty, strange.uncertainty),
+    "minus the norm of the output": (-test.raw_mean.norm(dim=1), -strange.raw_mean.norm(dim=1)),
+}
+aurocs = {name: cc.metrics.auroc(*pair) for name, pair in scores.items()}
+fig, (left, middle) = plt.subplots(1, 2, figsize=(8.6, 3.2))
+bars = left.barh(list(aurocs)[::-1], list(aurocs.values())[::-1], color=["C7", "C7", "C7", "C0"])
+left.bar_label(bars, fmt="%.3f", padding=3)
+left.axvline(0.5, color="gray", linestyle=":")
+left.set(xlim=(0.4, 1.05), xlabel="AUROC, out of scope against test")
+alphas = np.linspace(0.005, 0.3, 60)
+for prediction, name, style in ((test, "test queries: false alarms", "-"), (strange, "out of scope: found", "--")):
+    middle.plot(alphas, [float((prediction.p_value <= a).double().mean()) for a in alphas], style, label=name)
+middle.plot(alphas, alphas, ":", color="gray", label="false alarms as promised")
+middle.set(xlabel="alpha, which you choose", ylabel="share called unknown", ylim=(0, 1.45), yticks=np.linspace(0, 1, 6))
+middle.legend(frameon=False, fontsize=8, loc="upper left")
+plt.show()
+for alpha in (0.01, 0.05, 0.1):
+    print(f"alpha = {alpha}: called unknown are {(~test.is_known(alpha)).double().mean():.1%} of the test queries and {(~strange.is_known(alpha)).double().mean():.1%} of those out of scope")
+
+# %% [markdown]
+# Some of them. Out-of-scope queries with a large p-value look like known ones to this encoder, which sees words and not meaning.
+
+# %%
+def show(title, rows, part, prediction):
+    print(title)
+    for row in rows.tolist():
+        print(f"  p = {prediction.p_value[row]:.3f}  {part[row]}")
+
+
+show("Out of scope, found first:", strange.novelty.argsort(descending=True)[:6], beyond, strange)
+show("Out of scope, taken for known:", strange.novelty.argsort()[:6], beyond, strange)
+show("In scope, called unknown:", test.novelty.argsort(descending=True)[:6], texts["test"], test)
+
+# %% [markdown]
+# ## Which answers to give?
+#
+# Now both kinds of queries come together, test queries and those out of scope, for which any answer is wrong. Sort them by a
+# score, answer only the most certain share, and count the right answers. `cc.RetrievalUncertainty` puts both questions into one
+# score: is the query known, and is its neighbour close, and alone in being so?
+
+# %%
+ranking = cc.RetrievalUncertainty(gallery.mu, validation.novelty, labels=labels["train"])
+correct = torch.cat([right, torch.zeros(len(beyond), dtype=torch.bool)]).float()
+both = {
+    "RetrievalUncertainty": torch.cat([ranking(test.mu, test.novelty), ranking(strange.mu, strange.novelty)]),
+    "1 - cosine to the nearest": torch.cat(scores["1 - cosine to the nearest"]),
+    "novelty": torch.cat(scores["novelty"]),
+    "uncertainty": torch.cat(scores["uncertainty"]),
+}
+best = float(correct.mean())
+fig, axis = plt.subplots(figsize=(6.6, 3.8))
+for (name, score), style in zip(both.items(), ("-", "--", "-.", ":"), strict=True):
+    curve = cc.metrics.sparsification_curve(score, correct)
+    axis.plot(1 - curve.removed[:-50], curve.performance[:-50], style, label=f"{name} (area {cc.metrics.ausc(score, correct):.3f})")
+kept = np.linspace(0.02, 1, 100)
+axis.plot(kept, np.minimum(1, best / kept), color="black", linewidth=0.8, label="the best possible")
+axis.set(xlabel="share of the queries that is answered, the most certain first", ylabel="share of right answers")
+axis.legend(frameon=False, fontsize=8, loc="lower left")
+plt.show()
+
+# %% [markdown]
+# ## How sure is that?
+#
+# `MatchProbability` gives each answer a probability. It has to see some queries without a match: here the validation queries and
+# a fifth of the out-of-scope ones, about as many in a hundred as in the rest, on which it is judged. Beside it the same regression
+# on the cosine alone.
+
+# %%
+part = len(beyond) // 5
+absent = torch.full((len(beyond),), -1)
+every = torch.randperm(len(labels["val"]), generator=torch.Generator().manual_seed(0))[: len(labels["test"]) // 4]
+fitted_on = la(torch.cat([inputs["val"][every], inputs["beyond"][:part]]))
+fitted_labels = torch.cat([labels["val"][every], absent[:part]])
+asked = la(torch.cat([inputs["test"], inputs["beyond"][part:]]))
+truth = torch.cat([labels["test"], absent[part:]])
+fig, axis = plt.subplots(figsize=(4.8, 3.8))
+axis.plot([0, 1], [0, 1], ":", color="gray", label="perfect")
+for shift, (use, name, mark) in enumerate(((True, "with uncertainties", "o"), (False, "cosine alone", "s"))):
+    match = cc.MatchProbability(use_uncertainty=use).fit_retrieval(fitted_on, fitted_labels, gallery, labels["train"])
+    answer = match.nearest(asked, gallery)
+    hit = (labels["train"][answer.index] == truth).double()
+    group = torch.bucketize(answer.right.double(), torch.linspace(0, 1, 11, dtype=torch.float64)[1:-1])
+    inside = [group == i for i in range(10) if (group == i).sum() >= 10]
+    x, y = ([float(values[rows].mean()) for rows in inside] for values in (answer.right, hit))
+    error = [float((hit[rows].mean() * (1 - hit[rows].mean()) / rows.sum()).sqrt()) for rows in inside]
+    axis.errorbar(x, y, error, fmt=mark, capsize=3, markersize=5, label=name, color=("C0", "C1")[shift])
+    print(f"{name}: Brier score {(answer.right.double() - hit).square().mean():.4f}, wrong decisions at 0.5: {((answer.right > 0.5).double() != hit).double().mean():.2%}")
+axis.set(xlabel="probability of a right answer", ylabel="share of right answers", xlim=(0, 1.02), ylim=(0, 1.05))
+axis.legend(frameon=False, fontsize=8)
+plt.show()
+
+# %% [markdown]
+# More: [one threshold](../threshold.md), [is a match real?](../matching.md).
+
+# %%
+def machine():
+    try:
+        lines = open("/proc/cpuinfo", encoding="utf-8").read().splitlines()
+        cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        cpu = platform.processor()
+    return f"{cpu}, {torch.get_num_threads()} thread(s), torch {torch.__version__}, Python {platform.python_version()}"
+
+
+print("All numbers of this page are computed in it, on", machine())
