@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import secrets
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from contrastive_curvature.atomic import write_whole
+from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.report.cards import Group
 from contrastive_curvature.report.known import Detection, Thresholds
 from contrastive_curvature.report.missing import Missing
@@ -123,7 +127,9 @@ class Evaluation:
         write_whole(path, _writing(page))
 
     def save(self, folder: Path | str, *, title: str = "How sure is this encoder?") -> dict[str, Path]:
-        """Write ``report.html``, ``metrics.json`` and the plots as PNG and SVG files; each completely or not at all.
+        """Write ``report.html``, ``metrics.json`` and the plots as PNG and SVG files.
+
+        A new folder appears whole or not at all; in one that is there, each file is written whole or not at all.
 
         Args:
             folder: Made where it does not exist.
@@ -134,18 +140,36 @@ class Evaluation:
 
         Raises:
             UnsupportedError: Jinja2, Pillow or matplotlib is not installed.
+            InputError: The folder is a file.
             OSError: A file cannot be written.
         """
         from contrastive_curvature.report.page import render
         from contrastive_curvature.report.plots import draw
 
+        target = Path(os.path.realpath(folder))
+        if target.exists() and not target.is_dir():
+            raise InputError(expected("folder", "a folder", f"the file {folder}"))
         # Everything is made before the first file is written.
         contents = {"report.html": render(self, title).encode(), "metrics.json": self.to_json().encode(), **draw(self)}
-        target = Path(folder)
-        target.mkdir(parents=True, exist_ok=True)
-        for name, content in contents.items():
-            write_whole(target / name, _writing(content))
+        if target.exists():
+            for name, content in contents.items():
+                write_whole(target / name, _writing(content))
+        else:
+            _make_folder(target, contents)
         return {name: target / name for name in contents}
+
+
+def _make_folder(target: Path, contents: dict[str, bytes]) -> None:
+    """Make a folder with these files, which appears whole or not at all."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    made = target.parent / f".{target.name}.{secrets.token_hex(6)}.tmp"
+    made.mkdir()
+    try:
+        for name, content in contents.items():
+            write_whole(made / name, _writing(content))
+        os.rename(made, target)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 def _writing(content: bytes) -> Callable[[BinaryIO], None]:
