@@ -1,20 +1,20 @@
 """Analysis of an encoder: its raw outputs, and the linear layer that computes them.
 
-An encoder may end in an l2-normalisation module, of any class; the curvature is that of the inputs of this module. An
-encoder whose raw outputs cannot be reached (``F.normalize`` inside ``forward``) is refused: every Jacobian would be
-that of another function, without any sign of it.
+An encoder may end in an l2-normalisation module, of any class, or its ``forward`` in ``F.normalize`` of what a module
+puts out; the curvature is that of the raw outputs before. An encoder whose raw outputs cannot be reached is refused:
+every Jacobian would be that of another function, without any sign of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.hessian.sphere import normalize
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.network.call import ModelCall, entry_of
 from contrastive_curvature.network.given_features import (
     SourceCheck,
     has_features,
@@ -25,6 +25,15 @@ from contrastive_curvature.network.given_features import (
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
 from contrastive_curvature.network.refusal import describe_points, naming_the_input
 from contrastive_curvature.network.threads import evaluation_mode, watched
+from contrastive_curvature.network.trace import (
+    UNIT_TOLERANCE,
+    Key,
+    Record,
+    feeds,
+    has_constant_norm,
+    is_same,
+    trace,
+)
 
 __all__ = [
     "Encoder",
@@ -32,8 +41,6 @@ __all__ = [
     "flatten_parameters",
     "weight_norms",
 ]
-
-_UNIT_TOLERANCE = 1e-4
 
 
 def flatten_parameters(parameters: Iterable[Tensor]) -> Tensor:
@@ -56,7 +63,8 @@ class Encoder(nn.Module):
     """An analysed encoder; calling it gives the raw outputs, before any l2-normalisation.
 
     Args:
-        model: Any module that maps a batch to (N, D); parameters are shared, not copied.
+        model: Any module that maps a batch to (N, D), or to a mapping or an object with the embeddings; parameters are
+            shared, not copied.
         probe: A batch that is run once to record the order of execution. One point is enough; with two or more, common
             norms and dependence on the batch are detected too.
         last_layer_name: Name of the linear layer that computes the raw outputs; ``None`` detects the layer.
@@ -68,13 +76,15 @@ class Encoder(nn.Module):
         dim: D.
         last_layer: The linear layer whose output is the raw output, or ``None``.
         last_layer_name: Its name in ``model.named_modules()``, or ``None``.
-        normalization: The module whose input is the raw output, or ``None`` if the model returns the raw output.
+        normalization: The module whose input is the raw output, or ``None`` if there is none.
         normalization_run: Which run of ``normalization`` takes the raw output, counted from zero; a module may run
             several times in one ``forward``.
         normalized: Whether the raw outputs have unit norm, because no earlier output could be reached.
+        normalizes_inside: Whether ``forward`` normalises what a module puts out, and that output is the raw output.
+        call: How the model is called, and which of its outputs are the embeddings.
 
     Raises:
-        InputTypeError: The model does not return a tensor.
+        InputTypeError: The model does not return a tensor, or which of its outputs are the embeddings is not clear.
         InputError: The model cannot process the probe, does not return (N, D), or has no layer of that name.
         UnsupportedError: The model normalises inside ``forward``, or a point's output depends on the rest of its batch;
             or saved features where they are not taken.
@@ -85,8 +95,12 @@ class Encoder(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
+        self.call = ModelCall()
         self.normalization: nn.Module | None = None
         self.normalization_run = 0
+        self._entry: Key = None
+        self._normalized_entry: Key = None
+        self._source: _Source | None = None
         self.normalized = False
         self.last_layer_name: str | None = None
         self._probe_points: str | None = None
@@ -119,12 +133,12 @@ class Encoder(nn.Module):
         self._saw_inputs = True
 
     def _analyse(self, probe: Inputs, last_layer_name: str | None) -> None:
-        records, out = _trace(self.model, probe)
+        records, out = trace(self.model, self.call, probe)
         self._probe_points = describe_points(probe)
         self.dim = out.shape[1]
         _check_finite(out)
         raw, self.normalized = self._undo_normalizations(records, out)
-        layers = [r for r in records if isinstance(r.module, nn.Linear) and _is_same(r.output, raw)]
+        layers = [r for r in records if isinstance(r.module, nn.Linear) and is_same(r.output, raw)]
         named = dict(self.model.named_modules())
         if last_layer_name is not None and not isinstance(named.get(last_layer_name), nn.Linear):
             linear = [name for name, module in named.items() if isinstance(module, nn.Linear)]
@@ -141,26 +155,39 @@ class Encoder(nn.Module):
             self.last_layer_name = next(name for name, other in named.items() if other is module)
             self._runs = sum(r.module is module for r in records)
 
-    def _undo_normalizations(self, records: list[_Record], out: Tensor) -> tuple[Tensor, bool]:
+    def _undo_normalizations(self, records: list[Record], out: Tensor) -> tuple[Tensor, bool]:
         """Go back from the output through normalisations, and through modules that return their input unchanged.
 
         Returns:
             The raw outputs of the probe, and whether the raw outputs are still normalised.
         """
         raw, k = out, len(records)
-        while _has_constant_norm(raw):
-            k = next((i for i in reversed(range(k)) if _is_same(records[i].output, raw)), -1)
+        while has_constant_norm(raw):
+            start, k = k, next((i for i in reversed(range(k)) if is_same(records[i].output, raw)), -1)
             if k < 0:
-                if raw.shape[1] > 1:
-                    raise UnsupportedError(_NORMALIZES_INSIDE)
-                return raw, False
+                if raw.shape[1] == 1:
+                    return raw, False
+                k = next((i for i in reversed(range(start)) if feeds(records[i].output, raw)), -1)
+                if k < 0:
+                    _refuse_hidden_normalization(raw)
+                    return raw, False
+                raw, self.normalization = records[k].output, None
+                name = next(name for name, module in self.model.named_modules() if module is records[k].module)
+                self._source = _Source(name, records[k].run, records[k].key)
+                # The record itself is looked at next: it may be a normalisation too.
+                k += 1
+                if not has_constant_norm(raw) or isinstance(records[k - 1].module, nn.Linear):
+                    return raw, False
+                continue
             if isinstance(records[k].module, nn.Linear):
                 return raw, False
-            if not records[k].only_rescales():
+            entry = records[k].rescaled()
+            if entry is False:
                 # A layer norm gives rows of a common norm other than one; that is no l2-normalisation.
-                return raw, bool(((raw.float().norm(dim=1) - 1).abs() < _UNIT_TOLERANCE).all())
-            raw, self.normalization = records[k].input, records[k].module
-            self.normalization_run = sum(record.module is self.normalization for record in records[:k])
+                return raw, bool(((raw.float().norm(dim=1) - 1).abs() < UNIT_TOLERANCE).all())
+            raw, self.normalization, self._source = records[k].inputs[entry], records[k].module, None
+            self.normalization_run = records[k].run
+            self._entry, self._normalized_entry = entry, records[k].key
         return raw, False
 
     @property
@@ -182,8 +209,9 @@ class Encoder(nn.Module):
                 reparametrised.
         """
         hint = (
-            "End the encoder in nn.Linear (followed at most by a normalisation module such as "
-            "contrastive_curvature.L2Norm), or use subset_of_weights='all'."
+            "End the encoder in nn.Linear (followed at most by a normalisation): pass "
+            "contrastive_curvature.with_last_layer(encoder, x), which adds one that changes no embedding, with x a "
+            "batch of inputs. Or use subset_of_weights='all'."
         )
         layer = self.last_layer
         if layer is None:
@@ -211,9 +239,27 @@ class Encoder(nn.Module):
         if has_features(x):
             return self.features(x)[0]
         self._see_inputs(x)
+        if self._source is not None:
+            return self._output_of(self._source, x)
         if self.normalization is None:
             return _at_least_float32(self._run(x))
-        return self._output_and_input(self.normalization, x, self.normalization_run)[1]
+        return self._input_of(self.normalization, x)
+
+    @property
+    def normalizes_inside(self) -> bool:
+        """See the class."""
+        return self._source is not None
+
+    def embeddings(self, z: Tensor) -> Tensor:
+        """What the model makes of raw outputs (N, D): they themselves, or normalised."""
+        if self._source is not None:
+            return nn.functional.normalize(z, dim=1)
+        if self.normalization is None:
+            return z
+        if self._entry is None:
+            out: Tensor = self.normalization(z)
+            return out
+        return entry_of(self.normalization({self._entry: z}), self._normalized_entry)
 
     def features(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """Raw outputs (N, D), and the inputs of the last layer, (N, F).
@@ -232,21 +278,49 @@ class Encoder(nn.Module):
         self._see_inputs(x)
         return self._output_and_input(self.require_last_layer(), x)
 
-    def _output_and_input(self, module: nn.Module, x: Inputs, run: int = 0) -> tuple[Tensor, Tensor]:
-        """Output and input of one run of a module; copies, because a later in-place operation may change them."""
-        inputs: list[Tensor] = []
+    def _output_and_input(self, module: nn.Module, x: Inputs) -> tuple[Tensor, Tensor]:
+        """Output and input of the first run of a layer; copies, because a later in-place operation may change them."""
         outputs: list[Tensor] = []
+        inputs: list[Tensor] = []
         with watched(
             [module],
-            before=lambda _, args, kwargs: inputs.append(
-                _at_least_float32((args[0] if args else kwargs["input"]).clone())
-            ),
-            after=lambda _, __, out: outputs.append(_at_least_float32(out.clone())),
+            before=lambda _, args, kwargs: inputs.append(_copied(args[0] if args else kwargs["input"])),
+            after=lambda _, __, out: outputs.append(_copied(out)),
         ):
-            self._run(x)
-        if len(outputs) <= run:
+            embeddings = self._run(x)
+        if not outputs:
             raise UnsupportedError(self._why_not(module))
-        return outputs[run], inputs[run]
+        if self._source is not None:
+            _check_feeds(outputs[0], embeddings)
+        return outputs[0], inputs[0]
+
+    def _input_of(self, module: nn.Module, x: Inputs) -> Tensor:
+        """What the normalisation takes in, a copy."""
+        inputs: list[Tensor] = []
+
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = args[0] if args else next(iter(kwargs.values()))
+            inputs.append(_copied(given if self._entry is None else entry_of(given, self._entry)))
+
+        with watched([module], before=note):
+            self._run(x)
+        if len(inputs) <= self.normalization_run:
+            raise UnsupportedError(self._why_not(module))
+        return inputs[self.normalization_run]
+
+    def _output_of(self, source: _Source, x: Inputs) -> Tensor:
+        """What the module puts out whose output ``forward`` normalises, a copy."""
+        module, outputs = self.model.get_submodule(source.module), list[Tensor]()
+
+        def note(_: nn.Module, __: tuple[Any, ...], out: Any) -> None:
+            outputs.append(_copied(out if source.key is None else entry_of(out, source.key)))
+
+        with watched([module], after=note):
+            embeddings = self._run(x)
+        if len(outputs) <= source.run:
+            raise UnsupportedError(self._why_not(module))
+        _check_feeds(outputs[source.run], embeddings)
+        return outputs[source.run]
 
     def _why_not(self, module: nn.Module) -> str:
         """Why a module may not have run in this thread."""
@@ -265,77 +339,12 @@ class Encoder(nn.Module):
     def _run(self, x: Inputs) -> Tensor:
         """The outputs of the model; an error that ``x`` causes inside the model becomes one that names ``x``."""
         with naming_the_input(x, self._probe_points):
-            out: Tensor = self.model(x)
-        return out
+            return self.call(self.model, x)
 
 
 def _at_least_float32(t: Tensor) -> Tensor:
     """Half precision (as under autocast) becomes float32, because sums of curvatures need that precision."""
     return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
-
-
-class _Record:
-    """Input and output of one run of a module; copies, because a later in-place operation may change them."""
-
-    def __init__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self.module = module
-        self.input: Any = args[0].clone() if args and isinstance(args[0], Tensor) else None
-        self.output: Any = None
-
-    def only_rescales(self) -> bool:
-        """Whether the module has no parameters, and every row of its output is a positive multiple of its input row."""
-        z, out = self.input, self.output
-        if (
-            not isinstance(z, Tensor)
-            or not isinstance(out, Tensor)
-            or z.shape != out.shape
-            or next(self.module.parameters(), None) is not None
-        ):
-            return False
-        if not bool((z != 0).any(dim=1).all()):
-            return True
-        aligned = (normalize(z)[0] * normalize(out)[0]).sum(1)
-        return bool((aligned > 1 - _UNIT_TOLERANCE).all())
-
-
-def _trace(model: nn.Module, probe: Inputs) -> tuple[list[_Record], Any]:
-    running: dict[int, _Record] = {}
-    records: list[_Record] = []
-
-    def start(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        running[id(module)] = _Record(module, args or tuple(kwargs.values()))
-
-    def finish(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
-        record = running.pop(id(module))
-        record.output = output.clone() if isinstance(output, Tensor) else output
-        records.append(record)
-
-    _refuse_batch_statistics(model)
-    leaves = [
-        module
-        for module in model.modules()
-        # Modules in script have no hooks.
-        if next(module.children(), None) is None and not isinstance(module, torch.jit.ScriptModule)
-    ]
-    with (
-        torch.no_grad(),
-        evaluation_mode(model),
-        watched(leaves, before=start, after=finish),
-        naming_the_input(probe),
-    ):
-        out = model(probe)
-    _check_output(out)
-    with torch.no_grad(), evaluation_mode(model):
-        _check_batch_independence(model, probe, out)
-    return records, out
-
-
-def _check_output(out: object) -> None:
-    if not isinstance(out, Tensor):
-        raise InputTypeError(expected("model", "a module that returns a tensor (N, D)", f"a {type(out).__name__}"))
-    if out.ndim != 2 or out.shape[1] == 0:
-        hint = "One row is one embedding: pool or flatten inside the encoder."
-        raise InputError(expected("model", "outputs of shape (N, D)", f"shape {tuple(out.shape)}", hint))
 
 
 def _check_finite(out: Tensor) -> None:
@@ -344,50 +353,56 @@ def _check_finite(out: Tensor) -> None:
         raise InputError(expected("model(x)", "finite embeddings", f"NaN or infinity in rows {rows}"))
 
 
-def _refuse_batch_statistics(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
-            msg = (
-                f"model: {name!r} normalises with the statistics of the batch even in evaluation mode, so a point has "
-                "no Jacobian of its own. Use track_running_stats=True, or LayerNorm."
-            )
-            raise UnsupportedError(msg)
+class _Source(NamedTuple):
+    """The run of a module whose output ``forward`` normalises.
+
+    Attributes:
+        module: Its name in ``model.named_modules()``.
+        run: Which run of it, counted from zero.
+        key: Name of the tensor among its outputs, ``None`` where it puts out a tensor.
+    """
+
+    module: str
+    run: int
+    key: Key
 
 
-def _check_batch_independence(model: nn.Module, probe: Inputs, out: Tensor) -> None:
-    """Refuse an encoder whose output for a point depends on the rest of the batch."""
-    if out.shape[0] < 2:
+def _copied(t: Tensor) -> Tensor:
+    return _at_least_float32(t.clone())
+
+
+def _check_feeds(raw: Tensor, out: Tensor) -> None:
+    """Refuse a batch that ``forward`` treats in another way than the first one.
+
+    Raises:
+        UnsupportedError: The output is not the normalised output of the layer.
+    """
+    # A graph that is traced, and a function that is vectorised, are of inputs that were compared before.
+    vectorised: Any = torch._C._functorch
+    if torch.compiler.is_compiling() or vectorised.is_functorch_wrapped_tensor(out):
         return
-    alone = model(slice_inputs(probe, slice(0, 1)))
-    size = float(out.abs().max())
-    if float((alone - out[:1]).abs().max()) > 1e-2 * size:
+    if not feeds(raw, out):
         msg = (
-            "model: in evaluation mode the embedding of a point depends on the rest of its batch (batch "
-            "normalisation without running statistics?), so a point has no Jacobian of its own. Use "
-            "track_running_stats=True, or LayerNorm."
+            "model: of the first batch, the output was the normalised output of a layer, and of this one it is not. "
+            "Remove F.normalize from forward and end the encoder in the module contrastive_curvature.L2Norm(), or in "
+            "no normalisation at all."
         )
         raise UnsupportedError(msg)
 
 
-def _has_constant_norm(out: Tensor) -> bool:
-    """Whether all rows have norm one or, if there are two rows or more, one common norm."""
-    norms = out.float().norm(dim=1)
-    if not out.shape[0]:
-        return False
-    one = bool(((norms - 1).abs() < _UNIT_TOLERANCE).all())
-    return one or (out.shape[0] > 1 and bool(((norms / norms[0] - 1).abs() < _UNIT_TOLERANCE).all()))
+def _refuse_hidden_normalization(out: Tensor) -> None:
+    """Refuse outputs of one norm that no module makes, except those of a layer norm whose scale is still one.
 
-
-def _is_same(output: Any, raw: Tensor) -> bool:
-    """Whether a module put out these numbers; nested tensors, and those within ``torch.vmap``, have no ``equal``."""
-    if not isinstance(output, Tensor) or output.is_nested or output.shape != raw.shape:
-        return False
-    return torch.equal(output, raw)
-
-
-_NORMALIZES_INSIDE = (
-    "model: the encoder normalises its output inside forward (every output has norm 1, and no module at its end does "
-    "it). The curvature needs the Jacobian of the raw outputs, which are hidden there. Remove F.normalize from "
-    "forward and end the encoder in the module contrastive_curvature.L2Norm(), or in no normalisation at all: the "
-    "predictions and the curvature are those of the unit embeddings either way."
-)
+    Raises:
+        UnsupportedError: They have another norm.
+    """
+    norm, of_layer_norm = float(out.float().norm(dim=1).mean()), out.shape[1] ** 0.5
+    if 0.97 * of_layer_norm < norm < 1.001 * of_layer_norm:
+        return
+    msg = (
+        f"model: the encoder normalises its output inside forward (every output of the first batch has norm {norm:.4g},"
+        " and no module at its end does it). The curvature needs the Jacobian of the raw outputs, which are hidden "
+        "there. Remove F.normalize from forward and end the encoder in the module contrastive_curvature.L2Norm(), or "
+        "in no normalisation at all: the predictions and the curvature are those of the unit embeddings either way."
+    )
+    raise UnsupportedError(msg)

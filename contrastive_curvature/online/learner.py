@@ -310,10 +310,9 @@ class OnlineLaplace(nn.Module):
         self.discounted.check_state(state, f"{prefix}discounted.")
 
     def _loss_of(self, z: Tensor, labels: Any, given: Pairs | None = None) -> Tensor:
-        normalization = self._sampled.encoder.normalization
         # The user's loss gets the outputs of the whole encoder, including a normalisation at its end.
         loss: Any = self._loss
-        embeddings = z if normalization is None or loss is None else normalization(z)
+        embeddings = z if loss is None else self._sampled.encoder.embeddings(z)
         if loss is not None and self._miner is None:
             return loss(embeddings, labels) if given is None else loss(embeddings, labels, given)
         own, backend = self._contrastive, self._posterior.backend

@@ -58,6 +58,9 @@ class BackPackPullback(LayerwisePullback):
                 "model.float() first."
             )
             raise UnsupportedError(msg)
+        if encoder.normalizes_inside:
+            msg = f"backend BackPACK: the encoder ends in a function (F.normalize), which the host cannot see. {ADVICE}"
+            raise UnsupportedError(msg)
         super().__init__(encoder)
         self.hosted = HostedEncoder(encoder) if hosted is None else hosted
 

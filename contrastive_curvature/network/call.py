@@ -1,0 +1,192 @@
+"""How an encoder is called, and where its embeddings are in what it returns.
+
+Every call of a user's model goes through :class:`ModelCall`. A batch that is a mapping is passed whole to a ``forward``
+with one argument for it, and by keywords to one that names its entries, such as ``forward(input_ids,
+attention_mask)``. A mapping or an object that comes back holds the embeddings under a name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.network.inputs import Inputs
+
+__all__ = ["ModelCall", "entry_of", "named_entries"]
+
+EMBEDDING_NAMES = ("sentence_embedding", "text_embeds", "image_embeds")
+"""Names that sentence-transformers and transformers give to finished embeddings."""
+
+_UNDECIDED_NAMES = ("pooler_output", "last_hidden_state")
+"""Names of tensors that may or may not be the embedding: whoever trained the model knows."""
+
+_LABELS = "labels"
+"""The entry of a batch that the training of a model takes, and its embeddings do not."""
+
+_WRONG_CALL = (AttributeError, RuntimeError, TypeError, LookupError, ValueError, AssertionError)
+"""The errors of a ``forward`` that gets a mapping where it wants a tensor, or the other way round."""
+
+
+class ModelCall:
+    """Calls a model with a batch, and takes the embeddings (N, D) out of what it returns.
+
+    Attributes:
+        output: Name of the embeddings among the outputs, ``None`` where the model returns a tensor; found by the first
+            call.
+    """
+
+    def __init__(self) -> None:
+        self.output: str | None = None
+        self._style: str | None = None
+
+    def __call__(self, model: nn.Module, x: Inputs) -> Tensor:
+        """Run a model.
+
+        Args:
+            model: The same model in every call.
+            x: A batch.
+
+        Returns:
+            The embeddings; of any shape, where the model returns one tensor.
+
+        Raises:
+            InputTypeError: The model returns neither a tensor nor something with exactly one embedding.
+        """
+        out = self._run(model, x)
+        if isinstance(out, Tensor):
+            return out
+        if self.output is None:
+            self.output = embedding_name(out)
+        found = entry_of(out, self.output)
+        if not isinstance(found, Tensor):
+            raise InputTypeError(
+                expected("model", f"a tensor {self.output!r} among its outputs, as before", f"{type(found).__name__}")
+            )
+        return found
+
+    def _run(self, model: nn.Module, x: Inputs) -> Any:
+        if not isinstance(x, Mapping):
+            return model(x)
+        if self._style is None:
+            self._style = _style_of(model, x)
+        if self._style == "either":
+            try:
+                # Some modules write what they compute into their argument.
+                out = model(dict(x))
+            except _WRONG_CALL:
+                out = model(**_keywords(model, x))
+                self._style = "keywords"
+            else:
+                self._style = "whole"
+            return out
+        return model(dict(x)) if self._style == "whole" else model(**_keywords(model, x))
+
+
+def named_entries(out: Any) -> Iterator[tuple[str | int, Any]]:
+    """Names and values of what a model returns: of a mapping, a tuple or an object with attributes."""
+    if isinstance(out, Mapping):
+        yield from out.items()
+    elif isinstance(out, (tuple, list)):
+        yield from enumerate(out)
+    elif is_dataclass(out):
+        yield from ((field.name, getattr(out, field.name)) for field in fields(out))
+    else:
+        yield from getattr(out, "__dict__", {}).items()
+
+
+def entry_of(out: Any, name: str | int) -> Any:
+    """One of the entries of what a model returns; ``None`` where there is none of that name."""
+    return next((value for key, value in named_entries(out) if key == name), None)
+
+
+def embedding_name(out: Any) -> str:
+    """Name of the embeddings among the outputs of a model, where there can be no doubt.
+
+    Raises:
+        InputTypeError: There is no tensor (N, D), or there are several, or one that need not be the embedding.
+    """
+    entries = {name: value for name, value in named_entries(out) if isinstance(value, Tensor)}
+    known = [name for name in EMBEDDING_NAMES if name in entries]
+    flat = [name for name, value in entries.items() if value.ndim == 2 and value.is_floating_point()]
+    if len(known) == 1:
+        return known[0]
+    alone = len(flat) == 1 and not any(name in entries for name in _UNDECIDED_NAMES)
+    if alone and not known and isinstance(flat[0], str):
+        return flat[0]
+    came = f"a {type(out).__name__}"
+    if entries:
+        came += " with " + ", ".join(f"{name!r} {tuple(value.shape)}" for name, value in entries.items())
+    raise InputTypeError(expected("model", "a module that returns a tensor (N, D)", came, _what_to_type(entries, flat)))
+
+
+def _what_to_type(entries: Mapping[str | int, Tensor], flat: list[str | int]) -> str:
+    ways = [f"contrastive_curvature.EncoderOutput(model, {name!r})" for name in flat]
+    tokens = [name for name, value in entries.items() if value.ndim == 3 and value.is_floating_point()]
+    ways += [f"contrastive_curvature.EncoderOutput(model, {name!r}, pooling='mean')" for name in tokens[:1]]
+    if not ways:
+        return "Wrap it in a module whose forward returns the embeddings."
+    return f"Say which of them is the embedding that you compare: pass {' or '.join(ways)}."
+
+
+def _forward_of(model: nn.Module) -> Any:
+    """The method whose arguments count: that of the user's module within torch's wrappers."""
+    while True:
+        inner: Any = getattr(model, "_orig_mod", None)
+        if inner is None and type(model).__name__ in ("DataParallel", "DistributedDataParallel"):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model.forward
+        model = inner
+
+
+def _parameters_of(model: nn.Module) -> dict[str, inspect.Parameter] | None:
+    try:
+        return dict(inspect.signature(_forward_of(model)).parameters)
+    except (TypeError, ValueError):
+        return None
+
+
+def _style_of(model: nn.Module, x: Mapping[str, Any]) -> str:
+    """``"whole"``, ``"keywords"``, or ``"either"`` where only running it tells."""
+    found = _parameters_of(model)
+    if found is None:
+        return "whole"
+    named = {name: p for name, p in found.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if any(p.kind is p.POSITIONAL_ONLY for p in found.values()):
+        return "whole"
+    if not named:
+        return "either" if any(p.kind is p.VAR_KEYWORD for p in found.values()) else "whole"
+    required = [name for name, p in named.items() if p.default is p.empty]
+    given = [name for name in named if name in x and name != _LABELS]
+    if not given or any(name not in given for name in required):
+        return "whole"
+    # forward(self, x) and a batch with an entry "x": it may want the entry or the batch.
+    return "either" if required == given else "keywords"
+
+
+def _keywords(model: nn.Module, x: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries that ``forward`` names; all but the labels, where it takes any."""
+    found = _parameters_of(model) or {}
+    named = [name for name, p in found.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return {name: value for name, value in x.items() if name != _LABELS and (not named or name in named)}
+
+
+def check_output(out: Any) -> None:
+    """Refuse outputs that are no embeddings.
+
+    Raises:
+        InputTypeError: No tensor of floating-point numbers.
+        InputError: Not of shape (N, D).
+    """
+    if not isinstance(out, Tensor):
+        raise InputTypeError(expected("model", "a module that returns a tensor (N, D)", f"a {type(out).__name__}"))
+    if out.ndim != 2 or out.shape[1] == 0:
+        hint = "One row is one embedding: pool or flatten inside the encoder."
+        if out.ndim == 3:
+            hint = "One row is one embedding: contrastive_curvature.EncoderOutput(model, pooling='mean') pools tokens."
+        raise InputError(expected("model", "outputs of shape (N, D)", f"shape {tuple(out.shape)}", hint))
