@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contrastive_curvature.cli.errors import BadInputError
+from contrastive_curvature.errors import expected
 
 __all__ = ["Archive", "read_archive"]
 
@@ -41,7 +42,7 @@ class Archive:
         there = [name for name in _INPUTS if name in self.values]
         if len(there) != 1:
             holds = ", ".join(sorted(self.values)) or "nothing"
-            raise BadInputError(f"{self.path}: expected one of the arrays {', '.join(_INPUTS)}, got {holds}.")
+            raise BadInputError(expected(f"{self.path}", f"one of the arrays {', '.join(_INPUTS)}", holds))
         return self._floats(there[0], 2 if there[0] != "inputs" else None)
 
     def weight(self) -> NDArray[np.float32] | None:
@@ -51,7 +52,7 @@ class Archive:
     def bias(self) -> NDArray[np.float32] | None:
         """Bias of the last layer, shape (D,), where it is there."""
         if "bias" in self.values and "weight" not in self.values:
-            raise BadInputError(f"{self.path}: expected weight beside bias, got bias alone.")
+            raise BadInputError(expected(f"{self.path}", "weight beside bias", "bias alone"))
         return self._floats("bias", 1) if "bias" in self.values else None
 
     def classes(self, count: int) -> NDArray[Any] | None:
@@ -61,7 +62,7 @@ class Archive:
             return None
         if found.ndim != 1 or len(found) != count or found.dtype.kind not in "iuU":
             wanted = f"{count} whole numbers or texts"
-            raise BadInputError(f"{self.path}: labels: expected {wanted}, got {found.dtype}, shape {found.shape}.")
+            raise BadInputError(expected(f"{self.path}: labels", wanted, f"{found.dtype}, shape {found.shape}"))
         return found.astype(np.int64) if found.dtype.kind in "iu" else found
 
     def ids(self, count: int) -> list[str]:
@@ -71,22 +72,22 @@ class Archive:
             return [str(row) for row in range(count)]
         if found.ndim != 1 or len(found) != count or found.dtype.kind not in "iuU":
             wanted = f"{count} whole numbers or texts"
-            raise BadInputError(f"{self.path}: ids: expected {wanted}, got {found.dtype}, shape {found.shape}.")
+            raise BadInputError(expected(f"{self.path}: ids", wanted, f"{found.dtype}, shape {found.shape}"))
         return [str(each) for each in found]
 
     def _floats(self, name: str, axes: int | None) -> NDArray[np.float32]:
         found = self.values[name]
         if found.dtype.kind not in "fiu":
-            raise BadInputError(f"{self.path}: {name}: expected real numbers, got an array of {found.dtype}.")
+            raise BadInputError(expected(f"{self.path}: {name}", "real numbers", f"an array of {found.dtype}"))
         if found.ndim == 0 or (axes is not None and found.ndim != axes) or 0 in found.shape:
             wanted = "at least one axis" if axes is None else f"{axes} axes"
-            raise BadInputError(f"{self.path}: {name}: expected {wanted}, none empty, got shape {found.shape}.")
+            raise BadInputError(expected(f"{self.path}: {name}", f"{wanted}, none empty", f"shape {found.shape}"))
         with np.errstate(over="ignore"):
             found = np.ascontiguousarray(found, dtype=np.float32)
         finite = np.isfinite(found).reshape(len(found), -1).all(1)
         if not finite.all():
             row = int(np.flatnonzero(~finite)[0])
-            raise BadInputError(f"{self.path}: {name}: expected finite numbers, got NaN or infinity in row {row}.")
+            raise BadInputError(expected(f"{self.path}: {name}", "finite numbers", f"NaN or infinity in row {row}"))
         return found
 
 
@@ -105,7 +106,7 @@ def read_archive(path: Path) -> Archive:
                 return Archive(path, {name: found[name] for name in found.files if name in _KNOWN})
     except (ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error, OSError) as error:
         if isinstance(error, OSError) and error.strerror:
-            raise BadInputError(f"{path}: {error.strerror}.") from error
+            raise BadInputError(expected(f"{path}", wanted, error.strerror)) from error
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise BadInputError(f"{path}: expected {wanted}, got what cannot be read ({reason}).") from error
-    raise BadInputError(f"{path}: expected {wanted}, got a single array. numpy.savez(file, features=...) writes one.")
+        raise BadInputError(expected(f"{path}", wanted, f"what cannot be read ({reason})")) from error
+    raise BadInputError(expected(f"{path}", wanted, "a single array", "numpy.savez(file, features=...) writes one."))

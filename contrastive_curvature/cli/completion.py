@@ -18,7 +18,7 @@ def completion(ctx: click.Context, shell: str) -> None:
     bash: contrastive-curvature completion bash >> ~/.bashrc
     zsh:  contrastive-curvature completion zsh >> ~/.zshrc
     fish: contrastive-curvature completion fish > ~/.config/fish/completions/contrastive-curvature.fish
-    """
+    """  # noqa: D301
     kind = get_completion_class(shell)
     assert kind is not None
     name = "contrastive-curvature"

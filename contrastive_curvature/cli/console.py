@@ -80,7 +80,7 @@ class Console:
 
 
 def common_options(command: _Command) -> _Command:
-    """The options ``--json``, ``--quiet`` and ``--traceback``; the command's first argument becomes a :class:`Console`."""
+    """The options ``--json``, ``--quiet`` and ``--traceback``; the command is called with a :class:`Console` first."""
 
     def run(*args: Any, as_json: bool, quiet: bool, traceback: bool, **kwargs: Any) -> Any:  # noqa: ARG001
         console = Console(as_json=as_json, quiet=quiet)

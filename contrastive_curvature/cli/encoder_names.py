@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.cli.encoders import Encoder
-from contrastive_curvature.cli.errors import BadInputError
+from contrastive_curvature.cli.errors import BadInputError, missing
+from contrastive_curvature.errors import expected
 
 __all__ = ["sentence_encoder", "timm_encoder"]
 
@@ -60,19 +61,21 @@ def timm_encoder(name: str, options: dict[str, Any], spec: Mapping[str, Any]) ->
     try:
         import timm
     except ImportError as error:
-        raise BadInputError(f"--encoder timm:{name}: expected timm to be installed. Run: pip install timm") from error
+        raise BadInputError(missing(f"--encoder timm:{name}", "timm", "pip install timm")) from error
     spec, options = dict(spec), dict(options)
     known = name.partition(".")[0]
     if ":" not in name and not timm.is_model(known):
         near = ", ".join(difflib.get_close_matches(known, timm.list_models(), 3)) or "timm.list_models() has all names"
-        raise BadInputError(f"--encoder timm:{name}: expected a model of timm, got {name!r}. Did you mean: {near}?")
+        raise BadInputError(
+            expected(f"--encoder timm:{name}", "a model of timm", f"{name!r}", f"Did you mean: {near}?")
+        )
     checkpoint = options.pop("checkpoint_path", None)
     given = {"num_classes": 0, "pretrained": checkpoint is None, **options}
     module: Any = _made(f"timm:{name}", lambda: timm.create_model(name, **given))
     if checkpoint is not None:
         _load_checkpoint(f"timm:{name}", module, checkpoint)
-    config = timm.data.resolve_model_data_config(module)
-    transform = timm.data.create_transform(**config, is_training=False)
+    data: Any = timm.data
+    transform = data.create_transform(**data.resolve_model_data_config(module), is_training=False)
     if given["num_classes"] == 0:
         module = _WithLastLayer(module, _identity(module.num_features))
     return Encoder(f"timm:{name}", module, ("images", "inputs", "features"), spec, image_transform=transform)
@@ -89,13 +92,13 @@ def sentence_encoder(name: str, options: dict[str, Any], spec: Mapping[str, Any]
         from sentence_transformers import SentenceTransformer
         from sentence_transformers.sentence_transformer.modules import Dense, Normalize
     except ImportError as error:
-        hint = "Run: pip install sentence-transformers"
-        raise BadInputError(f"{argument}: expected sentence-transformers to be installed. {hint}") from error
+        raise BadInputError(missing(argument, "sentence-transformers", "pip install sentence-transformers")) from error
     _refuse_own_code(argument, Path(name), options)
     if not sys.stderr.isatty():
-        from transformers.utils import logging as transformers_logging
+        from transformers.utils import logging as their_logging
 
-        transformers_logging.disable_progress_bar()
+        bars: Any = their_logging
+        bars.disable_progress_bar()
     options = {"device": "cpu", **options}
     model: Any = _made(f"sentence-transformers:{name}", lambda: SentenceTransformer(name, **options))
     modules = list(model)
@@ -121,7 +124,7 @@ def _load_checkpoint(name: str, module: Any, path: Any) -> None:
     from timm.models import load_state_dict
 
     if not isinstance(path, str) or not Path(path).is_file():
-        raise BadInputError(f"--encoder-options: checkpoint_path: expected a file, got {path!r}, where none is.")
+        raise BadInputError(expected("--encoder-options: checkpoint_path", "a file", f"{path!r}, where none is"))
     state = _made(name, lambda: load_state_dict(path, weights_only=True))
     head = module.pretrained_cfg.get("classifier") or ()
     heads = tuple(f"{each}." for each in ((head,) if isinstance(head, str) else head))
@@ -146,7 +149,7 @@ def _made(name: str, make: Callable[[], Any]) -> Any:
     except _LOADING as error:
         reason = " ".join((str(error) or type(error).__name__).split())[:_SHOWN]
         hint = "A model that is not on this machine is downloaded, which needs the network."
-        raise BadInputError(f"--encoder {name}: expected a model that can be loaded, got: {reason} {hint}") from error
+        raise BadInputError(expected(f"--encoder {name}", "a model that can be loaded", reason, hint)) from error
     finally:
         logging.disable(logging.NOTSET)
 
@@ -161,8 +164,8 @@ def _refuse_own_code(argument: str, folder: Path, options: Mapping[str, Any]) ->
     except FileNotFoundError:
         return
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise BadInputError(f"{argument}: expected a list of modules in modules.json, got {error}.") from error
+        raise BadInputError(expected(argument, "a list of modules in modules.json", f"{error}")) from error
     own = [kind for kind in kinds if not kind.startswith("sentence_transformers.")]
     if own:
         hint = """To run it: --encoder-options '{"trust_remote_code": true}'"""
-        raise BadInputError(f"{argument}: expected modules of sentence-transformers, got code of its own ({own[0]}). {hint}")
+        raise BadInputError(expected(argument, "modules of sentence-transformers", f"code of its own ({own[0]})", hint))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.cli.errors import BadInputError
+from contrastive_curvature.errors import expected
 from contrastive_curvature.network.given_features import FeatureSource
 
 __all__ = ["Encoder", "LastLayer", "encoder_of", "last_layer_encoder"]
@@ -55,7 +56,7 @@ class Encoder:
         """
         if self.width is None:
             hint = "A feature folder says whose features it has; contrastive_curvature.features writes one."
-            raise BadInputError(f"{self.name}: expected its own inputs or a feature folder, got bare features. {hint}")
+            raise BadInputError(expected(self.name, "its own inputs or a feature folder", "bare features", hint))
         return phi
 
     def check_features(self, source: FeatureSource, where: str) -> None:
@@ -67,10 +68,10 @@ class Encoder:
             BadInputError: They are of another encoder.
         """
         if self.width is not None and source.width != self.width:
-            raise BadInputError(f"{where}: expected features of width {self.width}, got {source.width}.")
+            raise BadInputError(expected(where, f"features of width {self.width}", f"{source.width}"))
         if self.feature_source is not None and source != self.feature_source:
             hint = "Write them with the encoder that the posterior was fitted for."
-            raise BadInputError(f"{where}: expected features of the encoder of the fit, got those of another. {hint}")
+            raise BadInputError(expected(where, "features of the encoder of the fit", "those of another", hint))
 
 
 def last_layer_encoder(
@@ -90,7 +91,7 @@ def last_layer_encoder(
     matrix = np.eye(width, dtype=np.float32) if weight is None else weight
     if matrix.shape[1] != width or (bias is not None and bias.shape != matrix.shape[:1]):
         got = f"{matrix.shape}" + ("" if bias is None else f" and {bias.shape}")
-        raise BadInputError(f"weight, bias: expected shapes (D, {width}) and (D,), got {got}.")
+        raise BadInputError(expected("weight, bias", f"shapes (D, {width}) and (D,)", got))
     layer = LastLayer(width, len(matrix))
     with torch.no_grad():
         layer.weight.copy_(torch.from_numpy(matrix))
@@ -117,7 +118,7 @@ def encoder_of(text: str, options: Mapping[str, Any] | None = None) -> Encoder:
     kind, _, name = text.partition(":")
     if not kind or not name:
         wanted = "module:function, timm:NAME or sentence-transformers:NAME_OR_PATH"
-        raise BadInputError(f"--encoder: expected {wanted}, got {text!r}.")
+        raise BadInputError(expected("--encoder", wanted, f"{text!r}"))
     given = dict(options or {})
     spec = {"kind": "encoder", "encoder": text, "options": given}
     if kind == "timm":
@@ -140,14 +141,14 @@ def _own_encoder(module_name: str, function_name: str, options: dict[str, Any], 
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         hint = f"The current folder is {os.getcwd()}; PYTHONPATH names others."
-        raise BadInputError(f"{argument}: expected a module that Python finds, got {error}. {hint}") from error
+        raise BadInputError(expected(argument, "a module that Python finds", f"{error}", hint)) from error
     except Exception as error:  # whatever the user's own module raises
         raise _their_error(argument, "a module that can be imported", error) from error
     function: Any = module
     for part in function_name.split("."):
         function = getattr(function, part, None)
     if not callable(function):
-        raise BadInputError(f"{argument}: expected a function of {module.__name__}, got a {type(function).__name__}.")
+        raise BadInputError(expected(argument, f"a function of {module.__name__}", f"a {type(function).__name__}"))
     try:
         made = function(**options)
     except Exception as error:  # whatever the user's own function raises
@@ -155,14 +156,14 @@ def _own_encoder(module_name: str, function_name: str, options: dict[str, Any], 
     encoder, transform = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(encoder, nn.Module) or not (transform is None or callable(transform)):
         wanted = "a torch.nn.Module, or (module, transform)"
-        raise BadInputError(f"{argument}: expected the function to return {wanted}, got a {type(made).__name__}.")
+        raise BadInputError(expected(argument, f"the function to return {wanted}", f"a {type(made).__name__}"))
     takes = ("images", "inputs", "features") + (("texts",) if transform is not None else ())
     return Encoder(argument, encoder, takes, spec, image_transform=transform or _to_tensor, collate=transform)
 
 
 def _their_error(argument: str, wanted: str, error: Exception) -> BadInputError:
     where = "--traceback shows where."
-    return BadInputError(f"{argument}: expected {wanted}, got {type(error).__name__}: {error}. {where}")
+    return BadInputError(expected(argument, wanted, f"{type(error).__name__}: {error}", where))
 
 
 def _to_tensor(image: Any) -> Tensor:

@@ -9,9 +9,16 @@ import traceback
 
 import click
 
-from contrastive_curvature.errors import DivergenceError, InputError, NotFittedError, ProcessError, UnsupportedError
+from contrastive_curvature.errors import (
+    DivergenceError,
+    InputError,
+    NotFittedError,
+    ProcessError,
+    UnsupportedError,
+    expected,
+)
 
-__all__ = ["BAD_INPUT", "FAILED", "INTERRUPTED", "BadInputError", "exit_code", "line_of", "report"]
+__all__ = ["BAD_INPUT", "FAILED", "INTERRUPTED", "BadInputError", "exit_code", "line_of", "missing", "report"]
 
 BAD_INPUT = 2
 """The arguments or the files are not what the command takes."""
@@ -22,8 +29,23 @@ FAILED = 1
 INTERRUPTED = 130
 """Ctrl-C, as the shells count it: 128 plus the number of the signal."""
 
-_FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up", errno.EFBIG: "a file is too large"}
+_FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "a file is too large",
+}
 _PLACES = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
+
+
+def missing(argument: str, package: str, run: str) -> str:
+    """The message where a package is missing.
+
+    Args:
+        argument: What needs it.
+        package: Its name.
+        run: What to type to install it.
+    """
+    return expected(argument, f"{package} to be installed", "none", f"Run: {run}")
 
 
 class BadInputError(click.ClickException):
@@ -38,7 +60,8 @@ def exit_code(error: BaseException) -> int:
         return INTERRUPTED
     if isinstance(error, click.ClickException):
         return error.exit_code
-    if isinstance(error, (ProcessError, DivergenceError)):
+    cause = error.__cause__
+    if isinstance(error, (ProcessError, DivergenceError)) or (isinstance(cause, OSError) and cause.errno in _FULL):
         return FAILED
     if isinstance(error, (InputError, UnsupportedError, NotFittedError)):
         return BAD_INPUT
@@ -78,13 +101,12 @@ def report(error: BaseException, *, as_json: bool, with_traceback: bool) -> int:
         as_json: One JSON object with the keys ``error``, ``kind`` and ``exit_code`` in place of the line.
         with_traceback: Python's traceback before the line.
     """
+    # click takes the end of a file for an interruption at a prompt, of which there are none here.
+    error = error.__cause__ if isinstance(error.__cause__, EOFError) else error
     code = exit_code(error)
     if with_traceback:
         traceback.print_exception(error, file=sys.stderr)
-    text = line_of(error)
-    if as_json:
-        text = json.dumps({"error": text, "kind": type(error).__name__, "exit_code": code})
-    else:
-        text = f"error: {text}"
-    click.echo(text, err=True)
+    line = line_of(error)
+    plain = {"error": line, "kind": type(error).__name__, "exit_code": code}
+    click.echo(json.dumps(plain) if as_json else f"error: {line}", err=True)
     return code

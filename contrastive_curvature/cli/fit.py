@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import numpy as np
 
 from contrastive_curvature.cli.console import Console, common_options
-from contrastive_curvature.cli.errors import BadInputError
 from contrastive_curvature.cli.options import (
     PATH,
     check_device,
@@ -18,10 +17,6 @@ from contrastive_curvature.cli.options import (
     source_options,
     take_columns,
 )
-
-if TYPE_CHECKING:
-    from contrastive_curvature.cli.encoders import Encoder
-    from contrastive_curvature.cli.sources import Columns, Source
 
 __all__ = ["fit"]
 
@@ -95,7 +90,8 @@ def fit(console: Console, source: Path, folder: Path, **options: Any) -> None:
     the identity. That was not evaluated there: compare it on your own data before you rely on it.
 
     --encoder module:function runs your own code, and only that. score and search run it again.
-    """
+    """  # noqa: D301
+    from contrastive_curvature.cli.fit_source import encoder_and_source
     from contrastive_curvature.cli.fitting import check_options, fit_posterior
     from contrastive_curvature.cli.saved import check_target, write_posterior
 
@@ -106,7 +102,7 @@ def fit(console: Console, source: Path, folder: Path, **options: Any) -> None:
     options["loss_option"] = key_values("--loss-option", options["loss_option"])
     options["curvature"] = key_values("--option", options["curvature"])
     check_options(options)
-    encoder, train = _encoder_and_source(console, source, text, given, last_layer, columns)
+    encoder, train = encoder_and_source(console, source, text, given, last_layer, columns)
     encoder.module.to(device).eval()
     la, rows, count = fit_posterior(console, encoder, train, columns, options)
     labels = train.need_labels("SOURCE")[rows]
@@ -133,58 +129,3 @@ def fit(console: Console, source: Path, folder: Path, **options: Any) -> None:
 
 def _usage(folder: Path) -> str:
     return f"Fitted by the command line. `contrastive-curvature score {folder.name} SOURCE --out scores.csv` uses it."
-
-
-def _encoder_and_source(
-    console: Console,
-    path: Path,
-    text: str | None,
-    given: dict[str, Any],
-    last_layer: Path | None,
-    columns: Columns,
-) -> tuple[Encoder, Source]:
-    from contrastive_curvature.cli.archive import read_archive
-    from contrastive_curvature.cli.encoders import encoder_of, last_layer_encoder
-    from contrastive_curvature.cli.source_files import ArraySource, FeatureFolderSource
-    from contrastive_curvature.cli.sources import open_source
-
-    if text is not None:
-        if last_layer is not None:
-            raise BadInputError("--last-layer: expected it without --encoder, which has a last layer, got both.")
-        # A source that is missing or damaged is told before a large model is loaded.
-        open_source(path, columns=columns).need_labels("SOURCE")
-        encoder = encoder_of(text, given)
-        return encoder, open_source(path, encoder, columns)
-    if given:
-        raise BadInputError("--encoder-options: expected them with --encoder, got no encoder.")
-    source = open_source(path, columns=columns)
-    source.need_labels("SOURCE")
-    if isinstance(source, FeatureFolderSource):
-        if last_layer is None:
-            hint = "Give --last-layer FILE.npz with weight and bias, or --encoder module:function."
-            raise BadInputError(f"{path}: expected the last layer of the encoder of these features, got none. {hint}")
-        arrays, width = read_archive(last_layer), source.encoder_of.width
-        weight, bias = arrays.weight(), arrays.bias()
-        if weight is None:
-            raise BadInputError(f"--last-layer {last_layer}: expected the arrays weight and bias, got no weight.")
-        encoder = last_layer_encoder(weight, bias, width, source.encoder_of)
-        if len(weight) != source.encoder_of.outputs:
-            wanted = f"{source.encoder_of.outputs} outputs, as the encoder of {path} has"
-            raise BadInputError(f"--last-layer {last_layer}: expected {wanted}, got {len(weight)}.")
-    elif isinstance(source, ArraySource) and source.kind == "features":
-        if last_layer is not None:
-            raise BadInputError("--last-layer: expected it for a feature folder; an .npz holds weight and bias itself.")
-        if source.weight is None and not source.are_embeddings:
-            hint = "Add them, or name the array embeddings if it holds the encoder's outputs."
-            raise BadInputError(f"{path}: expected weight and bias beside features, got none. {hint}")
-        if source.weight is None:
-            console.warn(
-                f"{path}: the embeddings are taken as features of a last layer that is the identity, which the "
-                "library's evaluation does not cover; with features, weight and bias it does."
-            )
-        encoder = last_layer_encoder(source.weight, source.bias, source.values.shape[1], None)
-    else:
-        hint = "Give --encoder module:function, timm:NAME or sentence-transformers:NAME."
-        raise BadInputError(f"{path}: expected an encoder for {source.kind}, got none. {hint}")
-    source.prepare(encoder)
-    return encoder, source

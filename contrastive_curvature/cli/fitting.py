@@ -15,6 +15,7 @@ from contrastive_curvature.cli.encoders import Encoder
 from contrastive_curvature.cli.errors import BadInputError
 from contrastive_curvature.cli.losses import make_loss
 from contrastive_curvature.cli.sources import Columns, Source, open_source
+from contrastive_curvature.errors import expected
 
 __all__ = ["check_options", "fit_posterior"]
 
@@ -27,21 +28,21 @@ def check_options(options: dict[str, Any]) -> None:
         InputError: A number is out of range.
     """
     if options["calibration"] is not None and options["calibration_share"] is not None:
-        raise BadInputError("--calibrate, --calibration-share: expected one of them, got both.")
+        raise BadInputError(expected("--calibrate, --calibration-share", "one of them", "both"))
     if options["prior_strength"] is not None and options["prior_precision"] is not None:
-        raise BadInputError("--prior-strength, --prior-precision: expected one of them, got both.")
+        raise BadInputError(expected("--prior-strength, --prior-precision", "one of them", "both"))
     for name in ("prior_strength", "prior_precision"):
         value = options[name]
         if value is not None and not 0 < value < float("inf"):
-            raise BadInputError(f"--{name.replace('_', '-')}: expected a number > 0, got {value}.")
+            raise BadInputError(expected(f"--{name.replace('_', '-')}", "a number > 0", f"{value}"))
     given = dict(options["loss_option"])
     for name in ("margin", "temperature"):
         if options[name] is not None:
             if name in given:
-                raise BadInputError(f"--{name}, --loss-option {name}: expected one of them, got both.")
+                raise BadInputError(expected(f"--{name}, --loss-option {name}", "one of them", "both"))
             given[name] = options[name]
     if "loss" in options["curvature"]:
-        raise BadInputError("--option loss: expected the loss as --loss, got it here.")
+        raise BadInputError(expected("--option loss", "the loss as --loss", "it here"))
     options["made_loss"] = make_loss(options["loss"], given)
 
 
@@ -96,7 +97,7 @@ def _split(count: int, share: float | None, seed: int) -> tuple[NDArray[np.int64
         return np.arange(count), None
     size = round(share * count)
     if size < 2 or count - size < 2:
-        raise BadInputError(f"--calibration-share {share}: expected two inputs on either side, got {size} of {count}.")
+        raise BadInputError(expected(f"--calibration-share {share}", "two inputs on either side", f"{size} of {count}"))
     order = np.random.default_rng(seed).permutation(count)
     return np.sort(order[size:]), np.sort(order[:size])
 

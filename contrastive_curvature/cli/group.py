@@ -97,7 +97,7 @@ def cli() -> None:
     contrastive-curvature search posterior --gallery train.npz --queries new.npz --out hits.csv
 
     Exit codes: 0 fine, 2 wrong usage or bad input, 1 anything else, 130 Ctrl-C.
-    """
+    """  # noqa: D301
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

@@ -10,6 +10,7 @@ import click
 from contrastive_curvature.cli.console import Console, common_options
 from contrastive_curvature.cli.errors import BadInputError
 from contrastive_curvature.cli.options import PATH
+from contrastive_curvature.errors import expected
 
 __all__ = ["info"]
 
@@ -27,19 +28,21 @@ def info(console: Console, folder: Path) -> None:
 
     if not folder.is_dir():
         hint = "contrastive-curvature fit writes one."
-        raise BadInputError(f"{folder}: expected the folder of a saved posterior, got a path where none is. {hint}")
+        raise BadInputError(expected(f"{folder}", "the folder of a saved posterior", "a path where none is", hint))
     found, spec = read_info(folder), read_spec(folder)
     encoder = _encoder(spec)
     values = {**found.to_plain(), "encoder": encoder}
     lines = [str(folder)]
     for one in found.posteriors:
         lines += [
-            f"  posterior     {one.hessian_structure} of {one.n_params:,} weights ({one.subset_of_weights}), {one.name}",
+            f"  posterior     {one.name}: {one.hessian_structure} of {one.n_params:,} weights, {one.subset_of_weights}",
             f"  dimension     {one.n_outputs}",
-            f"  fitted on     {one.n_data:,} inputs" + ("" if one.n_classes is None else f", {one.n_classes:,} classes"),
+            f"  fitted on     {one.n_data:,} inputs"
+            + ("" if one.n_classes is None else f", {one.n_classes:,} classes"),
             f"  loss          {one.loss}",
             f"  prior         precision {_prior(one)}, temperature {one.temperature:.4g}",
-            f"  p-values      {'not calibrated' if not one.calibrated else f'calibrated with {one.n_calibration:,} inputs'}",
+            "  p-values      "
+            + (f"calibrated with {one.n_calibration:,} inputs" if one.calibrated else "not calibrated"),
         ]
     lines += [f"  P(match)      {'saved' if found.match else 'not saved; search --validation learns it'}"]
     lines += [f"  {name:<13} {value}" for name, value in found.metrics.items()]

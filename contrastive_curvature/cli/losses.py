@@ -7,6 +7,7 @@ from typing import Any
 
 import contrastive_curvature as cc
 from contrastive_curvature.cli.errors import BadInputError
+from contrastive_curvature.errors import expected
 
 __all__ = ["LOSSES", "make_loss"]
 
@@ -38,5 +39,5 @@ def make_loss(name: str, options: dict[str, Any]) -> Any:
     known = list(inspect.signature(kind.__init__).parameters)[1:]
     strange = [option for option in options if option not in known]
     if strange:
-        raise BadInputError(f"--loss {name}: expected options among {', '.join(known)}, got {strange[0]}.")
+        raise BadInputError(expected(f"--loss {name}", f"options among {', '.join(known)}", strange[0]))
     return kind(**options)

@@ -11,6 +11,7 @@ import click
 
 from contrastive_curvature.cli.errors import BadInputError
 from contrastive_curvature.cli.sources import Columns
+from contrastive_curvature.errors import expected
 
 __all__ = ["check_device", "computing_options", "json_object", "key_values", "source_options", "take_columns"]
 
@@ -71,7 +72,7 @@ def check_device(name: str) -> str:
         torch.zeros(1, device=name) + 1
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise BadInputError(f"--device: expected a device of this machine, got {name!r} ({reason}).") from error
+        raise BadInputError(expected("--device", "a device of this machine", f"{name!r} ({reason})")) from error
     return name
 
 
@@ -88,7 +89,7 @@ def json_object(argument: str, text: str | None) -> dict[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise BadInputError(f"""{argument}: expected a JSON object, as '{{"num_classes": 128}}', got {text!r}.""")
+        raise BadInputError(expected(argument, """a JSON object, as '{"num_classes": 128}'""", f"{text!r}"))
     return found
 
 
@@ -103,9 +104,9 @@ def key_values(argument: str, texts: tuple[str, ...]) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         name = name.strip().replace("-", "_")
         if not equals or not name:
-            raise BadInputError(f"{argument}: expected NAME=VALUE, got {text!r}.")
+            raise BadInputError(expected(argument, "NAME=VALUE", f"{text!r}"))
         if name in out:
-            raise BadInputError(f"{argument}: expected {name} once, got it twice.")
+            raise BadInputError(expected(argument, f"{name} once", "it twice"))
         try:
             out[name] = json.loads(value)
         except ValueError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -12,7 +13,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from contrastive_curvature.atomic import final_target, write_whole
-from contrastive_curvature.cli.errors import BadInputError
+from contrastive_curvature.cli.errors import BadInputError, missing
+from contrastive_curvature.errors import expected
 
 __all__ = ["Table", "check_output", "write_table"]
 
@@ -39,16 +41,16 @@ def check_output(path: Path, *sources: Path) -> None:
         InputError: The folder does not exist, or the path is no file.
     """
     if path.suffix.lower() not in _ENDINGS:
-        raise BadInputError(f"--out {path}: expected a name that ends in .csv or .parquet, got {path.name!r}.")
+        raise BadInputError(expected(f"--out {path}", "a name that ends in .csv or .parquet", f"{path.name!r}"))
     target = final_target(path)
     if any(source.exists() and target.exists() and source.samefile(target) for source in sources):
-        raise BadInputError(f"--out {path}: expected another file than the inputs, got one of them.")
+        raise BadInputError(expected(f"--out {path}", "another file than the inputs", "one of them"))
     if path.suffix.lower() == ".parquet":
         try:
-            import pyarrow.parquet  # noqa: F401
+            _pyarrow()
         except ImportError as error:
-            hint = "Run: pip install 'contrastive-curvature[parquet]', or name a .csv"
-            raise BadInputError(f"--out {path}: expected pyarrow to be installed for Parquet. {hint}") from error
+            run = "pip install 'contrastive-curvature[parquet]'; or name a .csv"
+            raise BadInputError(missing(f"--out {path}", "pyarrow", run)) from error
 
 
 def write_table(path: Path, make: Callable[[], Table]) -> None:
@@ -92,9 +94,7 @@ def _shown(values: Sequence[Any], kind: str) -> Sequence[Any]:
 
 
 def _write_parquet(file: BinaryIO, table: Table) -> None:
-    import pyarrow as pa
-    from pyarrow import parquet
-
+    pa, parquet = _pyarrow()
     numbers = {"float32": pa.float32(), "float64": pa.float64(), "int": pa.int64()}
     kinds = {**numbers, "text": pa.string(), "bool": pa.bool_()}
     schema = pa.schema([(name, kinds[kind]) for name, kind in table.types.items()])
@@ -102,3 +102,7 @@ def _write_parquet(file: BinaryIO, table: Table) -> None:
     with opened as writer:
         for part in table.parts:
             writer.write_table(pa.table({name: part[name] for name in table.types}, schema=schema))
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")

@@ -14,13 +14,14 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from contrastive_curvature.atomic import write_whole
 from contrastive_curvature.cli.encoders import Encoder, LastLayer, encoder_of, last_layer_encoder
 from contrastive_curvature.cli.errors import BadInputError
+from contrastive_curvature.errors import expected
 from contrastive_curvature.network.given_features import FeatureSource
 from contrastive_curvature.pretrained import load_pretrained
 
@@ -44,14 +45,14 @@ def check_target(folder: Path, *, overwrite: bool) -> None:
 
     if (folder / "config.json").exists() and not overwrite:
         hint = "Give --overwrite to replace it, or another folder."
-        raise BadInputError(f"--out {folder}: expected a new folder, got one that holds a saved posterior. {hint}")
+        raise BadInputError(expected(f"--out {folder}", "a new folder", "one that holds a saved posterior", hint))
     target = checked_path(folder)
     check(target, overwrite=overwrite)
     above = target
     while not above.exists():
         above = above.parent
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise BadInputError(f"--out {folder}: expected a folder that can be written, got {above}, which cannot.")
+        raise BadInputError(expected(f"--out {folder}", "a folder that can be written", f"{above}, which cannot"))
 
 
 def write_posterior(la: Any, encoder: Encoder, folder: Path, *, overwrite: bool, about: Mapping[str, Any]) -> None:
@@ -109,11 +110,11 @@ def open_posterior(
     """
     if not folder.is_dir():
         hint = "contrastive-curvature fit writes one."
-        raise BadInputError(f"{folder}: expected the folder of a saved posterior, got a path where none is. {hint}")
+        raise BadInputError(expected(f"{folder}", "the folder of a saved posterior", "a path where none is", hint))
     found = read_encoder(folder) if encoder is None else encoder_of(encoder, options)
     if found is None:
         hint = "Give --encoder module:function, timm:NAME or sentence-transformers:NAME."
-        raise BadInputError(f"{folder}: expected an {ENCODER} that names the encoder, got none. {hint}")
+        raise BadInputError(expected(f"{folder}", f"an {ENCODER} that names the encoder", "none", hint))
     found.module.to(device).eval()
     la = load_pretrained(folder, encoder=found.module)
     return la, found
@@ -133,7 +134,9 @@ def read_encoder(folder: Path) -> Encoder | None:
         options = spec.get("options")
         return encoder_of(spec["encoder"], options if isinstance(options, dict) else {})
     if spec.get("kind") != "last_layer":
-        raise BadInputError(f"{path}: expected an encoder that this version makes, got {str(spec.get('kind'))[:40]!r}.")
+        raise BadInputError(
+            expected(f"{path}", "an encoder that this version makes", f"{str(spec.get('kind'))[:40]!r}")
+        )
     weight, bias = _read_weights(folder, str(spec.get("weights")), str(spec.get("sha256")))
     of = spec.get("features_of")
     source = None if of is None else FeatureSource.of_plain(of, f"{path}: features_of")
@@ -159,10 +162,10 @@ def read_spec(folder: Path) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         spec = None
     if not isinstance(spec, dict) or spec.get("format") != _FORMAT or type(spec.get("version")) is not int:
-        raise BadInputError(f"{path}: expected what fit wrote, got something else, or a part of it. {hint}")
+        raise BadInputError(expected(f"{path}", "what fit wrote", "something else, or a part of it", hint))
     if spec["version"] > _VERSION:
         hint = "Update with: pip install -U contrastive-curvature"
-        raise BadInputError(f"{path}: expected version {_VERSION} or lower, got {spec['version']}. {hint}")
+        raise BadInputError(expected(f"{path}", f"version {_VERSION} or lower", f"{spec['version']}", hint))
     return spec
 
 
@@ -172,7 +175,7 @@ def _write_weights(encoder: Encoder, folder: Path) -> str | None:
         return None
     content = _weights(encoder)
     name = f"encoder-{hashlib.sha256(content).hexdigest()[:16]}.safetensors"
-    write_whole(folder / name, lambda file: file.write(content) and None)
+    write_whole(folder / name, lambda file: _write(file, content))
     return name
 
 
@@ -181,7 +184,11 @@ def _write_spec(encoder: Encoder, folder: Path, weights: str | None) -> None:
     if weights is not None:
         spec |= {"weights": weights, "sha256": hashlib.sha256(_weights(encoder)).hexdigest()}
     text = json.dumps(spec, indent=1, allow_nan=False) + "\n"
-    write_whole(folder / ENCODER, lambda file: file.write(text.encode()) and None)
+    write_whole(folder / ENCODER, lambda file: _write(file, text.encode()))
+
+
+def _write(file: BinaryIO, content: bytes) -> None:
+    file.write(content)
 
 
 def _weights(encoder: Encoder) -> bytes:
@@ -200,12 +207,12 @@ def _read_weights(folder: Path, name: str, sha256: str) -> tuple[Any, Any]:
     try:
         content = path.read_bytes()
         if hashlib.sha256(content).hexdigest() != sha256:
-            raise BadInputError(f"{path}: expected the file as fit wrote it, got other content. {hint}")
+            raise BadInputError(expected(f"{path}", "the file as fit wrote it", "other content", hint))
         tensors = load(content)
         weight, bias = tensors["weight"].float(), tensors["bias"].float()
     except FileNotFoundError as error:
-        raise BadInputError(f"{path}: expected the weights of the last layer, got no such file. {hint}") from error
+        raise BadInputError(expected(f"{path}", "the weights of the last layer", "no such file", hint)) from error
     except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise BadInputError(f"{path}: expected the weights of the last layer, got {error}. {hint}") from error
+        raise BadInputError(expected(f"{path}", "the weights of the last layer", f"{error}", hint)) from error
     assert torch.is_tensor(weight)
     return weight.numpy(), bias.numpy()

@@ -12,6 +12,7 @@ import click
 from contrastive_curvature.cli.console import Console, common_options
 from contrastive_curvature.cli.errors import BadInputError
 from contrastive_curvature.cli.options import PATH, check_device, computing_options, source_options, take_columns
+from contrastive_curvature.errors import expected
 from contrastive_curvature.pretrained import read_info
 
 __all__ = ["is_calibrated", "number_type", "score"]
@@ -32,7 +33,9 @@ _ALPHA = 0.01
 @source_options
 @computing_options
 @common_options
-def score(console: Console, folder: Path, source: Path, out: Path, mu: bool, alpha: float | None, **options: Any) -> None:
+def score(
+    console: Console, folder: Path, source: Path, out: Path, mu: bool, alpha: float | None, **options: Any
+) -> None:
     """Write what the posterior in FOLDER says of the inputs SOURCE.
 
     \b
@@ -46,7 +49,7 @@ def score(console: Console, folder: Path, source: Path, out: Path, mu: bool, alp
 
     The last three need a posterior that was calibrated, and are left out otherwise. Inputs are read and written in
     batches. SOURCE needs no classes; what it may be: contrastive-curvature fit --help.
-    """
+    """  # noqa: D301
     from contrastive_curvature.cli.outputs import check_output, write_table
     from contrastive_curvature.cli.saved import open_posterior
     from contrastive_curvature.cli.sources import open_source
@@ -97,10 +100,10 @@ def _checked_alpha(console: Console, folder: Path, given: float | None) -> float
     if alpha >= least:
         return alpha
     hint = f"Fit with at least {math.ceil(1 / alpha) - 1:,} calibration inputs, or give a larger --alpha."
-    text = f"--alpha: expected at least {least:.4g}, the smallest p-value that {count} calibration inputs give"
+    wanted = f"at least {least:.4g}, the smallest p-value that {count} calibration inputs give"
     if given is not None:
-        raise BadInputError(f"{text}, got {alpha:g}. {hint}")
-    console.warn(f"{text}, and the default is {alpha:g}: the column known is left out. {hint}")
+        raise BadInputError(expected("--alpha", wanted, f"{alpha:g}", hint))
+    console.warn(expected("--alpha", wanted, f"the default {alpha:g}", f"The column known is left out. {hint}"))
     return None
 
 
@@ -109,7 +112,9 @@ def number_type(la: Any) -> str:
     return "float64" if str(la._dtype) == "torch.float64" else "float32"
 
 
-def _table(la: Any, mu: bool, calibrated: bool, alpha: float | None, parts: Iterator[Mapping[str, Sequence[Any]]]) -> Any:
+def _table(
+    la: Any, mu: bool, calibrated: bool, alpha: float | None, parts: Iterator[Mapping[str, Sequence[Any]]]
+) -> Any:
     from contrastive_curvature.cli.outputs import Table
 
     types, number = {"id": "text"}, number_type(la)

@@ -11,6 +11,7 @@ import click
 from contrastive_curvature.cli.console import Console, common_options
 from contrastive_curvature.cli.errors import BadInputError
 from contrastive_curvature.cli.options import PATH, check_device, computing_options, source_options, take_columns
+from contrastive_curvature.errors import expected
 
 if TYPE_CHECKING:
     from contrastive_curvature.cli.searching import Found
@@ -52,7 +53,7 @@ def search(
     match_probability and no_match are learned from --validation: labelled inputs that are like the queries, those
     without a match in the gallery among them, against the gallery's classes. Without it they are left out, unless the
     folder has a saved MatchProbability. See docs/matching.md.
-    """
+    """  # noqa: D301
     from contrastive_curvature.cli.outputs import check_output, write_table
     from contrastive_curvature.cli.saved import open_posterior
     from contrastive_curvature.cli.score import number_type
@@ -69,7 +70,7 @@ def search(
     asked = None if validation is None else open_source(validation, encoder, columns)
     k = options["k"]
     if k > len(searched):
-        raise BadInputError(f"-k: expected at most {len(searched)}, the number of points in {gallery}, got {k}.")
+        raise BadInputError(expected("-k", f"at most {len(searched)}, the number of points in {gallery}", f"{k}"))
     found = find(console, la, folder, searched, asking, asked, k, options["batch_size"])
     write_table(out, lambda: _table(found, searched, asking, k, number_type(la)))
     values: dict[str, Any] = {"file": str(out), "queries": len(asking), "gallery": len(searched), "k": k}
@@ -97,7 +98,7 @@ def _parts(found: Found, gallery: Source, queries: Source, k: int) -> Iterator[M
     for start in range(0, len(queries), _ROWS):
         rows = range(start, min(start + _ROWS, len(queries)))
         index = found.index[start : rows.stop].flatten().tolist()
-        part: dict[str, Sequence[Any]] = {
+        part: dict[str, Any] = {
             "query": [queries.ids[row] for row in rows for _ in range(k)],
             "rank": [rank for _ in rows for rank in range(1, k + 1)],
             "neighbour": [gallery.ids[place] for place in index],

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from contrastive_curvature import metrics
 from contrastive_curvature.cli.console import Console
 from contrastive_curvature.cli.errors import BadInputError
 from contrastive_curvature.cli.sources import Source, shared_labels
+from contrastive_curvature.errors import expected
 from contrastive_curvature.pretrained import load_match, read_info
 from contrastive_curvature.progress import Progress
 
@@ -24,7 +25,8 @@ _AT_ONCE = 2**26
 """Numbers in the covariances of predictions that are held at once: 512 MiB in float64."""
 
 
-class Found(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Found:
     """Hits of N queries, on the CPU.
 
     Attributes:
@@ -107,10 +109,8 @@ def _fitted(
     """P(match) from the validation queries. Only those points of the gallery are predicted that are a hit."""
     if len(validation) * la.n_outputs**2 > 8 * _AT_ONCE:
         limit = 8 * _AT_ONCE // la.n_outputs**2
-        raise BadInputError(
-            f"--validation {validation.path}: expected at most {limit:,} inputs in {la.n_outputs} dimensions, whose "
-            f"covariances fit into memory, got {len(validation):,}. Give fewer."
-        )
+        wanted = f"at most {limit:,} inputs in {la.n_outputs} dimensions, whose covariances fit into memory"
+        raise BadInputError(expected(f"--validation {validation.path}", wanted, f"{len(validation):,}", "Give fewer."))
     asking = _predicted(la, validation, np.arange(len(validation)), batch_size)
     hits = metrics.nearest_neighbors(asking.mu.cpu(), searched, k=1).squeeze(1).unique()
     if len(hits) == 1:
@@ -118,9 +118,7 @@ def _fitted(
         hits = torch.cat([hits, torch.tensor([0 if int(hits) else 1])]).sort().values
     found = _predicted(la, gallery, hits.numpy(), batch_size)
     device = asking.mu.device
-    return cc.MatchProbability().fit_retrieval(
-        asking, labels[0].to(device), found, labels[1][hits].to(device)
-    )
+    return cc.MatchProbability().fit_retrieval(asking, labels[0].to(device), found, labels[1][hits].to(device))
 
 
 def _right(
@@ -132,29 +130,13 @@ def _right(
         rows = np.arange(start, min(start + size, len(queries)))
         mine = nearest[start : start + size]
         hits, place = mine.unique(return_inverse=True)
-        found = _predicted(la, gallery, hits.numpy(), size, place)
-        parts.append(_hits(match, _predicted(la, queries, rows, size), found).cpu())
+        found = _predicted(la, gallery, hits.numpy(), size)
+        # The sizes are those of one gallery, of which the fit saw the hits only.
+        known = match._gallery_size
+        parts.append(match.hits(_predicted(la, queries, rows, size), found[place], gallery_size=known).cpu())
     return torch.cat(parts)
 
 
-def _hits(match: cc.MatchProbability, asking: Any, found: Any) -> Tensor:
-    # The sizes are those of one gallery, of which the fit saw the hits only.
-    return match.hits(asking, found, gallery_size=match._gallery_size)
-
-
-def _predicted(la: Any, source: Source, rows: Any, batch_size: int, place: Tensor | None = None) -> Any:
-    """Predictions for some rows as one distribution; in the order ``place`` of the predictions, if it is given."""
-    raw, spread = [], []
-    for batch in _batches(la, source, rows, batch_size):
-        raw.append(batch.raw_mean.detach())
-        spread.append(batch.covariance.detach())
-    mean, covariance = torch.cat(raw), torch.cat(spread)
-    if place is not None:
-        mean, covariance = mean[place.to(mean.device)], covariance[place.to(mean.device)]
-    joined = cc.EmbeddingDistribution.trusted(mean, covariance=covariance)
-    return joined.relative_to(la.typical_norm, la.class_centres)
-
-
-def _batches(la: Any, source: Source, rows: Any, batch_size: int) -> Iterator[Any]:
-    for x, _ in source.loader(batch_size, rows):
-        yield la(x)
+def _predicted(la: Any, source: Source, rows: Any, batch_size: int) -> cc.EmbeddingDistribution:
+    """Predictions for some rows as one distribution."""
+    return cc.EmbeddingDistribution.cat([la(x) for x, _ in source.loader(batch_size, rows)])

@@ -15,6 +15,7 @@ from contrastive_curvature.cli.archive import read_archive
 from contrastive_curvature.cli.errors import BadInputError
 from contrastive_curvature.cli.sources import FEATURES, IMAGES, INPUTS, TEXTS, Columns, Source
 from contrastive_curvature.cli.tables import read_table
+from contrastive_curvature.errors import expected
 from contrastive_curvature.feature_folder import FeatureFolder
 from contrastive_curvature.feature_folder.header import read_header
 from contrastive_curvature.network import given_features
@@ -46,7 +47,7 @@ class ArraySource(Source):
         self._wrap: Callable[[Tensor], Any] = encoder.wrap_features if self.kind == FEATURES else _as_it_is
         if self.kind == FEATURES and encoder.width is not None and self.values.shape[1] != encoder.width:
             wanted = f"features of width {encoder.width} for {encoder.name}"
-            raise BadInputError(f"{self.path}: expected {wanted}, got {self.values.shape[1]}.")
+            raise BadInputError(expected(f"{self.path}", wanted, f"{self.values.shape[1]}"))
 
     def batches(self, rows: NDArray[np.int64], size: int) -> Iterator[tuple[Any, NDArray[np.int64]]]:
         """See :meth:`Source.batches`."""
@@ -98,14 +99,15 @@ class ImageSource(Source):
 
     def __init__(self, path: Path) -> None:
         found = sorted(file for file in path.rglob("*") if file.suffix.lower() in _ENDINGS and file.is_file())
+        found = [file for file in found if not any(p.startswith(".") for p in file.relative_to(path).parts)]
         if not found:
             hint = "A feature folder has a header.json."
-            raise BadInputError(f"{path}: expected images ({', '.join(_ENDINGS)}) or saved features, got none. {hint}")
+            raise BadInputError(expected(f"{path}", f"images ({', '.join(_ENDINGS)}) or saved features", "none", hint))
         parts = [file.relative_to(path).parts for file in found]
         flat = sum(len(each) == 1 for each in parts)
         if 0 < flat < len(parts):
             hint = "Each class has a folder of its own."
-            raise BadInputError(f"{path}: expected images in folders or without, got {flat} beside folders. {hint}")
+            raise BadInputError(expected(f"{path}", "images in folders or without", f"{flat} beside folders", hint))
         self.files = found
         super().__init__(path, ["/".join(p) for p in parts], None if flat else np.array([p[0] for p in parts]))
 
@@ -127,7 +129,7 @@ class ImageSource(Source):
             if odd is not None:
                 shapes = f"{tuple(images[0].shape)} and {tuple(images[odd].shape)} ({self.files[some[odd]]})"
                 hint = "Give a transform that resizes: --encoder's function may return (module, transform)."
-                raise BadInputError(f"{self.path}: expected images of one shape, got {shapes}. {hint}")
+                raise BadInputError(expected(f"{self.path}", "images of one shape", shapes, hint))
             yield torch.stack(images), some
 
     def _read(self, file: Path) -> Tensor:
@@ -137,7 +139,7 @@ class ImageSource(Source):
             with Image.open(file) as image:
                 return self._transform(image.convert("RGB"))
         except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-            raise BadInputError(f"{file}: expected an image, got what cannot be read ({error}).") from error
+            raise BadInputError(expected(f"{file}", "an image", f"what cannot be read ({error})")) from error
 
 
 class TextSource(Source):

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from contrastive_curvature.cli.errors import BadInputError
+from contrastive_curvature.errors import expected
 from contrastive_curvature.feature_folder.header import HEADER
 
 if TYPE_CHECKING:
@@ -79,12 +80,21 @@ class Source(ABC):
         """
         found = self.labels
         if found is None:
-            raise BadInputError(f"{option} {self.path}: expected inputs with classes (labels), got none. {self.where()}")
+            raise BadInputError(expected(f"{option} {self.path}", "inputs with classes (labels)", "none", self.where()))
         return found
 
     @abstractmethod
     def where(self) -> str:
         """Where a source of this kind keeps classes, a sentence."""
+
+    @abstractmethod
+    def prepare(self, encoder: Encoder) -> None:
+        """Take what turns these inputs into the batches of an encoder that :func:`check_takes` has seen.
+
+        Raises:
+            BadInputError: They do not fit it.
+            InputError: They are features of another encoder.
+        """
 
     @abstractmethod
     def batches(self, rows: NDArray[np.int64], size: int) -> Iterator[tuple[Any, NDArray[np.int64]]]:
@@ -138,7 +148,7 @@ def shared_labels(*sources: Source) -> list[Tensor]:
     kinds = {"number" if classes is not None and classes.dtype.kind in "iu" else "text" for classes in found}
     if len(kinds) > 1:
         paths = ", ".join(str(source.path) for source in sources)
-        raise BadInputError(f"{paths}: expected classes of one kind, got numbers and texts. Use the same in all.")
+        raise BadInputError(expected(paths, "classes of one kind", "numbers and texts", "Use the same in all."))
     if kinds == {"number"}:
         return [torch.from_numpy(np.asarray(classes, dtype=np.int64)) for classes in found]
     names = np.unique(np.concatenate([np.asarray(classes) for classes in found]))
@@ -153,14 +163,14 @@ def kind_of(path: Path) -> str:
     """
     wanted = "a feature folder, an image folder with one folder for each class, an .npz, a .csv or a .jsonl"
     if not path.exists():
-        raise BadInputError(f"{path}: expected {wanted}, got a path where nothing is.")
+        raise BadInputError(expected(f"{path}", wanted, "a path where nothing is"))
     if path.is_dir():
         return FEATURES if (path / HEADER).exists() else IMAGES
     if path.suffix.lower() == ".npz":
         return "npz"
     if path.suffix.lower() in TABLES:
         return TEXTS
-    raise BadInputError(f"{path}: expected {wanted}, got a file of another kind.")
+    raise BadInputError(expected(f"{path}", wanted, "a file of another kind"))
 
 
 def open_source(path: Path | str, encoder: Encoder | None = None, columns: Columns | None = None) -> Source:
@@ -190,7 +200,7 @@ def open_source(path: Path | str, encoder: Encoder | None = None, columns: Colum
         opened = source_files.TextSource(path, columns or Columns())
     if encoder is not None:
         check_takes(opened, encoder)
-        opened.prepare(encoder)  # type: ignore[attr-defined]
+        opened.prepare(encoder)
     return opened
 
 
@@ -202,4 +212,4 @@ def check_takes(source: Source, encoder: Encoder) -> None:
     """
     if source.kind not in encoder.takes:
         takes = " or ".join(encoder.takes)
-        raise BadInputError(f"{source.path}: expected {takes} for {encoder.name}, got {source.kind}.")
+        raise BadInputError(expected(f"{source.path}", f"{takes} for {encoder.name}", source.kind))

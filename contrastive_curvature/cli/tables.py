@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contrastive_curvature.cli.errors import BadInputError
+from contrastive_curvature.errors import expected
 
 if TYPE_CHECKING:
     from contrastive_curvature.cli.sources import Columns
@@ -32,12 +33,12 @@ def read_table(path: Path, columns: Columns) -> tuple[list[str], NDArray[Any] | 
         text = row.get(columns.text)
         if not isinstance(text, str) or not text.strip():
             hint = f"The row has {', '.join(map(str, row)) or 'nothing'}; --text-column names another column."
-            raise BadInputError(f"{path}: expected a text in {columns.text!r} of row {number}, got {text!r}. {hint}")
+            raise BadInputError(expected(f"{path}", f"a text in {columns.text!r} of row {number}", f"{text!r}", hint))
         texts.append(text)
         classes.append(row.get(columns.label))
         ids.append(str(number) if columns.id is None else _id(path, row, columns.id, number))
     if not texts:
-        raise BadInputError(f"{path}: expected at least one row, got none.")
+        raise BadInputError(expected(f"{path}", "at least one row", "none"))
     return texts, _classes(path, classes, columns.label), ids
 
 
@@ -51,18 +52,20 @@ def _rows(path: Path) -> Iterator[dict[Any, Any]]:
                 if line.strip():
                     row = json.loads(line)
                     if not isinstance(row, dict):
-                        raise BadInputError(f"{path}: expected one JSON object a line, got {line[:40]!r}, line {number}.")
+                        raise BadInputError(
+                            expected(f"{path}", "one JSON object a line", f"{line[:40]!r}, line {number}")
+                        )
                     yield row
     except OSError as error:
-        raise BadInputError(f"{path}: {error.strerror or error}.") from error
+        raise BadInputError(expected(f"{path}", "a file that can be read", error.strerror or f"{error}")) from error
     except (ValueError, csv.Error) as error:
         kind = "a CSV file with a header" if path.suffix.lower() == ".csv" else "one JSON object a line"
-        raise BadInputError(f"{path}: expected {kind} in UTF-8, got what cannot be read ({error}).") from error
+        raise BadInputError(expected(f"{path}", f"{kind} in UTF-8", f"what cannot be read ({error})")) from error
 
 
 def _id(path: Path, row: dict[Any, Any], name: str, number: int) -> str:
     if row.get(name) is None:
-        raise BadInputError(f"{path}: expected an identifier in {name!r} of row {number}, got none.")
+        raise BadInputError(expected(f"{path}", f"an identifier in {name!r} of row {number}", "none"))
     return str(row[name])
 
 
@@ -71,7 +74,9 @@ def _classes(path: Path, found: list[Any], name: str) -> NDArray[Any] | None:
     if len(missing) == len(found):
         return None
     if missing:
-        raise BadInputError(f"{path}: expected a class in {name!r} of every row or of none, got none in row {missing[0]}.")
+        raise BadInputError(
+            expected(f"{path}", f"a class in {name!r} of every row or of none", f"none in row {missing[0]}")
+        )
     if all(type(value) is int for value in found):
         return np.array(found, dtype=np.int64)
     return np.array([str(value) for value in found])
