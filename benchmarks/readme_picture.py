@@ -83,7 +83,7 @@ def draw(known: Scored, unknown: Scored) -> Figure:
     for row, (title, rows) in enumerate((("most certain", order[:_SHOWN]), ("least certain", order.flip(0)[:_SHOWN]))):
         for k, i in enumerate(rows.tolist()):
             axis = above.add_subplot(2, _SHOWN, row * _SHOWN + k + 1)
-            axis.imshow(known.images[i], cmap="gray_r")
+            axis.imshow(known.images[i].numpy(), cmap="gray_r")
             axis.set(xticks=[], yticks=[])
             axis.spines[:].set_color("#cccccc")
             if k == 0:
