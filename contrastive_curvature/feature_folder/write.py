@@ -74,7 +74,7 @@ def features(
         UnsupportedError: Batches of two views; a loader that leaves points out; no last linear layer, or raw outputs
             that cannot be reached; pyarrow is missing.
     """
-    check_model(encoder)
+    check_model(encoder, half=True)
     options = Options.checked(dtype, format, identifiers, last_layer_name, label_key, rows_per_part)
     if progress_bar is not None:
         check_flag("progress_bar", progress_bar)

@@ -96,10 +96,10 @@ class ContrastiveLaplace(PartwiseFit, CheckedPosterior):
     ) -> None:
         if likelihood != CONTRASTIVE:
             raise InputError(expected("likelihood", repr(CONTRASTIVE), likelihood))
-        check_model(model)
+        check_model(model, half=self.keeps_features)
         kwargs = arguments_by_name(type(self), args, kwargs)
         backend, backend_kwargs = kwargs.pop("backend", backend), kwargs.pop("backend_kwargs", backend_kwargs)
-        check_arguments(kwargs, next(model.parameters()).dtype)
+        check_arguments(kwargs, torch.promote_types(next(model.parameters()).dtype, torch.float32))
         self._temperature_given = "temperature" in kwargs
         self.cost: Tensor | float = 0.0
         self._curvature_options = check_options(self.structure, backend, backend_kwargs, kwargs, self.takes_rank)
@@ -118,6 +118,11 @@ class ContrastiveLaplace(PartwiseFit, CheckedPosterior):
             **kwargs,
         )
         self.likelihood = CONTRASTIVE
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Of the posterior: that of the encoder, and float32 for one in half precision."""
+        return torch.promote_types(super()._dtype, torch.float32)
 
     @property
     def backend(self) -> ContrastiveBackend:

@@ -39,9 +39,11 @@ from contrastive_curvature.laplace.fingerprint import (
     same_encoder,
     same_posterior,
 )
+from contrastive_curvature.network.encoder import at_least_float32
 from contrastive_curvature.network.inputs import Inputs, check_inputs, input_length
 from contrastive_curvature.network.loader import check_batches, check_whole
 from contrastive_curvature.network.refusal import naming_the_input
+from contrastive_curvature.network.texts import is_texts, tokenized
 from contrastive_curvature.progress import Progress
 
 __all__ = ["Calibration", "KnownInputs", "calibrate", "calibrated_reference", "predict", "training_sample"]
@@ -204,7 +206,8 @@ def calibrate(la: Any, loader: Iterable[Any], progress_bar: bool | None = None) 
     check_whole(loader, "loader")
     found = []
     for number, batch in enumerate(Progress(progress_bar).over(loader, "[calibration]")):
-        x = check_inputs(_inputs_of(batch), "loader: inputs of a batch")
+        x = tokenized(la.model, _inputs_of(batch), "loader: inputs of a batch")
+        x = check_inputs(x, "loader: inputs of a batch")
         found.append(_components_of(la, x, number))
     values = torch.cat(found) if found else torch.empty(0)
     if len(values) < 2:
@@ -320,6 +323,8 @@ def _check_shape(mean: Tensor, n: int, dim: int) -> None:
 
 def _inputs_of(batch: Any) -> Any:
     """The inputs of what a loader yields; labels are not used."""
+    if is_texts(batch):
+        return batch
     if isinstance(batch, (tuple, list)):
         if len(batch) not in (1, 2):
             wanted = "batches (x, labels), or of inputs alone"
@@ -375,6 +380,7 @@ def _training_components(la: Any) -> Tensor | None:
             for rows in sample.rows.split(_AT_ONCE):
                 phi = rows.to(layer.weight)
                 z = torch.nn.functional.linear(phi, layer.weight, layer.bias)
-                found.append(components(*_observe(la, Features(z, phi))))
+                features = Features(at_least_float32(z), at_least_float32(phi))
+                found.append(components(*_observe(la, features)))
         la._known = replace(la._known, training=(now, torch.cat(found)))
     return la._known.training[1]

@@ -15,7 +15,7 @@ from contrastive_curvature.laplace.features import Features, RawFeatureExtractor
 from contrastive_curvature.laplace.options import CONTRASTIVE, arguments_by_name
 from contrastive_curvature.laplace.prediction import to_device
 from contrastive_curvature.laplace.state_values import check_inputs, check_number_of, check_takes, kind_of, refuse
-from contrastive_curvature.network.encoder import evaluation_mode
+from contrastive_curvature.network.encoder import at_least_float32, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
 
 __all__ = ["LastLayerLaplace"]
@@ -65,7 +65,7 @@ class LastLayerLaplace(ContrastiveLaplace):
         self._analyse(to_device(self, data))
 
     def _posterior_parameters(self) -> list[Tensor]:
-        return list(self.model.last_layer.parameters())
+        return [at_least_float32(p) for p in self.model.last_layer.parameters()]
 
     def _encoder_dim(self) -> int:
         return self.model.encoder.dim

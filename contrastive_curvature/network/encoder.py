@@ -37,6 +37,7 @@ from contrastive_curvature.network.trace import (
 
 __all__ = [
     "Encoder",
+    "at_least_float32",
     "evaluation_mode",
     "flatten_parameters",
     "weight_norms",
@@ -242,7 +243,7 @@ class Encoder(nn.Module):
         if self._source is not None:
             return self._output_of(self._source, x)
         if self.normalization is None:
-            return _at_least_float32(self._run(x))
+            return at_least_float32(self._run(x))
         return self._input_of(self.normalization, x)
 
     @property
@@ -274,7 +275,7 @@ class Encoder(nn.Module):
             layer = self.require_last_layer()
             self._check_source(self.model, self.last_layer_name, source_of(x))
             phi = read_features(x, layer)
-            return _at_least_float32(layer(phi)), phi
+            return at_least_float32(layer(phi)), phi
         self._see_inputs(x)
         return self._output_and_input(self.require_last_layer(), x)
 
@@ -342,8 +343,8 @@ class Encoder(nn.Module):
             return self.call(self.model, x)
 
 
-def _at_least_float32(t: Tensor) -> Tensor:
-    """Half precision (as under autocast) becomes float32, because sums of curvatures need that precision."""
+def at_least_float32(t: Tensor) -> Tensor:
+    """Half precision (of an encoder, or of autocast) becomes float32, because sums of curvatures need that precision."""
     return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
 
 
@@ -368,7 +369,7 @@ class _Source(NamedTuple):
 
 
 def _copied(t: Tensor) -> Tensor:
-    return _at_least_float32(t.clone())
+    return at_least_float32(t.clone())
 
 
 def _check_feeds(raw: Tensor, out: Tensor) -> None:

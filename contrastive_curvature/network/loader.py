@@ -187,12 +187,16 @@ def in_fixed_order(loader: Any) -> Any:
     )
 
 
-def check_model(model: object) -> None:
+def check_model(model: object, *, half: bool = False) -> None:
     """Refuse what cannot be an encoder.
+
+    Args:
+        model: The encoder.
+        half: Whether it may be in half precision.
 
     Raises:
         InputTypeError: Not a module.
-        InputError: Without parameters, or in half precision.
+        InputError: Without parameters, or in half precision where that is too little.
     """
     if not isinstance(model, nn.Module):
         raise InputTypeError(expected("model", "a torch.nn.Module", f"a {type(model).__name__}"))
@@ -204,8 +208,12 @@ def check_model(model: object) -> None:
     if not parameters:
         raise InputError(expected("model", "an encoder with parameters", "one without"))
     halves = {p.dtype for p in parameters} & {torch.float16, torch.bfloat16}
-    if halves:
-        hint = "A curvature sums many small numbers: call model.float() first."
+    if halves and not half:
+        hint = (
+            "In half precision the gradients of a whole encoder lose the digits that a curvature needs. Call "
+            "model.float() first; or take the posterior of the last layer (subset_of_weights='last_layer'), which "
+            "computes in float32 with the encoder as it is."
+        )
         raise InputError(expected("model", "float32 or float64 parameters", f"{halves.pop()}", hint))
 
 

@@ -46,6 +46,7 @@ from contrastive_curvature.network.loader import check_model, read_batch
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.network.sketch import sketch_size
 from contrastive_curvature.network.subnetwork import SubnetworkPullback
+from contrastive_curvature.network.texts import tokenized_batch
 from contrastive_curvature.network.views import Views, has_views, read_views
 from contrastive_curvature.options import (
     Distance,
@@ -133,7 +134,7 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
         mc_samples: int | None = None,
         negative_samples: int | str | None = "auto",
     ) -> None:
-        check_model(model)
+        check_model(model, half=last_layer)
         self.loss = choose_loss(
             loss,
             margin=margin,
@@ -253,11 +254,13 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
     def read_anchors(self, batch: Any) -> AnchorBatch:
         """Take apart what a loader yields for a loss of anchors; see :func:`read_views`."""
         device, related = next(self.model.parameters()).device, self.relation is not None
+        batch = tokenized_batch(self.model, batch)
         views = read_views(batch, device, self.dict_key_y, related=related)
         return as_anchors(views, self.loss, self.relation, self.positives)
 
     def read(self, batch: Any) -> tuple[Inputs, Tensor]:
         """Take apart what a loader yields, and bring it to the model's device; see :func:`read_batch`."""
+        batch = tokenized_batch(self.model, batch)
         if has_views(batch) and self.relation is None and not isinstance(self.loss, PairLoss):
             msg = "loader: batches of two views. This needs labelled points: yield (x, labels)."
             raise UnsupportedError(msg)
