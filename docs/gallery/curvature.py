@@ -9,13 +9,14 @@
 # %% [markdown]
 # # Curvature, for researchers
 #
-# What does the Hessian of a contrastive loss look like, what does each way of making it positive semidefinite do to it, and how
-# far are Kronecker factors from the exact matrix? On a network that is small enough to write everything down, in float64, with
-# autograd as the judge.
+# What does the Hessian of a contrastive loss look like, what does each way of making it positive semidefinite do to
+# it, and how far are Kronecker factors from the exact matrix? On a network that is small enough to write everything
+# down, in float64, with autograd as the judge.
 
 # %%
 import os
 import platform
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -47,13 +48,15 @@ for _step in range(20 if SMALL else 200):
     optimizer.step()
 x, y = x[:points], y[:points]  # not trained on
 weights = parameters_to_vector(network.parameters()).detach()
-print(f"{points} points, {len(weights)} parameters, {points * (points - 1) // 2:,} pairs, loss {loss(network(x), y):.4f}")
+print(
+    f"{points} points, {len(weights)} parameters, {points * (points - 1) // 2:,} pairs, loss {loss(network(x), y):.4f}"
+)
 
 # %% [markdown]
 # ## In the outputs
 #
-# The loss is a function of N outputs of D numbers, so its Hessian is (N D, N D). `cc.output_hessian` gives it in closed form.
-# `pd_fix="full"` is the exact one. Autograd agrees:
+# The loss is a function of N outputs of D numbers, so its Hessian is (N D, N D). `cc.output_hessian` gives it in
+# closed form. `pd_fix="full"` is the exact one. Autograd agrees:
 
 # %%
 z = network(x).detach()
@@ -62,10 +65,11 @@ ours = cc.output_hessian(z, y, loss=loss, pd_fix="full").dense()
 print(f"relative Frobenius error against autograd: {(ours - exact).norm() / exact.norm():.1e}")
 
 # %% [markdown]
-# It is indefinite: moving along a negative eigenvector lowers the loss to second order. A Gaussian posterior needs a matrix
-# without negative eigenvalues. Each `pd_fix` is a way to one: `positive` keeps positive pairs only, `fixed` drops the blocks
-# between different points, `psd` projects each point's block as well. A softmax loss such as InfoNCE has second derivatives in
-# the cosines, and with them two more: `ggn` keeps the terms with these alone, `psd_parts` adds the projected rest, point by point.
+# It is indefinite: moving along a negative eigenvector lowers the loss to second order. A Gaussian posterior needs a
+# matrix without negative eigenvalues. Each `pd_fix` is a way to one: `positive` keeps positive pairs only, `fixed`
+# drops the blocks between different points, `psd` projects each point's block as well. A softmax loss such as InfoNCE
+# has second derivatives in the cosines, and with them two more: `ggn` keeps the terms with these alone, `psd_parts`
+# adds the projected rest, point by point.
 
 # %%
 contrast, softmax = cc.ContrastiveLoss(0.7, normalization="type"), cc.InfoNCELoss(0.1)
@@ -81,14 +85,20 @@ meaning = {
     "psd_parts": "psd_parts: ggn_fixed + projected rest",
 }
 fig, axes = plt.subplots(1, 2, figsize=(8.4, 4.2))
-for axis, function, title in ((axes[0], contrast, "contrastive loss, margin 0.7"), (axes[1], softmax, "InfoNCE, temperature 0.1")):
+for axis, function, title in (
+    (axes[0], contrast, "contrastive loss, margin 0.7"),
+    (axes[1], softmax, "InfoNCE, temperature 0.1"),
+):
     largest = None
     for (_, fix), style in zip([case for case in cases if case[0] is function], ("-", "--", "-.", ":"), strict=True):
         values = torch.linalg.eigvalsh(cc.output_hessian(z, y, loss=function, pd_fix=fix).dense()).flip(0)
         largest = largest or float(values[0])
         axis.plot(np.linspace(0, 1, len(values)), values / largest, style, label=meaning[fix], linewidth=1.8)
         negative = int((values < -1e-10 * values.abs().max()).sum())
-        print(f"{type(function).__name__:16} {fix:10} eigenvalues: {negative:3} of {len(values)} negative, smallest {values[-1] / largest:+.4f} of the largest of full")
+        print(
+            f"{type(function).__name__:16} {fix:10} eigenvalues: {negative:3} of {len(values)} negative, "
+            f"smallest {values[-1] / largest:+.4f} of the largest of full"
+        )
     axis.axhline(0, color="gray", linewidth=0.8)
     axis.set_yscale("symlog", linthresh=1e-3)
     axis.set(title=title, xlabel="rank of the eigenvalue / N D", ylabel="eigenvalue / largest of full")
@@ -99,10 +109,10 @@ plt.show()
 # %% [markdown]
 # ## In the parameters
 #
-# The library computes the generalised Gauss-Newton matrix `J^T H J`, with the Jacobian `J` of the outputs. The Hessian of the loss
-# in the parameters has one more term, the gradient of the loss in the outputs times the second derivatives of the network.
-# The chain rule says that the two differ by this term alone, and that it vanishes for the last layer, in which the outputs are
-# linear.
+# The library computes the generalised Gauss-Newton matrix `J^T H J`, with the Jacobian `J` of the outputs. The Hessian
+# of the loss in the parameters has one more term, the gradient of the loss in the outputs times the second derivatives
+# of the network. The chain rule says that the two differ by this term alone, and that it vanishes for the last layer,
+# in which the outputs are linear.
 
 # %%
 names = [name for name, _ in network.named_parameters()]
@@ -116,13 +126,22 @@ def loss_of(flat):
 
 
 of_weights = hessian(loss_of)(weights)
-ggn = {fix: cc.ggn(network, x, y, loss=loss, pd_fix=fix, structure="full", clamp=False) for fix in ("full", "positive", "fixed", "psd")}
+ggn = {
+    fix: cc.ggn(network, x, y, loss=loss, pd_fix=fix, structure="full", clamp=False)
+    for fix in ("full", "positive", "fixed", "psd")
+}
 last = slice(len(weights) - shapes[-2].numel() - shapes[-1].numel(), None)
 print(f"all parameters: |J^T H J - Hessian| / |Hessian| = {(ggn['full'] - of_weights).norm() / of_weights.norm():.3f}")
-print(f"last layer:     |J^T H J - Hessian| / |Hessian| = {(ggn['full'] - of_weights)[last, last].norm() / of_weights[last, last].norm():.1e}")
+print(
+    "last layer:     |J^T H J - Hessian| / |Hessian| = "
+    f"{(ggn['full'] - of_weights)[last, last].norm() / of_weights[last, last].norm():.1e}"
+)
 
 fig, axis = plt.subplots(figsize=(6.6, 4))
-curves = {"Hessian of the loss (autograd)": of_weights, **{f"J^T H J, {meaning[fix]}": matrix for fix, matrix in ggn.items()}}
+curves = {
+    "Hessian of the loss (autograd)": of_weights,
+    **{f"J^T H J, {meaning[fix]}": matrix for fix, matrix in ggn.items()},
+}
 top = float(torch.linalg.eigvalsh(of_weights)[-1])
 for (name, matrix), style in zip(curves.items(), ("-", "-", "--", "-.", ":"), strict=True):
     values = torch.linalg.eigvalsh(matrix).flip(0) / top
@@ -134,21 +153,32 @@ axis.legend(frameon=False, fontsize=7.5, loc="upper right")
 plt.show()
 for fix, matrix in ggn.items():
     values = torch.linalg.eigvalsh(matrix)
-    print(f"{fix:9} trace / that of the Hessian: {matrix.trace() / of_weights.trace():.2f}, negative part of the trace: {-values.clamp_max(0).sum() / values.clamp_min(0).sum():.2f} of the positive")
+    print(
+        f"{fix:9} trace / that of the Hessian: {matrix.trace() / of_weights.trace():.2f}, "
+        f"negative part of the trace: {-values.clamp_max(0).sum() / values.clamp_min(0).sum():.2f} of the positive"
+    )
 
 # %% [markdown]
-# Without the blocks between points (`fixed`, `psd`) the matrix has about the same form and a far larger trace: when one point of a
-# pair moves, the other one often moves along, and these blocks are what knows it. A posterior makes up for the size by its
-# temperature.
+# Without the blocks between points (`fixed`, `psd`) the matrix has about the same form and a far larger trace: when
+# one point of a pair moves, the other one often moves along, and these blocks are what knows it. A posterior makes up
+# for the size by its temperature.
 #
 # ## Kronecker factors
 #
-# K-FAC writes the block of each weight matrix as a Kronecker product of a matrix of the outputs and one of the inputs of the layer.
-# The error is measured against the exact block, in the Frobenius norm; keeping nothing at all has the error 1. For fixes with
-# blocks between points there are two approximations: `expand` drops these blocks, `reduce` keeps them.
+# K-FAC writes the block of each weight matrix as a Kronecker product of a matrix of the outputs and one of the inputs
+# of the layer. The error is measured against the exact block, in the Frobenius norm; keeping nothing at all has the
+# error 1. For fixes with blocks between points there are two approximations: `expand` drops these blocks, `reduce`
+# keeps them.
 
 # %%
-kron_cases = [("fixed", "expand"), ("psd", "expand"), ("positive", "expand"), ("positive", "reduce"), ("full", "expand"), ("full", "reduce")]
+kron_cases = [
+    ("fixed", "expand"),
+    ("psd", "expand"),
+    ("positive", "expand"),
+    ("positive", "reduce"),
+    ("full", "expand"),
+    ("full", "reduce"),
+]
 layers = [(number, name) for number, name in enumerate(names) if name.endswith("weight")]
 starts = np.cumsum([0, *(shape.numel() for shape in shapes)])
 errors, pairs_of_blocks = {}, {}
@@ -161,7 +191,14 @@ for fix, approx in kron_cases:
         pairs_of_blocks[fix, approx, number] = block, found
 fig, axis = plt.subplots(figsize=(7.6, 3.2))
 for place, (number, _) in enumerate(layers):
-    bars = axis.bar(np.arange(len(kron_cases)) + 0.27 * (place - 1), [errors[*case, number] for case in kron_cases], 0.25, label=f"layer {place + 1}", hatch=("", "//", "..")[place], edgecolor="white")
+    bars = axis.bar(
+        np.arange(len(kron_cases)) + 0.27 * (place - 1),
+        [errors[*case, number] for case in kron_cases],
+        0.25,
+        label=f"layer {place + 1}",
+        hatch=("", "//", "..")[place],
+        edgecolor="white",
+    )
     axis.bar_label(bars, fmt="%.2f", fontsize=7)
 axis.axhline(1, color="gray", linestyle=":")
 axis.annotate("as wrong as keeping nothing", (-0.4, 1.05), va="bottom", fontsize=8, color="gray")
@@ -173,18 +210,20 @@ axis.set_ylim(0.1, 3 * max(1.0, *errors.values()))
 plt.show()
 
 # %% [markdown]
-# `expand` is worse than nothing where the fix has blocks between points: these cancel most of the rest, and it drops them. For fixes
-# without such blocks, which are the ones that posteriors use, it is a fair approximation. What its error looks like in the last
-# layer, with `psd`: rows and columns are the weights, those of one output after those of another.
-# A Kronecker product has the same pattern of inputs for any two outputs, so it keeps the blocks on the diagonal and loses much of
-# what is between different outputs.
+# `expand` is worse than nothing where the fix has blocks between points: these cancel most of the rest, and it drops
+# them. For fixes without such blocks, which are the ones that posteriors use, it is a fair approximation. What its
+# error looks like in the last layer, with `psd`: rows and columns are the weights, those of one output after those of
+# another. A Kronecker product has the same pattern of inputs for any two outputs, so it keeps the blocks on the
+# diagonal and loses much of what is between different outputs.
 
 # %%
 number = layers[-1][0]
 block, found = pairs_of_blocks["psd", "expand", number]
 size = float(block.abs().max())
 fig, axes = plt.subplots(1, 3, figsize=(8.4, 2.9))
-for axis, matrix, title in zip(axes, (block, found, found - block), ("exact", "Kronecker product", "difference"), strict=True):
+for axis, matrix, title in zip(
+    axes, (block, found, found - block), ("exact", "Kronecker product", "difference"), strict=True
+):
     shown = axis.imshow(matrix / size, cmap="PuOr", vmin=-1, vmax=1)
     axis.set(title=title, xticks=[], yticks=[], xlabel="weights of layer 3")
 fig.colorbar(shown, ax=axes, label="entry / largest exact one", shrink=0.9)
@@ -193,8 +232,8 @@ plt.show()
 # %% [markdown]
 # ## Without writing it down
 #
-# For networks whose matrix does not fit anywhere, the same curvature is a linear operator of curvlinops, over all pairs of a data
-# set. Its largest eigenvalues come from products with vectors alone:
+# For networks whose matrix does not fit anywhere, the same curvature is a linear operator of curvlinops, over all
+# pairs of a data set. Its largest eigenvalues come from products with vectors alone:
 
 # %%
 fixed = cc.ContrastiveLoss(0.7, normalization="type", pd_fix="psd")
@@ -207,14 +246,9 @@ print("dense:            ", np.array2string(dense, precision=6))
 # %% [markdown]
 # More: [what is computed](../theory.md), [losses](../losses.md), [backends](../backends.md).
 
+
 # %%
-def machine():
-    try:
-        lines = open("/proc/cpuinfo", encoding="utf-8").read().splitlines()
-        cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        cpu = platform.processor()
-    return f"{cpu}, {torch.get_num_threads()} thread(s), torch {torch.__version__}, Python {platform.python_version()}"
-
-
-print("All numbers of this page are computed in it, on", machine())
+info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
+cpu = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), platform.processor())
+print(f"All numbers of this page are computed in it, on: {cpu}, {torch.get_num_threads()} thread(s),")
+print(f"torch {torch.__version__}, Python {platform.python_version()}")

@@ -9,15 +9,16 @@
 # %% [markdown]
 # # A tour on handwritten digits
 #
-# From a small encoder to scores that can be trusted, in one page: train an encoder, fit its posterior, look at the pictures
-# that it is most and least sure of, tell digits that it has never seen, and give each answer a probability.
+# From a small encoder to scores that can be trusted, in one page: train an encoder, fit its posterior, look at the
+# pictures that it is most and least sure of, tell digits that it has never seen, and give each answer a probability.
 #
-# The data are scikit-learn's digits, 1,797 pictures of 8 x 8 pixels. The encoder learns the digits 0 to 7. Digits 8 and 9 are
-# kept away from it: they play the unknown kind of input that turns up after the training.
+# The data are scikit-learn's digits, 1,797 pictures of 8 x 8 pixels. The encoder learns the digits 0 to 7. Digits 8
+# and 9 are kept away from it: they play the unknown kind of input that turns up after the training.
 
 # %%
 import os
 import platform
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -31,7 +32,9 @@ import contrastive_curvature as cc
 
 SMALL = "GALLERY_SMALL" in os.environ  # for the test of this page
 plt.style.use("tableau-colorblind10")
-plt.rcParams.update({"figure.dpi": 90, "axes.spines.top": False, "axes.spines.right": False, "figure.constrained_layout.use": True})
+plt.rcParams.update(
+    {"figure.dpi": 90, "axes.spines.top": False, "axes.spines.right": False, "figure.constrained_layout.use": True}
+)
 torch.manual_seed(0)
 
 pictures, digits = (torch.as_tensor(part) for part in load_digits(return_X_y=True))
@@ -46,7 +49,10 @@ def loader(rows):
     return DataLoader(TensorDataset(known[rows], labels[rows]), batch_size=250, shuffle=True)
 
 
-print(f"known digits: {len(train)} for training, {len(validation)} for validation, {len(test)} for the test; unknown: {len(unknown)}")
+print(
+    f"known digits: {len(train)} for training, {len(validation)} for validation, "
+    f"{len(test)} for the test; unknown: {len(unknown)}"
+)
 
 # %% [markdown]
 # ## Train an encoder
@@ -66,8 +72,8 @@ for _epoch in range(5 if SMALL else 30):
 # %% [markdown]
 # ## Fit the posterior
 #
-# Three lines. `fit` reads the training data, `optimize_prior_precision` chooses the prior in closed form, and `calibrate` takes
-# known pictures that the encoder was not trained on, without their labels.
+# Three lines. `fit` reads the training data, `optimize_prior_precision` chooses the prior in closed form, and
+# `calibrate` takes known pictures that the encoder was not trained on, without their labels.
 
 # %%
 la = Laplace(encoder, likelihood="contrastive")
@@ -84,9 +90,9 @@ print(f"nearest training picture is of the same digit: {right.float().mean():.1%
 # %% [markdown]
 # ## Which pictures is it sure of?
 #
-# `uncertainty` is the angle, in radians, by which a network drawn from the posterior typically turns an embedding. These are the
-# test pictures with the smallest and the largest. Above each: its digit, and the digit of its nearest training picture, where
-# that is another one.
+# `uncertainty` is the angle, in radians, by which a network drawn from the posterior typically turns an embedding.
+# These are the test pictures with the smallest and the largest. Above each: its digit, and the digit of its nearest
+# training picture, where that is another one.
 
 # %%
 ranked = embedding.uncertainty.argsort()
@@ -95,7 +101,11 @@ for rows, half, title in ((ranked[:20], axes[:2], "most certain"), (ranked[-20:]
     for axis, row in zip(half.flat, rows, strict=True):
         truth, answer = int(labels[test][row]), int(labels[train][found[row]])
         axis.imshow(known[test][row].view(8, 8), cmap="gray_r")
-        axis.set_title(str(truth) if truth == answer else f"{truth}, taken for {answer}", fontsize=8, color="black" if truth == answer else "#c85200")
+        axis.set_title(
+            str(truth) if truth == answer else f"{truth}, taken for {answer}",
+            fontsize=8,
+            color="black" if truth == answer else "#c85200",
+        )
         axis.set(xticks=[], yticks=[])
         axis.spines[:].set_visible(False)
     half[0, 0].set_ylabel(title, y=-0.1, fontsize=9)
@@ -104,8 +114,8 @@ plt.show()
 # %% [markdown]
 # ## May we trust the answers that it is sure of?
 #
-# Sort the test pictures by a score, keep the most certain share, and count how many of their nearest neighbours are right. A
-# useful score climbs towards the left. The line of chance is the accuracy of all.
+# Sort the test pictures by a score, keep the most certain share, and count how many of their nearest neighbours are
+# right. A useful score climbs towards the left. The line of chance is the accuracy of all.
 
 # %%
 scores = {
@@ -126,8 +136,8 @@ for name, score in scores.items():
 # %% [markdown]
 # ## Digits that it has never seen
 #
-# `p_value` is the share of known pictures that are at least as unusual as this one. Of known pictures it is uniform, whatever the
-# encoder. Of unknown ones it should be small.
+# `p_value` is the share of known pictures that are at least as unusual as this one. Of known pictures it is uniform,
+# whatever the encoder. Of unknown ones it should be small.
 
 # %%
 strange = la(unknown)
@@ -141,8 +151,9 @@ alphas = np.linspace(0.005, 0.3, 60)
 middle.plot(alphas, [(embedding.p_value <= a).double().mean() for a in alphas], label="digits 0 to 7: false alarms")
 middle.plot(alphas, [(strange.p_value <= a).double().mean() for a in alphas], "--", label="digits 8 and 9: found")
 middle.plot(alphas, alphas, ":", color="gray", label="false alarms as promised")
-middle.set(xlabel="alpha, which you choose", ylabel="share called unknown", ylim=(0, 1))
-middle.legend(frameon=False)
+middle.set(xlabel="alpha, which you choose", ylabel="share called unknown", ylim=(0, 1.45))
+middle.set_yticks(np.linspace(0, 1, 6))
+middle.legend(frameon=False, fontsize=8, loc="upper left")
 plt.show()
 for alpha in (0.01, 0.05, 0.1):
     flagged = [float((~prediction.is_known(alpha)).double().mean()) for prediction in (embedding, strange)]
@@ -151,9 +162,10 @@ for alpha in (0.01, 0.05, 0.1):
 # %% [markdown]
 # ## The probability that an answer is right
 #
-# `MatchProbability` turns a search into a probability. It learns from labelled validation pictures, among them some whose digit is
-# not in the gallery: here half of the 8s and 9s. It is judged on the other half and the test pictures. Below, pictures are put
-# into groups by their probability; in each, the share of right answers should be that probability.
+# `MatchProbability` turns a search into a probability. It learns from labelled validation pictures, among them some
+# whose digit is not in the gallery: here half of the 8s and 9s. It is judged on the other half and the test pictures.
+# Below, pictures are put into groups by their probability; in each, the share of right answers should be that
+# probability.
 
 # %%
 half = len(unknown) // 2
@@ -182,22 +194,20 @@ for x, y, rows in zip(means, shares, inside, strict=True):
 axis.set(xlabel="probability of a right match", ylabel="share of right matches", xlim=(0, 1), ylim=(0, 1.05))
 axis.legend(frameon=False)
 plt.show()
-print(f"Brier score {((answers.right.double() - correct) ** 2).mean():.3f}; of a constant guess {correct.mean() * (1 - correct.mean()):.3f}")
+print(
+    f"Brier score {((answers.right.double() - correct) ** 2).mean():.3f}; "
+    f"of a constant guess {correct.mean() * (1 - correct.mean()):.3f}"
+)
 
 # %% [markdown]
 # ## Where to go from here
 #
-# The same lines work for your encoder: see the [recipes](../recipes/index.md). [One threshold](../threshold.md) says what the
-# p-value guarantees, [is a match real?](../matching.md) what the probability needs.
+# The same lines work for your encoder: see the [recipes](../recipes/index.md). [One threshold](../threshold.md) says
+# what the p-value guarantees, [is a match real?](../matching.md) what the probability needs.
+
 
 # %%
-def machine():
-    try:
-        names = [line for line in open("/proc/cpuinfo", encoding="utf-8") if line.startswith("model name")]
-        cpu = names[0].split(":", 1)[1].strip()
-    except (OSError, IndexError):
-        cpu = platform.processor()
-    return f"{cpu}, {torch.get_num_threads()} threads, torch {torch.__version__}, Python {platform.python_version()}"
-
-
-print("All numbers of this page are computed in it, on", machine())
+info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
+cpu = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), platform.processor())
+print(f"All numbers of this page are computed in it, on: {cpu}, {torch.get_num_threads()} thread(s),")
+print(f"torch {torch.__version__}, Python {platform.python_version()}")

@@ -1,7 +1,7 @@
 """Run the gallery's scripts, and write each beside itself as a notebook with its figures.
 
-Run, in the repository's root: ``python docs/gallery/execute.py`` for all, ``python docs/gallery/execute.py digits faces``
-for some. A script that fails leaves its old notebook as it is.
+Run, in the repository's root: ``python docs/gallery/execute.py`` for all pages, with names such as ``digits faces`` for
+some. A script that fails leaves its old notebook as it is.
 """
 
 from __future__ import annotations

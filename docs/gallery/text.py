@@ -9,10 +9,11 @@
 # %% [markdown]
 # # Text: queries that nobody planned for
 #
-# An assistant knows 150 intents: "what is my balance", "translate hello into French". It answers a query by the intent of the
-# nearest query that it was trained on. What about "how long do cats live"? This page trains a small encoder of texts on
-# [CLINC150](https://github.com/clinc/oos-eval) (CC BY 3.0), whose 1,000 out-of-scope queries were written by people, and asks
-# three things: Is this query of a kind that the assistant knows? Is the answer right? How sure is that?
+# An assistant knows 150 intents: "what is my balance", "translate hello into French". It answers a query by the intent
+# of the nearest query that it was trained on. What about "how long do cats live"? This page trains a small encoder of
+# texts on [CLINC150](https://github.com/clinc/oos-eval) (CC BY 3.0), whose 1,000 out-of-scope queries were written by
+# people, and asks three things: Is this query of a kind that the assistant knows? Is the answer right? How sure is
+# that?
 
 # %%
 import os
@@ -41,12 +42,13 @@ plt.rcParams["figure.constrained_layout.use"] = True
 def made_up():
     """Sentences of eight made-up intents, and of others, where CLINC150 is absent."""
     source = random.Random(0)
-    verbs = "show tell give find send read play open stop move".split()
+    verbs = ["show", "tell", "give", "find", "send", "read", "play", "open"]
     intents = ["my account balance", "the weather today", "a train to town", "an alarm for six", "this song again"]
     intents += ["the light upstairs", "a table for two", "my last messages"]
 
     def query(about):
-        return f"{source.choice(['please', 'can you', 'could you', 'now'])} {source.choice(verbs)} {source.choice(['me', 'us'])} {about}"
+        start = source.choice(["please", "can you", "could you", "now"])
+        return f"{start} {source.choice(verbs)} {source.choice(['me', 'us'])} {about}"
 
     sizes = {"train": 320, "val": 240, "test": 240}
     numbers = {part: np.arange(size) % len(intents) for part, size in sizes.items()}
@@ -67,8 +69,8 @@ print({part: len(found) for part, found in texts.items()}, "out of scope:", len(
 # %% [markdown]
 # ## The encoder
 #
-# Vectors of words, of pairs of words and of runs of letters, averaged, then two layers: small, fast, and trained here from nothing
-# with the supervised contrastive loss. Yours may be a transformer; what follows is the same
+# Vectors of words, of pairs of words and of runs of letters, averaged, then two layers: small, fast, and trained here
+# from nothing with the supervised contrastive loss. Yours may be a transformer; what follows is the same
 # ([sentence-transformers](../recipes/sentence_transformers.md), [transformers](../recipes/transformers.md)).
 
 # %%
@@ -83,8 +85,8 @@ print(f"loss of the first epoch {losses[0]:.2f}, of the last {losses[-1]:.2f}")
 # %% [markdown]
 # ## The posterior
 #
-# The validation queries are known ones that the encoder was not trained on: they calibrate the p-values. No out-of-scope query is
-# used.
+# The validation queries are known ones that the encoder was not trained on: they calibrate the p-values. No
+# out-of-scope query is used.
 
 # %%
 la = Laplace(encoder, likelihood="contrastive", backend_kwargs={"loss": cc.SupConLoss(0.1)})
@@ -109,9 +111,10 @@ print(f"intent of the nearest training query is right: {right.double().mean():.1
 # %% [markdown]
 # ## Is this query of a kind that it knows?
 #
-# Left: four scores, and how well each tells out-of-scope queries from test queries (AUROC: the probability that an out-of-scope
-# query has the larger score; 0.5 is chance). `1 - cosine` to the nearest training query needs all of them at hand; `novelty`
-# needs none. Right: the p-value turned into a decision, with the share of false alarms that you choose.
+# Left: four scores, and how well each tells out-of-scope queries from test queries (AUROC: the probability that an
+# out-of-scope query has the larger score; 0.5 is chance). `1 - cosine` to the nearest training query needs all of them
+# at hand; `novelty` needs none. Right: the p-value turned into a decision, with the share of false alarms that you
+# choose.
 
 # %%
 scores = {
@@ -134,10 +137,15 @@ middle.set(xlabel="alpha, which you choose", ylabel="share called unknown", ylim
 middle.legend(frameon=False, fontsize=8, loc="upper left")
 plt.show()
 for alpha in (0.01, 0.05, 0.1):
-    print(f"alpha = {alpha}: called unknown are {(~test.is_known(alpha)).double().mean():.1%} of the test queries and {(~strange.is_known(alpha)).double().mean():.1%} of those out of scope")
+    print(
+        f"alpha = {alpha}: called unknown are {(~test.is_known(alpha)).double().mean():.1%} of the test queries "
+        f"and {(~strange.is_known(alpha)).double().mean():.1%} of those out of scope"
+    )
 
 # %% [markdown]
-# Some of them. Out-of-scope queries with a large p-value look like known ones to this encoder, which sees words and not meaning.
+# Some of them. Out-of-scope queries with a large p-value look like known ones to this encoder, which sees words and
+# not meaning.
+
 
 # %%
 def show(title, rows, part, prediction):
@@ -153,9 +161,9 @@ show("In scope, called unknown:", test.novelty.argsort(descending=True)[:6], tex
 # %% [markdown]
 # ## Which answers to give?
 #
-# Now both kinds of queries come together, test queries and those out of scope, for which any answer is wrong. Sort them by a
-# score, answer only the most certain share, and count the right answers. `cc.RetrievalUncertainty` puts both questions into one
-# score: is the query known, and is its neighbour close, and alone in being so?
+# Now both kinds of queries come together, test queries and those out of scope, for which any answer is wrong. Sort
+# them by a score, answer only the most certain share, and count the right answers. `cc.RetrievalUncertainty` puts both
+# questions into one score: is the query known, and is its neighbour close, and alone in being so?
 
 # %%
 ranking = cc.RetrievalUncertainty(gallery.mu, validation.novelty, labels=labels["train"])
@@ -170,7 +178,12 @@ best = float(correct.mean())
 fig, axis = plt.subplots(figsize=(6.6, 3.8))
 for (name, score), style in zip(both.items(), ("-", "--", "-.", ":"), strict=True):
     curve = cc.metrics.sparsification_curve(score, correct)
-    axis.plot(1 - curve.removed[:-50], curve.performance[:-50], style, label=f"{name} (area {cc.metrics.ausc(score, correct):.3f})")
+    axis.plot(
+        1 - curve.removed[:-50],
+        curve.performance[:-50],
+        style,
+        label=f"{name} (area {cc.metrics.ausc(score, correct):.3f})",
+    )
 kept = np.linspace(0.02, 1, 100)
 axis.plot(kept, np.minimum(1, best / kept), color="black", linewidth=0.8, label="the best possible")
 axis.set(xlabel="share of the queries that is answered, the most certain first", ylabel="share of right answers")
@@ -180,9 +193,9 @@ plt.show()
 # %% [markdown]
 # ## How sure is that?
 #
-# `MatchProbability` gives each answer a probability. It has to see some queries without a match: here the validation queries and
-# a fifth of the out-of-scope ones, about as many in a hundred as in the rest, on which it is judged. Beside it the same regression
-# on the cosine alone.
+# `MatchProbability` gives each answer a probability. It has to see some queries without a match: here the validation
+# queries and a fifth of the out-of-scope ones, about as many in a hundred as in the rest, on which it is judged.
+# Beside it the same regression on the cosine alone.
 
 # %%
 part = len(beyond) // 5
@@ -203,7 +216,10 @@ for shift, (use, name, mark) in enumerate(((True, "with uncertainties", "o"), (F
     x, y = ([float(values[rows].mean()) for rows in inside] for values in (answer.right, hit))
     error = [float((hit[rows].mean() * (1 - hit[rows].mean()) / rows.sum()).sqrt()) for rows in inside]
     axis.errorbar(x, y, error, fmt=mark, capsize=3, markersize=5, label=name, color=("C0", "C1")[shift])
-    print(f"{name}: Brier score {(answer.right.double() - hit).square().mean():.4f}, wrong decisions at 0.5: {((answer.right > 0.5).double() != hit).double().mean():.2%}")
+    print(
+        f"{name}: Brier score {(answer.right.double() - hit).square().mean():.4f}, "
+        f"wrong decisions at 0.5: {((answer.right > 0.5).double() != hit).double().mean():.2%}"
+    )
 axis.set(xlabel="probability of a right answer", ylabel="share of right answers", xlim=(0, 1.02), ylim=(0, 1.05))
 axis.legend(frameon=False, fontsize=8)
 plt.show()
@@ -211,14 +227,9 @@ plt.show()
 # %% [markdown]
 # More: [one threshold](../threshold.md), [is a match real?](../matching.md).
 
+
 # %%
-def machine():
-    try:
-        lines = open("/proc/cpuinfo", encoding="utf-8").read().splitlines()
-        cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        cpu = platform.processor()
-    return f"{cpu}, {torch.get_num_threads()} thread(s), torch {torch.__version__}, Python {platform.python_version()}"
-
-
-print("All numbers of this page are computed in it, on", machine())
+info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
+cpu = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), platform.processor())
+print(f"All numbers of this page are computed in it, on: {cpu}, {torch.get_num_threads()} thread(s),")
+print(f"torch {torch.__version__}, Python {platform.python_version()}")

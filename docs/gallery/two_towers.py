@@ -9,12 +9,14 @@
 # %% [markdown]
 # # Two towers: pictures and captions
 #
-# CLIP in small. One encoder embeds pictures of digits, another one captions such as "a bold seven", and both meet on one sphere.
-# Then a picture is classified by prompts alone, "a seven", and both, picture and prompt, know how sure they are.
+# CLIP in small. One encoder embeds pictures of digits, another one captions such as "a bold seven", and both meet on
+# one sphere. Then a picture is classified by prompts alone, "a seven", and both, picture and prompt, know how sure
+# they are.
 
 # %%
 import os
 import platform
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -34,17 +36,18 @@ plt.rcParams["figure.constrained_layout.use"] = True
 # %% [markdown]
 # ## The pairs
 #
-# Pictures of scikit-learn's digits, and captions that say which digit it is, how strong the strokes are (by the sum of the pixels),
-# and sometimes only one of the two. Many pictures share a caption, so a batch has many right answers for each picture.
+# Pictures of scikit-learn's digits, and captions that say which digit it is, how strong the strokes are (by the sum of
+# the pixels), and sometimes only one of the two. Many pictures share a caption, so a batch has many right answers for
+# each picture.
 
 # %%
-NAMES = "zero one two three four five six seven eight nine".split()
+NAMES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 pictures, digits = (torch.as_tensor(part) for part in load_digits(return_X_y=True))
 pictures = pictures.float() / 16
 ink = pictures.sum(1)
 thirds = ink.quantile(torch.tensor([1 / 3, 2 / 3]))
 stroke = torch.bucketize(ink, thirds)
-STROKES = "light plain bold".split()
+STROKES = ["light", "plain", "bold"]
 WORDS = {word: number for number, word in enumerate(["a", "an", "digit", *NAMES, *STROKES])}
 
 
@@ -78,9 +81,9 @@ plt.show()
 # %% [markdown]
 # ## Train both towers
 #
-# With a supervised contrastive loss between the towers: a picture belongs to all captions of its batch that are true of it, which is
-# approximated here by the digit. `cc.SupConLoss(...).between(a, b, (labels_a, labels_b))` is that loss. Captions that name no
-# digit are left to themselves: each has a label of its own.
+# With a supervised contrastive loss between the towers: a picture belongs to all captions of its batch that are true
+# of it, which is approximated here by the digit. `cc.SupConLoss(...).between(a, b, (labels_a, labels_b))` is that
+# loss. Captions that name no digit are left to themselves: each has a label of its own.
 
 # %%
 towers = cc.TwoTowers(
@@ -126,11 +129,21 @@ print(f"zero-shot: {right.double().mean():.1%} of {len(test)} test pictures are 
 # %% [markdown]
 # ## Which prompts say enough?
 #
-# The text tower is uncertain, too. A prompt without the name of a digit ("a digit", "a bold digit"), or with words that the
-# tower has never read together, should be less certain than "a seven".
+# The text tower is uncertain, too. A prompt without the name of a digit ("a digit", "a bold digit"), or with words
+# that the tower has never read together, should be less certain than "a seven".
 
 # %%
-asked = ["a seven", "a bold seven", "a three", "a light three", "a digit", "a bold digit", "a bold light digit", "seven three", "zero nine"]
+asked = [
+    "a seven",
+    "a bold seven",
+    "a three",
+    "a light three",
+    "a digit",
+    "a bold digit",
+    "a bold light digit",
+    "seven three",
+    "zero nine",
+]
 spread = la.b(tokens_of(asked)).uncertainty
 fig, axis = plt.subplots(figsize=(6.4, 3))
 colours = ["C0" if any(name in text for name in NAMES) and text.startswith("a") else "C1" for text in asked]
@@ -141,8 +154,8 @@ plt.show()
 # %% [markdown]
 # ## A cosine with error bars
 #
-# For two test pictures, the cosines to the ten prompts, with two standard deviations that come from both posteriors: the test
-# picture of which the image tower is most certain, and the one of which it is least certain.
+# For two test pictures, the cosines to the ten prompts, with two standard deviations that come from both posteriors:
+# the test picture of which the image tower is most certain, and the one of which it is least certain.
 
 # %%
 cosine = cc.similarity(image, prompt, pairwise=True)
@@ -161,9 +174,11 @@ plt.show()
 # %% [markdown]
 # ## Probabilities under harm
 #
-# Cover more and more of each picture. The classifier gets worse; do its probabilities say so? `classifier.probabilities` integrates
-# the softmax over the uncertain picture and the uncertain prompts. The plain softmax of the mean directions is what one would take
-# without a posterior. Both get one temperature from validation pictures, half of which are covered in part.
+# Cover more and more of each picture. The classifier gets worse; do its probabilities say so?
+# `classifier.probabilities` integrates the softmax over the uncertain picture and the uncertain prompts. The plain
+# softmax of the mean directions is what one would take without a posterior. Both get one temperature from validation
+# pictures, half of which are covered in part.
+
 
 # %%
 def cover(rows, lines):
@@ -175,7 +190,9 @@ def cover(rows, lines):
 
 
 levels = range(0, 7)
-seen = torch.cat([cover(validation[:200], 0), *(cover(validation[200 + 50 * i : 250 + 50 * i], i + 1) for i in range(4))])
+seen = torch.cat(
+    [cover(validation[:200], 0), *(cover(validation[200 + 50 * i : 250 + 50 * i], i + 1) for i in range(4))]
+)
 plain = cc.ZeroShotClassifier(prompt.mu, scale=1 / TEMPERATURE)
 plain.fit_temperature(la.a(seen).mu, digits[validation].long())
 classifier.fit_temperature(la.a(seen), digits[validation].long())
@@ -185,8 +202,12 @@ for lines in levels:
     both = classifier.probabilities(harmed), plain.probabilities(harmed.mu)
     correct = [p.argmax(1) == digits[test] for p in both]
     rows.append(
-        [float(correct[0].double().mean()), *(float(p.max(1).values.mean()) for p in both), float(harmed.uncertainty.median()),
-         float((~harmed.is_known(0.05)).double().mean())]
+        [
+            float(correct[0].double().mean()),
+            *(float(p.max(1).values.mean()) for p in both),
+            float(harmed.uncertainty.median()),
+            float((~harmed.is_known(0.05)).double().mean()),
+        ]
     )
 accuracy, integrated, of_means, uncertainty, flagged = np.array(rows).T
 fig, axes = plt.subplots(1, 3, figsize=(8.6, 3))
@@ -213,9 +234,10 @@ for name, one in (("integrated over both posteriors", classifier), ("of the mean
     print(f"Brier score of the confidence, {name}, by covered lines: " + ", ".join(f"{value:.3f}" for value in brier))
 
 # %% [markdown]
-# The integral changes the confidence by little here: the error bars of the cosines are small against what one temperature, fitted on
-# whole and covered pictures together, does to all of them. It leaves the confidence too low for whole pictures and too high for
-# covered ones. What sees the harm is the uncertainty and the p-value: reject by these first, and classify what is left.
+# The integral changes the confidence by little here: the error bars of the cosines are small against what one
+# temperature, fitted on whole and covered pictures together, does to all of them. It leaves the confidence too low for
+# whole pictures and too high for covered ones. What sees the harm is the uncertainty and the p-value: reject by these
+# first, and classify what is left.
 
 # %%
 kept_right, kept = [], []
@@ -223,21 +245,21 @@ for lines in levels:
     harmed = la.a(cover(test, lines))
     known = harmed.is_known(0.05)
     kept.append(float(known.double().mean()))
-    kept_right.append(float((classifier.predict(harmed) == digits[test])[known].double().mean()) if known.any() else float("nan"))
+    kept_right.append(
+        float((classifier.predict(harmed) == digits[test])[known].double().mean()) if known.any() else float("nan")
+    )
 for lines, share, accuracy_of_kept in zip(levels, kept, kept_right, strict=True):
-    print(f"{lines} lines covered: {share:6.1%} kept at alpha = 0.05, {accuracy_of_kept:.1%} of them right; of all {accuracy[lines]:.1%}")
+    print(
+        f"{lines} lines covered: {share:6.1%} kept at alpha = 0.05, "
+        f"{accuracy_of_kept:.1%} of them right; of all {accuracy[lines]:.1%}"
+    )
 
 # %% [markdown]
 # With your own CLIP: [open_clip](../recipes/open_clip.md), [two towers](../clip.md).
 
+
 # %%
-def machine():
-    try:
-        lines = open("/proc/cpuinfo", encoding="utf-8").read().splitlines()
-        cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        cpu = platform.processor()
-    return f"{cpu}, {torch.get_num_threads()} thread(s), torch {torch.__version__}, Python {platform.python_version()}"
-
-
-print("All numbers of this page are computed in it, on", machine())
+info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
+cpu = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), platform.processor())
+print(f"All numbers of this page are computed in it, on: {cpu}, {torch.get_num_threads()} thread(s),")
+print(f"torch {torch.__version__}, Python {platform.python_version()}")

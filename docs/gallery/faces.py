@@ -1,0 +1,252 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+# ---
+
+# %% [markdown]
+# # Faces: a network that somebody else trained
+#
+# The usual case: a pretrained encoder, your own pictures, people whom nobody trained on. MobileFaceNet, from [its ncnn
+# port](https://github.com/liguiyuan/mobilefacenet-ncnn), embeds the faces of [Labelled Faces in the
+# Wild](http://vis-www.cs.umass.edu/lfw/). Which faces is it unsure of? Does it see that a picture shows no face? Do
+# two pictures show one person, and how sure is that?
+#
+# The posterior of a last layer needs the features before it only. They were computed once, by `python -m
+# benchmarks.transfer`, which also blurred, covered and rotated some faces. The posterior is fitted on people of the
+# development list; all figures are about the people of the test list.
+
+# %%
+import io
+import os
+import platform
+import zipfile
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from laplace import Laplace
+from torch import nn
+
+import contrastive_curvature as cc
+
+SMALL = "GALLERY_SMALL" in os.environ  # for the test of this page
+DATA = Path(os.environ.get("DATA_ROOT", "../shared/data"))
+FEATURES = Path(os.environ.get("FEATURES_ROOT", "../cache/transfer")) / "faces.npz"
+plt.style.use("tableau-colorblind10")
+plt.rcParams.update({"figure.dpi": 90, "axes.spines.top": False, "axes.spines.right": False})
+plt.rcParams["figure.constrained_layout.use"] = True
+HARMS, LEVELS = ("blur", "contrast", "noise", "occlusion", "rotation"), range(1, 6)
+
+
+def made_up():
+    """Points around one centre for each of many people, where the features of faces are absent."""
+    draw = np.random.default_rng(0)
+    people = 3 * draw.standard_normal((90, 32))
+
+    def pictures(who, blur=0.0):
+        return ((1 - blur) * people[who] + draw.standard_normal((len(who), 32))).clip(0)
+
+    who = {"train": np.arange(300) % 40, "test": 40 + np.arange(240) % 50}
+    found = {f"{part}_features": pictures(rows) for part, rows in who.items()}
+    found |= {f"{part}_labels": rows for part, rows in who.items()}
+    found |= {"weight": draw.standard_normal((16, 32)) / 6, "bias": np.zeros(16), "harmed_rows": np.arange(60)}
+    found |= {f"unknown_{name}": draw.standard_normal((50, 32)).clip(0) for name in ("mnist", "letters", "cifar10")}
+    found |= {f"harmed_{kind}_{level}": pictures(who["test"][:60], level / 6) for kind in HARMS for level in LEVELS}
+    left, right = draw.integers(0, 240, (2, 400))
+    right[:200] = (left[:200] + 50) % 240
+    found |= {"pairs_features": found["test_features"], "pairs_left": left, "pairs_right": right}
+    found |= {"pairs_same": who["test"][left] == who["test"][right], "pairs_fold": np.arange(400) % 10}
+    return found | {"pairs_people_in_train": np.zeros(400, dtype=bool)}
+
+
+if there := FEATURES.exists() and not SMALL:
+    data = dict(np.load(FEATURES))
+else:
+    print("the features of LFW are not there: the numbers of this page are those of a few made-up points")
+    data = made_up()
+data = {
+    name: torch.as_tensor(value, dtype=torch.float32 if value.dtype.kind == "f" else None)
+    for name, value in data.items()
+}
+print({name: tuple(data[name].shape) for name in ("train_features", "test_features", "pairs_left")})
+
+# %% [markdown]
+# ## Fit
+#
+# The encoder is the last linear layer; its inputs are the features. Half of the people of the test list calibrate the
+# p-values, the other half is looked at. Without class centres: the people of the fit are not those who come.
+
+# %%
+encoder = nn.Linear(*data["weight"].shape[::-1])
+encoder.load_state_dict({name: data[name] for name in ("weight", "bias")})
+la = Laplace(encoder, likelihood="contrastive")
+la.fit([(data["train_features"], data["train_labels"])])
+la.optimize_prior_precision()
+la.class_centres = None
+
+people = data["test_labels"].unique()
+shuffled = people[torch.randperm(len(people), generator=torch.Generator().manual_seed(0))]
+first = torch.isin(data["test_labels"], shuffled[: len(people) // 2])
+la.calibrate([data["test_features"][first]])
+rows = (~first).nonzero()[:, 0]
+faces = la(data["test_features"][rows])
+print(
+    f"fitted on {len(data['train_labels']):,} pictures of {len(data['train_labels'].unique()):,} people, "
+    f"calibrated on {int(first.sum()):,}, looked at {len(rows):,} of others"
+)
+
+# %% [markdown]
+# ## The most and the least certain faces
+#
+# Small frontal portraits in even light against profiles, sunglasses, hats, hands, and faces that are cut off.
+
+
+# %%
+def thumbnails():
+    """A picture of LFW for each row of the test features."""
+    names = (DATA / "lfw-py" / "peopleDevTest.txt").read_text(encoding="utf-8").splitlines()[1:]
+    files = [(name, i) for name, count in (line.split() for line in names) for i in range(1, int(count) + 1)]
+    archive = zipfile.ZipFile(DATA / "lfw-py" / "lfw-deepfunneled.zip")
+
+    def read(row):
+        name, number = files[row]
+        picture = plt.imread(io.BytesIO(archive.read(f"lfw-deepfunneled/{name}/{name}_{number:04d}.jpg")), format="jpg")
+        return picture[52:191:2, 58:191:2]  # as the network sees it, at half the size
+
+    return read
+
+
+read = (
+    thumbnails()
+    if there and (DATA / "lfw-py" / "lfw-deepfunneled.zip").exists()
+    else lambda _row: np.full((56, 56, 3), 200)
+)
+ranked = faces.uncertainty.argsort()
+fig, axes = plt.subplots(4, 10, figsize=(8, 3.7))
+for chosen, half, title in ((ranked[:20], axes[:2], "most certain"), (ranked[-20:].flip(0), axes[2:], "least certain")):
+    for axis, row in zip(half.flat, chosen, strict=True):
+        axis.imshow(read(int(rows[row])))
+        axis.set_title(f"{faces.uncertainty[row]:.2f} rad", fontsize=7, pad=2)
+        axis.set(xticks=[], yticks=[])
+        axis.spines[:].set_visible(False)
+    half[0, 0].set_ylabel(title, y=-0.1, fontsize=9)
+plt.show()
+
+# %% [markdown]
+# ## Harm
+#
+# Some hundred faces were blurred, faded, made noisy, covered and rotated, at five levels. Left: does the uncertainty
+# grow with the harm? Right: how often is the nearest other picture still one of the same person?
+
+
+# %%
+def nearest_is_right(embedding, own):
+    """Share of pictures whose nearest unharmed picture, not the picture itself, shows the same person."""
+    everybody = la(data["test_features"]).mu
+    cosines = embedding.mu @ everybody.T
+    cosines[torch.arange(len(own)), own] = -2
+    return float((data["test_labels"][cosines.argmax(1)] == data["test_labels"][own]).double().mean())
+
+
+own = data["harmed_rows"]
+fig, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.3))
+for kind, mark in zip(HARMS, "osD^v", strict=True):
+    levels = [la(data["test_features"][own]), *(la(data[f"harmed_{kind}_{level}"]) for level in LEVELS)]
+    left.plot(range(6), [float(level.uncertainty.median()) for level in levels], f"-{mark}", markersize=4, label=kind)
+    right.plot(range(6), [nearest_is_right(level, own) for level in levels], f"-{mark}", markersize=4, label=kind)
+left.set(xlabel="level of harm (0: none)", ylabel="median uncertainty, radians")
+right.set(xlabel="level of harm (0: none)", ylabel="nearest picture is of the same person", ylim=(0, 1))
+left.legend(frameon=False, fontsize=8)
+plt.show()
+
+# %% [markdown]
+# ## No face at all
+#
+# Digits of MNIST, letters of Omniglot and photographs of CIFAR-10, given to the network as if they were faces. Each
+# dot is a picture; to the left of the line are those that `is_known(0.05)` calls unknown.
+
+# %%
+kinds = {
+    "faces": faces,
+    "digits": la(data["unknown_mnist"]),
+    "letters": la(data["unknown_letters"]),
+    "photographs": la(data["unknown_cifar10"]),
+}
+fig, axis = plt.subplots(figsize=(6.8, 2.9))
+draw = np.random.default_rng(0)
+for place, prediction in enumerate(kinds.values()):
+    p = prediction.p_value[:400]
+    axis.scatter(p, place + draw.uniform(-0.3, 0.3, len(p)), s=5, alpha=0.5)
+    share = float((~prediction.is_known(0.05)).double().mean())
+    axis.annotate(f"{share:.0%} called unknown", (1.15, place), va="center", fontsize=9, annotation_clip=False)
+axis.axvline(0.05, color="gray", linestyle=":")
+axis.annotate("alpha = 0.05", (0.052, 3.55), fontsize=8, color="gray")
+axis.set_xscale("log")
+axis.set_yticks(range(4), kinds)
+axis.set(xlabel="p-value (logarithmic)", xlim=(float(faces.p_value.min()) / 2, 1.1), ylim=(-0.5, 3.9))
+plt.show()
+
+# %% [markdown]
+# ## The same person?
+#
+# LFW's list of pairs, half of which show one person. For each of its ten folds the probability is fitted on the other
+# nine. Beside it, the same with the cosine alone. The posterior has seen the names of some of the people in the list,
+# which helps the uncertainties; so the pairs without any such person are counted apart.
+
+
+# %%
+def embed(side, chosen):
+    return la(data["pairs_features"][data[f"pairs_{side}"][chosen]])
+
+
+probability = {use: torch.zeros(len(data["pairs_same"]), dtype=torch.float64) for use in (True, False)}
+for fold in data["pairs_fold"].unique():
+    held = data["pairs_fold"] == fold
+    for use, found in probability.items():
+        match = cc.MatchProbability(use_uncertainty=use)
+        match.fit_pairs(embed("left", ~held), embed("right", ~held), data["pairs_same"][~held])
+        found[held] = match.same(embed("left", held), embed("right", held)).double()
+
+same = data["pairs_same"].double()
+fig, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.5))
+left.plot([0, 1], [0, 1], ":", color="gray", label="perfect")
+for p, mark, style, name in zip(
+    probability.values(), "os", ("-", "--"), ("with uncertainties", "cosine alone"), strict=True
+):
+    group = torch.bucketize(p, torch.linspace(0, 1, 11, dtype=torch.float64)[1:-1])
+    inside = [group == i for i in range(10) if (group == i).sum() >= 10]
+    x, y = ([float(values[chosen].mean()) for chosen in inside] for values in (p, same))
+    error = [float((same[chosen].mean() * (1 - same[chosen].mean()) / chosen.sum()).sqrt()) for chosen in inside]
+    left.errorbar(x, y, error, fmt=mark, markersize=4, capsize=2, label=name)
+    wrong = ((p > 0.5).double() != same).float()
+    curve = cc.metrics.sparsification_curve(-(p - 0.5).abs(), wrong)
+    right.plot(curve.removed, 100 * curve.performance, style, label=name)
+    apart = ~data["pairs_people_in_train"]
+    print(
+        f"{name}: Brier score {(p - same).square().mean():.4f}, wrong {wrong.mean():.2%}; "
+        f"on {int(apart.sum()):,} pairs of people unknown to the posterior: "
+        f"{(p - same)[apart].square().mean():.4f}, {wrong[apart].mean():.2%}"
+    )
+left.set(xlabel="probability of one person", ylabel="share of pairs of one person")
+left.legend(frameon=False, fontsize=8)
+right.set(
+    xlabel="share of the pairs left to a person, the least certain first",
+    ylabel="wrong decisions among the rest, %",
+    xlim=(0, 0.3),
+)
+right.legend(frameon=False, fontsize=8)
+plt.show()
+
+# %% [markdown]
+# More: [is a match real?](../matching.md), [how good the answers are on many encoders](../transfer.md).
+
+
+# %%
+info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
+cpu = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), platform.processor())
+print(f"All numbers of this page are computed in it, on: {cpu}, {torch.get_num_threads()} thread(s),")
+print(f"torch {torch.__version__}, Python {platform.python_version()}")

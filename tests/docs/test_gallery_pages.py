@@ -1,0 +1,65 @@
+"""The gallery's scripts run, with little data; their executed notebooks are of these scripts, complete, and small."""
+
+import re
+import runpy
+from pathlib import Path
+
+import jupytext
+import matplotlib
+import matplotlib.pyplot as plt
+import nbformat
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+GALLERY = ROOT / "docs" / "gallery"
+SCRIPTS = sorted(script for script in GALLERY.glob("*.py") if script.name != "execute.py")
+scripts = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+
+
+@scripts
+@pytest.mark.filterwarnings("ignore:FigureCanvasAgg is non-interactive:UserWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_script_runs(script, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("GALLERY_SMALL", "1")
+    try:
+        with matplotlib.rc_context():
+            runpy.run_path(str(script), run_name="__main__")
+        drawn = [plt.figure(number) for number in plt.get_fignums()]
+    finally:
+        plt.close("all")
+    assert len(drawn) >= 3
+    named = [axis.get_xlabel() or axis.get_ylabel() for figure in drawn for axis in figure.axes if axis.lines]
+    assert named
+    assert all(named), "an axis with a curve has no label"
+    assert "All numbers of this page are computed in it, on" in capsys.readouterr().out
+
+
+@scripts
+def test_notebook_is_of_the_script_and_complete(script):
+    path = script.with_suffix(".ipynb")
+    executed = nbformat.read(path, as_version=4)
+    assert [cell.source for cell in executed.cells] == [cell.source for cell in jupytext.read(script).cells], (
+        f"run: python docs/gallery/execute.py {script.stem}"
+    )
+    outputs = [output for cell in executed.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error"]
+    assert not [output for output in outputs if output.get("name") == "stderr"]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 3
+    printed = "".join(output.text for output in outputs if output.output_type == "stream")
+    assert re.search(r"computed in it, on: \S", printed), "no machine is named"
+    assert not re.search(r"made-up", printed), "executed without its data"
+    assert path.stat().st_size <= 400_000
+
+
+def test_every_page_is_listed_and_executed_by_the_script():
+    names = {script.stem for script in SCRIPTS}
+    index = (GALLERY / "index.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"\]\((\w+)\.ipynb\)", index)) == names
+    assert set(runpy.run_path(str(GALLERY / "execute.py"))["PAGES"]) == names
+    assert len(names) == 5
+
+
+def test_unknown_pages_are_refused():
+    with pytest.raises(SystemExit, match="no such page: nothing; expected some of digits"):
+        runpy.run_path(str(GALLERY / "execute.py"))["main"](["digits", "nothing"])
