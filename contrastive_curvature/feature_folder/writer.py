@@ -21,6 +21,7 @@ from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.given_features import FeatureSource
 from contrastive_curvature.network.inputs import Inputs, input_length, slice_inputs
 from contrastive_curvature.network.loader import read_batch
+from contrastive_curvature.network.texts import tokenized_batch
 from contrastive_curvature.network.views import has_views
 
 __all__ = ["Writer"]
@@ -70,6 +71,7 @@ class Writer:
             InputError: It is malformed, or not what is there already.
             UnsupportedError: It has two views of every input.
         """
+        batch = tokenized_batch(self.model, batch, "loader")
         if has_views(batch):
             msg = (
                 "loader: batches of two views. A folder keeps one view of every input: yield (x, targets), or fit with "

@@ -23,6 +23,7 @@ from contrastive_curvature.network.layerwise import LayerwisePullback
 from contrastive_curvature.network.loader import check_one_encoder
 from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.network.pullback import KronFactors, Pullback
+from contrastive_curvature.network.texts import tokenized
 from contrastive_curvature.options import (
     Distance,
     KFACApprox,
@@ -121,7 +122,7 @@ def ggn(
     if not isinstance(model, nn.Module):
         raise InputTypeError(expected("model", "a torch.nn.Module", f"a {type(model).__name__}"))
     check_one_encoder(model)
-    check_inputs(x)
+    x = check_inputs(tokenized(model, x))
     model, x = _lift_half(model, x)
     with evaluation_mode(model), torch.no_grad():
         encoder = Encoder(model, slice_inputs(x, slice(0, 8)))

@@ -16,6 +16,7 @@ from contrastive_curvature.jobs.packages import arrow
 from contrastive_curvature.jobs.parquet_parts import ParquetPart, ParquetParts
 from contrastive_curvature.jobs.sources import FolderParts, Parts
 from contrastive_curvature.network.inputs import check_inputs, input_length, move_inputs
+from contrastive_curvature.network.texts import tokenized
 
 __all__ = ["OWN", "embedded", "output_schema"]
 
@@ -67,6 +68,7 @@ def embedded(la: Any, part: Any, schema: Any) -> Iterator[Any]:
     pa, device = arrow(), la._device
     for x, identifiers, columns in _batches(part, others):
         inputs = x[0] if isinstance(x, (tuple, list)) and len(x) == 2 else x
+        inputs = tokenized(la.model, inputs, "read: inputs of a batch")
         if not isinstance(inputs, (Tensor, Mapping)):
             wanted = "x, or (x, targets): tensors or mappings of them"
             raise InputTypeError(expected("read", wanted, f"a {type(inputs).__name__}"))

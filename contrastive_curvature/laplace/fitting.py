@@ -22,6 +22,7 @@ from contrastive_curvature.laplace.state import unchanged_on_error
 from contrastive_curvature.network.encoder import evaluation_mode, flatten_parameters
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
 from contrastive_curvature.network.loader import check_loader, check_whole
+from contrastive_curvature.network.texts import tokenized_batch
 from contrastive_curvature.network.views import read_views
 from contrastive_curvature.pairs.relation import check_labels
 from contrastive_curvature.parts.exchange import Alone, Exchange, check_agreed, present_exchange
@@ -132,7 +133,7 @@ def first_inputs(la: Any, loader: Iterable[Any]) -> Inputs | None:
     """A few inputs of the first batch; ``None`` of an empty loader."""
     for batch in loader:
         # Of two views both are inputs of the encoder.
-        x = read_views(batch, la._device, la.dict_key_y).first
+        x = read_views(tokenized_batch(la.model, batch), la._device, la.dict_key_y).first
         return slice_inputs(x, slice(0, 8))
     return None
 

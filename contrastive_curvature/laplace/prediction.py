@@ -22,6 +22,7 @@ from contrastive_curvature.laplace.checks import check_finite_outputs, check_out
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS, Pullback
+from contrastive_curvature.network.texts import tokenized
 from contrastive_curvature.options import Structure
 from contrastive_curvature.progress import Progress
 
@@ -74,11 +75,12 @@ def refuse_link(link_approx: object) -> None:
 
 
 def to_device(la: Any, x: Inputs) -> Inputs:
-    """Inputs on the device of the posterior.
+    """Inputs on the device of the posterior, and texts as what its encoder takes in.
 
     Raises:
-        InputTypeError: Neither a tensor nor a mapping.
+        InputTypeError: Neither a tensor nor a mapping, nor texts for an encoder with a tokenizer.
     """
+    x = tokenized(la.model, x)
     if not isinstance(x, (Tensor, Mapping)):
         raise InputTypeError(expected("x", "a tensor or a mapping of tensors", f"a {type(x).__name__}"))
     if isinstance(x, Tensor):

@@ -32,6 +32,7 @@ from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
 from contrastive_curvature.network.loader import check_loader, check_whole
 from contrastive_curvature.network.pullback import Pullback
+from contrastive_curvature.network.texts import tokenized_batch
 from contrastive_curvature.progress import Progress
 from contrastive_curvature.two_towers import TwoTowers
 
@@ -302,6 +303,7 @@ class TwoTowerLaplace:
         return [self.a] if self.shared else [self.a, self.b]
 
     def _read(self, batch: Any) -> TowerBatch:
+        batch = tokenized_batch((self.a.model, self.b.model), batch)
         return read_towers(batch, self.a._device, self.loss_of_towers, self.a._curvature_options["positives"])
 
     def _first(self, loader: Iterable[Any]) -> TowerBatch:

@@ -21,6 +21,7 @@ from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, input_length
+from contrastive_curvature.network.texts import tokenized, tokenized_batch
 from contrastive_curvature.network.views import read_views
 from contrastive_curvature.online.discount import DiscountedCurvature
 from contrastive_curvature.online.options import (
@@ -141,6 +142,7 @@ class OnlineLaplace(nn.Module):
         zero = isinstance(sampling_temperature, (int, float)) and sampling_temperature == 0
         if isinstance(sampling_temperature, bool) or not zero:
             check_numbers(sampling_temperature=sampling_temperature)
+        probe = tokenized(encoder, probe, "probe")
         check_probe(probe)
         for name, function in (("loss", loss), ("miner", miner), ("curvature_miner", curvature_miner)):
             if function is not None and not callable(function):
@@ -222,7 +224,7 @@ class OnlineLaplace(nn.Module):
         backend = self._posterior.backend
         device, related = next(self.encoder.parameters()).device, backend.relation is not None
         given = as_anchors(
-            read_views(batch, device, dict_key_y, related=related),
+            read_views(tokenized_batch(self.encoder, batch), device, dict_key_y, related=related),
             backend.loss,
             backend.relation,
             backend.positives,
@@ -244,6 +246,7 @@ class OnlineLaplace(nn.Module):
             InputError: The batch is malformed.
             DivergenceError: An output, a loss or a curvature is not finite, or the posterior precision is not positive.
         """
+        x = tokenized(self.encoder, x)
         if labels is None and pairs is None:
             hint = "For two views of every input, x and labels come from learner.join(batch)."
             raise InputError(expected("labels", "class labels, or pairs=...", "neither", hint))

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from contrastive_curvature.arguments import check_count, check_flag
 from contrastive_curvature.errors import DivergenceError, InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.network.loader import check_loader, read_batch
+from contrastive_curvature.network.texts import tokenized_batch
 from contrastive_curvature.network.views import has_views
 from contrastive_curvature.online.checkpoint import load_checkpoint, save_checkpoint
 from contrastive_curvature.online.content import check_frame, check_states, refused, restore, states_of_process
@@ -198,6 +199,7 @@ class Trainer:
 
     def _read(self, batch: Any, device: torch.device) -> tuple[Any, Any, Any]:
         """Inputs, targets and pairs; a step that knows what to do with two views is asked."""
+        batch = tokenized_batch(self.step, batch)
         join = getattr(getattr(self.step, "module", self.step), "join", None)
         if join is not None and has_views(batch):
             return join(batch, self.dict_key_y)

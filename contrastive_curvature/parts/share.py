@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.network.loader import loader_parts
+from contrastive_curvature.network.texts import is_texts
 from contrastive_curvature.parts.rows import point_keys
 
 __all__ = ["Claim", "Share", "sum_of_keys"]
@@ -176,7 +177,9 @@ def _divides(part: Any) -> bool:
 
 
 def _length(batch: Any) -> int | None:
-    """Number of points of a batch as a loader gives it: that of its first tensor."""
+    """Number of points of a batch as a loader gives it: that of its first tensor or list of texts."""
+    if is_texts(batch):
+        return len(batch)
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.ndim else None
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
@@ -185,6 +188,8 @@ def _length(batch: Any) -> int | None:
 
 def _selected(batch: Any, rows: Tensor) -> Any:
     """Some points of a batch, ``rows`` (B,) boolean."""
+    if is_texts(batch):
+        return [text for text, wanted in zip(batch, rows.tolist(), strict=True) if wanted]
     if isinstance(batch, Tensor):
         return batch[rows.to(batch.device)] if batch.ndim and batch.shape[0] == len(rows) else batch
     if isinstance(batch, Mapping):

@@ -21,6 +21,7 @@ from contrastive_curvature.errors import (
     UnsupportedError,
     expected,
 )
+from contrastive_curvature.network.texts import is_texts, tokenized
 from contrastive_curvature.serving import graph
 from contrastive_curvature.serving.module import ServedEncoder
 from contrastive_curvature.serving.numpy_scorer import FORMAT, VERSION
@@ -60,7 +61,7 @@ def export(
         return parts.outputs
     if kind == "onnx":
         graph.need_onnx()
-    batch = graph.check_example(example, la._device)
+    batch = graph.check_example(_without_texts(la, example), la._device)
     axes = graph.check_axes(dynamic_axes, batch)
     # Its errors name the example; those of an encoder that is traced cannot.
     prediction = la(batch)
@@ -74,6 +75,13 @@ def export(
         content = graph.onnx_bytes(program, batch, module)
         write_whole(path, lambda file: _write(file, content))
     return module.outputs
+
+
+def _without_texts(la: Any, example: Any) -> Any:
+    """An example for a graph, which takes tensors: of texts those that the encoder's tokenizer makes of them."""
+    if not is_texts(example):
+        return example
+    return {key: value for key, value in tokenized(la.model, example, "example").items() if isinstance(value, Tensor)}
 
 
 def _format(path: Any, given: Any) -> str:

@@ -24,6 +24,7 @@ from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, input_length, move_inputs, slice_inputs
 from contrastive_curvature.network.loader import check_loader, check_model, check_whole, in_fixed_order
 from contrastive_curvature.network.module import ModulePullback
+from contrastive_curvature.network.texts import tokenized_batch
 from contrastive_curvature.network.views import has_views, joined_inputs
 from contrastive_curvature.pairs import Pairs
 
@@ -146,6 +147,7 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         def moved(value: Any) -> Any:
             return value.to(self._device) if isinstance(value, Tensor) else value
 
+        batch = tokenized_batch(self._model, batch, "data")
         views = self._views(batch)
         if views is not None:
             x = joined_inputs(views[0], views[1], "data")
