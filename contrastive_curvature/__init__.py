@@ -44,6 +44,7 @@ from contrastive_curvature.losses import (
 )
 from contrastive_curvature.losses.choice import output_hessian
 from contrastive_curvature.matching import MatchProbability
+from contrastive_curvature.network.adapters import EncoderOutput, with_last_layer
 from contrastive_curvature.online import OnlineLaplace, Trainer
 from contrastive_curvature.options import Distance, Normalization, PDFix
 from contrastive_curvature.registration import register, unregister
@@ -97,6 +98,9 @@ __all__ = [
     "Trainer",
     "EmbeddingDistribution",
     "RetrievalUncertainty",
+    # encoders from elsewhere
+    "EncoderOutput",
+    "with_last_layer",
     # what the last layer takes in, on disk
     "features",
     "FeatureFolder",

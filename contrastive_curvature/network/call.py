@@ -57,7 +57,7 @@ class ModelCall:
         Raises:
             InputTypeError: The model returns neither a tensor nor something with exactly one embedding.
         """
-        out = self._run(model, x)
+        out = self.raw(model, x)
         if isinstance(out, Tensor):
             return out
         if self.output is None:
@@ -69,7 +69,8 @@ class ModelCall:
             )
         return found
 
-    def _run(self, model: nn.Module, x: Inputs) -> Any:
+    def raw(self, model: nn.Module, x: Inputs) -> Any:
+        """What the model returns."""
         if not isinstance(x, Mapping):
             return model(x)
         if self._style is None:
