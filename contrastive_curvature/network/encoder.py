@@ -26,11 +26,11 @@ from contrastive_curvature.network.inputs import Inputs, slice_inputs
 from contrastive_curvature.network.refusal import describe_points, naming_the_input
 from contrastive_curvature.network.threads import evaluation_mode, watched
 from contrastive_curvature.network.trace import (
-    UNIT_TOLERANCE,
     Key,
     Record,
     feeds,
     has_constant_norm,
+    has_unit_norm,
     is_same,
     trace,
 )
@@ -185,7 +185,7 @@ class Encoder(nn.Module):
             entry = records[k].rescaled()
             if entry is False:
                 # A layer norm gives rows of a common norm other than one; that is no l2-normalisation.
-                return raw, bool(((raw.float().norm(dim=1) - 1).abs() < UNIT_TOLERANCE).all())
+                return raw, has_unit_norm(raw)
             raw, self.normalization, self._source = records[k].inputs[entry], records[k].module, None
             self.normalization_run = records[k].run
             self._entry, self._normalized_entry = entry, records[k].key
@@ -344,7 +344,7 @@ class Encoder(nn.Module):
 
 
 def at_least_float32(t: Tensor) -> Tensor:
-    """Half precision (of an encoder, or of autocast) becomes float32, because sums of curvatures need that precision."""
+    """Half precision (an encoder's, or autocast's) becomes float32, because sums of curvatures need that precision."""
     return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
 
 

@@ -17,9 +17,9 @@ from contrastive_curvature.network.inputs import Inputs, slice_inputs
 from contrastive_curvature.network.refusal import naming_the_input
 from contrastive_curvature.network.threads import evaluation_mode, watched
 
-__all__ = ["UNIT_TOLERANCE", "Key", "Record", "feeds", "has_constant_norm", "is_same", "trace"]
+__all__ = ["Key", "Record", "feeds", "has_constant_norm", "has_unit_norm", "is_same", "trace"]
 
-UNIT_TOLERANCE = 1e-4
+_UNIT_TOLERANCE = 1e-4
 
 Key = str | int | None
 """Name of an entry of a mapping that a module takes and returns; ``None`` where it takes and returns tensors."""
@@ -114,11 +114,21 @@ def has_constant_norm(out: Tensor) -> bool:
     norms = out.float().norm(dim=1)
     if not out.shape[0]:
         return False
-    one = bool(((norms - 1).abs() < UNIT_TOLERANCE).all())
+    one, tolerance = has_unit_norm(out), _tolerance(out)
     if not one and not bool((out[1:] != out[:1]).any()):
         # Equal embeddings have equal norms, whatever the encoder.
         return False
-    return one or (out.shape[0] > 1 and bool(((norms / norms[0] - 1).abs() < UNIT_TOLERANCE).all()))
+    return one or (out.shape[0] > 1 and bool(((norms / norms[0] - 1).abs() < tolerance).all()))
+
+
+def has_unit_norm(out: Tensor) -> bool:
+    """Whether all rows have norm one."""
+    return bool(((out.float().norm(dim=1) - 1).abs() < _tolerance(out)).all())
+
+
+def _tolerance(out: Tensor) -> float:
+    """How far norms may be from one: an encoder in half precision rounds them, and then every entry."""
+    return max(_UNIT_TOLERANCE, 2 * torch.finfo(out.dtype).eps) if out.is_floating_point() else _UNIT_TOLERANCE
 
 
 def is_same(output: Any, raw: Tensor) -> bool:
@@ -155,8 +165,8 @@ def _only_rescales(z: Tensor, out: Tensor) -> bool:
         return False
     if not bool((z != 0).any(dim=1).all()):
         return True
-    aligned = (normalize(z)[0] * normalize(out)[0]).sum(1)
-    return bool((aligned > 1 - UNIT_TOLERANCE).all())
+    aligned = (normalize(z.double())[0] * normalize(out.double())[0]).sum(1)
+    return bool((aligned > 1 - _UNIT_TOLERANCE).all())
 
 
 def _refuse_batch_statistics(model: nn.Module) -> None:
