@@ -72,8 +72,12 @@ def unclassified(source: Path = SOURCE) -> list[str]:
 
 
 def missing(names: Iterable[str], shown: Collection[str]) -> list[str]:
-    """The names that the reference does not show."""
-    return [name for name in names if name not in shown and name not in NOT_SHOWN]
+    """The names that the reference does not show. A function that is named as its module stands there as in its module."""
+
+    def both(name: str) -> set[str]:
+        return {name, f"{name}.{name.rpartition('.')[2]}"}
+
+    return [name for name in names if not both(name) & set(shown) and name not in NOT_SHOWN]
 
 
 def on_post_build(config: MkDocsConfig) -> None:
