@@ -35,8 +35,11 @@ def checked_path(folder: object) -> Path:
     given = os.fspath(folder)
     if not isinstance(given, str) or not given or "\0" in given:
         raise InputError(expected("folder", "a path of a folder", given))
-    path = Path(os.path.realpath(given))
-    if path.is_symlink():
+    try:
+        path = Path(os.path.realpath(given))
+    except ValueError as error:
+        raise InputError(expected("folder", "a path of a folder", f"{given!r} ({error})")) from error
+    if os.path.islink(path):
         raise InputError(expected("folder", "a folder or a link to one", "symbolic links that form a circle"))
     return path
 

@@ -19,7 +19,6 @@ from contrastive_curvature.laplace import ContrastiveLaplace, TwoTowerLaplace
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.matching import MatchProbability
-from contrastive_curvature.network.loader import check_model
 from contrastive_curvature.pairs import RelationFunction
 from contrastive_curvature.pretrained.config import damaged, read_config
 from contrastive_curvature.pretrained.hub import local_folder
@@ -129,7 +128,6 @@ def _single(plain: Any, tensors: dict[str, Tensor], encoder: nn.Module, given: d
     if isinstance(encoder, TwoTowers):
         hint = "Pass the one encoder that it was fitted for."
         raise InputError(expected("encoder", "one encoder", "a TwoTowers", hint))
-    check_model(encoder)
     kind, arguments = constructor(plain, tensors, encoder, **given)
     la = kind(encoder, **arguments)
     fill(la, plain, tensors)

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from contrastive_curvature import laplace as classes
@@ -131,7 +132,9 @@ def constructor(
     # A contrastive loss may have been given by its options alone, as margin=0.5.
     as_object = "loss" in plain["state"]["contrastive"]
     if as_object or loss is not None:
-        device = next(encoder.parameters()).device
+        first = next(encoder.parameters(), None)
+        # An encoder without parameters is refused by the class, which says so.
+        device = torch.device("cpu") if first is None else first.device
         here = {name: tensor.to(device) for name, tensor in tensors.items() if "loss" in name}
         made = restored_loss(plain["loss"], loss, here)
         if as_object:

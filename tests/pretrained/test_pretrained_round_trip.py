@@ -114,6 +114,22 @@ def test_options_come_back(weights: str, structure: str, options: dict[str, Any]
     assert close(torch.as_tensor(loaded.loss), torch.as_tensor(la.loss), 1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_other_precisions(dtype: torch.dtype, device: str, tmp_path: Path) -> None:
+    x = inputs(0, 24, device).to(dtype)
+    la = Laplace(encoder(device).to(dtype), "contrastive", "last_layer", "kron")
+    la.fit([(x, torch.arange(24, device=device) % 3)])
+    la.optimize_prior_precision()
+    loaded = cc.load_pretrained(la.save_pretrained(tmp_path / "saved"), encoder(device).to(dtype))
+    mine, theirs = la(x), loaded(x)
+    assert torch.equal(mine.mu, theirs.mu)
+    assert close(mine.kappa, theirs.kappa, 1e-5)
+    assert cc.pretrained.read_info(tmp_path / "saved").posteriors[0].dtype == str(la._dtype)
+    if dtype is torch.float32:
+        with pytest.raises(cc.InputError, match=r"encoder: expected .* got torch\.float64 instead of torch\.float32"):
+            cc.load_pretrained(tmp_path / "saved", encoder(device))
+
+
 @pytest.mark.parametrize("structure", ["layerwise", "diag"])
 def test_a_prior_of_many_precisions(structure: str, device: str, tmp_path: Path) -> None:
     la = fitted("last_layer", "diag", device, calibrated=False)

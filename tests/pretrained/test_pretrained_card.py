@@ -1,0 +1,139 @@
+"""The model card: the hub reads its metadata, the code in it runs, and what a posterior is stands in it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+from hypothesis import given
+from hypothesis import strategies as st
+from saved_cases import encoder, fitted, inputs
+from test_pretrained_round_trip import Steep, same_label
+
+import contrastive_curvature as cc
+from contrastive_curvature.pretrained.yaml_text import yaml_text
+
+DEVICE = "cpu"
+"""Text is the same on every device."""
+
+SAID = {
+    "fitted_on": "1,797 digits",
+    "encoder_source": "someone/small-encoder",
+    "license": "cc-by-4.0",
+    "metrics": {"auroc": 0.96875, "recall@1 | own": 1e-7},
+    "evaluated_on": 'digits: "held-out"',
+    "tags": ["digits", "laplace"],
+    "notes": "Not for faces.",
+}
+
+
+@pytest.fixture(scope="module")
+def la() -> Any:
+    return fitted("last_layer", "kron", DEVICE)
+
+
+def test_the_hub_reads_the_metadata(la: Any, tmp_path: Path) -> None:
+    card = ModelCard.load(la.save_pretrained(tmp_path / "digits", **SAID) / "README.md")
+    data = card.data
+    assert (data.library_name, data.pipeline_tag) == ("contrastive-curvature", "feature-extraction")
+    assert (data.license, data.base_model) == ("cc-by-4.0", "someone/small-encoder")
+    assert {"digits", "laplace", "contrastive-curvature"} <= set(data.tags)
+    assert len(data.tags) == len(set(data.tags))
+    assert data.model_name == "digits"
+    results = [(r.task_type, r.dataset_name, r.metric_type, r.metric_value) for r in data.eval_results]
+    assert results == [
+        ("feature-extraction", 'digits: "held-out"', "auroc", 0.96875),
+        ("feature-extraction", 'digits: "held-out"', "recall@1 | own", 1e-7),
+    ]
+
+
+def test_what_is_left_out_is_left_out(la: Any, tmp_path: Path) -> None:
+    text = (la.save_pretrained(tmp_path / "digits") / "README.md").read_text()
+    data = ModelCard(text).data
+    assert (data.license, data.base_model, data.eval_results) == (None, None, None)
+    assert "Its author has not said" in text
+    assert "Not evaluated" in text
+    assert "## Notes" not in text
+    # A sentence about the encoder is no repository.
+    other = la.save_pretrained(tmp_path / "other", encoder_source="mine, from scratch") / "README.md"
+    assert ModelCard(other.read_text()).data.base_model is None
+    assert "Source: mine, from scratch" in other.read_text()
+
+
+def test_the_card_says_what_the_posterior_is(la: Any, tmp_path: Path) -> None:
+    text = (la.save_pretrained(tmp_path / "digits", **SAID) / "README.md").read_text()
+    info = cc.pretrained.read_info(tmp_path / "digits").posteriors[0]
+    for row in (
+        "| weights | last_layer |",
+        "| structure | kron |",
+        "| points | 24 |",
+        f"| loss | `{info.loss}` |",
+        f"| prior precision | {float(la.prior_precision):.6g} |",
+        f"| temperature | {la.temperature:.6g} |",
+        "| calibrated | with 20 inputs |",
+        "| class centres | 3 |",
+        "| auroc | 0.9688 |",
+        "| recall@1 \\| own | 1e-07 |",
+    ):
+        assert row in text
+    for part in ("1,797 digits", "Not for faces.", "## Limits", info.encoder, cc.__version__, "## How to load"):
+        assert part in text
+    assert "example inputs are in the file" in text
+
+
+def code_of(folder: Path) -> str:
+    (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    return code.replace("path/to/this/folder", str(folder))
+
+
+def test_the_code_in_the_card_runs(la: Any, tmp_path: Path) -> None:
+    x, y = inputs(0, 40), torch.arange(40) % 2
+    match = cc.MatchProbability().fit_retrieval(la(x), y)
+    names: dict[str, Any] = {"encoder": encoder(), "x": x}
+    exec(code_of(la.save_pretrained(tmp_path / "one", match=match)), names)
+    assert torch.equal(names["mu"], la(x).mu)
+    assert isinstance(names["match"], cc.MatchProbability)
+    own = fitted("all", "diag", DEVICE, calibrated=False, backend_kwargs={"loss": Steep(), "relation": same_label})
+    code = code_of(own.save_pretrained(tmp_path / "own"))
+    assert "encoder=encoder, loss=..., relation=...)" in code
+    assert "uncertainty" in code
+    exec(code.replace("loss=...", "loss=Steep()").replace("relation=...", "relation=same_label"), globals() | names)
+    assert "its code is not here" in (tmp_path / "own" / "README.md").read_text()
+
+
+def test_it_is_written_without_the_hubs_package(la: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    folder = la.save_pretrained(tmp_path / "digits", **SAID)
+    assert (folder / "README.md").read_text().startswith("---\nlibrary_name: ")
+    assert cc.load_pretrained(folder, encoder()).n_data == 24
+
+
+# A file on disk has no line ends but its own, and no halves of characters.
+_TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+_SCALAR = _TEXT | st.floats(allow_nan=False, allow_infinity=False) | st.integers() | st.booleans()
+_WORD = st.from_regex(r"key[a-z_-]{0,4}", fullmatch=True)
+
+
+@given(
+    st.dictionaries(
+        _WORD,
+        st.recursive(
+            _SCALAR,
+            lambda part: (
+                st.lists(_SCALAR | st.dictionaries(_WORD, part, min_size=1), min_size=1)
+                | st.dictionaries(_WORD, part, min_size=1)
+            ),
+            max_leaves=8,
+        ),
+        min_size=1,
+    )
+)
+def test_yaml_is_read_back(value: dict[str, Any]) -> None:
+    assert yaml.safe_load(yaml_text(value)) == value
