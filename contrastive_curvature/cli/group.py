@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import os
 import sys
@@ -43,6 +44,20 @@ class CommandGroup(click.Group):
         module, attribute = COMMANDS[cmd_name][0].split(":")
         found: click.Command = getattr(importlib.import_module(f"contrastive_curvature.cli.{module}"), attribute)
         return found
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that is called.
+
+        Raises:
+            click.UsageError: There is none of that name; the message has the nearest one.
+        """
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
+            near = difflib.get_close_matches(args[0], COMMANDS, 1) or [", ".join(COMMANDS)]
+            msg = f"No such command {args[0]!r}. Did you mean {near[0]}?"
+            raise click.UsageError(msg, ctx)
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list of commands, without importing them."""

@@ -1,0 +1,146 @@
+"""``fit``: the posterior is the library's, in a folder that needs nothing else; options work or are refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cli_support import BIAS, DIM, WEIGHT, WIDTH, Run, error_of, points
+from laplace import Laplace
+from torch import nn
+
+import contrastive_curvature as cc
+from contrastive_curvature.cli.saved import open_posterior
+
+
+def layer(weight: np.ndarray = WEIGHT, bias: np.ndarray = BIAS) -> nn.Linear:
+    out = nn.Linear(weight.shape[1], len(weight))
+    with torch.no_grad():
+        out.weight.copy_(torch.from_numpy(weight))
+        out.bias.copy_(torch.from_numpy(bias))
+    return out
+
+
+def batches(name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    found = np.load(name)
+    x, labels = torch.from_numpy(found["features"]), torch.from_numpy(found["labels"])
+    return list(zip(x.split(256), labels.split(256), strict=True))
+
+
+def test_the_posterior_is_that_of_the_library(place: Path) -> None:
+    la = Laplace(layer(), "contrastive")
+    la.fit(batches("train.npz"))
+    la.optimize_prior_precision()
+    la.calibrate(batches("validation.npz"))
+    found, encoder = open_posterior(Path("posterior"))
+    x = torch.from_numpy(points(30, 9)["features"])
+    wanted, came = la(x), found(x)
+    # The same operations on the same float32 numbers.
+    torch.testing.assert_close(came.mu, wanted.mu, rtol=0, atol=0)
+    torch.testing.assert_close(came.uncertainty, wanted.uncertainty, rtol=1e-6, atol=0)
+    torch.testing.assert_close(came.p_value, wanted.p_value, rtol=0, atol=1e-12)
+    assert encoder.width == WIDTH
+
+
+def test_options_reach_the_library(run: Run) -> None:
+    run(
+        *("fit", "train.npz", "--out", "other", "--loss", "triplet", "--margin", 0.3, "--structure", "full"),
+        *("--prior-strength", 0.1, "--seed", 3, "--loss-option", "reduction=sum", "--quiet"),
+    )
+    found, _ = open_posterior(Path("other"))
+    la = Laplace(
+        layer(), "contrastive", hessian_structure="full", backend_kwargs={"loss": cc.TripletLoss(0.3, "sum")}
+    )
+    la.fit(batches("train.npz"))
+    la.optimize_prior_precision(strength=0.1)
+    torch.testing.assert_close(found.prior_precision, la.prior_precision, rtol=1e-6, atol=0)
+    assert repr(found.backend.loss) == repr(la.backend.loss)
+
+
+def test_prior_precision_itself_and_other_weights(run: Run) -> None:
+    run("fit", "train.npz", "--out", "other", "--weights", "all", "--structure", "full", "--prior-precision", 2.5)
+    found, _ = open_posterior(Path("other"))
+    assert (found._key[:2], float(found.prior_precision)) == (("all", "full"), 2.5)
+
+
+def test_held_out_share_is_calibrated_with_and_not_fitted(run: Run) -> None:
+    result = json.loads(run("fit", "train.npz", "--out", "held", "--calibration-share", 0.2, "--json").stdout)
+    assert (result["inputs"], result["calibration_inputs"]) == (240, 60)
+    found, _ = open_posterior(Path("held"))
+    assert found.n_data == 240
+    again = json.loads(run("fit", "train.npz", "--out", "again", "--calibration-share", 0.2, "--json").stdout)
+    assert again["loss"] == result["loss"]
+    other = run("fit", "train.npz", "--out", "seed", "--calibration-share", 0.2, "--json", "--seed", 1).stdout
+    assert json.loads(other)["loss"] != result["loss"]
+
+
+def test_embeddings_alone_are_a_layer_that_is_the_identity_and_say_so(run: Run) -> None:
+    found = np.load("train.npz")
+    embeddings = found["features"] @ WEIGHT.T + BIAS
+    np.savez("embeddings.npz", embeddings=embeddings, labels=found["labels"])
+    result = run("fit", "embeddings.npz", "--out", "alone", "--json")
+    assert any("identity" in text for text in json.loads(result.stdout)["warnings"])
+    la = Laplace(layer(np.eye(DIM, dtype=np.float32), np.zeros(DIM, np.float32)), "contrastive")
+    la.fit([(torch.from_numpy(embeddings), torch.from_numpy(found["labels"]))])
+    la.optimize_prior_precision()
+    x = torch.from_numpy(embeddings[:20])
+    # Batches of another size add in another order.
+    torch.testing.assert_close(open_posterior(Path("alone"))[0](x).uncertainty, la(x).uncertainty, rtol=1e-4, atol=0)
+
+
+def test_labels_that_are_texts(run: Run) -> None:
+    found = np.load("train.npz")
+    names = np.array(["five", "one", "four", "two", "three"])[found["labels"]]
+    np.savez("names.npz", features=found["features"], labels=names, weight=WEIGHT, bias=BIAS)
+    named = json.loads(run("fit", "names.npz", "--out", "named", "--json").stdout)
+    plain = json.loads(run("fit", "train.npz", "--out", "plain", "--json").stdout)
+    # The same pairs, added in another order of the classes.
+    assert named["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+
+
+def test_a_posterior_is_replaced_when_asked_and_other_files_stay(run: Run) -> None:
+    assert "--overwrite" in error_of(run("fit", "train.npz", "--out", "posterior", code=2))
+    Path("posterior/mine.txt").write_text("mine")
+    run("fit", "train.npz", "--out", "posterior", "--overwrite", "--structure", "diag")
+    assert Path("posterior/mine.txt").read_text() == "mine"
+    assert open_posterior(Path("posterior"))[0]._key[1] == "diag"
+    assert len(list(Path("posterior").glob("*.safetensors"))) == 2
+
+
+def test_a_folder_of_something_else_is_never_written(run: Run) -> None:
+    Path("photos").mkdir()
+    Path("photos/a.txt").write_text("a")
+    for extra in ((), ("--overwrite",)):
+        assert "photos" in error_of(run("fit", "train.npz", "--out", "photos", *extra, code=2))
+    assert [each.name for each in Path("photos").iterdir()] == ["a.txt"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "wanted"),
+    [
+        (("--margin", "3"), "margin"),
+        (("--loss", "supcon", "--margin", "0.3"), "temperature"),
+        (("--temperature", "0.1"), "margin"),
+        (("--loss", "nonsense"), "infonce"),
+        (("--loss-option", "margin"), "NAME=VALUE"),
+        (("--loss-option", "margin=0.1", "--margin", "0.2"), "both"),
+        (("--option", "nonsense=1"), "nonsense"),
+        (("--option", "loss=1"), "--loss"),
+        (("--calibrate", "new.npz", "--calibration-share", "0.2"), "both"),
+        (("--calibration-share", "0.001"), "two inputs"),
+        (("--calibration-share", "1.5"), "calibration-share"),
+        (("--prior-strength", "-1"), "> 0"),
+        (("--prior-precision", "nan"), "> 0"),
+        (("--prior-precision", "1", "--prior-strength", "1"), "both"),
+        (("--weights", "all", "--structure", "kron_lowrank"), "kron_lowrank"),
+        (("--batch-size", "0"), "batch-size"),
+        (("--device", "nonsense"), "--device"),
+        (("--encoder-options", "{}x"), "JSON object"),
+        (("--encoder-options", '{"a": 1}'), "--encoder"),
+        (("--last-layer", "train.npz"), "feature folder"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_before_anything_is_written(run: Run, extra: tuple, wanted: str) -> None:
+    assert wanted in error_of(run("fit", "train.npz", "--out", "other", *extra, code=2))
+    assert not Path("other").exists()

@@ -1,0 +1,127 @@
+"""``score``: the library's numbers in a file that is whole or not there, in batches of any size."""
+
+import csv
+import errno
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cli_support import DIM, Run, error_of, points
+
+import contrastive_curvature as cc
+from contrastive_curvature.cli.saved import open_posterior
+
+
+def read(name: str) -> list[dict[str, str]]:
+    with open(name, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def column(rows: list[dict[str, str]], name: str) -> np.ndarray:
+    return np.array([row[name] for row in rows], dtype=np.float64)
+
+
+def predicted() -> cc.EmbeddingDistribution:
+    return open_posterior(Path("posterior"))[0](torch.from_numpy(np.load("new.npz")["features"]))
+
+
+def test_numbers_of_the_library(run: Run) -> None:
+    line = run("score", "posterior", "new.npz", "--out", "scores.csv", "--alpha", 0.05).stdout
+    rows, wanted = read("scores.csv"), predicted()
+    assert [row["id"] for row in rows] == [f"new {k}" for k in range(40)]
+    mu = np.stack([column(rows, f"mu_{axis}") for axis in range(DIM)], 1)
+    # What is written gives the float32 back exactly; novelty and p_value are float64.
+    np.testing.assert_array_equal(mu.astype(np.float32), wanted.mu.numpy())
+    for name in ("kappa", "uncertainty"):
+        np.testing.assert_array_equal(column(rows, name).astype(np.float32), getattr(wanted, name).numpy())
+    for name in ("novelty", "p_value"):
+        np.testing.assert_array_equal(column(rows, name), getattr(wanted, name).numpy())
+    known = wanted.is_known(0.05)
+    assert [row["known"] for row in rows] == ["true" if each else "false" for each in known.tolist()]
+    assert 0 < int((~known).sum()) < 40
+    assert f"{int((~known).sum())} of them unknown" in line
+
+
+def test_batches_change_nothing_but_rounding(run: Run) -> None:
+    run("score", "posterior", "new.npz", "--out", "one.csv")
+    run("score", "posterior", "new.npz", "--out", "many.csv", "--batch-size", 7)
+    for name in ("mu_0", "uncertainty", "p_value"):
+        np.testing.assert_allclose(column(read("many.csv"), name), column(read("one.csv"), name), rtol=1e-5)
+
+
+def test_parquet_has_the_same_and_types(run: Run) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    run("score", "posterior", "new.npz", "--out", "scores.parquet", "--no-mu", "--batch-size", 16)
+    run("score", "posterior", "new.npz", "--out", "scores.csv", "--no-mu", "--batch-size", 16)
+    table = parquet.read_table("scores.parquet")
+    assert [str(field.type) for field in table.schema] == ["string", "float", "float", "double", "double", "bool"]
+    rows = read("scores.csv")
+    assert table.column_names == list(rows[0])
+    for name in ("kappa", "novelty"):
+        np.testing.assert_array_equal(table[name].to_numpy(), column(rows, name).astype(table[name].to_numpy().dtype))
+
+
+def test_without_a_calibration_the_columns_that_need_it_are_left_out(run: Run) -> None:
+    run("fit", "train.npz", "--out", "plain")
+    result = run("score", "plain", "new.npz", "--out", "scores.csv", "--json")
+    found = json.loads(result.stdout)
+    assert list(read("scores.csv")[0])[-2:] == ["kappa", "uncertainty"]
+    assert not found["calibrated"]
+    assert any("--calibrate" in text for text in found["warnings"])
+
+
+def test_a_level_below_the_smallest_p_value(run: Run) -> None:
+    np.savez("few.npz", **points(30, 5))
+    run("fit", "train.npz", "--out", "few", "--calibrate", "few.npz")
+    result = run("score", "few", "new.npz", "--out", "scores.csv")
+    assert "--alpha" in result.stderr
+    assert list(read("scores.csv")[0])[-1] == "p_value"
+    # 1 / 31 is the smallest p-value of 30 inputs.
+    assert "99" in error_of(run("score", "few", "new.npz", "--out", "none.csv", "--alpha", 0.01, code=2))
+    assert not Path("none.csv").exists()
+    run("score", "few", "new.npz", "--out", "some.csv", "--alpha", 1 / 31)
+
+
+def test_a_row_that_is_not_finite_is_named(run: Run) -> None:
+    found = points(5, 6)["features"]
+    found[3, 2] = np.nan
+    np.savez("nan.npz", features=found)
+    assert "row 3" in error_of(run("score", "posterior", "nan.npz", "--out", "scores.csv", code=2))
+    assert not Path("scores.csv").exists()
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_a_full_disk_leaves_what_was_there(run: Run, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
+    out = Path(f"scores.{ending}")
+    out.write_bytes(b"before")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    names = sorted(os.listdir())
+    assert "disk is full" in error_of(run("score", "posterior", "new.npz", "--out", out, code=1))
+    assert (out.read_bytes(), sorted(os.listdir())) == (b"before", names)
+
+
+@pytest.mark.parametrize(
+    ("out", "wanted"),
+    [
+        ("scores.txt", ".csv or .parquet"),
+        ("scores", ".csv or .parquet"),
+        ("nowhere/scores.csv", "nowhere"),
+        ("posterior", ".csv or .parquet"),
+        ("folder.csv", "a folder"),
+    ],
+)
+def test_files_that_cannot_be_written_are_refused_first(run: Run, out: str, wanted: str) -> None:
+    Path("folder.csv").mkdir()
+    assert wanted in error_of(run("score", "posterior", "nowhere.npz", "--out", out, code=2))
+
+
+def test_parquet_without_pyarrow(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    assert "pip install" in error_of(run("score", "posterior", "new.npz", "--out", "scores.parquet", code=2))

@@ -1,0 +1,86 @@
+"""``search``: neighbours as a matrix of cosines gives them, P(match) as the library learns it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cli_support import CLASSES, Run, error_of, points
+from test_cli_score import column, read
+
+import contrastive_curvature as cc
+from contrastive_curvature.cli.saved import open_posterior
+
+SEARCH = ("search", "posterior", "--gallery", "train.npz", "--queries", "new.npz", "--out", "hits.csv")
+
+
+def embedded(name: str) -> tuple[cc.EmbeddingDistribution, torch.Tensor]:
+    found = np.load(name)
+    return open_posterior(Path("posterior"))[0](torch.from_numpy(found["features"])), torch.from_numpy(found["labels"])
+
+
+def test_neighbours_are_those_of_all_cosines(run: Run) -> None:
+    result = run(*SEARCH, "-k", 3)
+    assert "--validation" in result.stderr
+    rows = read("hits.csv")
+    (queries, _), (gallery, labels) = embedded("new.npz"), embedded("train.npz")
+    cosine, index = (queries.mu.double() @ gallery.mu.double().T).topk(3)
+    # The command's products are in float32.
+    np.testing.assert_allclose(column(rows, "cosine").reshape(-1, 3), cosine.numpy(), atol=1e-6)
+    assert [row["neighbour"] for row in rows] == [str(each) for each in index.flatten().tolist()]
+    assert [row["label"] for row in rows] == [str(each) for each in labels[index.flatten()].tolist()]
+    assert [row["rank"] for row in rows] == ["1", "2", "3"] * 40
+    assert [row["query"] for row in rows] == [f"new {k}" for k in range(40) for _ in range(3)]
+    assert "match_probability" not in rows[0]
+
+
+def test_probabilities_are_those_of_the_whole_gallery(run: Run) -> None:
+    found = json.loads(run(*SEARCH, "-k", 2, "--validation", "validation.npz", "--json", "--batch-size", 16).stdout)
+    rows = read("hits.csv")
+    (queries, _), (gallery, labels) = embedded("new.npz"), embedded("train.npz")
+    match = cc.MatchProbability().fit_retrieval(*embedded("validation.npz"), gallery, labels)
+    right = match.nearest(queries, gallery).right.numpy()
+    np.testing.assert_allclose(column(rows[::2], "match_probability"), right, rtol=1e-4)
+    np.testing.assert_allclose(column(rows[::2], "no_match"), 1 - right, rtol=1e-4, atol=1e-6)
+    assert {row["match_probability"] for row in rows[1::2]} == {""}
+    assert found["more_likely_no_match"] == int((right < 0.5).sum()) > 0
+    assert found["warnings"] == []
+
+
+def test_a_saved_match_probability_is_used(run: Run) -> None:
+    la, _ = open_posterior(Path("posterior"))
+    gallery, labels = embedded("train.npz")
+    match = cc.MatchProbability().fit_retrieval(*embedded("validation.npz"), gallery, labels)
+    la.save_pretrained("posterior", overwrite=True, match=match)
+    run(*SEARCH)
+    right = match.nearest(embedded("new.npz")[0], gallery).right.numpy()
+    np.testing.assert_allclose(column(read("hits.csv")[::5], "match_probability"), right, rtol=1e-4)
+
+
+def test_a_gallery_without_classes(run: Run) -> None:
+    np.savez("bare.npz", features=np.load("train.npz")["features"])
+    run("search", "posterior", "--gallery", "bare.npz", "--queries", "new.npz", "--out", "hits.csv")
+    assert "label" not in read("hits.csv")[0]
+    bare = ("search", "posterior", "--gallery", "bare.npz", "--queries", "new.npz", "--out", "none.csv")
+    assert "--gallery bare.npz" in error_of(run(*bare, "--validation", "validation.npz", code=2))
+    assert not Path("none.csv").exists()
+
+
+def test_classes_of_two_kinds_are_refused(run: Run) -> None:
+    found = points(60, 7)
+    np.savez("names.npz", features=found["features"], labels=np.array(list("abcde"))[found["labels"]])
+    assert "numbers and texts" in error_of(run(*SEARCH, "--validation", "names.npz", code=2))
+
+
+def test_more_neighbours_than_points(run: Run) -> None:
+    np.savez("few.npz", **points(3, 8, CLASSES))
+    few = ("search", "posterior", "--gallery", "few.npz", "--queries", "new.npz", "--out", "hits.csv")
+    assert "3" in error_of(run(*few, "-k", 4, code=2))
+    assert run(*few, "-k", 3).exit_code == 0
+
+
+@pytest.mark.parametrize("missing", ["--gallery", "--queries", "--out"])
+def test_what_has_to_be_given(run: Run, missing: str) -> None:
+    place = SEARCH.index(missing)
+    assert missing in error_of(run(*SEARCH[:place], *SEARCH[place + 2 :], code=2))
