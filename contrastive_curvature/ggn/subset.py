@@ -7,7 +7,7 @@ the Hessian of the data set.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from contrastive_curvature.ggn.dataset import BatchReader, DatasetPoints, check_
 from contrastive_curvature.ggn.passes import PassRecord
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.network.encoder import Encoder
-from contrastive_curvature.network.inputs import Inputs, input_length
+from contrastive_curvature.network.inputs import Inputs, input_length, same_tokens
 from contrastive_curvature.progress import Progress
 
 __all__ = ["HessianSubset", "concatenated", "selected_rows", "subset_hessian"]
@@ -119,10 +119,28 @@ def selected_rows(x: Inputs, rows: Tensor) -> Inputs:
 
 
 def concatenated(parts: list[Inputs]) -> Inputs:
-    """Batches after each other."""
+    """Batches after each other, of texts with one padding.
+
+    Raises:
+        InputError: They have other shapes.
+    """
+    parts = same_tokens(parts)
     first = parts[0]
+    _check_alike(parts)
     if isinstance(first, Tensor):
         return torch.cat([part for part in parts if isinstance(part, Tensor)])
     n = input_length(first)
     batched = {k for k, v in first.items() if isinstance(v, Tensor) and v.ndim and v.shape[0] == n}
     return {k: torch.cat([part[k] for part in parts]) if k in batched else v for k, v in first.items()}  # type: ignore[index]
+
+
+def _check_alike(parts: list[Inputs]) -> None:
+    def shapes(x: Inputs) -> dict[str, tuple[int, ...]]:
+        named = x if isinstance(x, Mapping) else {"x": x}
+        return {key: tuple(value.shape[1:]) for key, value in named.items() if isinstance(value, Tensor) and value.ndim}
+
+    first = shapes(parts[0])
+    other = next((shapes(part) for part in parts if shapes(part) != first), None)
+    if other is not None:
+        hint = "Pad the inputs of all batches to one shape; mappings with an 'attention_mask' are padded here."
+        raise InputError(expected("train_loader", f"points of the shapes {first} in every batch", str(other), hint))

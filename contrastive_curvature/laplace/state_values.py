@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.network.call import ModelCall
 from contrastive_curvature.network.encoder import weight_norms
 from contrastive_curvature.network.inputs import Inputs, input_length
 
@@ -144,7 +145,7 @@ def check_takes(key: str, x: Inputs, dim: int, model: Callable[[Any], Any], move
     """
     try:
         with torch.no_grad():
-            z = model(moved(x))
+            z: Any = ModelCall()(model, moved(x)) if isinstance(model, nn.Module) else model(moved(x))
             fine = isinstance(z, Tensor) and tuple(z.shape) == (input_length(x), dim) and bool(z.isfinite().all())
             reason = "" if fine else "outputs that are not finite, or of another shape"
     except Exception as error:  # what an encoder raises at inputs of another kind has no common base

@@ -100,7 +100,7 @@ def named_entries(out: Any) -> Iterator[tuple[str | int, Any]]:
         yield from getattr(out, "__dict__", {}).items()
 
 
-def entry_of(out: Any, name: str | int) -> Any:
+def entry_of(out: Any, name: str | int | None) -> Any:
     """One of the entries of what a model returns; ``None`` where there is none of that name."""
     return next((value for key, value in named_entries(out) if key == name), None)
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
-__all__ = ["Inputs", "check_inputs", "input_length", "move_inputs", "slice_inputs"]
+__all__ = ["Inputs", "check_inputs", "input_length", "move_inputs", "same_tokens", "slice_inputs"]
 
 Inputs = Tensor | Mapping[str, Any]
 """A batch: a tensor whose first axis is the batch, or a mapping whose tensors all have that first axis."""
@@ -65,3 +65,28 @@ def slice_inputs(x: Inputs, rows: slice) -> Inputs:
         return x[rows]
     n = input_length(x)
     return {k: v[rows] if isinstance(v, Tensor) and v.ndim and v.shape[0] == n else v for k, v in x.items()}
+
+
+def same_tokens(parts: Sequence[Inputs]) -> list[Inputs]:
+    """Batches of tokens as mappings, padded behind to one number of tokens; others as they are.
+
+    Args:
+        parts: Mappings with an ``attention_mask`` (N, T), whose zeros make the rest of the padding of no effect.
+    """
+    masks = [part.get("attention_mask") if isinstance(part, Mapping) else None for part in parts]
+    lengths = [mask.shape[1] for mask in masks if isinstance(mask, Tensor) and mask.ndim == 2]
+    if len(lengths) < len(parts) or len(set(lengths)) < 2:
+        return list(parts)
+    longest = max(lengths)
+    padded: list[Inputs] = []
+    for part, mask, length in zip(parts, masks, lengths, strict=True):
+        # Of the shape of the mask are the tokens themselves, their types and their positions.
+        padded.append(
+            {
+                key: nn.functional.pad(value, (0, longest - length))
+                if isinstance(value, Tensor) and isinstance(mask, Tensor) and value.shape == mask.shape
+                else value
+                for key, value in part.items()  # type: ignore[union-attr]
+            }
+        )
+    return padded

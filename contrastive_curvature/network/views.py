@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
-from contrastive_curvature.network.inputs import Inputs, check_inputs, input_length, move_inputs
+from contrastive_curvature.network.inputs import Inputs, check_inputs, input_length, move_inputs, same_tokens
 
 __all__ = ["Views", "has_views", "joined_inputs", "read_views"]
 
@@ -139,6 +139,7 @@ def joined_inputs(first: Inputs, second: Inputs, argument: str = "train_loader")
         keys = [sorted(view) if isinstance(view, Mapping) else "a tensor" for view in (first, second)]
         hint = "One encoder sees both views in one batch. Inputs of two kinds need contrastive_curvature.TwoTowers."
         raise InputError(expected(argument, "two views of one kind", f"{keys[0]} and {keys[1]}", hint))
+    first, second = (dict(part) for part in same_tokens([first, second]))
     n, out = input_length(first), {}
     for name, value in first.items():
         other = second[name]
