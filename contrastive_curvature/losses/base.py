@@ -28,7 +28,7 @@ __all__ = ["PairLoss", "Terms"]
 class Terms(NamedTuple):
     """Derivatives of a loss in a block of cosines.
 
-    Args:
+    Attributes:
         first: ``dL/ds``, of the shape of the cosines.
         second: ``d2L/ds2``, elementwise; ``None`` where the loss is linear in the cosines.
     """

@@ -32,7 +32,7 @@ class RowTerms(NamedTuple):
     The second derivatives of anchor i are ``diag(second_i) + sum_r sign_r roots_ri roots_ri^T``, with the signs of
     :attr:`RowLoss.root_signs`.
 
-    Args:
+    Attributes:
         first: ``g = dL/ds``, shape (B, M).
         second: ``c``, shape (B, M); ``None`` where the loss is piecewise linear in the cosines.
         roots: ``q``, one tensor of shape (B, M) for every sign.

@@ -1,7 +1,7 @@
 """The build fails where a public name is missing from the reference.
 
-Public is what stands in ``__all__`` of the package and of the packages in :data:`PUBLIC`. What the reference shows is read
-from the inventory that mkdocstrings writes of the finished site.
+Public is what stands in ``__all__`` of the package and of the packages in :data:`PUBLIC`. What the reference shows is
+read from the inventory that mkdocstrings writes of the finished site.
 """
 
 from __future__ import annotations
@@ -49,8 +49,13 @@ NOT_SHOWN = frozenset({f"{NAME}.__version__"})
 def exported(init: Path) -> list[str]:
     """The literal ``__all__`` of a package's file, without importing it."""
     for node in ast.parse(init.read_text(encoding="utf-8")).body:
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets) and node.value is not None:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        if (
+            any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets)
+            and node.value is not None
+        ):
             return list(ast.literal_eval(node.value))
     msg = f"{init} has no __all__"
     raise ValueError(msg)
@@ -72,7 +77,7 @@ def unclassified(source: Path = SOURCE) -> list[str]:
 
 
 def missing(names: Iterable[str], shown: Collection[str]) -> list[str]:
-    """The names that the reference does not show. A function that is named as its module stands there as in its module."""
+    """The names that the reference does not show; a function of its module's name may stand there with both."""
 
     def both(name: str) -> set[str]:
         return {name, f"{name}.{name.rpartition('.')[2]}"}

@@ -1,8 +1,8 @@
-"""Pages of the repository that stand outside docs, in the site: the changelog, how to contribute, every table of results.
+"""Pages of the repository that stand outside docs, in the site: the changelog, how to contribute, all results.
 
-Links between Markdown files are written for the repository, where GitHub and editors follow them. This hook adds the files
-of :data:`PAGES` to the site and turns links that leave docs into links to their copies. A link to a file that is not in
-the site is left as it is, and the strict build names it.
+Links between Markdown files are written for the repository, where GitHub and editors follow them. This hook adds what
+:data:`PAGES`, :data:`FILES` and :data:`FOLDERS` name, and turns links that leave docs into links to the copies. A link
+to a file that is not in the site is left as it is, and the strict build names it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,16 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
-    "README.md": "index.md",  # the landing page is the README's counterpart
 }
 """Files of the repository by their place in the site."""
+
+FILES = (
+    "CITATION.cff",
+    "LICENSE",
+    "benchmarks/transfer/feature_folders.py",
+    "contrastive_curvature/serving/numpy_scorer.py",
+)
+"""Files that pages link to, which are no pages."""
 
 FOLDERS = ("benchmarks/results",)
 """Folders whose Markdown files have the same place in the site as in the repository."""
@@ -44,7 +51,7 @@ def site_place(path: str) -> str:
 def repository_place(page: str) -> str:
     """The reverse of :func:`site_place`, for a page."""
     for path, place in PAGES.items():
-        if page == place and path != "README.md":
+        if page == place:
             return path
     return page if page.startswith(FOLDERS) else f"docs/{page}"
 
@@ -82,6 +89,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, place in PAGES.items():
         if (ROOT / path).is_file() and files.get_file_from_path(place) is None:
             files.append(File.generated(config, place, abs_src_path=str(ROOT / path)))
+    for path in FILES:
+        files.append(File.generated(config, path, abs_src_path=str(ROOT / path), inclusion=InclusionLevel.INCLUDED))
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.md")):
             place = path.relative_to(ROOT).as_posix()
