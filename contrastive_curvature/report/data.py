@@ -81,10 +81,10 @@ def take_apart(argument: str, number: int, batch: Any, label_key: str) -> tuple[
         x, labels = batch, batch.get(label_key)
     elif isinstance(batch, (tuple, list)) and len(batch) == 2 and not isinstance(batch[1], str):
         x, labels = batch
-    elif isinstance(batch, tuple) and len(batch) == 1:
-        x = batch[0]
     elif isinstance(batch, Tensor) or is_texts(batch):
         x = batch
+    elif isinstance(batch, (tuple, list)) and len(batch) == 1:
+        x = batch[0]
     else:
         came = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
         raise InputTypeError(expected(where, "batches (x, labels), or of inputs alone", came))

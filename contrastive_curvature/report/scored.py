@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, NotFittedError, expected
+from contrastive_curvature.network.refusal import naming_the_input
 from contrastive_curvature.progress import Progress
 from contrastive_curvature.report.data import Data, take_apart
 from contrastive_curvature.report.missing import Missing
@@ -78,7 +80,7 @@ def score(
     for number, batch in enumerate(progress.over(data.batches, f"[evaluation: {argument}]")):
         x, labels = take_apart(argument, number, batch, getattr(la, "dict_key_y", "labels"))
         with torch.no_grad():
-            embedding = la(x)
+            embedding = _predict(la, argument, number, x)
             mu, uncertainty = embedding.mu.cpu(), embedding.uncertainty.double().cpu()
             if labels is not None and len(labels) != len(mu):
                 wanted = f"{len(mu)} labels, one for each input"
@@ -120,3 +122,13 @@ def score(
         torch.cat(parts["samples"], 1) if whole else None,
         lists,
     )
+
+
+def _predict(la: Any, argument: str, number: int, x: Any) -> EmbeddingDistribution:
+    """The prediction for a batch; an error of its inputs names the batch."""
+    try:
+        with naming_the_input(x):
+            return la(x)
+    except InputError as error:
+        msg = f"{argument}: batch {number} (counted from 0): {error}"
+        raise InputError(msg) from error

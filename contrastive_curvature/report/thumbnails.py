@@ -36,9 +36,9 @@ def thumbnails(items: list[Any]) -> list[str | None]:
         InputError: A file is no image, or an array has no shape of one.
     """
     arrays = {i: _array(item) for i, item in enumerate(items) if is_image(item) and not _is_pillow(item)}
-    floats = [a for a in arrays.values() if isinstance(a, np.ndarray) and a.dtype.kind == "f" and a.size]
-    low = min((float(np.nanmin(a, initial=0.0)) for a in floats), default=0.0)
-    high = max((float(np.nanmax(a, initial=1.0)) for a in floats), default=1.0)
+    floats = [a[np.isfinite(a)] for a in arrays.values() if a.dtype.kind == "f"]
+    low = min((float(a.min(initial=0.0)) for a in floats), default=0.0)
+    high = max((float(a.max(initial=1.0)) for a in floats), default=1.0)
     return [_address(item, arrays.get(i), low, high) if is_image(item) else None for i, item in enumerate(items)]
 
 
@@ -50,7 +50,12 @@ def _array(item: Any) -> np.ndarray:
     array = item.detach().cpu().float().numpy() if isinstance(item, Tensor) and item.is_floating_point() else item
     array = np.asarray(array.cpu() if isinstance(array, Tensor) else array)
     shape = array.shape
-    if array.ndim == 3 and array.shape[2] not in (1, 3, 4) and array.shape[0] in (1, 3, 4):
+    # Tensors have their channels first, arrays last, where both could be.
+    if (
+        array.ndim == 3
+        and array.shape[0] in (1, 3, 4)
+        and (isinstance(item, Tensor) or array.shape[2] not in (1, 3, 4))
+    ):
         array = np.moveaxis(array, 0, 2)
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[:, :, 0]

@@ -15,7 +15,7 @@ KNOWN_CLASSES = 4
 def inputs(n, seed, unknown=False):
     """Images of shape (1, 4, 4) around a centre for each class, and their classes."""
     random = torch.Generator().manual_seed(99)
-    centres = 1.5 * torch.randn(2 * KNOWN_CLASSES, 1, 4, 4, generator=random)
+    centres = 0.8 * torch.randn(2 * KNOWN_CLASSES, 1, 4, 4, generator=random)
     labels = torch.arange(n) % KNOWN_CLASSES + (KNOWN_CLASSES if unknown else 0)
     return centres[labels] + torch.randn(n, 1, 4, 4, generator=random.manual_seed(seed)), labels
 

@@ -1,0 +1,76 @@
+"""Pictures of inputs, of every form that people keep them in."""
+
+import base64
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from contrastive_curvature.errors import InputError
+from contrastive_curvature.report.thumbnails import SIDE, thumbnails
+
+
+def pixels(address):
+    kind, content = address.split(",")
+    assert kind in ("data:image/png;base64", "data:image/jpeg;base64")
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(content))))
+
+
+GREY = np.arange(30, dtype=np.uint8).reshape(5, 6) * 8
+COLOUR = np.stack([GREY, GREY[::-1], GREY // 2], axis=2)
+
+
+@pytest.mark.parametrize(
+    ("item", "wanted"),
+    [
+        (GREY, GREY),
+        (torch.from_numpy(GREY), GREY),
+        (torch.from_numpy(GREY).unsqueeze(0), GREY),
+        (GREY[:, :, None], GREY),
+        (GREY / 255, GREY),
+        (torch.from_numpy(GREY / 255).half(), GREY),
+        (GREY.astype(np.int64), GREY),
+        (GREY > 100, 255 * (GREY > 100)),
+        (COLOUR, COLOUR),
+        (np.moveaxis(COLOUR, 2, 0), COLOUR),
+        (torch.from_numpy(np.moveaxis(COLOUR, 2, 0) / 255).bfloat16().float(), None),
+        (Image.fromarray(COLOUR), COLOUR),
+        (Image.fromarray(GREY).convert("P"), None),
+        (np.concatenate([COLOUR, COLOUR[:, :, :1] * 0 + 255], axis=2), COLOUR),
+    ],
+)
+def test_small_images_keep_every_pixel(item, wanted):
+    found = pixels(thumbnails([item])[0])
+    assert found.shape[:2] == (5, 6)
+    if wanted is not None:
+        # Half precision has 11 bits, and a grey value 8.
+        assert np.abs(found.astype(int) - wanted).max() <= (1 if getattr(item, "dtype", None) == torch.half else 0)
+
+
+def test_normalised_images_have_one_scale():
+    dark, bright = torch.full((1, 6, 6), -2.0), torch.full((1, 6, 6), 2.0)
+    found = [pixels(address) for address in thumbnails([dark, bright, torch.zeros(1, 6, 6)])]
+    assert [int(each[0, 0]) for each in found] == [0, 255, 128]
+    assert pixels(thumbnails([torch.full((1, 6, 6), torch.nan)])[0]).max() == 0
+    assert pixels(thumbnails([torch.full((1, 6, 6), torch.inf)])[0]).max() == 255
+
+
+def test_large_images_become_small(tmp_path):
+    Image.fromarray(np.zeros((600, 300, 3), np.uint8)).save(tmp_path / "large.png")
+    addresses = thumbnails([tmp_path / "large.png", torch.rand(3, 500, 400)])
+    assert pixels(addresses[0]).shape[:2] == (SIDE, SIDE // 2)
+    assert max(pixels(addresses[1]).shape) == SIDE
+    assert all(len(address) < 20_000 for address in addresses)
+
+
+def test_what_is_no_image_has_none():
+    assert thumbnails(["a text", None, 3]) == [None, None, None]
+
+
+def test_bad_images_are_named(tmp_path):
+    (tmp_path / "no.png").write_text("no image")
+    for item in (torch.rand(5), torch.rand(2, 3, 5), np.zeros((0, 4)), tmp_path / "no.png", np.array([["a"]])):
+        with pytest.raises(InputError, match="items"):
+            thumbnails([item])
