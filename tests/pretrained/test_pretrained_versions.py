@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -40,8 +39,8 @@ def test_it_loads_and_predicts_what_it_did(version: str, name: str, device: str)
         found = predictions(la, device)
         assert found.keys() == expected[tower].keys()
         for key, value in expected[tower].items():
-            wanted: Any = torch.tensor(value, dtype=torch.float64)
-            torch.testing.assert_close(torch.tensor(found[key]), wanted, rtol=ROUNDING, atol=ROUNDING)
+            mine, wanted = (torch.tensor(numbers, dtype=torch.float64) for numbers in (found[key], value))
+            torch.testing.assert_close(mine, wanted, rtol=ROUNDING, atol=ROUNDING)
     info = cc.pretrained.read_info(folder)
     assert info.versions["contrastive_curvature"] == version
     assert info.metrics == {"auroc": 0.5}
