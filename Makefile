@@ -14,7 +14,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-oldest fuzz lint typecheck bench tables gpu dist clean
+.PHONY: help demo test test-oldest fuzz lint typecheck docs docs-serve bench tables gpu dist clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -43,6 +43,13 @@ lint: $(STAMP) ## ruff: rules and formatting
 
 typecheck: $(STAMP) ## mypy on the package
 	$(PY) -m mypy
+
+# The variable leaves out mkdocs-material's note about its successor; the site is built from one well-known set of versions.
+docs: $(STAMP) ## build the site into build/docs, without a network; a dead link or an undocumented public name is an error
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
+docs-serve: $(STAMP) ## show the site while its pages are edited, on http://127.0.0.1:8000
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs serve
 
 bench: $(STAMP) ## a benchmark: BENCH=curvature (default) or another name below, options in ARGS="..."; the paper's tables: BENCH=experiments ARGS="--table 2"
 	@case " $(BENCHES) " in *" $(BENCH) "*) ;; *) echo "BENCH: expected one of $(BENCHES), got $(BENCH)" >&2; exit 2;; esac
