@@ -102,7 +102,8 @@ def report(error: BaseException, *, as_json: bool, with_traceback: bool) -> int:
         with_traceback: Python's traceback before the line.
     """
     # click takes the end of a file for an interruption at a prompt, of which there are none here.
-    error = error.__cause__ if isinstance(error.__cause__, EOFError) else error
+    if isinstance(error, click.Abort) and isinstance(error.__cause__, EOFError):
+        error = error.__cause__
     code = exit_code(error)
     if with_traceback:
         traceback.print_exception(error, file=sys.stderr)

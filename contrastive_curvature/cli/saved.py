@@ -166,6 +166,8 @@ def read_spec(folder: Path) -> dict[str, Any] | None:
     if spec["version"] > _VERSION:
         hint = "Update with: pip install -U contrastive-curvature"
         raise BadInputError(expected(f"{path}", f"version {_VERSION} or lower", f"{spec['version']}", hint))
+    if spec.pop("checksum", None) != _checksum(spec):
+        raise BadInputError(expected(f"{path}", "the file as fit wrote it", "other content", hint))
     return spec
 
 
@@ -183,12 +185,16 @@ def _write_spec(encoder: Encoder, folder: Path, weights: str | None) -> None:
     spec: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, **encoder.spec}
     if weights is not None:
         spec |= {"weights": weights, "sha256": hashlib.sha256(_weights(encoder)).hexdigest()}
-    text = json.dumps(spec, indent=1, allow_nan=False) + "\n"
+    text = json.dumps({**spec, "checksum": _checksum(spec)}, indent=1, allow_nan=False) + "\n"
     write_whole(folder / ENCODER, lambda file: _write(file, text.encode()))
 
 
 def _write(file: BinaryIO, content: bytes) -> None:
     file.write(content)
+
+
+def _checksum(spec: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
 
 
 def _weights(encoder: Encoder) -> bytes:

@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 
 from contrastive_curvature.cli import cli
 
+
 @pytest.fixture(scope="session")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``train.npz`` with the last layer, ``validation.npz`` and ``new.npz`` (one class more), and ``posterior``."""

@@ -49,9 +49,7 @@ def test_options_reach_the_library(run: Run) -> None:
         *("--prior-strength", 0.1, "--seed", 3, "--loss-option", "reduction=sum", "--quiet"),
     )
     found, _ = open_posterior(Path("other"))
-    la = Laplace(
-        layer(), "contrastive", hessian_structure="full", backend_kwargs={"loss": cc.TripletLoss(0.3, "sum")}
-    )
+    la = Laplace(layer(), "contrastive", hessian_structure="full", backend_kwargs={"loss": cc.TripletLoss(0.3, "sum")})
     la.fit(batches("train.npz"))
     la.optimize_prior_precision(strength=0.1)
     torch.testing.assert_close(found.prior_precision, la.prior_precision, rtol=1e-6, atol=0)

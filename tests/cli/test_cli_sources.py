@@ -1,0 +1,156 @@
+"""Sources: feature folders, arrays, images and texts, whole or refused in one line, and nothing in them is run."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cli_support import BIAS, WEIGHT, Run, error_of, points
+from test_cli_fit import layer
+from test_cli_score import column, read
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import contrastive_curvature as cc
+from contrastive_curvature.cli.sources import Columns, open_source, shared_labels
+
+SCORE = ("score", "posterior")
+
+
+def encoder(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 12), nn.ReLU(), layer())
+
+
+def write_folder(name: str, seed: int = 0, n: int = 120, **options: object) -> cc.FeatureFolder:
+    torch.manual_seed(1)
+    labels = torch.arange(n) % 5
+    x = torch.randn(n, 6) + 2 * torch.eye(6)[labels]
+    loader = DataLoader(TensorDataset(x, labels), batch_size=50)
+    return cc.features(encoder(seed), loader, name, identifiers=[f"point {k}" for k in range(n)], **options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_feature_folder_with_its_last_layer(run: Run, dtype: str) -> None:
+    write_folder("train", dtype=dtype)
+    np.savez("layer.npz", weight=WEIGHT, bias=BIAS)
+    fit = ("fit", "train", "--last-layer", "layer.npz", "--out", "p", "--calibration-share", 0.3, "--seed", 1)
+    found = json.loads(run(*fit, "--batch-size", 32, "--json").stdout)
+    assert (found["inputs"], found["calibration_inputs"]) == (84, 36)
+    run("score", "p", "train", "--out", "scores.csv", "--batch-size", 32, "--alpha", 0.1)
+    rows = read("scores.csv")
+    assert [row["id"] for row in rows] == [f"point {k}" for k in range(120)]
+    features = torch.from_numpy(cc.FeatureFolder("train").numpy())
+    mu = nn.functional.normalize(layer()(features), dim=1)
+    np.testing.assert_allclose(column(rows, "mu_0"), mu[:, 0].detach().numpy(), atol=1e-6)
+
+
+def test_features_of_another_encoder_are_refused(run: Run) -> None:
+    write_folder("train")
+    write_folder("other", seed=5)
+    np.savez("layer.npz", weight=WEIGHT, bias=BIAS)
+    run("fit", "train", "--last-layer", "layer.npz", "--out", "p")
+    assert "those of another" in error_of(run("score", "p", "other", "--out", "scores.csv", code=2))
+    assert "weight" in error_of(run("fit", "train", "--out", "q", code=2))
+    np.savez("layer.npz", weight=WEIGHT[:3])
+    assert "4 outputs" in error_of(run("fit", "train", "--last-layer", "layer.npz", "--out", "q", code=2))
+    assert not Path("scores.csv").exists()
+
+
+def test_an_incomplete_feature_folder(run: Run) -> None:
+    write_folder("train")
+    (Path("train") / "features.bin").write_bytes(b"123")
+    assert "train" in error_of(run("fit", "train", "--last-layer", "train.npz", "--out", "p", code=2))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "wanted"),
+    [
+        ({"features": np.ones((4, 12))}, "labels"),
+        ({"labels": np.arange(4)}, "features"),
+        ({"features": np.ones((4, 12)), "embeddings": np.ones((4, 12)), "labels": np.arange(4)}, "one of"),
+        ({"features": np.ones((4, 12)), "labels": np.arange(4)}, "weight and bias"),
+        ({"features": np.ones((4, 12)), "labels": np.arange(4), "bias": BIAS}, "weight"),
+        ({"features": np.ones((4, 12)), "labels": np.arange(4), "weight": np.ones((4, 11))}, "(4, 11)"),
+        ({"features": np.ones((4, 12)), "labels": np.arange(4), "weight": WEIGHT, "bias": BIAS[:2]}, "(2,)"),
+        ({"features": np.ones((4, 12)), "labels": np.arange(3), "weight": WEIGHT}, "labels"),
+        ({"features": np.ones((4, 12)), "labels": np.ones(4), "weight": WEIGHT}, "float64"),
+        ({"features": np.ones(4), "labels": np.arange(4), "weight": WEIGHT}, "2 axes"),
+        ({"features": np.ones((0, 12)), "labels": np.arange(0), "weight": WEIGHT}, "none empty"),
+        ({"features": np.array([["a"]]), "labels": np.arange(1), "weight": WEIGHT}, "real numbers"),
+        ({"features": np.ones((4, 12)), "labels": np.arange(4), "weight": WEIGHT}, "labels"),
+        ({"inputs": np.ones((4, 12)), "labels": np.arange(4)}, "--encoder"),
+    ],
+)
+def test_arrays_that_do_not_fit(run: Run, arrays: dict[str, np.ndarray], wanted: str) -> None:
+    np.savez("bad.npz", **arrays)
+    assert wanted in error_of(run("fit", "bad.npz", "--out", "p", code=2))
+    assert not Path("p").exists()
+
+
+def test_an_archive_is_never_unpickled(run: Run) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple:
+            return (open, ("exploded", "w"))
+
+    np.savez("bomb.npz", features=np.array([Bomb()], dtype=object), labels=np.arange(1))
+    assert "bomb.npz" in error_of(run(*SCORE, "bomb.npz", "--out", "scores.csv", code=2))
+    assert not Path("exploded").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 no archive", b"half"])
+@pytest.mark.parametrize("name", ["bad.npz", "bad.csv", "bad.jsonl", "bad.xyz"])
+def test_files_that_are_not_what_they_say(run: Run, name: str, content: bytes) -> None:
+    whole = Path("new.npz").read_bytes()
+    Path(name).write_bytes(whole[: len(whole) // 2] if content == b"half" else content)
+    assert name in error_of(run(*SCORE, name, "--out", "scores.csv", code=2))
+    assert not Path("scores.csv").exists()
+
+
+def test_a_single_array_and_nothing(run: Run) -> None:
+    with open("one.npz", "wb") as file:
+        np.save(file, np.ones(3))
+    assert "single array" in error_of(run(*SCORE, "one.npz", "--out", "scores.csv", code=2))
+    assert "nothing is" in error_of(run(*SCORE, "nowhere.npz", "--out", "scores.csv", code=2))
+    Path("empty").mkdir()
+    assert "images" in error_of(run(*SCORE, "empty", "--out", "scores.csv", code=2))
+
+
+def test_features_of_another_width(run: Run) -> None:
+    np.savez("wide.npz", features=np.ones((3, 13)))
+    assert "width 12" in error_of(run(*SCORE, "wide.npz", "--out", "scores.csv", code=2))
+
+
+def test_tables(place: Path) -> None:
+    Path("a.csv").write_text('\ufefftext,label,id\n"red, apple",fruit,a\ncar,vehicle,b\n', encoding="utf-8")
+    Path("b.jsonl").write_text('{"sentence": "pear", "kind": 3}\n\n{"sentence": "bus", "kind": 1}\n')
+    found = open_source("a.csv", columns=Columns(id="id"))
+    assert (found.texts, found.ids, found.class_names) == (["red, apple", "car"], ["a", "b"], ["fruit", "vehicle"])  # type: ignore[attr-defined]
+    other = open_source("b.jsonl", columns=Columns("sentence", "kind"))
+    assert (other.ids, other.labels.tolist(), other.class_names) == (["0", "1"], [3, 1], None)
+    assert [each.tolist() for each in shared_labels(found, found)] == [[0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        ("text,label\n,fruit\n", "a text"),
+        ("words,label\nred,fruit\n", "--text-column"),
+        ("text,label\nred,fruit\nblue,\n", "a class"),
+        ("text,label\n", "at least one row"),
+        ('text,label\n"red,fruit\n', "cannot be read"),
+    ],
+)
+def test_tables_that_do_not_fit(run: Run, content: str, wanted: str) -> None:
+    Path("bad.csv").write_text(content)
+    assert wanted in error_of(run(*SCORE, "bad.csv", "--out", "scores.csv", code=2))
+
+
+def test_classes_by_name_are_the_same_in_two_sources(place: Path) -> None:
+    for name, labels in (("a", ["x", "z"]), ("b", ["z", "y"])):
+        np.savez(f"{name}.npz", features=np.ones((2, 12)), labels=np.array(labels))
+    one, other = shared_labels(open_source("a.npz"), open_source("b.npz"))
+    assert one[1] == other[0]
+    assert len({*one.tolist(), *other.tolist()}) == 3
+    assert points(3, 0)["labels"].dtype.kind == "i"
