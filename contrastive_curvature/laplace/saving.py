@@ -20,7 +20,7 @@ from contrastive_curvature.laplace.state import (
 from contrastive_curvature.laplace.state_calibration import loaded_calibration, saved_calibration
 from contrastive_curvature.laplace.state_classes import loaded_classes, saved_classes
 from contrastive_curvature.laplace.state_values import has_norms, refuse
-from contrastive_curvature.network.encoder import weight_norms
+from contrastive_curvature.network.encoder import at_least_float32, weight_norms
 
 __all__ = ["load_state", "saved_parts"]
 
@@ -63,7 +63,7 @@ def load_state(la: Any, state: dict[str, Any], likelihood: str) -> None:
     check_options_agree(state, la.plain_options())
     with unchanged_on_error(la):
         la._prepare_to_load(state)
-        like = next(la.model.parameters()).detach()
+        like = at_least_float32(next(la.model.parameters()).detach())
         check_settings(state, like, la.n_params, la.prior_mean_sizes() or set(), la.prior_sizes() or set())
         kind = find_backend(state["backend"], ContrastiveGGN if la._chooses_backend else la._backend_cls)
         if state["enable_backprop"] and not kind.keeps_graph:

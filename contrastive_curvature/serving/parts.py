@@ -30,6 +30,7 @@ from contrastive_curvature.laplace.classes import (
 )
 from contrastive_curvature.laplace.kron_lowrank import ContrastiveKronLowRankLLLaplace
 from contrastive_curvature.laplace.kron_lowrank_precision import KronLowRankPrecision
+from contrastive_curvature.network.encoder import at_least_float32
 
 __all__ = ["Parts", "check_exportable", "parts_of"]
 
@@ -99,16 +100,17 @@ def parts_of(la: Any, p_value: bool | None = None) -> Parts:
     """
     check_exportable(la)
     layer = la.model.last_layer
-    arrays: dict[str, Tensor] = {"weight": layer.weight}
+    weight = at_least_float32(layer.weight)
+    arrays: dict[str, Tensor] = {"weight": weight}
     if layer.bias is not None:
-        arrays["bias"] = layer.bias
+        arrays["bias"] = at_least_float32(layer.bias)
     with torch.autocast(layer.weight.device.type, enabled=False):
         form, spread = _spread(la)
     arrays |= spread
     if la.typical_norm is not None:
         arrays["typical_norm"] = torch.tensor(la.typical_norm, dtype=torch.float64, device=layer.weight.device)
     if la.class_centres is not None:
-        arrays["centres"] = la.class_centres._directions(layer.weight)
+        arrays["centres"] = la.class_centres._directions(weight)
         arrays["typical_ratio"] = torch.tensor(
             la.class_centres.typical, dtype=torch.float64, device=layer.weight.device
         )

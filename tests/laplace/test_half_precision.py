@@ -1,0 +1,149 @@
+"""Encoders in half precision: the posterior of their last layer is that of the weights in float32, to few digits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from laplace import Laplace
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+
+pytestmark = [
+    pytest.mark.parametrize("device", DEVICES),
+    pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning"),
+]
+
+HALF = (torch.bfloat16, torch.float16)
+STRUCTURES = ("diag", "kron", "kron_lowrank", "full")
+N, F, D = 60, 6, 4
+
+
+def encoder(dtype: torch.dtype, device: str, *tail: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(F, 8), nn.Tanh(), nn.Linear(8, D), *tail).to(device, dtype)
+
+
+def data(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    labels = torch.arange(N) % 3
+    x = torch.randn(N, F, generator=torch.Generator().manual_seed(0)) + 2 * nn.functional.one_hot(labels, F)
+    return x.to(device, dtype), labels.to(device)
+
+
+def fitted(model: nn.Module, x: Tensor, labels: Tensor, structure: str = "kron_lowrank", **options: Any) -> Any:
+    la: Any = Laplace(model, "contrastive", hessian_structure=structure, **options)
+    la.fit([(x[:20], labels[:20]), (x[20:40], labels[20:40])])
+    la.optimize_prior_precision()
+    return la
+
+
+def near(found: Tensor, truth: Tensor, dtype: torch.dtype) -> bool:
+    """Equal to a few roundings of half precision, relative to the largest entry."""
+    assert found.dtype == truth.dtype
+    return float((found - truth).abs().max()) < 4 * torch.finfo(dtype).eps * float(truth.abs().max())
+
+
+def pair(structure: str, dtype: torch.dtype, device: str, *tail: nn.Module, **options: Any) -> tuple[Any, Any, Tensor]:
+    """Posteriors of an encoder in half precision, and of its weights in float32; and inputs of the former."""
+    x, labels = data(device, dtype)
+    half = fitted(encoder(dtype, device, *tail), x, labels, structure, **options)
+    single = fitted(encoder(dtype, device, *tail).float(), x.float(), labels, structure, **options)
+    return half, single, x[40:]
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_every_prediction_is_that_of_the_weights_in_float32(structure: str, dtype: torch.dtype, device: str) -> None:
+    half, single, x = pair(structure, dtype, device)
+    assert {p.dtype for p in half.model.model.parameters()} == {dtype}
+    assert half.mean.dtype == half.prior_precision.dtype == torch.float32
+    assert torch.equal(half.mean, single.mean)
+    assert near(half.prior_precision, single.prior_precision, dtype)
+    assert near(half.log_marginal_likelihood(), single.log_marginal_likelihood(), dtype)
+    found, truth = half(x), single(x.float())
+    # The raw mean is the encoder's own output.
+    assert torch.equal(found.raw_mean, half.model.model(x).float())
+    for name in ("raw_mean", "mu", "kappa", "uncertainty", "covariance", "variance"):
+        assert near(getattr(found, name), getattr(truth, name), dtype), name
+    for options, name in (
+        ({"joint": True}, "joint_covariance"),
+        ({"diagonal_output": True}, "variance"),
+        ({"pred_type": "nn", "n_samples": 5}, "raw_mean"),
+    ):
+        seeds = [torch.Generator(device).manual_seed(0) for _ in range(2)]
+        one = half(x, generator=seeds[0], **options)
+        assert near(getattr(one, name), getattr(single(x.float(), generator=seeds[1], **options), name), dtype), name
+    assert half.functional_samples(x, n_samples=3, joint=True).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_p_values_normalised_outputs_and_states(dtype: torch.dtype, device: str, tmp_path: Path) -> None:
+    half, single, x = pair("kron_lowrank", dtype, device, cc.L2Norm())
+    # Before a calibration with the training inputs, and after it with others: ranks among 40 and 20 move by few.
+    assert float((half(x).p_value - single(x.float()).p_value).abs().max()) < 0.1
+    half.calibrate([x])
+    single.calibrate([x.float()])
+    assert float((half(x).p_value - single(x.float()).p_value).abs().max()) < 0.1
+    again: Any = Laplace(encoder(dtype, device, cc.L2Norm()), "contrastive")
+    torch.save(half.state_dict(), tmp_path / "state")
+    again.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    assert torch.equal(again(x).uncertainty, half(x).uncertainty)
+    assert torch.equal(again(x).p_value, half(x).p_value)
+    half.export(tmp_path / "served.pt2", x)
+    served = torch.export.load(tmp_path / "served.pt2").module()(x[:3])
+    for name, value in zip(("mu", "kappa", "uncertainty", "p_value"), served, strict=True):
+        torch.testing.assert_close(value, getattr(half(x[:3]), name), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss": cc.SupConLoss(0.1)},
+        {"negative_samples": 10},
+        {"pairs": "batch"},
+    ],
+    ids=str,
+)
+def test_other_losses_and_pairs(options: dict[str, Any], device: str) -> None:
+    half, single, x = pair("kron", torch.float16, device, backend_kwargs=options)
+    assert near(half(x).covariance, single(x.float()).covariance, torch.float16)
+
+
+def test_features_on_disk_and_priors(device: str, tmp_path: Path) -> None:
+    dtype = torch.bfloat16
+    half, _, new = pair("kron_lowrank", dtype, device)
+    x, labels = data(device, dtype)
+    folder = cc.features(encoder(dtype, device), [(x[:40], labels[:40])], tmp_path / "features")
+    saved: Any = Laplace(encoder(dtype, device), "contrastive")
+    saved.fit(folder)
+    saved.optimize_prior_precision()
+    assert near(saved(new).uncertainty, half(new).uncertainty, dtype)
+    for method in ({"method": "marglik", "n_steps": 2}, {"method": "gridsearch", "val_loader": [(x, labels)]}):
+        half.optimize_prior_precision(**method)
+        assert half.prior_precision.dtype == torch.float32
+
+
+def test_gradients_reach_half_inputs(device: str) -> None:
+    half, _, x = pair("diag", torch.bfloat16, device, enable_backprop=True)
+    x = x.clone().requires_grad_()
+    half(x).uncertainty.sum().backward()
+    assert x.grad is not None
+    assert bool(x.grad.isfinite().all())
+    assert float(x.grad.abs().max()) > 0
+
+
+@pytest.mark.parametrize(("weights", "structure"), [("all", "diag"), ("all", "kron"), ("subnetwork", "full")])
+def test_other_weights_are_refused_with_what_to_type(weights: str, structure: str, device: str) -> None:
+    indices = {"subnetwork_indices": torch.tensor([0])} if weights == "subnetwork" else {}
+    with pytest.raises(cc.InputError, match=r"model\.float\(\).*subset_of_weights='last_layer'"):
+        Laplace(encoder(torch.float16, device), "contrastive", weights, structure, **indices)
+
+
+def test_inputs_of_another_dtype_are_named(device: str) -> None:
+    half, _, x = pair("diag", torch.bfloat16, device)
+    with pytest.raises(cc.InputError, match=r"dtype torch\.bfloat16.*got points of.*torch\.float32"):
+        half(x.float())
