@@ -62,11 +62,12 @@ def exported(init: Path) -> list[str]:
 
 
 def public_names(source: Path = SOURCE) -> list[str]:
-    """Every public name with its full path, such as ``"contrastive_curvature.metrics.auroc"``."""
+    """Every public name with its full path, such as ``"contrastive_curvature.metrics.auroc"``, but packages."""
     return [
         ".".join(part for part in (NAME, package, name) if part)
         for package in PUBLIC
         for name in exported(source.joinpath(*package.split("."), "__init__.py") if package else source / "__init__.py")
+        if name not in PUBLIC
     ]
 
 
