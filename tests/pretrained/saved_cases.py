@@ -30,7 +30,7 @@ def batches(device: str, n: int = 24) -> Any:
     return DataLoader(TensorDataset(x, torch.arange(n, device=device) % 3), 8)
 
 
-def encoder(device: str = "cpu", seed: int = 0, activation: type[nn.Module] = nn.Tanh, width: int = 5) -> nn.Module:
+def encoder(device: str = "cpu", seed: int = 0, activation: type[nn.Module] = nn.Tanh, width: int = 5) -> Any:
     generator = torch.Generator().manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), activation(), nn.Linear(width, 3)).double()
     with torch.no_grad():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
+import yaml  # type: ignore[import-untyped]
 from huggingface_hub import ModelCard
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,7 +40,7 @@ def la() -> Any:
 
 def test_the_hub_reads_the_metadata(la: Any, tmp_path: Path) -> None:
     card = ModelCard.load(la.save_pretrained(tmp_path / "digits", **SAID) / "README.md")
-    data = card.data
+    data: Any = card.data
     assert (data.library_name, data.pipeline_tag) == ("contrastive-curvature", "feature-extraction")
     assert (data.license, data.base_model) == ("cc-by-4.0", "someone/small-encoder")
     assert {"digits", "laplace", "contrastive-curvature"} <= set(data.tags)
@@ -55,14 +55,15 @@ def test_the_hub_reads_the_metadata(la: Any, tmp_path: Path) -> None:
 
 def test_what_is_left_out_is_left_out(la: Any, tmp_path: Path) -> None:
     text = (la.save_pretrained(tmp_path / "digits") / "README.md").read_text()
-    data = ModelCard(text).data
+    data: Any = ModelCard(text).data
     assert (data.license, data.base_model, data.eval_results) == (None, None, None)
     assert "Its author has not said" in text
     assert "Not evaluated" in text
     assert "## Notes" not in text
     # A sentence about the encoder is no repository.
     other = la.save_pretrained(tmp_path / "other", encoder_source="mine, from scratch") / "README.md"
-    assert ModelCard(other.read_text()).data.base_model is None
+    data = ModelCard(other.read_text()).data
+    assert data.base_model is None
     assert "Source: mine, from scratch" in other.read_text()
 
 

@@ -160,7 +160,7 @@ def test_an_error_of_the_disk_leaves_what_was_there(
         if len(written) == number:
             raise OSError(error, os.strerror(error), str(path))
         written.append(path.name)
-        atomic.write_whole(path, lambda file: file.write(content) and None)  # type: ignore[arg-type,return-value]
+        atomic.write_whole(path, lambda file: file.write(content) and None)  # type: ignore[arg-type]
 
     monkeypatch.setattr(writing, "_write", full)
     new = saved.parent / "new"
@@ -295,16 +295,14 @@ def test_missing_files_are_named(la: Any, saved: Path, tmp_path: Path) -> None:
         loaded(tmp_path / "nowhere")
     with pytest.raises(cc.InputError, match=r"source: expected a folder, got .* which is a file"):
         loaded(path)
-    for wrong in (3, None, b"x"):
+    no_paths: tuple[Any, ...] = (3, None, b"x")
+    for wrong in no_paths:
         with pytest.raises(cc.InputTypeError, match="source: expected a path"):
-            loaded(wrong)  # type: ignore[arg-type]
-    for wrong in (nn_class(), None, "encoder"):
+            loaded(wrong)
+    others: tuple[Any, ...] = (torch.nn.Linear, None, "encoder")
+    for wrong in others:
         with pytest.raises(cc.InputTypeError, match=r"encoder: expected a torch\.nn\.Module"):
             cc.load_pretrained(saved, wrong)
-
-
-def nn_class() -> Any:
-    return torch.nn.Linear
 
 
 @pytest.mark.parametrize(
@@ -394,7 +392,7 @@ def replaced(config: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[
     return changed
 
 
-ODD = [
+ODD: list[Any] = [
     None,
     True,
     -1,

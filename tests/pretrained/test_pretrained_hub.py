@@ -11,6 +11,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 from saved_cases import encoder, fitted, predicts_the_same
 
 import contrastive_curvature as cc
@@ -23,7 +24,8 @@ class Hub:
     """What this library uses of ``huggingface_hub``, with a folder in the place of the network."""
 
     def __init__(self, place: Path) -> None:
-        self.place, self.calls = place, []
+        self.place = place
+        self.calls: list[tuple[str, dict[str, Any]]] = []
 
     def HfApi(self, **options: Any) -> Hub:
         self.calls.append(("api", options))
@@ -49,7 +51,7 @@ class Hub:
         source, target = self.place / repo_id, self.place / "cache" / repo_id
         if not source.is_dir():
             msg = f"404 Client Error.\nRepository not found: {repo_id}"
-            raise huggingface_hub.errors.LocalEntryNotFoundError(msg)
+            raise LocalEntryNotFoundError(msg)
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
         for path in source.iterdir():
@@ -152,6 +154,8 @@ def test_without_the_package_the_message_says_what_to_install(
     la: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    for call in (lambda: la.push_to_hub("me/digits"), lambda: cc.load_pretrained("me/digits", encoder())):
-        with pytest.raises(cc.UnsupportedError, match=r"pip install 'contrastive-curvature\[hub\]'"):
-            call()
+    message = r"pip install 'contrastive-curvature\[hub\]'"
+    with pytest.raises(cc.UnsupportedError, match=message):
+        la.push_to_hub("me/digits")
+    with pytest.raises(cc.UnsupportedError, match=message):
+        cc.load_pretrained("me/digits", encoder())
