@@ -9,9 +9,9 @@
 # %% [markdown]
 # # Curvature, for researchers
 #
-# What does the Hessian of a contrastive loss look like, what does each way of making it positive semidefinite do to
-# it, and how far are Kronecker factors from the exact matrix? On a network that is small enough to write everything
-# down, in float64, with autograd as the judge.
+# What does the Hessian of a contrastive loss look like, what does each way of making it positive semidefinite do to it,
+# and how far are Kronecker factors from the exact matrix? On a network that is small enough to write everything down,
+# in float64, with autograd as the judge.
 
 # %%
 import os
@@ -55,8 +55,8 @@ print(
 # %% [markdown]
 # ## In the outputs
 #
-# The loss is a function of N outputs of D numbers, so its Hessian is (N D, N D). `cc.output_hessian` gives it in
-# closed form. `pd_fix="full"` is the exact one. Autograd agrees:
+# The loss is a function of N outputs of D numbers, so its Hessian is (N D, N D). `cc.output_hessian` gives it in closed
+# form. `pd_fix="full"` is the exact one. Autograd agrees:
 
 # %%
 z = network(x).detach()
@@ -159,9 +159,9 @@ for fix, matrix in ggn.items():
     )
 
 # %% [markdown]
-# Without the blocks between points (`fixed`, `psd`) the matrix has about the same form and a far larger trace: when
-# one point of a pair moves, the other one often moves along, and these blocks are what knows it. A posterior makes up
-# for the size by its temperature.
+# Without the blocks between points (`fixed`, `psd`) the matrix has about the same form and a far larger trace: when one
+# point of a pair moves, the other one often moves along, and these blocks are what knows it. A posterior makes up for
+# the size by its temperature.
 #
 # ## Kronecker factors
 #
@@ -232,8 +232,8 @@ plt.show()
 # %% [markdown]
 # ## Without writing it down
 #
-# For networks whose matrix does not fit anywhere, the same curvature is a linear operator of curvlinops, over all
-# pairs of a data set. Its largest eigenvalues come from products with vectors alone:
+# For networks whose matrix does not fit anywhere, the same curvature is a linear operator of curvlinops, over all pairs
+# of a data set. Its largest eigenvalues come from products with vectors alone:
 
 # %%
 fixed = cc.ContrastiveLoss(0.7, normalization="type", pd_fix="psd")
@@ -244,7 +244,7 @@ print("operator, Lanczos:", np.array2string(lanczos, precision=6))
 print("dense:            ", np.array2string(dense, precision=6))
 
 # %% [markdown]
-# More: [what is computed](../theory.md), [losses](../losses.md), [backends](../backends.md).
+# More: [what is computed](../theory.html), [losses](../losses.html), [backends](../backends.html).
 
 
 # %%

@@ -12,8 +12,8 @@
 # From a small encoder to scores that can be trusted, in one page: train an encoder, fit its posterior, look at the
 # pictures that it is most and least sure of, tell digits that it has never seen, and give each answer a probability.
 #
-# The data are scikit-learn's digits, 1,797 pictures of 8 x 8 pixels. The encoder learns the digits 0 to 7. Digits 8
-# and 9 are kept away from it: they play the unknown kind of input that turns up after the training.
+# The data are scikit-learn's digits, 1,797 pictures of 8 x 8 pixels. The encoder learns the digits 0 to 7. Digits 8 and
+# 9 are kept away from it: they play the unknown kind of input that turns up after the training.
 
 # %%
 import os
@@ -137,7 +137,9 @@ for name, score in scores.items():
 # ## Digits that it has never seen
 #
 # `p_value` is the share of known pictures that are at least as unusual as this one. Of known pictures it is uniform,
-# whatever the encoder. Of unknown ones it should be small.
+# whatever the encoder; the share of false alarms scatters around alpha from one set of validation pictures to the next
+# ([by how much](../threshold.html#what-is-guaranteed)). Of unknown pictures the p-value should be small. How small,
+# nothing can promise: digits 8 and 9 look much like the others.
 
 # %%
 strange = la(unknown)
@@ -202,8 +204,8 @@ print(
 # %% [markdown]
 # ## Where to go from here
 #
-# The same lines work for your encoder: see the [recipes](../recipes/index.md). [One threshold](../threshold.md) says
-# what the p-value guarantees, [is a match real?](../matching.md) what the probability needs.
+# The same lines work for your encoder: see the [recipes](../recipes/index.html). [One threshold](../threshold.html)
+# says what the p-value guarantees, [is a match real?](../matching.html) what the probability needs.
 
 
 # %%

@@ -28,7 +28,8 @@ def execute(script: Path) -> nbformat.NotebookNode:
     notebook = jupytext.read(script)
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": str(ROOT)}}).execute()
-    for cell in notebook.cells:
+    for number, cell in enumerate(notebook.cells):
+        cell["id"] = f"cell-{number}"  # jupytext draws them at random
         cell.metadata.pop("execution", None)  # the time of day, which would change with every run
     return notebook
 

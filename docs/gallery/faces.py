@@ -11,8 +11,8 @@
 #
 # The usual case: a pretrained encoder, your own pictures, people whom nobody trained on. MobileFaceNet, from [its ncnn
 # port](https://github.com/liguiyuan/mobilefacenet-ncnn), embeds the faces of [Labelled Faces in the
-# Wild](http://vis-www.cs.umass.edu/lfw/). Which faces is it unsure of? Does it see that a picture shows no face? Do
-# two pictures show one person, and how sure is that?
+# Wild](http://vis-www.cs.umass.edu/lfw/). Which faces is it unsure of? Does it see that a picture shows no face? Do two
+# pictures show one person, and how sure is that?
 #
 # The posterior of a last layer needs the features before it only. They were computed once, by `python -m
 # benchmarks.transfer`, which also blurred, covered and rotated some faces. The posterior is fitted on people of the
@@ -166,8 +166,8 @@ plt.show()
 # %% [markdown]
 # ## No face at all
 #
-# Digits of MNIST, letters of Omniglot and photographs of CIFAR-10, given to the network as if they were faces. Each
-# dot is a picture; to the left of the line are those that `is_known(0.05)` calls unknown.
+# Digits of MNIST, letters of Omniglot and photographs of CIFAR-10, given to the network as if they were faces. Each dot
+# is a picture; to the left of the line are those that `is_known(0.05)` calls unknown.
 
 # %%
 kinds = {
@@ -193,9 +193,9 @@ plt.show()
 # %% [markdown]
 # ## The same person?
 #
-# LFW's list of pairs, half of which show one person. For each of its ten folds the probability is fitted on the other
-# nine. Beside it, the same with the cosine alone. The posterior has seen the names of some of the people in the list,
-# which helps the uncertainties; so the pairs without any such person are counted apart.
+# LFW's list of pairs, half of which show one person. Of its ten folds, eight fit the probability that is judged on the
+# other two, five times. Beside it, the same with the cosine alone. The posterior has seen the names of some of the
+# people in the list, which helps the uncertainties; so the pairs without any such person are counted apart.
 
 
 # %%
@@ -204,8 +204,8 @@ def embed(side, chosen):
 
 
 probability = {use: torch.zeros(len(data["pairs_same"]), dtype=torch.float64) for use in (True, False)}
-for fold in data["pairs_fold"].unique():
-    held = data["pairs_fold"] == fold
+for part in range(5):
+    held = data["pairs_fold"] % 5 == part  # two folds of ten
     for use, found in probability.items():
         match = cc.MatchProbability(use_uncertainty=use)
         match.fit_pairs(embed("left", ~held), embed("right", ~held), data["pairs_same"][~held])
@@ -242,7 +242,7 @@ right.legend(frameon=False, fontsize=8)
 plt.show()
 
 # %% [markdown]
-# More: [is a match real?](../matching.md), [how good the answers are on many encoders](../transfer.md).
+# More: [is a match real?](../matching.html), [how good the answers are on many encoders](../transfer.html).
 
 
 # %%

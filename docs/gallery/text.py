@@ -71,7 +71,7 @@ print({part: len(found) for part, found in texts.items()}, "out of scope:", len(
 #
 # Vectors of words, of pairs of words and of runs of letters, averaged, then two layers: small, fast, and trained here
 # from nothing with the supervised contrastive loss. Yours may be a transformer; what follows is the same
-# ([sentence-transformers](../recipes/sentence_transformers.md), [transformers](../recipes/transformers.md)).
+# ([sentence-transformers](../recipes/sentence_transformers.html), [transformers](../recipes/transformers.html)).
 
 # %%
 torch.manual_seed(0)
@@ -143,8 +143,8 @@ for alpha in (0.01, 0.05, 0.1):
     )
 
 # %% [markdown]
-# Some of them. Out-of-scope queries with a large p-value look like known ones to this encoder, which sees words and
-# not meaning.
+# Some of them. Out-of-scope queries with a large p-value look like known ones to this encoder, which sees words and not
+# meaning.
 
 
 # %%
@@ -161,8 +161,8 @@ show("In scope, called unknown:", test.novelty.argsort(descending=True)[:6], tex
 # %% [markdown]
 # ## Which answers to give?
 #
-# Now both kinds of queries come together, test queries and those out of scope, for which any answer is wrong. Sort
-# them by a score, answer only the most certain share, and count the right answers. `cc.RetrievalUncertainty` puts both
+# Now both kinds of queries come together, test queries and those out of scope, for which any answer is wrong. Sort them
+# by a score, answer only the most certain share, and count the right answers. `cc.RetrievalUncertainty` puts both
 # questions into one score: is the query known, and is its neighbour close, and alone in being so?
 
 # %%
@@ -194,8 +194,8 @@ plt.show()
 # ## How sure is that?
 #
 # `MatchProbability` gives each answer a probability. It has to see some queries without a match: here the validation
-# queries and a fifth of the out-of-scope ones, about as many in a hundred as in the rest, on which it is judged.
-# Beside it the same regression on the cosine alone.
+# queries and a fifth of the out-of-scope ones, about as many in a hundred as in the rest, on which it is judged. Beside
+# it the same regression on the cosine alone.
 
 # %%
 part = len(beyond) // 5
@@ -225,7 +225,7 @@ axis.legend(frameon=False, fontsize=8)
 plt.show()
 
 # %% [markdown]
-# More: [one threshold](../threshold.md), [is a match real?](../matching.md).
+# More: [one threshold](../threshold.html), [is a match real?](../matching.html).
 
 
 # %%

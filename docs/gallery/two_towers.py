@@ -10,8 +10,8 @@
 # # Two towers: pictures and captions
 #
 # CLIP in small. One encoder embeds pictures of digits, another one captions such as "a bold seven", and both meet on
-# one sphere. Then a picture is classified by prompts alone, "a seven", and both, picture and prompt, know how sure
-# they are.
+# one sphere. Then a picture is classified by prompts alone, "a seven", and both, picture and prompt, know how sure they
+# are.
 
 # %%
 import os
@@ -81,9 +81,9 @@ plt.show()
 # %% [markdown]
 # ## Train both towers
 #
-# With a supervised contrastive loss between the towers: a picture belongs to all captions of its batch that are true
-# of it, which is approximated here by the digit. `cc.SupConLoss(...).between(a, b, (labels_a, labels_b))` is that
-# loss. Captions that name no digit are left to themselves: each has a label of its own.
+# With a supervised contrastive loss between the towers: a picture belongs to all captions of its batch that are true of
+# it, which is approximated here by the digit. `cc.SupConLoss(...).between(a, b, (labels_a, labels_b))` is that loss.
+# Captions that name no digit are left to themselves: each has a label of its own.
 
 # %%
 towers = cc.TwoTowers(
@@ -129,8 +129,8 @@ print(f"zero-shot: {right.double().mean():.1%} of {len(test)} test pictures are 
 # %% [markdown]
 # ## Which prompts say enough?
 #
-# The text tower is uncertain, too. A prompt without the name of a digit ("a digit", "a bold digit"), or with words
-# that the tower has never read together, should be less certain than "a seven".
+# The text tower is uncertain, too. A prompt without the name of a digit ("a digit", "a bold digit"), or with words that
+# the tower has never read together, should be less certain than "a seven".
 
 # %%
 asked = [
@@ -255,7 +255,7 @@ for lines, share, accuracy_of_kept in zip(levels, kept, kept_right, strict=True)
     )
 
 # %% [markdown]
-# With your own CLIP: [open_clip](../recipes/open_clip.md), [two towers](../clip.md).
+# With your own CLIP: [open_clip](../recipes/open_clip.html), [two towers](../clip.html).
 
 
 # %%
