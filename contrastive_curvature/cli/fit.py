@@ -89,6 +89,9 @@ def fit(console: Console, source: Path, folder: Path, **options: Any) -> None:
     you can: this is what docs/transfer.md evaluates. Embeddings alone are taken as the features of a last layer that is
     the identity. That was not evaluated there: compare it on your own data before you rely on it.
 
+    The losses infonce, supcon, siglip, multi-similarity and triplet compare an input with those of its batch, in a
+    random order: give the --batch-size of the encoder's training. All others count all pairs of the data.
+
     --encoder module:function runs your own code, and only that. score and search run it again.
     """  # noqa: D301
     from contrastive_curvature.cli.fit_source import encoder_and_source

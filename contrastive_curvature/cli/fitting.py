@@ -16,6 +16,7 @@ from contrastive_curvature.cli.errors import BadInputError
 from contrastive_curvature.cli.losses import make_loss
 from contrastive_curvature.cli.sources import Columns, Source, open_source
 from contrastive_curvature.errors import expected
+from contrastive_curvature.losses import RowLoss
 
 __all__ = ["check_options", "fit_posterior"]
 
@@ -77,7 +78,9 @@ def fit_posterior(
         **({} if options["prior_precision"] is None else {"prior_precision": options["prior_precision"]}),
     )
     console.note(f"fitting on {len(rows):,} inputs")
-    la.fit(source.loader(options["batch_size"], rows), progress_bar=console.progress)
+    # Candidates from the batch: sources that are sorted by class would give batches of one class.
+    seed = options["seed"] if _takes_pairs_of_a_batch(options) else None
+    la.fit(source.loader(options["batch_size"], rows, seed=seed), progress_bar=console.progress)
     if options["prior_precision"] is None:
         strength = options["prior_strength"]
         la.optimize_prior_precision(**({} if strength is None else {"strength": strength}))
@@ -90,6 +93,13 @@ def fit_posterior(
     console.note(f"calibrating with {len(known.rows):,} inputs")
     la.calibrate(known, progress_bar=console.progress)
     return la, rows, len(known.rows)
+
+
+def _takes_pairs_of_a_batch(options: dict[str, Any]) -> bool:
+    given = options["curvature"]
+    if isinstance(options["made_loss"], RowLoss):
+        return given.get("candidates") != "dataset"
+    return given.get("pairs") == "batch"
 
 
 def _split(count: int, share: float | None, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:

@@ -49,10 +49,11 @@ class ArraySource(Source):
             wanted = f"features of width {encoder.width} for {encoder.name}"
             raise BadInputError(expected(f"{self.path}", wanted, f"{self.values.shape[1]}"))
 
-    def batches(self, rows: NDArray[np.int64], size: int) -> Iterator[tuple[Any, NDArray[np.int64]]]:
+    def batches(
+        self, rows: NDArray[np.int64], size: int, seed: int | None = None
+    ) -> Iterator[tuple[Any, NDArray[np.int64]]]:
         """See :meth:`Source.batches`."""
-        for start in range(0, len(rows), size):
-            some = rows[start : start + size]
+        for some in _parts(rows, size, seed):
             yield self._wrap(torch.from_numpy(self.values[some])), some
 
 
@@ -78,15 +79,19 @@ class FeatureFolderSource(Source):
         # A whole encoder takes a batch with its source; a last layer that was given alone takes the numbers.
         self._whole = encoder.width is None
 
-    def batches(self, rows: NDArray[np.int64], size: int) -> Iterator[tuple[Any, NDArray[np.int64]]]:
-        """See :meth:`Source.batches`."""
+    def batches(
+        self, rows: NDArray[np.int64], size: int, seed: int | None = None
+    ) -> Iterator[tuple[Any, NDArray[np.int64]]]:
+        """See :meth:`Source.batches`; batches of which rows were left out are smaller."""
         wanted, start = np.zeros(len(self), dtype=bool), 0
         wanted[rows] = True
-        for x, _ in FeatureFolder(self.path, size):
+        folder = FeatureFolder(self.path, size, seed=seed)
+        numbers = folder.numbers.numpy()
+        for x, _ in folder:
             phi = x[given_features.FEATURES]
-            here = wanted[start : start + len(phi)]
-            some = np.flatnonzero(here) + start
-            start += len(phi)
+            some = numbers[start : start + len(phi)]
+            here, start = wanted[some], start + len(phi)
+            some = some[here]
             if len(some):
                 phi = phi[torch.from_numpy(here)]
                 yield (given_features.feature_inputs(phi, self.encoder_of) if self._whole else phi), some
@@ -120,10 +125,11 @@ class ImageSource(Source):
         assert encoder.image_transform is not None
         self._transform = encoder.image_transform
 
-    def batches(self, rows: NDArray[np.int64], size: int) -> Iterator[tuple[Any, NDArray[np.int64]]]:
+    def batches(
+        self, rows: NDArray[np.int64], size: int, seed: int | None = None
+    ) -> Iterator[tuple[Any, NDArray[np.int64]]]:
         """See :meth:`Source.batches`."""
-        for start in range(0, len(rows), size):
-            some = rows[start : start + size]
+        for some in _parts(rows, size, seed):
             images = [self._read(self.files[row]) for row in some]
             odd = next((k for k, each in enumerate(images) if each.shape != images[0].shape), None)
             if odd is not None:
@@ -161,11 +167,17 @@ class TextSource(Source):
         assert encoder.collate is not None
         self._collate = encoder.collate
 
-    def batches(self, rows: NDArray[np.int64], size: int) -> Iterator[tuple[Any, NDArray[np.int64]]]:
+    def batches(
+        self, rows: NDArray[np.int64], size: int, seed: int | None = None
+    ) -> Iterator[tuple[Any, NDArray[np.int64]]]:
         """See :meth:`Source.batches`."""
-        for start in range(0, len(rows), size):
-            some = rows[start : start + size]
+        for some in _parts(rows, size, seed):
             yield self._collate([self.texts[row] for row in some]), some
+
+
+def _parts(rows: NDArray[np.int64], size: int, seed: int | None) -> Iterator[NDArray[np.int64]]:
+    order = rows if seed is None else rows[np.random.default_rng(seed).permutation(len(rows))]
+    return (order[start : start + size] for start in range(0, len(rows), size))
 
 
 def _as_it_is(x: Tensor) -> Tensor:

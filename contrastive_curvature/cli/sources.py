@@ -97,28 +97,45 @@ class Source(ABC):
         """
 
     @abstractmethod
-    def batches(self, rows: NDArray[np.int64], size: int) -> Iterator[tuple[Any, NDArray[np.int64]]]:
-        """Inputs of some rows, ascending, and which rows each batch has."""
+    def batches(
+        self, rows: NDArray[np.int64], size: int, seed: int | None = None
+    ) -> Iterator[tuple[Any, NDArray[np.int64]]]:
+        """Inputs of some rows, which are given ascending, and which rows each batch has.
 
-    def loader(self, batch_size: int, rows: NDArray[np.int64] | None = None, labels: Tensor | None = None) -> Loader:
-        """Batches ``(x, labels)`` in the order of the source, as often as they are asked for.
+        Args:
+            rows: Which inputs.
+            size: Inputs of a batch.
+            seed: Of a random order; ``None`` for that of the source.
+        """
+
+    def loader(
+        self,
+        batch_size: int,
+        rows: NDArray[np.int64] | None = None,
+        labels: Tensor | None = None,
+        seed: int | None = None,
+    ) -> Loader:
+        """Batches ``(x, labels)``, the same in every pass.
 
         Args:
             batch_size: Inputs of a batch.
             rows: Which inputs, ascending; ``None`` for all.
             labels: In place of the source's own, shape (N,).
+            seed: Of a random order; ``None`` for that of the source.
         """
-        return Loader(self, batch_size, np.arange(len(self)) if rows is None else rows, labels)
+        return Loader(self, batch_size, np.arange(len(self)) if rows is None else rows, labels, seed)
 
 
 class Loader:
     """What :meth:`Source.loader` gives; ``fit``, ``calibrate`` and the like take it."""
 
-    def __init__(self, source: Source, batch_size: int, rows: NDArray[np.int64], labels: Tensor | None) -> None:
+    def __init__(
+        self, source: Source, batch_size: int, rows: NDArray[np.int64], labels: Tensor | None, seed: int | None
+    ) -> None:
         found = source.labels if labels is None else labels
         # Predictions and calibration take inputs without classes.
         self._labels = torch.zeros(len(source), dtype=torch.int64) if found is None else found
-        self.source, self.batch_size, self.rows = source, batch_size, rows
+        self.source, self.batch_size, self.rows, self.seed = source, batch_size, rows, seed
 
     @property
     def dataset(self) -> NDArray[np.int64]:
@@ -131,7 +148,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
         """Inputs, and their classes (zeros where the source has none)."""
-        for x, rows in self.source.batches(self.rows, self.batch_size):
+        for x, rows in self.source.batches(self.rows, self.batch_size, self.seed):
             yield x, self._labels[torch.from_numpy(rows)]
 
 

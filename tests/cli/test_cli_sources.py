@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
+from contrastive_curvature.cli.encoders import last_layer_encoder
 from contrastive_curvature.cli.sources import Columns, open_source, shared_labels
 
 SCORE = ("score", "posterior")
@@ -44,6 +45,25 @@ def test_feature_folder_with_its_last_layer(run: Run, dtype: str) -> None:
     features = torch.from_numpy(cc.FeatureFolder("train").numpy())
     mu = nn.functional.normalize(layer()(features), dim=1)
     np.testing.assert_allclose(column(rows, "mu_0"), mu[:, 0].detach().numpy(), atol=1e-6)
+
+
+def test_candidates_of_a_batch_are_drawn_from_all_classes(place: Path) -> None:
+    write_folder("train")
+    labels = np.sort(np.arange(120) % 4)
+    np.savez("sorted.npz", features=np.arange(120.0)[:, None] * np.ones(12), labels=labels)
+    for name, width in (("train", 12), ("sorted.npz", 12)):
+        source = open_source(name)
+        source.prepare(last_layer_encoder(None, None, width, getattr(source, "encoder_of", None)))
+        rows = np.arange(0, 120, 2)
+        parts = list(source.loader(20, rows, seed=4))
+        again = torch.cat([y for _, y in source.loader(20, rows, seed=4)])
+        found = torch.cat([y for _, y in parts])
+        assert torch.equal(found, again)
+        assert sorted(found.tolist()) == sorted(source.labels[rows].tolist())
+        assert all(len(y.unique()) > 1 for _, y in parts)
+        assert not torch.equal(found, source.labels[rows])
+    # Each input keeps its class.
+    assert all(torch.equal(source.labels[x[:, 0].long()], y) for x, y in parts)
 
 
 def test_features_of_another_encoder_are_refused(run: Run) -> None:
