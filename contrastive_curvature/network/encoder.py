@@ -8,7 +8,7 @@ every Jacobian would be that of another function, without any sign of it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,17 +23,10 @@ from contrastive_curvature.network.given_features import (
     source_of,
 )
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
+from contrastive_curvature.network.raw_outputs import Source, check_feeds, find_raw
 from contrastive_curvature.network.refusal import describe_points, naming_the_input
 from contrastive_curvature.network.threads import evaluation_mode, watched
-from contrastive_curvature.network.trace import (
-    Key,
-    Record,
-    feeds,
-    has_constant_norm,
-    has_unit_norm,
-    is_same,
-    trace,
-)
+from contrastive_curvature.network.trace import Key, is_same, trace
 
 __all__ = [
     "Encoder",
@@ -101,7 +94,7 @@ class Encoder(nn.Module):
         self.normalization_run = 0
         self._entry: Key = None
         self._normalized_entry: Key = None
-        self._source: _Source | None = None
+        self._source: Source | None = None
         self.normalized = False
         self.last_layer_name: str | None = None
         self._probe_points: str | None = None
@@ -138,8 +131,11 @@ class Encoder(nn.Module):
         self._probe_points = describe_points(probe)
         self.dim = out.shape[1]
         _check_finite(out)
-        raw, self.normalized = self._undo_normalizations(records, out)
-        layers = [r for r in records if isinstance(r.module, nn.Linear) and is_same(r.output, raw)]
+        raw = find_raw(self.model, records, out)
+        self.normalization, self.normalization_run = raw.normalization, raw.run
+        self._entry, self._normalized_entry = raw.entry, raw.normalized_entry
+        self._source, self.normalized = raw.source, raw.normalized
+        layers = [r for r in records if isinstance(r.module, nn.Linear) and is_same(r.output, raw.values)]
         named = dict(self.model.named_modules())
         if last_layer_name is not None and not isinstance(named.get(last_layer_name), nn.Linear):
             linear = [name for name, module in named.items() if isinstance(module, nn.Linear)]
@@ -155,41 +151,6 @@ class Encoder(nn.Module):
             module = layers[-1].module if last_layer_name is None else named[last_layer_name]
             self.last_layer_name = next(name for name, other in named.items() if other is module)
             self._runs = sum(r.module is module for r in records)
-
-    def _undo_normalizations(self, records: list[Record], out: Tensor) -> tuple[Tensor, bool]:
-        """Go back from the output through normalisations, and through modules that return their input unchanged.
-
-        Returns:
-            The raw outputs of the probe, and whether the raw outputs are still normalised.
-        """
-        raw, k = out, len(records)
-        while has_constant_norm(raw):
-            start, k = k, next((i for i in reversed(range(k)) if is_same(records[i].output, raw)), -1)
-            if k < 0:
-                if raw.shape[1] == 1:
-                    return raw, False
-                k = next((i for i in reversed(range(start)) if feeds(records[i].output, raw)), -1)
-                if k < 0:
-                    _refuse_hidden_normalization(raw)
-                    return raw, False
-                raw, self.normalization = records[k].output, None
-                name = next(name for name, module in self.model.named_modules() if module is records[k].module)
-                self._source = _Source(name, records[k].run, records[k].key)
-                # The record itself is looked at next: it may be a normalisation too.
-                k += 1
-                if not has_constant_norm(raw) or isinstance(records[k - 1].module, nn.Linear):
-                    return raw, False
-                continue
-            if isinstance(records[k].module, nn.Linear):
-                return raw, False
-            entry = records[k].rescaled()
-            if entry is False:
-                # A layer norm gives rows of a common norm other than one; that is no l2-normalisation.
-                return raw, has_unit_norm(raw)
-            raw, self.normalization, self._source = records[k].inputs[entry], records[k].module, None
-            self.normalization_run = records[k].run
-            self._entry, self._normalized_entry = entry, records[k].key
-        return raw, False
 
     @property
     def last_layer(self) -> nn.Linear | None:
@@ -292,7 +253,7 @@ class Encoder(nn.Module):
         if not outputs:
             raise UnsupportedError(self._why_not(module))
         if self._source is not None:
-            _check_feeds(outputs[0], embeddings)
+            check_feeds(outputs[0], embeddings)
         return outputs[0], inputs[0]
 
     def _input_of(self, module: nn.Module, x: Inputs) -> Tensor:
@@ -309,7 +270,7 @@ class Encoder(nn.Module):
             raise UnsupportedError(self._why_not(module))
         return inputs[self.normalization_run]
 
-    def _output_of(self, source: _Source, x: Inputs) -> Tensor:
+    def _output_of(self, source: Source, x: Inputs) -> Tensor:
         """What the module puts out whose output ``forward`` normalises, a copy."""
         module, outputs = self.model.get_submodule(source.module), list[Tensor]()
 
@@ -320,7 +281,7 @@ class Encoder(nn.Module):
             embeddings = self._run(x)
         if len(outputs) <= source.run:
             raise UnsupportedError(self._why_not(module))
-        _check_feeds(outputs[source.run], embeddings)
+        check_feeds(outputs[source.run], embeddings)
         return outputs[source.run]
 
     def _why_not(self, module: nn.Module) -> str:
@@ -354,56 +315,5 @@ def _check_finite(out: Tensor) -> None:
         raise InputError(expected("model(x)", "finite embeddings", f"NaN or infinity in rows {rows}"))
 
 
-class _Source(NamedTuple):
-    """The run of a module whose output ``forward`` normalises.
-
-    Attributes:
-        module: Its name in ``model.named_modules()``.
-        run: Which run of it, counted from zero.
-        key: Name of the tensor among its outputs, ``None`` where it puts out a tensor.
-    """
-
-    module: str
-    run: int
-    key: Key
-
-
 def _copied(t: Tensor) -> Tensor:
     return at_least_float32(t.clone())
-
-
-def _check_feeds(raw: Tensor, out: Tensor) -> None:
-    """Refuse a batch that ``forward`` treats in another way than the first one.
-
-    Raises:
-        UnsupportedError: The output is not the normalised output of the layer.
-    """
-    # A graph that is traced, and a function that is vectorised, are of inputs that were compared before.
-    vectorised: Any = torch._C._functorch
-    if torch.compiler.is_compiling() or vectorised.is_functorch_wrapped_tensor(out):
-        return
-    if not feeds(raw, out):
-        msg = (
-            "model: of the first batch, the output was the normalised output of a layer, and of this one it is not. "
-            "Remove F.normalize from forward and end the encoder in the module contrastive_curvature.L2Norm(), or in "
-            "no normalisation at all."
-        )
-        raise UnsupportedError(msg)
-
-
-def _refuse_hidden_normalization(out: Tensor) -> None:
-    """Refuse outputs of one norm that no module makes, except those of a layer norm whose scale is still one.
-
-    Raises:
-        UnsupportedError: They have another norm.
-    """
-    norm, of_layer_norm = float(out.float().norm(dim=1).mean()), out.shape[1] ** 0.5
-    if 0.97 * of_layer_norm < norm < 1.001 * of_layer_norm:
-        return
-    msg = (
-        f"model: the encoder normalises its output inside forward (every output of the first batch has norm {norm:.4g},"
-        " and no module at its end does it). The curvature needs the Jacobian of the raw outputs, which are hidden "
-        "there. Remove F.normalize from forward and end the encoder in the module contrastive_curvature.L2Norm(), or "
-        "in no normalisation at all: the predictions and the curvature are those of the unit embeddings either way."
-    )
-    raise UnsupportedError(msg)
