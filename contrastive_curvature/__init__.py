@@ -26,7 +26,7 @@ from contrastive_curvature.ggn import ggn
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import L2Norm
 from contrastive_curvature.known import OptimisticPValueWarning
-from contrastive_curvature.laplace import FeatureNormWarning
+from contrastive_curvature.laplace import DefaultPriorWarning, FeatureNormWarning, LabelWarning
 from contrastive_curvature.laplace.backends import ContrastiveBackend, ContrastiveGGN
 from contrastive_curvature.losses import (
     ContrastiveLoss,
@@ -135,7 +135,9 @@ __all__ = [
     "ProcessError",
     "UnsupportedError",
     # warnings
+    "DefaultPriorWarning",
     "FeatureNormWarning",
+    "LabelWarning",
     "OptimisticPValueWarning",
 ]
 

@@ -1,5 +1,6 @@
 """Parameter curvature -> Laplace posterior -> embedding distribution, inside laplace-torch."""
 
+from contrastive_curvature.laplace.advice import DefaultPriorWarning, LabelWarning
 from contrastive_curvature.laplace.base import ContrastiveLaplace
 from contrastive_curvature.laplace.classes import (
     ContrastiveDiagLaplace,
@@ -29,7 +30,9 @@ __all__ = [
     "ContrastiveKronLowRankLLLaplace",
     "ContrastiveLaplace",
     "ContrastiveLowRankLaplace",
+    "DefaultPriorWarning",
     "FeatureNormWarning",
+    "LabelWarning",
     "TwoTowerLaplace",
     "register",
     "unregister",

@@ -24,6 +24,7 @@ from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.ggn.dataset import DatasetCurvature
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.laplace import calibration, fitting, prediction, sampling, saving, tuning
+from contrastive_curvature.laplace.advice import LabelRange, advise_on_labels, advise_on_prior
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.backends.torch_func import ContrastiveGGN
 from contrastive_curvature.laplace.forms import CurvatureForm
@@ -117,6 +118,8 @@ class ContrastiveLaplace(PartwiseFit, CheckedPosterior):
             backend_kwargs=dict(self._curvature_options),
             **kwargs,
         )
+        self._fitted_here = self._advised_on_prior = False
+        self._prior_chosen = "prior_precision" in kwargs
         self.likelihood = CONTRASTIVE
 
     @property
@@ -157,7 +160,12 @@ class ContrastiveLaplace(PartwiseFit, CheckedPosterior):
             if progress_bar is not None:
                 check_flag("progress_bar", progress_bar)
             fitting.begin(self, train_loader)
+            self.backend.labels_seen = seen = LabelRange()
             self._take(self.backend.fit(train_loader, self.structure, progress_bar), override=override)
+            self._fitted_here, alone = True, fitting.is_alone(self)
+        # A share of the data may well have one class.
+        if alone:
+            advise_on_labels(seen)
 
     def _take(self, result: DatasetCurvature, *, override: bool) -> None:
         """Take the curvature of a fit, with all that a fit leaves besides it."""
@@ -407,6 +415,7 @@ class ContrastiveLaplace(PartwiseFit, CheckedPosterior):
         if joint and diagonal_output:
             raise InputError(expected("joint, diagonal_output", "at most one of them", "both"))
         check_choice("on_invalid", on_invalid, ("error", "nan"))
+        advise_on_prior(self)
         kind = prediction.parse_pred_type(pred_type)
         if on_invalid == "nan":
             self.check_fitted()

@@ -39,8 +39,8 @@ class LastLayerDiagonalForm(DiagonalForm):
         """Warn where the variance of the training points is little more than the norm of their features."""
         if result.features is None or len(result.features) < _FEWEST_POINTS:
             return
-        layer = la.model.last_layer
-        correlation = norm_correlation(result.features.rows, layer.weight, layer.bias, la.H)
+        weight, bias = (*la._posterior_parameters(), None)[:2]
+        correlation = norm_correlation(result.features.rows, weight, bias, la.H)
         if correlation > _MOST_CORRELATION:
             msg = (
                 f"The variance that hessian_structure='diag' gives the training points has a rank correlation of "

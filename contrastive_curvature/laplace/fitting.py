@@ -33,6 +33,7 @@ __all__ = [
     "construct_backend",
     "first_inputs",
     "in_all_processes",
+    "is_alone",
     "look_at",
     "measured_classes",
     "merged_classes",
@@ -123,6 +124,11 @@ def _check_unwrapped(model: nn.Module) -> None:
 
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
+
+
+def is_alone(la: Any) -> bool:
+    """Whether a fit runs in one process, which has all the data."""
+    return _exchange_of(la).count == 1
 
 
 def _exchange_of(la: Any) -> Exchange:

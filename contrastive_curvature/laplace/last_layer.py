@@ -51,6 +51,7 @@ class LastLayerLaplace(ContrastiveLaplace):
         self.data = slice_inputs(probe, slice(0, 2))
         self.n_params = sum(self._parameter_sizes())
         self.n_layers = len(self._parameter_sizes())
+        chosen = self._prior_chosen
         try:
             # laplace-torch defers these checks until the layer is known.
             self.prior_precision = self._prior_precision
@@ -59,6 +60,8 @@ class LastLayerLaplace(ContrastiveLaplace):
             self.model.forget()
             self.n_params = self.n_layers = None
             raise
+        finally:
+            self._prior_chosen = chosen
 
     def _find_last_layer(self, data: Any) -> None:
         """laplace-torch's name for it."""

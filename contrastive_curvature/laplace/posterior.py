@@ -186,6 +186,7 @@ class CheckedPosterior(ParametricLaplace):
     def prior_precision(self, value: float | Tensor) -> None:
         sizes = self.prior_sizes()
         check_prior_precision(value, self._dtype, sizes)
+        self._prior_chosen = True
         if sizes is None:
             # The first batch shows how many parameters there are; then this is set once more.
             self._prior_precision = value

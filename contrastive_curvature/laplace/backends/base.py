@@ -28,6 +28,7 @@ from contrastive_curvature.ggn.batches import batch_curvature
 from contrastive_curvature.ggn.finite import check_finite
 from contrastive_curvature.ggn.sampling import BlockSampler
 from contrastive_curvature.ggn.views import as_anchors
+from contrastive_curvature.laplace.advice import LabelRange
 from contrastive_curvature.laplace.backends.checks import (
     check_backend_options,
     check_candidates,
@@ -156,6 +157,7 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
         self.likelihood = likelihood
         self.lossfunc = self.loss
         self.factor = 1.0
+        self.labels_seen = LabelRange()
         self.pairs = pairs
         self.candidates, self.negatives_per_anchor = candidates or "batch", negatives_per_anchor
         self.positives = positives
@@ -256,7 +258,9 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
         device, related = next(self.model.parameters()).device, self.relation is not None
         batch = tokenized_batch(self.model, batch)
         views = read_views(batch, device, self.dict_key_y, related=related)
-        return as_anchors(views, self.loss, self.relation, self.positives)
+        found = as_anchors(views, self.loss, self.relation, self.positives)
+        self.labels_seen.note(found.classes)
+        return found
 
     def read(self, batch: Any) -> tuple[Inputs, Tensor]:
         """Take apart what a loader yields, and bring it to the model's device; see :func:`read_batch`."""
@@ -271,7 +275,10 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
                 "(x, labels)."
             )
             raise UnsupportedError(msg)
-        return read_batch(batch, next(self.model.parameters()).device, self.dict_key_y)
+        x, y = read_batch(batch, next(self.model.parameters()).device, self.dict_key_y)
+        if self.relation is None:
+            self.labels_seen.note(y)
+        return x, y
 
     def identity(self, structure: Structure) -> dict[str, str]:
         """See :meth:`DatasetFits.identity`."""

@@ -1,0 +1,129 @@
+"""Warnings of labels of one class, of a label of -1, and of a prior that nobody chose: once each, and only then."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from laplace import Laplace
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+
+pytestmark = [
+    pytest.mark.parametrize("device", DEVICES),
+    # The configuration of pytest leaves these out, for all other tests.
+    pytest.mark.filterwarnings("error::contrastive_curvature.DefaultPriorWarning"),
+    pytest.mark.filterwarnings("error::contrastive_curvature.LabelWarning"),
+]
+
+N, F = 12, 4
+
+
+def inputs(device: str) -> Tensor:
+    return torch.randn(N, F, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def encoder(device: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(F, 5), nn.Tanh(), nn.Linear(5, 3)).to(device)
+
+
+def fitted(device: str, labels: Tensor | None = None, weights: str = "last_layer", **options: Any) -> Any:
+    la: Any = Laplace(encoder(device), "contrastive", weights, "diag", **options)
+    y = torch.arange(N) % 3 if labels is None else labels
+    la.fit([(inputs(device)[:6], y[:6].to(device)), (inputs(device)[6:], y[6:].to(device))])
+    return la
+
+
+@pytest.mark.parametrize("weights", ["last_layer", "all"])
+def test_a_prior_that_nobody_chose_is_said_once(weights: str, device: str) -> None:
+    la, x = fitted(device, weights=weights), inputs(device)
+    with pytest.warns(cc.DefaultPriorWarning, match=r"optimize_prior_precision\(\)") as caught:
+        la(x, on_invalid="nan")
+    assert Path(caught[0].filename) == Path(__file__)
+    la(x)
+    la.fit([(x, (torch.arange(N) % 2).to(device))])
+    la(x, pred_type="nn", n_samples=2)
+
+
+CHOSEN: list[Callable[[Any], Any]] = [
+    lambda la: la.optimize_prior_precision(),
+    lambda la: la.optimize_prior_precision(method="marglik", n_steps=1),
+    lambda la: setattr(la, "prior_precision", 1.0),
+    lambda la: la.load_state_dict(la.state_dict()),
+]
+
+
+@pytest.mark.parametrize("choose", CHOSEN, ids=["average", "marglik", "set", "loaded"])
+@pytest.mark.parametrize("weights", ["last_layer", "all"])
+def test_a_chosen_prior_is_quiet(choose: Callable[[Any], Any], weights: str, device: str) -> None:
+    la = fitted(device, weights=weights)
+    choose(la)
+    la(inputs(device))
+    given = fitted(device, weights=weights, prior_precision=1.0)
+    given(inputs(device))
+
+
+def test_towers_and_posteriors_that_were_not_fitted(device: str) -> None:
+    x = inputs(device)
+    la: Any = Laplace(
+        cc.TwoTowers(encoder(device), encoder(device)), "contrastive", backend_kwargs={"loss": cc.InfoNCELoss(0.1)}
+    )
+    la.fit([(x, x)])
+    with pytest.warns(cc.DefaultPriorWarning):
+        la.a(x)
+    la.optimize_prior_precision()
+    la.b(x)
+    with pytest.raises(cc.NotFittedError):
+        Laplace(encoder(device), "contrastive")(x)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"pairs": "batch"}, {"loss": cc.SupConLoss(0.1)}, {"loss": cc.SupConLoss(0.1), "candidates": "dataset"}],
+    ids=str,
+)
+def test_labels_of_one_class_and_of_minus_one(options: dict[str, Any], device: str) -> None:
+    for labels, words in (
+        (torch.full((N,), 7), "all labels are 7.*two views"),
+        (torch.arange(N) % 3 - 1, "some labels are -1.*Leave such points out"),
+        (torch.full((N,), -1), "all labels are -1"),
+    ):
+        with pytest.warns(cc.LabelWarning, match=words) as caught:
+            fitted(device, labels, backend_kwargs=options)
+        assert [Path(one.filename) for one in caught] == [Path(__file__)]
+
+
+def test_labels_that_are_no_reason_to_warn(device: str) -> None:
+    """Batches of one class each; classes with other negative numbers; labels that a relation reads; a clean refit."""
+    x = inputs(device)
+    fitted(device, torch.tensor([0] * 6 + [5] * 6))
+    fitted(device, torch.arange(N) % 4 - 3)
+
+    def near(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        apart = (a[:, None] - b[None]).abs()
+        return apart <= 1, apart > 3
+
+    fitted(device, torch.arange(N) - 1, backend_kwargs={"relation": near})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", cc.LabelWarning)
+        la = fitted(device, torch.zeros(N).long())
+    la.fit([(x, (torch.arange(N) % 2).to(device))])
+    views: Any = Laplace(encoder(device), "contrastive", backend_kwargs={"loss": cc.InfoNCELoss(0.1)})
+    views.fit([(x, x + 0.1)])
+
+
+def test_a_diagonal_of_a_half_encoder_is_looked_at(device: str) -> None:
+    """With so many points its variances are compared with the norms of the features."""
+    x, y = torch.rand(120, F).to(device, torch.bfloat16), (torch.arange(120) % 2).to(device)
+    la: Any = Laplace(encoder(device).bfloat16(), "contrastive", hessian_structure="diag", prior_precision=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", cc.FeatureNormWarning)
+        la.fit([(x, y)])
+    assert la(x).uncertainty.dtype == torch.float32
