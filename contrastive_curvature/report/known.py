@@ -88,7 +88,7 @@ def known_inputs(la: Any) -> tuple[int | None, bool]:
 def detection_of(test: Scored, unknown: Scored | None) -> Detection | Missing:
     """AUROC and AUPRC of the novelty."""
     if unknown is None:
-        return Missing("No unknown inputs were given. Pass some of a kind that the encoder was not trained for.")
+        return Missing("No unknown inputs were given. Give some of a kind that the encoder was not trained for.")
     for scored in (test, unknown):
         if isinstance(scored.novelty, Missing):
             return scored.novelty

@@ -24,6 +24,14 @@ if TYPE_CHECKING:
 __all__ = ["render"]
 
 _START = 0.05
+_PARTS = {
+    "retrieval": "Recall and mAP",
+    "errors": "AUSC and R-AUROC",
+    "reliability": "ECE and Brier score",
+    "detection": "AUROC and AUPRC of unknown inputs",
+    "thresholds": "Flagged shares",
+    "r_auroc": "R-AUROC",
+}
 _LONGEST_TEXT = 240
 _LONGEST_NAME = 80
 
@@ -67,6 +75,7 @@ def render(evaluation: Evaluation, title: str) -> str:
         start=_start(evaluation.thresholds),
         rows=explain(evaluation.metrics),
         groups=_groups(evaluation),
+        missing={_PARTS.get(name, name): reason for name, reason in evaluation.missing.items()},
         removed=_removed(evaluation.errors),
         data=_embedded(evaluation),
     )

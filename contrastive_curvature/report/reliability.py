@@ -57,7 +57,7 @@ def reliability_of(test: Scored, gallery: Scored | None) -> Reliability | Missin
     if test.samples is None or (gallery is not None and gallery.samples is None):
         return Missing("The sampled embeddings would take more than 1 GiB. Give fewer inputs or a smaller n_samples.")
     if test.labels is None:
-        return Missing("The test inputs have no labels.")
+        return Missing("The test inputs have no labels, so no prediction is right or wrong.")
     if gallery is None:
         votes = metrics.retrieval_votes(test.samples, test.labels)
     else:

@@ -83,9 +83,9 @@ def search(test: Scored, gallery: Scored | None, most: int) -> Search | Missing:
         most: Largest number of neighbours to find.
     """
     if test.labels is None:
-        return Missing("The test inputs have no labels. Give batches (x, labels).")
+        return Missing("The test inputs have no labels, so no neighbour is right or wrong.")
     if gallery is not None and gallery.labels is None:
-        return Missing("The gallery has no labels. Give batches (x, labels).")
+        return Missing("The gallery has no labels, so no neighbour is right or wrong.")
     size = len(test) - 1 if gallery is None else len(gallery)
     if not size:
         return Missing("There is one test input and no gallery, so it has no neighbour. Give more inputs or a gallery.")

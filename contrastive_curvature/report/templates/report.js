@@ -72,7 +72,7 @@ const charts = {
       const tight = f.right - at < 90;
       says.setAttribute("x", tight ? at - 8 : at + 8);
       says.setAttribute("text-anchor", tight ? "end" : "start");
-      says.textContent = tight ? "flagged ▸" : "flagged →";
+      says.textContent = step.novelty === null ? "nothing is flagged" : tight ? "flagged ▸" : "flagged →";
     };
     showStep();
   },
