@@ -130,7 +130,8 @@ print(f"zero-shot: {right.double().mean():.1%} of {len(test)} test pictures are 
 # ## Which prompts say enough?
 #
 # The text tower is uncertain, too. A prompt without the name of a digit ("a digit", "a bold digit"), or with words that
-# the tower has never read together, should be less certain than "a seven".
+# the tower has never read together, should be less certain than "a seven". Blue: prompts that name one digit, as the
+# captions do; orange: the others.
 
 # %%
 asked = [
@@ -249,9 +250,9 @@ for lines in levels:
         float((classifier.predict(harmed) == digits[test])[known].double().mean()) if known.any() else float("nan")
     )
 for lines, share, accuracy_of_kept in zip(levels, kept, kept_right, strict=True):
+    of_kept = f"{accuracy_of_kept:.1%} of them right" if share else "none to judge"
     print(
-        f"{lines} lines covered: {share:6.1%} kept at alpha = 0.05, "
-        f"{accuracy_of_kept:.1%} of them right; of all {accuracy[lines]:.1%}"
+        f"{lines} lines covered: {share:6.1%} kept at alpha = 0.05, {of_kept}; of all, {accuracy[lines]:.1%} are right"
     )
 
 # %% [markdown]
