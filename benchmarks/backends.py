@@ -204,7 +204,7 @@ def render(results: Case) -> str:
         (case[fix]["ratio"], case, fix) for case in results["cases"] for fix in FIXES if "ratio" in case.get(fix, {})
     ]
     above = [(ratio, case, fix) for ratio, case, fix in ratios if ratio > TARGET]
-    lines += ["", f"{len(ratios) - len(above)} of {len(ratios)} ratios are within {TARGET}."]
+    lines += ["", f"{len(ratios) - len(above)} of {len(ratios)} ratios are within {TARGET}.", ""]
     for ratio, case, fix in sorted(above, key=lambda item: -item[0]):
         lines.append(
             f"- {ratio:.2f}: {case['network']}, {case['weights']}, {case['structure']}, {case['backend']}, `{fix}`"

@@ -49,7 +49,7 @@ def read_page(text: str) -> Page:
     """Links and images of a page, outside code; anchors of its headings, the second of a name with ``-1``."""
     links, anchors, seen = [], set(), Counter[str]()
     found = tokens(text)
-    for token, after in zip(found, [*found[1:], None], strict=True):
+    for token, after in zip(found, [*found[1:], None], strict=False):
         if token.type == "link_open":
             links.append(str(token.attrs["href"]))
         elif token.type == "image":

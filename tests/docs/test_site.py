@@ -1,0 +1,86 @@
+"""The site builds strictly and without a network, and its pages read as they do in the repository."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import markdown
+import pytest
+import yaml
+from markdown_it import MarkdownIt
+from markdown_pages import ROOT, markdown_files, without_front_matter
+
+_SHOWN = ("table", "tr", "li", "ul", "ol", "h1", "h2", "h3", "h4", "pre", "strong", "em", "a", "img")
+_FOREIGN = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=[\"']?(?:https?:)?//[^\"' >]*")
+_FOREIGN_STYLE = re.compile(r"(?:@import|url\()\s*[\"']?(?:https?:)?//")
+
+
+class _Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = Counter[str]()
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.count[tag] += 1
+
+
+def tags(html: str) -> dict[str, int]:
+    parser = _Tags()
+    parser.feed(html)
+    return {tag: parser.count[tag] for tag in _SHOWN}
+
+
+def settings() -> dict[str, Any]:
+    class Loader(yaml.SafeLoader):
+        """Reads the names of Python objects as None."""
+
+    Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
+    found: dict[str, Any] = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader)
+    return found
+
+
+def build(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:9")
+    environment = os.environ | nowhere | {"NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600)
+
+
+def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path):
+    done = build(tmp_path / "site")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    pages = sorted((tmp_path / "site").rglob("*.html"))
+    places = {str(page.relative_to(tmp_path / "site")) for page in pages}
+    assert {"index.html", "quickstart.html", "changelog.html", "reference/losses.html"} <= places
+    assert "benchmarks/results/transfer.html" in places
+    for page in pages:
+        assert _FOREIGN.findall(page.read_text(encoding="utf-8")) == [], page
+    for style in (tmp_path / "site").rglob("*.css"):
+        assert not _FOREIGN_STYLE.search(style.read_text(encoding="utf-8")), style
+    losses = (tmp_path / "site/reference/losses.html").read_text(encoding="utf-8")
+    assert 'id="contrastive_curvature.SupConLoss"' in losses
+    assert not re.search(r":(?:class|func|meth):`|\.\. math::", losses)
+
+
+@pytest.mark.parametrize("path", markdown_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_page_reads_the_same_in_the_repository_and_on_the_site(path):
+    """A list without an empty line above it, or code in a list, is one thing on GitHub and another on the site."""
+    text = without_front_matter(path.read_text(encoding="utf-8"))
+    extensions = ["attr_list", "md_in_html", "tables", "pymdownx.superfences"]
+    site = tags(markdown.markdown(text, extensions=extensions))
+    assert site == tags(MarkdownIt("commonmark").enable("table").render(text))
+
+
+def test_no_font_script_or_style_is_configured_from_elsewhere():
+    found = settings()
+    assert found["theme"]["font"] is False
+    assert "extra_javascript" not in found
+    assert not any("//" in style for style in found["extra_css"])
+    assert len(found["theme"]["palette"]) == 2
