@@ -159,9 +159,8 @@ for fix, matrix in ggn.items():
     )
 
 # %% [markdown]
-# Without the blocks between points (`fixed`, `psd`) the matrix has about the same form and a far larger trace: when one
-# point of a pair moves, the other one often moves along, and these blocks are what knows it. A posterior makes up for
-# the size by its temperature.
+# Without the blocks between points (`fixed`, `psd`) the eigenvalues fall alike, but the trace is far larger: when one
+# point of a pair moves, the other one often moves along, and these blocks are what knows it.
 #
 # ## Kronecker factors
 #
