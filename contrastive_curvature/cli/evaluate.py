@@ -83,11 +83,14 @@ def evaluate(
         if path is not None:
             open_source(path, columns=columns)
     la, encoder = open_posterior(folder, options["encoder"], options["encoder_options"], device)
-    opened = {name: None if path is None else open_source(path, encoder, columns) for name, path in paths.items()}
-    labels, names = _classes(opened["test"], opened["gallery"])
+    opened = {name: open_source(path, encoder, columns) for name, path in paths.items() if path is not None}
+    labels, names = _classes(opened)
+    data = {name: _data(source, options["batch_size"], labels.get(name)) for name, source in opened.items()}
     found = report.evaluate(
         la,
-        **{name: _data(source, options["batch_size"], labels.get(name)) for name, source in opened.items()},
+        data["test"],
+        unknown=data.get("unknown"),
+        gallery=data.get("gallery"),
         ks=options["ks"],
         alphas=options["alphas"],
         n_samples=options["samples"],
@@ -114,17 +117,13 @@ def _check_folder(out: Path) -> None:
         raise BadInputError(msg)
 
 
-def _classes(test: Source | None, gallery: Source | None) -> tuple[dict[str, Tensor], list[str] | None]:
+def _classes(opened: dict[str, Source]) -> tuple[dict[str, Tensor], list[str] | None]:
     """Labels of the sources that have classes, the same number for the same class, and the classes' names."""
     import numpy as np
 
     from contrastive_curvature.cli.sources import shared_labels
 
-    found = {
-        name: source
-        for name, source in (("test", test), ("gallery", gallery))
-        if source is not None and source.classes is not None
-    }
+    found = {name: source for name, source in opened.items() if name != "unknown" and source.classes is not None}
     if not found:
         return {}, None
     labels = dict(zip(found, shared_labels(*found.values()), strict=True))
@@ -133,14 +132,12 @@ def _classes(test: Source | None, gallery: Source | None) -> tuple[dict[str, Ten
     return labels, [str(name) for name in np.unique(np.concatenate(columns))] if texts else None
 
 
-def _data(source: Source | None, batch_size: int, labels: Tensor | None) -> Data | None:
+def _data(source: Source, batch_size: int, labels: Tensor | None) -> Data:
     """Batches of a source, with what a person should see of each input."""
     from contrastive_curvature.cli.source_files import ImageSource, TextSource
     from contrastive_curvature.report import Data
 
-    if source is None:
-        return None
-    items = source.files if isinstance(source, ImageSource) else None
+    items: list[Any] | None = source.files if isinstance(source, ImageSource) else None
     if isinstance(source, TextSource):
         items = source.texts
     return Data(_Batches(source.loader(batch_size, labels=labels), labels is not None), items=items, ids=source.ids)

@@ -65,7 +65,8 @@ class Data:
 
     def name(self, row: int) -> str:
         """The name of an input."""
-        return str(row if self.ids is None else self.ids[row])
+        name = row if self.ids is None else self.ids[row]
+        return str(name.item() if isinstance(name, Tensor) and name.numel() == 1 else name)
 
 
 def take_apart(argument: str, number: int, batch: Any, label_key: str) -> tuple[Any, Tensor | None]:

@@ -123,7 +123,7 @@ class Evaluation:
         """
         from contrastive_curvature.report.page import render
 
-        page = render(self, title).encode("utf-8")
+        page = _encoded(render(self, title))
         write_whole(path, _writing(page))
 
     def save(self, folder: Path | str, *, title: str = "How sure is this encoder?") -> dict[str, Path]:
@@ -150,7 +150,7 @@ class Evaluation:
         if target.exists() and not target.is_dir():
             raise InputError(expected("folder", "a folder", f"the file {folder}"))
         # Everything is made before the first file is written.
-        contents = {"report.html": render(self, title).encode(), "metrics.json": self.to_json().encode(), **draw(self)}
+        contents = {"report.html": _encoded(render(self, title)), "metrics.json": self.to_json().encode(), **draw(self)}
         if target.exists():
             for name, content in contents.items():
                 write_whole(target / name, _writing(content))
@@ -170,6 +170,11 @@ def _make_folder(target: Path, contents: dict[str, bytes]) -> None:
         os.rename(made, target)
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+def _encoded(page: str) -> bytes:
+    """UTF-8; a text of the user may hold half a character, which has no code."""
+    return page.encode("utf-8", "replace")
 
 
 def _writing(content: bytes) -> Callable[[BinaryIO], None]:

@@ -96,7 +96,9 @@ def score(
                     lists["unusual"].offer(novelty, rows, x)
                     lists["usual"].offer(-novelty, rows, x)
             sampled += n_samples * mu.numel()
-            if n_samples and sampled <= MOST_SAMPLED:
+            if sampled > MOST_SAMPLED:
+                parts["samples"].clear()
+            elif n_samples:
                 generator = torch.Generator(la._device).manual_seed(seed)
                 samples = la.predictive_samples(x, n_samples=n_samples, joint=True, generator=generator)
                 parts["samples"].append(samples.cpu())

@@ -209,6 +209,23 @@ def test_gaussian_process_does_not_vote(device):
     assert "recall@1" in found.metrics
 
 
+def test_too_many_samples_are_left_out(device, monkeypatch):
+    monkeypatch.setattr("contrastive_curvature.report.scored.MOST_SAMPLED", 3 * 30 * 4)
+    x, labels = inputs(30, seed=3)
+    assert "ece" in evaluate(fitted(device), loader(x, labels, 10), n_samples=3).metrics
+    found = evaluate(fitted(device), loader(x, labels, 10), gallery=loader(*inputs(31, seed=1)), n_samples=3)
+    assert "1 GiB" in found.missing["reliability"]
+    assert "recall@1" in found.metrics
+
+
+def test_metrics_go_into_a_model_card(device, tmp_path):
+    la = fitted(device)
+    found = evaluate(la, loader(*inputs(30, seed=3)), n_samples=3)
+    la.save_pretrained(tmp_path / "posterior", metrics=found.metrics)
+    card = (tmp_path / "posterior" / "README.md").read_text(encoding="utf-8")
+    assert all(name in card for name in found.metrics)
+
+
 def test_metrics_are_finite_plain_numbers(device):
     la, x, labels, other = both(device)
     found = evaluate(la, loader(x, labels), unknown=loader(other), n_samples=3)

@@ -4,13 +4,14 @@ import html.parser
 import json
 import math
 import re
+import sys
 
 import numpy as np
 import pytest
 import torch
 from report_cases import fitted, inputs, loader
 
-from contrastive_curvature.errors import InputError, InputTypeError
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.report import Data, evaluate
 
 ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
@@ -138,6 +139,23 @@ def test_files_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
         found.save(files["metrics.json"])
     with pytest.raises(InputTypeError, match="title"):
         found.to_html(tmp_path / "a.html", title=3)
+
+
+@pytest.mark.parametrize("package", ["jinja2", "matplotlib", "PIL"])
+def test_a_missing_package_is_named(tmp_path, monkeypatch, package):
+    found = evaluate(fitted(), loader(*inputs(12, seed=3)), n_samples=0)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UnsupportedError, match=f"pip install {'pillow' if package == 'PIL' else package}"):
+        found.save(tmp_path / "report")
+    assert not list(tmp_path.iterdir())
+
+
+def test_half_characters_and_numbers_as_names(tmp_path):
+    x, labels = inputs(12, seed=3)
+    odd = Data(loader(x, labels), items=["a\ud800b\x00"] * 12, ids=torch.arange(500, 512))
+    page = write(evaluate(fitted(), odd, n_samples=0), tmp_path)
+    assert "a?b" in page
+    assert ">505<" in page
 
 
 def test_missing_parts_have_no_plot(tmp_path):
