@@ -72,7 +72,7 @@ for _epoch in range(5 if SMALL else 30):
 # %% [markdown]
 # ## Fit the posterior
 #
-# Three lines. `fit` reads the training data, `optimize_prior_precision` chooses the prior in closed form, and
+# Four lines. `fit` reads the training data, `optimize_prior_precision` chooses the prior in closed form, and
 # `calibrate` takes known pictures that the encoder was not trained on, without their labels.
 
 # %%

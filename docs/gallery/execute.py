@@ -27,7 +27,8 @@ def execute(script: Path) -> nbformat.NotebookNode:
     """The script as a notebook, executed in the repository's root."""
     notebook = jupytext.read(script)
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": str(ROOT)}}).execute()
+    resources = {"metadata": {"path": str(ROOT)}}
+    NotebookClient(notebook, timeout=1800, coalesce_streams=True, resources=resources).execute()
     for number, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{number}"  # jupytext draws them at random
         cell.metadata.pop("execution", None)  # the time of day, which would change with every run
