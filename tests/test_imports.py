@@ -166,6 +166,23 @@ def test_import_brings_what_laplace_torch_brings(imported: tuple[dict[str, Any],
     assert new == {PACKAGE}
 
 
+PARTS = """
+import json, sys
+import contrastive_curvature as cc
+before = set(sys.modules)
+cc.jobs, cc.pretrained, cc.load_pretrained, cc.FaissStore, cc.LanceStore
+import contrastive_curvature.cli, contrastive_curvature.report, contrastive_curvature.serving
+print(json.dumps(sorted({m.partition(".")[0] for m in set(sys.modules) - before})))
+"""
+
+
+def test_parts_for_optional_packages_bring_none_of_them() -> None:
+    """Ray, LanceDB, FAISS, ONNX, the hub's client, Jinja and the tools of the recipes wait until they are used."""
+    found, printed = run(PARTS)
+    assert set(found) <= {PACKAGE, "click", "safetensors"}
+    assert printed == ""
+
+
 def test_filters_that_change_meanwhile_are_kept() -> None:
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
