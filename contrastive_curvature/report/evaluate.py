@@ -63,6 +63,10 @@ def evaluate(
         InputTypeError: An argument or a batch has another type.
         InputError: An argument is out of range, a data set is empty, or an input has no finite output.
         UnsupportedError: ``la`` is a posterior of two towers.
+
+    Warns:
+        UserWarning: Most test inputs are in the gallery, too.
+        OptimisticPValueWarning: The posterior is not calibrated.
     """
     _check_posterior(la)
     ranks = _counts("ks", ks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,12 @@ from contrastive_curvature.report.missing import Missing
 from contrastive_curvature.report.scored import Scored
 
 __all__ = ["Errors", "Retrieval", "Search", "errors_of", "retrieval_of", "search"]
+
+
+_SAME = 1e-5
+"""Entries of the directions of one input in another batch differ less, in float32."""
+
+_MOST_FOUND = 0.5
 
 
 @dataclass(frozen=True)
@@ -99,8 +106,20 @@ def search(test: Scored, gallery: Scored | None, most: int) -> Search | Missing:
         where = "another test input" if gallery is None else "a gallery point"
         return Missing(f"No test input has {where} of its class, so there is nothing right to find.")
     found = metrics.nearest_neighbors(test.mu, None if gallery is None else gallery.mu, k=min(most, size))
+    if gallery is not None:
+        _warn_of_itself(test.mu, gallery.mu[found[:, 0]])
     ranking = metrics.rank_by_labels(found, test.labels, theirs)
     return Search(ranking, found[:, 0], ranking.relevant[:, 0], size)
+
+
+def _warn_of_itself(mu: Tensor, nearest: Tensor) -> None:
+    """Warn where most inputs are their own nearest neighbours: all would seem right."""
+    if float(((mu - nearest).abs().amax(1) < _SAME).double().mean()) > _MOST_FOUND:
+        msg = (
+            "evaluate: most test inputs are in the gallery too, so that each is its own nearest neighbour and seems "
+            "right. Leave them out of the gallery, or give no gallery: then each input is left out of its own search."
+        )
+        warnings.warn(msg, stacklevel=4)
 
 
 def retrieval_of(found: Search, ks: tuple[int, ...]) -> Retrieval:

@@ -70,6 +70,13 @@ def test_gallery(device):
     assert not isinstance(found.reliability, Missing)
 
 
+def test_inputs_that_find_themselves_are_noticed(device):
+    la, x, labels, _ = both(device)
+    with pytest.warns(UserWarning, match="in the gallery too"):
+        found = evaluate(la, loader(x, labels), gallery=loader(x, labels, 7), n_samples=0)
+    assert found.metrics["recall@1"] == 1
+
+
 def test_batches_do_not_matter(device):
     la, x, labels, other = both(device)
     one, many = (
