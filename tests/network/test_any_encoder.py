@@ -1,0 +1,301 @@
+"""Encoders that take or return mappings, or normalise inside forward, are the plain encoders that they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from laplace import Laplace
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import contrastive_curvature as cc
+from contrastive_curvature.laplace.backends.backpack import BackPackContrastiveGGN
+from contrastive_curvature.network.digest import encoder_digest
+from contrastive_curvature.network.encoder import Encoder
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+WIDTH, HIDDEN, DIM = 4, 5, 3
+LABELS = torch.arange(9) % 3
+
+
+def trunk(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh()).double()
+
+
+def last(seed: int) -> nn.Linear:
+    torch.manual_seed(seed + 1)
+    return nn.Linear(HIDDEN, DIM).double()
+
+
+class InMapping(nn.Module):
+    """A module of sentence-transformers' kind: it reads one entry of a mapping, and writes another into it."""
+
+    def __init__(self, inner: nn.Module, source: str, target: str) -> None:
+        super().__init__()
+        self.inner, self.source, self.target = inner, source, target
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        features[self.target] = self.inner(features[self.source])
+        return features
+
+
+class NormalizeInMapping(nn.Module):
+    """As sentence-transformers' ``Normalize``, without a module inside."""
+
+    def __init__(self, source: str = "sentence_embedding", target: str = "sentence_embedding") -> None:
+        super().__init__()
+        self.source, self.target = source, target
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        features.update({self.target: F.normalize(features[self.source], dim=1)})
+        return features
+
+
+class Named(nn.Module):
+    """Takes its inputs by name, masked as tokens are, and returns an object."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.trunk, self.last = trunk(seed), last(seed)
+
+    def forward(self, pixels: Tensor, scale: Tensor | None = None, unused: Tensor | None = None) -> Any:
+        assert unused is None
+        hidden = self.trunk(pixels if scale is None else pixels * scale)
+        return Output(hidden.unsqueeze(1), self.last(hidden))
+
+
+@dataclass
+class Output:
+    """As transformers' ``CLIPVisionModelOutput``."""
+
+    last_hidden_state: Tensor
+    image_embeds: Tensor
+
+
+class NormalizesInside(nn.Module):
+    def __init__(self, seed: int, after: nn.Module | None = None) -> None:
+        super().__init__()
+        self.trunk, self.last = trunk(seed), last(seed)
+        self.after = nn.Identity() if after is None else after
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(self.after(self.last(self.trunk(x))), dim=1)
+
+
+def mapping_encoder(seed: int, normalize: bool) -> nn.Module:
+    parts: list[nn.Module] = [
+        InMapping(trunk(seed), "pixels", "token"),
+        InMapping(last(seed), "token", "sentence_embedding"),
+    ]
+    return nn.Sequential(*parts, *([NormalizeInMapping()] if normalize else []))
+
+
+def other_name(seed: int) -> nn.Module:
+    parts = [InMapping(trunk(seed), "pixels", "token"), InMapping(last(seed), "token", "raw")]
+    return nn.Sequential(*parts, NormalizeInMapping("raw", "sentence_embedding"))
+
+
+def as_pixels(x: Tensor) -> dict[str, Any]:
+    return {"pixels": x, "modality": "text"}
+
+
+KINDS: dict[str, tuple[Callable[[int], nn.Module], Callable[[Tensor], Any]]] = {
+    "mapping": (lambda seed: mapping_encoder(seed, False), as_pixels),
+    "mapping, normalised": (lambda seed: mapping_encoder(seed, True), as_pixels),
+    "mapping, normalised under another name": (other_name, as_pixels),
+    "keywords and an object": (Named, lambda x: {"pixels": x, "scale": torch.ones_like(x), "labels": x[:, 0]}),
+    "one keyword": (Named, lambda x: {"pixels": x}),
+    "named output": (lambda seed: cc.EncoderOutput(Named(seed), "image_embeds"), as_pixels),
+    "normalises inside": (NormalizesInside, lambda x: x),
+    "normalises inside, after a dropout": (lambda seed: NormalizesInside(seed, nn.Dropout()).eval(), lambda x: x),
+    "as a tuple": (lambda seed: cc.EncoderOutput(Tupled(seed), 1), lambda x: x),
+}
+
+
+class Tupled(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.named = Named(seed)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.named(x)
+        return out.last_hidden_state, out.image_embeds
+
+
+def plain(seed: int) -> nn.Sequential:
+    return nn.Sequential(trunk(seed), last(seed), cc.L2Norm())
+
+
+def points(seed: int, n: int = 9) -> Tensor:
+    return torch.randn(n, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=4)
+@given(seed=st.integers(0, 99), n=st.integers(3, 9), weights=st.sampled_from(["all", "last_layer"]))
+def test_curvature_is_that_of_the_plain_encoder(device: str, kind: str, seed: int, n: int, weights: str) -> None:
+    make, batch = KINDS[kind]
+    x = points(seed, n).to(device)
+    model = make(seed).to(device)
+    given_x = batch(x)
+    before = dict(given_x) if isinstance(given_x, dict) else None
+    found = cc.ggn(model, given_x, LABELS[:n].to(device), subset_of_weights=weights, clamp=False)
+    wanted = cc.ggn(plain(seed).to(device), x, LABELS[:n].to(device), subset_of_weights=weights, clamp=False)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+    assert before is None or (set(given_x) == set(before) and all(given_x[k] is before[k] for k in before))
+
+
+@pytest.mark.parametrize("weights", ["last_layer", "all"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_posterior_is_that_of_the_plain_encoder(device: str, kind: str, weights: str) -> None:
+    make, batch = KINDS[kind]
+    x, labels = points(3).to(device), LABELS.to(device)
+    posteriors = []
+    for model, form in ((make(3).to(device), batch), (plain(3).to(device), lambda t: t)):
+        la: Any = Laplace(model, "contrastive", subset_of_weights=weights, hessian_structure="diag")
+        la.fit([(form(x[:5]), labels[:5]), (form(x[5:]), labels[5:])], progress_bar=False)
+        la.optimize_prior_precision()
+        posteriors.append((la, la(form(x[:4]))))
+    (la, found), (_, wanted) = posteriors
+    torch.testing.assert_close(found.mu, wanted.mu, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found.kappa, wanted.kappa, rtol=1e-6, atol=0)
+    again: Any = Laplace(make(3).to(device), "contrastive", subset_of_weights=weights, hessian_structure="diag")
+    again.load_state_dict(la.state_dict())
+    torch.testing.assert_close(again(batch(x[:4])).kappa, found.kappa, rtol=1e-9, atol=0)
+
+
+def test_names_and_digests_of_plain_encoders_stay(device: str) -> None:
+    model = plain(0).to(device)
+    encoder = Encoder(model, points(0).to(device))
+    assert [name for name, _ in encoder.named_parameters()] == [f"model.{name}" for name, _ in model.named_parameters()]
+    assert encoder_digest(encoder) == encoder_digest(model)
+    inside = NormalizesInside(0).to(device)
+    names = [name for name, _ in Encoder(inside, points(0).to(device)).named_parameters()]
+    assert names == [f"model.{name}" for name, _ in inside.named_parameters()]
+
+
+def test_embeddings_are_what_the_model_returns(device: str) -> None:
+    """The user's own loss gets them from raw outputs."""
+    x = points(1).to(device)
+    for kind in ("mapping, normalised", "mapping, normalised under another name", "normalises inside", "mapping"):
+        make, batch = KINDS[kind]
+        model = make(1).to(device)
+        encoder = Encoder(model, batch(x))
+        out = model(batch(x))
+        wanted = out if isinstance(out, Tensor) else out["sentence_embedding"]
+        torch.testing.assert_close(encoder.embeddings(encoder(batch(x))), wanted)
+        assert (encoder(batch(x)).norm(dim=1) - 1).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("after", [None, nn.LayerNorm(DIM), nn.BatchNorm1d(DIM)], ids=["linear", "layer", "batch"])
+def test_any_module_that_feeds_the_normalisation_is_seen(device: str, after: nn.Module | None) -> None:
+    model, x = NormalizesInside(2, after).double().eval().to(device), points(2).to(device)
+    encoder = Encoder(model, x)
+    wanted = model.after(model.last(model.trunk(x)))
+    torch.testing.assert_close(encoder(x), wanted)
+    assert encoder.normalizes_inside
+    assert (encoder.last_layer is None) == (after is not None)
+
+
+class Pooled(nn.Module):
+    """Normalises what no module puts out, times a number."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(WIDTH, DIM), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * F.normalize(self.inner(x).exp() - 0.5, dim=1)
+
+
+@pytest.mark.parametrize("scale", [1.0, 64.0])
+def test_what_nothing_feeds_is_refused_with_its_norm(device: str, scale: float) -> None:
+    model, x = Pooled(scale).double().to(device), points(0).to(device)
+    with pytest.raises(cc.UnsupportedError, match=f"has norm {scale:g}, and no module at its end does it.*L2Norm"):
+        Encoder(model, x)
+
+
+def test_a_batch_that_is_not_normalised_is_refused(device: str) -> None:
+    model, x = NormalizesInside(0).to(device), points(0).to(device)
+    encoder = Encoder(model, x)
+    forward = model.forward
+    model.forward = lambda x: forward(x).roll(1, dims=1)  # type: ignore[method-assign]
+    with pytest.raises(cc.UnsupportedError, match=r"of this one it is not\. Remove F\.normalize"):
+        encoder(x)
+    with pytest.raises(cc.UnsupportedError, match="of this one it is not"):
+        encoder.features(x)
+    # A row of NaN is another's to report.
+    model.forward = forward  # type: ignore[method-assign]
+    x[1] = torch.nan
+    z = encoder(x)
+    assert z[1].isnan().all()
+    assert z[0].isfinite().all()
+
+
+class Fresh(nn.Module):
+    """A transformer that was never trained, and ends in a layer norm of a token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(WIDTH, 64), nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.inner(x).unsqueeze(1))[:, 0]
+
+
+def test_a_fresh_layer_norm_at_the_end_is_no_normalisation(device: str) -> None:
+    model, x, labels = Fresh().double().to(device), points(4).to(device), LABELS.to(device)
+    torch.testing.assert_close(Encoder(model, x)(x), model(x))
+    assert float(cc.ggn(model, x, labels, subset_of_weights="all").sum()) > 0
+    with pytest.raises(cc.UnsupportedError, match=r"with_last_layer\(encoder, x\).*subset_of_weights='all'"):
+        cc.ggn(model, x, labels, subset_of_weights="last_layer")
+
+
+def test_equal_inputs_are_no_normalisation(device: str) -> None:
+    class Squared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x).square()
+
+    model, x = Squared().double().to(device), points(4)[:1].expand(5, -1).to(device)
+    torch.testing.assert_close(Encoder(model, x)(x), model(x))
+
+
+def test_backpack_refuses_a_function_at_the_end(device: str) -> None:
+    la: Any = Laplace(
+        NormalizesInside(0).to(device),
+        "contrastive",
+        subset_of_weights="all",
+        hessian_structure="diag",
+        backend=BackPackContrastiveGGN,
+    )
+    with pytest.raises(cc.UnsupportedError, match=r"F\.normalize.*ContrastiveGGN"):
+        la.fit([(points(0).to(device), LABELS.to(device))])
+
+
+def test_training_a_user_s_loss_gets_embeddings(device: str) -> None:
+    seen: list[Tensor] = []
+
+    def loss(embeddings: Tensor, labels: Tensor) -> Tensor:
+        seen.append(embeddings.detach())
+        return embeddings.sum() * 0
+
+    for kind in ("mapping, normalised", "normalises inside"):
+        make, batch = KINDS[kind]
+        x = points(1).to(device)
+        learner = cc.OnlineLaplace(make(1).to(device), probe=batch(x), n_data=9, loss=loss)
+        learner(batch(x), LABELS.to(device)).backward()
+        torch.testing.assert_close(seen[-1].norm(dim=1), torch.ones(9, dtype=torch.float64, device=device))
+        assert tuple(learner.laplace()(batch(x)).mu.shape) == (9, DIM)

@@ -1,0 +1,357 @@
+"""How encoders are called, what is taken out of what they return, texts, and the helpers for others' encoders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from laplace import Laplace
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+from contrastive_curvature.network.call import ModelCall
+from contrastive_curvature.network.encoder import Encoder
+from contrastive_curvature.network.inputs import same_tokens
+from contrastive_curvature.network.texts import tokenized_batch
+from contrastive_curvature.network.views import has_views
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+N, DIM = 6, 3
+LABELS = torch.arange(N) % 2
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(4, DIM).double()
+
+
+class Whole(Base):
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.inner(batch["x"])
+
+
+class WholeNamedLikeAnEntry(Base):
+    def forward(self, x: dict[str, Tensor]) -> Tensor:
+        return self.inner(x["x"])
+
+
+class One(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Several(Base):
+    def forward(self, x: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Tensor:
+        assert labels is None
+        return self.inner(x * attention_mask)
+
+
+class Anything(Base):
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        assert not args
+        assert set(kwargs) == {"x", "attention_mask"}
+        return self.inner(kwargs["x"])
+
+
+class Extra(Base):
+    def forward(self, batch: dict[str, Tensor], scale: float = 1.0) -> Tensor:
+        return self.inner(batch["x"] * scale)
+
+
+@pytest.mark.parametrize("kind", [Whole, WholeNamedLikeAnEntry, One, Several, Anything, Extra])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_mapping_arrives_as_forward_wants_it(device: str, kind: type[Base], wrapped: bool) -> None:
+    model = kind().to(device)
+    x = torch.randn(N, 4, dtype=torch.float64).to(device)
+    batch = {"x": x, "attention_mask": torch.ones_like(x), "labels": LABELS.to(device)}
+    if wrapped and kind is not Anything:
+        # Its own forward takes anything.
+        model = torch.nn.DataParallel(model) if device == "cpu" else model
+    call = ModelCall()
+    for _ in range(2):
+        torch.testing.assert_close(call(model, batch), kind().to(device).inner(x))
+    assert set(batch) == {"x", "attention_mask", "labels"}
+
+
+def returns(entries: Any) -> nn.Module:
+    class Returns(Base):
+        def forward(self, x: Tensor) -> Any:
+            return entries(self.inner(x))
+
+    return Returns()
+
+
+UNCLEAR = [
+    (lambda z: {"last_hidden_state": z[:, None]}, r"EncoderOutput\(model, 'last_hidden_state', pooling='mean'\)"),
+    (lambda z: {"last_hidden_state": z[:, None], "pooler_output": z}, r"EncoderOutput\(model, 'pooler_output'\) or"),
+    (lambda z: {"pooler_output": z}, r"EncoderOutput\(model, 'pooler_output'\)"),
+    (lambda z: {"text_embeds": z, "image_embeds": z}, r"EncoderOutput\(model, 'text_embeds'\) or .*'image_embeds'"),
+    (lambda z: {"first": z, "second": z}, r"'first' \(6, 3\), 'second' \(6, 3\)"),
+    (lambda z: (z, z[:, None]), r"EncoderOutput\(model, 0\)"),
+    (lambda _: {"logits": None}, r"got a dict\. Wrap it in a module whose forward returns the embeddings"),
+    (lambda _: "text", r"got a str\. Wrap it"),
+    (lambda z: z[:, None], r"shape \(6, 1, 3\).*EncoderOutput\(model, pooling='mean'\)"),
+    (lambda z: z[0], r"got shape \(3,\)\. One row is one embedding: pool or flatten"),
+]
+
+
+@pytest.mark.parametrize(("entries", "message"), UNCLEAR, ids=range(len(UNCLEAR)))
+def test_what_is_not_clear_is_refused_with_what_to_type(device: str, entries: Any, message: str) -> None:
+    model, x = returns(entries).to(device), torch.randn(N, 4, dtype=torch.float64).to(device)
+    with pytest.raises((cc.InputError, cc.InputTypeError), match=message):
+        Encoder(model, x)
+
+
+CLEAR = [
+    lambda z: {"sentence_embedding": z, "token_embeddings": z[:, None], "pooler_output": 2 * z},
+    lambda z: {"text_embeds": z, "last_hidden_state": z[:, None]},
+    lambda z: {"anything": z},
+    lambda z: {"anything": z, "count": torch.tensor(3), "ids": torch.ones(len(z), 2, dtype=torch.int64)},
+]
+
+
+@pytest.mark.parametrize("entries", CLEAR, ids=range(len(CLEAR)))
+def test_what_is_clear_is_found(device: str, entries: Any) -> None:
+    model, x = returns(entries).to(device), torch.randn(N, 4, dtype=torch.float64).to(device)
+    torch.testing.assert_close(Encoder(model, x)(x), model.inner(x))
+
+
+def test_an_output_that_is_missing_later_is_refused(device: str) -> None:
+    model, x = returns(lambda z: {"embedding" if len(z) > 1 else "other": z}).to(device), torch.randn(N, 4).double()
+    call = ModelCall()
+    call(model, x.to(device))
+    with pytest.raises(cc.InputTypeError, match="a tensor 'embedding' among its outputs, as before"):
+        call(model, x[:1].to(device))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("pooling", ["mean", "first", "last"])
+def test_pooling_counts_tokens_of_the_mask_alone(device: str, pooling: str, side: str) -> None:
+    class Tokens(Base):
+        def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> dict[str, Tensor]:
+            return {"last_hidden_state": self.inner(x)}
+
+    model = Tokens().to(device)
+    lengths = [5, 2, 3]
+    x = torch.randn(3, 5, 4, dtype=torch.float64).to(device)
+    mask = torch.tensor([[int(k < n) for k in range(5)] for n in lengths]).to(device)
+    mask = mask.flip(1) if side == "left" else mask
+    encoder = cc.EncoderOutput(model, "last_hidden_state", pooling=pooling)
+    found = encoder({"x": x, "attention_mask": mask})
+    pool = {"mean": lambda t: t.mean(0), "first": lambda t: t[0], "last": lambda t: t[-1]}[pooling]
+    wanted = torch.stack([pool(model.inner(x[i])[mask[i] == 1]) for i in range(3)])
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(encoder({"x": x}), torch.stack([pool(model.inner(part)) for part in x]))
+
+
+def test_pooling_of_places_and_its_refusals(device: str) -> None:
+    model = nn.Conv2d(1, DIM, 1).to(device)
+    x = torch.randn(2, 1, 4, 4).to(device)
+    torch.testing.assert_close(cc.EncoderOutput(model, pooling="mean")(x), model(x).mean((2, 3)))
+    with pytest.raises(cc.InputError, match=r"an output \(N, T, D\) for pooling='first', got shape \(2, 3, 4, 4\)"):
+        cc.EncoderOutput(model, pooling="first")(x)
+    with pytest.raises(cc.InputError, match=r"None or one of \['mean', 'first', 'last'\], got 'max'"):
+        cc.EncoderOutput(model, pooling="max")
+    with pytest.raises(cc.InputTypeError, match="output: expected the name of an output"):
+        cc.EncoderOutput(model, True)
+    with pytest.raises(cc.InputTypeError, match="model: expected a torch"):
+        cc.EncoderOutput("bert")  # type: ignore[arg-type]
+    named = cc.EncoderOutput(returns(lambda z: {"a": z, "b": z}).to(device), "c")
+    with pytest.raises(cc.InputError, match=r"output: expected one of the outputs of Returns, \['a', 'b'\], got 'c'"):
+        named(torch.randn(2, 4, dtype=torch.float64).to(device))
+
+
+WORDS = {word: k + 1 for k, word in enumerate(["a", "cat", "dog", "sat", "ran", "red", "blue"])}
+
+
+class Sentences(nn.Module):
+    """As a SentenceTransformer: ``preprocess`` pads to the longest text, ``forward`` takes and returns mappings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.dense = nn.Embedding(len(WORDS) + 1, 5).double(), nn.Linear(5, DIM).double()
+        self.prompts: dict[str, str] = {"query": "red "}
+        self.default_prompt_name: str | None = None
+
+    def preprocess(self, inputs: list[str], prompt: str | None = None) -> dict[str, Any]:
+        rows = [[WORDS[word] for word in ((prompt or "") + text).split()] for text in inputs]
+        longest = max(map(len, rows))
+        ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+        return {"input_ids": ids, "attention_mask": (ids != 0).long(), "modality": "text"}
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        mask = features["attention_mask"].unsqueeze(2)
+        tokens = self.words(features["input_ids"]) * mask
+        features["sentence_embedding"] = self.dense(tokens.sum(1) / mask.sum(1))
+        return features
+
+
+TEXTS = ["a cat sat", "a dog ran", "red cat", "a blue dog sat", "cat", "a red dog ran"]
+
+
+def fitted(model: nn.Module, **options: Any) -> Any:
+    la: Any = Laplace(model, "contrastive", **options)
+    # Batches of two texts look like two views.
+    la.fit([(TEXTS[:2], LABELS[:2]), (tuple(TEXTS[2:]), LABELS[2:])], progress_bar=False)
+    la.optimize_prior_precision()
+    return la
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"subset_of_weights": "all", "hessian_structure": "diag"},
+        {
+            "subset_of_weights": "all",
+            "hessian_structure": "gp",
+            "n_subset": 4,
+            "backend_kwargs": {"pd_fix": "psd"},
+        },
+    ],
+    ids=["default", "all", "gp"],
+)
+@pytest.mark.filterwarnings("ignore:calibrate. most of the inputs", "ignore:Jacobians are taken point by point")
+def test_texts_are_what_their_tokens_are(device: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model = Sentences().to(device)
+    la = fitted(model, **options)
+    of_tokens: Any = Laplace(model, "contrastive", **options)
+    parts = [model.preprocess(TEXTS[:2]), model.preprocess(TEXTS[2:])]
+    of_tokens.fit([(parts[0], LABELS[:2]), (parts[1], LABELS[2:])], progress_bar=False)
+    of_tokens.optimize_prior_precision()
+    found, wanted = la(TEXTS), of_tokens(model.preprocess(TEXTS))
+    torch.testing.assert_close(found.mu, wanted.mu)
+    torch.testing.assert_close(found.kappa, wanted.kappa)
+    la.calibrate([TEXTS[:3], (TEXTS[3:], LABELS[3:])], progress_bar=False)
+    assert la(["a cat sat"]).p_value.shape == (1,)
+    if options:
+        return
+    state = la.state_dict()
+    again: Any = Laplace(model, "contrastive")
+    again.load_state_dict(state)
+    torch.testing.assert_close(again(TEXTS).kappa, found.kappa)
+    folder = cc.features(model, [(TEXTS, LABELS)], tmp_path / "features", progress_bar=False)
+    of_features: Any = Laplace(model, "contrastive")
+    of_features.fit(folder, progress_bar=False)
+    of_features.optimize_prior_precision()
+    torch.testing.assert_close(of_features(TEXTS).kappa, found.kappa, rtol=1e-4, atol=0)
+
+
+def test_texts_in_ggn_training_and_views(device: str) -> None:
+    model, labels = Sentences().to(device), LABELS.to(device)
+    tokens = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in model.preprocess(TEXTS).items()}
+    torch.testing.assert_close(cc.ggn(model, TEXTS, labels), cc.ggn(model, tokens, labels))
+    learner = cc.OnlineLaplace(model, probe=TEXTS[:3], n_data=N)
+    learner(TEXTS, labels).backward()
+    assert len(learner.laplace()(TEXTS[:1])) == 1
+    cc.Trainer(learner, torch.optim.SGD(model.parameters(), 0.01)).fit([(TEXTS, LABELS)], epochs=1)
+    options = {"loss": cc.InfoNCELoss()}
+    la: Any = Laplace(model, "contrastive", backend_kwargs=options)
+    la.fit([(TEXTS[:3], TEXTS[3:])], progress_bar=False)
+    of_tokens: Any = Laplace(model, "contrastive", backend_kwargs=options)
+    of_tokens.fit([(model.preprocess(TEXTS[:3]), model.preprocess(TEXTS[3:]))], progress_bar=False)
+    torch.testing.assert_close(la.typical_norm, of_tokens.typical_norm)
+
+
+def test_views_of_texts_have_one_length(device: str) -> None:
+    model = Sentences().to(device)
+    (first, second), y = tokenized_batch(model, (("cat", "dog"), ["a red cat", "a"]), "loader"), None
+    assert first["input_ids"].shape == second["input_ids"].shape == (2, 3)
+    ((a, b), y) = tokenized_batch(model, ((["cat"], ["a cat"]), LABELS[:1]), "loader")
+    assert a["input_ids"].shape == b["input_ids"].shape == (1, 2)
+    assert y is not None
+    x, y = tokenized_batch(model, (["cat", "dog"], LABELS[:2]), "loader")
+    assert not has_views((x, y))
+    towers = tokenized_batch((model, nn.Linear(2, 2)), (["cat", "dog"], torch.zeros(2, 2), LABELS[:2]), "loader")
+    assert towers[0]["input_ids"].shape == (2, 1)
+    with pytest.raises(cc.InputTypeError, match=r"batches \(x, labels\), got texts without labels"):
+        tokenized_batch(model, ["a cat", "a dog"], "loader")
+    assert tokenized_batch(model, [], "loader") == []
+
+
+def test_the_default_prompt_stands_before_texts(device: str) -> None:
+    model, labels = Sentences().to(device), LABELS.to(device)
+    plain = cc.ggn(model, [f"red {text}" for text in TEXTS], labels)
+    model.default_prompt_name = "query"
+    torch.testing.assert_close(cc.ggn(model, TEXTS, labels), plain)
+
+
+def test_texts_without_a_tokenizer_are_refused(device: str) -> None:
+    model = nn.Linear(4, DIM).to(device)
+    la: Any = Laplace(model, "contrastive")
+    with pytest.raises(cc.InputTypeError, match=r"got a list of texts\. This encoder has no method 'tokenize'"):
+        la.fit([(TEXTS, LABELS)], progress_bar=False)
+    with pytest.raises(cc.InputTypeError, match="got a list of texts"):
+        cc.ggn(model, TEXTS, LABELS.to(device))
+
+    class Broken(Sentences):
+        def preprocess(self, inputs: list[str], prompt: str | None = None) -> Any:
+            return super().preprocess(inputs[:1], prompt)
+
+    with pytest.raises(cc.InputError, match=r"6 points from Broken\.preprocess, got a dict of 1 points"):
+        cc.ggn(Broken().to(device), TEXTS, LABELS.to(device))
+
+
+def test_an_exported_graph_of_texts_takes_tokens(device: str, tmp_path: Path) -> None:
+    model = Sentences().to(device)
+    la = fitted(model)
+    la.export(tmp_path / "model.pt2", TEXTS, dynamic_axes={"input_ids": [1], "attention_mask": [1]})
+    served = torch.export.load(tmp_path / "model.pt2").module()
+    some = ["a red dog", "cat"]
+    tokens = {k: v.to(device) for k, v in model.preprocess(some).items() if isinstance(v, Tensor)}
+    torch.testing.assert_close(served(tokens)[0], la(some).mu)
+
+
+def test_padding_of_several_batches(device: str) -> None:
+    parts = [{"input_ids": torch.ones(2, n).to(device), "attention_mask": torch.ones(2, n).to(device)} for n in (3, 2)]
+    found = same_tokens(parts)
+    assert [part["attention_mask"].sum().item() for part in found] == [6, 4]
+    assert {part["input_ids"].shape for part in found} == {(2, 3)}
+    images = [torch.ones(2, 3), torch.ones(2, 2)]
+    assert same_tokens(images) == images
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_with_last_layer_changes_no_embedding(device: str, normalize: bool) -> None:
+    torch.manual_seed(0)
+    parts = [nn.Linear(4, DIM), nn.Dropout(), nn.Tanh(), *([cc.L2Norm()] if normalize else [])]
+    model = nn.Sequential(*parts).double().to(device)
+    model[1].eval()
+    x, labels = torch.randn(N, 4, dtype=torch.float64).to(device), LABELS.to(device)
+    encoder = cc.with_last_layer(model, x)
+    assert encoder.training
+    assert not model[1].training
+    encoder.eval()
+    torch.testing.assert_close(nn.functional.normalize(encoder(x)), nn.functional.normalize(model(x)))
+    assert encoder(x).norm(dim=1).std() > 1e-3
+    la: Any = Laplace(encoder, "contrastive")
+    la.fit([(x, labels)], progress_bar=False)
+    la.optimize_prior_precision()
+    torch.testing.assert_close(la(x).mu, nn.functional.normalize(model(x)))
+    assert cc.ggn(encoder, x, labels, subset_of_weights="last_layer").shape == (DIM * DIM,)
+    # Saved and loaded as any module.
+    other = cc.with_last_layer(nn.Sequential(*parts).double().to(device), x)
+    other.load_state_dict(encoder.state_dict())
+
+
+def test_with_last_layer_refuses(device: str) -> None:
+    x = torch.randn(N, 4).to(device)
+    linear = nn.Sequential(nn.Linear(4, DIM), cc.L2Norm()).to(device)
+    with pytest.raises(cc.InputError, match=r"does not end in a linear layer, got layer '0' at its end. Pass it to"):
+        cc.with_last_layer(linear, x)
+    with pytest.raises(cc.InputTypeError, match="model: expected a torch"):
+        cc.with_last_layer(None, x)  # type: ignore[arg-type]
+    tanh = nn.Sequential(nn.Linear(4, DIM), nn.Tanh()).to(device)
+    with pytest.raises(cc.InputTypeError, match="x: expected a tensor or a mapping"):
+        cc.with_last_layer(tanh, None)
+    with pytest.raises(cc.InputError, match="x: expected a batch of at least one point"):
+        cc.with_last_layer(tanh, x[:0])
+    with pytest.raises(cc.InputError, match="x: expected inputs that the model can process"):
+        cc.with_last_layer(tanh, x[:, :2])
