@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,12 @@ class Encoder:
     width: int | None = None
     image_transform: Callable[[Any], Tensor] | None = None
     collate: Callable[[list[str]], Any] | None = None
-    feature_source: FeatureSource | None = field(default=None)
+    feature_source: FeatureSource | None = None
+
+    @property
+    def identity(self) -> bool:
+        """Whether it is a last layer that stands for none: the features are the embeddings."""
+        return self.spec.get("identity") is True
 
     def wrap_features(self, phi: Tensor) -> Any:
         """The batch of features without a source.
@@ -120,6 +125,12 @@ def encoder_of(text: str, options: Mapping[str, Any] | None = None) -> Encoder:
         wanted = "module:function, timm:NAME or sentence-transformers:NAME_OR_PATH"
         raise BadInputError(expected("--encoder", wanted, f"{text!r}"))
     given = dict(options or {})
+    if kind == "sentence-transformers" and os.path.isdir(name):
+        # Used again from any folder.
+        name = os.path.abspath(name)
+        text = f"{kind}:{name}"
+    if kind == "timm" and isinstance(given.get("checkpoint_path"), str):
+        given["checkpoint_path"] = os.path.abspath(given["checkpoint_path"])
     spec = {"kind": "encoder", "encoder": text, "options": given}
     if kind == "timm":
         from contrastive_curvature.cli.encoder_names import timm_encoder

@@ -104,6 +104,9 @@ def report(error: BaseException, *, as_json: bool, with_traceback: bool) -> int:
     # click takes the end of a file for an interruption at a prompt, of which there are none here.
     if isinstance(error, click.Abort) and isinstance(error.__cause__, EOFError):
         error = error.__cause__
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        click.echo(error.format_message(), err=True)
+        return BAD_INPUT
     code = exit_code(error)
     if with_traceback:
         traceback.print_exception(error, file=sys.stderr)

@@ -69,7 +69,7 @@ def check_device(name: str) -> str:
     import torch
 
     try:
-        torch.zeros(1, device=name) + 1
+        float(torch.zeros(1, device=name) + 1)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise BadInputError(expected("--device", "a device of this machine", f"{name!r} ({reason})")) from error
@@ -85,12 +85,17 @@ def json_object(argument: str, text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
     try:
-        found = json.loads(text)
-    except ValueError:
+        found = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise BadInputError(expected(argument, """a JSON object, as '{"num_classes": 128}'""", f"{text!r}"))
     return found
+
+
+def _refuse_constant(name: str) -> None:
+    # NaN is no JSON, and no file of JSON could keep it.
+    raise ValueError(name)
 
 
 def key_values(argument: str, texts: tuple[str, ...]) -> dict[str, Any]:

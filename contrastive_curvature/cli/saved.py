@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -94,7 +94,11 @@ def write_posterior(la: Any, encoder: Encoder, folder: Path, *, overwrite: bool,
 
 
 def open_posterior(
-    folder: Path, encoder: str | None = None, options: Mapping[str, Any] | None = None, device: str = "cpu"
+    folder: Path,
+    encoder: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    device: str = "cpu",
+    note: Callable[[str], None] | None = None,
 ) -> tuple[Any, Encoder]:
     """A saved posterior and its encoder.
 
@@ -103,6 +107,7 @@ def open_posterior(
         encoder: ``--encoder``, in place of the one that the folder names.
         options: ``--encoder-options``.
         device: Of the computation.
+        note: Takes a line that names the encoder, before it is made: the user's own code may run then.
 
     Raises:
         BadInputError: The folder is missing, or names no encoder and none is given.
@@ -111,6 +116,11 @@ def open_posterior(
     if not folder.is_dir():
         hint = "contrastive-curvature fit writes one."
         raise BadInputError(expected(f"{folder}", "the folder of a saved posterior", "a path where none is", hint))
+    named = (read_spec(folder) or {}).get("encoder") if encoder is None else encoder
+    if note is not None and named is not None:
+        note(f"encoder {named}" + (f", as {folder} names it" if encoder is None else ""))
+    if encoder is None and options:
+        raise BadInputError(expected("--encoder-options", "them with --encoder", "no encoder"))
     found = read_encoder(folder) if encoder is None else encoder_of(encoder, options)
     if found is None:
         hint = "Give --encoder module:function, timm:NAME or sentence-transformers:NAME."
@@ -132,6 +142,10 @@ def read_encoder(folder: Path) -> Encoder | None:
     path = folder / ENCODER
     if spec.get("kind") == "encoder" and isinstance(spec.get("encoder"), str):
         options = spec.get("options")
+        if "trust_remote_code" in json.dumps(options):
+            # A folder may come from anybody: only the user can allow that.
+            hint = f"Give --encoder {spec['encoder']} and --encoder-options yourself, if you trust it."
+            raise BadInputError(expected(f"{path}", "an encoder without code of its own", "trust_remote_code", hint))
         return encoder_of(spec["encoder"], options if isinstance(options, dict) else {})
     if spec.get("kind") != "last_layer":
         raise BadInputError(

@@ -58,7 +58,7 @@ def score(
     check_output(out, source)
     columns, device = take_columns(options), check_device(options["device"])
     open_source(source, columns=columns)
-    la, encoder = open_posterior(folder, options["encoder"], options["encoder_options"], device)
+    la, encoder = open_posterior(folder, options["encoder"], options["encoder_options"], device, console.note)
     opened = open_source(source, encoder, columns)
     calibrated = is_calibrated(la)
     alpha = _checked_alpha(console, folder, alpha) if calibrated else None

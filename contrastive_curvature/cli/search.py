@@ -65,7 +65,7 @@ def search(
     columns, device = take_columns(options), check_device(options["device"])
     for path in given:
         open_source(path, columns=columns)
-    la, encoder = open_posterior(folder, options["encoder"], options["encoder_options"], device)
+    la, encoder = open_posterior(folder, options["encoder"], options["encoder_options"], device, console.note)
     searched, asking = open_source(gallery, encoder, columns), open_source(queries, encoder, columns)
     asked = None if validation is None else open_source(validation, encoder, columns)
     k = options["k"]

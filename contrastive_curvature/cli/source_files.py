@@ -45,6 +45,10 @@ class ArraySource(Source):
     def prepare(self, encoder: Encoder) -> None:
         """Check the width where the encoder is a last layer."""
         self._wrap: Callable[[Tensor], Any] = encoder.wrap_features if self.kind == FEATURES else _as_it_is
+        names = ("features", "embeddings")
+        if self.kind == FEATURES and encoder.width is not None and self.are_embeddings != encoder.identity:
+            wanted, came = names[encoder.identity], names[self.are_embeddings]
+            raise BadInputError(expected(f"{self.path}", f"the array {wanted} for {encoder.name}", f"the array {came}"))
         if self.kind == FEATURES and encoder.width is not None and self.values.shape[1] != encoder.width:
             wanted = f"features of width {encoder.width} for {encoder.name}"
             raise BadInputError(expected(f"{self.path}", wanted, f"{self.values.shape[1]}"))

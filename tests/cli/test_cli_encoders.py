@@ -68,7 +68,10 @@ def test_a_function_of_the_user_is_recorded_and_used_again(run: Run, images: Pat
     fit = ("fit", "train", "--encoder", f"{images}:encoder", "--encoder-options", '{"width": 3}')
     found = json.loads(run(*fit, "--out", "p", "--calibrate", "known", "--json").stdout)
     assert (found["dimension"], found["inputs"], found["calibration_inputs"]) == (3, 24, 24)
-    run("score", "p", "train", "--out", "scores.csv", "--alpha", 0.1, "--batch-size", 5)
+    result = run("score", "p", "train", "--out", "scores.csv", "--alpha", 0.1, "--batch-size", 5)
+    assert f"{images}:encoder, as p names it" in result.stderr
+    without = ("score", "p", "train", "--out", "none.csv", "--encoder-options", '{"width": 3}')
+    assert "--encoder" in error_of(run(*without, code=2))
     rows = read("scores.csv")
     assert rows[0]["id"] == "cat/0.png"
     assert rows[-1]["id"] == "dog/9.png"
@@ -126,6 +129,7 @@ def test_features_of_the_users_encoder(run: Run, images: Path) -> None:
         ("nothing", "{}", "a function"),
         ("encoder", '{"nonsense": 1}', "nonsense"),
         ("encoder", "[1]", "JSON object"),
+        ("encoder", '{"seed": NaN}', "JSON object"),
     ],
 )
 def test_functions_that_give_no_encoder(run: Run, images: Path, function: str, options: str, wanted: str) -> None:
@@ -147,7 +151,7 @@ def test_a_picture_that_cannot_be_read_is_named(run: Run, images: Path) -> None:
     assert not Path("p").exists()
 
 
-def test_a_model_of_timm(run: Run, images: Path) -> None:
+def test_a_model_of_timm(run: Run, images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timm = pytest.importorskip("timm")
     torch.save(timm.create_model("test_resnet", num_classes=7).state_dict(), "weights.pth")
     fit = ("fit", "train", "--out", "p", "--encoder", "timm:test_resnet", "--batch-size", 8, "--encoder-options")
@@ -163,6 +167,12 @@ def test_a_model_of_timm(run: Run, images: Path) -> None:
         mu = nn.functional.normalize(model(transform(Image.open("known/cat/0.png")).unsqueeze(0)), dim=1)
     # The batch of one goes through other kernels than the batch of eight.
     np.testing.assert_allclose(float(read("scores.csv")[0]["mu_0"]), float(mu[0, 0]), atol=1e-4)
+    # Recorded with its place: the folder is used from elsewhere, too.
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    run("score", "../p", "../known", "--out", "../again.csv", "--batch-size", 8)
+    monkeypatch.chdir("..")
+    assert read("again.csv") == read("scores.csv")
     Path("bad.pth").write_bytes(b"nothing")
     assert "timm:test_resnet" in error_of(run(*fit, '{"checkpoint_path": "bad.pth"}', "--overwrite", code=2))
     assert "nowhere" in error_of(run(*fit, '{"checkpoint_path": "nowhere"}', "--overwrite", code=2))
@@ -218,4 +228,12 @@ def test_a_model_of_sentence_transformers_and_its_own_code(run: Run, sentences: 
     (sentences / "modules.json").write_text(json.dumps(listed))
     (sentences / "own.py").write_text("open('exploded', 'w')\n")
     assert "trust_remote_code" in error_of(run(*fit, "--overwrite", code=2))
+    # Nor does a folder that somebody else wrote allow it.
+    from contrastive_curvature.cli.saved import _checksum
+
+    spec = json.loads(Path("p/encoder.json").read_text())
+    spec.pop("checksum")
+    spec["options"] = {"model_kwargs": {"trust_remote_code": True}}
+    Path("p/encoder.json").write_text(json.dumps({**spec, "checksum": _checksum(spec)}))
+    assert "trust_remote_code" in error_of(run("score", "p", "train.csv", "--out", "none.csv", code=2))
     assert not Path("exploded").exists()

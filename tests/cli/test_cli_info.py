@@ -61,5 +61,12 @@ def test_completion(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "search" not in answer
 
 
+def test_nothing_asked_is_answered_with_the_help() -> None:
+    result = CliRunner().invoke(cli, [])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "Commands:" in result.stderr
+    assert "error" not in result.stderr
+
+
 def test_an_unknown_command_is_refused_with_the_nearest_name(run: Run) -> None:
     assert "score" in error_of(run("scor", code=2))

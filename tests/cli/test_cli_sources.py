@@ -50,7 +50,7 @@ def test_feature_folder_with_its_last_layer(run: Run, dtype: str) -> None:
 def test_candidates_of_a_batch_are_drawn_from_all_classes(place: Path) -> None:
     write_folder("train")
     labels = np.sort(np.arange(120) % 4)
-    np.savez("sorted.npz", features=np.arange(120.0)[:, None] * np.ones(12), labels=labels)
+    np.savez("sorted.npz", embeddings=np.arange(120.0)[:, None] * np.ones(12), labels=labels)
     for name, width in (("train", 12), ("sorted.npz", 12)):
         source = open_source(name)
         source.prepare(last_layer_encoder(None, None, width, getattr(source, "encoder_of", None)))
@@ -135,6 +135,14 @@ def test_a_single_array_and_nothing(run: Run) -> None:
     assert "nothing is" in error_of(run(*SCORE, "nowhere.npz", "--out", "scores.csv", code=2))
     Path("empty").mkdir()
     assert "images" in error_of(run(*SCORE, "empty", "--out", "scores.csv", code=2))
+
+
+def test_features_are_not_taken_for_embeddings(run: Run) -> None:
+    found = points(60, 5)
+    np.savez("embeddings.npz", embeddings=found["features"], labels=found["labels"])
+    assert "the array features" in error_of(run(*SCORE, "embeddings.npz", "--out", "scores.csv", code=2))
+    run("fit", "embeddings.npz", "--out", "p")
+    assert "the array embeddings" in error_of(run("score", "p", "new.npz", "--out", "scores.csv", code=2))
 
 
 def test_features_of_another_width(run: Run) -> None:
