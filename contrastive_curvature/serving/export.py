@@ -130,7 +130,7 @@ def _check_same(program: Any, module: ServedEncoder, batch: Any, mu: Tensor) -> 
 def _npz(parts: Parts) -> Callable[[BinaryIO], None]:
     arrays = {name: array.cpu().numpy() for name, array in parts.arrays.items()}
     text = np.array(json.dumps(_metadata(parts)))
-    return lambda file: np.savez(file, allow_pickle=False, metadata=text, **arrays)
+    return lambda file: np.savez(file, metadata=text, **arrays)
 
 
 def _safetensors(parts: Parts) -> Callable[[BinaryIO], None]:

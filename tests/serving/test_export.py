@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
-import onnx
-import onnxruntime
 import pytest
 import torch
 from devices import DEVICES
@@ -27,10 +26,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
+needs_onnx = pytest.mark.skipif(
+    importlib.util.find_spec("onnxruntime") is None, reason="the extra onnx is not installed"
+)
 NUMBERS = (1, 3, 17)
 
 
 def run_onnx(path: Path, x: Tensor | dict[str, Tensor]) -> list[np.ndarray]:
+    import onnxruntime
+
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     feed = {"x": x} if isinstance(x, Tensor) else x
     return session.run(None, {name: value.cpu().numpy() for name, value in feed.items()})
@@ -58,6 +62,8 @@ def test_torch_export(device: str, structure: str, calibrated: bool, centres: bo
     }
 
 
+@needs_onnx
+@needs_onnx
 # An export to ONNX takes seconds. What a structure computes and what follows from it are apart in the graph.
 @pytest.mark.parametrize(
     ("structure", "calibrated", "centres"),
@@ -76,12 +82,15 @@ def test_onnx(device: str, structure: str, calibrated: bool, centres: bool, tmp_
     for n in NUMBERS:
         x = inputs(n, n, torch.float32, device)
         assert_same(run_onnx(path, x), truth(la, x, outputs), 1e-5)
+    import onnx
+
     model = onnx.load(path)
     assert [output.name for output in model.graph.output] == list(outputs)
     (metadata,) = [entry.value for entry in model.metadata_props if entry.key == METADATA]
     assert json.loads(metadata)["outputs"] == list(outputs)
 
 
+@needs_onnx
 def test_onnx_of_float64_and_of_outputs_that_have_no_scores(device: str, tmp_path: Path) -> None:
     body = nn.Sequential(nn.Linear(INPUTS, 7), nn.ReLU(), nn.Linear(7, 3, bias=False))
     la, path = fitted("kron", device=device, body=body), tmp_path / "model.onnx"
