@@ -192,7 +192,7 @@ def test_one_class_and_all_wrong(device):
     wrong = evaluate(
         la,
         loader(places, labels),
-        gallery=loader(torch.cat([places, places + 9]), torch.tensor([1, 0, 0, 1])),
+        gallery=loader(torch.cat([places + 0.01, places + 9]), torch.tensor([1, 0, 0, 1])),
         n_samples=2,
     )
     assert wrong.metrics["recall@1"] == 0
