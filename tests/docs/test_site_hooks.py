@@ -97,11 +97,22 @@ def test_a_package_without_all_is_refused(tmp_path):
             'A <autoref optional identifier="contrastive_curvature.losses.RowLoss"><code>RowLoss</code></autoref>.',
         ),
         ("A test::\n\n    x = 1", "A test:\n\n    x = 1"),
-        (
-            "With:\n\n.. math::\n    a = b\n      + c\n\nwhere.",
-            "With:\n\n```latex\na = b\n  + c\n```\n\nwhere.",
-        ),
     ],
 )
 def test_docstrings_become_markdown(docstring, wanted):
     assert roles.as_markdown(docstring) == wanted
+
+
+def test_formulas_are_drawn_as_outlines_in_the_colour_of_the_text():
+    markdown = roles.as_markdown("With:\n\n.. math::\n    a = \\tfrac12 \\Big( b\n      + c \\Big)\n\nwhere.")
+    before, formula, after = markdown.split("\n\n")
+    assert (before, after) == ("With:", "where.")
+    assert formula.startswith('<div class="formula"><svg role="img" aria-label="a = \\frac{1}{2}')
+    assert "\n" not in formula  # one block of HTML to Markdown
+    assert formula.count("<use ") + formula.count("<rect ") >= 8  # a = 1 - 2 ( b + c )
+    assert not any(colour in formula for colour in ("#000000", "black", "http"))
+
+
+def test_a_formula_with_an_unknown_command_is_refused():
+    with pytest.raises(ValueError, match="Unknown symbol"):
+        roles.drawn(r"\nosuchcommand x")
