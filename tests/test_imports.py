@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fresh import ROOT, run
+from packaging.version import Version
 
 from contrastive_curvature.host_imports import without_the_warning_of_jit
 
@@ -149,7 +151,8 @@ def imported() -> tuple[dict[str, Any], dict[str, Any]]:
 
 def test_import_prints_nothing(imported: tuple[dict[str, Any], dict[str, Any]]) -> None:
     host, ours = imported
-    assert "torch.jit.script" in host["printed"], "laplace-torch is silent by itself: host_imports has no use any more"
+    if Version(torch.__version__) >= Version("2.11"):  # some version before it does not warn yet
+        assert "torch.jit.script" in host["printed"], "laplace-torch is silent by itself: host_imports has no use"
     assert ours["printed"] == ""
 
 

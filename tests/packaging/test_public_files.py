@@ -115,5 +115,5 @@ def test_policies_are_written_down() -> None:
     contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     assert re.search(r"^## .*[Dd]eprecat", contributing, re.MULTILINE)
     security = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
-    for word in ("safetensors", "weights_only", "--encoder", "ONNX", "pickle", "report"):
+    for word in ("safetensors", "weights_only", "--encoder", "ONNX", "pickle", "How to report"):
         assert word in security
