@@ -27,7 +27,7 @@ NOT_IN_MATHTEXT = (
     (r"\\frac\b", r"\\dfrac"),
     (r"\\tfrac *(\d)(\d)", r"\\frac{\1}{\2}"),
 )
-"""What Matplotlib's LaTeX lacks, and what stands for it: sizes of brackets, fractions without braces. Fractions are large."""
+"""What Matplotlib lacks of LaTeX, with what stands for it; and large fractions, which are read more easily."""
 
 
 def drawn(formula: str) -> str:
