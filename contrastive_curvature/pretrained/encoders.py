@@ -47,6 +47,9 @@ def check_encoder(model: nn.Module, saved: Mapping[str, Any], argument: str = "e
     Raises:
         InputError: A parameter or buffer differs; the message names some that do.
     """
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        hint = "Load its weights: encoder.to_empty(device=...), then encoder.load_state_dict(...)."
+        raise InputError(expected(argument, "an encoder with its weights", "one on the device meta", hint))
     if encoder_digest(model) == saved["digest"]:
         return
     was, now = ({_bare(name): rest for name, *rest in part} for part in (saved["tensors"], _records(model)))

@@ -84,7 +84,7 @@ def load_pretrained(
     except (InputError, NotFittedError, UnsupportedError) as error:
         msg = f"{folder}: {error}"
         raise type(error)(msg) from error
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         if isinstance(error, ContrastiveCurvatureError):
             raise
         raise damaged(folder / CONFIG, f"what no posterior can be made of ({error})") from error
