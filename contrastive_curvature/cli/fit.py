@@ -110,7 +110,7 @@ def fit(console: Console, source: Path, folder: Path, **options: Any) -> None:
     la, rows, count = fit_posterior(console, encoder, train, columns, options)
     labels = train.need_labels("SOURCE")[rows]
     classes = len(np.unique(labels.numpy()))
-    about = {"fitted_on": f"{source.name}: {len(rows)} inputs of {classes} classes", "notes": _usage(folder)}
+    about = {"fitted_on": f"{source.resolve().name}: {len(rows)} inputs of {classes} classes", "notes": _usage(folder)}
     write_posterior(la, encoder, folder, overwrite=overwrite, about=about)
     values = {
         "folder": str(folder),
@@ -131,4 +131,5 @@ def fit(console: Console, source: Path, folder: Path, **options: Any) -> None:
 
 
 def _usage(folder: Path) -> str:
-    return f"Fitted by the command line. `contrastive-curvature score {folder.name} SOURCE --out scores.csv` uses it."
+    command = f"contrastive-curvature score {folder.resolve().name} SOURCE --out scores.csv"
+    return f"Fitted by the command line. `{command}` uses it."

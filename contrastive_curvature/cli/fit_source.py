@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from contrastive_curvature.cli.archive import read_archive
 from contrastive_curvature.cli.console import Console
 from contrastive_curvature.cli.encoders import Encoder, encoder_of, last_layer_encoder
@@ -14,6 +17,9 @@ from contrastive_curvature.cli.sources import Columns, Source, open_source
 from contrastive_curvature.errors import expected
 
 __all__ = ["encoder_and_source"]
+
+_UNIT = 1e-3
+"""How far norms are from 1 that were rounded to half precision."""
 
 
 def encoder_and_source(
@@ -72,6 +78,7 @@ def encoder_and_source(
             console.warn(
                 f"{path}: the embeddings are taken as features of a last layer that is the identity, which the "
                 "library's evaluation does not cover; with features, weight and bias it does."
+                + _unit_hint(source.values)
             )
         encoder = last_layer_encoder(source.weight, source.bias, source.values.shape[1], None)
     else:
@@ -79,3 +86,10 @@ def encoder_and_source(
         raise BadInputError(expected(f"{path}", f"an encoder for {source.kind}", "none", hint))
     source.prepare(encoder)
     return encoder, source
+
+
+def _unit_hint(embeddings: NDArray[np.float32]) -> str:
+    """What is lost where all embeddings have norm 1, as a sentence."""
+    if not np.allclose(np.linalg.norm(embeddings, axis=1), 1, atol=_UNIT):
+        return ""
+    return " All of them have norm 1: save them before they are normalised, because novelty needs the norm."

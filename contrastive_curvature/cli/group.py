@@ -45,6 +45,14 @@ class CommandGroup(click.Group):
         found: click.Command = getattr(importlib.import_module(f"contrastive_curvature.cli.{module}"), attribute)
         return found
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            # click would print an empty line before it tells of an interruption.
+            raise click.Abort from error
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:

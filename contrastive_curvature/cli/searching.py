@@ -79,7 +79,7 @@ def find(
     cosine = torch.einsum("nd,nkd->nk", asking, searched[index]).clamp(-1, 1)
     match = None
     if validation is not None and labels is not None:
-        match = _fitted(la, searched, gallery, validation, labels, batch_size)
+        match = _fitted(console, la, searched, gallery, validation, labels, batch_size)
     elif read_info(folder).match:
         match = load_match(folder)
     else:
@@ -89,7 +89,12 @@ def find(
         )
     right = None
     if match is not None:
-        right = _right(la, match, gallery, queries, index[:, 0], batch_size)
+        # A fit of this search saw the gallery's hits only: its number of points is no other size.
+        size = len(gallery) if validation is None else match._gallery_size
+        if match.use_uncertainty:
+            right = _right(la, match, gallery, queries, index[:, 0], batch_size, size)
+        else:
+            right = match.hits(asking, searched[index[:, 0]], gallery_size=size)
     return Found(index, cosine, uncertainty, right)
 
 
@@ -104,13 +109,26 @@ def _directions(console: Console, la: Any, source: Source, batch_size: int, name
 
 
 def _fitted(
-    la: Any, searched: Tensor, gallery: Source, validation: Source, labels: list[Tensor], batch_size: int
+    console: Console,
+    la: Any,
+    searched: Tensor,
+    gallery: Source,
+    validation: Source,
+    labels: list[Tensor],
+    batch_size: int,
 ) -> cc.MatchProbability:
     """P(match) from the validation queries. Only those points of the gallery are predicted that are a hit."""
+    if len(gallery) < 2:
+        raise BadInputError(expected(f"--gallery {gallery.path}", "at least two points for P(match)", len(gallery)))
     if len(validation) * la.n_outputs**2 > 8 * _AT_ONCE:
         limit = 8 * _AT_ONCE // la.n_outputs**2
-        wanted = f"at most {limit:,} inputs in {la.n_outputs} dimensions, whose covariances fit into memory"
-        raise BadInputError(expected(f"--validation {validation.path}", wanted, f"{len(validation):,}", "Give fewer."))
+        console.warn(
+            f"--validation {validation.path}: match_probability is learned from the cosine alone, because the "
+            f"covariances of {len(validation):,} inputs in {la.n_outputs:,} dimensions do not fit into memory; with "
+            f"{limit:,} they do."
+        )
+        plain, _ = _directions(console, la, validation, batch_size, "[validation]")
+        return cc.MatchProbability(use_uncertainty=False).fit_retrieval(plain, labels[0], searched, labels[1])
     asking = _predicted(la, validation, np.arange(len(validation)), batch_size)
     hits = metrics.nearest_neighbors(asking.mu.cpu(), searched, k=1).squeeze(1).unique()
     if len(hits) == 1:
@@ -122,18 +140,23 @@ def _fitted(
 
 
 def _right(
-    la: Any, match: cc.MatchProbability, gallery: Source, queries: Source, nearest: Tensor, batch_size: int
+    la: Any,
+    match: cc.MatchProbability,
+    gallery: Source,
+    queries: Source,
+    nearest: Tensor,
+    batch_size: int,
+    gallery_size: int,
 ) -> Tensor:
-    size = max(1, min(batch_size, _AT_ONCE // la.n_outputs**2))
+    size = max(1, _AT_ONCE // la.n_outputs**2)
     parts = []
     for start in range(0, len(queries), size):
         rows = np.arange(start, min(start + size, len(queries)))
         mine = nearest[start : start + size]
         hits, place = mine.unique(return_inverse=True)
-        found = _predicted(la, gallery, hits.numpy(), size)
-        # The sizes are those of one gallery, of which the fit saw the hits only.
-        known = match._gallery_size
-        parts.append(match.hits(_predicted(la, queries, rows, size), found[place], gallery_size=known).cpu())
+        found = _predicted(la, gallery, hits.numpy(), batch_size)
+        asking = _predicted(la, queries, rows, batch_size)
+        parts.append(match.hits(asking, found[place], gallery_size=gallery_size).cpu())
     return torch.cat(parts)
 
 

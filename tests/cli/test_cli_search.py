@@ -48,6 +48,24 @@ def test_probabilities_are_those_of_the_whole_gallery(run: Run) -> None:
     assert found["warnings"] == []
 
 
+def test_in_very_many_dimensions_the_cosine_alone_decides(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("contrastive_curvature.cli.searching._AT_ONCE", 16)
+    result = run(*SEARCH, "-k", 1, "--validation", "validation.npz")
+    assert "the cosine alone" in result.stderr
+    (queries, _), (gallery, labels) = embedded("new.npz"), embedded("train.npz")
+    validation, theirs = embedded("validation.npz")
+    match = cc.MatchProbability(use_uncertainty=False).fit_retrieval(validation.mu, theirs, gallery.mu, labels)
+    right = match.nearest(queries.mu, gallery.mu).right.numpy()
+    np.testing.assert_allclose(column(read("hits.csv"), "match_probability"), right, rtol=1e-4)
+
+
+def test_a_gallery_of_one_point(run: Run) -> None:
+    np.savez("one.npz", **points(1, 8))
+    one = ("search", "posterior", "--gallery", "one.npz", "--queries", "new.npz", "--out", "hits.csv", "-k", 1)
+    run(*one)
+    assert "two points" in error_of(run(*one, "--validation", "validation.npz", code=2))
+
+
 def test_a_saved_match_probability_is_used(run: Run) -> None:
     la, _ = open_posterior(Path("posterior"))
     gallery, labels = embedded("train.npz")
