@@ -119,3 +119,49 @@ def test_what_is_wrong_is_one_line(folder, tmp_path, capsys, monkeypatch, words,
     assert err.count("\n") == 1
     assert printed == ""
     assert not (tmp_path / "report").exists()
+
+
+ENCODERS = """
+import torch
+from torch import nn
+
+
+def pictures():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 4)), lambda image: torch.tensor(
+        list(image.getdata()), dtype=torch.float32
+    ).T.reshape(3, 8, 8) / 255
+"""
+
+
+def test_an_image_folder_is_shown(tmp_path, capsys, monkeypatch):
+    from PIL import Image
+
+    (tmp_path / "evaluate_encoders.py").write_text(ENCODERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    random = np.random.default_rng(0)
+    for part in ("train", "test"):
+        for name in ("cat", "dog & co"):
+            (tmp_path / part / name).mkdir(parents=True)
+            for i in range(8):
+                pixels = random.integers(0, 128, (8, 8, 3), dtype=np.uint8) + (100 if name == "cat" else 0)
+                Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / part / name / f"{i}.png")
+    encoder = ["--encoder", "evaluate_encoders:pictures"]
+    fitted = run(capsys, "fit", tmp_path / "train", *encoder, "--out", tmp_path / "posterior", "-q")
+    assert fitted[0] == 0, fitted
+    words = [
+        "evaluate",
+        tmp_path / "posterior",
+        "--test",
+        tmp_path / "test",
+        "--out",
+        tmp_path / "report",
+        "--samples",
+        2,
+    ]
+    code, _, err = run(capsys, *words)
+    assert code == 0, err
+    page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
+    # The 12 most and the 12 least certain; a saved posterior that is not calibrated has no novelty.
+    assert page.count("data:image/png;base64,") == 2 * 12
+    assert "dog &amp; co/3.png" in page
