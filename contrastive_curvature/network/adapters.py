@@ -43,7 +43,7 @@ class EncoderOutput(nn.Module):
 
     def __init__(self, model: nn.Module, output: str | int | None = None, pooling: str | None = None) -> None:
         super().__init__()
-        check_model(model)
+        check_model(model, half=True)
         if isinstance(output, bool) or not isinstance(output, (str, int, type(None))):
             wanted = "the name of an output, its number in a tuple, or None"
             raise InputTypeError(expected("output", wanted, f"a {type(output).__name__}"))
@@ -127,7 +127,7 @@ def with_last_layer(encoder: nn.Module, x: Any) -> WithLastLayer:
         InputTypeError: The arguments have other types.
         UnsupportedError: The raw outputs of the encoder cannot be reached.
     """
-    check_model(encoder)
+    check_model(encoder, half=True)
     like = next(encoder.parameters())
     batch = move_inputs(check_inputs(tokenized(encoder, x)), like.device)
     with evaluation_mode(encoder), torch.no_grad():

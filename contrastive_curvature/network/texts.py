@@ -28,9 +28,11 @@ def tokenized(model: Any, x: Any, argument: str = "x") -> Any:
         argument: Name for the error message.
 
     Raises:
-        InputTypeError: Texts, and the encoder has no tokenizer.
+        InputTypeError: Texts, and the encoder has no tokenizer; or one text that is in no list.
         InputError: Its tokenizer does not return a mapping with as many points.
     """
+    if isinstance(x, str):
+        raise InputTypeError(expected(argument, "a list of texts", "one text", "Pass [text]."))
     if not is_texts(x):
         return x
     owner, method = _tokenizer_of(model)

@@ -17,6 +17,7 @@ from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import same_tokens
 from contrastive_curvature.network.texts import tokenized_batch
 from contrastive_curvature.network.views import has_views
+from contrastive_curvature.parts.share import _length, _selected
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -291,6 +292,9 @@ def test_texts_without_a_tokenizer_are_refused(device: str) -> None:
     with pytest.raises(cc.InputTypeError, match="got a list of texts"):
         cc.ggn(model, TEXTS, LABELS.to(device))
 
+    with pytest.raises(cc.InputTypeError, match=r"x: expected a list of texts, got one text\. Pass \[text\]"):
+        cc.ggn(Sentences().to(device), "a cat", LABELS.to(device))  # type: ignore[arg-type]
+
     class Broken(Sentences):
         def preprocess(self, inputs: list[str], prompt: str | None = None) -> Any:
             return super().preprocess(inputs[:1], prompt)
@@ -316,6 +320,27 @@ def test_padding_of_several_batches(device: str) -> None:
     assert {part["input_ids"].shape for part in found} == {(2, 3)}
     images = [torch.ones(2, 3), torch.ones(2, 2)]
     assert same_tokens(images) == images
+
+
+def test_rows_of_texts_are_chosen_as_those_of_tensors(device: str) -> None:
+    """As processes do that share a data set."""
+    rows = torch.tensor([True, False, True])
+    batch = (["a", "cat", "dog"], torch.arange(3).to(device))
+    assert _length(batch) == 3
+    texts, labels = _selected(batch, rows)
+    assert texts == ["a", "dog"]
+    assert labels.tolist() == [0, 2]
+
+
+def test_half_precision_gets_a_last_layer_in_float32(device: str) -> None:
+    model = nn.Sequential(nn.Linear(4, DIM), nn.Tanh()).bfloat16().to(device)
+    x = torch.randn(N, 4).bfloat16().to(device)
+    encoder = cc.with_last_layer(model, x)
+    assert encoder.last_layer.weight.dtype == torch.float32
+    la: Any = Laplace(encoder, "contrastive")
+    la.fit([(x, LABELS)], progress_bar=False)
+    la.optimize_prior_precision()
+    torch.testing.assert_close(la(x).mu, nn.functional.normalize(model(x).float()))
 
 
 @pytest.mark.parametrize("normalize", [False, True])
