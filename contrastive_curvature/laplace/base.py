@@ -33,6 +33,7 @@ from contrastive_curvature.laplace.options import CONTRASTIVE, arguments_by_name
 from contrastive_curvature.laplace.parts import PartwiseFit
 from contrastive_curvature.laplace.posterior import CheckedPosterior
 from contrastive_curvature.laplace.prior import PriorMethod
+from contrastive_curvature.network.compiled import refuse_compiled
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.loader import check_model
 from contrastive_curvature.options import Structure
@@ -98,6 +99,8 @@ class ContrastiveLaplace(PartwiseFit, CheckedPosterior):
         if likelihood != CONTRASTIVE:
             raise InputError(expected("likelihood", repr(CONTRASTIVE), likelihood))
         check_model(model, half=self.keeps_features)
+        if not self.keeps_features:
+            refuse_compiled(model)
         kwargs = arguments_by_name(type(self), args, kwargs)
         backend, backend_kwargs = kwargs.pop("backend", backend), kwargs.pop("backend_kwargs", backend_kwargs)
         check_arguments(kwargs, torch.promote_types(next(model.parameters()).dtype, torch.float32))

@@ -15,6 +15,7 @@ from contrastive_curvature.laplace.features import Features, RawFeatureExtractor
 from contrastive_curvature.laplace.options import CONTRASTIVE, arguments_by_name
 from contrastive_curvature.laplace.prediction import to_device
 from contrastive_curvature.laplace.state_values import check_inputs, check_number_of, check_takes, kind_of, refuse
+from contrastive_curvature.network.compiled import uncompiled
 from contrastive_curvature.network.encoder import at_least_float32, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
 
@@ -42,7 +43,7 @@ class LastLayerLaplace(ContrastiveLaplace):
         self._hold(self.model.model)
 
     def _hold(self, encoder: nn.Module) -> None:
-        self.model = RawFeatureExtractor(encoder, self._last_layer_name, self.enable_backprop)
+        self.model = RawFeatureExtractor(uncompiled(encoder), self._last_layer_name, self.enable_backprop)
 
     def _analyse(self, probe: Inputs) -> None:
         if self.model.last_layer is not None:

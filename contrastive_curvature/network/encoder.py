@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.network.call import ModelCall, entry_of
+from contrastive_curvature.network.compiled import refuse_compiled_layer, uncompiled
 from contrastive_curvature.network.given_features import (
     SourceCheck,
     has_features,
@@ -88,7 +89,7 @@ class Encoder(nn.Module):
         self, model: nn.Module, probe: Inputs, last_layer_name: str | None = None, *, takes_features: bool = False
     ) -> None:
         super().__init__()
-        self.model = model
+        self.model = model = uncompiled(model)
         self.call = ModelCall()
         self.normalization: nn.Module | None = None
         self.normalization_run = 0
@@ -151,6 +152,7 @@ class Encoder(nn.Module):
             module = layers[-1].module if last_layer_name is None else named[last_layer_name]
             self.last_layer_name = next(name for name, other in named.items() if other is module)
             self._runs = sum(r.module is module for r in records)
+            refuse_compiled_layer(self.model, self.last_layer_name)
 
     @property
     def last_layer(self) -> nn.Linear | None:

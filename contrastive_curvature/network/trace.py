@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.network.call import ModelCall, check_output, named_entries
+from contrastive_curvature.network.compiled import eager
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
 from contrastive_curvature.network.refusal import naming_the_input
 from contrastive_curvature.network.threads import evaluation_mode, watched
@@ -99,12 +100,13 @@ def trace(model: nn.Module, call: ModelCall, probe: Inputs) -> tuple[list[Record
     with (
         torch.no_grad(),
         evaluation_mode(model),
+        eager(model),
         watched(leaves, before=start, after=finish),
         naming_the_input(probe),
     ):
         out = call(model, probe)
     check_output(out)
-    with torch.no_grad(), evaluation_mode(model):
+    with torch.no_grad(), evaluation_mode(model), eager(model):
         _check_batch_independence(model, call, probe, out)
     return records, out
 

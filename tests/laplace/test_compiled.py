@@ -1,0 +1,150 @@
+"""Encoders that went through ``torch.compile``, and compiled predictions: as without, or refused with what to type."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from laplace import Laplace
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+
+pytestmark = [
+    pytest.mark.parametrize("device", DEVICES),
+    # Dynamo's, at its first use: of parts of torch, and of numbers that it computes outside the graph.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+N, F, D = 60, 6, 4
+NAMES = ("mu", "kappa", "uncertainty", "p_value")
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+def encoder(device: str, wrap_body: Wrap = lambda body: body, *tail: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    body, head = nn.Sequential(nn.Linear(F, 8), nn.Tanh()), nn.Linear(8, D)
+    return nn.Sequential(wrap_body(body), head, *tail).to(device)
+
+
+def inputs(device: str) -> Tensor:
+    return torch.randn(N, F, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def fitted(model: nn.Module, device: str) -> Any:
+    la: Any = Laplace(model, "contrastive")
+    la.fit([(inputs(device)[:40], (torch.arange(40) % 3).to(device))])
+    la.optimize_prior_precision()
+    la.calibrate([inputs(device)[40:]])
+    return la
+
+
+def compiled(thing: Any) -> Any:
+    """Traced and run as it is: what a graph does does not depend on the code that is made of it."""
+    return torch.compile(thing, backend="eager")
+
+
+def close(found: Any, truth: Any) -> None:
+    for name in NAMES:
+        value = found[NAMES.index(name)] if isinstance(found, (tuple, list)) else getattr(found, name)
+        torch.testing.assert_close(value, getattr(truth, name), rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Any:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def test_a_compiled_encoder_is_fitted_and_exported(device: str, tmp_path: Path) -> None:
+    truth = fitted(encoder(device, lambda body: body, cc.L2Norm()), device)(inputs(device))
+    la = fitted(compiled(encoder(device, lambda body: body, cc.L2Norm())), device)
+    close(la(inputs(device)), truth)
+    assert la.export(tmp_path / "served.pt2", inputs(device)[:3]) == NAMES
+    close(torch.export.load(tmp_path / "served.pt2").module()(inputs(device)), truth)
+    again = fitted(encoder(device, lambda body: body, cc.L2Norm()), device)
+    again.load_state_dict(la.state_dict())
+    close(again(inputs(device)), truth)
+
+
+def test_a_compiled_body(device: str) -> None:
+    close(fitted(encoder(device, compiled), device)(inputs(device)), fitted(encoder(device), device)(inputs(device)))
+
+
+def test_a_compiled_prediction(device: str) -> None:
+    la = fitted(encoder(device), device)
+    close(compiled(la)(inputs(device)), la(inputs(device)))
+
+
+def test_what_is_exported_compiles_to_one_graph_for_any_number_of_inputs(device: str, tmp_path: Path) -> None:
+    la = fitted(encoder(device), device)
+    la.export(tmp_path / "served.pt2", inputs(device)[:3])
+    served = torch.export.load(tmp_path / "served.pt2").module()
+    one_graph = torch.compile(served, backend="eager", fullgraph=True, dynamic=True)
+    for n in (5, 9):
+        close(one_graph(inputs(device)[:n]), la(inputs(device)[:n]))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor(device: str) -> None:
+    """The code that torch makes of a graph by default."""
+    truth = fitted(encoder(device), device)(inputs(device))
+    # Processes that compile side by side take longer to start than this code to compile.
+    with torch._inductor.config.patch(compile_threads=1):
+        close(fitted(encoder(device, torch.compile), device)(inputs(device)), truth)
+
+
+def test_a_compiled_encoder_of_all_weights(device: str) -> None:
+    found = []
+    for model in (encoder(device), compiled(encoder(device))):
+        la: Any = Laplace(model, "contrastive", "all", "kron")
+        la.fit([(inputs(device)[:40], (torch.arange(40) % 3).to(device))])
+        la.optimize_prior_precision()
+        found.append(la(inputs(device)))
+    torch.testing.assert_close(found[1].covariance, found[0].covariance)
+
+
+def test_no_hook_of_the_analysis_stays_in_compiled_code(device: str) -> None:
+    """Compiled code keeps the hooks that a module had when it was made: batches of its shape would fill dead lists."""
+    calls: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        def run(*args: Any) -> Any:
+            calls.append(len(args[-1]) if isinstance(args[-1], Tensor) else 0)
+            return graph(*args)
+
+        return run
+
+    body = torch.compile(nn.Sequential(nn.Linear(F, 8), nn.Tanh()).to(device), backend=backend)
+    la: Any = Laplace(nn.Sequential(body, nn.Linear(8, D)).to(device), "contrastive", prior_precision=1.0)
+    la.fit([(inputs(device)[:8], (torch.arange(8) % 2).to(device))])
+    # The analysis ran eagerly; the passes of the fit did not.
+    assert calls
+    assert not la.model.model[0]._orig_mod[0]._forward_hooks
+
+
+def test_compiled_parts_that_hide_something_are_refused(device: str, tmp_path: Path) -> None:
+    model, labels = encoder(device), (torch.arange(N) % 2).to(device)
+    model[1] = compiled(model[1])
+    in_place = encoder(device)
+    in_place.compile(backend="eager")
+    with pytest.raises(cc.UnsupportedError, match=r"layer '1'.*torch\.compile\(body\)"):
+        fitted(model, device)
+    with pytest.raises(cc.UnsupportedError, match=r"the encoder, which has .*module\.compile\(\)"):
+        cc.features(in_place, [(inputs(device), labels)], tmp_path / "features")
+    # Copied for the posterior of a last layer, it is as it was before.
+    close(fitted(in_place, device)(inputs(device)), fitted(encoder(device), device)(inputs(device)))
+    for bad, words in (
+        (encoder(device, compiled), r"layer '0' is compiled.*torch\.compile\(encoder\)"),
+        (in_place, "the enc"),
+    ):
+        with pytest.raises(cc.UnsupportedError, match=words):
+            Laplace(bad, "contrastive", "all", "diag")
