@@ -4,7 +4,16 @@
 says what is in it without an encoder. Nothing in such a folder is executed.
 """
 
+from contrastive_curvature.pretrained.about import PushOptions, SaveOptions
 from contrastive_curvature.pretrained.info import PosteriorInfo, PretrainedInfo, read_info
 from contrastive_curvature.pretrained.load import load_match, load_pretrained
 
-__all__ = ["PosteriorInfo", "PretrainedInfo", "load_match", "load_pretrained", "read_info"]
+__all__ = [
+    "PosteriorInfo",
+    "PretrainedInfo",
+    "PushOptions",
+    "SaveOptions",
+    "load_match",
+    "load_pretrained",
+    "read_info",
+]

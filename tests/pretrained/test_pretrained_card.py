@@ -122,19 +122,11 @@ _SCALAR = _TEXT | st.floats(allow_nan=False, allow_infinity=False) | st.integers
 _WORD = st.from_regex(r"key[a-z_-]{0,4}", fullmatch=True)
 
 
-@given(
-    st.dictionaries(
-        _WORD,
-        st.recursive(
-            _SCALAR,
-            lambda part: (
-                st.lists(_SCALAR | st.dictionaries(_WORD, part, min_size=1), min_size=1)
-                | st.dictionaries(_WORD, part, min_size=1)
-            ),
-            max_leaves=8,
-        ),
-        min_size=1,
-    )
-)
+_FLAT = st.dictionaries(_WORD, _SCALAR, min_size=1, max_size=2)
+_LIST = st.lists(_SCALAR | _FLAT, min_size=1, max_size=2)
+_NESTED = st.dictionaries(_WORD, _SCALAR | _FLAT | _LIST, min_size=1, max_size=3)
+
+
+@given(st.dictionaries(_WORD, _SCALAR | _NESTED | st.lists(_NESTED, min_size=1, max_size=2), min_size=1, max_size=3))
 def test_yaml_is_read_back(value: dict[str, Any]) -> None:
     assert yaml.safe_load(yaml_text(value)) == value
