@@ -71,7 +71,7 @@ def evaluate(
     Repeat -k and --alpha for several values. Without classes, unknown inputs or a calibration, the parts that need them
     say so, and the others are there. What each number means: docs/metrics.md; what a SOURCE may be:
     contrastive-curvature fit --help.
-    """
+    """  # noqa: D301
     from contrastive_curvature import report
     from contrastive_curvature.cli.saved import open_posterior
     from contrastive_curvature.cli.sources import open_source
