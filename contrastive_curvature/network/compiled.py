@@ -46,8 +46,8 @@ def refuse_compiled(model: nn.Module) -> None:
             which = f"layer {name!r}" if name else "the encoder"
             msg = (
                 f"model: {which} is compiled by {how}, and these weights need Jacobians by torch.func, which a "
-                "compiled module does not give. Compile the whole encoder with torch.compile(encoder), or nothing; or use "
-                "subset_of_weights='last_layer'."
+                "compiled module does not give. Compile the whole encoder with torch.compile(encoder), or nothing; or "
+                "use subset_of_weights='last_layer'."
             )
             raise UnsupportedError(msg)
 
@@ -70,7 +70,8 @@ def refuse_compiled_layer(model: nn.Module, name: str) -> None:
             msg = (
                 f"model: {which}, which has or is the last linear layer, is compiled by {how}, and compiled code hides "
                 "what goes into that layer. Compile the layers before it alone, as in "
-                "nn.Sequential(torch.compile(body), head); or the whole encoder, torch.compile(encoder), which is then run as it was before."
+                "nn.Sequential(torch.compile(body), head); or the whole encoder, torch.compile(encoder), which is then "
+                "run as it was before."
             )
             raise UnsupportedError(msg)
 
