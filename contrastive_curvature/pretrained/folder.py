@@ -73,7 +73,9 @@ def check_target(target: Path, *, overwrite: bool) -> None:
     raise InputError(expected("folder", "a new folder, or one with a saved posterior", came, hint))
 
 
-def write_folder(target: Path, tensors: tuple[str, bytes], config: bytes, card: bytes) -> None:
+def write_folder(
+    target: Path, tensors: tuple[str, bytes], config: bytes, card: bytes, *, overwrite: bool = True
+) -> None:
     """Write a folder such that who reads it finds the complete old content, the complete new one, or no folder.
 
     A new folder is written beside its place and renamed. In one that is there, the new numbers come first, under a name
@@ -85,6 +87,7 @@ def write_folder(target: Path, tensors: tuple[str, bytes], config: bytes, card: 
         tensors: Name and content of the file of numbers.
         config: Content of ``config.json``.
         card: Content of the model card.
+        overwrite: Whether a posterior that somebody else has saved there meanwhile may be replaced.
 
     Raises:
         InputError: The folder cannot be written, for example because the disk is full. What was there stays.
@@ -96,6 +99,7 @@ def write_folder(target: Path, tensors: tuple[str, bytes], config: bytes, card: 
             _remove_abandoned(target)
             if _write_new(target, files):
                 return
+            check_target(target, overwrite=overwrite)
         _replace(target, files)
 
 

@@ -74,7 +74,7 @@ def save_pretrained(
     config["format_version"] = VERSION
     name = repo_id or target.name.encode("utf-8", "replace").decode()
     card = card_text(info_of(config, target), name, repo_id)
-    write_folder(target, (config["tensors"]["file"], content), config_bytes(config), card.encode())
+    write_folder(target, (config["tensors"]["file"], content), config_bytes(config), card.encode(), overwrite=overwrite)
     return target
 
 

@@ -255,6 +255,27 @@ def test_an_interruption_leaves_nothing(la: Any, tmp_path: Path, monkeypatch: py
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_two_writers_of_one_new_folder(
+    la: Any, other: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
+    rename = os.rename
+
+    def late(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "rename", rename)
+        la.save_pretrained(target)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", late)
+    if overwrite:
+        other.save_pretrained(tmp_path / "new", overwrite=True)
+    else:
+        with pytest.raises(cc.InputError, match="holds a saved posterior"):
+            other.save_pretrained(tmp_path / "new")
+    assert predicts_the_same(other if overwrite else la, loaded(tmp_path / "new"), DEVICE)
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
 def test_a_reader_meets_a_writer(la: Any, other: Any, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from contrastive_curvature.pretrained import load as reading
 
