@@ -38,7 +38,10 @@ FOLDERS = ("benchmarks/results",)
 """Folders whose Markdown files have the same place in the site as in the repository."""
 
 LINK = re.compile(r"(?P<before>\]\()(?P<target>[^)\s#]+)(?P<after>#[^)\s]*)?(?=[)\s])")
-FENCE = re.compile(r"^(?P<mark>`{3,}|~{3,})[^\n]*\n.*?^(?P=mark)", re.MULTILINE | re.DOTALL)
+CODE = re.compile(
+    r"^(?P<mark>`{3,}|~{3,})[^\n]*\n.*?^(?P=mark)|(?<!`)(?P<tick>`+)(?!`)(?:(?!\n\n).)+?(?<!`)(?P=tick)(?!`)",
+    re.MULTILINE | re.DOTALL,
+)
 
 
 def site_place(path: str) -> str:
@@ -76,9 +79,9 @@ def rewrite(markdown: str, page: str) -> str:
         return f"{link['before']}{posixpath.relpath(place, there or '.')}{link['after'] or ''}"
 
     parts, end = [], 0
-    for fence in FENCE.finditer(markdown):
-        parts += [LINK.sub(turned, markdown[end : fence.start()]), fence[0]]
-        end = fence.end()
+    for code in CODE.finditer(markdown):
+        parts += [LINK.sub(turned, markdown[end : code.start()]), code[0]]
+        end = code.end()
     return "".join([*parts, LINK.sub(turned, markdown[end:])])
 
 

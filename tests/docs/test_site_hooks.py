@@ -46,6 +46,7 @@ def test_links_lead_to_the_copies_in_the_site(page, link, wanted):
 def test_links_in_code_are_left_alone():
     fenced = "```\n[a](../CHANGELOG.md)\n```\n"
     assert pages.rewrite(f"{fenced}[b](../CHANGELOG.md)\n", "a.md") == f"{fenced}[b](changelog.md)\n"
+    assert pages.rewrite("`[a](../LICENSE)` [`b`](../CHANGELOG.md)", "a.md") == "`[a](../LICENSE)` [`b`](changelog.md)"
 
 
 def test_what_is_added_to_the_site_exists():
