@@ -17,7 +17,7 @@ from contrastive_curvature.cli.errors import BadInputError
 from contrastive_curvature.errors import expected
 from contrastive_curvature.network.given_features import FeatureSource
 
-__all__ = ["Encoder", "LastLayer", "encoder_of", "last_layer_encoder"]
+__all__ = ["LIBRARIES", "Encoder", "LastLayer", "encoder_of", "last_layer_encoder"]
 
 
 class LastLayer(nn.Linear):
@@ -108,6 +108,10 @@ def last_layer_encoder(
     }
     name = "the posterior's last layer"
     return Encoder(name, layer, ("features",), spec, width, feature_source=source)
+
+
+LIBRARIES = ("timm", "sentence-transformers")
+"""What ``--encoder`` may begin with, beside a module of the user's own."""
 
 
 def encoder_of(text: str, options: Mapping[str, Any] | None = None) -> Encoder:

@@ -92,7 +92,7 @@ def fit(console: Console, source: Path, folder: Path, **options: Any) -> None:
     The losses infonce, supcon, siglip, multi-similarity and triplet compare an input with those of its batch, in a
     random order: give the --batch-size of the encoder's training. All others count all pairs of the data.
 
-    --encoder module:function runs your own code, and only that. score and search run it again.
+    --encoder module:function runs your own code, and only that. Give it again to score, search and evaluate.
     """  # noqa: D301
     from contrastive_curvature.cli.fit_source import encoder_and_source
     from contrastive_curvature.cli.fitting import check_options, fit_posterior

@@ -36,7 +36,7 @@ def source_options(command: _Command) -> _Command:
             "--encoder",
             metavar="SPEC",
             help="module:function (runs your code: a function that returns the encoder, or (encoder, transform)), "
-            "timm:NAME, or sentence-transformers:NAME_OR_FOLDER. A saved posterior remembers its own.",
+            "timm:NAME, or sentence-transformers:NAME_OR_FOLDER. A saved posterior remembers the latter two.",
         ),
     ):
         command = option(command)

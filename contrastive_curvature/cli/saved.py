@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import torch
 
 from contrastive_curvature.atomic import write_whole
-from contrastive_curvature.cli.encoders import Encoder, LastLayer, encoder_of, last_layer_encoder
+from contrastive_curvature.cli.encoders import LIBRARIES, Encoder, LastLayer, encoder_of, last_layer_encoder
 from contrastive_curvature.cli.errors import BadInputError
 from contrastive_curvature.errors import expected
 from contrastive_curvature.network.given_features import FeatureSource
@@ -107,20 +107,24 @@ def open_posterior(
         encoder: ``--encoder``, in place of the one that the folder names.
         options: ``--encoder-options``.
         device: Of the computation.
-        note: Takes a line that names the encoder, before it is made: the user's own code may run then.
+        note: Takes a line that names the encoder, before it is made.
 
     Raises:
-        BadInputError: The folder is missing, or names no encoder and none is given.
+        BadInputError: The folder is missing, names no encoder and none is given, or names code of its user and that
+            is not given.
         InputError: The folder is damaged, of a later version, or of another encoder.
     """
     if not folder.is_dir():
         hint = "contrastive-curvature fit writes one."
         raise BadInputError(expected(f"{folder}", "the folder of a saved posterior", "a path where none is", hint))
-    named = (read_spec(folder) or {}).get("encoder") if encoder is None else encoder
-    if note is not None and named is not None:
-        note(f"encoder {named}" + (f", as {folder} names it" if encoder is None else ""))
     if encoder is None and options:
         raise BadInputError(expected("--encoder-options", "them with --encoder", "no encoder"))
+    spec = (read_spec(folder) or {}) if encoder is None or not options else {}
+    if encoder is not None and not options and spec.get("encoder") == encoder and isinstance(spec.get("options"), dict):
+        options = spec["options"]
+    named = spec.get("encoder") if encoder is None else encoder
+    if note is not None and named is not None:
+        note(f"encoder {named}" + (f", as {folder} names it" if encoder is None else ""))
     found = read_encoder(folder) if encoder is None else encoder_of(encoder, options)
     if found is None:
         hint = "Give --encoder module:function, timm:NAME or sentence-transformers:NAME."
@@ -134,7 +138,7 @@ def read_encoder(folder: Path) -> Encoder | None:
     """The encoder that a folder names, made again; ``None`` where it names none.
 
     Raises:
-        BadInputError: What it says is damaged, or of a later version.
+        BadInputError: What it says is damaged or of a later version, or it names code, which only the user may run.
     """
     spec = read_spec(folder)
     if spec is None:
@@ -142,6 +146,10 @@ def read_encoder(folder: Path) -> Encoder | None:
     path = folder / ENCODER
     if spec.get("kind") == "encoder" and isinstance(spec.get("encoder"), str):
         options = spec.get("options")
+        if spec["encoder"].partition(":")[0] not in LIBRARIES:
+            hint = f"If you trust that code, run it with: --encoder {spec['encoder']}"
+            wanted = "it to be given, since the folder names code and code runs at your word only"
+            raise BadInputError(expected("--encoder", wanted, f"none ({path} names {spec['encoder']})", hint))
         if "trust_remote_code" in json.dumps(options):
             # A folder may come from anybody: only the user can allow that.
             hint = f"Give --encoder {spec['encoder']} and --encoder-options yourself, if you trust it."
