@@ -212,7 +212,7 @@ def test_what_the_operator_refuses() -> None:
         make(model, loss, [nn.Parameter(torch.zeros(2))], [(x, y)])
     with pytest.raises(cc.InputError, match="twice"):
         make(model, loss, list(model.parameters())[:1] * 2, [(x, y)])
-    with pytest.raises(cc.InputError, match=r"call model.float"):
+    with pytest.raises(cc.InputError, match=r"Call model.float"):
         make(model.bfloat16(), loss, None, [(x, y)])
     model.double()
 
