@@ -192,7 +192,7 @@ class Inside(nn.Module):
         self.inner = encoder()
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.normalize(self.inner(x))
+        return nn.functional.normalize(self.inner(x) + 1)
 
 
 class ScaledNorm(nn.Module):
