@@ -128,7 +128,8 @@ def _check_same(program: Any, module: ServedEncoder, batch: Any, mu: Tensor) -> 
 
 
 def _npz(parts: Parts) -> Callable[[BinaryIO], None]:
-    arrays = {name: array.cpu().numpy() for name, array in parts.arrays.items()}
+    # Any: numpy before 2.1 has no argument allow_pickle here; no array is one of objects.
+    arrays: dict[str, Any] = {name: array.cpu().numpy() for name, array in parts.arrays.items()}
     text = np.array(json.dumps(_metadata(parts)))
     return lambda file: np.savez(file, metadata=text, **arrays)
 
