@@ -12,7 +12,7 @@ from torch import Tensor
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.embedding_checks import InvalidRowsError
 from contrastive_curvature.embedding_invalid import WithInvalidRows
-from contrastive_curvature.network.inputs import Inputs, check_inputs, input_length
+from contrastive_curvature.network.inputs import Inputs, input_length
 
 __all__ = ["with_nan_rows"]
 
@@ -31,18 +31,18 @@ def with_nan_rows(
     Returns:
         For all other inputs exactly what ``predict`` gives without these.
     """
-    n = input_length(check_inputs(x))
-    valid = torch.ones(n, dtype=torch.bool)
-    while bool(valid.any()):
-        rows = valid.nonzero().flatten()
+    valid: Tensor | None = None
+    while valid is None or bool(valid.any()):
         try:
             with _again_on_error(la, generator):
-                found = predict(x if len(rows) == n else _taken(x, rows))
+                found = predict(x if valid is None else _taken(x, valid.nonzero().flatten()))
                 _refuse_zeros(found)
         except InvalidRowsError as error:
-            valid[rows[error.rows.cpu()]] = False
+            bad = error.rows.cpu()
+            valid = torch.ones_like(bad) if valid is None else valid
+            valid[valid.nonzero().flatten()[bad]] = False
         else:
-            return found if len(rows) == n else WithInvalidRows(found, valid)
+            return found if valid is None else WithInvalidRows(found, valid)
     nothing = torch.empty(0, la.n_outputs, dtype=la.mean.dtype, device=la._device)
     empty = EmbeddingDistribution.trusted(nothing, variance=nothing).relative_to(la.typical_norm, la.class_centres)
     return WithInvalidRows(empty, valid)
@@ -55,11 +55,14 @@ def _refuse_zeros(found: EmbeddingDistribution) -> None:
         raise InvalidRowsError(msg, zero)
 
 
-def _taken(x: Inputs, rows: Tensor) -> Inputs:
+def _taken(x: Any, rows: Tensor) -> Any:
     """Some points of a batch; entries of a mapping without a batch axis stay whole."""
-    n = input_length(x)
-    if not isinstance(x, Mapping):
+    if isinstance(x, Tensor):
         return x[rows.to(x.device)]
+    if not isinstance(x, Mapping):
+        # Texts, which an encoder with a tokenizer takes.
+        return [x[row] for row in rows.tolist()]
+    n = input_length(x)
     return {
         k: v[rows.to(v.device)] if isinstance(v, Tensor) and v.ndim and v.shape[0] == n else v for k, v in x.items()
     }
