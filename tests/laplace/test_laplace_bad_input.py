@@ -365,7 +365,7 @@ def test_inputs_without_finite_outputs_are_named(weights: str, structure: str, d
 def test_inputs_are_tensors_or_mappings(bad: Any) -> None:
     for weights, structure in COMBINATIONS:
         la = fitted(weights, structure)
-        refused(lambda la=la: la(bad), "x:", "a tensor or a mapping")
+        refused(lambda la=la: la(bad), "x:", "a list of texts" if isinstance(bad, str) else "a tensor or a mapping")
         refused(lambda la=la: la.functional_samples(bad, pred_type="nn", n_samples=2), "x:")
 
 
