@@ -238,7 +238,8 @@ class Encoder(nn.Module):
             layer = self.require_last_layer()
             self._check_source(self.model, self.last_layer_name, source_of(x))
             phi = read_features(x, layer)
-            return at_least_float32(layer(phi)), phi
+            # The outputs are those of the encoder, so a layer in half precision computes them as it does for inputs.
+            return at_least_float32(layer(phi.to(layer.weight.dtype))), phi
         self._see_inputs(x)
         return self._output_and_input(self.require_last_layer(), x)
 

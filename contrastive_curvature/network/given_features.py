@@ -128,7 +128,7 @@ def _parsed(text: str) -> FeatureSource:
 
 
 def read_features(x: Mapping[str, Any], layer: nn.Linear) -> Tensor:
-    """The features of a batch, for a layer: shape (B, F), in its precision and on its device.
+    """The features of a batch, for a layer: shape (B, F), in its precision, at least float32, and on its device.
 
     Raises:
         InputTypeError: No floating-point tensor.
@@ -140,7 +140,8 @@ def read_features(x: Mapping[str, Any], layer: nn.Linear) -> Tensor:
         raise InputTypeError(expected("x", wanted, received))
     if phi.ndim != 2 or phi.shape[1] != layer.in_features:
         raise InputError(expected("x", wanted, f"shape {tuple(phi.shape)}"))
-    return phi.to(layer.weight)
+    # A layer in half precision computes in it, but curvatures are sums of products of features.
+    return phi.to(layer.weight.device, torch.promote_types(layer.weight.dtype, torch.float32))
 
 
 def refuse_features() -> UnsupportedError:

@@ -113,6 +113,32 @@ def test_other_losses_and_pairs(options: dict[str, Any], device: str) -> None:
     assert near(half(x).covariance, single(x.float()).covariance, torch.float16)
 
 
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_features_on_disk_are_as_good_as_inputs(
+    structure: str, dtype: torch.dtype, device: str, tmp_path: Path
+) -> None:
+    """The folder holds the features as the encoder computed them, and its batch is the same: nothing is rounded twice."""
+    x, labels = data(device, dtype)
+    posteriors = []
+    for loader in ([(x, labels)], cc.features(encoder(dtype, device), [(x, labels)], tmp_path / "features")):
+        la: Any = Laplace(encoder(dtype, device), "contrastive", hessian_structure=structure)
+        la.fit(loader)
+        la.optimize_prior_precision()
+        posteriors.append(la)
+    truth, found = posteriors
+    assert found.posterior_precision is not None
+    for name in ("prior_precision", "mean"):
+        assert getattr(found, name).dtype == torch.float32
+    for name in ("raw_mean", "kappa", "uncertainty", "covariance"):
+        one, other = getattr(found(x[:5]), name), getattr(truth(x[:5]), name)
+        assert one.dtype == torch.float32
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
+    again: Any = Laplace(encoder(dtype, device), "contrastive", hessian_structure=structure)
+    again.load_state_dict(found.state_dict())
+    assert torch.equal(again(x).uncertainty, found(x).uncertainty)
+
+
 def test_features_on_disk_and_priors(device: str, tmp_path: Path) -> None:
     dtype = torch.bfloat16
     half, _, new = pair("kron_lowrank", dtype, device)
