@@ -118,7 +118,7 @@ def test_other_losses_and_pairs(options: dict[str, Any], device: str) -> None:
 def test_features_on_disk_are_as_good_as_inputs(
     structure: str, dtype: torch.dtype, device: str, tmp_path: Path
 ) -> None:
-    """The folder holds the features as the encoder computed them, and its batch is the same: nothing is rounded twice."""
+    """The folder holds the features as the encoder computed them: nothing is rounded twice."""
     x, labels = data(device, dtype)
     posteriors = []
     for loader in ([(x, labels)], cc.features(encoder(dtype, device), [(x, labels)], tmp_path / "features")):
