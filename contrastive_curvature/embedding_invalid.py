@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from contrastive_curvature.class_centres import ClassCentres
 from contrastive_curvature.embedding import EmbeddingDistribution
 
 __all__ = ["WithInvalidRows"]
@@ -23,7 +26,15 @@ class WithInvalidRows(EmbeddingDistribution):
     def __init__(self, good: EmbeddingDistribution, valid: Tensor) -> None:
         self._good, self._valid = good, valid.to(good.raw_mean.device)
         self._store(self._filled(good.raw_mean), None, None, None)
-        self.relative_to(good._typical_norm, good._class_centres)
+        super().relative_to(good._typical_norm, good._class_centres)
+
+    def relative_to(self, typical_norm: float | None, class_centres: ClassCentres | None = None) -> WithInvalidRows:
+        """See :meth:`.EmbeddingDistribution.relative_to`."""
+        super().relative_to(typical_norm, class_centres)
+        # A copy, because copies of this object share the original.
+        judge, self._good = self._good._judge, copy(self._good)
+        self._good.relative_to(typical_norm, class_centres)._judge = judge
+        return self
 
     @property
     def mu(self) -> Tensor:
@@ -61,26 +72,24 @@ class WithInvalidRows(EmbeddingDistribution):
         n, dim = self.raw_mean.shape
         rows = self._valid.nonzero().flatten()
         out = self.raw_mean.new_full((n, dim, n, dim), torch.nan)
-        if len(rows):
-            blocks = self._good.joint_covariance.view(len(rows), dim, len(rows), dim)
-            out[rows[:, None], :, rows[None, :]] = blocks.permute(0, 2, 1, 3)
+        blocks = self._good.joint_covariance.view(len(rows), dim, len(rows), dim)
+        out[rows[:, None], :, rows[None, :]] = blocks.permute(0, 2, 1, 3)
         return out.view(n * dim, n * dim)
 
     @property
     def novelty(self) -> Tensor:
         """See :attr:`.EmbeddingDistribution.novelty`."""
-        return self._filled(self._good.novelty) if len(self._good) else self._nothing()
+        return self._filled(self._good.novelty)
 
     @property
     def p_value(self) -> Tensor:
         """See :attr:`.EmbeddingDistribution.p_value`."""
-        return self._filled(self._good.p_value) if len(self._good) else self._nothing()
+        return self._filled(self._good.p_value)
 
     def is_known(self, alpha: float = 0.01) -> Tensor:
         """See :meth:`.EmbeddingDistribution.is_known`; false for an invalid input."""
         out = torch.zeros_like(self._valid)
-        if len(self._good):
-            out[self._valid] = self._good.is_known(alpha)
+        out[self._valid] = self._good.is_known(alpha)
         return out
 
     def raw_samples(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
@@ -108,6 +117,10 @@ class WithInvalidRows(EmbeddingDistribution):
         n, dim = self.raw_mean.shape
         return f"EmbeddingDistribution({n} embeddings in {dim} dimensions, {n - len(self._good)} of them NaN)"
 
+    def __getstate__(self) -> dict[str, Any]:
+        """As of other distributions."""
+        return {**super().__getstate__(), "_good": copy(self._good)}
+
     @property
     def _kind(self) -> str:
         return self._good._kind
@@ -120,9 +133,6 @@ class WithInvalidRows(EmbeddingDistribution):
 
     def _filled_samples(self, samples: Tensor) -> Tensor:
         return self._filled(samples.transpose(0, 1)).transpose(0, 1)
-
-    def _nothing(self) -> Tensor:
-        return self.raw_mean.new_full((len(self._valid),), torch.nan, dtype=torch.float64)
 
     @classmethod
     def of_parts(cls, parts: Sequence[EmbeddingDistribution]) -> tuple[list[EmbeddingDistribution], Tensor]:

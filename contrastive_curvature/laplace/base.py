@@ -28,7 +28,7 @@ from contrastive_curvature.laplace.advice import LabelRange, advise_on_labels, a
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.backends.torch_func import ContrastiveGGN
 from contrastive_curvature.laplace.forms import CurvatureForm
-from contrastive_curvature.laplace.invalid import with_nan_rows
+from contrastive_curvature.laplace.invalid import no_rows, with_nan_rows
 from contrastive_curvature.laplace.options import CONTRASTIVE, arguments_by_name, check_arguments, check_options
 from contrastive_curvature.laplace.parts import PartwiseFit
 from contrastive_curvature.laplace.posterior import CheckedPosterior
@@ -426,7 +426,10 @@ class ContrastiveLaplace(PartwiseFit, CheckedPosterior):
             def predict(rows: Inputs) -> EmbeddingDistribution:
                 return self(rows, kind, joint, link_approx, n_samples, diagonal_output, generator)
 
-            return with_nan_rows(self, predict, x, generator)
+            def nothing() -> EmbeddingDistribution:
+                return no_rows(self, n_samples if kind is PredType.NN else None, joint, diagonal_output)
+
+            return with_nan_rows(self, predict, x, generator, nothing)
         if kind is PredType.NN:
             if n_samples < 2:
                 hint = "A concentration is estimated from them."

@@ -46,7 +46,7 @@ from contrastive_curvature.network.refusal import naming_the_input
 from contrastive_curvature.network.texts import is_texts, tokenized
 from contrastive_curvature.progress import Progress
 
-__all__ = ["Calibration", "KnownInputs", "calibrate", "calibrated_reference", "predict", "training_sample"]
+__all__ = ["Calibration", "KnownInputs", "calibrate", "calibrated_reference", "judged", "predict", "training_sample"]
 
 _AT_ONCE = 256
 """Training inputs of one prediction: a covariance for each of them has D^2 numbers."""
@@ -192,9 +192,19 @@ def predict(la: Any, x: Inputs) -> EmbeddingDistribution:
     Returns:
         The distribution.
     """
-    out, norm = _observe(la, x)
-    out._judge = _Prediction(la, Stamp.of(la), norm)
-    return out
+    return judged(la, *_observe(la, x))
+
+
+def judged(la: Any, found: EmbeddingDistribution, feature_norm: Tensor | None) -> EmbeddingDistribution:
+    """A prediction of a posterior, given the judge that its p-value asks.
+
+    Args:
+        la: The posterior.
+        found: The prediction.
+        feature_norm: Norms (B,) of the features, where the posterior knows them.
+    """
+    found._judge = _Prediction(la, Stamp.of(la), feature_norm)
+    return found
 
 
 def calibrate(la: Any, loader: Iterable[Any], progress_bar: bool | None = None) -> None:

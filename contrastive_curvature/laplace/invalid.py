@@ -12,13 +12,18 @@ from torch import Tensor
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.embedding_checks import InvalidRowsError
 from contrastive_curvature.embedding_invalid import WithInvalidRows
+from contrastive_curvature.laplace.calibration import judged
 from contrastive_curvature.network.inputs import Inputs, input_length
 
-__all__ = ["with_nan_rows"]
+__all__ = ["no_rows", "with_nan_rows"]
 
 
 def with_nan_rows(
-    la: Any, predict: Callable[[Inputs], EmbeddingDistribution], x: Inputs, generator: torch.Generator | None
+    la: Any,
+    predict: Callable[[Inputs], EmbeddingDistribution],
+    x: Inputs,
+    generator: torch.Generator | None,
+    nothing: Callable[[], EmbeddingDistribution],
 ) -> EmbeddingDistribution:
     """The prediction of a batch, with NaN for inputs that have no embedding.
 
@@ -27,6 +32,7 @@ def with_nan_rows(
         predict: Its prediction, which refuses such inputs.
         x: A batch of B inputs.
         generator: Source of randomness of ``predict``; None for torch's own.
+        nothing: What it gives for a batch without inputs.
 
     Returns:
         For all other inputs exactly what ``predict`` gives without these.
@@ -43,9 +49,27 @@ def with_nan_rows(
             valid[valid.nonzero().flatten()[bad]] = False
         else:
             return found if valid is None else WithInvalidRows(found, valid)
-    nothing = torch.empty(0, la.n_outputs, dtype=la.mean.dtype, device=la._device)
-    empty = EmbeddingDistribution.trusted(nothing, variance=nothing).relative_to(la.typical_norm, la.class_centres)
-    return WithInvalidRows(empty, valid)
+    return WithInvalidRows(nothing().relative_to(la.typical_norm, la.class_centres), valid)
+
+
+def no_rows(la: Any, n_samples: int | None, joint: bool, diagonal: bool) -> EmbeddingDistribution:
+    """The prediction of no input, which answers and refuses what that of some inputs does.
+
+    Args:
+        la: A fitted posterior.
+        n_samples: Number of sampled networks; None of a prediction in closed form.
+        joint: Whether it has the covariance between inputs.
+        diagonal: Whether it has the variances alone.
+    """
+    mean = torch.empty(0, la.n_outputs, dtype=la.mean.dtype, device=la._device)
+    if n_samples is not None:
+        return EmbeddingDistribution.from_samples(mean.expand(n_samples, -1, -1))
+    if joint:
+        return EmbeddingDistribution.trusted(mean, joint_covariance=mean.new_empty(0, 0))
+    if diagonal:
+        return EmbeddingDistribution.trusted(mean, variance=mean)
+    out = EmbeddingDistribution.trusted(mean, covariance=mean.new_empty(0, la.n_outputs, la.n_outputs))
+    return judged(la, out, mean.new_empty(0, dtype=torch.float64) if la.keeps_features else None)
 
 
 def _refuse_zeros(found: EmbeddingDistribution) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -146,6 +147,73 @@ def test_rows_of_nan_are_containers_too(last_layer: Callable[[str], Any], device
     for use in (lambda: cc.similarity(found, found), lambda: cc.StoredEmbeddings.of(found)):
         with pytest.raises(cc.InputError):
             use()
+
+
+def test_rows_of_nan_are_compared_with_another_norm(last_layer: Callable[[str], Any], device: str) -> None:
+    la, x = last_layer(device), inputs(device)
+    spoilt = x.clone()
+    spoilt[[1, 4]] = torch.nan
+    found, good = la(spoilt, on_invalid="nan"), [0, 2, 3, 5, 6, 7]
+    before = found.uncertainty
+    other = copy.copy(found).relative_to(3 * la.typical_norm)
+    truth = la(x[good]).relative_to(3 * la.typical_norm).uncertainty
+    assert torch.equal(other.uncertainty[good], truth)
+    assert torch.equal(other[good].to(torch.float64).uncertainty, truth)
+    torch.testing.assert_close(found.uncertainty, before, rtol=0, atol=0, equal_nan=True)
+    assert found.relative_to(3 * la.typical_norm) is found
+    assert torch.equal(found.uncertainty[good], truth)
+    assert torch.equal(found.p_value[good], la(x[good]).p_value)
+    with pytest.raises(cc.InputError, match="typical_norm"):
+        found.relative_to(0.0)
+
+
+@pytest.mark.parametrize("bad", [[], [1], list(range(N))], ids=["none", "one", "all"])
+def test_copies_lose_their_posterior(last_layer: Callable[[str], Any], device: str, bad: list[int]) -> None:
+    x = inputs(device)
+    x[bad] = torch.nan
+    found = last_layer(device)(x, on_invalid="nan")
+    for made in (copy.copy(found), copy.deepcopy(found)):
+        torch.testing.assert_close(made.kappa, found.kappa, rtol=0, atol=0, equal_nan=True)
+        for ask in (lambda d: d.p_value, lambda d: d.novelty, lambda d: d.is_known()):
+            with pytest.raises(cc.UnsupportedError, match="a copy"):
+                ask(made)
+    assert found.p_value.isnan().nonzero().flatten().tolist() == bad
+
+
+ASKED = (*NAMES, "joint_covariance", "novelty", "p_value")
+
+
+@pytest.mark.parametrize("weights", ["last_layer", "all"])
+@pytest.mark.parametrize(
+    "options", [{}, {"joint": True}, {"diagonal_output": True}, {"pred_type": "nn", "n_samples": 3}], ids=str
+)
+def test_no_good_row_answers_and_refuses_as_one(weights: str, options: dict[str, Any], device: str) -> None:
+    la, x = fitted(device, weights, "kron"), inputs(device)[:3]
+    x[1:] = torch.nan
+    one, none = (la(rows, on_invalid="nan", **options) for rows in (x, x[1:]))
+
+    def answer(found: cc.EmbeddingDistribution, name: str) -> Any:
+        try:
+            value = found.is_known(0.3) if name == "is_known" else getattr(found, name)
+        except cc.UnsupportedError as error:
+            return str(error)
+        return value.ndim, value.dtype, value.device
+
+    for name in (*ASKED, "is_known"):
+        assert answer(one, name) == answer(none, name), name
+    for name in ASKED:
+        if not isinstance(answer(none, name), str):
+            assert bool(getattr(none, name).isnan().all()), name
+            assert bool(getattr(none[:0], name).isnan().all()), name
+    assert none.sample(2).shape == (2, 2, D)
+    assert bool(none.raw_samples(2).isnan().all())
+    if not options:
+        assert not bool(none.is_known(0.3).any())
+        la.prior_precision = 100.0
+        with pytest.raises(cc.InputError, match="another curvature, prior precision"):
+            _ = none.p_value
+    with pytest.raises(cc.InputError, match="n_samples"):
+        none.sample(0)
 
 
 def test_batches_and_rows_of_the_loaders_are_named(device: str, tmp_path: Any) -> None:
