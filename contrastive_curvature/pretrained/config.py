@@ -10,7 +10,7 @@ from typing import Any
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.pretrained.layout import CONFIG, FORMAT, TENSORS, VERSION
 
-__all__ = ["config_bytes", "damaged", "is_config", "read_config"]
+__all__ = ["config_bytes", "damaged", "is_config", "is_damaged", "numbers_named", "read_config"]
 
 _LARGEST = 2**26
 """Bytes: far more than the names of all parameters of any encoder take."""
@@ -63,9 +63,35 @@ def is_config(path: Path) -> bool:
     return isinstance(config, dict) and config.get("format") == FORMAT
 
 
+def is_damaged(path: Path) -> bool:
+    """Whether a file is no whole JSON, so that nobody's program can read it; not where it cannot be opened."""
+    try:
+        with path.open("rb") as file:
+            file.read(1)
+    except OSError:
+        return False
+    try:
+        _parsed(path)
+    except InputError:
+        return True
+    return False
+
+
+def numbers_named(folder: Path) -> str | None:
+    """Name of the file of numbers that the configuration in a folder refers to, where there is one."""
+    try:
+        tensors = read_config(folder)["tensors"]
+    except InputError:
+        return None
+    return str(tensors["file"])
+
+
 def damaged(path: Path, came: str) -> InputError:
     """The error for a file that is not as it was written."""
-    hint = "Copy or download the folder again; or save it again with la.save_pretrained(folder, overwrite=True)."
+    hint = (
+        "Copy or download the folder again; or save it again with la.save_pretrained(folder, overwrite=True), which "
+        "replaces a damaged config.json where no other files than those of the posterior are beside it."
+    )
     return InputError(expected(str(path), "the file as it was written", came, hint))
 
 

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from contrastive_curvature.atomic import write_whole
 from contrastive_curvature.errors import InputError, InputTypeError, expected
-from contrastive_curvature.pretrained.config import is_config
+from contrastive_curvature.pretrained.config import is_config, is_damaged, numbers_named
 from contrastive_curvature.pretrained.layout import CARD, CONFIG, TENSORS
 
 if sys.platform != "win32":
@@ -24,7 +24,7 @@ __all__ = ["check_target", "checked_path", "told", "write_folder"]
 
 
 def checked_path(folder: object) -> Path:
-    """A path of a folder, with all symbolic links followed.
+    """A path of a folder, with ``~`` and all symbolic links followed.
 
     Raises:
         InputTypeError: It is no path.
@@ -36,8 +36,8 @@ def checked_path(folder: object) -> Path:
     if not isinstance(given, str) or not given or "\0" in given:
         raise InputError(expected("folder", "a path of a folder", given))
     try:
-        path = Path(os.path.realpath(given))
-    except ValueError as error:
+        path = Path(os.path.realpath(Path(given).expanduser()))
+    except (ValueError, RuntimeError) as error:
         raise InputError(expected("folder", "a path of a folder", f"{given!r} ({error})")) from error
     if os.path.islink(path):
         raise InputError(expected("folder", "a folder or a link to one", "symbolic links that form a circle"))
@@ -65,8 +65,7 @@ def check_target(target: Path, *, overwrite: bool) -> None:
             hint = "Pass overwrite=True to replace it, or name another folder."
             raise InputError(expected("folder", "a new folder", f"{target}, which holds a saved posterior", hint))
         return
-    # What a writer that was killed before its last file left.
-    if overwrite and all(TENSORS.fullmatch(name) or name.startswith(".") for name in present):
+    if overwrite and _only_remains(target, present):
         return
     hint = "Name another folder: this one may hold something that nobody wants to lose."
     came = f"{target}, which holds {present[0]!r} and no saved posterior"
@@ -90,7 +89,8 @@ def write_folder(
         overwrite: Whether a posterior that somebody else has saved there meanwhile may be replaced.
 
     Raises:
-        InputError: The folder cannot be written, for example because the disk is full. What was there stays.
+        InputError: The folder cannot be written, for example because the disk is full, or it holds by now what must not
+            be written. What was there stays.
     """
     files = {tensors[0]: tensors[1], CONFIG: config, CARD: card}
     with told(target):
@@ -99,8 +99,10 @@ def write_folder(
             _remove_abandoned(target)
             if _write_new(target, files):
                 return
+        with _locked(target):
+            # Between the first check and the lock, somebody else may have written there.
             check_target(target, overwrite=overwrite)
-        _replace(target, files)
+            _replace(target, tensors, config, card)
 
 
 @contextlib.contextmanager
@@ -137,16 +139,45 @@ def _write_new(target: Path, files: Mapping[str, bytes]) -> bool:
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _replace(target: Path, files: Mapping[str, bytes]) -> None:
-    old = [name for name in os.listdir(target) if TENSORS.fullmatch(name) and name not in files]
-    for name, content in files.items():
-        # The same name means the same numbers; a reader may have them open.
-        if not (TENSORS.fullmatch(name) and _holds(target / name, content)):
-            _write(target / name, content)
-    for name in old:
+def _replace(target: Path, tensors: tuple[str, bytes], config: bytes, card: bytes) -> None:
+    """Write into a folder that is there; who calls it holds the lock."""
+    name, numbers = tensors
+    # The same name means the same numbers; a reader may have them open.
+    there = _holds(target / name, numbers)
+    try:
+        if not there:
+            _write(target / name, numbers)
+        _write(target / CONFIG, config)
+    except BaseException:
+        if not there and numbers_named(target) != name:
+            with contextlib.suppress(OSError):
+                os.unlink(target / name)
+        raise
+    try:
+        _write(target / CARD, card)
+    except OSError as error:
+        came = f"{target / CARD}: {error.strerror or error}"
+        hint = "The new posterior is in the folder, and loads; only its model card is the old one."
+        raise InputError(expected("folder", "a folder that can be written", came, hint)) from error
+    finally:
+        # Listed after the new configuration is there. Of a writer on a system without locks, what its configuration
+        # names stays.
+        kept = {name, numbers_named(target)}
         # Who reads the old numbers now keeps them; what cannot be removed does no harm.
         with contextlib.suppress(OSError):
-            os.unlink(target / name)
+            for old in [other for other in os.listdir(target) if TENSORS.fullmatch(other) and other not in kept]:
+                with contextlib.suppress(OSError):
+                    os.unlink(target / old)
+
+
+def _only_remains(target: Path, present: list[str]) -> bool:
+    """Whether a folder holds files of a saved posterior alone, of which ``config.json`` is missing or damaged."""
+    own = [name for name in present if not name.startswith(".")]
+    if not all(TENSORS.fullmatch(name) or name in (CONFIG, CARD) for name in own):
+        return False
+    # Many things have a config.json and a README.md; numbers under such a name, only a posterior has.
+    some = not own or any(TENSORS.fullmatch(name) for name in own)
+    return some and (CONFIG not in own or is_damaged(target / CONFIG))
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -166,13 +197,17 @@ def _locked(folder: Path) -> Iterator[None]:
     if sys.platform == "win32":
         yield
         return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
+    while True:
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            # While it waited, another writer may have renamed a whole folder to this place.
+            if os.path.samestat(os.fstat(handle), os.stat(folder)):
+                yield
+                return
+        finally:
+            os.close(handle)
 
 
 def _remove_abandoned(target: Path) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import shutil
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -168,10 +169,12 @@ def test_an_error_of_the_disk_leaves_what_was_there(
         other.save_pretrained(new)
     assert [path.name for path in saved.parent.iterdir()] == ["saved"]
     written.clear()
-    with pytest.raises(cc.InputError, match=os.strerror(error)):
+    told = "The new posterior is in the folder" if number == 2 else "Nothing was changed there"
+    with pytest.raises(cc.InputError, match=f"{os.strerror(error)}.*{told}"):
         other.save_pretrained(saved, overwrite=True)
     # The card is the last file: by then the new posterior is complete.
     assert predicts_the_same(other if number == 2 else la, loaded(saved), DEVICE)
+    assert len(list(saved.iterdir())) == 3
 
 
 class Killed(BaseException):
@@ -274,6 +277,97 @@ def test_two_writers_of_one_new_folder(
             other.save_pretrained(tmp_path / "new")
     assert predicts_the_same(other if overwrite else la, loaded(tmp_path / "new"), DEVICE)
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+def test_two_writers_that_replace_one_folder(la: Any, other: Any, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    third = fitted("last_layer", "full", DEVICE)
+    write, begun = writing._write, threading.Event()
+    second = threading.Thread(target=lambda: third.save_pretrained(saved, overwrite=True))
+
+    def slow(path: Path, content: bytes) -> None:
+        write(path, content)
+        if threading.current_thread() is not second and path.suffix == ".safetensors" and not begun.is_set():
+            begun.set()
+            second.start()
+            # Without a lock, it is through by then, and has removed the numbers.
+            second.join(1)
+
+    monkeypatch.setattr(writing, "_write", slow)
+    other.save_pretrained(saved, overwrite=True)
+    second.join()
+    assert predicts_the_same(third, loaded(saved), DEVICE)
+    assert len(list(saved.iterdir())) == 3
+
+
+def test_numbers_that_another_configuration_names_stay(
+    la: Any, other: Any, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As on a system without locks: another writer is done between the configuration and the end.
+    write = writing._write
+
+    def late(path: Path, content: bytes) -> None:
+        write(path, content)
+        if path.name == "README.md":
+            monkeypatch.setattr(writing, "_write", write)
+            shutil.copytree(elsewhere, saved, dirs_exist_ok=True)
+
+    elsewhere = la.save_pretrained(saved.parent / "elsewhere")
+    monkeypatch.setattr(writing, "_write", late)
+    other.save_pretrained(saved, overwrite=True)
+    assert predicts_the_same(la, loaded(saved), DEVICE)
+
+
+def test_what_came_between_the_check_and_the_write_stays(
+    la: Any, other: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from contrastive_curvature.pretrained import save as saving
+
+    numbers_bytes = saving.numbers_bytes
+    precious = {"config.json": b'{"mine": 1}', "README.md": b"precious"}
+    new = tmp_path / "new"
+
+    def meanwhile(tensors: Any) -> Any:
+        monkeypatch.setattr(saving, "numbers_bytes", numbers_bytes)
+        if foreign:
+            new.mkdir()
+            for name, content in precious.items():
+                (new / name).write_bytes(content)
+        else:
+            other.save_pretrained(new)
+        return numbers_bytes(tensors)
+
+    for foreign, overwrite in ((True, False), (True, True), (False, False)):
+        monkeypatch.setattr(saving, "numbers_bytes", meanwhile)
+        with pytest.raises(cc.InputError, match="no saved posterior" if foreign else "overwrite=True"):
+            la.save_pretrained(new, overwrite=overwrite)
+        if foreign:
+            assert {path.name: path.read_bytes() for path in new.iterdir()} == precious
+        else:
+            assert predicts_the_same(other, loaded(new), DEVICE)
+        shutil.rmtree(new)
+
+
+@pytest.mark.parametrize("content", [b"", b'{"format": "contrastive_curv', b"\xff\xfe", None])
+def test_a_damaged_folder_can_be_saved_again(la: Any, other: Any, saved: Path, content: bytes | None) -> None:
+    config = saved / "config.json"
+    config.unlink() if content is None else config.write_bytes(content)
+    with pytest.raises(cc.InputError, match="no saved posterior"):
+        other.save_pretrained(saved)
+    (saved / "thesis.tex").write_bytes(b"mine")
+    with pytest.raises(cc.InputError, match="no saved posterior"):
+        other.save_pretrained(saved, overwrite=True)
+    (saved / "thesis.tex").unlink()
+    other.save_pretrained(saved, overwrite=True)
+    assert predicts_the_same(other, loaded(saved), DEVICE)
+    assert len(list(saved.iterdir())) == 3
+
+
+def test_the_home_folder(la: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert la.save_pretrained("~/mine") == tmp_path / "mine"
+    assert predicts_the_same(la, cc.load_pretrained("~/mine", encoder()), DEVICE)
+    with pytest.raises(cc.InputError, match="folder: expected a path of a folder"):
+        la.save_pretrained("~nobody-of-this-name/mine")
 
 
 def test_a_reader_meets_a_writer(la: Any, other: Any, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
