@@ -285,7 +285,8 @@ def training_sample(la: Any, features: FeatureSample | None, earlier: int) -> Tr
     Returns:
         The sample, or ``None`` where there is none of all the data at the present weights.
     """
-    if features is None or not len(features):
+    # Of an encoder that is one linear layer, a fit of all weights draws features too, which its statistic has not.
+    if features is None or not len(features) or not la.keeps_features:
         return None
     encoder = encoder_fingerprint(la.model)
     if not earlier:

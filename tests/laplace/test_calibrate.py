@@ -107,6 +107,32 @@ def test_p_values_by_hand(weights: str, structure: str, device: str) -> None:
         assert torch.equal(la(new).is_known(alpha), p > alpha)
 
 
+@on_every_device
+@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
+def test_an_encoder_of_one_layer_with_all_weights(structure: str, device: str) -> None:
+    # All weights are those of the last layer: the posteriors are the same, the statistics are not.
+    la = Laplace(nn.Linear(INPUTS, DIM).double().to(device), "contrastive", "all", structure)
+    la.fit(training(device=device))
+    la.optimize_prior_precision()
+    with pytest.raises(cc.NotFittedError, match=r"la\.calibrate"):
+        _ = la(inputs(3, 8, device)).p_value
+    la.calibrate(given(device=device))
+    order = torch.randperm(GIVEN, generator=torch.Generator().manual_seed(0)).to(device)
+    first, rest = torch.cat(given(device=device))[order].split([GIVEN // 3, GIVEN - GIVEN // 3])
+    new = inputs(9, 8, device)
+
+    def components_of(x: Tensor) -> Tensor:
+        rows = []
+        for z, v in zip(la(x).raw_mean, la(x).covariance, strict=True):
+            across = torch.eye(DIM, dtype=z.dtype, device=device) - z.outer(z) / z.norm() ** 2
+            total = (across @ v @ across).trace()
+            rows.append(torch.stack([total, total / z.norm() ** 2, 1 / z.norm()]).log())
+        return torch.stack(rows).detach()
+
+    wanted = truth_p_values(components_of(first), components_of(rest), components_of(new))
+    torch.testing.assert_close(la(new).p_value, wanted, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize(("weights", "structure"), [("last_layer", "kron"), ("all", "diag")])
 @pytest.mark.parametrize(("n", "alphas"), [(20, (0.1, 0.3)), (61, (0.025, 0.2))])
 def test_at_most_a_share_alpha_is_flagged_over_splits(
