@@ -45,6 +45,12 @@ __all__ = ["ContrastiveLaplace"]
 
 _log = logging.getLogger("contrastive_curvature")
 
+_NO_HALF = (
+    "In half precision a kernel between points loses the digits that a curvature needs. Call model.float() first; or "
+    "take hessian_structure='kron_lowrank', 'kron', 'full' or 'diag', which compute in float32 with the encoder as it "
+    "is."
+)
+
 
 class ContrastiveLaplace(PartwiseFit, CheckedPosterior):
     """A laplace-torch class for the posterior of a contrastive encoder.
@@ -98,7 +104,10 @@ class ContrastiveLaplace(PartwiseFit, CheckedPosterior):
     ) -> None:
         if likelihood != CONTRASTIVE:
             raise InputError(expected("likelihood", repr(CONTRASTIVE), likelihood))
-        check_model(model, half=self.keeps_features)
+        if type(self)._key[0] == "last_layer":
+            check_model(model, half=self.keeps_features, instead=_NO_HALF)
+        else:
+            check_model(model)
         if not self.keeps_features:
             refuse_compiled(model)
         kwargs = arguments_by_name(type(self), args, kwargs)

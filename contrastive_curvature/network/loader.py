@@ -187,12 +187,20 @@ def in_fixed_order(loader: Any) -> Any:
     )
 
 
-def check_model(model: object, *, half: bool = False) -> None:
+_NO_HALF = (
+    "In half precision the gradients of a whole encoder lose the digits that a curvature needs. Call model.float() "
+    "first; or take the posterior of the last layer (subset_of_weights='last_layer'), which computes in float32 with "
+    "the encoder as it is."
+)
+
+
+def check_model(model: object, *, half: bool = False, instead: str = _NO_HALF) -> None:
     """Refuse what cannot be an encoder.
 
     Args:
         model: The encoder.
         half: Whether it may be in half precision.
+        instead: What the message advises where it is and may not be.
 
     Raises:
         InputTypeError: Not a module.
@@ -209,12 +217,7 @@ def check_model(model: object, *, half: bool = False) -> None:
         raise InputError(expected("model", "an encoder with parameters", "one without"))
     halves = {p.dtype for p in parameters} & {torch.float16, torch.bfloat16}
     if halves and not half:
-        hint = (
-            "In half precision the gradients of a whole encoder lose the digits that a curvature needs. Call "
-            "model.float() first; or take the posterior of the last layer (subset_of_weights='last_layer'), which "
-            "computes in float32 with the encoder as it is."
-        )
-        raise InputError(expected("model", "float32 or float64 parameters", f"{halves.pop()}", hint))
+        raise InputError(expected("model", "float32 or float64 parameters", f"{halves.pop()}", instead))
 
 
 def check_one_encoder(model: nn.Module) -> None:
