@@ -17,7 +17,7 @@ from contrastive_curvature.cli.errors import BadInputError
 from contrastive_curvature.errors import expected
 from contrastive_curvature.network.given_features import FeatureSource
 
-__all__ = ["LIBRARIES", "Encoder", "LastLayer", "encoder_of", "last_layer_encoder"]
+__all__ = ["LIBRARIES", "Encoder", "LastLayer", "encoder_of", "last_layer_encoder", "their_error"]
 
 
 class LastLayer(nn.Linear):
@@ -157,8 +157,8 @@ def _own_encoder(module_name: str, function_name: str, options: dict[str, Any], 
     except ModuleNotFoundError as error:
         hint = f"The current folder is {os.getcwd()}; PYTHONPATH names others."
         raise BadInputError(expected(argument, "a module that Python finds", f"{error}", hint)) from error
-    except Exception as error:  # whatever the user's own module raises
-        raise _their_error(argument, "a module that can be imported", error) from error
+    except (Exception, SystemExit) as error:  # whatever the user's own module raises
+        raise their_error(argument, "a module that can be imported", error) from error
     function: Any = module
     for part in function_name.split("."):
         function = getattr(function, part, None)
@@ -166,8 +166,8 @@ def _own_encoder(module_name: str, function_name: str, options: dict[str, Any], 
         raise BadInputError(expected(argument, f"a function of {module.__name__}", f"a {type(function).__name__}"))
     try:
         made = function(**options)
-    except Exception as error:  # whatever the user's own function raises
-        raise _their_error(argument, "the function to return an encoder", error) from error
+    except (Exception, SystemExit) as error:  # whatever the user's own function raises
+        raise their_error(argument, "the function to return an encoder", error) from error
     encoder, transform = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(encoder, nn.Module) or not (transform is None or callable(transform)):
         wanted = "a torch.nn.Module, or (module, transform)"
@@ -176,7 +176,8 @@ def _own_encoder(module_name: str, function_name: str, options: dict[str, Any], 
     return Encoder(argument, encoder, takes, spec, image_transform=transform or _to_tensor, collate=transform)
 
 
-def _their_error(argument: str, wanted: str, error: Exception) -> BadInputError:
+def their_error(argument: str, wanted: str, error: BaseException) -> BadInputError:
+    """What code of the user raised, as the error of the argument that names it."""
     where = "--traceback shows where."
     return BadInputError(expected(argument, wanted, f"{type(error).__name__}: {error}", where))
 

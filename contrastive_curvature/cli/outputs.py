@@ -8,7 +8,7 @@ import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TextIO
 
 import numpy as np
 
@@ -70,13 +70,26 @@ def write_table(path: Path, make: Callable[[], Table]) -> None:
 def _write_csv(file: BinaryIO, table: Table) -> None:
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
     try:
-        rows = csv.writer(text, lineterminator="\n")
+        rows = csv.writer(_Lines(text))
         rows.writerow(table.types)
         for part in table.parts:
             rows.writerows(zip(*(_shown(part[name], kind) for name, kind in table.types.items()), strict=True))
     finally:
         # The wrapper would close the file, which its owner has yet to flush.
         text.detach()
+
+
+class _Lines:
+    """Where ``csv.writer`` writes.
+
+    It quotes what has a character of its line end: with its own one also a carriage return, which would split a row.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, row: str) -> None:
+        self._file.write(row.removesuffix("\r\n") + "\n")
 
 
 def _shown(values: Sequence[Any], kind: str) -> Sequence[Any]:

@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from contrastive_curvature.cli.archive import read_archive
+from contrastive_curvature.cli.encoders import their_error
 from contrastive_curvature.cli.errors import BadInputError
+from contrastive_curvature.cli.images import find_images, read_image
 from contrastive_curvature.cli.sources import FEATURES, IMAGES, INPUTS, TEXTS, Columns, Source
 from contrastive_curvature.cli.tables import read_table
 from contrastive_curvature.errors import expected
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
     from contrastive_curvature.cli.encoders import Encoder
 
 __all__ = ["ArraySource", "FeatureFolderSource", "ImageSource", "TextSource"]
-
-_ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
 class ArraySource(Source):
@@ -107,11 +107,7 @@ class ImageSource(Source):
     kind = IMAGES
 
     def __init__(self, path: Path) -> None:
-        found = sorted(file for file in path.rglob("*") if file.suffix.lower() in _ENDINGS and file.is_file())
-        found = [file for file in found if not any(p.startswith(".") for p in file.relative_to(path).parts)]
-        if not found:
-            hint = "A feature folder has a header.json."
-            raise BadInputError(expected(f"{path}", f"images ({', '.join(_ENDINGS)}) or saved features", "none", hint))
+        found = find_images(path)
         parts = [file.relative_to(path).parts for file in found]
         flat = sum(len(each) == 1 for each in parts)
         if 0 < flat < len(parts):
@@ -127,29 +123,20 @@ class ImageSource(Source):
     def prepare(self, encoder: Encoder) -> None:
         """Take the transform of the encoder."""
         assert encoder.image_transform is not None
-        self._transform = encoder.image_transform
+        self._transform, self._encoder = encoder.image_transform, encoder.name
 
     def batches(
         self, rows: NDArray[np.int64], size: int, seed: int | None = None
     ) -> Iterator[tuple[Any, NDArray[np.int64]]]:
         """See :meth:`Source.batches`."""
         for some in _parts(rows, size, seed):
-            images = [self._read(self.files[row]) for row in some]
+            images = [read_image(self.files[row], self._transform, self._encoder) for row in some]
             odd = next((k for k, each in enumerate(images) if each.shape != images[0].shape), None)
             if odd is not None:
                 shapes = f"{tuple(images[0].shape)} and {tuple(images[odd].shape)} ({self.files[some[odd]]})"
                 hint = "Give a transform that resizes: --encoder's function may return (module, transform)."
                 raise BadInputError(expected(f"{self.path}", "images of one shape", shapes, hint))
             yield torch.stack(images), some
-
-    def _read(self, file: Path) -> Tensor:
-        from PIL import Image
-
-        try:
-            with Image.open(file) as image:
-                return self._transform(image.convert("RGB"))
-        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-            raise BadInputError(expected(f"{file}", "an image", f"what cannot be read ({error})")) from error
 
 
 class TextSource(Source):
@@ -169,14 +156,22 @@ class TextSource(Source):
     def prepare(self, encoder: Encoder) -> None:
         """Take the tokeniser of the encoder."""
         assert encoder.collate is not None
-        self._collate = encoder.collate
+        self._collate, self._encoder = encoder.collate, encoder.name
 
     def batches(
         self, rows: NDArray[np.int64], size: int, seed: int | None = None
     ) -> Iterator[tuple[Any, NDArray[np.int64]]]:
         """See :meth:`Source.batches`."""
         for some in _parts(rows, size, seed):
-            yield self._collate([self.texts[row] for row in some]), some
+            try:
+                batch = self._collate([self.texts[row] for row in some])
+            except MemoryError:
+                raise
+            except (Exception, SystemExit) as error:  # whatever the user's own transform raises
+                argument = f"the transform of {self._encoder}"
+                wanted = f"a batch for texts of {self.path}, from row {some[0]} on"
+                raise their_error(argument, wanted, error) from error
+            yield batch, some
 
 
 def _parts(rows: NDArray[np.int64], size: int, seed: int | None) -> Iterator[NDArray[np.int64]]:

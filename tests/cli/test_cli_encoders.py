@@ -12,6 +12,7 @@ from test_cli_score import column, read
 from torch import nn
 
 from contrastive_curvature.cli.saved import open_posterior
+from contrastive_curvature.cli.sources import open_source
 
 pytest.importorskip("PIL")
 
@@ -41,6 +42,21 @@ def number():
 
 def fails():
     raise RuntimeError("no weights here")
+
+
+def leaves():
+    raise SystemExit(0)
+
+
+def bad_transform(kind):
+    def transform(image):
+        if kind == "raises":
+            raise OSError("no such table")
+        if kind == "leaves":
+            raise SystemExit(0)
+        return [1.0]
+
+    return encoder(), transform
 """
 
 
@@ -129,6 +145,10 @@ def test_features_of_the_users_encoder(run: Run, images: Path) -> None:
     [
         ("number", "{}", "a torch.nn.Module"),
         ("fails", "{}", "no weights here"),
+        ("leaves", "{}", "SystemExit"),
+        ("bad_transform", '{"kind": "raises"}', "no such table"),
+        ("bad_transform", '{"kind": "leaves"}', "SystemExit"),
+        ("bad_transform", '{"kind": "list"}', "a list"),
         ("nothing", "{}", "a function"),
         ("encoder", '{"nonsense": 1}', "nonsense"),
         ("encoder", "[1]", "JSON object"),
@@ -137,8 +157,52 @@ def test_features_of_the_users_encoder(run: Run, images: Path) -> None:
 )
 def test_functions_that_give_no_encoder(run: Run, images: Path, function: str, options: str, wanted: str) -> None:
     fit = ("fit", "train", "--out", "p", "--encoder", f"{images}:{function}", "--encoder-options", options)
-    assert wanted in error_of(run(*fit, code=2))
+    error = error_of(run(*fit, code=2))
+    assert wanted in error
+    assert function in error or "--encoder-options" in error
+    assert "train/cat/0.png" in error or function != "bad_transform"
     assert not Path("p").exists()
+
+
+def test_a_module_that_ends_the_process_is_an_error(run: Run, images: Path) -> None:
+    Path(f"{images}_ends.py").write_text("raise SystemExit(0)\n")
+    error = error_of(run("fit", "train", "--out", "p", "--encoder", f"{images}_ends:encoder", code=2))
+    assert "SystemExit" in error
+    assert not Path("p").exists()
+
+
+@pytest.mark.parametrize("kind", ["raises", "leaves"])
+def test_a_transform_of_texts_that_fails_is_named(run: Run, images: Path, kind: str) -> None:
+    Path("t.csv").write_text("text,label\nred,a\nblue,b\n")
+    options = ("--encoder", f"{images}:bad_transform", "--encoder-options", json.dumps({"kind": kind}))
+    error = error_of(run("fit", "t.csv", "--out", "p", *options, code=2))
+    assert "bad_transform" in error
+    assert "t.csv" in error
+
+
+def test_class_folders_that_are_links(run: Run, images: Path) -> None:
+    Path("linked").mkdir()
+    Path("linked/dog").mkdir()
+    for file in Path("train/dog").iterdir():
+        Path("linked/dog", file.name).symlink_to(file.absolute())
+    Path("linked/cat").symlink_to(Path("train/cat").absolute())
+    Path("linked/dog/again").symlink_to(Path("linked").absolute())
+    found, wanted = open_source("linked"), open_source("train")
+    assert found.ids == wanted.ids
+    assert found.classes.tolist() == wanted.classes.tolist()
+    Path("linked/fox").symlink_to("nowhere")
+    again = ("--encoder", f"{images}:encoder")
+    assert "linked/fox" in error_of(run("fit", "linked", "--out", "p", *again, code=2))
+
+
+def test_a_picture_that_unpacks_to_too_much_is_named(run: Run, images: Path) -> None:
+    from PIL import Image, PngImagePlugin
+
+    notes = PngImagePlugin.PngInfo()
+    notes.add_text("note", "x" * (PngImagePlugin.MAX_TEXT_CHUNK + 1), zip=True)
+    Image.new("RGB", (8, 8)).save("train/dog/3.png", pnginfo=notes)
+    error = error_of(run("fit", "train", "--out", "p", "--encoder", f"{images}:encoder", code=2))
+    assert "train/dog/3.png" in error
 
 
 @pytest.mark.parametrize("text", ["mine", ":f", "mine:", "no_such_module_anywhere:f"])

@@ -125,3 +125,19 @@ def test_files_that_cannot_be_written_are_refused_first(run: Run, out: str, want
 def test_parquet_without_pyarrow(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     assert "pip install" in error_of(run("score", "posterior", "new.npz", "--out", "scores.parquet", code=2))
+
+
+ODD = ["a,b", 'q"uote', "new\nline", "carriage\rhere", "both\r\n", "\r", "", " space "]
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_odd_identifiers_come_back_as_they_are(run: Run, ending: str) -> None:
+    np.savez("odd.npz", features=points(len(ODD), 6)["features"], ids=np.array(ODD))
+    run("score", "posterior", "odd.npz", "--out", f"scores.{ending}", "--batch-size", 3)
+    if ending == "parquet":
+        assert pytest.importorskip("pyarrow.parquet").read_table("scores.parquet")["id"].to_pylist() == ODD
+        return
+    assert [row["id"] for row in read("scores.csv")] == ODD
+    assert Path("scores.csv").read_bytes().count(b"\r") == sum(each.count("\r") for each in ODD)
+    pandas = pytest.importorskip("pandas")
+    assert pandas.read_csv("scores.csv", keep_default_na=False)["id"].tolist() == ODD
