@@ -33,8 +33,12 @@ class LabelRange:
 
     def note(self, labels: Tensor | None) -> None:
         """Take note of the labels of a batch; what are no class labels is left alone."""
-        if labels is None or labels.dtype != torch.int64 or labels.ndim != 1 or not len(labels):
+        if labels is None or labels.is_floating_point() or labels.is_complex() or labels.layout != torch.strided:
             return
+        if labels.ndim != 1 or not len(labels):
+            return
+        # Not every integer dtype has a minimum.
+        labels = labels.long()
         low, high = labels.min(), labels.max()
         # Not compared here: the numbers of a GPU would have to be waited for in every batch.
         self.low = low if self.low is None else torch.minimum(self.low, low)
@@ -67,12 +71,12 @@ def advise_on_labels(seen: LabelRange) -> None:
 
 
 def advise_on_prior(la: Any) -> None:
-    """Warn once of a prediction with a prior precision that nobody chose; called by ``la(x)``.
+    """Warn once of a prediction with a prior precision that nobody chose; called by ``la(x)`` and by samples of it.
 
     Args:
-        la: A posterior.
+        la: A fitted posterior.
     """
-    if not la._fitted_here or la._prior_chosen or la._advised_on_prior:
+    if la._prior_chosen or la._advised_on_prior:
         return
     la._advised_on_prior = True
     msg = (

@@ -130,7 +130,7 @@ class ContrastiveLaplace(PartwiseFit, CheckedPosterior):
             backend_kwargs=dict(self._curvature_options),
             **kwargs,
         )
-        self._fitted_here = self._advised_on_prior = False
+        self._advised_on_prior = False
         self._prior_chosen = "prior_precision" in kwargs
         self.likelihood = CONTRASTIVE
 
@@ -174,7 +174,7 @@ class ContrastiveLaplace(PartwiseFit, CheckedPosterior):
             fitting.begin(self, train_loader)
             self.backend.labels_seen = seen = LabelRange()
             self._take(self.backend.fit(train_loader, self.structure, progress_bar), override=override)
-            self._fitted_here, alone = True, fitting.is_alone(self)
+            alone = fitting.is_alone(self)
         # A share of the data may well have one class.
         if alone:
             advise_on_labels(seen)
@@ -481,6 +481,7 @@ class ContrastiveLaplace(PartwiseFit, CheckedPosterior):
         linearized = prediction.parse_pred_type(pred_type) is PredType.GLM
         check_flag("joint", joint)
         check_flag("diagonal_output", diagonal_output)
+        advise_on_prior(self)
         if joint or not linearized:
             return sampling.joint_samples(self, x, n_samples, generator, linearized)
         return self._gaussian(x, False, diagonal_output).raw_samples(n_samples, generator)
@@ -495,6 +496,9 @@ class ContrastiveLaplace(PartwiseFit, CheckedPosterior):
         joint: bool = False,
     ) -> Tensor:
         """Draw embeddings on the sphere: :meth:`functional_samples`, normalised. Shape (S, B, D)."""
+        self.check_sampling(n_samples, generator)
+        # Here, so that the warning names the line of the caller.
+        advise_on_prior(self)
         raw = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, joint)
         return normalize(raw.flatten(0, 1))[0].view_as(raw)
 

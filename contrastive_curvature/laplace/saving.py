@@ -45,6 +45,7 @@ def saved_parts(la: Any) -> dict[str, Any]:
         "typical_norm": la.typical_norm,
         "class_centres": saved_classes(la.class_centres),
         "curvature_error": la.curvature_error,
+        "prior_chosen": la._prior_chosen,
     }
 
 
@@ -95,6 +96,8 @@ def _assign(la: Any, state: Mapping[str, Any], kind: type[ContrastiveBackend]) -
             "inputs."
         )
         warnings.warn(msg, UserWarning, stacklevel=4)
+    # Setting the prior precision has marked it as chosen. The states of the first versions do not say.
+    la._prior_chosen = state.get("prior_chosen", True)
     la.typical_norm, la.curvature_error = state.get("typical_norm"), state.get("curvature_error")
     la.temperature, la._temperature_given = state["temperature"], state["temperature_given"]
     la.enable_backprop = state["enable_backprop"]

@@ -166,6 +166,8 @@ def check_settings(
         check_number_of(state, key)
     for key in ("temperature_given", "enable_backprop"):
         check_type(state, key, bool, "True or False")
+    if "prior_chosen" in state:  # the files of the first versions have none
+        check_type(state, "prior_chosen", bool, "True or False")
     if type(state["temperature"]) is not float:
         refuse("temperature", "a positive number", kind_of(state["temperature"]))
     try:

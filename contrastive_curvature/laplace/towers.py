@@ -142,7 +142,6 @@ class TwoTowerLaplace:
                 la.set_curvature(result)
                 sample = calibration.training_sample(la, result.features, 0)
                 la._known = replace(la._known, sample=sample)
-                la._fitted_here = True
 
     def optimize_prior_precision(self, *args: Any, **kwargs: Any) -> None:
         """Choose the prior precision of both posteriors, each from its own curvature.

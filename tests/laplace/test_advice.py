@@ -56,18 +56,63 @@ CHOSEN: list[Callable[[Any], Any]] = [
     lambda la: la.optimize_prior_precision(),
     lambda la: la.optimize_prior_precision(method="marglik", n_steps=1),
     lambda la: setattr(la, "prior_precision", 1.0),
-    lambda la: la.load_state_dict(la.state_dict()),
+    lambda la: la.load_state_dict({key: value for key, value in la.state_dict().items() if key != "prior_chosen"}),
 ]
 
 
-@pytest.mark.parametrize("choose", CHOSEN, ids=["average", "marglik", "set", "loaded"])
+@pytest.mark.parametrize("choose", CHOSEN, ids=["average", "marglik", "set", "old state"])
 @pytest.mark.parametrize("weights", ["last_layer", "all"])
 def test_a_chosen_prior_is_quiet(choose: Callable[[Any], Any], weights: str, device: str) -> None:
     la = fitted(device, weights=weights)
     choose(la)
-    la(inputs(device))
+    again = fitted(device, weights=weights)
+    again.load_state_dict(la.state_dict())
     given = fitted(device, weights=weights, prior_precision=1.0)
-    given(inputs(device))
+    for one in (la, again, given):
+        one(inputs(device))
+        one.predictive_samples(inputs(device), n_samples=2)
+
+
+@pytest.mark.parametrize("options", [{}, {"joint": True}, {"pred_type": "nn"}], ids=str)
+@pytest.mark.parametrize("draw", ["functional_samples", "predictive_samples"])
+def test_samples_say_it_too(draw: str, options: dict[str, Any], device: str) -> None:
+    la, x = fitted(device), inputs(device)
+    with pytest.warns(cc.DefaultPriorWarning) as caught:
+        getattr(la, draw)(x, n_samples=2, **options)
+    assert [Path(one.filename) for one in caught] == [Path(__file__)]
+    getattr(la, draw)(x, n_samples=2, **options)
+    la(x)
+    with pytest.raises(cc.NotFittedError):
+        getattr(Laplace(encoder(device), "contrastive"), draw)(x)
+
+
+@pytest.mark.parametrize("weights", ["last_layer", "all"])
+def test_a_saved_posterior_says_whether_its_prior_was_chosen(weights: str, device: str, tmp_path: Path) -> None:
+    la, x = fitted(device, weights=weights), inputs(device)
+    torch.save(la.state_dict(), tmp_path / "state")
+    la.save_pretrained(tmp_path / "folder")
+    state = torch.load(tmp_path / "state", weights_only=True)
+    # The prior of the state counts, not that of the object.
+    again = fitted(device, weights=weights, prior_precision=2.0)
+    again.load_state_dict(state)
+    for loaded in (again, cc.load_pretrained(tmp_path / "folder", encoder=encoder(device))):
+        with pytest.warns(cc.DefaultPriorWarning):
+            loaded(x)
+        loaded(x)
+    with pytest.raises(cc.InputError, match="prior_chosen"):
+        again.load_state_dict({**state, "prior_chosen": 1})
+    la.prior_precision = 1.0
+    la.save_pretrained(tmp_path / "folder", overwrite=True)
+    cc.load_pretrained(tmp_path / "folder", encoder=encoder(device))(x)
+
+
+@pytest.mark.parametrize(("weights", "structure"), [("all", "lowrank"), ("last_layer", "gp")])
+def test_every_fit_says_it(weights: str, structure: str, device: str) -> None:
+    more: Any = {"n_subset": 6} if structure == "gp" else {}
+    la: Any = Laplace(encoder(device), "contrastive", weights, structure, backend_kwargs={"pd_fix": "psd"}, **more)
+    la.fit([(inputs(device), (torch.arange(N) % 3).to(device))])
+    with pytest.warns(cc.DefaultPriorWarning):
+        la(inputs(device))
 
 
 def test_towers_and_posteriors_that_were_not_fitted(device: str) -> None:
@@ -98,6 +143,18 @@ def test_labels_of_one_class_and_of_minus_one(options: dict[str, Any], device: s
         with pytest.warns(cc.LabelWarning, match=words) as caught:
             fitted(device, labels, backend_kwargs=options)
         assert [Path(one.filename) for one in caught] == [Path(__file__)]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16], ids=str
+)
+def test_labels_of_every_integer_dtype(dtype: torch.dtype, device: str) -> None:
+    fitted(device, (torch.arange(N) % 2).to(dtype))
+    with pytest.warns(cc.LabelWarning, match="all labels are 1"):
+        fitted(device, torch.ones(N).to(dtype))
+    if dtype in (torch.int8, torch.int32):
+        with pytest.warns(cc.LabelWarning, match="some labels are -1"):
+            fitted(device, (torch.arange(N) % 3 - 1).to(dtype))
 
 
 def test_labels_that_are_no_reason_to_warn(device: str) -> None:
