@@ -26,8 +26,9 @@ from contrastive_curvature.network.given_features import (
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
 from contrastive_curvature.network.raw_outputs import Source, check_feeds, find_raw
 from contrastive_curvature.network.refusal import describe_points, naming_the_input
+from contrastive_curvature.network.substitute import Key, carries
 from contrastive_curvature.network.threads import evaluation_mode, watched
-from contrastive_curvature.network.trace import Key, is_same, trace
+from contrastive_curvature.network.trace import Record, feeds, is_same, trace
 
 __all__ = [
     "Encoder",
@@ -132,11 +133,21 @@ class Encoder(nn.Module):
         self._probe_points = describe_points(probe)
         self.dim = out.shape[1]
         _check_finite(out)
-        raw = find_raw(self.model, records, out)
+        few = slice_inputs(probe, slice(0, 2))
+
+        def made_of(record: Record) -> bool:
+            place = (record.module, record.run, record.key)
+            return carries(self.model, lambda: self.call(self.model, few), place, feeds, direction_only=True)
+
+        raw = find_raw(self.model, records, out, made_of)
         self.normalization, self.normalization_run = raw.normalization, raw.run
         self._entry, self._normalized_entry = raw.entry, raw.normalized_entry
         self._source, self.normalized = raw.source, raw.normalized
-        layers = [r for r in records if isinstance(r.module, nn.Linear) and is_same(r.output, raw.values)]
+        layers = [
+            r
+            for r in records
+            if isinstance(r.module, nn.Linear) and is_same(r.output, raw.values) and self._ends_in(r, few)
+        ]
         named = dict(self.model.named_modules())
         if last_layer_name is not None and not isinstance(named.get(last_layer_name), nn.Linear):
             linear = [name for name, module in named.items() if isinstance(module, nn.Linear)]
@@ -153,6 +164,15 @@ class Encoder(nn.Module):
             self.last_layer_name = next(name for name, other in named.items() if other is module)
             self._runs = sum(r.module is module for r in records)
             refuse_compiled_layer(self.model, self.last_layer_name)
+
+    def _ends_in(self, record: Record, few: Inputs) -> bool:
+        """Whether the raw outputs are what a layer puts out, whatever it puts out."""
+
+        def same(values: Tensor, raw: Tensor) -> bool:
+            return is_same(at_least_float32(values), raw)
+
+        place = (record.module, record.run, record.key)
+        return carries(self.model, lambda: self._raw_outputs(few), place, same, direction_only=False)
 
     @property
     def last_layer(self) -> nn.Linear | None:
@@ -203,6 +223,9 @@ class Encoder(nn.Module):
         if has_features(x):
             return self.features(x)[0]
         self._see_inputs(x)
+        return self._raw_outputs(x)
+
+    def _raw_outputs(self, x: Inputs) -> Tensor:
         if self._source is not None:
             return self._output_of(self._source, x)
         if self.normalization is None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.network.trace import Key, Record, feeds, has_constant_norm, has_unit_norm, is_same
+from contrastive_curvature.network.substitute import Key
+from contrastive_curvature.network.trace import Record, feeds, has_constant_norm, has_unit_norm, is_same
 
 __all__ = ["RawOutputs", "Source", "check_feeds", "find_raw"]
 
@@ -55,24 +56,26 @@ class RawOutputs:
     normalized: bool = False
 
 
-def find_raw(model: nn.Module, records: Sequence[Record], out: Tensor) -> RawOutputs:
+def find_raw(model: nn.Module, records: Sequence[Record], out: Tensor, made_of: Callable[[Record], bool]) -> RawOutputs:
     """Go back from the output through normalisations, and through modules that return their input unchanged.
 
     Args:
         model: The encoder.
         records: What its innermost modules did, in order.
         out: Its output, shape (N, D).
+        made_of: Whether the directions of the output are those of a record's output, for all values of both; that two
+            are equal on some points may be a coincidence.
 
     Raises:
         UnsupportedError: The output is normalised inside ``forward``, and by no module's output.
     """
     found, k = RawOutputs(out), len(records)
     while has_constant_norm(found.values):
-        start, k = k, _last(records[:k], is_same, found.values)
+        start, k = k, _last(records[:k], is_same, found.values, made_of)
         if k < 0:
             if out.shape[1] == 1:
                 return found
-            k = _last(records[:start], feeds, found.values)
+            k = _last(records[:start], feeds, found.values, made_of)
             if k < 0:
                 _refuse_hidden_normalization(found.values)
                 return found
@@ -112,9 +115,15 @@ def check_feeds(raw: Tensor, out: Tensor) -> None:
         raise UnsupportedError(msg)
 
 
-def _last(records: Sequence[Record], matches: Callable[[Any, Tensor], bool], values: Tensor) -> int:
-    """Number of the last record whose output matches; -1: there is none."""
-    return next((i for i in reversed(range(len(records))) if matches(records[i].output, values)), -1)
+def _last(
+    records: Sequence[Record],
+    matches: Callable[[Any, Tensor], bool],
+    values: Tensor,
+    made_of: Callable[[Record], bool],
+) -> int:
+    """Number of the last record whose output matches, and is what the values are made of; -1: there is none."""
+    numbers = reversed(range(len(records)))
+    return next((i for i in numbers if matches(records[i].output, values) and made_of(records[i])), -1)
 
 
 def _refuse_hidden_normalization(out: Tensor) -> None:

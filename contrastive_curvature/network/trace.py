@@ -16,14 +16,12 @@ from contrastive_curvature.network.call import ModelCall, check_output, named_en
 from contrastive_curvature.network.compiled import eager
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
 from contrastive_curvature.network.refusal import naming_the_input
+from contrastive_curvature.network.substitute import Key, other_values
 from contrastive_curvature.network.threads import evaluation_mode, watched
 
-__all__ = ["Key", "Record", "feeds", "has_constant_norm", "has_unit_norm", "is_same", "trace"]
+__all__ = ["Record", "feeds", "has_constant_norm", "has_unit_norm", "is_same", "trace"]
 
 _UNIT_TOLERANCE = 1e-4
-
-Key = str | int | None
-"""Name of an entry of a mapping that a module takes and returns; ``None`` where it takes and returns tensors."""
 
 
 @dataclass
@@ -65,17 +63,48 @@ def trace(model: nn.Module, call: ModelCall, probe: Inputs) -> tuple[list[Record
         probe: Some points.
 
     Returns:
-        What its innermost modules did, in order, and the outputs (N, D).
+        What its innermost modules did, in order, and the outputs (N, D). One point, or equal ones, do not show whether
+        the encoder gives all points one norm: then the rows of a second run, with other values put out by all modules
+        with parameters, follow those of the first.
 
     Raises:
         InputTypeError: The model does not return a tensor.
         InputError: The model cannot process the probe, or does not return (N, D).
         UnsupportedError: A point's output depends on the rest of its batch.
     """
+    _refuse_batch_statistics(model)
+    records, out = _recorded(model, call, probe)
+    check_output(out)
+    with torch.no_grad(), evaluation_mode(model), eager(model):
+        _check_batch_independence(model, call, probe, out)
+    if bool((out[1:] != out[:1]).any()) or not bool(out.isfinite().all()):
+        return records, out
+    try:
+        more, other = _recorded(model, call, probe, others=True)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        # Not every module takes any values.
+        return records, out
+    alike = [(r.module, r.key, r.output.shape) for r in records] == [(r.module, r.key, r.output.shape) for r in more]
+    if not alike or other.shape != out.shape or not bool(other.isfinite().all()):
+        return records, out
+    return [_joined(one, two) for one, two in zip(records, more, strict=True)], torch.cat([out, other])
+
+
+def _recorded(model: nn.Module, call: ModelCall, probe: Inputs, *, others: bool = False) -> tuple[list[Record], Tensor]:
+    """What the innermost modules do in one run, and the outputs."""
     running: dict[int, dict[Key, Tensor]] = {}
     entered: dict[int, dict[Key, Tensor]] = {}
     runs: Counter[int] = Counter()
     records: list[Record] = []
+    generator = torch.Generator().manual_seed(0)
+
+    def other(module: nn.Module, _: tuple[Any, ...], output: Any) -> Any:
+        weighted = next(module.parameters(), None) is not None
+        if not weighted or not isinstance(output, Tensor) or output.is_nested or not output.is_floating_point():
+            return None
+        return other_values(output, generator)
 
     def start(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = (args or tuple(kwargs.values()))[:1]
@@ -90,7 +119,6 @@ def trace(model: nn.Module, call: ModelCall, probe: Inputs) -> tuple[list[Record
                 records.append(Record(module, runs[id(module)], inputs, key, value.clone()))
         runs[id(module)] += 1
 
-    _refuse_batch_statistics(model)
     leaves = [
         module
         for module in model.modules()
@@ -101,14 +129,23 @@ def trace(model: nn.Module, call: ModelCall, probe: Inputs) -> tuple[list[Record
         torch.no_grad(),
         evaluation_mode(model),
         eager(model),
+        watched(leaves if others else [], after=other),
         watched(leaves, before=start, after=finish),
         naming_the_input(probe),
     ):
         out = call(model, probe)
-    check_output(out)
-    with torch.no_grad(), evaluation_mode(model), eager(model):
-        _check_batch_independence(model, call, probe, out)
     return records, out
+
+
+def _joined(one: Record, two: Record) -> Record:
+    """The rows of two runs after each other."""
+
+    def rows(a: Tensor, b: Tensor) -> Tensor:
+        fit = not a.is_nested and a.ndim > 0 and a.shape[1:] == b.shape[1:] and a.dtype == b.dtype
+        return torch.cat([a, b]) if fit else a
+
+    inputs = {name: rows(t, two.inputs[name]) if name in two.inputs else t for name, t in one.inputs.items()}
+    return Record(one.module, one.run, inputs, one.key, rows(one.output, two.output))
 
 
 def has_constant_norm(out: Tensor) -> bool:
@@ -130,7 +167,15 @@ def has_unit_norm(out: Tensor) -> bool:
 
 def _tolerance(out: Tensor) -> float:
     """How far norms may be from one: an encoder in half precision rounds them, and then every entry."""
-    return max(_UNIT_TOLERANCE, 2 * torch.finfo(out.dtype).eps) if out.is_floating_point() else _UNIT_TOLERANCE
+    return max(_UNIT_TOLERANCE, 2 * torch.finfo(_precision(out)).eps) if out.is_floating_point() else _UNIT_TOLERANCE
+
+
+def _precision(out: Tensor) -> torch.dtype:
+    """The type in which numbers were computed: half precision that ``forward`` made float32 at its end is seen."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        if torch.finfo(dtype).eps >= torch.finfo(out.dtype).eps and torch.equal(out.to(dtype).to(out.dtype), out):
+            return dtype
+    return out.dtype
 
 
 def is_same(output: Any, raw: Tensor) -> bool:
@@ -146,10 +191,14 @@ def feeds(output: Any, normalized: Tensor) -> bool:
         return False
     if not output.is_floating_point() or not normalized.numel():
         return False
-    one, other = (nn.functional.normalize(t.detach().double(), dim=1) for t in (output, normalized))
+    raw = output.detach().double()
+    one, other = (nn.functional.normalize(t, dim=1) for t in (raw, normalized.detach().double()))
     # Rows of NaN, which somebody else reports, are equal.
-    apart = (one - other).masked_fill(one.isnan() & other.isnan(), 0).norm(dim=1)
-    return bool((apart <= 16 * max(torch.finfo(t.dtype).eps for t in (output, normalized))).all())
+    apart = (one - other).masked_fill(one.isnan() & other.isnan(), 0).abs()
+    # Rounding is relative to an entry; the smallest numbers of half precision are rounded as if they were larger.
+    info = torch.finfo(_precision(normalized))
+    smallest = info.smallest_normal * info.eps * (1 + 1 / raw.norm(dim=1, keepdim=True).clamp(min=info.tiny))
+    return bool((apart <= 4 * info.eps * one.nan_to_num().abs() + 4 * smallest.nan_to_num()).all())
 
 
 def _tensors(value: Any) -> dict[Key, Tensor]:
