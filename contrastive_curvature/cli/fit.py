@@ -37,7 +37,7 @@ _LOSSES = (
 )
 @click.argument("source", type=PATH)
 @click.option("--out", "folder", type=PATH, required=True, help="Folder of the posterior; it is made.")
-@click.option("--overwrite", is_flag=True, help="Replace a saved posterior in that folder.")
+@click.option("--overwrite", is_flag=True, help="Replace a saved posterior in that folder; other files in it stay.")
 @click.option("--last-layer", type=PATH, help="An .npz with weight (D, F) and bias (D,), for a feature folder.")
 @click.option("--calibrate", "calibration", type=PATH, help="Inputs that the encoder was not trained on: p-values.")
 @click.option(

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from contrastive_curvature.cli.errors import BadInputError
 from contrastive_curvature.errors import expected
 from contrastive_curvature.network.given_features import FeatureSource
 from contrastive_curvature.pretrained import load_pretrained
+from contrastive_curvature.pretrained.layout import CONFIG
 
 __all__ = ["ENCODER", "check_target", "open_posterior", "read_encoder", "read_spec", "write_posterior"]
 
@@ -31,6 +33,8 @@ ENCODER = "encoder.json"
 _FORMAT, _VERSION = "contrastive_curvature.encoder", 1
 _LARGEST = 2**20
 """Bytes of :data:`ENCODER` at most."""
+
+_WEIGHTS = re.compile(r"encoder-[0-9a-f]{16}\.safetensors")
 
 
 def check_target(folder: Path, *, overwrite: bool) -> None:
@@ -58,7 +62,8 @@ def check_target(folder: Path, *, overwrite: bool) -> None:
 def write_posterior(la: Any, encoder: Encoder, folder: Path, *, overwrite: bool, about: Mapping[str, Any]) -> None:
     """Write a fitted posterior with what is needed to use it without the fit's arguments.
 
-    A new folder appears whole or not at all. In one that is there, the posterior is replaced in one step.
+    A new folder appears whole or not at all. In one that is there, the posterior is replaced in one step, and files
+    that are not of a posterior stay.
 
     Args:
         la: The posterior.
@@ -70,15 +75,11 @@ def write_posterior(la: Any, encoder: Encoder, folder: Path, *, overwrite: bool,
     Raises:
         InputError: The folder cannot be written.
     """
-    target = Path(os.path.realpath(folder))
+    from contrastive_curvature.pretrained.folder import checked_path
+
+    target = checked_path(folder)
     if target.exists() and os.listdir(target):
-        old = [name for name in os.listdir(target) if name.startswith("encoder-") and name.endswith(".safetensors")]
-        weights = _write_weights(encoder, target)
-        la.save_pretrained(target, overwrite=overwrite, **about)
-        _write_spec(encoder, target, weights)
-        for name in set(old) - {weights}:
-            with contextlib.suppress(OSError):
-                os.unlink(target / name)
+        _replace(la, encoder, target, overwrite, about)
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     made = target.parent / f".{target.name}.{secrets.token_hex(6)}.tmp"
@@ -91,6 +92,50 @@ def write_posterior(la: Any, encoder: Encoder, folder: Path, *, overwrite: bool,
         os.rename(inner, target)
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+def _replace(la: Any, encoder: Encoder, target: Path, overwrite: bool, about: Mapping[str, Any]) -> None:
+    """Replace the posterior in a folder: ``config.json`` decides which one is there, and with it, which encoder."""
+    names, config = set(os.listdir(target)), _content(target / CONFIG)
+    kept = _content(target / ENCODER)
+    try:
+        earlier = read_spec(target)
+    except BadInputError:
+        earlier = None
+    before = None if config is None else {"config": hashlib.sha256(config).hexdigest(), "spec": earlier}
+    weights: str | None = None
+    try:
+        weights = _write_weights(encoder, target)
+        _write_spec(encoder, target, weights, before)
+        la.save_pretrained(target, overwrite=overwrite, **about)
+    except BaseException:
+        if _content(target / CONFIG) == config:
+            # Where this fails too, the file says both.
+            with contextlib.suppress(OSError):
+                _put_back(target, kept)
+                if weights is not None and weights not in names:
+                    os.unlink(target / weights)
+        raise
+    # The new posterior is there. What cannot be tidied up does no harm.
+    with contextlib.suppress(OSError):
+        _write_spec(encoder, target, weights)
+        for name in names - {weights}:
+            if _WEIGHTS.fullmatch(name):
+                os.unlink(target / name)
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _put_back(target: Path, kept: bytes | None) -> None:
+    if kept is not None:
+        write_whole(target / ENCODER, lambda file: _write(file, kept))
+    elif (target / ENCODER).exists():
+        os.unlink(target / ENCODER)
 
 
 def open_posterior(
@@ -190,7 +235,19 @@ def read_spec(folder: Path) -> dict[str, Any] | None:
         raise BadInputError(expected(f"{path}", f"version {_VERSION} or lower", f"{spec['version']}", hint))
     if spec.pop("checksum", None) != _checksum(spec):
         raise BadInputError(expected(f"{path}", "the file as fit wrote it", "other content", hint))
-    return spec
+    return _spec_of_config(spec, folder)
+
+
+def _spec_of_config(spec: dict[str, Any], folder: Path) -> dict[str, Any] | None:
+    """Of a file that was left while a posterior was replaced, the part for the one that is there."""
+    before = spec.pop("before", None)
+    if not isinstance(before, dict) or not isinstance(before.get("spec"), (dict, type(None))):
+        return spec
+    config = _content(folder / CONFIG)
+    if config is None or hashlib.sha256(config).hexdigest() != before.get("config"):
+        return spec
+    earlier: dict[str, Any] | None = before["spec"]
+    return earlier
 
 
 def _write_weights(encoder: Encoder, folder: Path) -> str | None:
@@ -203,10 +260,13 @@ def _write_weights(encoder: Encoder, folder: Path) -> str | None:
     return name
 
 
-def _write_spec(encoder: Encoder, folder: Path, weights: str | None) -> None:
+def _write_spec(encoder: Encoder, folder: Path, weights: str | None, before: Mapping[str, Any] | None = None) -> None:
+    """Write :data:`ENCODER`; with ``before``, also for the posterior that the folder holds until it is replaced."""
     spec: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, **encoder.spec}
     if weights is not None:
         spec |= {"weights": weights, "sha256": hashlib.sha256(_weights(encoder)).hexdigest()}
+    if before is not None:
+        spec["before"] = before
     text = json.dumps({**spec, "checksum": _checksum(spec)}, indent=1, allow_nan=False) + "\n"
     write_whole(folder / ENCODER, lambda file: _write(file, text.encode()))
 

@@ -1,5 +1,6 @@
 """Errors: one line, the right exit code, no half-written result; also for folders that are damaged in any way."""
 
+import csv
 import errno
 import json
 import os
@@ -7,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 from cli_support import Run, error_of
 
@@ -76,6 +78,58 @@ def test_a_full_disk_while_a_posterior_is_written(run: Run, monkeypatch: pytest.
         run(*overwrite, code=1)
     assert sorted(os.listdir()) == names
     assert {file.name: file.read_bytes() for file in Path("posterior").iterdir()} == before
+
+
+@pytest.mark.parametrize("at", ["encoder-", "encoder.json", "config.json", "posterior-", "end"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("tidy", [True, False], ids=["interrupted", "killed"])
+def test_replacing_a_posterior_leaves_the_old_or_the_new_one(
+    run: Run, monkeypatch: pytest.MonkeyPatch, at: str, error: type[BaseException], tidy: bool
+) -> None:
+    """At every file the writing ends; a killed process tidies nothing up."""
+    from contrastive_curvature.cli import saved
+
+    found = dict(np.load("train.npz"))
+    np.savez("other.npz", **{**found, "weight": 1.3 * found["weight"][::-1]})
+
+    def uncertainty(folder: str) -> np.ndarray:
+        run("score", folder, "new.npz", "--out", "scores.csv", "--no-mu")
+        with open("scores.csv") as file:
+            return np.array([float(row["uncertainty"]) for row in csv.DictReader(file)])
+
+    fit = ("fit", "other.npz", "--calibrate", "validation.npz", "--overwrite", "--out")
+    run(*fit, "new")
+    old, new, real = uncertainty("posterior"), uncertainty("new"), os.replace
+    assert not np.allclose(old, new, rtol=0.01)
+    before = {file.name: file.read_bytes() for file in Path("posterior").iterdir()}
+    seen: list[str] = []
+
+    def replace(source: str, target: Path) -> None:
+        seen.extend([at] if Path(target).name.startswith("encoder.json" if at == "end" else at) else [])
+        # encoder.json is written again when all is done.
+        if len(seen) == 1 + (at == "end"):
+            seen.append("done")
+            raise error(errno.ENOSPC, os.strerror(errno.ENOSPC)) if error is OSError else error
+        real(source, target)
+
+    def killed(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", replace)
+        if not tidy:
+            patched.setattr(saved, "_put_back", killed)
+        code = 130 if error is KeyboardInterrupt else 1
+        run(*fit, "posterior", code=0 if at == "end" and error is OSError else code)
+    assert "done" in seen
+    run("info", "posterior")
+    # Two fits of the same data may differ in the last digits.
+    np.testing.assert_allclose(uncertainty("posterior"), new if at == "end" else old, rtol=1e-4)
+    if tidy and at != "end":
+        assert {file.name: file.read_bytes() for file in Path("posterior").iterdir()} == before
+    run(*fit, "posterior")
+    np.testing.assert_allclose(uncertainty("posterior"), new, rtol=1e-4)
+    assert len(os.listdir("posterior")) == len(os.listdir("new"))
 
 
 def test_a_folder_that_is_not_writable(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
