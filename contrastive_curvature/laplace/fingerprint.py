@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from contrastive_curvature.network.digest import dense_parts, is_transient
 from contrastive_curvature.network.fingerprint import encoder_fingerprint, same_encoder, summary
 
 __all__ = ["Stamp", "encoder_fingerprint", "fingerprint", "same_encoder", "same_posterior"]
@@ -61,7 +62,7 @@ class Stamp:
         """The present state of a posterior."""
         prior = la.prior_precision
         tensors = [prior, *_tensors(la.model)]
-        versions = tuple((0 if t.is_inference() else t._version, t.data_ptr()) for t in tensors)
+        versions = tuple((0 if t.is_inference() else t._version, _address(t)) for t in tensors)
         return cls(la._known.fits, la.temperature, prior, versions)
 
     def holds(self, la: Any) -> bool:
@@ -77,8 +78,13 @@ class Stamp:
         return now.prior.shape == self.prior.shape and torch.equal(now.prior, self.prior)
 
 
+def _address(tensor: Tensor) -> int:
+    """Where the entries of a tensor are in memory."""
+    return (tensor if tensor.layout is torch.strided else dense_parts(tensor)[-1]).data_ptr()
+
+
 def _tensors(model: nn.Module) -> list[Tensor]:
-    """Parameters and buffers of all modules; torch's own iterators take longer than some encoders' forward pass."""
+    """Parameters and saved buffers; torch's own iterators take longer than some encoders' forward pass."""
     out: list[Tensor] = []
     waiting: list[nn.Module] = [model]
     seen: set[int] = set()
@@ -89,6 +95,6 @@ def _tensors(model: nn.Module) -> list[Tensor]:
             continue
         seen.add(id(module))
         out.extend(t for t in module._parameters.values() if t is not None)
-        out.extend(t for t in module._buffers.values() if t is not None)
+        out.extend(t for name, t in module._buffers.items() if t is not None and not is_transient(module, name))
         waiting.extend(child for child in module._modules.values() if child is not None)
     return out

@@ -7,6 +7,8 @@ import functools
 import torch
 from torch import Tensor, nn
 
+from contrastive_curvature.network.digest import dense_parts, state_tensors
+
 __all__ = ["encoder_fingerprint", "same_encoder", "summary", "trunk_fingerprint", "trunk_tensors"]
 
 _AT_ONCE = 2**20
@@ -19,10 +21,10 @@ _PERIOD = 4099
 def encoder_fingerprint(model: nn.Module) -> Tensor:
     """Number, norm, sum and weighted sum of all parameters and buffers, float64 on the CPU, shape (4,).
 
-    The weights depend on the place in a tensor, so that exchanged entries show. Nothing depends on the order of the
+    Buffers that ``state_dict`` leaves out do not count, see :func:`.state_tensors`. The weights depend on the place in a tensor, so that exchanged entries show. Nothing depends on the order of the
     modules, which wrappers around an encoder may list in another one.
     """
-    return summary([*model.parameters(), *model.buffers()])
+    return summary([tensor for _, tensor in state_tensors(model)])
 
 
 def trunk_fingerprint(model: nn.Module, last_layer_name: str) -> Tensor:
@@ -46,7 +48,7 @@ def trunk_tensors(model: nn.Module, last_layer_name: str) -> list[Tensor]:
     named = list(model.named_parameters(remove_duplicate=False))
     own = {id(p) for name, p in named if name in (f"{prefix}weight", f"{prefix}bias")}
     shared = {id(p) for name, p in named if name not in (f"{prefix}weight", f"{prefix}bias")}
-    return [t for t in (*model.parameters(), *model.buffers()) if id(t) not in own - shared]
+    return [t for _, t in state_tensors(model) if id(t) not in own - shared]
 
 
 def same_encoder(first: Tensor, second: Tensor) -> bool:
@@ -61,8 +63,7 @@ def same_encoder(first: Tensor, second: Tensor) -> bool:
 def summary(tensors: list[Tensor]) -> Tensor:
     """Number, norm, sum and weighted sum of the entries of tensors, float64 on the CPU, shape (4,)."""
     number, sums = 0, [torch.zeros(3, dtype=torch.float64)]
-    for tensor in tensors:
-        values = tensor.detach()
+    for values in (part for tensor in tensors for part in dense_parts(tensor)):
         flat = (torch.view_as_real(values) if values.is_complex() else values).flatten()
         number += flat.numel()
         weights = _weights().to(flat.device)

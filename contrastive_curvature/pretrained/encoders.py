@@ -11,7 +11,7 @@ from laplace.utils import FeatureExtractor
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.network.digest import encoder_digest
+from contrastive_curvature.network.digest import encoder_digest, state_tensors, tensor_bytes
 from contrastive_curvature.network.encoder import evaluation_mode
 
 __all__ = ["check_encoder", "check_outputs_at", "encoder_of", "plain_encoder", "raw_outputs"]
@@ -102,24 +102,25 @@ def check_outputs_at(la: Any, x: Any, saved: Tensor, argument: str = "encoder") 
     """
     now = raw_outputs(la, x)
     same = now.shape == saved.shape
-    off = float((now.double() - saved.to(now.device).double()).norm() / saved.double().norm()) if same else float("nan")
+    off = float((now.double() - saved.to(now.device).double()).norm()) if same else float("nan")
+    # Outputs of zero inputs may be zero.
+    size = max(float(saved.double().norm()), torch.finfo(torch.float32).tiny)
     # Written so that NaN is refused too.
-    if not off <= _SAME_OUTPUTS.get(saved.dtype, 0.1):
+    if not off <= _SAME_OUTPUTS.get(saved.dtype, 0.1) * size:
         hint = "It has the same weights but other layers between them, as another activation or pooling."
         wanted = "the encoder's outputs for the example inputs in the folder"
-        raise InputError(expected(argument, wanted, f"others, {off:.2g} of their norm apart", hint))
+        raise InputError(expected(argument, wanted, f"others, {off / size:.2g} of their norm apart", hint))
 
 
 def _records(model: nn.Module) -> list[list[Any]]:
-    return [
-        [name, str(tensor.dtype), list(tensor.shape), _digest(tensor)]
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    ]
+    return [[name, str(tensor.dtype), list(tensor.shape), _digest(tensor)] for name, tensor in state_tensors(model)]
 
 
 def _digest(tensor: Tensor) -> str:
-    part = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return hashlib.sha256(part.data).hexdigest()[:16]
+    digest = hashlib.sha256()
+    for part in tensor_bytes(tensor):
+        digest.update(part)
+    return digest.hexdigest()[:16]
 
 
 def _bare(name: str) -> str:

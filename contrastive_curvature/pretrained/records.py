@@ -16,7 +16,7 @@ from contrastive_curvature.laplace.functional import ContrastiveFunctionalLaplac
 from contrastive_curvature.laplace.options import known_options
 from contrastive_curvature.laplace.prediction import to_device
 from contrastive_curvature.laplace.state import KNOWN_BACKENDS
-from contrastive_curvature.network.inputs import Inputs, slice_inputs
+from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.options import Default
 from contrastive_curvature.pretrained.encoders import (
     check_encoder,
@@ -25,6 +25,7 @@ from contrastive_curvature.pretrained.encoders import (
     plain_encoder,
     raw_outputs,
 )
+from contrastive_curvature.pretrained.example import checked_example, needed_inputs
 from contrastive_curvature.pretrained.losses import plain_loss, restored_loss
 from contrastive_curvature.pretrained.tree import TensorTable, plain_tree, restored_tree
 
@@ -64,8 +65,9 @@ def plain_posterior(la: Any, table: TensorTable, name: str, example: Inputs | No
     probe = None
     if "data" in state:
         if example is not None:
-            state["data"] = _checked_example(la, example)
+            state["data"] = checked_example(la, example)
         if state["data"] is not None:
+            state["data"] = needed_inputs(la, state["data"])
             probe = raw_outputs(la, to_device(la, state["data"]))
     elif example is not None:
         hint = "Only a posterior of a last layer keeps inputs; leave it out."
@@ -198,19 +200,6 @@ def _given_options(la: Any) -> dict[str, Any]:
         if value != default or type(value) is not type(default):
             out[name] = value
     return out
-
-
-def _checked_example(la: Any, example: Inputs) -> Inputs:
-    try:
-        few = slice_inputs(example, slice(0, 2))
-        outputs = raw_outputs(la, to_device(la, few))
-    except Exception as error:  # what an encoder raises at inputs of another kind has no common base
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise InputError(expected("example", "inputs that the encoder takes", reason)) from error
-    if outputs.ndim != 2 or outputs.shape[1] != la.n_outputs or not len(outputs) or not bool(outputs.isfinite().all()):
-        wanted = f"inputs with finite outputs of shape (N, {la.n_outputs})"
-        raise InputError(expected("example", wanted, f"outputs of shape {tuple(outputs.shape)}"))
-    return few
 
 
 def _check_relation(name: str | None, relation: object) -> None:

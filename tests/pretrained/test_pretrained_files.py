@@ -311,7 +311,7 @@ def test_numbers_that_another_configuration_names_stay(
             monkeypatch.setattr(writing, "_write", write)
             shutil.copytree(elsewhere, saved, dirs_exist_ok=True)
 
-    elsewhere = la.save_pretrained(saved.parent / "elsewhere")
+    elsewhere = shutil.copytree(saved, saved.parent / "elsewhere")
     monkeypatch.setattr(writing, "_write", late)
     other.save_pretrained(saved, overwrite=True)
     assert predicts_the_same(la, loaded(saved), DEVICE)
