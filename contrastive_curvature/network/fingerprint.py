@@ -21,8 +21,9 @@ _PERIOD = 4099
 def encoder_fingerprint(model: nn.Module) -> Tensor:
     """Number, norm, sum and weighted sum of all parameters and buffers, float64 on the CPU, shape (4,).
 
-    Buffers that ``state_dict`` leaves out do not count, see :func:`.state_tensors`. The weights depend on the place in a tensor, so that exchanged entries show. Nothing depends on the order of the
-    modules, which wrappers around an encoder may list in another one.
+    Buffers that ``state_dict`` leaves out do not count, see :func:`.state_tensors`. The weights depend on the place in
+    a tensor, so that exchanged entries show. Nothing depends on the order of the modules, which wrappers around an
+    encoder may list in another one.
     """
     return summary([tensor for _, tensor in state_tensors(model)])
 
