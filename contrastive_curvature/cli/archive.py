@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from contrastive_curvature.errors import expected
 __all__ = ["Archive", "read_archive"]
 
 _INPUTS = ("features", "embeddings", "inputs")
+_LARGEST = 2**63 - 1
 _KNOWN = (*_INPUTS, "labels", "ids", "weight", "bias")
 
 
@@ -63,6 +62,8 @@ class Archive:
         if found.ndim != 1 or len(found) != count or found.dtype.kind not in "iuU":
             wanted = f"{count} whole numbers or texts"
             raise BadInputError(expected(f"{self.path}: labels", wanted, f"{found.dtype}, shape {found.shape}"))
+        if found.dtype.kind == "u" and count and int(found.max()) > _LARGEST:
+            raise BadInputError(expected(f"{self.path}: labels", f"whole numbers up to {_LARGEST}", f"{found.max()}"))
         return found.astype(np.int64) if found.dtype.kind in "iu" else found
 
     def ids(self, count: int) -> list[str]:
@@ -103,10 +104,21 @@ def read_archive(path: Path) -> Archive:
         with path.open("rb") as file:
             found = np.load(file, allow_pickle=False)
             if isinstance(found, np.lib.npyio.NpzFile):
-                return Archive(path, {name: found[name] for name in found.files if name in _KNOWN})
-    except (ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error, OSError) as error:
+                return Archive(path, {name: _member(path, found, name) for name in found.files if name in _KNOWN})
+    except BadInputError:
+        raise
+    except MemoryError as error:
+        raise BadInputError(expected(f"{path}", "arrays that fit into memory", f"larger ones ({error})")) from error
+    except Exception as error:  # numpy, zipfile and the decompressors raise many kinds for damaged files
         if isinstance(error, OSError) and error.strerror:
             raise BadInputError(expected(f"{path}", wanted, error.strerror)) from error
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise BadInputError(expected(f"{path}", wanted, f"what cannot be read ({reason})")) from error
     raise BadInputError(expected(f"{path}", wanted, "a single array", "numpy.savez(file, features=...) writes one."))
+
+
+def _member(path: Path, archive: Any, name: str) -> NDArray[Any]:
+    found = archive[name]
+    if not isinstance(found, np.ndarray):
+        raise BadInputError(expected(f"{path}: {name}", "an array as numpy writes it", "other content"))
+    return found

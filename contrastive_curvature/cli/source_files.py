@@ -43,7 +43,7 @@ class ArraySource(Source):
         return "An .npz has them in the array labels."
 
     def prepare(self, encoder: Encoder) -> None:
-        """Check the width where the encoder is a last layer."""
+        """Check the width and the weights where the encoder is a last layer."""
         self._wrap: Callable[[Tensor], Any] = encoder.wrap_features if self.kind == FEATURES else _as_it_is
         names = ("features", "embeddings")
         if self.kind == FEATURES and encoder.width is not None and self.are_embeddings != encoder.identity:
@@ -52,6 +52,20 @@ class ArraySource(Source):
         if self.kind == FEATURES and encoder.width is not None and self.values.shape[1] != encoder.width:
             wanted = f"features of width {encoder.width} for {encoder.name}"
             raise BadInputError(expected(f"{self.path}", wanted, f"{self.values.shape[1]}"))
+        if self.kind == FEATURES and encoder.width is not None and self.weight is not None:
+            self._check_last_layer(encoder, self.weight)
+
+    def _check_last_layer(self, encoder: Encoder, weight: NDArray[np.float32]) -> None:
+        theirs: Any = encoder.module
+        bias = np.zeros(len(weight), np.float32) if self.bias is None else self.bias
+        pairs = ((weight, theirs.weight), (bias, theirs.bias))
+        if not all(np.array_equal(mine, other.detach().float().cpu().numpy()) for mine, other in pairs):
+            hint = (
+                "Fit again with that layer; if these are features of the encoder of the fit, leave weight and bias out."
+            )
+            raise BadInputError(
+                expected(f"{self.path}", f"weight and bias of {encoder.name}", "those of another", hint)
+            )
 
     def batches(
         self, rows: NDArray[np.int64], size: int, seed: int | None = None

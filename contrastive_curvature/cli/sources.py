@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from contrastive_curvature.cli.errors import BadInputError
+from contrastive_curvature.cli.texts import readable
 from contrastive_curvature.errors import expected
 from contrastive_curvature.feature_folder.header import HEADER
 
@@ -54,7 +55,9 @@ class Source(ABC):
     kind: str
 
     def __init__(self, path: Path, ids: list[str], classes: NDArray[Any] | None) -> None:
-        self.path, self.ids, self.classes = path, ids, classes
+        self.path, self.ids, self.classes = path, [readable(each) for each in ids], classes
+        if classes is not None and classes.dtype.kind not in "iu":
+            self.classes = np.array([readable(str(each)) for each in classes])
 
     def __len__(self) -> int:
         """Number of inputs."""

@@ -1,6 +1,8 @@
 """Sources: feature folders, arrays, images and texts, whole or refused in one line, and nothing in them is run."""
 
+import csv
 import json
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +103,10 @@ def test_an_incomplete_feature_folder(run: Run) -> None:
         ({"features": np.array([["a"]]), "labels": np.arange(1), "weight": WEIGHT}, "real numbers"),
         ({"features": np.ones((4, 12)), "labels": np.arange(4), "weight": WEIGHT}, "labels"),
         ({"inputs": np.ones((4, 12)), "labels": np.arange(4)}, "--encoder"),
+        (
+            {"features": np.ones((4, 12)), "labels": np.full(4, 2**63, np.uint64), "weight": WEIGHT},
+            "9223372036854775808",
+        ),
     ],
 )
 def test_arrays_that_do_not_fit(run: Run, arrays: dict[str, np.ndarray], wanted: str) -> None:
@@ -168,11 +174,98 @@ def test_tables(place: Path) -> None:
         ("text,label\nred,fruit\nblue,\n", "a class"),
         ("text,label\n", "at least one row"),
         ('text,label\n"red,fruit\n', "cannot be read"),
+        ("text,label\nred,fruit\nhello, world,greeting\n", "row 1"),
+        ("text\nhello,\n", "Quote texts"),
+        ("text,label,text\nred,fruit,blue\n", "'text' twice"),
     ],
 )
 def test_tables_that_do_not_fit(run: Run, content: str, wanted: str) -> None:
     Path("bad.csv").write_text(content)
     assert wanted in error_of(run(*SCORE, "bad.csv", "--out", "scores.csv", code=2))
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        (json.dumps({"text": "red", "label": 2**70}), "Write them as texts"),
+        ("[" * 100_000, "cannot be read"),
+        (json.dumps({"text": "\ud800"}), "Unicode"),
+    ],
+)
+def test_json_lines_that_do_not_fit(run: Run, content: str, wanted: str) -> None:
+    Path("bad.jsonl").write_text(content)
+    error = error_of(run(*SCORE, "bad.jsonl", "--out", "scores.csv", code=2))
+    assert wanted in error
+    assert "bad.jsonl" in error
+
+
+def test_long_texts_of_a_csv(place: Path) -> None:
+    limit = csv.field_size_limit()
+    long = "x" * (limit + 1)
+    Path("long.csv").write_text(f"text\n{long}\n")
+    assert open_source("long.csv").texts == [long]  # type: ignore[attr-defined]
+    assert csv.field_size_limit() == limit
+
+
+def npy(shape: object, data: bytes = b"") -> bytes:
+    """An array of float32 as numpy writes it, whatever its header says."""
+    header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + data
+
+
+@pytest.mark.parametrize(
+    ("content", "compression"),
+    [
+        (b"no array", zipfile.ZIP_STORED),
+        (npy((10**30,)), zipfile.ZIP_STORED),
+        (npy((10**13,)), zipfile.ZIP_STORED),
+        (npy("(1,)" + "(" * 500), zipfile.ZIP_STORED),
+        (b"\x93NUMPY\x01\x00\x05\x00{{{{{", zipfile.ZIP_STORED),
+        (npy((4, 12), bytes(range(192))), zipfile.ZIP_LZMA),
+    ],
+)
+def test_damaged_members_of_an_archive(run: Run, content: bytes, compression: int) -> None:
+    with zipfile.ZipFile("bad.npz", "w", compression) as archive:
+        archive.writestr("features.npy", content)
+    if compression == zipfile.ZIP_LZMA:
+        whole = bytearray(Path("bad.npz").read_bytes())
+        # Behind the header of the member's 12 letters, in the header of LZMA.
+        whole[30 + len("features.npy") + 4] ^= 0xFF
+        Path("bad.npz").write_bytes(whole)
+    assert "bad.npz" in error_of(run(*SCORE, "bad.npz", "--out", "scores.csv", code=2))
+
+
+def test_a_last_layer_of_another_encoder(run: Run) -> None:
+    found = points(20, 9)
+    np.savez("same.npz", **found, weight=WEIGHT.astype(np.float64), bias=BIAS)
+    run(*SCORE, "same.npz", "--out", "scores.csv")
+    np.savez("other.npz", **found, weight=-WEIGHT, bias=BIAS)
+    np.savez("shifted.npz", **found, weight=WEIGHT)
+    search = ("search", "posterior", "--out", "none.csv", "--queries", "new.npz", "--gallery")
+    for name in ("other.npz", "shifted.npz"):
+        for command in (
+            (*SCORE, name, "--out", "none.csv"),
+            (*search, name),
+            ("fit", "train.npz", "--out", "q", "--calibrate", name),
+        ):
+            error = error_of(run(*command, code=2))
+            assert name in error
+            assert "those of another" in error
+    assert not Path("none.csv").exists()
+    assert not Path("q").exists()
+
+
+def test_texts_that_are_no_utf8_are_written_out(run: Run) -> None:
+    ids = np.array(["a\udcffb", "\ud800", "\udcc3\udca9", "plain"])
+    labels = np.array(["x\udcff", "y", "y", "y"])
+    np.savez("odd.npz", **{**points(4, 6), "labels": labels}, ids=ids)
+    assert open_source("odd.npz").class_names == ["x\\xff", "y"]
+    wanted = ["a\\xffb", "\\ud800", "é", "plain"]
+    run(*SCORE, "odd.npz", "--out", "scores.csv")
+    assert [row["id"] for row in read("scores.csv")] == wanted
+    parquet = pytest.importorskip("pyarrow.parquet")
+    run("search", "posterior", "--gallery", "odd.npz", "--queries", "odd.npz", "-k", 1, "--out", "hits.parquet")
+    assert parquet.read_table("hits.parquet")["query"].to_pylist() == wanted
 
 
 def test_classes_by_name_are_the_same_in_two_sources(place: Path) -> None:
