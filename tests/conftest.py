@@ -1,7 +1,9 @@
 """What every test runs under: Hypothesis profiles, seeds, and one thread per process."""
 
+import gc
 import os
 import random
+from collections.abc import Iterator
 
 os.environ.setdefault("MPLBACKEND", "Agg")  # plots go to files, display or not
 
@@ -28,3 +30,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002  scikit-learn draws from this generator
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def few_objects() -> Iterator[None]:
+    """For tests that call the garbage collector: passing over all that is loaded would take a second each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -328,7 +328,7 @@ def _calls() -> dict[str, Call]:
         "vmf.tangential_variance": (vmf.tangential_variance, {"mean": z, "variance": z.square(), "covariance": None}),
         "vmf.concentration_from_gaussian": (
             vmf.concentration_from_gaussian,
-            {"raw_mean": z, "variance": None, "covariance": torch.eye(D).expand(N, D, D)},
+            {"mean": z, "variance": None, "covariance": torch.eye(D).expand(N, D, D)},
         ),
         "vmf.log_normalizer": (vmf.log_normalizer, {"kappa": kappa, "dim": D}),
         "vmf.log_density_at_mode": (vmf.log_density_at_mode, {"kappa": kappa, "dim": D}),

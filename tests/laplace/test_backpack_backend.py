@@ -284,6 +284,7 @@ def test_refuses_mappings_and_gradients_that_are_not_the_encoders(device: str) -
     handle.remove()
 
 
+@pytest.mark.usefixtures("few_objects")
 @given(drawn=hosted())
 def test_the_users_model_is_untouched(drawn: Drawn, device: str) -> None:
     """Hooks, attributes, gradients, modes and values; also of one that its user extended, after a backward pass."""

@@ -395,7 +395,7 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     ([torch.ones(1, 0, INPUTS).double()], cc.InputError, r"loader: batch 0"),
     ([[inputs(9, 3)] * 3], cc.InputTypeError, "a list of 3"),
     ([3.0], cc.InputTypeError, "a float"),
-    ([("text", None)], cc.InputTypeError, "a str"),
+    ([("text", None)], cc.InputTypeError, "one text"),
 ]
 
 

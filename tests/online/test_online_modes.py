@@ -6,7 +6,7 @@ import copy
 import gc
 import io
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -201,15 +201,6 @@ def test_a_probe_is_no_view_of_the_data(device: str) -> None:
     del images
     gc.collect()
     assert alive() is None
-
-
-@pytest.fixture
-def few_objects() -> Iterator[None]:
-    """What has been there before is no business of the collector: passing over all of it takes seconds."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("few_objects")

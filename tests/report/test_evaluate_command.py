@@ -152,6 +152,7 @@ def test_an_image_folder_is_shown(tmp_path, capsys, monkeypatch):
     words = [
         "evaluate",
         tmp_path / "posterior",
+        *encoder,
         "--test",
         tmp_path / "test",
         "--out",
