@@ -26,7 +26,7 @@ _UNDECIDED_NAMES = ("pooler_output", "last_hidden_state")
 """Names of tensors that may or may not be the embedding: whoever trained the model knows."""
 
 _LABELS = "labels"
-"""The entry of a batch that the training of a model takes, and its embeddings do not."""
+"""The entry of a batch that the training of a model takes, and its embeddings do not, whatever other name it has."""
 
 _WRONG_CALL = (AttributeError, RuntimeError, TypeError, LookupError, ValueError, AssertionError)
 """The errors of a ``forward`` that gets a mapping where it wants a tensor, or the other way round."""
@@ -35,14 +35,22 @@ _WRONG_CALL = (AttributeError, RuntimeError, TypeError, LookupError, ValueError,
 class ModelCall:
     """Calls a model with a batch, and takes the embeddings (N, D) out of what it returns.
 
+    Args:
+        label_key: Where batches that are mappings keep the labels; no ``forward`` gets them by keyword. An entry
+            ``"labels"`` is left out in any case.
+
     Attributes:
         output: Name of the embeddings among the outputs, ``None`` where the model returns a tensor; found by the first
             call.
     """
 
-    def __init__(self) -> None:
+    # Encoders that were pickled before there was another name know this one.
+    _labels = frozenset((_LABELS,))
+
+    def __init__(self, label_key: str = _LABELS) -> None:
         self.output: str | None = None
         self._style: str | None = None
+        self._labels = frozenset((_LABELS, label_key))
 
     def __call__(self, model: nn.Module, x: Inputs) -> Tensor:
         """Run a model.
@@ -74,18 +82,18 @@ class ModelCall:
         if not isinstance(x, Mapping):
             return model(x)
         if self._style is None:
-            self._style = _style_of(model, x)
+            self._style = _style_of(model, x, self._labels)
         if self._style == "either":
             try:
                 # Some modules write what they compute into their argument.
                 out = model(dict(x))
             except _WRONG_CALL:
-                out = model(**_keywords(model, x))
+                out = model(**_keywords(model, x, self._labels))
                 self._style = "keywords"
             else:
                 self._style = "whole"
             return out
-        return model(dict(x)) if self._style == "whole" else model(**_keywords(model, x))
+        return model(dict(x)) if self._style == "whole" else model(**_keywords(model, x, self._labels))
 
 
 def named_entries(out: Any) -> Iterator[tuple[str | int, Any]]:
@@ -152,7 +160,7 @@ def _parameters_of(model: nn.Module) -> dict[str, inspect.Parameter] | None:
         return None
 
 
-def _style_of(model: nn.Module, x: Mapping[str, Any]) -> str:
+def _style_of(model: nn.Module, x: Mapping[str, Any], labels: frozenset[str]) -> str:
     """``"whole"``, ``"keywords"``, or ``"either"`` where only running it tells."""
     found = _parameters_of(model)
     if found is None:
@@ -163,18 +171,19 @@ def _style_of(model: nn.Module, x: Mapping[str, Any]) -> str:
     if not named:
         return "either" if any(p.kind is p.VAR_KEYWORD for p in found.values()) else "whole"
     required = [name for name, p in named.items() if p.default is p.empty]
-    given = [name for name in named if name in x and name != _LABELS]
+    given = [name for name in named if name in x and name not in labels]
     if not given or any(name not in given for name in required):
         return "whole"
     # forward(self, x) and a batch with an entry "x": it may want the entry or the batch.
     return "either" if required == given else "keywords"
 
 
-def _keywords(model: nn.Module, x: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries that ``forward`` names; all but the labels, where it takes any."""
+def _keywords(model: nn.Module, x: Mapping[str, Any], labels: frozenset[str]) -> dict[str, Any]:
+    """The entries that ``forward`` names, or all where it takes any; without the labels."""
     found = _parameters_of(model) or {}
     named = [name for name, p in found.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return {name: value for name, value in x.items() if name != _LABELS and (not named or name in named)}
+    takes_any = not found or any(p.kind is p.VAR_KEYWORD for p in found.values())
+    return {name: value for name, value in x.items() if name not in labels and (takes_any or name in named)}
 
 
 def check_output(out: Any) -> None:

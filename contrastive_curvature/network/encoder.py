@@ -66,6 +66,7 @@ class Encoder(nn.Module):
         last_layer_name: Name of the linear layer that computes the raw outputs; ``None`` detects the layer.
         takes_features: Whether saved features (:mod:`contrastive_curvature.network.given_features`) may take the place
             of inputs, of the probe too. The analysis of inputs is then made up for as soon as there are any.
+        label_key: Where batches that are mappings keep the labels, which no ``forward`` gets by keyword.
 
     Attributes:
         model: The wrapped module.
@@ -87,11 +88,17 @@ class Encoder(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, probe: Inputs, last_layer_name: str | None = None, *, takes_features: bool = False
+        self,
+        model: nn.Module,
+        probe: Inputs,
+        last_layer_name: str | None = None,
+        *,
+        takes_features: bool = False,
+        label_key: str = "labels",
     ) -> None:
         super().__init__()
         self.model = model = uncompiled(model)
-        self.call = ModelCall()
+        self.call = ModelCall(label_key)
         self.normalization: nn.Module | None = None
         self.normalization_run = 0
         self._entry: Key = None

@@ -68,25 +68,46 @@ def slice_inputs(x: Inputs, rows: slice) -> Inputs:
 
 
 def same_tokens(parts: Sequence[Inputs]) -> list[Inputs]:
-    """Batches of tokens as mappings, padded behind to one number of tokens; others as they are.
+    """Batches of tokens as mappings, padded to one number of tokens; others as they are.
+
+    The padding goes to the side where the masks have zeros already: an encoder may take its embedding from the first or
+    the last token, and then it is not the same on both sides.
 
     Args:
         parts: Mappings with an ``attention_mask`` (N, T), whose zeros make the rest of the padding of no effect.
+
+    Raises:
+        InputError: No mask shows on which side the tokenizer pads.
     """
     masks = [part.get("attention_mask") if isinstance(part, Mapping) else None for part in parts]
-    lengths = [mask.shape[1] for mask in masks if isinstance(mask, Tensor) and mask.ndim == 2]
+    tokens = [mask for mask in masks if isinstance(mask, Tensor) and mask.ndim == 2]
+    lengths = [mask.shape[1] for mask in tokens]
     if len(lengths) < len(parts) or len(set(lengths)) < 2:
         return list(parts)
+    sides = [_padded_side(mask) for mask in tokens]
+    known = {side for side in sides if side is not None}
     longest = max(lengths)
     padded: list[Inputs] = []
-    for part, mask, length in zip(parts, masks, lengths, strict=True):
+    for part, mask, side in zip(parts, tokens, sides, strict=True):
+        missing = longest - mask.shape[1]
+        if missing and side is None and len(known) != 1:
+            hint = "Pad all batches to one length, as tokenizer(texts, padding='max_length', max_length=...) does."
+            came = f"batches of {mask.shape[1]} and {longest} tokens whose masks do not show on which side to pad"
+            raise InputError(expected("train_loader", "batches of one number of tokens", came, hint))
+        in_front = (side or next(iter(known), "")) == "left"
         # Of the shape of the mask are the tokens themselves, their types and their positions.
         padded.append(
             {
-                key: nn.functional.pad(value, (0, longest - length))
-                if isinstance(value, Tensor) and isinstance(mask, Tensor) and value.shape == mask.shape
+                key: nn.functional.pad(value, (missing, 0) if in_front else (0, missing))
+                if isinstance(value, Tensor) and value.shape == mask.shape
                 else value
                 for key, value in part.items()  # type: ignore[union-attr]
             }
         )
     return padded
+
+
+def _padded_side(mask: Tensor) -> str | None:
+    """``"left"`` or ``"right"``, where the zeros of a mask (N, T) are; ``None`` where it has none, or both."""
+    in_front, behind = bool((mask[:, :1] == 0).any()), bool((mask[:, -1:] == 0).any())
+    return None if in_front == behind else "left" if in_front else "right"

@@ -60,7 +60,7 @@ def carries(
         found = False
     except torch.OutOfMemoryError:
         raise
-    except Exception:
+    except RuntimeError:
         # Some encoders run without a graph only, and have no gradients that could go astray.
         with torch.no_grad(), suppress(UnsupportedError):
             return passes() is not None

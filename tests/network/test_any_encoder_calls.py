@@ -60,12 +60,18 @@ class Anything(Base):
         return self.inner(kwargs["x"])
 
 
+class Rest(Base):
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        assert set(kwargs) == {"attention_mask"}
+        return self.inner(x * kwargs["attention_mask"])
+
+
 class Extra(Base):
     def forward(self, batch: dict[str, Tensor], scale: float = 1.0) -> Tensor:
         return self.inner(batch["x"] * scale)
 
 
-@pytest.mark.parametrize("kind", [Whole, WholeNamedLikeAnEntry, One, Several, Anything, Extra])
+@pytest.mark.parametrize("kind", [Whole, WholeNamedLikeAnEntry, One, Several, Anything, Rest, Extra])
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_mapping_arrives_as_forward_wants_it(device: str, kind: type[Base], wrapped: bool) -> None:
     model = kind().to(device)
@@ -78,6 +84,24 @@ def test_a_mapping_arrives_as_forward_wants_it(device: str, kind: type[Base], wr
     for _ in range(2):
         torch.testing.assert_close(call(model, batch), kind().to(device).inner(x))
     assert set(batch) == {"x", "attention_mask", "labels"}
+
+
+class WithMargin(Base):
+    """As the head of ArcFace: with a label it returns logits."""
+
+    def forward(self, x: Tensor, label: Tensor | None = None) -> Tensor:
+        assert label is None
+        return self.inner(x)
+
+
+def test_labels_of_another_name_stay_outside(device: str) -> None:
+    model, x = WithMargin().to(device), torch.randn(N, 4, dtype=torch.float64).to(device)
+    batch = {"x": x, "label": LABELS.to(device)}
+    torch.testing.assert_close(ModelCall("label")(model, batch), model.inner(x))
+    torch.testing.assert_close(Encoder(model, batch, label_key="label")(batch), model.inner(x))
+    anything = Rest().to(device)
+    batch["attention_mask"] = torch.ones_like(x)
+    torch.testing.assert_close(ModelCall("label")(anything, batch), anything.inner(x))
 
 
 def returns(entries: Any) -> nn.Module:
@@ -313,11 +337,30 @@ def test_an_exported_graph_of_texts_takes_tokens(device: str, tmp_path: Path) ->
     torch.testing.assert_close(served(tokens)[0], la(some).mu)
 
 
-def test_padding_of_several_batches(device: str) -> None:
-    parts = [{"input_ids": torch.ones(2, n).to(device), "attention_mask": torch.ones(2, n).to(device)} for n in (3, 2)]
-    found = same_tokens(parts)
-    assert [part["attention_mask"].sum().item() for part in found] == [6, 4]
-    assert {part["input_ids"].shape for part in found} == {(2, 3)}
+def _tokens(device: str, *rows: str) -> dict[str, Tensor]:
+    mask = torch.tensor([[int(digit) for digit in row] for row in rows]).to(device)
+    return {"input_ids": 7 * mask, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8], ids=str)
+def test_padding_goes_where_there_is_padding(device: str, dtype: torch.dtype) -> None:
+    short, full = _tokens(device, "11", "11"), _tokens(device, "111", "111")
+    for masked, wanted in ((("0011", "1111"), "0011"), (("1100", "1111"), "1100")):
+        long = _tokens(device, *masked)
+        for part in (short, long):
+            part["attention_mask"] = part["attention_mask"].to(dtype)
+        found = same_tokens([short, long])
+        assert found[0]["attention_mask"].int().tolist() == [[int(digit) for digit in wanted]] * 2
+        assert found[0]["input_ids"].tolist() == [[7 * int(digit) for digit in wanted]] * 2
+        assert all(torch.equal(found[1][key], long[key]) for key in long)
+    # Every batch has its own side, where it shows one.
+    left, right = _tokens(device, "01", "11"), _tokens(device, "10", "11")
+    found = same_tokens([left, full, right, _tokens(device, "110", "111")])
+    assert found[0]["attention_mask"].tolist() == [[0, 0, 1], [0, 1, 1]]
+    assert found[2]["attention_mask"].tolist() == [[1, 0, 0], [1, 1, 0]]
+    for parts in ([_tokens(device, "11"), full], [_tokens(device, "11"), left, right, full]):
+        with pytest.raises(cc.InputError, match=r"batches of 2 and 3 tokens whose masks do not show.*max_length"):
+            same_tokens(parts)
     images = [torch.ones(2, 3), torch.ones(2, 2)]
     assert same_tokens(images) == images
 
