@@ -13,6 +13,7 @@ from contrastive_curvature.errors import InputError, InputTypeError, expected
 __all__ = [
     "InvalidRowsError",
     "check_all_finite",
+    "check_destination",
     "check_draw",
     "check_floats",
     "check_mean",
@@ -175,3 +176,33 @@ def check_draw(n_samples: object, generator: object, device: torch.device) -> No
     """
     check_count("n_samples", n_samples)
     check_generator(generator, device)
+
+
+def check_destination(device: object, dtype: object) -> None:
+    """Check where a distribution is to go.
+
+    Args:
+        device: ``None`` for where it is.
+        dtype: ``None`` for the one that it has.
+
+    Raises:
+        InputTypeError: The dtype is no floating-point dtype of 16, 32 or 64 bits; or the device is none.
+        InputError: There is no device of that name.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in _DTYPES):
+        raise InputTypeError(expected("dtype", f"a floating-point dtype, one of {_NAMES}", f"{dtype!r}"))
+    if device is None or isinstance(device, torch.device):
+        return
+    wanted = "a device such as 'cpu' or 'cuda:0', or a dtype"
+    if isinstance(device, bool) or not isinstance(device, (str, int)):
+        raise InputTypeError(expected("device", wanted, f"a {type(device).__name__}"))
+    try:
+        torch.device(device)
+    except (RuntimeError, OverflowError, ValueError):
+        named = getattr(torch, device, None) if isinstance(device, str) else None
+        hint = f"Pass {named}." if isinstance(named, torch.dtype) else ""
+        raise InputError(expected("device", wanted, repr(device), hint)) from None
+
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_NAMES = ", ".join(str(dtype) for dtype in _DTYPES)

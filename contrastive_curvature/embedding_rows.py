@@ -12,6 +12,7 @@ from torch import Tensor
 
 from contrastive_curvature.axis_covariance import same_axes
 from contrastive_curvature.class_centres import same_centres
+from contrastive_curvature.embedding_checks import check_destination
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 
 if TYPE_CHECKING:
@@ -70,12 +71,12 @@ class EmbeddingRows:
             dtype: A floating-point dtype; None leaves it.
 
         Raises:
-            InputTypeError: The dtype is no floating-point dtype.
+            InputTypeError: The dtype is no floating-point dtype of 16, 32 or 64 bits; or the device is none.
+            InputError: There is no device of that name.
         """
         if isinstance(device, torch.dtype):
             device, dtype = None, device
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise InputTypeError(expected("dtype", "a floating-point dtype", f"{dtype}"))
+        check_destination(device, dtype)
         this = self._self
         judge = this._judge
         if judge is not None and dtype not in (None, this.raw_mean.dtype):

@@ -27,14 +27,16 @@ def gaussian_samples(
         generator: Random generator; torch's default one if not given.
 
     Returns:
-        Shape (S, B, D).
+        Shape (S, B, D), of the dtype of the mean.
     """
-    noise = torch.randn(n_samples, *mean.shape, dtype=mean.dtype, device=mean.device, generator=generator)
+    # There is no decomposition in half precision.
+    wide = torch.promote_types(mean.dtype, torch.float32)
+    noise = torch.randn(n_samples, *mean.shape, dtype=wide, device=mean.device, generator=generator)
     if covariance is None:
         if variance is None:
             msg = "a variance or a covariance is needed"
             raise TypeError(msg)
-        return mean + noise * variance.sqrt()
-    values, vectors = torch.linalg.eigh(covariance)
+        return (mean + noise * variance.to(wide).sqrt()).to(mean.dtype)
+    values, vectors = torch.linalg.eigh(covariance.to(wide))
     root = vectors * values.clamp(min=0).sqrt().unsqueeze(-2)
-    return mean + torch.einsum("bde,sbe->sbd", root, noise)
+    return (mean + torch.einsum("bde,sbe->sbd", root, noise)).to(mean.dtype)

@@ -232,5 +232,35 @@ def test_parts_that_do_not_fit_are_refused(device: str) -> None:
     fewer = cc.EmbeddingDistribution.from_samples(samples.raw_samples(6)).relative_to(2.0)
     with pytest.raises(cc.InputError, match="number of samples"):
         cc.EmbeddingDistribution.cat([samples, fewer])
-    with pytest.raises(cc.InputError, match="floating-point"):
-        one.to(torch.int64)
+    for place, words in (
+        (torch.int64, "floating-point"),
+        (torch.float8_e5m2, "floating-point"),
+        ("float16", r"device: .*Pass torch\.float16"),
+        ("nonsense", "device: .*'nonsense'"),
+        (-1, "device: .*-1"),
+        (2**70, "device: .*1180"),
+        (True, "device: .*bool"),
+        (1.5, "device: .*float"),
+    ):
+        with pytest.raises(cc.InputError, match=words):
+            one.to(place)  # type: ignore[arg-type]
+    with pytest.raises(cc.InputError, match=r"dtype: .*'float16'"):
+        one.to(dtype="float16")  # type: ignore[arg-type]
+    assert one.to(torch.device(device)).raw_mean.device.type == torch.device(device).type
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "stored"])
+def test_samples_in_half_precision(kind: str, dtype: torch.dtype, device: str) -> None:
+    """They are those of the rounded mean and spread in float32, rounded."""
+    half = build(kind, device).to(dtype)
+    single = half.to(torch.float32)
+    if kind == "axes":
+        # Axes are put together before they are rounded.
+        single = cc.EmbeddingDistribution.trusted(half.raw_mean.float(), covariance=half.covariance.float())
+    found, truth = (one.raw_samples(6, torch.Generator(device).manual_seed(0)) for one in (half, single))
+    assert found.dtype == dtype
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(found.float(), truth, rtol=eps, atol=1e-6)
+    directions = half.sample(6, torch.Generator(device).manual_seed(0))
+    torch.testing.assert_close(directions.float().norm(dim=2), torch.ones(6, N, device=device), rtol=4 * eps, atol=0)
