@@ -44,17 +44,27 @@ class LabelRange:
         self.low = low if self.low is None else torch.minimum(self.low, low)
         self.high = high if self.high is None else torch.maximum(self.high, high)
 
+    def joined(self, earlier: LabelRange) -> LabelRange:
+        """That of this fit and an earlier one; without labels where one of them has none."""
+        out = LabelRange()
+        if self.low is not None and earlier.low is not None:
+            for fit in (self, earlier):
+                for label in (fit.low, fit.high):
+                    out.note(None if label is None else label.reshape(1).to(self.low.device))
+        return out
 
-def advise_on_labels(seen: LabelRange) -> None:
+
+def advise_on_labels(seen: LabelRange, everything: LabelRange) -> None:
     """Warn of the labels of a fit; called by ``fit``.
 
     Args:
         seen: What it has read.
+        everything: The same with what the fits that it adds to had read.
     """
-    if seen.low is None or seen.high is None:
+    if seen.low is None:
         return
-    low, high = int(seen.low), int(seen.high)
-    if low == high:
+    low = int(seen.low)
+    if everything.low is not None and everything.high is not None and int(everything.low) == int(everything.high):
         msg = (
             f"train_loader: all labels are {low}. Points of one class only attract each other, so nothing says which "
             "embeddings must stay apart, and uncertainties are of little use. Yield labels of two classes or more; for "

@@ -131,6 +131,7 @@ class ContrastiveLaplace(PartwiseFit, CheckedPosterior):
             **kwargs,
         )
         self._advised_on_prior = False
+        self._labels = LabelRange()
         self._prior_chosen = "prior_precision" in kwargs
         self.likelihood = CONTRASTIVE
 
@@ -173,11 +174,14 @@ class ContrastiveLaplace(PartwiseFit, CheckedPosterior):
                 check_flag("progress_bar", progress_bar)
             fitting.begin(self, train_loader)
             self.backend.labels_seen = seen = LabelRange()
-            self._take(self.backend.fit(train_loader, self.structure, progress_bar), override=override)
+            result = self.backend.fit(train_loader, self.structure, progress_bar)
+            everything = seen.joined(self._labels) if self.n_data and not override else seen
+            self._take(result, override=override)
+            # A share of the data may well have one class.
             alone = fitting.is_alone(self)
-        # A share of the data may well have one class.
+            self._labels = everything if alone else LabelRange()
         if alone:
-            advise_on_labels(seen)
+            advise_on_labels(seen, everything)
 
     def _take(self, result: DatasetCurvature, *, override: bool) -> None:
         """Take the curvature of a fit, with all that a fit leaves besides it."""
@@ -205,6 +209,7 @@ class ContrastiveLaplace(PartwiseFit, CheckedPosterior):
         """
         self.form.absorb(self, result, 0)
         fitting.remember(self, result.loss, float(result.cost), result.n, result.typical_norm, result.classes)
+        self._labels = LabelRange()
         self.curvature_error = result.error
 
     def measure_classes(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:

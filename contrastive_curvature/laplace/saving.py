@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from contrastive_curvature.laplace.advice import LabelRange
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.backends.torch_func import ContrastiveGGN
 from contrastive_curvature.laplace.state import (
@@ -74,7 +75,7 @@ def load_state(la: Any, state: dict[str, Any], likelihood: str) -> None:
         check_error(state)
         known, classes = la._known.anew(loaded_calibration(la, state, like)), loaded_classes(state, like)
         _assign(la, state, kind)
-        la._known, la.class_centres = known, classes
+        la._known, la.class_centres, la._labels = known, classes, LabelRange()
 
 
 def _assign(la: Any, state: Mapping[str, Any], kind: type[ContrastiveBackend]) -> None:

@@ -157,6 +157,27 @@ def test_labels_of_every_integer_dtype(dtype: torch.dtype, device: str) -> None:
             fitted(device, (torch.arange(N) % 3 - 1).to(dtype))
 
 
+def test_a_fit_that_adds_to_another_counts_both(device: str) -> None:
+    x, ones = inputs(device), torch.ones(N).long().to(device)
+    la = fitted(device)
+    la.fit([(x, ones)], override=False)
+    # What has been told of an earlier set is not told of a later one.
+    with pytest.warns(cc.LabelWarning, match="some labels are -1"):
+        la.fit([(x, -ones)], override=False)
+    la.fit([(x, ones)], override=False)
+    with pytest.warns(cc.LabelWarning, match="all labels are 1"):
+        la.fit([(x, ones)])
+    with pytest.warns(cc.LabelWarning, match="all labels are 1"):
+        la.fit([(x, ones.int())], override=False)
+    la.fit([(x, 2 * ones)], override=False)
+    # Nobody knows what classes the fit of a loaded posterior had.
+    again = fitted(device)
+    again.load_state_dict(la.state_dict())
+    again.fit([(x, ones)], override=False)
+    with pytest.warns(cc.LabelWarning, match="all labels are 1"):
+        Laplace(encoder(device), "contrastive", hessian_structure="diag").fit([(x, ones)], override=False)
+
+
 def test_labels_that_are_no_reason_to_warn(device: str) -> None:
     """Batches of one class each; classes with other negative numbers; labels that a relation reads; a clean refit."""
     x = inputs(device)
