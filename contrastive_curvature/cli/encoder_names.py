@@ -78,7 +78,9 @@ def timm_encoder(name: str, options: dict[str, Any], spec: Mapping[str, Any]) ->
     transform = data.create_transform(**data.resolve_model_data_config(module), is_training=False)
     if given["num_classes"] == 0:
         module = _WithLastLayer(module, _identity(module.num_features))
-    return Encoder(f"timm:{name}", module, ("images", "inputs", "features"), spec, image_transform=transform)
+    found = Encoder(f"timm:{name}", module, ("images", "inputs", "features"), spec)
+    found.image_transform = lambda image: transform(image).to(found.dtype)
+    return found
 
 
 def sentence_encoder(name: str, options: dict[str, Any], spec: Mapping[str, Any]) -> Encoder:

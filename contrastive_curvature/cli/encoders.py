@@ -53,6 +53,12 @@ class Encoder:
         """Whether it is a last layer that stands for none: the features are the embeddings."""
         return self.spec.get("identity") is True
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its inputs that are numbers: that of its first weight."""
+        weights = (weight.dtype for weight in self.module.parameters() if weight.is_floating_point())
+        return next(weights, torch.float32)
+
     def wrap_features(self, phi: Tensor) -> Any:
         """The batch of features without a source.
 
@@ -173,7 +179,10 @@ def _own_encoder(module_name: str, function_name: str, options: dict[str, Any], 
         wanted = "a torch.nn.Module, or (module, transform)"
         raise BadInputError(expected(argument, f"the function to return {wanted}", f"a {type(made).__name__}"))
     takes = ("images", "inputs", "features") + (("texts",) if transform is not None else ())
-    return Encoder(argument, encoder, takes, spec, image_transform=transform or _to_tensor, collate=transform)
+    found = Encoder(argument, encoder, takes, spec, image_transform=transform, collate=transform)
+    if transform is None:
+        found.image_transform = lambda image: _to_tensor(image).to(found.dtype)
+    return found
 
 
 def their_error(argument: str, wanted: str, error: BaseException) -> BadInputError:

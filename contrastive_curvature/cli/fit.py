@@ -11,6 +11,7 @@ import numpy as np
 from contrastive_curvature.cli.console import Console, common_options
 from contrastive_curvature.cli.options import (
     PATH,
+    SHARE,
     check_device,
     computing_options,
     key_values,
@@ -42,7 +43,7 @@ _LOSSES = (
 @click.option("--calibrate", "calibration", type=PATH, help="Inputs that the encoder was not trained on: p-values.")
 @click.option(
     "--calibration-share",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    type=SHARE,
     help="Calibrate with this share of SOURCE, which is then left out of the fit.",
 )
 @click.option("--loss", type=click.Choice(_LOSSES), default="contrastive", show_default=True)

@@ -3,21 +3,52 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from contrastive_curvature.cli.errors import BadInputError
-from contrastive_curvature.cli.sources import Columns
+from contrastive_curvature.cli.sources import TEXTS, Columns, kind_of
+from contrastive_curvature.cli.tables import read_table
 from contrastive_curvature.errors import expected
 
-__all__ = ["check_device", "computing_options", "json_object", "key_values", "source_options", "take_columns"]
+__all__ = [
+    "PATH",
+    "SHARE",
+    "check_device",
+    "computing_options",
+    "json_object",
+    "key_values",
+    "source_options",
+    "take_columns",
+]
+
+_SOURCES = ("source", "test", "unknown", "gallery", "queries", "validation", "calibration")
+"""Parameters of the commands that are paths of sources."""
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 PATH = click.Path(path_type=Path)
+
+
+class _Share(click.FloatRange):
+    """A number in (0, 1); NaN, which compares with nothing, is refused too."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1, min_open=True, max_open=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = super().convert(value, param, ctx)
+        if math.isnan(found):
+            self.fail(f"{value!r} is not in the range 0<x<1.", param, ctx)
+        return found
+
+
+SHARE = _Share()
 
 
 def source_options(command: _Command) -> _Command:
@@ -56,8 +87,31 @@ def computing_options(command: _Command) -> _Command:
 
 
 def take_columns(options: dict[str, Any]) -> Columns:
-    """The columns of a table, taken out of a command's options."""
-    return Columns(options.pop("text_column"), options.pop("label_column"), options.pop("id_column"))
+    """The columns of a table, taken out of a command's options.
+
+    Raises:
+        BadInputError: One was given, and no source has it: none is a table, or no table has such classes.
+    """
+    columns = Columns(options.pop("text_column"), options.pop("label_column"), options.pop("id_column"))
+    context = click.get_current_context(silent=True)
+    if context is not None:
+        _check_columns(context, columns)
+    return columns
+
+
+def _check_columns(context: click.Context, columns: Columns) -> None:
+    names = ("text_column", "label_column", "id_column")
+    given = [name for name in names if context.get_parameter_source(name) not in (None, ParameterSource.DEFAULT)]
+    if not given:
+        return
+    paths = [context.params[name] for name in _SOURCES if context.params.get(name) is not None]
+    tables = [path for path in paths if kind_of(path) == TEXTS]
+    if not tables:
+        option = f"--{given[0].replace('_', '-')}"
+        raise BadInputError(expected(option, "it with a .csv or .jsonl", ", ".join(map(str, paths)) or "no source"))
+    if "label_column" in given and all(read_table(path, columns)[1] is None for path in tables):
+        wanted = f"a column with classes in {', '.join(map(str, tables))}"
+        raise BadInputError(expected("--label-column", wanted, f"{columns.label!r}, which has none"))
 
 
 def check_device(name: str) -> str:

@@ -11,7 +11,7 @@ import click
 
 from contrastive_curvature.cli.console import Console, common_options
 from contrastive_curvature.cli.errors import BadInputError
-from contrastive_curvature.cli.options import PATH, check_device, computing_options, source_options, take_columns
+from contrastive_curvature.cli.options import PATH, SHARE, check_device, computing_options, source_options, take_columns
 from contrastive_curvature.errors import expected
 from contrastive_curvature.pretrained import read_info
 
@@ -27,7 +27,7 @@ _ALPHA = 0.01
 @click.option("--mu/--no-mu", default=True, show_default=True, help="Whether the embedding itself is written.")
 @click.option(
     "--alpha",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    type=SHARE,
     help="Share of known inputs that may be flagged as unknown, in the column known (default: 0.01).",
 )
 @source_options

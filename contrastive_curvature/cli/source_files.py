@@ -44,7 +44,9 @@ class ArraySource(Source):
 
     def prepare(self, encoder: Encoder) -> None:
         """Check the width and the weights where the encoder is a last layer."""
-        self._wrap: Callable[[Tensor], Any] = encoder.wrap_features if self.kind == FEATURES else _as_it_is
+        self._wrap: Callable[[Tensor], Any] = encoder.wrap_features
+        if self.kind == INPUTS:
+            self._wrap = lambda x: x.to(encoder.dtype)
         names = ("features", "embeddings")
         if self.kind == FEATURES and encoder.width is not None and self.are_embeddings != encoder.identity:
             wanted, came = names[encoder.identity], names[self.are_embeddings]
@@ -191,7 +193,3 @@ class TextSource(Source):
 def _parts(rows: NDArray[np.int64], size: int, seed: int | None) -> Iterator[NDArray[np.int64]]:
     order = rows if seed is None else rows[np.random.default_rng(seed).permutation(len(rows))]
     return (order[start : start + size] for start in range(0, len(rows), size))
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x

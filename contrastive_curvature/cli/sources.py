@@ -159,17 +159,24 @@ def shared_labels(*sources: Source) -> list[Tensor]:
     """Classes of several sources as integers that mean the same in all of them, int64, shape (N,) each.
 
     Raises:
-        BadInputError: One has no classes, or one has texts and another numbers.
+        BadInputError: One has no classes, or one has texts and another numbers, none of which is one of the texts.
     """
     found = [source.classes for source in sources]
     for source, classes in zip(sources, found, strict=True):
         if classes is None:
             source.need_labels("SOURCE")
-    kinds = {"number" if classes is not None and classes.dtype.kind in "iu" else "text" for classes in found}
-    if len(kinds) > 1:
-        paths = ", ".join(str(source.path) for source in sources)
-        raise BadInputError(expected(paths, "classes of one kind", "numbers and texts", "Use the same in all."))
-    if kinds == {"number"}:
+    numbers = [classes is not None and classes.dtype.kind in "iu" for classes in found]
+    if any(numbers) and not all(numbers):
+        # A .csv cannot tell the number 3 from the text "3".
+        found = [np.asarray(classes).astype(str) for classes in found]
+        parts = [
+            [each for each, number in zip(found, numbers, strict=True) if number == kind] for kind in (True, False)
+        ]
+        if not np.isin(*(np.concatenate(part) for part in parts)).any():
+            paths = ", ".join(str(source.path) for source in sources)
+            hint = "Name a class the same in all."
+            raise BadInputError(expected(paths, "classes of one kind", "numbers and texts", hint))
+    if all(numbers):
         return [torch.from_numpy(np.asarray(classes, dtype=np.int64)) for classes in found]
     names = np.unique(np.concatenate([np.asarray(classes) for classes in found]))
     return [torch.from_numpy(np.searchsorted(names, np.asarray(classes))) for classes in found]

@@ -26,6 +26,10 @@ def encoder(width=4, seed=0):
     return nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, width))
 
 
+def precise(dtype):
+    return encoder().to(getattr(torch, dtype))
+
+
 def with_transform():
     from PIL import Image
 
@@ -304,3 +308,17 @@ def test_a_model_of_sentence_transformers_and_its_own_code(run: Run, sentences: 
     Path("p/encoder.json").write_text(json.dumps({**spec, "checksum": _checksum(spec)}))
     assert "trust_remote_code" in error_of(run("score", "p", "train.csv", "--out", "none.csv", code=2))
     assert not Path("exploded").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_encoders_of_another_precision(run: Run, images: Path, dtype: str) -> None:
+    again = ("--encoder", f"{images}:precise")
+    run("fit", "train", "--out", "p", *again, "--encoder-options", json.dumps({"dtype": dtype}))
+    run("score", "p", "known", "--out", "images.csv", *again)
+    from PIL import Image
+
+    files = open_source("known").files  # type: ignore[attr-defined]
+    pixels = [np.asarray(Image.open(file), dtype=np.float32).transpose(2, 0, 1) / 255 for file in files]
+    np.savez("inputs.npz", inputs=np.stack(pixels))
+    run("score", "p", "inputs.npz", "--out", "inputs.csv", *again)
+    assert column(read("images.csv"), "uncertainty").tolist() == column(read("inputs.csv"), "uncertainty").tolist()

@@ -141,3 +141,11 @@ def test_odd_identifiers_come_back_as_they_are(run: Run, ending: str) -> None:
     assert Path("scores.csv").read_bytes().count(b"\r") == sum(each.count("\r") for each in ODD)
     pandas = pytest.importorskip("pandas")
     assert pandas.read_csv("scores.csv", keep_default_na=False)["id"].tolist() == ODD
+
+
+@pytest.mark.parametrize("value", ["nan", "0", "1", "inf", "-0.1"])
+def test_shares_that_are_none(run: Run, value: str) -> None:
+    error = error_of(run("score", "posterior", "new.npz", "--out", "scores.csv", "--alpha", value, code=2))
+    assert "'--alpha'" in error
+    error = error_of(run("fit", "train.npz", "--out", "p", "--calibration-share", value, code=2))
+    assert "'--calibration-share'" in error

@@ -102,3 +102,14 @@ def test_more_neighbours_than_points(run: Run) -> None:
 def test_what_has_to_be_given(run: Run, missing: str) -> None:
     place = SEARCH.index(missing)
     assert missing in error_of(run(*SEARCH[:place], *SEARCH[place + 2 :], code=2))
+
+
+@pytest.mark.parametrize("option", ["--queries", "--validation"])
+def test_a_gallery_that_is_searched_for_itself(run: Run, option: str) -> None:
+    Path("link.npz").symlink_to("train.npz")
+    given = {"--gallery": "train.npz", "--queries": "new.npz", "--validation": "validation.npz", option: "link.npz"}
+    arguments = [each for pair in given.items() for each in pair]
+    # An input that is its own neighbour is never wrong, and P(match) needs some that are.
+    result = run("search", "posterior", *arguments, "--out", "hits.csv", code=2 if option == "--validation" else 0)
+    assert f"{option} link.npz: it is the gallery" in result.stderr
+    assert "it is the gallery" not in run(*SEARCH).stderr

@@ -275,3 +275,30 @@ def test_classes_by_name_are_the_same_in_two_sources(place: Path) -> None:
     assert one[1] == other[0]
     assert len({*one.tolist(), *other.tolist()}) == 3
     assert points(3, 0)["labels"].dtype.kind == "i"
+
+
+def test_numbers_of_a_csv_and_of_other_sources(place: Path) -> None:
+    Path("a.csv").write_text("text,label\nred,3\nblue,10\n")
+    Path("b.jsonl").write_text('{"text": "pear", "label": 10}\n{"text": "bus", "label": 2}\n')
+    one, other = shared_labels(open_source("a.csv"), open_source("b.jsonl"))
+    assert one[1] == other[0]
+    assert len({*one.tolist(), *other.tolist()}) == 3
+
+
+def test_columns_that_no_source_has(run: Run) -> None:
+    for option in ("--id-column", "--text-column", "--label-column"):
+        for command in (
+            (*SCORE, "new.npz", "--out", "scores.csv"),
+            ("fit", "train.npz", "--out", "p", "--calibrate", "validation.npz"),
+            ("search", "posterior", "--gallery", "train.npz", "--queries", "new.npz", "--out", "scores.csv"),
+            ("evaluate", "posterior", "--test", "new.npz", "--out", "report"),
+        ):
+            assert option in error_of(run(*command, option, "text", code=2))
+    Path("a.csv").write_text("text,label\nred,fruit\n")
+    error = error_of(run(*SCORE, "a.csv", "--out", "scores.csv", "--label-column", "labels", code=2))
+    assert "--label-column" in error
+    assert "'labels'" in error
+    # One table with classes is enough: queries need none.
+    Path("b.csv").write_text("text,kind\nred,fruit\n")
+    search = ("search", "posterior", "--gallery", "b.csv", "--queries", "a.csv", "--out", "scores.csv")
+    assert "--label-column" not in error_of(run(*search, "--label-column", "kind", code=2))
