@@ -30,7 +30,7 @@ __all__ = ["evaluate"]
 @click.option("--test", type=PATH, required=True, help="Known inputs with classes, neither fitted nor calibrated on.")
 @click.option("--unknown", type=PATH, help="Inputs of kinds that the encoder does not know.")
 @click.option("--gallery", type=PATH, help="Inputs with classes that are searched (default: the other test inputs).")
-@click.option("--out", type=PATH, required=True, help="Folder for report.html, metrics.json and the plots.")
+@click.option("--out", type=PATH, required=True, help="Folder of its own for the report; an earlier one is replaced.")
 @click.option(
     "-k", "ks", type=click.IntRange(min=1), multiple=True, default=(1, 5, 10), show_default=True, help="Ranks."
 )
@@ -75,8 +75,10 @@ def evaluate(
     from contrastive_curvature import report
     from contrastive_curvature.cli.saved import open_posterior
     from contrastive_curvature.cli.sources import open_source
+    from contrastive_curvature.report.packages import check_packages
 
     _check_folder(out)
+    check_packages("jinja2", "matplotlib")
     columns, device = take_columns(options), check_device(options["device"])
     paths = {"test": test, "unknown": unknown, "gallery": gallery}
     for path in paths.values():
@@ -105,7 +107,9 @@ def evaluate(
 
 
 def _check_folder(out: Path) -> None:
-    """Refuse a folder that cannot be written, before anything is computed."""
+    """Refuse a folder that cannot or must not be written, before anything is computed."""
+    from contrastive_curvature.report.folder import check_target
+
     above = Path(os.path.realpath(out))
     while not above.exists() and above != above.parent:
         above = above.parent
@@ -115,6 +119,7 @@ def _check_folder(out: Path) -> None:
     if not os.access(above, os.W_OK | os.X_OK):
         msg = f"--out {out}: expected a folder that can be written, got {above}, which cannot."
         raise BadInputError(msg)
+    check_target(out, f"--out {out}")
 
 
 def _classes(opened: dict[str, Source]) -> tuple[dict[str, Tensor], list[str] | None]:

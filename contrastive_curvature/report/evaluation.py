@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
-import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from contrastive_curvature.atomic import write_whole
-from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.report.cards import Group
+from contrastive_curvature.report.folder import NUMBERS, PAGE, check_target, write_report, writing
 from contrastive_curvature.report.known import Detection, Thresholds
 from contrastive_curvature.report.missing import Missing
 from contrastive_curvature.report.reliability import Reliability
@@ -124,15 +120,16 @@ class Evaluation:
         from contrastive_curvature.report.page import render
 
         page = _encoded(render(self, title))
-        write_whole(path, _writing(page))
+        write_whole(path, writing(page))
 
     def save(self, folder: Path | str, *, title: str = "How sure is this encoder?") -> dict[str, Path]:
         """Write ``report.html``, ``metrics.json`` and the plots as PNG and SVG files.
 
-        A new folder appears whole or not at all; in one that is there, each file is written whole or not at all.
+        A new folder appears whole or not at all. An earlier report is replaced once all files of the new one are
+        written; where that fails, it stays as it was.
 
         Args:
-            folder: Made where it does not exist.
+            folder: Made where it does not exist. One that is there must be empty, or hold a report alone.
             title: Heading of the page, plain text.
 
         Returns:
@@ -140,48 +137,22 @@ class Evaluation:
 
         Raises:
             UnsupportedError: Jinja2, Pillow or matplotlib is not installed.
-            InputError: The folder is a file.
+            InputError: The folder is a file, or holds other files than those of a report.
             OSError: A file cannot be written.
         """
         from contrastive_curvature.report.page import render
         from contrastive_curvature.report.plots import draw
 
-        target = Path(os.path.realpath(folder))
-        if target.exists() and not target.is_dir():
-            raise InputError(expected("folder", "a folder", f"the file {folder}"))
-        # Everything is made before the first file is written.
-        contents = {"report.html": _encoded(render(self, title)), "metrics.json": self.to_json().encode(), **draw(self)}
-        if target.exists():
-            for name, content in contents.items():
-                write_whole(target / name, _writing(content))
-        else:
-            _make_folder(target, contents)
+        target = check_target(folder)
+        page, numbers = _encoded(render(self, title)), self.to_json().encode()
+        contents = {PAGE: page, NUMBERS: numbers, **draw(self)}
+        write_report(target, contents)
         return {name: target / name for name in contents}
-
-
-def _make_folder(target: Path, contents: dict[str, bytes]) -> None:
-    """Make a folder with these files, which appears whole or not at all."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    made = target.parent / f".{target.name}.{secrets.token_hex(6)}.tmp"
-    made.mkdir()
-    try:
-        for name, content in contents.items():
-            write_whole(made / name, _writing(content))
-        os.rename(made, target)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
 
 
 def _encoded(page: str) -> bytes:
     """UTF-8; a text of the user may hold half a character, which has no code."""
     return page.encode("utf-8", "replace")
-
-
-def _writing(content: bytes) -> Callable[[BinaryIO], None]:
-    def write(file: BinaryIO) -> None:
-        file.write(content)
-
-    return write
 
 
 def _plain(value: Any) -> Any:

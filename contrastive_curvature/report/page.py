@@ -9,11 +9,12 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import contrastive_curvature
-from contrastive_curvature.errors import InputTypeError, UnsupportedError, expected
+from contrastive_curvature.errors import InputTypeError, expected
 from contrastive_curvature.report.cards import Card
 from contrastive_curvature.report.explain import explain, percent
 from contrastive_curvature.report.known import Detection, Flagged, Thresholds
 from contrastive_curvature.report.missing import Missing
+from contrastive_curvature.report.packages import check_packages
 from contrastive_curvature.report.reliability import Reliability
 from contrastive_curvature.report.retrieval import Errors, Retrieval
 from contrastive_curvature.report.thumbnails import thumbnails
@@ -45,12 +46,10 @@ def render(evaluation: Evaluation, title: str) -> str:
     """
     if not isinstance(title, str):
         raise InputTypeError(expected("title", "a text", f"a {type(title).__name__}"))
-    try:
-        import jinja2
-        import markupsafe
-    except ImportError:
-        msg = "evaluate: the page is made with Jinja2. Type: pip install jinja2."
-        raise UnsupportedError(msg) from None
+    check_packages("jinja2")
+    import jinja2
+    import markupsafe
+
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("contrastive_curvature.report"),
         autoescape=True,

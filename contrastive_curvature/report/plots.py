@@ -6,8 +6,8 @@ import io
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.report.known import Thresholds
+from contrastive_curvature.report.packages import check_packages
 from contrastive_curvature.report.reliability import Reliability
 from contrastive_curvature.report.retrieval import Errors
 
@@ -26,15 +26,11 @@ def draw(evaluation: Evaluation) -> dict[str, bytes]:
     Raises:
         UnsupportedError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        msg = (
-            "evaluate: plots are drawn with matplotlib. Type: pip install matplotlib. Or write only the page: to_html."
-        )
-        raise UnsupportedError(msg) from None
+    check_packages("matplotlib")
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     out: dict[str, bytes] = {}
     # The same numbers give the same files: no date, and no random ids in the SVG.
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, "svg.hashsalt": "contrastive_curvature"}):

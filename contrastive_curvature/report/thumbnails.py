@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.report.data import is_image
+from contrastive_curvature.report.packages import check_packages
 
 __all__ = ["SIDE", "thumbnails"]
 
@@ -68,11 +69,9 @@ def _array(item: Any) -> np.ndarray:
 
 
 def _address(item: Any, array: np.ndarray | None, low: float, high: float) -> str:
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError:
-        msg = "evaluate: pictures of inputs need Pillow. Type: pip install pillow. Or show none, with n_shown=0."
-        raise UnsupportedError(msg) from None
+    check_packages("PIL")
+    from PIL import Image, UnidentifiedImageError
+
     try:
         if array is not None:
             image = Image.fromarray(_bytes(array, low, high))

@@ -130,7 +130,7 @@ def test_files_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("contrastive_curvature.report.evaluation.write_whole", full)
+    monkeypatch.setattr("contrastive_curvature.report.folder.write_whole", full)
     monkeypatch.setattr("contrastive_curvature.report.plots.draw", lambda _: {})
     with pytest.raises(OSError, match="No space"):
         found.save(tmp_path / "other")

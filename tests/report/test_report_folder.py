@@ -1,0 +1,102 @@
+"""The folder of a report: never among other files, and never the files of two evaluations."""
+
+import errno
+import os
+import sys
+
+import pytest
+from report_cases import fitted, inputs, loader
+
+from contrastive_curvature.cli import cli
+from contrastive_curvature.errors import InputError
+from contrastive_curvature.report import evaluate
+
+CHARTS = {f"{name}.{kind}" for name in ("novelty", "sparsification", "reliability") for kind in ("png", "svg")}
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def evaluations():
+    """With all plots; without labels, and thus with one plot."""
+    test = loader(*inputs(12, seed=3))
+    return evaluate(fitted(), test, n_samples=2), evaluate(fitted(), [inputs(12, seed=3)[0]], n_samples=0)
+
+
+def test_plots_of_an_earlier_evaluation_go(tmp_path, evaluations):
+    first, second = evaluations
+    first.save(tmp_path / "report")
+    (tmp_path / "report" / ".hidden").write_text("kept")
+    second.save(tmp_path / "report")
+    second.save(tmp_path / "new")
+    assert CHARTS - set(contents(tmp_path / "new"))
+    assert contents(tmp_path / "report") == {**contents(tmp_path / "new"), ".hidden": b"kept"}
+
+
+@pytest.mark.parametrize("name", ["metrics.json", "novelty.svg", "report.html"])
+def test_a_full_disk_changes_nothing(tmp_path, evaluations, monkeypatch, name):
+    first, second = evaluations
+    first.save(tmp_path / "report")
+    before, real = contents(tmp_path / "report"), os.replace
+
+    def full(source, target):
+        # The files are whole when they get their names.
+        if os.path.basename(target) == name and ".tmp" in os.path.basename(source):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    for folder in ("report", "new"):
+        with pytest.raises(OSError, match="No space"):
+            (second if name != "novelty.svg" else first).save(tmp_path / folder)
+    assert contents(tmp_path / "report") == before
+    assert os.listdir(tmp_path) == ["report"]
+
+
+@pytest.mark.parametrize("name", ["metrics.json", "novelty.png", "novelty.svg", "report.html"])
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+def test_ctrl_c_while_files_are_exchanged_leaves_the_new_report(tmp_path, evaluations, monkeypatch, name, late):
+    first, second = evaluations
+    second.save(tmp_path / "report")
+    first.save(tmp_path / "new")
+    real, seen = os.replace, []
+
+    def interrupted(source, target):
+        at = os.path.dirname(target) == str(tmp_path / "report") and os.path.basename(target) == name and not seen
+        if late or not at:
+            real(source, target)
+        if at:
+            seen.append(name)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        first.save(tmp_path / "report")
+    assert seen
+    assert contents(tmp_path / "report") == contents(tmp_path / "new")
+
+
+@pytest.mark.parametrize("name", ["cat.png", "config.json", "notes.txt", "reliability.png/"])
+def test_a_folder_with_other_files_is_refused(tmp_path, evaluations, name, capsys):
+    evaluations[1].save(tmp_path / "report")
+    (tmp_path / "report" / name).mkdir() if name.endswith("/") else (tmp_path / "report" / name).write_text("mine")
+    names = sorted(os.listdir(tmp_path / "report"))
+    with pytest.raises(InputError, match=name.strip("/")):
+        evaluations[0].save(tmp_path / "report")
+    # The command says so before it looks for anything else.
+    words = ["evaluate", tmp_path / "none", "--test", tmp_path / "none.npz", "--out", tmp_path / "report"]
+    assert cli.main([str(word) for word in words], standalone_mode=False) == 2
+    error = capsys.readouterr().err
+    assert "--out" in error
+    assert name.strip("/") in error
+    assert sorted(os.listdir(tmp_path / "report")) == names
+
+
+@pytest.mark.parametrize("package", ["jinja2", "matplotlib"])
+def test_a_missing_package_is_told_before_anything_is_read(tmp_path, monkeypatch, capsys, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    words = ["evaluate", tmp_path / "none", "--test", tmp_path / "none.npz", "--out", tmp_path / "report"]
+    assert cli.main([str(word) for word in words], standalone_mode=False) == 2
+    assert f"pip install {package}" in capsys.readouterr().err
