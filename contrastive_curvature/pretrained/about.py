@@ -10,10 +10,13 @@ from typing import Any, TypedDict
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.matching import MatchProbability
 
-__all__ = ["REPOSITORY", "About", "PushOptions", "SaveOptions", "checked_about"]
+__all__ = ["REPOSITORY", "About", "PushOptions", "SaveOptions", "checked_about", "checked_repository"]
 
-REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
-"""Names of repositories on the Hugging Face hub."""
+REPOSITORY = re.compile(
+    r"(?!.*(?:--|\.\.|\.git\Z))\w(?:[\w.-]{0,94}\w)?/\w(?:[\w.-]{0,94}\w)?",
+    re.ASCII,
+)
+"""Names of repositories on the Hugging Face hub, by the rules of ``huggingface_hub.utils.validate_repo_id``."""
 
 _TEXTS = ("fitted_on", "encoder_source", "license", "evaluated_on", "pipeline_tag", "notes")
 
@@ -42,22 +45,30 @@ class About(TypedDict, total=False):
     notes: str | None
 
 
-class SaveOptions(About, total=False):
-    """Options of ``save_pretrained``.
+class _SharedOptions(About, total=False):
+    """What ``save_pretrained`` and ``push_to_hub`` both take."""
+
+    match: MatchProbability | None
+    example: Any
+
+
+class SaveOptions(_SharedOptions, total=False):
+    """Options of ``save_pretrained``, besides those of :class:`About`.
 
     Attributes:
         match: A fitted :class:`~contrastive_curvature.MatchProbability` for the same encoder, saved with the posterior;
             :func:`contrastive_curvature.pretrained.load_match` reads it back.
         example: One or two inputs to save in the place of the training inputs that a last layer's state keeps; for two
             towers a pair of them. Where training data must not be shared, pass inputs that may be.
+        repo_id: A repository of the Hugging Face hub, ``"user/name"``, that the folder will go to: the model card says
+            how to load it from there. Nothing is uploaded.
     """
 
-    match: MatchProbability | None
-    example: Any
+    repo_id: str | None
 
 
-class PushOptions(SaveOptions, total=False):
-    """Options of ``push_to_hub``.
+class PushOptions(_SharedOptions, total=False):
+    """Options of ``push_to_hub``, besides those of :class:`About` and ``match`` and ``example`` of :class:`SaveOptions`.
 
     Attributes:
         private: Whether a new repository is private; None for the default of the account.
@@ -72,6 +83,22 @@ class PushOptions(SaveOptions, total=False):
     revision: str | None
     create_pr: bool
     commit_message: str | None
+
+
+def checked_repository(repo_id: object) -> str:
+    """The name of a repository of the hub.
+
+    Raises:
+        InputTypeError: It is no text.
+        InputError: It is not of the form ``"user/name"``.
+    """
+    wanted = "the name of a repository, 'user/name'"
+    if not isinstance(repo_id, str):
+        raise InputTypeError(expected("repo_id", wanted, f"a {type(repo_id).__name__}"))
+    if not REPOSITORY.fullmatch(repo_id):
+        hint = "Letters, digits, '_', '-' and '.' stand in it, and neither '--' nor '..'."
+        raise InputError(expected("repo_id", wanted, repr(repo_id), hint))
+    return repo_id
 
 
 def checked_about(about: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,9 @@ __all__ = ["config_bytes", "damaged", "is_config", "is_damaged", "numbers_named"
 _LARGEST = 2**26
 """Bytes: far more than the names of all parameters of any encoder take."""
 
+_DEEPEST = 100
+"""Levels: far more than any posterior has, and few enough for every function that follows them."""
+
 _CHECKSUM = "checksum"
 
 
@@ -107,9 +110,25 @@ def _parsed(path: Path) -> Any:
     if len(content) > _LARGEST:
         raise damaged(path, f"more than {_LARGEST:,} bytes")
     try:
-        return json.loads(content)
+        config = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise damaged(path, f"no whole JSON ({type(error).__name__})") from None
+    if _is_deeper(config, _DEEPEST):
+        raise damaged(path, f"more than {_DEEPEST} levels of JSON")
+    return config
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and dictionaries stand in each other on more levels than that."""
+    present = [value]
+    for _ in range(levels):
+        inner = [
+            part.values() if isinstance(part, dict) else part for part in present if isinstance(part, (dict, list))
+        ]
+        if not inner:
+            return False
+        present = [part for parts in inner for part in parts]
+    return any(isinstance(part, (dict, list)) for part in present)
 
 
 def _checksum(config: dict[str, Any]) -> str:

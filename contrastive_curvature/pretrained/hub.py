@@ -8,7 +8,7 @@ from typing import Any
 
 from contrastive_curvature.arguments import check_flag
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.pretrained.about import REPOSITORY
+from contrastive_curvature.pretrained.about import REPOSITORY, checked_repository
 from contrastive_curvature.pretrained.layout import CARD, CONFIG, LIBRARY
 
 __all__ = ["local_folder", "push_to_hub"]
@@ -102,8 +102,7 @@ def push_to_hub(
     """
     from contrastive_curvature.pretrained.save import save_pretrained
 
-    if not isinstance(repo_id, str) or not REPOSITORY.fullmatch(repo_id):
-        raise InputError(expected("repo_id", "the name of a repository, 'user/name'", repo_id))
+    checked_repository(repo_id)
     check_flag("create_pr", create_pr)
     hub = _hub("push_to_hub")
     with tempfile.TemporaryDirectory() as place:

@@ -112,14 +112,14 @@ def load_match(
     """
     folder = local_folder(source, revision, token, cache_dir, local_files_only)
     config, tensors = _read(folder)
-    if config["match"] is None:
+    if config.get("match", {}) is None:
         hint = "Save one with la.save_pretrained(folder, match=...)."
         raise InputError(expected(str(folder), "a posterior with a MatchProbability", "one without", hint))
     try:
         state = restored_tree(config["match"], tensors)
         match = MatchProbability(use_uncertainty=state["use_uncertainty"], curve=state["curve"])
         match.load_state_dict(state)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise damaged(folder / CONFIG, f"what no MatchProbability can be made of ({error})") from error
     return match
 

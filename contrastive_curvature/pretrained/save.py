@@ -13,7 +13,7 @@ from contrastive_curvature.arguments import check_flag
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.matching import MatchProbability
 from contrastive_curvature.network.inputs import Inputs
-from contrastive_curvature.pretrained.about import checked_about
+from contrastive_curvature.pretrained.about import checked_about, checked_repository
 from contrastive_curvature.pretrained.card import card_text
 from contrastive_curvature.pretrained.config import config_bytes
 from contrastive_curvature.pretrained.folder import check_target, checked_path, write_folder
@@ -45,7 +45,8 @@ def save_pretrained(
         match: A fitted :class:`~contrastive_curvature.MatchProbability` for the same encoder, saved with it.
         example: One or two inputs to save in the place of the training inputs that a last layer's state keeps; for two
             towers a pair of them.
-        repo_id: Name of the repository on the hub, which the card tells how to load from.
+        repo_id: Name of a repository of the hub, ``"user/name"``, which the card tells how to load from; nothing is
+            uploaded.
         **about: For the model card, see :class:`~contrastive_curvature.pretrained.about.About`.
 
     Returns:
@@ -58,6 +59,8 @@ def save_pretrained(
     """
     check_flag("overwrite", overwrite)
     plain_about = checked_about(about)
+    if repo_id is not None:
+        checked_repository(repo_id)
     target = checked_path(folder)
     check_target(target, overwrite=overwrite)
     table = TensorTable()

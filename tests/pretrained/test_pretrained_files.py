@@ -553,6 +553,52 @@ def test_a_changed_content_with_a_right_checksum_is_refused_or_harmless(
     assert found is None or bool(found(torch.ones(2, 4).double()).mu.isfinite().all())
 
 
+def write_config(folder: Path, config: dict[str, Any]) -> None:
+    """With a right checksum, and without white space: the writer of that cannot follow as many levels."""
+    config.pop("checksum")
+    checksum = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+    (folder / "config.json").write_text(json.dumps({**config, "checksum": checksum}))
+
+
+CALLS_OF_READING = [loaded, cc.pretrained.read_info, cc.pretrained.load_match]
+
+
+@pytest.mark.parametrize("call", CALLS_OF_READING)
+@pytest.mark.parametrize("levels", [150, 600])
+def test_content_that_is_nested_deep_is_refused(saved: Path, call: Callable[[Path], Any], levels: int) -> None:
+    config = read_config(saved)
+    deep: Any = 1
+    for _ in range(levels):
+        deep = [deep]
+    config["posteriors"]["encoder"]["state"]["mean"] = deep
+    config["match"] = {"use_uncertainty": deep, "curve": deep}
+    write_config(saved, config)
+    with pytest.raises(
+        cc.InputError, match=r"config.json: expected the file as it was written, got more than 100 levels"
+    ):
+        call(saved)
+
+
+@pytest.mark.parametrize(
+    ("missing", "needed_by"),
+    [
+        ("match", CALLS_OF_READING[1:]),
+        ("posteriors", CALLS_OF_READING[:2]),
+        ("towers", CALLS_OF_READING[:2]),
+        ("tensors", CALLS_OF_READING),
+    ],
+)
+def test_a_missing_entry_is_refused_by_all_that_read_it(
+    saved: Path, missing: str, needed_by: list[Callable[[Path], Any]]
+) -> None:
+    config = read_config(saved)
+    del config[missing]
+    write_config(saved, config)
+    for call in needed_by:
+        with pytest.raises(cc.InputError, match=r"config.json: expected the file as it was written"):
+            call(saved)
+
+
 CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "not finite": lambda t: t * torch.nan,
     "empty": lambda t: t[:0],

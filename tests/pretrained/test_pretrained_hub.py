@@ -11,10 +11,14 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.utils import validate_repo_id
+from hypothesis import given
+from hypothesis import strategies as st
 from saved_cases import encoder, fitted, predicts_the_same
 
 import contrastive_curvature as cc
+from contrastive_curvature.pretrained.about import REPOSITORY
 
 DEVICE = "cpu"
 """The hub keeps files, which are the same on every device."""
@@ -136,11 +140,53 @@ def test_errors_of_the_hub_say_what_was_looked_for(la: Any, hub: Hub, monkeypatc
         la.push_to_hub("me/x")
 
 
-@pytest.mark.parametrize("repo_id", ["", "me", "me/x/y", "me/x y", 3, None])
-def test_names_of_repositories_are_checked_before_anything_is_saved(la: Any, hub: Hub, repo_id: Any) -> None:
-    with pytest.raises(cc.InputError, match="repo_id: expected the name of a repository, 'user/name'"):
-        la.push_to_hub(repo_id)
+NO_NAMES: list[Any] = [
+    "",
+    "me",
+    "me/x/y",
+    "me/x y",
+    "me/x\n",
+    'me/x")',
+    "-me/x",
+    "me/x.",
+    "me/a--b",
+    "me/a..b",
+    "me/x.git",
+]
+
+
+@pytest.mark.parametrize("repo_id", [*NO_NAMES, "me/" + 97 * "x", "mé/x", b"me/x", 3, 5.0, ["me/x"]])
+def test_names_of_repositories_are_checked_before_anything_is_saved(
+    la: Any, hub: Hub, tmp_path: Path, repo_id: Any
+) -> None:
+    for save in (la.push_to_hub, lambda name: la.save_pretrained(tmp_path / "saved", repo_id=name)):
+        with pytest.raises(cc.InputError, match="repo_id: expected the name of a repository, 'user/name'"):
+            save(repo_id)
     assert hub.calls == []
+    assert not (tmp_path / "saved").exists()
+    with pytest.raises(
+        cc.InputTypeError, match="repo_id: expected the name of a repository, 'user/name', got a NoneType"
+    ):
+        la.push_to_hub(None)
+
+
+def test_names_are_those_that_the_hub_takes() -> None:
+    @given(st.from_regex(r"[ab_.\-]{0,4}/[ab_.\-]{0,4}(\.git)?", fullmatch=True))
+    def same(name: str) -> None:
+        try:
+            validate_repo_id(name)
+        except HFValidationError:
+            assert not REPOSITORY.fullmatch(name)
+        else:
+            assert REPOSITORY.fullmatch(name)
+
+    same()
+
+
+def test_the_card_of_a_folder_names_the_repository_it_will_go_to(la: Any, tmp_path: Path) -> None:
+    card = (la.save_pretrained(tmp_path / "saved", repo_id="me/digits") / "README.md").read_text()
+    assert "# me/digits" in card
+    assert 'la = cc.load_pretrained("me/digits", encoder=encoder)' in card
 
 
 def test_malformed_options_are_refused_before_the_hub_is_asked(la: Any, hub: Hub) -> None:
