@@ -9,13 +9,24 @@ from report_cases import fitted, inputs, loader
 
 from contrastive_curvature.cli import cli
 from contrastive_curvature.errors import InputError
-from contrastive_curvature.report import evaluate
+from contrastive_curvature.report import evaluate, plots
 
 CHARTS = {f"{name}.{kind}" for name in ("novelty", "sparsification", "reliability") for kind in ("png", "svg")}
 
 
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(autouse=True)
+def quick_plots(monkeypatch):
+    """Files without charts in them, which would take seconds to draw."""
+
+    def draw(evaluation):
+        text = str(evaluation.counts | {"n": len(evaluation.metrics)}).encode()
+        return {f"{name}.{kind}": text for name in plots._charts(evaluation) for kind in ("png", "svg")}
+
+    monkeypatch.setattr(plots, "draw", draw)
 
 
 @pytest.fixture(scope="module")
