@@ -71,12 +71,6 @@ def search(
     k = options["k"]
     if k > len(searched):
         raise BadInputError(expected("-k", f"at most {len(searched)}, the number of points in {gallery}", f"{k}"))
-    for option, path in (("--queries", queries), ("--validation", validation)):
-        if path is not None and path.samefile(gallery):
-            console.warn(
-                f"{option} {path}: it is the gallery, so that each input is its own nearest neighbour and seems right. "
-                "Give other inputs."
-            )
     found = find(console, la, folder, searched, asking, asked, k, options["batch_size"])
     write_table(out, lambda: _table(found, searched, asking, k, number_type(la)))
     values: dict[str, Any] = {"file": str(out), "queries": len(asking), "gallery": len(searched), "k": k}

@@ -25,6 +25,10 @@ _AT_ONCE = 2**26
 """Numbers in the covariances of predictions that are held at once: 512 MiB in float64."""
 
 
+_SAME = 1e-5
+"""How far embeddings of norm 1 are apart at most that one input has in batches of two sizes."""
+
+
 @dataclass(frozen=True, eq=False)
 class Found:
     """Hits of N queries, on the CPU.
@@ -76,6 +80,7 @@ def find(
     searched, _ = _directions(console, la, gallery, batch_size, "[gallery]")
     asking, uncertainty = _directions(console, la, queries, batch_size, "[queries]")
     index = metrics.nearest_neighbors(asking, searched, k=k)
+    _warn_of_itself(console, f"--queries {queries.path}", asking, searched[index[:, 0]])
     cosine = torch.einsum("nd,nkd->nk", asking, searched[index]).clamp(-1, 1)
     match = None
     if validation is not None and labels is not None:
@@ -128,15 +133,28 @@ def _fitted(
             f"{limit:,} they do."
         )
         plain, _ = _directions(console, la, validation, batch_size, "[validation]")
+        nearest = metrics.nearest_neighbors(plain, searched, k=1).squeeze(1)
+        _warn_of_itself(console, f"--validation {validation.path}", plain, searched[nearest])
         return cc.MatchProbability(use_uncertainty=False).fit_retrieval(plain, labels[0], searched, labels[1])
     asking = _predicted(la, validation, np.arange(len(validation)), batch_size)
-    hits = metrics.nearest_neighbors(asking.mu.cpu(), searched, k=1).squeeze(1).unique()
+    nearest = metrics.nearest_neighbors(asking.mu.cpu(), searched, k=1).squeeze(1)
+    _warn_of_itself(console, f"--validation {validation.path}", asking.mu.cpu(), searched[nearest])
+    hits = nearest.unique()
     if len(hits) == 1:
         # A search needs two points: any other one, which no query is nearest to.
         hits = torch.cat([hits, torch.tensor([0 if int(hits) else 1])]).sort().values
     found = _predicted(la, gallery, hits.numpy(), batch_size)
     device = asking.mu.device
     return cc.MatchProbability().fit_retrieval(asking, labels[0].to(device), found, labels[1][hits].to(device))
+
+
+def _warn_of_itself(console: Console, name: str, mu: Tensor, nearest: Tensor) -> None:
+    """Warn where most inputs are their own nearest neighbours: all would seem right."""
+    if float(((mu - nearest).abs().amax(1) < _SAME).double().mean()) > 0.5:
+        console.warn(
+            f"{name}: most of these inputs are in the gallery too, so that each is its own nearest neighbour and seems "
+            "right. Leave them out of the gallery."
+        )
 
 
 def _right(
