@@ -21,8 +21,8 @@ from contrastive_curvature.options import KFACApprox, Structure
 __all__ = ["OnlinePosterior"]
 
 _NO_HALF = (
-    "In half precision the gradients of training lose the digits that a curvature needs. Call encoder.float() first, "
-    "and where training shall be fast, run the encoder under torch.autocast."
+    "In half precision the gradients of training lose the digits that a curvature needs. Call model.float() first; "
+    "where that is too slow, train it under torch.autocast."
 )
 
 _SAMPLING_PRIOR_SCALE = 1.0

@@ -175,7 +175,7 @@ def test_the_advice_is_none_that_was_followed(device: str) -> None:
     with pytest.raises(cc.InputError, match=r"model\.float\(\).*hessian_structure='kron_lowrank'") as caught:
         Laplace(model, "contrastive", "last_layer", "gp", n_subset=5)
     assert "subset_of_weights" not in str(caught.value)
-    with pytest.raises(cc.InputError, match=r"encoder\.float\(\).*autocast") as caught:
+    with pytest.raises(cc.InputError, match=r"model\.float\(\).*autocast") as caught:
         cc.OnlineLaplace(model, loss=cc.SupConLoss(0.1), probe=data(device, torch.bfloat16)[0][:8], n_data=N)
     assert "subset_of_weights" not in str(caught.value)
 
