@@ -63,9 +63,9 @@ def trace(model: nn.Module, call: ModelCall, probe: Inputs) -> tuple[list[Record
         probe: Some points.
 
     Returns:
-        What its innermost modules did, in order, and the outputs (N, D). One point, or equal ones, do not show whether
-        the encoder gives all points one norm: then the rows of a second run, with other values put out by all modules
-        with parameters, follow those of the first.
+        What its innermost modules did, in order, and the outputs (N, D). One point, or equal ones, of another
+        norm than one do not show whether the encoder gives all points that norm: then the rows of a second run, with
+        other values put out by all modules with parameters, follow those of the first.
 
     Raises:
         InputTypeError: The model does not return a tensor.
@@ -77,7 +77,7 @@ def trace(model: nn.Module, call: ModelCall, probe: Inputs) -> tuple[list[Record
     check_output(out)
     with torch.no_grad(), evaluation_mode(model), eager(model):
         _check_batch_independence(model, call, probe, out)
-    if bool((out[1:] != out[:1]).any()) or not bool(out.isfinite().all()):
+    if bool((out[1:] != out[:1]).any()) or has_unit_norm(out) or not bool(out.isfinite().all()):
         return records, out
     try:
         more, other = _recorded(model, call, probe, others=True)
@@ -98,13 +98,14 @@ def _recorded(model: nn.Module, call: ModelCall, probe: Inputs, *, others: bool 
     entered: dict[int, dict[Key, Tensor]] = {}
     runs: Counter[int] = Counter()
     records: list[Record] = []
-    generator = torch.Generator().manual_seed(0)
+    places = {id(module): k for k, module in enumerate(model.modules())}
 
     def other(module: nn.Module, _: tuple[Any, ...], output: Any) -> Any:
         weighted = next(module.parameters(), None) is not None
         if not weighted or not isinstance(output, Tensor) or output.is_nested or not output.is_floating_point():
             return None
-        return other_values(output, generator)
+        # One module puts out the same in all its runs, as it does for equal inputs.
+        return other_values(output, torch.Generator().manual_seed(places[id(module)]))
 
     def start(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = (args or tuple(kwargs.values()))[:1]

@@ -162,3 +162,8 @@ def test_a_scaled_normalisation_is_seen_in_one_point(device: str, kind: str, row
     assert not plain.normalizes_inside
     with pytest.raises(cc.UnsupportedError, match="has norm 10, and no module at its end does it"):
         Encoder(Head(lambda s, x: 10 * F.normalize(s.h(s.hidden(x)).exp(), dim=1)).to(device), x[:1])
+    # Of two runs of the head, one only for the norm, neither is all that the embeddings are made of.
+    twice = Head(lambda s, x: s.h(s.hidden(x)) / s.h(s.hidden(x)).norm(dim=1, keepdim=True)).to(device)
+    for batch in (x[:1], x):
+        with pytest.raises(cc.UnsupportedError, match="has norm 1, and no module at its end does it"):
+            Encoder(twice, batch)
