@@ -37,16 +37,16 @@ def _images(folder: Path, above: frozenset[str]) -> Iterator[Path]:
     # A link to a folder above it would never end. A folder that two links lead to counts twice, as in torchvision.
     if real in above:
         return
-    for entry in os.scandir(folder):
-        path = folder / entry.name
-        if entry.name.startswith("."):
+    for name in os.listdir(folder):
+        path = folder / name
+        if name.startswith("."):
             continue
-        if entry.is_dir():
+        if os.path.isdir(path):
             yield from _images(path, above | {real})
-        elif entry.is_file():
+        elif os.path.isfile(path):
             if path.suffix.lower() in _ENDINGS:
                 yield path
-        elif entry.is_symlink():
+        elif not os.path.exists(path):
             hint = "Remove the link, or bring back what it leads to."
             raise BadInputError(expected(f"{path}", "a link to a file or a folder", "one that leads nowhere", hint))
 

@@ -194,9 +194,13 @@ def test_class_folders_that_are_links(run: Run, images: Path) -> None:
     found, wanted = open_source("linked"), open_source("train")
     assert found.ids == wanted.ids
     assert found.classes.tolist() == wanted.classes.tolist()
-    Path("linked/fox").symlink_to("nowhere")
-    again = ("--encoder", f"{images}:encoder")
-    assert "linked/fox" in error_of(run("fit", "linked", "--out", "p", *again, code=2))
+    Path("linked/null").symlink_to("/dev/null")
+    assert open_source("linked").ids == wanted.ids
+    for name, target in (("fox", "nowhere"), ("circle", "circle")):
+        Path("linked", name).symlink_to(target)
+        fit = ("fit", "linked", "--out", "p", "--encoder", f"{images}:encoder")
+        assert f"linked/{name}: expected" in error_of(run(*fit, code=2))
+        Path("linked", name).unlink()
 
 
 def test_a_picture_that_unpacks_to_too_much_is_named(run: Run, images: Path) -> None:
