@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import click
 
+from contrastive_curvature.cli.errors import printable
+
 __all__ = ["Console", "common_options"]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -37,16 +39,17 @@ class Console:
     @property
     def progress(self) -> bool | None:
         """``progress_bar=`` for the library: ``False`` where nobody looks, else ``None`` (bars after ten seconds)."""
-        return False if self.quiet or not sys.stderr.isatty() else None
+        # Without a stream where the shell closed it.
+        return None if not self.quiet and sys.stderr is not None and sys.stderr.isatty() else False
 
     def note(self, text: str) -> None:
         """A line on stderr for people; not with ``--quiet`` or ``--json``."""
         if not self.quiet and not self.as_json:
-            click.echo(text, err=True)
+            click.echo(printable(text), err=True)
 
     def warn(self, text: str) -> None:
         """A warning: a line on stderr, and an entry of the JSON object; each text once."""
-        text = " ".join(text.split())
+        text = printable(" ".join(text.split()))
         if text not in self.warnings:
             self.warnings.append(text)
             if not self.as_json:
@@ -62,7 +65,7 @@ class Console:
         if self.as_json:
             click.echo(json.dumps(_plain({**values, "warnings": self.warnings}), allow_nan=False))
         elif not self.quiet:
-            click.echo("\n".join(lines))
+            click.echo("\n".join(printable(line) for line in lines))
 
     @contextmanager
     def showing_warnings(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import sys
 import traceback
 
@@ -18,7 +19,17 @@ from contrastive_curvature.errors import (
     expected,
 )
 
-__all__ = ["BAD_INPUT", "FAILED", "INTERRUPTED", "BadInputError", "exit_code", "line_of", "missing", "report"]
+__all__ = [
+    "BAD_INPUT",
+    "FAILED",
+    "INTERRUPTED",
+    "BadInputError",
+    "exit_code",
+    "line_of",
+    "missing",
+    "printable",
+    "report",
+]
 
 BAD_INPUT = 2
 """The arguments or the files are not what the command takes."""
@@ -34,7 +45,15 @@ _FULL = {
     errno.EDQUOT: "the disk quota is used up",
     errno.EFBIG: "a file is too large",
 }
+_PATHS = (errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
+# Those of C0 and C1, line ends of Unicode, and what turns the direction of writing.
+_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _PLACES = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
+
+
+def printable(text: str) -> str:
+    """A text whose control characters are written out: a name in a foreign file could clear or move the line."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def missing(argument: str, package: str, run: str) -> str:
@@ -65,14 +84,14 @@ def exit_code(error: BaseException) -> int:
         return FAILED
     if isinstance(error, (InputError, UnsupportedError, NotFittedError)):
         return BAD_INPUT
-    if isinstance(error, OSError) and (isinstance(error, _PLACES) or error.errno == errno.EROFS):
+    if isinstance(error, OSError) and (isinstance(error, _PLACES) or error.errno in _PATHS):
         return BAD_INPUT
     return FAILED
 
 
 def line_of(error: BaseException) -> str:
     """What is printed after ``error: ``, without a line break."""
-    return " ".join(_text(error).split())
+    return printable(" ".join(_text(error).split()))
 
 
 def _text(error: BaseException) -> str:
@@ -108,7 +127,7 @@ def report(error: BaseException, *, as_json: bool, with_traceback: bool) -> int:
         click.echo(error.format_message(), err=True)
         return BAD_INPUT
     code = exit_code(error)
-    if with_traceback:
+    if with_traceback and sys.stderr is not None:
         traceback.print_exception(error, file=sys.stderr)
     line = line_of(error)
     plain = {"error": line, "kind": type(error).__name__, "exit_code": code}

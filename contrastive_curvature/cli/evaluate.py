@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from contrastive_curvature.cli.console import Console, common_options
-from contrastive_curvature.cli.errors import BadInputError
+from contrastive_curvature.cli.folders import check_writable
 from contrastive_curvature.cli.options import PATH, check_device, computing_options, source_options, take_columns
 
 if TYPE_CHECKING:
@@ -75,9 +74,10 @@ def evaluate(
     from contrastive_curvature import report
     from contrastive_curvature.cli.saved import open_posterior
     from contrastive_curvature.cli.sources import open_source
+    from contrastive_curvature.report.folder import check_target
     from contrastive_curvature.report.packages import check_packages
 
-    _check_folder(out)
+    check_writable(out, check_target(out, f"--out {out}"))
     check_packages("jinja2", "matplotlib")
     columns, device = take_columns(options), check_device(options["device"])
     paths = {"test": test, "unknown": unknown, "gallery": gallery}
@@ -104,22 +104,6 @@ def evaluate(
     written = {"files": {name: str(path) for name, path in files.items()}}
     values = {**written, **{name: value for name, value in found.to_plain().items() if name != "curves"}}
     console.result(values, *_lines(found), f"page: {files['report.html']}")
-
-
-def _check_folder(out: Path) -> None:
-    """Refuse a folder that cannot or must not be written, before anything is computed."""
-    from contrastive_curvature.report.folder import check_target
-
-    above = Path(os.path.realpath(out))
-    while not above.exists() and above != above.parent:
-        above = above.parent
-    if not above.is_dir():
-        msg = f"--out {out}: expected a folder, got {above}, which is none."
-        raise BadInputError(msg)
-    if not os.access(above, os.W_OK | os.X_OK):
-        msg = f"--out {out}: expected a folder that can be written, got {above}, which cannot."
-        raise BadInputError(msg)
-    check_target(out, f"--out {out}")
 
 
 def _classes(opened: dict[str, Source]) -> tuple[dict[str, Tensor], list[str] | None]:

@@ -9,6 +9,7 @@ import click
 import numpy as np
 
 from contrastive_curvature.cli.console import Console, common_options
+from contrastive_curvature.cli.errors import printable
 from contrastive_curvature.cli.options import (
     PATH,
     SHARE,
@@ -111,7 +112,7 @@ def fit(console: Console, source: Path, folder: Path, **options: Any) -> None:
     la, rows, count = fit_posterior(console, encoder, train, columns, options)
     labels = train.need_labels("SOURCE")[rows]
     classes = len(np.unique(labels.numpy()))
-    about = {"fitted_on": f"{source.resolve().name}: {len(rows)} inputs of {classes} classes", "notes": _usage(folder)}
+    about = {"fitted_on": f"`{_name(source)}`: {len(rows)} inputs of {classes} classes", "notes": _usage(folder)}
     write_posterior(la, encoder, folder, overwrite=overwrite, about=about)
     values = {
         "folder": str(folder),
@@ -131,6 +132,12 @@ def fit(console: Console, source: Path, folder: Path, **options: Any) -> None:
     console.result(values, f"{first}, {known}")
 
 
+def _name(path: Path) -> str:
+    """The name of a file or folder as code in the model card, where it must not end the code or the line."""
+    name = printable(path.resolve().name.encode("utf-8", "replace").decode())
+    return name.replace("`", "") or "data"
+
+
 def _usage(folder: Path) -> str:
-    command = f"contrastive-curvature score {folder.resolve().name} SOURCE --out scores.csv"
+    command = f"contrastive-curvature score {_name(folder)} SOURCE --out scores.csv"
     return f"Fitted by the command line. `{command}` uses it."

@@ -61,7 +61,8 @@ class CommandGroup(click.Group):
         Raises:
             click.UsageError: There is none of that name; the message has the nearest one.
         """
-        if args[0] not in COMMANDS and not args[0].startswith("-"):
+        # The completion of a shell asks too, and takes no error.
+        if args[0] not in COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
             near = difflib.get_close_matches(args[0], COMMANDS, 1) or [", ".join(COMMANDS)]
             msg = f"No such command {args[0]!r}. Did you mean {near[0]}?"
             raise click.UsageError(msg, ctx)
@@ -92,7 +93,8 @@ class CommandGroup(click.Group):
         try:
             found = super().main(given, prog_name, complete_var, standalone_mode=False, **extra)
             # A reader that went away, as `| head`, shows at the last.
-            sys.stdout.flush()
+            if sys.stdout is not None:
+                sys.stdout.flush()
         except SystemExit as error:
             return error.code if isinstance(error.code, int) else FAILED
         except BrokenPipeError:

@@ -22,6 +22,7 @@ import torch
 from contrastive_curvature.atomic import write_whole
 from contrastive_curvature.cli.encoders import LIBRARIES, Encoder, LastLayer, encoder_of, last_layer_encoder
 from contrastive_curvature.cli.errors import BadInputError
+from contrastive_curvature.cli.folders import check_writable
 from contrastive_curvature.errors import expected
 from contrastive_curvature.network.given_features import FeatureSource
 from contrastive_curvature.pretrained import load_pretrained
@@ -52,11 +53,7 @@ def check_target(folder: Path, *, overwrite: bool) -> None:
         raise BadInputError(expected(f"--out {folder}", "a new folder", "one that holds a saved posterior", hint))
     target = checked_path(folder)
     check(target, overwrite=overwrite)
-    above = target
-    while not above.exists():
-        above = above.parent
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise BadInputError(expected(f"--out {folder}", "a folder that can be written", f"{above}, which cannot"))
+    check_writable(folder, target)
 
 
 def write_posterior(la: Any, encoder: Encoder, folder: Path, *, overwrite: bool, about: Mapping[str, Any]) -> None:
@@ -168,6 +165,8 @@ def open_posterior(
     if encoder is not None and not options and spec.get("encoder") == encoder and isinstance(spec.get("options"), dict):
         options = spec["options"]
     named = spec.get("encoder") if encoder is None else encoder
+    if encoder is None:
+        _check_trusted(spec, folder)
     if note is not None and named is not None:
         note(f"encoder {named}" + (f", as {folder} names it" if encoder is None else ""))
     found = read_encoder(folder) if encoder is None else encoder_of(encoder, options)
@@ -190,15 +189,8 @@ def read_encoder(folder: Path) -> Encoder | None:
         return None
     path = folder / ENCODER
     if spec.get("kind") == "encoder" and isinstance(spec.get("encoder"), str):
+        _check_trusted(spec, folder)
         options = spec.get("options")
-        if spec["encoder"].partition(":")[0] not in LIBRARIES:
-            hint = f"If you trust that code, run it with: --encoder {spec['encoder']}"
-            wanted = "it to be given, since the folder names code and code runs at your word only"
-            raise BadInputError(expected("--encoder", wanted, f"none ({path} names {spec['encoder']})", hint))
-        if "trust_remote_code" in json.dumps(options):
-            # A folder may come from anybody: only the user can allow that.
-            hint = f"Give --encoder {spec['encoder']} and --encoder-options yourself, if you trust it."
-            raise BadInputError(expected(f"{path}", "an encoder without code of its own", "trust_remote_code", hint))
         return encoder_of(spec["encoder"], options if isinstance(options, dict) else {})
     if spec.get("kind") != "last_layer":
         raise BadInputError(
@@ -209,6 +201,24 @@ def read_encoder(folder: Path) -> Encoder | None:
     source = None if of is None else FeatureSource.of_plain(of, f"{path}: features_of")
     encoder = last_layer_encoder(weight, bias, weight.shape[1], source)
     return Encoder(**{**encoder.__dict__, "spec": {**encoder.spec, "identity": spec.get("identity") is True}})
+
+
+def _check_trusted(spec: Mapping[str, Any], folder: Path) -> None:
+    """Refuse to make an encoder that runs code which the user has not named.
+
+    Raises:
+        BadInputError: A folder, which may come from anybody, names it.
+    """
+    named, path = spec.get("encoder"), folder / ENCODER
+    if spec.get("kind") != "encoder" or not isinstance(named, str):
+        return
+    if named.partition(":")[0] not in LIBRARIES:
+        hint = f"If you trust that code, run it with: --encoder {named}"
+        wanted = "it to be given, since the folder names code and code runs at your word only"
+        raise BadInputError(expected("--encoder", wanted, f"none ({path} names {named})", hint))
+    if "trust_remote_code" in json.dumps(spec.get("options")):
+        hint = f"Give --encoder {named} and --encoder-options yourself, if you trust it."
+        raise BadInputError(expected(f"{path}", "an encoder without code of its own", "trust_remote_code", hint))
 
 
 def read_spec(folder: Path) -> dict[str, Any] | None:

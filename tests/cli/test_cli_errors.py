@@ -167,6 +167,7 @@ def test_a_traceback_for_those_who_ask(run: Run, monkeypatch: pytest.MonkeyPatch
         (FileNotFoundError(errno.ENOENT, "No such file", "x"), 2, "x: No such file"),
         (PermissionError(errno.EACCES, "Permission denied", "x"), 2, "x: Permission denied"),
         (OSError(errno.ENOSPC, "No space left on device"), 1, "disk is full"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "x"), 2, "x: File name too long"),
         (OSError(errno.EIO, "Input/output error", "x"), 1, "x: Input/output error"),
         (MemoryError("so many"), 1, "--batch-size"),
         (ZeroDivisionError("two\nlines"), 1, "ZeroDivisionError: two lines"),

@@ -1,6 +1,8 @@
 """``fit``: the posterior is the library's, in a folder that needs nothing else; options work or are refused."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -148,3 +150,41 @@ def test_a_folder_of_something_else_is_never_written(run: Run) -> None:
 def test_options_that_do_not_fit_are_refused_before_anything_is_written(run: Run, extra: tuple, wanted: str) -> None:
     assert wanted in error_of(run("fit", "train.npz", "--out", "other", *extra, code=2))
     assert not Path("other").exists()
+
+
+def test_a_folder_that_the_system_does_not_make_is_told_before_the_fit(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("contrastive_curvature.cli.fit_source.encoder_and_source", never)
+    real = Path.mkdir
+
+    def mkdir(self: Path, *arguments: object, **options: object) -> None:
+        if self.parent.name == "system":
+            raise FileNotFoundError(2, "No such file or directory", str(self))
+        real(self, *arguments, **options)
+
+    # As /proc and other file systems of the kernel do.
+    Path("system").mkdir()
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    assert "system" in error_of(run("fit", "train.npz", "--out", "system/new", code=2))
+    monkeypatch.setattr(Path, "mkdir", real)
+    assert "too long" in error_of(run("fit", "train.npz", "--out", "n" * 250, code=2))
+    assert "too long" in error_of(run("fit", "train.npz", "--out", "n" * 300, code=2))
+    assert os.listdir("system") == []
+
+
+def test_a_file_name_stays_a_name_in_the_model_card(run: Run) -> None:
+    name = "a`[click](http:x)\n# Title\u2028.npz"
+    shutil.copy("train.npz", name)
+    run("fit", name, "--out", "new")
+    (line,) = (line for line in Path("new/README.md").read_text().splitlines() if "[click]" in line)
+    assert "`a[click](http:x)\\n# Title\\u2028.npz`: 300 inputs" in line
+
+
+def test_calibration_of_all_weights_of_a_layer(run: Run) -> None:
+    run("fit", "train.npz", "--out", "new", "--weights", "all", "--structure", "kron", "--calibrate", "validation.npz")
+    run("score", "new", "new.npz", "--out", "scores.csv", "--no-mu")
+    assert "p_value" in Path("scores.csv").read_text().splitlines()[0]

@@ -70,3 +70,34 @@ def test_nothing_asked_is_answered_with_the_help() -> None:
 
 def test_an_unknown_command_is_refused_with_the_nearest_name(run: Run) -> None:
     assert "score" in error_of(run("scor", code=2))
+
+
+def test_completion_after_a_mistyped_command_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_CONTRASTIVE_CURVATURE_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", "contrastive-curvature scor --o")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    answer = CliRunner().invoke(cli, [], prog_name="contrastive-curvature")
+    assert (answer.stderr, answer.exception is None or isinstance(answer.exception, SystemExit)) == ("", True)
+    assert "error" not in answer.output
+
+
+def test_a_foreign_folder_cannot_disguise_its_encoder(run: Run) -> None:
+    from pathlib import Path
+
+    from contrastive_curvature.cli import saved
+
+    path = Path("posterior/encoder.json")
+    spec = {k: v for k, v in json.loads(path.read_text()).items() if k != "checksum"}
+    name = "evil:code\r\x1b[2K  encoder       timm:resnet18\u202e\n"
+    spec |= {"kind": "encoder", "encoder": name, "options": {}}
+    path.write_text(json.dumps({**spec, "checksum": saved._checksum(spec)}))
+    shown = run("info", "posterior").stdout
+    assert "evil:code\\r\\x1b[2K  encoder       timm:resnet18\\u202e\\n" in shown
+    assert all(character.isprintable() or character == "\n" for character in shown)
+    # For programs, the name as it is.
+    assert json.loads(run("info", "posterior", "--json").stdout)["encoder"] == name
+    refused = run("score", "posterior", "new.npz", "--out", "scores.csv", code=2)
+    assert all(character.isprintable() or character == "\n" for character in refused.stderr)
+    # It is not said to be used before it is refused.
+    assert "names it" not in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1

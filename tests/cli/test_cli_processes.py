@@ -76,3 +76,14 @@ def test_a_file_that_outgrows_the_limit(place: Path) -> None:
     assert "a file is too large" in limited.stderr
     assert "Traceback" not in limited.stderr
     assert (sorted(os.listdir()), Path("scores.csv").read_text()) == (names, "before")
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+def test_streams_that_the_shell_closed(place: Path, closed: str) -> None:
+    score = " ".join(command("score", "posterior", "new.npz", "--out", "scores.csv"))
+    done = subprocess.run(
+        ["bash", "-c", f"{score} {closed}"], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Error" not in done.stderr
+    assert len(Path("scores.csv").read_text().splitlines()) == 41
