@@ -68,7 +68,7 @@ class SaveOptions(_SharedOptions, total=False):
 
 
 class PushOptions(_SharedOptions, total=False):
-    """Options of ``push_to_hub``, besides those of :class:`About` and ``match`` and ``example`` of :class:`SaveOptions`.
+    """Options of ``push_to_hub``, besides those of :class:`About`, ``match`` and ``example`` (:class:`SaveOptions`).
 
     Attributes:
         private: Whether a new repository is private; None for the default of the account.

@@ -8,68 +8,24 @@ import re
 import secrets
 import shutil
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
 from contrastive_curvature.atomic import write_whole
-from contrastive_curvature.errors import InputError, InputTypeError, expected
-from contrastive_curvature.pretrained.config import is_config, is_damaged, numbers_named
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.pretrained.config import numbers_named
 from contrastive_curvature.pretrained.layout import CARD, CONFIG, TENSORS
+from contrastive_curvature.pretrained.target import check_target, checked_path, told
 
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["check_target", "checked_path", "told", "write_folder"]
+__all__ = ["check_target", "checked_path", "write_folder"]
 
-
-def checked_path(folder: object) -> Path:
-    """A path of a folder, with ``~`` and all symbolic links followed.
-
-    Raises:
-        InputTypeError: It is no path.
-        InputError: It is empty, or the links form a circle.
-    """
-    if not isinstance(folder, (str, os.PathLike)):
-        raise InputTypeError(expected("folder", "a path of a folder", f"a {type(folder).__name__}"))
-    given = os.fspath(folder)
-    if not isinstance(given, str) or not given or "\0" in given:
-        raise InputError(expected("folder", "a path of a folder", given))
-    try:
-        path = Path(os.path.realpath(Path(given).expanduser()))
-    except (ValueError, RuntimeError) as error:
-        raise InputError(expected("folder", "a path of a folder", f"{given!r} ({error})")) from error
-    if os.path.islink(path):
-        raise InputError(expected("folder", "a folder or a link to one", "symbolic links that form a circle"))
-    return path
-
-
-def check_target(target: Path, *, overwrite: bool) -> None:
-    """Refuse a folder that must not be written, before anything is computed.
-
-    Args:
-        target: From :func:`checked_path`.
-        overwrite: Whether a saved posterior may be replaced.
-
-    Raises:
-        InputError: It is a file, holds something else than a saved posterior, or one, and ``overwrite`` is false.
-    """
-    with told(target):
-        if target.exists() and not target.is_dir():
-            raise InputError(expected("folder", "a folder", f"{target}, which is a file"))
-        present = sorted(os.listdir(target)) if target.is_dir() else []
-    if not present:
-        return
-    if CONFIG in present and is_config(target / CONFIG):
-        if not overwrite:
-            hint = "Pass overwrite=True to replace it, or name another folder."
-            raise InputError(expected("folder", "a new folder", f"{target}, which holds a saved posterior", hint))
-        return
-    if overwrite and _only_remains(target, present):
-        return
-    hint = "Name another folder: this one may hold something that nobody wants to lose."
-    came = f"{target}, which holds {present[0]!r} and no saved posterior"
-    raise InputError(expected("folder", "a new folder, or one with a saved posterior", came, hint))
+_held: set[tuple[int, int, int]] = set()
+"""Device and number of the folders that are locked, each with the thread that did it."""
 
 
 def write_folder(
@@ -103,19 +59,6 @@ def write_folder(
             # Between the first check and the lock, somebody else may have written there.
             check_target(target, overwrite=overwrite)
             _replace(target, tensors, config, card)
-
-
-@contextlib.contextmanager
-def told(folder: Path) -> Iterator[None]:
-    """Turn an error of the operating system into one that names the folder."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        where = f" ({error.filename})" if isinstance(error.filename, str) else ""
-        came = f"{folder}: {reason}{where}"
-        hint = "Nothing was changed there; free some space, or name another folder."
-        raise InputError(expected("folder", "a folder that can be written", came, hint)) from error
 
 
 def _write_new(target: Path, files: Mapping[str, bytes]) -> bool:
@@ -170,16 +113,6 @@ def _replace(target: Path, tensors: tuple[str, bytes], config: bytes, card: byte
                     os.unlink(target / old)
 
 
-def _only_remains(target: Path, present: list[str]) -> bool:
-    """Whether a folder holds files of a saved posterior alone, of which ``config.json`` is missing or damaged."""
-    own = [name for name in present if not name.startswith(".")]
-    if not all(TENSORS.fullmatch(name) or name in (CONFIG, CARD) for name in own):
-        return False
-    # Many things have a config.json and a README.md; numbers under such a name, only a posterior has.
-    some = not own or any(TENSORS.fullmatch(name) for name in own)
-    return some and (CONFIG not in own or is_damaged(target / CONFIG))
-
-
 def _write(path: Path, content: bytes) -> None:
     def write(file: BinaryIO) -> None:
         file.write(content)
@@ -193,18 +126,31 @@ def _holds(path: Path, content: bytes) -> bool:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a lock on a folder, which the system releases when the process ends."""
+    """Hold a lock on a folder, which the system releases when the process ends.
+
+    Raises:
+        InputError: The same thread holds it, which would wait for itself: a signal came while it saved.
+    """
     if sys.platform == "win32":
         yield
         return
     while True:
         handle = os.open(folder, os.O_RDONLY)
         try:
+            status = os.fstat(handle)
+            key = (status.st_dev, status.st_ino, threading.get_ident())
+            if key in _held:
+                came = f"{folder}, which this thread is saving to, as when a signal handler saves, too"
+                raise InputError(expected("folder", "a folder that is not being written", came, "Name another folder."))
             with contextlib.suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_EX)
             # While it waited, another writer may have renamed a whole folder to this place.
-            if os.path.samestat(os.fstat(handle), os.stat(folder)):
-                yield
+            if os.path.samestat(status, os.stat(folder)):
+                _held.add(key)
+                try:
+                    yield
+                finally:
+                    _held.discard(key)
                 return
         finally:
             os.close(handle)

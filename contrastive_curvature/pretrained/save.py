@@ -16,11 +16,12 @@ from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.pretrained.about import checked_about, checked_repository
 from contrastive_curvature.pretrained.card import card_text
 from contrastive_curvature.pretrained.config import config_bytes
-from contrastive_curvature.pretrained.folder import check_target, checked_path, write_folder
+from contrastive_curvature.pretrained.folder import write_folder
 from contrastive_curvature.pretrained.info import info_of
 from contrastive_curvature.pretrained.layout import VERSION
 from contrastive_curvature.pretrained.numbers import numbers_bytes
 from contrastive_curvature.pretrained.records import plain_posterior
+from contrastive_curvature.pretrained.target import check_target, checked_path
 from contrastive_curvature.pretrained.tree import TensorTable, plain_tree
 
 __all__ = ["save_pretrained"]

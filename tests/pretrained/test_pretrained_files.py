@@ -299,6 +299,27 @@ def test_two_writers_that_replace_one_folder(la: Any, other: Any, saved: Path, m
     assert len(list(saved.iterdir())) == 3
 
 
+def test_a_signal_handler_that_saves_while_a_posterior_is_saved(
+    la: Any, other: Any, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, refusals = writing._write, []
+
+    def interrupted(path: Path, content: bytes) -> None:
+        write(path, content)
+        if path.suffix == ".safetensors":
+            with pytest.raises(cc.InputError, match="which this thread is saving to") as error:
+                la.save_pretrained(saved, overwrite=True)
+            refusals.append(error)
+
+    monkeypatch.setattr(writing, "_write", interrupted)
+    other.save_pretrained(saved, overwrite=True)
+    assert len(refusals) == 1
+    assert predicts_the_same(other, loaded(saved), DEVICE)
+    monkeypatch.setattr(writing, "_write", write)
+    la.save_pretrained(saved, overwrite=True)
+    assert predicts_the_same(la, loaded(saved), DEVICE)
+
+
 def test_numbers_that_another_configuration_names_stay(
     la: Any, other: Any, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
