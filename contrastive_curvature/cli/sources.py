@@ -161,25 +161,23 @@ def shared_labels(*sources: Source) -> list[Tensor]:
     Raises:
         BadInputError: One has no classes, or one has texts and another numbers, none of which is one of the texts.
     """
-    found = [source.classes for source in sources]
-    for source, classes in zip(sources, found, strict=True):
-        if classes is None:
+    for source in sources:
+        if source.classes is None:
             source.need_labels("SOURCE")
-    numbers = [classes is not None and classes.dtype.kind in "iu" for classes in found]
-    if any(numbers) and not all(numbers):
+    found: list[NDArray[Any]] = [np.asarray(source.classes) for source in sources]
+    numbers = [classes.dtype.kind in "iu" for classes in found]
+    if all(numbers):
+        return [torch.from_numpy(classes.astype(np.int64)) for classes in found]
+    if any(numbers):
         # A .csv cannot tell the number 3 from the text "3".
-        found = [np.asarray(classes).astype(str) for classes in found]
-        parts = [
-            [each for each, number in zip(found, numbers, strict=True) if number == kind] for kind in (True, False)
-        ]
-        if not np.isin(*(np.concatenate(part) for part in parts)).any():
+        found = [classes.astype(str) for classes in found]
+        texts = np.concatenate([classes for classes, number in zip(found, numbers, strict=True) if not number])
+        if not any(np.isin(classes, texts).any() for classes, number in zip(found, numbers, strict=True) if number):
             paths = ", ".join(str(source.path) for source in sources)
             hint = "Name a class the same in all."
             raise BadInputError(expected(paths, "classes of one kind", "numbers and texts", hint))
-    if all(numbers):
-        return [torch.from_numpy(np.asarray(classes, dtype=np.int64)) for classes in found]
-    names = np.unique(np.concatenate([np.asarray(classes) for classes in found]))
-    return [torch.from_numpy(np.searchsorted(names, np.asarray(classes))) for classes in found]
+    names = np.unique(np.concatenate(found))
+    return [torch.from_numpy(np.searchsorted(names, classes)) for classes in found]
 
 
 def kind_of(path: Path) -> str:
