@@ -35,6 +35,7 @@ class Head(nn.Module):
         self.temperature = nn.Parameter(torch.tensor(2.3))
         self.ones = nn.Parameter(torch.ones(DIM))
         self.cache: Tensor | None = None
+        self.kept: Tensor | None = None
         self.made = forward
 
     def hidden(self, x: Tensor) -> Tensor:
@@ -45,7 +46,7 @@ class Head(nn.Module):
 
 
 def with_momentum(s: Head, x: Tensor) -> Tensor:
-    out = s.h(s.hidden(x))
+    out, s.kept = s.h(s.hidden(x)), s.hidden(x)
     s.cache = s.m(s.hidden(x))
     return out
 
