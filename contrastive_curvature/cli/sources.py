@@ -158,6 +158,8 @@ class Loader:
 def shared_labels(*sources: Source) -> list[Tensor]:
     """Classes of several sources as integers that mean the same in all of them, int64, shape (N,) each.
 
+    Where some have numbers and others the same numbers as texts, all of these sources have texts from then on.
+
     Raises:
         BadInputError: One has no classes, or one has texts and another numbers, none of which is one of the texts.
     """
@@ -176,6 +178,8 @@ def shared_labels(*sources: Source) -> list[Tensor]:
             paths = ", ".join(str(source.path) for source in sources)
             hint = "Name a class the same in all."
             raise BadInputError(expected(paths, "classes of one kind", "numbers and texts", hint))
+        for source, classes in zip(sources, found, strict=True):
+            source.classes = classes
     names = np.unique(np.concatenate(found))
     return [torch.from_numpy(np.searchsorted(names, classes)) for classes in found]
 

@@ -280,7 +280,9 @@ def test_classes_by_name_are_the_same_in_two_sources(place: Path) -> None:
 def test_numbers_of_a_csv_and_of_other_sources(place: Path) -> None:
     Path("a.csv").write_text("text,label\nred,3\nblue,10\n")
     Path("b.jsonl").write_text('{"text": "pear", "label": 10}\n{"text": "bus", "label": 2}\n')
-    one, other = shared_labels(open_source("a.csv"), open_source("b.jsonl"))
+    sources = open_source("a.csv"), open_source("b.jsonl")
+    one, other = shared_labels(*sources)
+    assert [source.class_names for source in sources] == [["10", "3"], ["10", "2"]]
     assert one[1] == other[0]
     assert len({*one.tolist(), *other.tolist()}) == 3
 
