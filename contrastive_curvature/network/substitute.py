@@ -52,7 +52,7 @@ def carries(
         return out if put and matches(put[0], out.detach()) else None
 
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), _attributes_kept(model):
             out = passes()
             found = out is not None and not _has_gradient(model, out, direction_only)
         del out
@@ -69,6 +69,19 @@ def carries(
     with torch.no_grad(), evaluation_mode(model), eager(model):
         run()
     return found
+
+
+@contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Remove attributes that a run gives the modules, such as the tensors that BackPACK's extensions keep of it."""
+    before = {module: set(vars(module)) for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, names in before.items():
+            for name in set(vars(module)) - names:
+                with suppress(AttributeError):  # another thread was faster
+                    delattr(module, name)
 
 
 @contextmanager
