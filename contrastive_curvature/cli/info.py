@@ -23,7 +23,7 @@ def info(console: Console, folder: Path) -> None:
 
     Loss, structure, prior, calibration, dimensions, versions, and how score and search make the encoder.
     """
-    from contrastive_curvature.cli.saved import read_spec
+    from contrastive_curvature.cli.encoder_file import read_spec
     from contrastive_curvature.pretrained import read_info
 
     if not folder.is_dir():

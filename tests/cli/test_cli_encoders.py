@@ -304,12 +304,12 @@ def test_a_model_of_sentence_transformers_and_its_own_code(run: Run, sentences: 
     (sentences / "own.py").write_text("open('exploded', 'w')\n")
     assert "trust_remote_code" in error_of(run(*fit, "--overwrite", code=2))
     # Nor does a folder that somebody else wrote allow it.
-    from contrastive_curvature.cli.saved import _checksum
+    from contrastive_curvature.cli.encoder_file import checksum
 
     spec = json.loads(Path("p/encoder.json").read_text())
     spec.pop("checksum")
     spec["options"] = {"model_kwargs": {"trust_remote_code": True}}
-    Path("p/encoder.json").write_text(json.dumps({**spec, "checksum": _checksum(spec)}))
+    Path("p/encoder.json").write_text(json.dumps({**spec, "checksum": checksum(spec)}))
     assert "trust_remote_code" in error_of(run("score", "p", "train.csv", "--out", "none.csv", code=2))
     assert not Path("exploded").exists()
 

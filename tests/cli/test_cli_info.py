@@ -84,13 +84,13 @@ def test_completion_after_a_mistyped_command_says_nothing(monkeypatch: pytest.Mo
 def test_a_foreign_folder_cannot_disguise_its_encoder(run: Run) -> None:
     from pathlib import Path
 
-    from contrastive_curvature.cli import saved
+    from contrastive_curvature.cli.encoder_file import checksum
 
     path = Path("posterior/encoder.json")
     spec = {k: v for k, v in json.loads(path.read_text()).items() if k != "checksum"}
     name = "evil:code\r\x1b[2K  encoder       timm:resnet18\u202e\n"
     spec |= {"kind": "encoder", "encoder": name, "options": {}}
-    path.write_text(json.dumps({**spec, "checksum": saved._checksum(spec)}))
+    path.write_text(json.dumps({**spec, "checksum": checksum(spec)}))
     shown = run("info", "posterior").stdout
     assert "evil:code\\r\\x1b[2K  encoder       timm:resnet18\\u202e\\n" in shown
     assert all(character.isprintable() or character == "\n" for character in shown)
