@@ -53,6 +53,7 @@ def score(
     from contrastive_curvature.cli.outputs import check_output, write_table
     from contrastive_curvature.cli.saved import open_posterior
     from contrastive_curvature.cli.sources import open_source
+    from contrastive_curvature.cli.texts import readable
     from contrastive_curvature.progress import Progress
 
     check_output(out, source)
@@ -80,7 +81,7 @@ def score(
         )
     write_table(out, lambda: _table(la, mu, calibrated, alpha, rows()))
     values: dict[str, Any] = {"file": str(out), "inputs": len(opened), "calibrated": calibrated}
-    line = f"{out}: {len(opened):,} inputs"
+    line = f"{readable(str(out))}: {len(opened):,} inputs"
     if alpha is not None:
         values |= {"alpha": alpha, "unknown": sum(flagged)}
         line += f", {sum(flagged):,} of them unknown (p-value at most {alpha:g})"

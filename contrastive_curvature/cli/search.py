@@ -59,6 +59,7 @@ def search(
     from contrastive_curvature.cli.score import number_type
     from contrastive_curvature.cli.searching import find
     from contrastive_curvature.cli.sources import open_source
+    from contrastive_curvature.cli.texts import readable
 
     given = [path for path in (gallery, queries, validation) if path is not None]
     check_output(out, *given)
@@ -74,7 +75,7 @@ def search(
     found = find(console, la, folder, searched, asking, asked, k, options["batch_size"])
     write_table(out, lambda: _table(found, searched, asking, k, number_type(la)))
     values: dict[str, Any] = {"file": str(out), "queries": len(asking), "gallery": len(searched), "k": k}
-    line = f"{out}: {len(asking):,} queries in {len(searched):,} points"
+    line = f"{readable(str(out))}: {len(asking):,} queries in {len(searched):,} points"
     if found.right is not None:
         without = int((found.right < 0.5).sum())
         values["more_likely_no_match"] = without

@@ -263,6 +263,10 @@ def test_texts_that_are_no_utf8_are_written_out(run: Run) -> None:
     wanted = ["a\\xffb", "\\ud800", "é", "plain"]
     run(*SCORE, "odd.npz", "--out", "scores.csv")
     assert [row["id"] for row in read("scores.csv")] == wanted
+    # The name of the result, which stdout may not be able to show.
+    search = ("search", "posterior", "--gallery", "odd.npz", "--queries", "new.npz", "-k", 1)
+    for command in ((*SCORE, "odd.npz"), search):
+        assert "a\\xff.csv" in run(*command, "--out", "a\udcff.csv").stdout
     parquet = pytest.importorskip("pyarrow.parquet")
     run("search", "posterior", "--gallery", "odd.npz", "--queries", "odd.npz", "-k", 1, "--out", "hits.parquet")
     assert parquet.read_table("hits.parquet")["query"].to_pylist() == wanted
