@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from laplace.utils.enums import Likelihood, LinkApprox, PredType
@@ -33,13 +33,14 @@ from contrastive_curvature.laplace.options import CONTRASTIVE, arguments_by_name
 from contrastive_curvature.laplace.parts import PartwiseFit
 from contrastive_curvature.laplace.posterior import CheckedPosterior
 from contrastive_curvature.laplace.prior import PriorMethod
+from contrastive_curvature.laplace.shareable import Shareable
 from contrastive_curvature.network.compiled import refuse_compiled
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.loader import check_model
 from contrastive_curvature.options import Structure
 
 if TYPE_CHECKING:
-    from contrastive_curvature.pretrained.about import PushOptions, SaveOptions
+    pass
 
 __all__ = ["ContrastiveLaplace"]
 
@@ -52,7 +53,7 @@ _NO_HALF = (
 )
 
 
-class ContrastiveLaplace(PartwiseFit, CheckedPosterior):
+class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
     """A laplace-torch class for the posterior of a contrastive encoder.
 
     Args:
@@ -300,51 +301,6 @@ class ContrastiveLaplace(PartwiseFit, CheckedPosterior):
         from contrastive_curvature.serving.export import export
 
         return export(self, path, example, format=format, p_value=p_value, dynamic_axes=dynamic_axes)
-
-    def save_pretrained(self, folder: Path | str, *, overwrite: bool = False, **options: Unpack[SaveOptions]) -> Path:
-        """Write the posterior to a folder to keep or to share: safetensors, JSON and a model card.
-
-        :func:`contrastive_curvature.load_pretrained` reads it back around the encoder, which is not in it. What is in
-        it is complete at every moment, also if the process is killed.
-
-        Args:
-            folder: The folder; missing parents are made.
-            overwrite: Whether a saved posterior that is there may be replaced.
-            **options: ``match``, ``example`` and what the model card says (``fitted_on``, ``encoder_source``,
-                ``license``, ``metrics``, ...), see :class:`~contrastive_curvature.pretrained.about.SaveOptions`.
-
-        Returns:
-            The folder.
-
-        Raises:
-            NotFittedError: Before ``fit``.
-            InputError: An option is malformed, the folder holds something already, or it cannot be written.
-            UnsupportedError: The posterior is of a class of your own, or has options that are no plain values.
-        """
-        # Imported when used, as it imports the classes of posteriors.
-        from contrastive_curvature.pretrained.save import save_pretrained
-
-        return save_pretrained(self, folder, overwrite=overwrite, **options)
-
-    def push_to_hub(self, repo_id: str, **options: Unpack[PushOptions]) -> str:
-        """Save and upload to the Hugging Face hub (``pip install 'contrastive-curvature[hub]'``).
-
-        Args:
-            repo_id: The repository, ``"user/name"``; it is made where there is none.
-            **options: ``private``, ``token``, ``revision``, ``create_pr`` and ``commit_message``, and the options of
-                :meth:`save_pretrained`, see :class:`~contrastive_curvature.pretrained.about.PushOptions`.
-
-        Returns:
-            Address of the upload.
-
-        Raises:
-            NotFittedError: Before ``fit``.
-            InputError: An option is malformed, or the hub refuses the upload.
-            UnsupportedError: ``huggingface_hub`` is not installed; or see :meth:`save_pretrained`.
-        """
-        from contrastive_curvature.pretrained.hub import push_to_hub
-
-        return push_to_hub(self, repo_id, **options)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the posterior needs besides the encoder: tensors, numbers and strings only.

@@ -6,8 +6,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import laplace
 import torch
@@ -21,6 +20,7 @@ from contrastive_curvature.laplace import calibration, fitting
 from contrastive_curvature.laplace.base import ContrastiveLaplace
 from contrastive_curvature.laplace.options import CONTRASTIVE
 from contrastive_curvature.laplace.prior import PriorMethod
+from contrastive_curvature.laplace.shareable import Shareable
 from contrastive_curvature.laplace.state import unchanged_on_error
 from contrastive_curvature.laplace.tower_checks import (
     check_loss,
@@ -37,14 +37,14 @@ from contrastive_curvature.progress import Progress
 from contrastive_curvature.two_towers import TwoTowers
 
 if TYPE_CHECKING:
-    from contrastive_curvature.pretrained.about import PushOptions, SaveOptions
+    pass
 
 __all__ = ["TwoTowerLaplace"]
 
 _FASTER = "Faster: a random part of the data; subset_of_weights='last_layer'; or a GPU."
 
 
-class TwoTowerLaplace:
+class TwoTowerLaplace(Shareable):
     """Posteriors of two encoders into one space; ``laplace.Laplace(TwoTowers(...), "contrastive", ...)`` makes it.
 
     The loss of a batch depends on the outputs of both towers. Its curvature in the parameters of both has a block for
@@ -207,51 +207,6 @@ class TwoTowerLaplace:
         vectors = check_vectors(self._each(), [v_a] if v_b is None else [v_a, v_b])
         with self._ready(self._first(loader)) as pullbacks:
             return tuple(towers_product(pullbacks, loader, self._read, self.loss_of_towers, vectors))
-
-    def save_pretrained(self, folder: Path | str, *, overwrite: bool = False, **options: Unpack[SaveOptions]) -> Path:
-        """Write both posteriors to a folder to keep or to share: safetensors, JSON and a model card.
-
-        :func:`contrastive_curvature.load_pretrained` reads it back around the encoder, which is not in it. What is in
-        it is complete at every moment, also if the process is killed.
-
-        Args:
-            folder: The folder; missing parents are made.
-            overwrite: Whether a saved posterior that is there may be replaced.
-            **options: ``match``, ``example`` and what the model card says (``fitted_on``, ``encoder_source``,
-                ``license``, ``metrics``, ...), see :class:`~contrastive_curvature.pretrained.about.SaveOptions`.
-
-        Returns:
-            The folder.
-
-        Raises:
-            NotFittedError: Before ``fit``.
-            InputError: An option is malformed, the folder holds something already, or it cannot be written.
-            UnsupportedError: A posterior is of a class of your own, or has options that are no plain values.
-        """
-        # Imported when used, as it imports the classes of posteriors.
-        from contrastive_curvature.pretrained.save import save_pretrained
-
-        return save_pretrained(self, folder, overwrite=overwrite, **options)
-
-    def push_to_hub(self, repo_id: str, **options: Unpack[PushOptions]) -> str:
-        """Save and upload to the Hugging Face hub (``pip install 'contrastive-curvature[hub]'``).
-
-        Args:
-            repo_id: The repository, ``"user/name"``; it is made where there is none.
-            **options: ``private``, ``token``, ``revision``, ``create_pr`` and ``commit_message``, and the options of
-                :meth:`save_pretrained`, see :class:`~contrastive_curvature.pretrained.about.PushOptions`.
-
-        Returns:
-            Address of the upload.
-
-        Raises:
-            NotFittedError: Before ``fit``.
-            InputError: An option is malformed, or the hub refuses the upload.
-            UnsupportedError: ``huggingface_hub`` is not installed; or see :meth:`save_pretrained`.
-        """
-        from contrastive_curvature.pretrained.hub import push_to_hub
-
-        return push_to_hub(self, repo_id, **options)
 
     def state_dict(self) -> dict[str, Any]:
         """The states of both posteriors; ``torch.load(..., weights_only=True)`` reads it back.
