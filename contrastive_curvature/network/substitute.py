@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.network.call import entry_of
 from contrastive_curvature.network.compiled import eager
-from contrastive_curvature.network.threads import evaluation_mode, watched
+from contrastive_curvature.network.threads import evaluation_mode, users_hooks, watched
 
 __all__ = ["Key", "carries", "other_values", "substituted"]
 
@@ -42,6 +42,8 @@ def carries(
         matches: Whether the values in the place of that output (N, D), and the result (N, D), belong together.
         direction_only: Whether parameters that change nothing but the norms of the result may lie beside it, such as a
             learned temperature.
+
+    An encoder with hooks of the user's runs without a graph, so that only the values are compared.
     """
     put = list[Tensor]()
 
@@ -51,8 +53,10 @@ def carries(
             out = run()
         return out if put and matches(put[0], out.detach()) else None
 
+    # A hook, such as those of a module that BackPACK extended, may keep what belongs to the user's own backward pass.
+    hooked = any(users_hooks(m) or m._backward_hooks or m._backward_pre_hooks for m in model.modules())
     try:
-        with torch.enable_grad(), _attributes_kept(model):
+        with torch.set_grad_enabled(not hooked), _attributes_kept(model):
             out = passes()
             found = out is not None and not _has_gradient(model, out, direction_only)
         del out
@@ -65,7 +69,7 @@ def carries(
         with torch.no_grad(), suppress(UnsupportedError):
             return passes() is not None
         return False
-    # A module may keep what it computed last, and what has a graph cannot be copied.
+    # A module may keep what it computed last: other values, with a graph that cannot be copied.
     with torch.no_grad(), evaluation_mode(model), eager(model):
         run()
     return found

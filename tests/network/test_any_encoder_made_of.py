@@ -168,3 +168,12 @@ def test_a_scaled_normalisation_is_seen_in_one_point(device: str, kind: str, row
     for batch in (x[:1], x):
         with pytest.raises(cc.UnsupportedError, match="has norm 1, and no module at its end does it"):
             Encoder(twice, batch)
+
+
+def test_hooks_of_the_user_see_no_graph(device: str) -> None:
+    seen: list[bool] = []
+    model, x = Head(lambda s, x: F.normalize(s.h(s.hidden(x)), dim=1)).to(device), points(device)
+    model.t.register_forward_hook(lambda _, __, out: seen.append(out.requires_grad))
+    assert Encoder(model, x).last_layer_name == "h"
+    assert seen
+    assert not any(seen)
