@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import click
 
 from contrastive_curvature.cli.errors import printable
+from contrastive_curvature.cli.texts import readable
 
 __all__ = ["Console", "common_options"]
 
@@ -65,7 +66,7 @@ class Console:
         if self.as_json:
             click.echo(json.dumps(_plain({**values, "warnings": self.warnings}), allow_nan=False))
         elif not self.quiet:
-            click.echo("\n".join(printable(line) for line in lines))
+            click.echo("\n".join(readable(printable(line)) for line in lines))
 
     @contextmanager
     def showing_warnings(self) -> Iterator[None]:

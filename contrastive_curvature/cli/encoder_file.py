@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
-
 from contrastive_curvature.atomic import write_whole
 from contrastive_curvature.cli.encoders import LIBRARIES, Encoder, LastLayer, encoder_of, last_layer_encoder
 from contrastive_curvature.cli.errors import BadInputError
@@ -178,7 +176,9 @@ def _read_weights(folder: Path, name: str, sha256: str) -> tuple[Any, Any]:
         raise BadInputError(expected(f"{path}", "the weights of the last layer", "no such file", hint)) from error
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise BadInputError(expected(f"{path}", "the weights of the last layer", f"{error}", hint)) from error
-    assert torch.is_tensor(weight)
+    if weight.ndim != 2 or bias.shape != weight.shape[:1]:
+        came = f"weight {tuple(weight.shape)}, bias {tuple(bias.shape)}"
+        raise BadInputError(expected(f"{path}", "a weight (D, F) and a bias (D,)", came, hint))
     return weight.numpy(), bias.numpy()
 
 

@@ -10,7 +10,14 @@ import click
 
 from contrastive_curvature.cli.console import Console, common_options
 from contrastive_curvature.cli.folders import check_writable
-from contrastive_curvature.cli.options import PATH, check_device, computing_options, source_options, take_columns
+from contrastive_curvature.cli.options import (
+    PATH,
+    SHARE,
+    check_device,
+    computing_options,
+    source_options,
+    take_columns,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +43,7 @@ __all__ = ["evaluate"]
 @click.option(
     "--alpha",
     "alphas",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    type=SHARE,
     multiple=True,
     default=(0.01, 0.02, 0.05, 0.1),
     show_default=True,
@@ -78,7 +85,7 @@ def evaluate(
     from contrastive_curvature.report.packages import check_packages
 
     check_writable(out, check_target(out, f"--out {out}"))
-    check_packages("jinja2", "matplotlib")
+    check_packages("jinja2", "matplotlib", "PIL")
     columns, device = take_columns(options), check_device(options["device"])
     paths = {"test": test, "unknown": unknown, "gallery": gallery}
     for path in paths.values():

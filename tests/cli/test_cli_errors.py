@@ -2,6 +2,7 @@
 
 import csv
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import click
 import numpy as np
 import pytest
 from cli_support import Run, error_of
+from safetensors.torch import load_file, save
 
 from contrastive_curvature.cli import errors, group
 from contrastive_curvature.cli import fit as fit_command
@@ -50,6 +52,23 @@ def test_a_posterior_of_a_later_version_says_what_to_do(run: Run, file: str, key
     path = Path("posterior") / file
     path.write_text(json.dumps({**json.loads(path.read_text()), key: 99}))
     assert "pip install -U contrastive-curvature" in error_of(run(*SCORE, code=2))
+
+
+def test_weights_of_a_last_layer_of_another_shape(run: Run) -> None:
+    """Written on purpose, with a right checksum everywhere."""
+    from contrastive_curvature.cli.encoder_file import checksum
+
+    old = saved_files("encoder-*.safetensors")
+    tensors = load_file(old)
+    content = save({**tensors, "weight": tensors["weight"][0].contiguous()})
+    old.write_bytes(content)
+    path = Path("posterior/encoder.json")
+    spec = {key: value for key, value in json.loads(path.read_text()).items() if key != "checksum"}
+    spec["sha256"] = hashlib.sha256(content).hexdigest()
+    path.write_text(json.dumps({**spec, "checksum": checksum(spec)}))
+    error = error_of(run(*SCORE, code=2))
+    assert old.name in error
+    assert "a weight (D, F)" in error
 
 
 def test_a_folder_of_something_else(run: Run) -> None:

@@ -105,6 +105,7 @@ def test_without_classes(folder, tmp_path, capsys):
         (["--test", "none.npz"], "none.npz"),
         (["--test", "test.npz", "--unknown", "none.npz"], "none.npz"),
         (["--test", "test.npz", "--alpha", "2"], "alpha"),
+        (["--test", "test.npz", "--alpha", "nan"], "alpha"),
         (["--test", "test.npz", "--out", "test.npz"], "--out"),
         (["--test", "test.npz", "--out", "test.npz/report"], "--out"),
         ([], "--test"),
