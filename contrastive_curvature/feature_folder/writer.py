@@ -137,7 +137,7 @@ class Writer:
     def _analysed(self, x: Inputs) -> Encoder:
         if self._encoder is None:
             name = self.options.last_layer_name if self._header is None else self._header.source.last_layer
-            encoder = Encoder(self.model, slice_inputs(x, slice(0, _PROBE)), name)
+            encoder = Encoder(self.model, slice_inputs(x, slice(0, _PROBE)), name, label_key=self.options.label_key)
             encoder.require_last_layer()
             self._encoder = encoder
         return self._encoder

@@ -34,11 +34,18 @@ class RawFeatureExtractor(FeatureExtractor):
         model: The encoder; owned by the extractor.
         last_layer_name: Name of the last linear layer, or ``None`` to find it.
         enable_backprop: Whether features keep their graph.
+        label_key: Where batches that are mappings keep the labels.
     """
 
-    def __init__(self, model: nn.Module, last_layer_name: str | None = None, enable_backprop: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        last_layer_name: str | None = None,
+        enable_backprop: bool = False,
+        label_key: str = "labels",
+    ) -> None:
         super().__init__(model, enable_backprop=enable_backprop)
-        self._wanted = last_layer_name
+        self._wanted, self._label_key = last_layer_name, label_key
         # Kept out of the module tree: it would list every parameter twice.
         object.__setattr__(self, "_analysed", None)
 
@@ -67,7 +74,8 @@ class RawFeatureExtractor(FeatureExtractor):
         if self._analysed is not None:
             return
         with evaluation_mode(self.model):
-            encoder = Encoder(self.model, slice_inputs(probe, slice(0, 8)), self._wanted, takes_features=True)
+            few = slice_inputs(probe, slice(0, 8))
+            encoder = Encoder(self.model, few, self._wanted, takes_features=True, label_key=self._label_key)
         layer = encoder.require_last_layer()
         object.__setattr__(self, "_analysed", encoder)
         object.__setattr__(self, "last_layer", layer)

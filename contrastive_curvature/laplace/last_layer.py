@@ -43,7 +43,9 @@ class LastLayerLaplace(ContrastiveLaplace):
         self._hold(self.model.model)
 
     def _hold(self, encoder: nn.Module) -> None:
-        self.model = RawFeatureExtractor(uncompiled(encoder), self._last_layer_name, self.enable_backprop)
+        self.model = RawFeatureExtractor(
+            uncompiled(encoder), self._last_layer_name, self.enable_backprop, self.dict_key_y
+        )
 
     def _analyse(self, probe: Inputs) -> None:
         if self.model.last_layer is not None:

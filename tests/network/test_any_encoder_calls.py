@@ -423,3 +423,35 @@ def test_with_last_layer_refuses(device: str) -> None:
         cc.with_last_layer(tanh, x[:0])
     with pytest.raises(cc.InputError, match="x: expected inputs that the model can process"):
         cc.with_last_layer(tanh, x[:, :2])
+
+
+class _WithClasses(nn.Module):
+    """As trained with class weights: embeddings, or with labels the outputs of the layer of classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.classes = nn.Linear(6, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, label: Tensor | None = None) -> Tensor:
+        z: Tensor = self.embed(x)
+        return z if label is None else self.classes(z)
+
+
+@pytest.mark.parametrize("weights", ["last_layer", "all"])
+def test_labels_under_another_name_are_not_given_to_the_encoder(weights: str, device: str, tmp_path: Path) -> None:
+    x, y = torch.randn(12, 6, device=device), torch.arange(12, device=device) % 3
+    model, batch = _WithClasses().to(device), {"x": x, "label": y}
+    how = {"subset_of_weights": weights, "hessian_structure": "diag", "prior_precision": 1.0}
+    named, plain = Laplace(model, "contrastive", dict_key_y="label", **how), Laplace(model.embed, "contrastive", **how)
+    named.fit([batch])
+    plain.fit([(x, y)])
+    assert named.n_outputs == 4
+    n = plain.H.numel()  # of all weights, those of the classes come last, and have no part in embeddings
+    torch.testing.assert_close(named.H[:n], plain.H)
+    assert bool((named.H[n:] == 0).all())
+    torch.testing.assert_close(named({"x": x}).mu, plain(x).mu)
+    folder = cc.features(model, [batch], tmp_path / "features", label_key="label")
+    assert folder.width == 6
+    operator = cc.ContrastiveGGNLinearOperator(model, cc.ContrastiveLoss(), None, [batch], dict_key_y="label")
+    assert operator.shape[0] == sum(p.numel() for p in model.parameters())

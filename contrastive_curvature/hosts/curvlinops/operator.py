@@ -90,7 +90,7 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         if first is None:
             raise InputError(expected("data", "at least one batch", "an empty loader"))
         with evaluation_mode(model), torch.no_grad():
-            encoder = Encoder(model, slice_inputs(self._read(first)[0], slice(0, 8)))
+            encoder = Encoder(model, slice_inputs(self._read(first)[0], slice(0, 8)), label_key=dict_key_y)
             check_encoder(encoder, loss)
             self._pullback, self._order = _take(encoder, params)
             self._pullback.keep_values()

@@ -176,7 +176,8 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
         """
         if self._encoder is None:
             model = self.model
-            encoder = model.encoder if self.last_layer else Encoder(model, slice_inputs(probe, slice(0, 8)))
+            few = slice_inputs(probe, slice(0, 8))
+            encoder = model.encoder if self.last_layer else Encoder(model, few, label_key=self.dict_key_y)
             check_encoder(encoder, self.loss)
             self._encoder = encoder
         return self._encoder
