@@ -181,7 +181,7 @@ def test_ggn_says_what_is_wrong_before_it_runs_the_batch() -> None:
     for labels, pairs, words in ((y[:-1], None, "labels"), (y.double(), None, "labels"), (None, (index,) * 3, "pairs")):
         model = Counting().train()
         refused(lambda m=model, a=labels, b=pairs: cc.ggn(m, x, a, pairs=b), cc.InputError, words)
-        # The analysis looks at eight points, at the first of them alone, and at two with other values in a layer's place.
+        # The analysis looks at eight points, at the first alone, and twice at two with other values in a layer's place.
         assert model.points <= 8 + 1 + 2 * 2
         assert model.training
         assert model.inner.training
