@@ -79,6 +79,8 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         check_model(model)
         if not isinstance(loss, CosineLoss):
             raise InputTypeError(expected("loss", "a loss of contrastive_curvature", f"a {type(loss).__name__}"))
+        if not isinstance(dict_key_y, str):
+            raise InputTypeError(expected("dict_key_y", "the key of the labels", f"a {type(dict_key_y).__name__}"))
         check_loader(data, "data")
         check_whole(data, "data")
         data = in_fixed_order(data)
