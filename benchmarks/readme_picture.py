@@ -14,21 +14,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from laplace import Laplace
 from matplotlib.figure import Figure
-from sklearn.datasets import load_digits
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor
 
 import contrastive_curvature as cc
+from benchmarks.fitted_digits import fit_digits
 from contrastive_curvature import metrics
 
 OUT = Path(__file__).parent.parent / "docs" / "images" / "digits.png"
 ALPHA = 0.05
-_KNOWN_DIGITS = 8
 _SHOWN = 12
-_TRAIN, _CALIBRATE = 600, 400
+_CALIBRATE = 400
 _BLUE, _ORANGE, _GREY = "#0072b2", "#d55e00", "#555555"  # told apart by the colour-blind, too
 
 
@@ -47,28 +43,7 @@ def score(epochs: int = 60) -> tuple[Scored, Scored, float]:
         Test images of known digits, images of unknown digits, and the share of wrong nearest neighbours among the
         known ones.
     """
-    torch.manual_seed(0)
-    digits = load_digits()
-    x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
-    known = (y < _KNOWN_DIGITS).nonzero().flatten()
-    known = known[torch.randperm(len(known))]
-    train, calibrate, test = known[:_TRAIN], known[_TRAIN : _TRAIN + _CALIBRATE], known[_TRAIN + _CALIBRATE :]
-    unknown = (y >= _KNOWN_DIGITS).nonzero().flatten()
-
-    encoder = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
-    loader = DataLoader(TensorDataset(x[train], y[train]), batch_size=100, shuffle=True)
-    contrastive_loss = cc.ContrastiveLoss(margin=0.7, normalization="type")
-    optimizer = torch.optim.Adam(encoder.parameters(), lr=3e-3)
-    for _ in range(epochs):
-        for images, labels in loader:
-            optimizer.zero_grad()
-            contrastive_loss(encoder(images), labels).backward()
-            optimizer.step()
-
-    la = Laplace(encoder, likelihood="contrastive")
-    la.fit(loader)
-    la.optimize_prior_precision()
-    la.calibrate(DataLoader(TensorDataset(x[calibrate], y[calibrate]), batch_size=100))
+    la, x, y, train, test, unknown = fit_digits(_CALIBRATE, epochs)
     scored = [Scored(x[rows].view(-1, 8, 8), y[rows], la(x[rows])) for rows in (test, unknown)]
     nearest = (scored[0].embedding.mu @ la(x[train]).mu.T).argmax(1)
     wrong = float((y[train][nearest] != scored[0].labels).float().mean())
