@@ -1,7 +1,7 @@
 """The cheap estimate of a data set's curvature, from the pairs inside each batch, rescaled (paper, Proposition B.1).
 
-The loss determines the scale (:func:`contrastive_curvature.losses.dataset.batch_hessian`). A batch without positive, or
-without negative, pairs contributes nothing to the estimate for these pairs.
+A first pass counts the pairs, of the data set and inside the batches. Then every pair inside a batch has its weight
+among all pairs of the data set, divided by the part of the pairs of its type that lies inside a batch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.ggn.class_sums import TYPICAL, ClassSums
 from contrastive_curvature.ggn.dataset import BatchReader, DatasetCurvature, check_fittable, check_targets, mean_norm
 from contrastive_curvature.ggn.dominance import Dominance
@@ -25,11 +25,13 @@ from contrastive_curvature.ggn.sharing import structured_curvature
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.dataset import batch_hessian
-from contrastive_curvature.losses.weighting import class_pairs
+from contrastive_curvature.losses.derivatives import PairDerivatives
+from contrastive_curvature.losses.weighting import Shares, lone_shares, pair_totals
 from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.network.pullback import Pullback
-from contrastive_curvature.options import KFACApprox, Normalization, Structure
+from contrastive_curvature.options import KFACApprox, Structure
 from contrastive_curvature.pairs import RelationFunction, make_relation
+from contrastive_curvature.pairs.relation import LabelRelation, TargetRelation, make_target_relation
 from contrastive_curvature.parts.class_table import ClassTableCollector
 from contrastive_curvature.parts.rows import RowCollector
 from contrastive_curvature.parts.share import Share
@@ -76,7 +78,7 @@ def batches_curvature(
     """
     progress = Progress.of(progress)
     share = Share(loader)
-    known = targets_of_part(share, read, loss, relation, progress)
+    known = targets_of_part(share, read, relation, progress)
     part = batches_of_part(pullback, share, read, known, loss, structure, relation, progress, kfac_approx, sampler)
     return finished_sums(pullback, part, structure)
 
@@ -84,7 +86,6 @@ def batches_curvature(
 def targets_of_part(
     share: Share,
     read: BatchReader,
-    loss: PairLoss,
     relation: RelationFunction | None = None,
     progress: Progress | bool | None = None,
     *,
@@ -96,7 +97,6 @@ def targets_of_part(
     Args:
         share: Batches with the numbers of their points.
         read: Converts what the loader yields into inputs and targets.
-        loss: The loss.
         relation: ``None`` for class labels, or a callable on targets.
         progress: Progress of the whole fit, or whether to show progress.
         identity: See :class:`~contrastive_curvature.parts.State`.
@@ -104,23 +104,15 @@ def targets_of_part(
 
     Raises:
         InputError: Targets are malformed.
-        UnsupportedError: The loss counts all pairs, and a callable on targets decides which there are in several parts.
     """
     index, count = part
-    # Only this normalisation asks for the pairs of different batches.
-    keeps = relation is not None and loss.normalization is Normalization.SUM
-    if keeps and count > 1:
-        msg = (
-            "normalization='sum' with relation: the number of all pairs takes the targets of all parts at once. Use "
-            "normalization='anchor' or 'type', or class labels."
-        )
-        raise UnsupportedError(msg)
-    inside = torch.zeros((), dtype=torch.float64)
-    record, rows, table = PassRecord(), RowCollector(None if keeps else 0), ClassTableCollector()
+    inside = torch.zeros(2, dtype=torch.float64)
+    # Class labels are counted; of other targets it takes all to know the pairs of a point.
+    record, rows, table = PassRecord(), RowCollector(0 if relation is None else None), ClassTableCollector()
     for batch, numbers in Progress.of(progress).over(share, "[targets]"):
         x, y = read(batch)
         y = check_targets(y, input_length(x), relation)
-        inside = inside + float(make_relation(y.shape[0], y.device, y, relation).counts()[0].sum())
+        inside += inside.new_tensor(pair_totals(*make_relation(y.shape[0], y.device, y, relation).counts()))
         rows.add(numbers, {"targets": y})
         record.add_targets(y)
         if relation is None:
@@ -169,8 +161,8 @@ def batches_of_part(
     known.check_complete()
     if not n:
         raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
-    check_fittable(n, float(known.sums[_INSIDE]))
-    totals = _totals(known, relation) if loss.normalization is Normalization.SUM else None
+    every, inside = _all_pairs(known, loss, relation), known.sums[_INSIDE].tolist()
+    check_fittable(n, inside[0])
     sums: dict[str, Tensor] = {}
     record, sample = PassRecord(), FeatureSample.of(pullback)
     dominance = Dominance(pullback, structure, n, index if count > 1 else -1)
@@ -185,7 +177,7 @@ def batches_of_part(
             loss,
             structure,
             n,
-            totals,
+            every.shares_for(y).standing_for(every.totals, inside),
             relation,
             kfac_approx,
             dominance,
@@ -210,13 +202,15 @@ def batches_of_part(
     return State(CURVATURE, identity or {}, origins, count, sums, kept, table, dominance.contributions())
 
 
-def _totals(known: State, relation: RelationFunction | None) -> tuple[float, float]:
-    """Number of positive and negative pairs of the data set."""
+def _all_pairs(known: State, loss: PairLoss, relation: RelationFunction | None) -> PairDerivatives:
+    """What the first pass has counted of the pairs of the data set; without any embedding."""
     if known.classes is not None:
-        return class_pairs(known.classes.counts)[2]
-    targets = known.kept[_TARGETS].columns["targets"]
-    positive, negative = make_relation(len(targets), targets.device, targets, relation).counts()
-    return float(positive.sum()) / 2, float(negative.sum()) / 2
+        table = known.classes
+        made: TargetRelation = LabelRelation(table.labels.repeat_interleave(table.counts))
+    else:
+        targets = known.kept[_TARGETS].columns["targets"]
+        made = make_target_relation(targets, len(targets), targets.device, relation)
+    return loss.derivatives(made, torch.zeros(0, 1, dtype=torch.float64, device=made.device))
 
 
 def _check_same(known: State, again: Origin, index: int) -> None:
@@ -233,7 +227,7 @@ def batch_curvature(
     loss: PairLoss,
     structure: Structure,
     n_data: int,
-    totals: tuple[float, float] | None = None,
+    shares: Shares | None = None,
     relation: RelationFunction | None = None,
     kfac_approx: KFACApprox = KFACApprox.EXPAND,
     dominance: Dominance | None = None,
@@ -253,8 +247,8 @@ def batch_curvature(
         loss: The loss, with the distance and the fix of its curvature.
         structure: ``diag``, ``full`` or ``kron``.
         n_data: Number N of points in the data set.
-        totals: Number of positive and negative pairs in the data set; ``None`` estimates both numbers from the batch,
-            as ``N (N - 1) / (B (B - 1))`` times those of the batch.
+        shares: Of the points, for their pairs with each other to stand for all of theirs; ``None`` takes the batch for
+            representative of the data set.
         relation: ``None`` for class labels, or a callable on targets.
         kfac_approx: How ``kron`` treats the two points of a pair.
         dominance: Records the contribution of the batch, if given.
@@ -271,7 +265,10 @@ def batch_curvature(
     z, context = pullback.forward(x)
     if sample is not None:
         sample.add(context, numbers)
-    hessian = batch_hessian(loss, check_outputs(z, where), targets, n_data, totals, relation)
+    made = make_relation(len(z), z.device, targets, relation)
+    if shares is None:
+        shares = lone_shares(made, loss.normalization, z.dtype, n_data)
+    hessian = batch_hessian(loss, check_outputs(z, where), made, shares.to(z.dtype))
     if classes is not None:
         classes.add(hessian.z, targets, numbers)
     if record is not None:

@@ -106,8 +106,9 @@ def subset_hessian(
             targets.append(y[in_subset])
     points.check_same(record)
     inputs, z, y = concatenated(parts), torch.cat(outputs), torch.cat(targets)
-    factor = hessian.among(z, y).factor() if hessian.coupled else hessian.at(z, y).blocks.factor()
-    return HessianSubset(inputs, (points.n / size) ** 0.5 * factor, hessian.coupled)
+    if hessian.coupled:
+        return HessianSubset(inputs, hessian.among(z, y).factor(), coupled=True)
+    return HessianSubset(inputs, (points.n / size) ** 0.5 * hessian.at(z, y).blocks.factor(), coupled=False)
 
 
 def selected_rows(x: Inputs, rows: Tensor) -> Inputs:

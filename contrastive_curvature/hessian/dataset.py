@@ -135,7 +135,7 @@ class DatasetHessian:
         return [make_blocks(u, n, sums, self.distance, self.pd_fix) for sums in found]
 
     def among(self, z: Tensor, targets: Tensor) -> OutputHessian:
-        """The Hessian of some of the points among themselves, as their share of that of the whole set.
+        """The Hessian of some of the points among themselves, which stands for that of the whole set.
 
         Arguments as in :meth:`at`.
         """

@@ -178,7 +178,7 @@ class DatasetDerivatives(CosineDerivatives):
 
     @abstractmethod
     def among(self, u: Tensor, targets: Tensor) -> CosineDerivatives:
-        """Derivatives of some points of this set among themselves, as their share of those of the whole set.
+        """Derivatives of some points of this set among themselves, which stand for the whole set.
 
         Args:
             u: Unit embeddings of B of the points, shape (B, D).

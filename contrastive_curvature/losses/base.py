@@ -15,7 +15,7 @@ from contrastive_curvature.losses.derivatives import PairDerivatives
 from contrastive_curvature.losses.effort import block_seconds, labelled_seconds, moment_seconds
 from contrastive_curvature.losses.last_call import LastCall
 from contrastive_curvature.losses.rules import value_of
-from contrastive_curvature.losses.weighting import PairFactors, Shares, count_shares
+from contrastive_curvature.losses.weighting import PairFactors, Shares, count_shares, pair_totals
 from contrastive_curvature.options import Distance, Normalization, PDFix, check_negative_weight, parse_option
 from contrastive_curvature.pairs import Pairs, make_relation
 from contrastive_curvature.pairs.edges import EdgeRelation
@@ -113,9 +113,8 @@ class PairLoss(CosineLoss):
             self._last_call = LastCall(z, labels, pairs)
         z = check_outputs(z)
         relation = make_relation(z.shape[0], z.device, labels, pairs)
-        positive, negative = relation.counts()
-        totals = (positive.sum().item() / 2, negative.sum().item() / 2)
-        shares = count_shares(positive, negative, self.normalization, z.dtype, totals)
+        counts = relation.counts()
+        shares = count_shares(*counts, self.normalization, z.dtype, pair_totals(*counts))
         factors = PairFactors(1 - self.negative_weight, self.negative_weight)
         u, _ = normalize(z)
         if isinstance(relation, EdgeRelation):
@@ -135,7 +134,7 @@ class PairLoss(CosineLoss):
         u: Tensor,
         *,
         attracting_only: bool | None = None,
-        scale: tuple[float, float] = (1.0, 1.0),
+        shares: Shares | None = None,
     ) -> PairDerivatives:
         """Derivatives of this loss in the cosines of N points.
 
@@ -144,11 +143,11 @@ class PairLoss(CosineLoss):
             u: Unit embeddings, shape (N, D).
             attracting_only: Whether the first derivatives are those of the positive pairs only (Eq. 109); ``None``: as
                 this loss's ``pd_fix`` has it.
-            scale: Extra factors of positives and negatives, for a batch that stands for a data set (Proposition B.1).
+            shares: Of the points, for a batch that stands for a data set; ``None`` counts the pairs of ``relation``.
         """
         only = self.pd_fix.attracting_only if attracting_only is None else attracting_only
         second_only = self.pd_fix.second_only
-        return PairDerivatives(self, relation, u, attracting_only=only, second_only=second_only, scale=scale)
+        return PairDerivatives(self, relation, u, attracting_only=only, second_only=second_only, shares=shares)
 
     def replaced(self, *, negative_weight: float | None = None, **options: Any) -> Self:
         """This loss with other values of the options that all losses have; ``None`` keeps a value.

@@ -13,6 +13,7 @@ from contrastive_curvature.losses.base import PairLoss, Terms
 from contrastive_curvature.losses.contrastive_derivatives import ContrastiveDerivatives
 from contrastive_curvature.losses.label_sums import TILE_COLUMNS, TILE_ROWS, add_inside
 from contrastive_curvature.losses.mining import active_pairs
+from contrastive_curvature.losses.weighting import Shares
 from contrastive_curvature.options import LARGEST_DISTANCE, Distance, Normalization, PDFix, check_margin
 from contrastive_curvature.pairs.relation import LabelRelation, Relation, RelationFunction
 
@@ -96,11 +97,11 @@ class ContrastiveLoss(PairLoss):
         u: Tensor,
         *,
         attracting_only: bool | None = None,
-        scale: tuple[float, float] = (1.0, 1.0),
+        shares: Shares | None = None,
     ) -> ContrastiveDerivatives:
         """See :meth:`PairLoss.derivatives`."""
         only = self.pd_fix.attracting_only if attracting_only is None else attracting_only
-        return ContrastiveDerivatives(self, relation, u, attracting_only=only, scale=scale)
+        return ContrastiveDerivatives(self, relation, u, attracting_only=only, shares=shares)
 
     def mine(
         self, z: Tensor, targets: Tensor, relation: RelationFunction | None = None

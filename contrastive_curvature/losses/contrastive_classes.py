@@ -41,7 +41,7 @@ class ContrastiveOfClasses:
         sets: Points that stand for all negatives inside the margin, in sets of which each may stand for all; of no
             effect where no margin decides which negatives count.
         attracting_only: Whether the positive pairs alone count (the ``positive`` fix, Eq. 109).
-        scale: Extra factors of positives and negatives (Proposition B.1).
+        shares: Of the classes; ``None`` counts the pairs of ``table``.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class ContrastiveOfClasses:
         sets: Sequence[LabelledPoints] = (),
         *,
         attracting_only: bool = False,
-        scale: tuple[float, float] = (1.0, 1.0),
+        shares: ClassShares | None = None,
     ) -> None:
         self.loss, self.table, self.attracting_only = loss, table, attracting_only
-        self.factors = PairFactors((1 - loss.negative_weight) * scale[0], loss.negative_weight * scale[1])
-        self.shares = ClassShares.of_counts(table.labels, table.counts, loss.normalization, dtype)
+        self.factors = PairFactors(1 - loss.negative_weight, loss.negative_weight)
+        self.shares = shares or ClassShares.of_counts(table.labels, table.counts, loss.normalization, dtype)
         self._counts: Tensor | None = None
         columns: list[InsideColumns] = []
         negative = 0.0 if attracting_only else self.factors.negative

@@ -9,6 +9,7 @@ from torch import Tensor
 from contrastive_curvature.hessian.derivatives import NodeSums, Totals
 from contrastive_curvature.losses.contrastive_classes import ContrastiveOfClasses, LabelledPoints
 from contrastive_curvature.losses.derivatives import PairDerivatives
+from contrastive_curvature.losses.weighting import ClassShares
 from contrastive_curvature.pairs.relation import LabelRelation
 from contrastive_curvature.parts.class_table import ClassTable
 
@@ -56,7 +57,7 @@ class ContrastiveDerivatives(PairDerivatives):
                 self.u.dtype,
                 [LabelledPoints(self.u, labels)],
                 attracting_only=self.attracting_only,
-                scale=self.scale,
+                shares=ClassShares(labels, self.shares),
             )
         return self._found
 

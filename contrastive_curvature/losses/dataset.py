@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from contrastive_curvature.hessian.dataset import DatasetHessian
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.base import PairLoss
-from contrastive_curvature.losses.weighting import batch_scale
-from contrastive_curvature.pairs import Relation, make_relation
+from contrastive_curvature.losses.weighting import Shares
+from contrastive_curvature.pairs import Relation
 
 __all__ = ["batch_hessian", "dataset_hessian"]
 
@@ -27,34 +25,17 @@ def dataset_hessian(loss: PairLoss, z: Tensor, relation: Relation) -> DatasetHes
     return DatasetHessian(z, loss.derivatives(relation, normalize(z)[0]), loss.distance, loss.pd_fix)
 
 
-def batch_hessian(
-    loss: PairLoss,
-    z: Tensor,
-    targets: Tensor,
-    n_data: int,
-    totals: tuple[float, float] | None = None,
-    relation: Any = None,
-    pairs: Any = None,
-) -> OutputHessian:
-    """The Hessian of B points as their share of a data set's (paper, Proposition B.1).
-
-    ``sum``: the positives of a batch stand for all positives of the data set, its negatives for all negatives (Eq.
-    29-38); batches count by their number of points. ``type``: means are averaged over the batches. ``anchor``: every
-    point brings its own share, so batches add up as they are.
+def batch_hessian(loss: PairLoss, z: Tensor, relation: Relation, shares: Shares) -> OutputHessian:
+    """The Hessian of a batch as its part of a data set's (paper, Proposition B.1).
 
     Args:
         loss: The loss, with the distance and the fix of its curvature.
         z: Checked raw outputs, shape (B, D).
-        targets: Their labels or targets.
-        n_data: Number N of points in the data set.
-        totals: Number of positive and negative pairs in the data set; ``None`` takes the batch for representative of
-            both, ``N (N - 1) / (B (B - 1))`` times its own.
-        relation: ``None`` for class labels, or a callable on targets.
-        pairs: Index tuples of a miner, instead of targets and relation.
+        relation: Which pairs of the batch are positive and negative.
+        shares: What they weigh, so that they stand for the pairs that lie in no batch
+            (:meth:`~contrastive_curvature.losses.weighting.Shares.standing_for`).
 
     Returns:
         A Hessian that sums over batches to an estimate of that of all pairs.
     """
-    made = make_relation(z.shape[0], z.device, *((targets, relation) if pairs is None else (None, pairs)))
-    scale = batch_scale(made, loss.normalization, n_data, totals)
-    return loss.hessian_of(z, loss.derivatives(made, normalize(z)[0], scale=scale))
+    return loss.hessian_of(z, loss.derivatives(relation, normalize(z)[0], shares=shares))

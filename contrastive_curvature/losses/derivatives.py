@@ -11,7 +11,7 @@ from torch import Tensor
 from contrastive_curvature.hessian.derivatives import DatasetDerivatives, NodeSums, Totals
 from contrastive_curvature.hessian.moments import DenseMoments, MomentPart, Moments, PairMoments
 from contrastive_curvature.losses.rules import check_sums, terms_of, value_of
-from contrastive_curvature.losses.weighting import ClassShares, PairFactors, Shares, batch_scale, count_shares
+from contrastive_curvature.losses.weighting import ClassShares, PairFactors, Shares, count_shares, pair_totals
 from contrastive_curvature.pairs.edges import EdgeRelation
 from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS, LabelRelation, Relation, TargetRelation
 
@@ -33,7 +33,7 @@ class PairDerivatives(DatasetDerivatives):
         u: Unit embeddings, shape (N, D).
         attracting_only: Whether ``y`` keeps the positive pairs only (the ``positive`` fix, Eq. 109).
         second_only: Whether ``y`` is zero (the ``ggn`` fix).
-        scale: Extra factors of positives and negatives (Proposition B.1).
+        shares: Of the points; ``None`` counts the pairs of ``relation``.
     """
 
     def __init__(
@@ -44,18 +44,18 @@ class PairDerivatives(DatasetDerivatives):
         *,
         attracting_only: bool = False,
         second_only: bool = False,
-        scale: tuple[float, float] = (1.0, 1.0),
+        shares: Shares | None = None,
     ) -> None:
         self.loss = loss
         self.relation = relation
         self.u = u
         self.n = relation.n
         self.attracting_only, self.second_only = attracting_only, second_only
-        self.scale = scale
-        self.factors = PairFactors((1 - loss.negative_weight) * scale[0], loss.negative_weight * scale[1])
+        self.factors = PairFactors(1 - loss.negative_weight, loss.negative_weight)
         positive, negative = relation.counts()
-        self.totals = (positive.sum().item() / 2, negative.sum().item() / 2)
-        self.shares = count_shares(positive, negative, loss.normalization, u.dtype, self.totals)
+        self.totals = pair_totals(positive, negative)
+        counted = count_shares(positive, negative, loss.normalization, u.dtype, self.totals)
+        self.shares = counted if shares is None else shares
         self._class_shares: ClassShares | None = None
         self._summed: Totals | None = None
 
@@ -170,8 +170,8 @@ class PairDerivatives(DatasetDerivatives):
     def among(self, u: Tensor, targets: Tensor) -> PairDerivatives:
         """See :meth:`DatasetDerivatives.among`."""
         relation = self._target_relation().of(targets)
-        scale = batch_scale(relation, self.loss.normalization, self.n, self.totals)
-        return self.loss.derivatives(relation, u, attracting_only=self.attracting_only, scale=scale)
+        shares = self.shares_for(targets).standing_for(self.totals, pair_totals(*relation.counts()))
+        return self.loss.derivatives(relation, u, attracting_only=self.attracting_only, shares=shares)
 
     def shares_for(self, targets: Tensor) -> Shares:
         """Shares of points of this set, recognised by their targets."""
@@ -195,7 +195,8 @@ class PairDerivatives(DatasetDerivatives):
         ``attracting_only`` drops the repelling pairs from the curvature, not from the loss.
         """
         if self.attracting_only:
-            return self.loss.derivatives(self.relation, self.u, attracting_only=False, scale=self.scale).loss_and_cost()
+            every = self.loss.derivatives(self.relation, self.u, attracting_only=False, shares=self.shares)
+            return every.loss_and_cost()
         if totals is None:
             totals = self._summed or self.node_sums().totals(self.u)
         return self._loss_and_cost(totals)

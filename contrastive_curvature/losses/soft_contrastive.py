@@ -16,6 +16,7 @@ from contrastive_curvature.hessian.derivatives import NodeSums
 from contrastive_curvature.losses._numbers import check_finite_number
 from contrastive_curvature.losses.base import PairLoss, Terms
 from contrastive_curvature.losses.derivatives import PairDerivatives
+from contrastive_curvature.losses.weighting import Shares
 from contrastive_curvature.options import Distance, Normalization, PDFix
 from contrastive_curvature.pairs.relation import Relation
 
@@ -87,14 +88,14 @@ class SoftContrastiveLoss(PairLoss):
         u: Tensor,
         *,
         attracting_only: bool | None = None,
-        scale: tuple[float, float] = (1.0, 1.0),
+        shares: Shares | None = None,
     ) -> PairDerivatives:
         """See :meth:`PairLoss.derivatives`."""
         if self.squared:
-            return super().derivatives(relation, u, attracting_only=attracting_only, scale=scale)
+            return super().derivatives(relation, u, attracting_only=attracting_only, shares=shares)
         only = self.pd_fix.attracting_only if attracting_only is None else attracting_only
         second_only = self.pd_fix.second_only
-        return _ApartDerivatives(self, relation, u, attracting_only=only, second_only=second_only, scale=scale)
+        return _ApartDerivatives(self, relation, u, attracting_only=only, second_only=second_only, shares=shares)
 
     def _value(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Tensor:
         squared = 2 - 2 * cosine

@@ -3,11 +3,13 @@
 A listed pair {i, j} counts ``(1 - w_n) m+_ij (r+_i + r+_j) / 2`` as a positive and ``w_n m-_ij (r-_i + r-_j) / 2`` as a
 negative, with the multiplicities ``m`` of the relation and, at every point, a share ``r`` that carries the
 normalisation: 1 for ``sum``, one over the number of pairs of the type for ``type`` (Eq. 23), one over the number at the
-point for ``anchor`` (Eq. 119). Counts run over all listed pairs, also over negatives that do not enter the loss.
+point for ``anchor`` (Eq. 119). Counts run over all listed pairs, also over negatives that do not enter the loss. Where
+only some of the pairs are formed, their shares stand for all (:meth:`Shares.standing_for`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +17,10 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.options import Normalization
+from contrastive_curvature.pairs.edges import EdgeRelation
 from contrastive_curvature.pairs.relation import Relation
 
-__all__ = ["ClassShares", "PairFactors", "Shares", "batch_scale", "class_pairs", "count_shares"]
+__all__ = ["ClassShares", "PairFactors", "Shares", "class_pairs", "count_shares", "lone_shares", "pair_totals"]
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,23 @@ class Shares:
         """Shares of some of the points."""
         return Shares(self.positive[rows], self.negative[rows])
 
+    def to(self, dtype: torch.dtype) -> Shares:
+        """The same in another floating-point type."""
+        return Shares(self.positive.to(dtype), self.negative.to(dtype))
+
+    def standing_for(self, every: Sequence[float], some: Sequence[float]) -> Shares:
+        """The shares with which some of the pairs stand for all of them.
+
+        Args:
+            every: Number of all positive and of all negative pairs.
+            some: Number of those that carry the shares; a type without any stays zero.
+        """
+        positive, negative = (a / b if b else 0.0 for a, b in zip(every, some, strict=True))
+        return Shares(positive * self.positive, negative * self.negative)
+
 
 def count_shares(
-    positive: Tensor, negative: Tensor, normalization: Normalization, dtype: torch.dtype, totals: tuple[float, float]
+    positive: Tensor, negative: Tensor, normalization: Normalization, dtype: torch.dtype, totals: Sequence[float]
 ) -> Shares:
     """Turn counts into shares.
 
@@ -160,25 +177,31 @@ class PairFactors:
         return attract, weight(self.negative, rows.negative, columns.negative, negative)
 
 
-def batch_scale(
-    relation: Relation, normalization: Normalization, n_data: int, totals: tuple[float, float] | None
-) -> tuple[float, float]:
-    """Factors of the positives and negatives of a batch that stands for a data set (paper, Proposition B.1).
+def lone_shares(relation: Relation, normalization: Normalization, dtype: torch.dtype, n_data: int) -> Shares:
+    """Shares of the pairs of a batch, where nothing else is known of the data set that it stands for.
 
     Args:
         relation: Of the B points of the batch.
         normalization: See :class:`~contrastive_curvature.options.Normalization`.
+        dtype: Floating-point type of the shares.
         n_data: Number N of points of the data set.
-        totals: Number of positive and negative pairs in the data set; ``None`` takes the batch for representative.
+
+    Returns:
+        For ``anchor``, the points that have a positive in the batch stand for those that have none, and negatives
+        alike; a miner lists all pairs that are to count, so none are missing. For ``type``, batches count by their
+        number of points. For ``sum``, there are N (N - 1) / (B (B - 1)) times the pairs of the batch.
     """
-    share = relation.n / n_data
-    if normalization is Normalization.ANCHOR:
-        return 1.0, 1.0
+    counts = relation.counts()
+    shares = count_shares(*counts, normalization, dtype, pair_totals(*counts))
+    if normalization is Normalization.SUM:
+        return shares.standing_for([n_data - 1] * 2, [max(relation.n - 1, 1)] * 2)
     if normalization is Normalization.TYPE:
-        return share, share
-    if totals is None:
-        ratio = (n_data - 1) / max(relation.n - 1, 1)
-        return ratio, ratio
-    counts = [float(count.sum()) / 2 for count in relation.counts()]
-    first, second = (share * total / count if count else 0.0 for total, count in zip(totals, counts, strict=True))
-    return first, second
+        return shares.standing_for([relation.n] * 2, [n_data] * 2)
+    if isinstance(relation, EdgeRelation):
+        return shares
+    return shares.standing_for([relation.n] * 2, [int((count > 0).sum()) for count in counts])
+
+
+def pair_totals(positive: Tensor, negative: Tensor) -> tuple[float, float]:
+    """Number of positive and of negative pairs of points with given numbers of each, both of shape (N,)."""
+    return float(positive.sum()) / 2, float(negative.sum()) / 2

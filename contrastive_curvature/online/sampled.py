@@ -20,11 +20,13 @@ from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.contrastive import ContrastiveLoss
 from contrastive_curvature.losses.dataset import batch_hessian
+from contrastive_curvature.losses.weighting import lone_shares
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.module import parameter_places
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.options import PDFix, Structure
+from contrastive_curvature.pairs import make_relation
 
 __all__ = ["AllParameters", "LastLayer", "SampledEncoder"]
 
@@ -86,7 +88,10 @@ class SampledEncoder(ABC):
     ) -> DatasetCurvature:
         backend = self.backend
         if isinstance(backend.loss, PairLoss):
-            hessian = batch_hessian(backend.loss, z, targets, self.n_data, None, backend.relation, pairs)
+            given = (targets, backend.relation) if pairs is None else (None, pairs)
+            relation = make_relation(len(z), z.device, *given)
+            shares = lone_shares(relation, backend.loss.normalization, z.dtype, self.n_data)
+            hessian = batch_hessian(backend.loss, z, relation, shares)
         else:
             given = (None, pairs) if pairs is not None else (targets, backend.relation)
             hessian = backend.loss.data_hessian(z, backend.loss.relate(z, *given))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -282,37 +284,116 @@ def test_one_batch_of_everything_is_the_data_set(weights: str, structure: str, n
 
 
 @on_every_device
+@pytest.mark.parametrize("normalization", ["sum", "type", "anchor"])
 @pytest.mark.parametrize("pd_fix", ["fixed", "full"])
-def test_batches_stand_for_the_data_set(pd_fix: str, device: str) -> None:
-    """Anchors add up; ``type`` averages over batches; ``sum`` is Proposition B.1, type by type."""
+def test_pairs_inside_batches_stand_for_all_pairs_of_their_type(normalization: str, pd_fix: str, device: str) -> None:
+    """Pair by pair: the weight that it has in the data set, over the part of the pairs of its type inside a batch."""
     x, y = data(device)
-    model = body(device=device)
-    parts = [slice(0, 8), slice(8, 16), slice(16, POINTS)]
-    total_pos = float(sum((y[i] == y[j]).item() for i in range(POINTS) for j in range(i)))
-    total_neg = POINTS * (POINTS - 1) / 2 - total_pos
-
-    def part(rows: slice, **options: Any) -> Tensor:
-        return curvature(model, x[rows], y[rows], "all", "diag", clamp=False, pd_fix=pd_fix, **options)
-
-    for normalization in ("sum", "type", "anchor"):
-        la = make(body(device=device), "all", "diag", normalization=normalization, pairs="batch", pd_fix=pd_fix)
+    parts, w = [slice(0, 8), slice(8, 16), slice(16, POINTS)], OPTIONS["negative_weight"]
+    off = ~torch.eye(POINTS, dtype=torch.bool, device=device)
+    inside = torch.block_diag(*(torch.ones(len(y[rows]), len(y[rows])) for rows in parts)).bool().to(device)
+    truth = torch.zeros(51, dtype=torch.float64, device=device)
+    for mask, negative in (((y[:, None] == y) & off, False), (y[:, None] != y, True)):
+        per_point, total = mask.sum(1).double(), float(mask.sum()) / 2
+        share = {"sum": torch.ones(POINTS).to(y), "type": POINTS / 2 / total * torch.ones(POINTS).to(x)}
+        share["anchor"] = torch.where(per_point > 0, 1 / per_point, 0.0)
+        here = (mask & inside).triu()
+        for i, j in here.nonzero().tolist():
+            pair = (torch.tensor([0]), torch.tensor([1]))
+            empty = (torch.tensor([], dtype=torch.int64),) * 2
+            one = cc.ggn(
+                body(device=device),
+                x[[i, j]],
+                pairs=(*empty, *pair) if negative else (*pair, *empty),
+                **{**OPTIONS, "negative_weight": float(negative), "normalization": "sum", "pd_fix": pd_fix},
+                clamp=False,
+            )
+            weight = float(share[normalization][i] + share[normalization][j]) / 2 * total / float(here.sum())
+            truth += (w if negative else 1 - w) * weight * one
+    same = {"relation": lambda a, b: (a[:, None] == b, a[:, None] != b)}
+    for options in ({}, same):
+        la = make(
+            body(device=device), "all", "diag", normalization=normalization, pairs="batch", pd_fix=pd_fix, **options
+        )
         la.fit(batches(x, y, size=8, shuffle=False))
-        truth = torch.zeros_like(la.H_raw)
-        for rows in parts:
-            share = len(y[rows]) / POINTS
-            if normalization == "anchor":
-                truth += part(rows, normalization="anchor")
-            elif normalization == "type":
-                truth += share * part(rows, normalization="type") * POINTS / 2
-            else:
-                same = (y[rows][:, None] == y[rows]).sum().item() - len(y[rows])
-                positives, negatives = same / 2, (len(y[rows]) * (len(y[rows]) - 1) - same) / 2
-                attract = part(rows, normalization="sum", negative_weight=0.0)
-                repel = part(rows, normalization="sum", negative_weight=1.0)
-                w = OPTIONS["negative_weight"]
-                truth += share * (1 - w) * attract * total_pos / positives
-                truth += share * w * repel * total_neg / negatives
-        assert close(la.H_raw, truth), normalization
+        assert close(la.H_raw, truth), options
+
+
+def by_class(y: Tensor, per: int, classes: int) -> list[list[int]]:
+    """Batches of ``per`` points of each of some classes, drawn at random."""
+    groups = [part for label in y.unique() for part in (y == label).nonzero().flatten().split(per)]
+    mixed = [groups[k] for k in torch.randperm(len(groups)).tolist()]
+    return [torch.cat(mixed[k : k + classes]).tolist() for k in range(0, len(mixed), classes)]
+
+
+@pytest.mark.filterwarnings("ignore:The variance that hessian_structure='diag' gives")
+@pytest.mark.parametrize("classes", [10, 100, 300])
+def test_batches_are_without_bias_however_many_classes(classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most points of a random batch have no positive in it where there are many classes."""
+    # Online, the clamp of every step adds what it takes out of negative entries: docs/online.md.
+    monkeypatch.setattr("contrastive_curvature.online.discount.clamp_curvature", lambda raw: raw)
+    torch.manual_seed(0)
+    y = torch.arange(1200) % classes
+    x = torch.randn(classes, 8, dtype=torch.float64)[y] + 0.3 * torch.randn(1200, 8, dtype=torch.float64)
+    x, encoder, epochs = nn.functional.normalize(x), nn.Linear(8, 8, bias=False).double(), 3
+    samplers = {
+        "random": [list(torch.randperm(len(y)).split(64)) for _ in range(epochs)],
+        "by class": [by_class(y, 4, 16) for _ in range(epochs)],
+    }
+    for normalization in ("sum", "type", "anchor"):
+        # With "sum", repelling pairs count as often as they are more: a difference near zero has no near estimate.
+        options = {"normalization": normalization, "negative_weight": 0.02 / classes if normalization == "sum" else 0.5}
+        whole = make(copy.deepcopy(encoder), "last_layer", "diag", **options)
+        whole.fit(batches(x, y, size=300))
+        for sampler, rows in samplers.items():
+            loaders = [[(x[part], y[part]) for part in epoch] for epoch in rows]
+            la = make(copy.deepcopy(encoder), "last_layer", "diag", pairs="batch", **options)
+            mean = 0.0
+            for loader in loaders:
+                la.fit(loader)
+                mean += float(la.H_raw.sum()) / epochs
+            assert mean == pytest.approx(float(whole.H_raw.sum()), rel=0.05), (normalization, sampler)
+            if normalization == "sum":
+                continue  # a training step cannot know how many pairs there are: docs/online.md
+            online = cc.OnlineLaplace(
+                copy.deepcopy(encoder),
+                probe=x[:8],
+                n_data=len(x),
+                memory_factor=0.0,
+                sampling_temperature=0,
+                backend_kwargs={**OPTIONS, **options},
+            )
+            for loader in loaders:
+                for batch in loader:
+                    online(*batch)
+            found = online.discounted.at_scale(len(x)).curvature
+            assert float(found.sum()) == pytest.approx(float(whole.H_raw.sum()), rel=0.05), (normalization, sampler)
+
+
+@pytest.mark.filterwarnings("ignore:The clamped curvature is zero")
+@pytest.mark.parametrize(
+    ("labels", "positive", "negative"),
+    [([0, 0, 0, 1, 1, 1], (1.0, 1.0), (0.9, 0.9)), ([0, 0, 0, 0, 1, 1], (0.7, 1.05), (1.0, 1.0))],
+)
+def test_what_stays_of_the_bias_over_all_batches_of_a_small_set(
+    labels: list[int], positive: tuple[float, float], negative: tuple[float, float]
+) -> None:
+    """The mean over all ten ways to divide six points into two batches, as docs/theory.md has it."""
+    y, n = torch.tensor(labels), len(labels)
+    x = torch.randn(n, INPUTS, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ways = [[0, *pair] for pair in itertools.combinations(range(1, n), 2)]
+    for normalization in ("sum", "type", "anchor"):
+        for w, (low, high) in ((0.0, positive), (1.0, negative)):
+            options = {"normalization": normalization, "negative_weight": w, "margin": None}
+            whole = make(body(), "last_layer", "diag", **options)
+            whole.fit([(x, y)])
+            mean = 0.0
+            for first in ways:
+                la = make(body(), "last_layer", "diag", pairs="batch", **options)
+                la.fit([(x[rows], y[rows]) for rows in (first, [k for k in range(n) if k not in first])])
+                mean += float(la.loss) / len(ways)
+            # The loss is a sum over pairs, all of one sign.
+            assert low - 1e-9 <= mean / float(whole.loss) <= high + 1e-9, (normalization, w)
 
 
 def within(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ def toy(bias: bool = True, width: int = WIDTH) -> nn.Sequential:
 
 def batches(count: int = 3, n: int = 8) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(5)
-    return [(torch.randn(n, 4, generator=generator, dtype=torch.float64), torch.arange(n) % 3) for _ in range(count)]
+    return [(torch.randn(n, 4, generator=generator, dtype=torch.float64), torch.arange(n) % 2) for _ in range(count)]
 
 
 def make(structure: str, encoder: nn.Module, rank: int | None = None, **options: Any) -> OnlineLaplace:

@@ -31,6 +31,12 @@ __all__ = [
 
 N = 12
 
+
+def neighbours(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Positive where targets are equal, negative where they are neighbours."""
+    return a[:, None] == b, (a[:, None] - b).abs() == 1
+
+
 CASES: dict[str, dict[str, Any]] = {
     "exact": {"margin": 0.9},
     "no margin": {"margin": None, "normalization": "type"},
@@ -42,7 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "kron": {"pd_fix": "psd", "margin": 0.9, "structure": "kron", "weights": "all"},
     "kron sampled": {"pd_fix": "psd", "margin": 0.9, "structure": "kron", "negative_samples": 7},
     "kron_lowrank": {"pd_fix": "psd", "margin": 0.9, "structure": "kron_lowrank", "negative_samples": 7},
-    "relation": {"relation": lambda a, b: (a[:, None] == b, (a[:, None] - b).abs() == 1), "margin": 0.9},
+    "relation": {"relation": neighbours, "margin": 0.9},
     "logistic": {"loss": LogisticLoss(4.0, -1.0, pd_fix="psd_parts")},
     "logistic sampled": {"loss": LogisticLoss(4.0, -1.0, pd_fix="psd_parts"), "negative_samples": 7},
     "supcon sampled": {"loss": cc.SupConLoss(0.4), "candidates": "dataset", "negative_samples": 7},
@@ -50,12 +56,20 @@ CASES: dict[str, dict[str, Any]] = {
     "mc samples": {"pd_fix": "psd", "margin": None, "structure": "kron", "mc_samples": 2, "weights": "all"},
     "pairs of batches": {"margin": 0.9, "pairs": "batch", "structure": "full"},
     "all pairs of batches": {"margin": 0.9, "pairs": "batch", "normalization": "sum"},
+    "related pairs of batches": {"relation": neighbours, "margin": 0.9, "pairs": "batch"},
     "anchors of batches": {"loss": cc.InfoNCELoss(0.4), "structure": "kron"},
     "views of batches": {"loss": cc.SupConLoss(0.4), "views": True},
 }
 """Options of the backend, and ``weights``, ``structure`` and ``views`` of the fit and the data."""
 
-ALONE = ("pairs of batches", "all pairs of batches", "anchors of batches", "views of batches", "mc samples")
+ALONE = (
+    "pairs of batches",
+    "all pairs of batches",
+    "related pairs of batches",
+    "anchors of batches",
+    "views of batches",
+    "mc samples",
+)
 """Fits whose curvature depends on which points share a batch, or on random numbers of a part."""
 
 

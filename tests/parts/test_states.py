@@ -431,10 +431,6 @@ class Unread:
         ({"negative_samples": "auto"}, "negative_samples in parts: how long all pairs take"),
         ({"pd_fix": "full", "negative_samples": None}, "pd_fix='full': every point is coupled"),
         ({"loss": cc.SupConLoss(), "candidates": "dataset"}, "candidates='dataset' in parts"),
-        (
-            {"pairs": "batch", "normalization": "sum", "relation": lambda a, b: (a[:, None] == b, a[:, None] != b)},
-            "normalization='sum' with relation",
-        ),
     ],
 )
 def test_fits_that_do_not_come_in_parts_are_refused_at_once(options: dict[str, Any], message: str, device: str) -> None:

@@ -255,8 +255,9 @@ class BatchSteps(Steps):
     def first(self, loader: Any, part: Part, identity: Mapping[str, str]) -> State:
         """See :meth:`Steps.first`."""
         fits = self.fits
-        share, loss = Share(loader, part[0]), self._loss()
-        return targets_of_part(share, fits.read, loss, fits.relation, self.progress, identity=identity, part=part)
+        return targets_of_part(
+            Share(loader, part[0]), fits.read, fits.relation, self.progress, identity=identity, part=part
+        )
 
     def second(self, loader: Any, part: Part, statistics: State, identity: Mapping[str, str]) -> State:
         """See :meth:`Steps.second`."""
