@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,16 +44,19 @@ class ClassCentres:
     """Sums of the unit embeddings of every class, whose directions are the centres.
 
     Args:
-        labels: Different class labels, ascending, int64, shape (K,), K >= 2.
+        labels: Different class labels, ascending, int64, shape (K,). One class says nothing until others are merged.
         sums: Sums of unit embeddings, float64, shape (K, D).
         typical: Mean of :meth:`ratio`, capped, over inputs of these classes, each left out of its own centre.
         n: Number of these inputs.
+        sample: Unit embeddings of some of them, shape (m, D), and their labels, shape (m,): what is typical has to be
+            measured again where further classes are merged. Not saved: these are points of the user's data.
     """
 
     labels: Tensor
     sums: Tensor
     typical: float
     n: int
+    sample: tuple[Tensor, Tensor] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(cls, outputs: Tensor, labels: Tensor) -> ClassCentres | None:
@@ -64,7 +67,7 @@ class ClassCentres:
             labels: Class labels, int64, shape (N,).
 
         Returns:
-            ``None`` where they say nothing or cost too much: one class only, or more than :data:`MOST_NUMBERS` numbers.
+            ``None`` where they cost too much: more than :data:`MOST_NUMBERS` numbers.
         """
         kinds, rows = labels.unique(return_inverse=True)
         if len(kinds) * outputs.shape[1] > MOST_NUMBERS:
@@ -84,23 +87,37 @@ class ClassCentres:
             of: Their labels, shape (m,).
             n: Number of all inputs.
         """
-        if len(labels) < 2 or sums.numel() > MOST_NUMBERS:
-            return None
-        made = cls(labels, sums, 0.0, n)
-        units, own = normalize(sample.detach())[0], torch.searchsorted(labels, of)
-        rows = max(1, _ENTRIES // len(labels))
-        parts = [made._left_out(u, k) for u, k in zip(units.split(rows), own.split(rows), strict=True)]
-        # In float32, the cap itself would be rounded up.
-        return replace(made, typical=min(CAP, float(torch.cat(parts).double().clamp(max=CAP).mean())))
-
-    def merged(self, other: ClassCentres) -> ClassCentres | None:
-        """The centres of both data sets; what is typical is the mean of the two. ``None`` where they are too many."""
-        labels, sums = add_sums([(self.labels, self.sums), (other.labels.to(self.labels), other.sums.to(self.sums))])
         if sums.numel() > MOST_NUMBERS:
             return None
-        n = self.n + other.n
-        typical = self.typical + (other.typical - self.typical) * (other.n / n)
-        return ClassCentres(labels, sums, min(CAP, typical), n)
+        return cls(labels, sums, 0.0, n, (normalize(sample.detach())[0], of))._measured()
+
+    def merged(self, other: ClassCentres) -> ClassCentres | None:
+        """The centres of both data sets, and what is typical for them; ``None`` where they are too many.
+
+        Where one of the two has no sample, as after loading, that of the other says what is typical.
+        """
+        labels, sums = add_sums([(self.labels, self.sums), (other.labels.to(self.labels), other.sums.to(self.sums))])
+        n, parts = self.n + other.n, []
+        for part in (self, other):
+            if part.sample is not None:
+                units, of = part.sample
+                rows = torch.randperm(len(of), generator=torch.Generator().manual_seed(0)).to(of.device)
+                rows = rows[: max(1, _SAMPLE * part.n // n)]
+                parts.append((units[rows].to(sums.device), of[rows].to(labels)))
+        if sums.numel() > MOST_NUMBERS or not parts:
+            return None
+        units, of = (torch.cat(some) for some in zip(*parts, strict=True))
+        return ClassCentres(labels, sums, 0.0, n, (units, of))._measured()
+
+    def _measured(self) -> ClassCentres:
+        """The same with what is typical for its sample."""
+        if self.sample is None or len(self.labels) < 2:
+            return self
+        units, own = self.sample[0], torch.searchsorted(self.labels, self.sample[1])
+        rows = max(1, _ENTRIES // len(self.labels))
+        parts = [self._left_out(u, k) for u, k in zip(units.split(rows), own.split(rows), strict=True)]
+        # In float32, the cap itself would be rounded up.
+        return replace(self, typical=min(CAP, float(torch.cat(parts).double().clamp(max=CAP).mean())))
 
     def ratio(self, outputs: Tensor) -> Tensor:
         """Distance to the nearest centre over that to the second, on the sphere; 0 at a centre, 1 between two.
@@ -156,8 +173,8 @@ class ClassCentres:
         return kept
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is copied and pickled: all but the directions, which follow from the sums."""
-        return {name: value for name, value in self.__dict__.items() if name != "_kept"}
+        """What is copied and pickled: all but the directions, which follow from the sums, and the user's points."""
+        return {**self.__dict__, "sample": None, "_kept": None}
 
 
 def same_centres(one: ClassCentres | None, other: ClassCentres | None) -> bool:

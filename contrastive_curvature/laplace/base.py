@@ -118,7 +118,7 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
         self.cost: Tensor | float = 0.0
         self._curvature_options = check_options(self.structure, backend, backend_kwargs, kwargs, self.takes_rank)
         self.typical_norm: float | None = None
-        self.class_centres: ClassCentres | None = None
+        self._classes: ClassCentres | None = None
         self.H_raw: Any = None
         self.curvature_error: float | None = None
         self._known = calibration.KnownInputs()
@@ -147,6 +147,15 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
         if self._backend is None:
             self._backend = fitting.construct_backend(self)
         return self._backend
+
+    @property
+    def class_centres(self) -> ClassCentres | None:
+        """Centres of the classes of training; ``None`` where there are no labels, one class, or too many classes."""
+        return self._classes if self._classes is not None and len(self._classes.labels) > 1 else None
+
+    @class_centres.setter
+    def class_centres(self, centres: ClassCentres | None) -> None:
+        self._classes = centres
 
     def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool | None = None) -> None:
         """Fit the posterior over all pairs of the data set (or inside its batches, with ``pairs="batch"``).
@@ -187,7 +196,7 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
     def _take(self, result: DatasetCurvature, *, override: bool) -> None:
         """Take the curvature of a fit, with all that a fit leaves besides it."""
         earlier = 0 if override else self.n_data
-        classes = fitting.merged_classes(self.class_centres, result.classes) if earlier else result.classes
+        classes = fitting.merged_classes(self._classes, result.classes) if earlier else result.classes
         # Everything that can fail runs before the first assignment, so that a failed fit leaves the last one whole.
         self.form.absorb(self, result, earlier)
         loss, cost = (self.loss, float(self.cost)) if earlier else (0.0, 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -216,7 +217,18 @@ def renew_backend(la: Any) -> None:
 
 def merged_classes(earlier: ClassCentres | None, new: ClassCentres | None) -> ClassCentres | None:
     """Centres of the classes of two fits together; ``None`` where one of them has none."""
-    return None if earlier is None or new is None else earlier.merged(new)
+    if earlier is None or new is None:
+        return None
+    found = earlier.merged(new)
+    if found is None or earlier.sample is None:
+        why = (
+            "there are too many classes, so uncertainty goes without their centres"
+            if found is None
+            else "this posterior was loaded, so what is typical for its classes follows from the new inputs alone; "
+            "la.measure_classes(loader) over all of them makes it exact"
+        )
+        warnings.warn(f"override=False: {why}.", UserWarning, stacklevel=4)
+    return found
 
 
 def measured_classes(la: Any, loader: Iterable[Any], progress_bar: bool | None) -> ClassCentres:
@@ -233,7 +245,7 @@ def measured_classes(la: Any, loader: Iterable[Any], progress_bar: bool | None) 
     if encoder is None:
         raise InputError(expected("loader", "at least one batch", "an empty loader"))
     centres = sums.centres()
-    if centres is None:
+    if centres is None or len(centres.labels) < 2:
         wanted = f"inputs of at least two classes, at most {MOST_NUMBERS:,} numbers of all centres"
         raise InputError(expected("loader", wanted, "other ones"))
     return centres
@@ -260,7 +272,7 @@ def remember(
     la.loss, la.cost, la.n_data = loss.detach(), cost, n_data
     norm = 0.0 if typical_norm is None else float(typical_norm)
     la.typical_norm = norm if math.isfinite(norm) and norm > 0 else None
-    la.class_centres = class_centres
+    la._classes = class_centres
     mean = flatten_parameters(la._posterior_parameters())
     la.mean = mean if la.enable_backprop else mean.detach()
     la.n_outputs = la._encoder_dim()

@@ -44,7 +44,7 @@ def saved_parts(la: Any) -> dict[str, Any]:
         "encoder_norms": weight_norms(la.model),
         "calibration": saved_calibration(la),
         "typical_norm": la.typical_norm,
-        "class_centres": saved_classes(la.class_centres),
+        "class_centres": saved_classes(la._classes),
         "curvature_error": la.curvature_error,
         "prior_chosen": la._prior_chosen,
     }
@@ -75,7 +75,7 @@ def load_state(la: Any, state: dict[str, Any], likelihood: str) -> None:
         check_error(state)
         known, classes = la._known.anew(loaded_calibration(la, state, like)), loaded_classes(state, like)
         _assign(la, state, kind)
-        la._known, la.class_centres, la._labels = known, classes, LabelRange()
+        la._known, la._classes, la._labels = known, classes, LabelRange()
 
 
 def _assign(la: Any, state: Mapping[str, Any], kind: type[ContrastiveBackend]) -> None:

@@ -39,8 +39,8 @@ def loaded_classes(state: Mapping[str, Any], like: Tensor) -> ClassCentres | Non
         got = f"the keys {sorted(saved, key=str)}" if type(saved) is dict else kind_of(saved)
         refuse("class_centres", f"None, or a dictionary of {', '.join(_KEYS)}", got)
     labels = check_tensor("class_centres: labels", saved["labels"], like, (None,), torch.int64)
-    if len(labels) < 2 or bool((labels[1:] <= labels[:-1]).any()):
-        refuse("class_centres: labels", "at least two numbers, ascending", kind_of(labels))
+    if not len(labels) or bool((labels[1:] <= labels[:-1]).any()):
+        refuse("class_centres: labels", "numbers, ascending", kind_of(labels))
     sums = check_tensor("class_centres: sums", saved["sums"], like, (len(labels), state["n_outputs"]), torch.float64)
     typical, n = saved["typical"], saved["n"]
     if type(typical) is not float or not (math.isfinite(typical) and 0 <= typical <= CAP):

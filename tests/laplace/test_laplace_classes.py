@@ -72,9 +72,7 @@ def test_a_second_fit_adds_its_classes() -> None:
     x, y = data()
     la = fitted(body(), "last_layer", "diag", x, y)
     la.fit(batches(x[:8], y[:8] + 100), override=False)
-    new = ClassCentres.of(body()(x[:8]), y[:8] + 100)
-    assert new is not None
-    wanted = truth().merged(new)
+    wanted = ClassCentres.of(body()(torch.cat([x, x[:8]])), torch.cat([y, y[:8] + 100]))
     assert wanted is not None
     assert same(la.class_centres, wanted)
     la.class_centres = None
@@ -82,6 +80,36 @@ def test_a_second_fit_adds_its_classes() -> None:
     assert la.class_centres is None
     la.fit(batches(x, y))
     assert same(la.class_centres, truth())
+
+
+@pytest.mark.parametrize("by", ["class", "half"])
+def test_two_fits_are_the_batches_of_one(by: str) -> None:
+    """Of sets that are made up alike; with one class each, the centres are still those of both classes."""
+    x, _ = data()
+    y = torch.arange(len(x)) // (len(x) // 2) if by == "class" else torch.arange(len(x)) % 2
+    parts = [(x[: len(x) // 2], y[: len(x) // 2]), (x[len(x) // 2 :], y[len(x) // 2 :])]
+    options = {"pairs": "batch", "pd_fix": "psd"}
+    added, whole = (Laplace(body(), "contrastive", "last_layer", "diag", backend_kwargs=options) for _ in range(2))
+    added.fit(parts[:1])
+    assert (added.class_centres is None) == (by == "class")
+    added.fit(parts[1:], override=False)
+    whole.fit(parts)
+    wanted = ClassCentres.of(body()(x), y)
+    assert wanted is not None
+    assert same(added.class_centres, wanted)
+    assert same(whole.class_centres, wanted)
+    for la in (added, whole):
+        la.optimize_prior_precision()
+    assert torch.allclose(added.H_raw, whole.H_raw, rtol=1e-10)
+    assert torch.allclose(added(x).uncertainty, whole(x).uncertainty, rtol=1e-10)
+
+
+def test_a_loaded_posterior_says_that_it_lost_what_is_typical() -> None:
+    x, y = data()
+    la, other = fitted(body(), "last_layer", "diag", x, y), make(body(), "last_layer", "diag")
+    other.load_state_dict(la.state_dict())
+    with pytest.warns(UserWarning, match="was loaded.*measure_classes"):
+        other.fit(batches(x, y + 100), override=False)
 
 
 @pytest.mark.parametrize("weights", ["last_layer", "all"])
@@ -116,7 +144,6 @@ def test_any_labels_are_saved_and_loaded() -> None:
 
 MUTATIONS: list[tuple[str, Any, str]] = [
     ("labels", torch.tensor([0, 0, 1]), "ascending"),
-    ("labels", torch.tensor([1]), "at least two"),
     ("labels", torch.tensor([0.0, 1.0, 2.0]), "int64"),
     ("labels", [0, 1, 2], "a tensor"),
     ("sums", torch.full((4, 3), torch.nan, dtype=torch.float64), "finite"),
