@@ -5,7 +5,9 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,16 +49,18 @@ def test_an_interrupted_fit_leaves_nothing(place: Path) -> None:
     np.savez("inputs.npz", inputs=found["features"], labels=found["labels"])
     before = sorted([*os.listdir(), "started"])
     fit = command("fit", "inputs.npz", "--out", "below/p", "--encoder", "slow:encoder", "--batch-size", 300)
-    process = subprocess.Popen(fit, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        while not Path("started").exists():
-            assert process.poll() is None, process.communicate()[1]
-            time.sleep(0.05)
-        # A process that was started in the background may ignore it: the shell's doing, not the command's.
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
+    # A shell starts what runs in the background with interruptions ignored, and its children inherit that.
+    hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipes: dict[str, Any] = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(fit, env=environment(), preexec_fn=hears, **pipes) as process:
+        try:
+            while not Path("started").exists():
+                assert process.poll() is None, process.communicate()[1]
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130, err
     assert out == ""
     assert [line for line in err.splitlines() if line][-1] == "error: interrupted; no result was written"
