@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -16,6 +17,8 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 from markdown_pages import ROOT, markdown_files, without_front_matter
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 _SHOWN = ("table", "tr", "li", "ul", "ol", "h1", "h2", "h3", "h4", "pre", "strong", "em", "a", "img")
 _FOREIGN = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=[\"']?(?:https?:)?//[^\"' >]*")
@@ -53,6 +56,25 @@ def build(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600)
 
 
+def found_from_a_file(page: Path, word: str) -> list[str | None]:
+    """The pages that the site's search finds in a browser without a server."""
+    if CHROMIUM is None:
+        return []
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        tab = browser.new_page()
+        tab.goto(page.as_uri())
+        tab.fill("input.md-search__input", word)
+        tab.wait_for_selector(".md-search-result__item", state="attached")
+        found = [link.get_attribute("href") for link in tab.locator(".md-search-result__item > a").all()]
+        browser.close()
+    return found
+
+
+# Playwright's own event loop, which its subprocess transport closes after the loop.
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path):
     done = build(tmp_path / "site")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -67,6 +89,8 @@ def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path):
     losses = (tmp_path / "site/reference/losses.html").read_text(encoding="utf-8")
     assert 'id="contrastive_curvature.SupConLoss"' in losses
     assert not re.search(r":(?:class|func|meth):`|\.\. math::", losses)
+    found = found_from_a_file(tmp_path / "site/reference/losses.html", "SupConLoss")
+    assert CHROMIUM is None or (tmp_path / "site/reference/losses.html").as_uri() in found
 
 
 @pytest.mark.parametrize("path", markdown_files(), ids=lambda path: str(path.relative_to(ROOT)))
