@@ -18,6 +18,12 @@ _WARN_FROM = 60.0
 _ESTIMATE_AFTER = 3.0
 """Seconds. Before that, the speed of a loop is too uncertain to predict its total time."""
 _FEWEST_STEPS = 3
+_OF_THE_ENCODER = (
+    "The encoder and the reading of its inputs take this time, not the pairs. Faster: a GPU; worker processes of the "
+    "loader; a random part of the data; for a last layer, features that are computed once for all fits (cc.features); "
+    "for all parameters, subset_of_weights='last_layer'."
+)
+"""What helps where a pass over the data is slow."""
 
 
 class LongRunWarning(UserWarning):
@@ -29,7 +35,7 @@ class Progress:
 
     Args:
         show: ``True`` shows bars from the start, ``None`` from the tenth second of the computation on, ``False`` never.
-        faster: How the user can avoid a long run, a sentence for the warning.
+        faster: How the user can avoid a long run, a sentence for the warning; for loops that are no pass over the data.
     """
 
     def __init__(self, show: bool | None = None, faster: str = "") -> None:
@@ -47,7 +53,7 @@ class Progress:
         return tqdm(desc=desc, total=total, **self._bar_options())
 
     def over(self, items: Iterable[_T], desc: str) -> Iterator[_T]:
-        """Iterate with a bar, and warn as soon as the first steps show that the whole loop will take long."""
+        """Pass over the data with a bar, and warn as soon as the first batches show that the whole will take long."""
         total = _length(items)
         started: float | None = None
         for count, item in enumerate(tqdm(items, desc=desc, **self._bar_options())):
@@ -55,10 +61,10 @@ class Progress:
                 # The time before the first item is not typical: worker processes start and files are opened.
                 started = time.monotonic()
             elif total is not None and count >= _FEWEST_STEPS:
-                self.extrapolate(started, count, total, desc)
+                self.extrapolate(started, count, total, desc, _OF_THE_ENCODER)
             yield item
 
-    def extrapolate(self, started: float, done: int, total: int, what: str) -> None:
+    def extrapolate(self, started: float, done: int, total: int, what: str, faster: str | None = None) -> None:
         """Warn of a long run if the speed of a loop so far predicts one.
 
         Args:
@@ -66,22 +72,26 @@ class Progress:
             done: Steps, or parts of the work, finished since then.
             total: Number of all steps or parts.
             what: Name of the computation, the subject of the warning.
+            faster: See :meth:`expect`.
         """
         seconds = time.monotonic() - started
         if done and seconds >= _ESTIMATE_AFTER:
-            self.expect(seconds / done * total, what)
+            self.expect(seconds / done * total, what, faster)
 
-    def expect(self, seconds: float, what: str) -> None:
+    def expect(self, seconds: float, what: str, faster: str | None = None) -> None:
         """Warn of a long run, once per computation.
 
         Args:
             seconds: Expected duration of the whole computation.
             what: Name of the computation, the subject of the warning.
+            faster: What takes the time and what helps, where this is not what the constructor was told.
         """
         if seconds < _WARN_FROM or self._warned:
             return
         self._warned = True
-        msg = f"{what} will take about {_format_duration(seconds)}. {self.faster}".rstrip()
+        msg = (
+            f"{what} will take about {_format_duration(seconds)}. {self.faster if faster is None else faster}".rstrip()
+        )
         warnings.warn(msg, LongRunWarning, stacklevel=2)
 
     def _bar_options(self) -> dict[str, Any]:

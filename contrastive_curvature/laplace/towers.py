@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TwoTowerLaplace"]
 
-_FASTER = "Faster: a random part of the data; subset_of_weights='last_layer'; or a GPU."
-
 
 class TwoTowerLaplace(Shareable):
     """Posteriors of two encoders into one space; ``laplace.Laplace(TwoTowers(...), "contrastive", ...)`` makes it.
@@ -134,7 +132,7 @@ class TwoTowerLaplace(Shareable):
                     self._read,
                     self.loss_of_towers,
                     self.a.structure,
-                    Progress(progress_bar, _FASTER),
+                    Progress(progress_bar),
                     backend.kfac_approx,
                     backend.sampler(self.a.structure),
                 )
