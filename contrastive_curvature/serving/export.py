@@ -61,6 +61,12 @@ def export(
         return parts.outputs
     if kind == "onnx":
         graph.need_onnx()
+        if any(p.dtype == torch.bfloat16 for p in la.model.parameters()):
+            msg = (
+                "export: onnxruntime has no linear layer in bfloat16, and would not load the file. Use a path that "
+                "ends in '.pt2', or fit the posterior to encoder.float() or encoder.half() and export that."
+            )
+            raise UnsupportedError(msg)
     batch = graph.check_example(_without_texts(la, example), la._device)
     axes = graph.check_axes(dynamic_axes, batch)
     # Its errors name the example; those of an encoder that is traced cannot.

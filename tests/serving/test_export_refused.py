@@ -168,6 +168,13 @@ def test_an_encoder_that_cannot_be_copied(device: str, tmp_path: Path) -> None:
     refused(tmp_path, cc.UnsupportedError, "cannot be copied.*lock", la, tmp_path / "a.pt2", x)
 
 
+def test_an_onnx_file_that_onnxruntime_would_not_load(device: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    la = fitted("diag", dtype=torch.bfloat16, device=device)
+    x = inputs(2, 1, torch.bfloat16, device)
+    refused(tmp_path, cc.UnsupportedError, r"bfloat16.*'\.pt2'.*\.half\(\)", la, tmp_path / "a.onnx", x)
+
+
 @pytest.mark.parametrize("package", ["onnx", "onnxscript"])
 def test_without_a_package_of_onnx(device: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib
