@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from devices import DEVICES
@@ -492,3 +493,48 @@ def test_no_pair_is_no_curvature_in_the_functions_themselves(device: str) -> Non
         assert not curvature.any()
     apart = torch.arange(N, device=device)
     assert not cc.ggn(model, x, apart, pd_fix="positive").any()
+
+
+class TwoInOne(nn.Module):
+    """As transformers' CLIPModel has them."""
+
+    get_image_features = get_text_features = None
+
+
+def int8(model: nn.Module) -> nn.Module:
+    for parameter in model.parameters():
+        parameter.requires_grad_(False).data = parameter.data.to(torch.int8)
+    return model
+
+
+X, LABELS = inputs()
+NAMES = [f"class {label}" for label in LABELS.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda la: la.fit(X, LABELS), ("train_loader", "a Tensor", "DataLoader(TensorDataset(x, labels)")),
+        (lambda la: la.fit(X.numpy(), LABELS.numpy()), ("train_loader", "a ndarray", "DataLoader(TensorDataset(x, ")),
+        (lambda la: la.fit(TensorDataset(X, LABELS)), ("train_loader", "a TensorDataset", "DataLoader(TensorDataset(")),
+        (lambda la: la(DataLoader(TensorDataset(X, LABELS))), ("x: ", "a DataLoader", "for x, _ in loader")),
+        (lambda la: la(X.numpy()), ("x: ", "a ndarray", "torch.as_tensor(x)")),
+        (lambda la: la.fit([(X, NAMES)]), ("labels as a tensor", "a list", "numpy.unique(names")),
+        (lambda la: la.fit([(X, np.array(NAMES, object))]), ("labels as a tensor", "a ndarray", "numpy.unique(names")),
+        (lambda _: Laplace(TwoInOne(), "contrastive"), ("model", "one encoder", "TwoInOne", "TwoTowers")),
+        (lambda _: Laplace(int8(encoder()), "contrastive").fit([(X, LABELS)]), ("floating-point", "it was quantised")),
+    ],
+)
+def test_what_newcomers_type(call: Callable[[Any], Any], words: tuple[str, ...]) -> None:
+    la = Laplace(encoder(), "contrastive")
+    la.fit([(X, LABELS)])
+    refused(lambda: call(la), cc.ContrastiveCurvatureError, *words)
+
+
+def test_an_evaluation_says_which_classes_the_fit_did_not_have() -> None:
+    la = Laplace(encoder(), "contrastive")
+    la.fit([(X, LABELS)])
+    la.optimize_prior_precision()
+    la.calibrate([(X + 0.1, LABELS)])
+    with pytest.warns(cc.LabelWarning, match=r"2 of the 3 classes of test were not in the fit.*measure_classes"):
+        cc.report.evaluate(la, [(X + 0.2, LABELS + 2)], n_samples=0, n_shown=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,13 @@ class Archive:
 
     Attributes:
         path: The file.
-        values: Its arrays.
+        values: Its arrays of known names.
+        names: Names of all its arrays.
     """
 
     path: Path
     values: Mapping[str, NDArray[Any]]
+    names: Sequence[str]
 
     def inputs(self) -> NDArray[np.float32]:
         """The one of ``features``, ``embeddings`` and ``inputs`` that is there, float32.
@@ -40,8 +42,9 @@ class Archive:
         """
         there = [name for name in _INPUTS if name in self.values]
         if len(there) != 1:
-            holds = ", ".join(sorted(self.values)) or "nothing"
-            raise BadInputError(expected(f"{self.path}", f"one of the arrays {', '.join(_INPUTS)}", holds))
+            holds = ", ".join(sorted(self.names)) or "nothing"
+            hint = "numpy.savez(file, inputs=X, labels=y) names them."
+            raise BadInputError(expected(f"{self.path}", f"one of the arrays {', '.join(_INPUTS)}", holds, hint))
         return self._floats(there[0], 2 if there[0] != "inputs" else None)
 
     def weight(self) -> NDArray[np.float32] | None:
@@ -104,7 +107,8 @@ def read_archive(path: Path) -> Archive:
         with path.open("rb") as file:
             found = np.load(file, allow_pickle=False)
             if isinstance(found, np.lib.npyio.NpzFile):
-                return Archive(path, {name: _member(path, found, name) for name in found.files if name in _KNOWN})
+                known = {name: _member(path, found, name) for name in found.files if name in _KNOWN}
+                return Archive(path, known, found.files)
     except BadInputError:
         raise
     except MemoryError as error:
@@ -118,7 +122,13 @@ def read_archive(path: Path) -> Archive:
 
 
 def _member(path: Path, archive: Any, name: str) -> NDArray[Any]:
-    found = archive[name]
+    try:
+        found = archive[name]
+    except ValueError as error:
+        if "Object arrays" not in str(error):
+            raise
+        wanted, hint = "an array of numbers or texts", f"Save {name}.astype(str), or numbers."
+        raise BadInputError(expected(f"{path}: {name}", wanted, "Python objects (dtype object)", hint)) from error
     if not isinstance(found, np.ndarray):
         raise BadInputError(expected(f"{path}: {name}", "an array as numpy writes it", "other content"))
     return found

@@ -169,7 +169,8 @@ def _own_encoder(module_name: str, function_name: str, options: dict[str, Any], 
     for part in function_name.split("."):
         function = getattr(function, part, None)
     if not callable(function):
-        raise BadInputError(expected(argument, f"a function of {module.__name__}", f"a {type(function).__name__}"))
+        came = "none of that name" if function is None else f"a {type(function).__name__}"
+        raise BadInputError(expected(argument, f"a function of {module.__name__}", came))
     try:
         made = function(**options)
     except (Exception, SystemExit) as error:  # whatever the user's own function raises

@@ -16,7 +16,7 @@ class DefaultPriorWarning(UserWarning):
 
 
 class LabelWarning(UserWarning):
-    """The labels of a fit are all of one class, or -1 is among them, which often means "no class"."""
+    """Labels of a fit are all of one class, or -1 (often "no class"); or those of an evaluation were not in the fit."""
 
 
 class LabelRange:

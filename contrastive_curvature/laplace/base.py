@@ -36,7 +36,7 @@ from contrastive_curvature.laplace.prior import PriorMethod
 from contrastive_curvature.laplace.shareable import Shareable
 from contrastive_curvature.network.compiled import refuse_compiled
 from contrastive_curvature.network.inputs import Inputs
-from contrastive_curvature.network.loader import check_model
+from contrastive_curvature.network.loader import check_loader, check_model
 from contrastive_curvature.options import Structure
 
 if TYPE_CHECKING:
@@ -179,6 +179,8 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
                 all processes are as they were.
         """
         with fitting.in_all_processes(self, override=override is not False):
+            # First, as the labels of la.fit(x, labels) would be taken for override.
+            check_loader(train_loader)
             check_flag("override", override)
             if progress_bar is not None:
                 check_flag("progress_bar", progress_bar)

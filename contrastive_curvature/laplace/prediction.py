@@ -82,7 +82,8 @@ def to_device(la: Any, x: Inputs) -> Inputs:
     """
     x = tokenized(la.model, x)
     if not isinstance(x, (Tensor, Mapping)):
-        raise InputTypeError(expected("x", "a tensor or a mapping of tensors", f"a {type(x).__name__}"))
+        hint = "Pass the inputs of one batch, as in [la(x) for x, _ in loader]; torch.as_tensor(x) for a NumPy array."
+        raise InputTypeError(expected("x", "a tensor or a mapping of tensors", f"a {type(x).__name__}", hint))
     if isinstance(x, Tensor):
         return x.to(la._device)
     return {k: v.to(la._device) if isinstance(v, Tensor) else v for k, v in x.items()}

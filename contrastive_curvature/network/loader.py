@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping
 from numbers import Number
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -84,18 +86,19 @@ def check_loader(loader: Any, argument: str = "train_loader") -> None:
         raise InputTypeError(expected(argument, wanted, f"the iterator {type(loader).__name__}", _BATCHES))
 
 
-_BATCHES = "Pass a DataLoader or a list of batches."
+_BATCHES = "Pass a DataLoader or a list of batches, as DataLoader(TensorDataset(x, labels), batch_size=256)."
 
 
 def check_batches(loader: Any, argument: str, wanted: str = "batches (x, labels)") -> None:
     """Refuse what cannot be run over, and what would give parts of itself.
 
     Raises:
-        InputTypeError: Not iterable, a single tensor, or text.
+        InputTypeError: Not iterable, a single array, a data set of single points, or text.
     """
     runs = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    points = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
     # NumPy's numbers have an index operator.
-    if not runs or isinstance(loader, (str, bytes, Tensor, Mapping, type, Number)):
+    if not runs or points or isinstance(loader, (str, bytes, Tensor, np.ndarray, Mapping, type, Number)):
         raise InputTypeError(expected(argument, wanted, f"a {type(loader).__name__}", _BATCHES))
 
 
@@ -212,9 +215,10 @@ def check_model(model: object, *, half: bool = False, instead: str = _NO_HALF) -
     if isinstance(model, torch.jit.ScriptModule):
         hint = "Its layers cannot be looked into: pass the module that it was scripted from."
         raise InputTypeError(expected("model", "a plain torch.nn.Module", "a ScriptModule", hint))
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.is_floating_point()]
     if not parameters:
-        raise InputError(expected("model", "an encoder with parameters", "one without"))
+        hint = "Quantised (int8) layers have none: fit the encoder as it was before it was quantised."
+        raise InputError(expected("model", "an encoder with parameters of a floating-point type", "one without", hint))
     halves = {p.dtype for p in parameters} & {torch.float16, torch.bfloat16}
     if halves and not half:
         raise InputError(expected("model", "float32 or float64 parameters", f"{halves.pop()}", instead))
@@ -224,8 +228,12 @@ def check_one_encoder(model: nn.Module) -> None:
     """Refuse two towers where one encoder is meant.
 
     Raises:
-        InputTypeError: A :class:`~contrastive_curvature.TwoTowers`.
+        InputTypeError: A :class:`~contrastive_curvature.TwoTowers`, or a model of transformers that holds two encoders.
     """
+    if hasattr(model, "get_image_features") and hasattr(model, "get_text_features"):
+        came = f"a {type(model).__name__}, which holds one of images and one of texts"
+        hint = "Pass one, such as CLIPVisionModelWithProjection, or contrastive_curvature.TwoTowers of both."
+        raise InputTypeError(expected("model", "one encoder", came, hint))
     if isinstance(model, TwoTowers):
         hint = "laplace.Laplace(..., likelihood='contrastive') takes both; here pass encoder_a or encoder_b."
         raise InputTypeError(expected("model", "one encoder", "a TwoTowers", hint))

@@ -68,7 +68,8 @@ def tokenized_batch(model: Any, batch: Any, argument: str = "train_loader") -> A
     first = batch[0]
     if not is_texts(first) and isinstance(first, (tuple, list)):
         return (_views(model, first, argument), *batch[1:]) if len(first) == 2 else batch
-    if len(batch) > 1 and (is_texts(batch[1]) or isinstance(model, tuple)):
+    # Beside a tensor or a mapping, texts are labels, which is for the reader of the batch to say.
+    if len(batch) > 1 and (isinstance(model, tuple) or (is_texts(first) and is_texts(batch[1]))):
         return (*_views(model, batch[:2], argument), *batch[2:])
     return (tokenized(model, first, f"{argument}: inputs of a batch"), *batch[1:])
 

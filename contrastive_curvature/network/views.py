@@ -164,6 +164,9 @@ def _moved(x: Any, device: torch.device, argument: str) -> Inputs:
 
 def _target(y: Any, device: torch.device, argument: str) -> Tensor:
     if not isinstance(y, Tensor):
-        hint = f"Known are {_FORMS}."
+        hint = (
+            f"Known are {_FORMS}. Names of classes become numbers, once for the whole data set, by "
+            "torch.as_tensor(numpy.unique(names, return_inverse=True)[1])."
+        )
         raise InputTypeError(expected(argument, "labels as a tensor", f"a {type(y).__name__}", hint))
     return y.to(device)

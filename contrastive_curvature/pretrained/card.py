@@ -92,7 +92,7 @@ def _how_to_load(info: PretrainedInfo, source: str) -> str:
     return f"""## How to load
 
 ```
-pip install '{LIBRARY}[hub]'
+pip install '.[hub]'  # in a copy of the repository of {LIBRARY}
 ```
 
 ```python

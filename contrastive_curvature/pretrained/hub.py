@@ -14,6 +14,7 @@ from contrastive_curvature.pretrained.layout import CARD, CONFIG, LIBRARY
 __all__ = ["local_folder", "push_to_hub"]
 
 _NUMBERS = "posterior-*.safetensors"
+_SECONDS = 10
 
 
 def local_folder(
@@ -54,20 +55,32 @@ def local_folder(
         hint = "Name the folder that la.save_pretrained(folder) wrote, or a repository of the hub as 'user/name'."
         raise InputError(expected("source", "a folder that exists", str(source), hint))
     hub = _hub(f"{source!r} is no folder here, and to download it from the hub")
+    silent = None if local_files_only else _silence(hub, source, revision, token)
     try:
         found = hub.snapshot_download(
             source,
             revision=revision,
             token=token,
             cache_dir=cache_dir,
-            local_files_only=local_files_only,
+            local_files_only=local_files_only or silent is not None,
             library_name=LIBRARY,
             allow_patterns=[CONFIG, CARD, _NUMBERS],
         )
     except Exception as error:  # the hub's errors have no common base: of HTTP, of its cache, of names
-        came = f"{source!r}: no folder of that name here, and not on the hub"
-        raise _refused(error, "source", came) from error
+        came = f"{source!r}: no folder of that name here, and {'no answer from' if silent else 'not on'} the hub"
+        raise _refused(silent or error, "source", came) from error
     return Path(found)
+
+
+def _silence(hub: Any, source: str, revision: str | None, token: str | bool | None) -> Exception | None:
+    """What was raised where the hub does not answer within :data:`_SECONDS`; its own download waits much longer."""
+    try:
+        hub.HfApi(token=token, library_name=LIBRARY).repo_info(source, revision=revision, timeout=_SECONDS)
+    except hub.errors.HfHubHTTPError:
+        return None
+    except Exception as error:  # of one HTTP client or another
+        return error
+    return None
 
 
 def push_to_hub(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from contrastive_curvature.arguments import check_count, check_flag
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.known import check_alpha
+from contrastive_curvature.laplace.advice import LabelWarning
 from contrastive_curvature.progress import Progress
 from contrastive_curvature.report.cards import groups_of
 from contrastive_curvature.report.data import Data
@@ -66,6 +70,7 @@ def evaluate(
 
     Warns:
         UserWarning: Most test inputs are in the gallery, too.
+        LabelWarning: Test inputs are of classes that the fit did not have.
         OptimisticPValueWarning: The posterior is not calibrated.
     """
     _check_posterior(la)
@@ -98,6 +103,7 @@ def evaluate(
                 judged=name != "gallery",
             )
     known, other, searched = scored["test"], scored.get("unknown"), scored.get("gallery")
+    _advise_on_classes(la, known)
     found = search(known, searched, max(ranks))
     return Evaluation(
         counts={
@@ -114,6 +120,21 @@ def evaluate(
         groups=groups_of(known, other, searched, found, class_names),
         posterior=describe(la),
     )
+
+
+def _advise_on_classes(la: Any, known: Scored) -> None:
+    """Warn of classes without a centre, which ``uncertainty`` compares inputs with."""
+    if la.class_centres is None or known.labels is None:
+        return
+    classes = known.labels.unique()
+    new = int((~torch.isin(classes, la.class_centres.labels.to(classes))).sum())
+    if new:
+        msg = (
+            f"evaluate: {new} of the {len(classes)} classes of test were not in the fit, whose classes uncertainty "
+            "compares inputs with. la.measure_classes(loader) takes those of other data, and la.class_centres = None "
+            "leaves them out. Or are the classes numbered in another way?"
+        )
+        warnings.warn(msg, LabelWarning, stacklevel=3)
 
 
 def _check_posterior(la: Any) -> None:

@@ -153,7 +153,7 @@ def test_features_of_the_users_encoder(run: Run, images: Path) -> None:
         ("bad_transform", '{"kind": "raises"}', "no such table"),
         ("bad_transform", '{"kind": "leaves"}', "SystemExit"),
         ("bad_transform", '{"kind": "list"}', "a list"),
-        ("nothing", "{}", "a function"),
+        ("nothing", "{}", "got none of that name"),
         ("encoder", '{"nonsense": 1}', "nonsense"),
         ("encoder", "[1]", "JSON object"),
         ("encoder", '{"seed": NaN}', "JSON object"),

@@ -103,6 +103,8 @@ def test_an_incomplete_feature_folder(run: Run) -> None:
         ({"features": np.array([["a"]]), "labels": np.arange(1), "weight": WEIGHT}, "real numbers"),
         ({"features": np.ones((4, 12)), "labels": np.arange(4), "weight": WEIGHT}, "labels"),
         ({"inputs": np.ones((4, 12)), "labels": np.arange(4)}, "--encoder"),
+        ({"X": np.ones((4, 12)), "y": np.arange(4)}, "got X, y. numpy.savez(file, inputs=X, labels=y)"),
+        ({"features": np.ones((4, 12)), "labels": np.array(["a"] * 4, object)}, "labels.astype(str)"),
         (
             {"features": np.ones((4, 12)), "labels": np.full(4, 2**63, np.uint64), "weight": WEIGHT},
             "9223372036854775808",

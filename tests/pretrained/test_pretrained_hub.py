@@ -50,6 +50,9 @@ class Hub:
         pull = "https://hub/pull/1" if options["create_pr"] else None
         return SimpleNamespace(commit_url="https://hub/commit/1", pr_url=pull)
 
+    def repo_info(self, repo_id: str, *, timeout: float, **options: Any) -> None:
+        assert timeout <= 10
+
     def snapshot_download(self, repo_id: str, *, allow_patterns: list[str], **options: Any) -> str:
         self.calls.append(("download", options))
         source, target = self.place / repo_id, self.place / "cache" / repo_id
@@ -87,10 +90,10 @@ def test_what_is_uploaded_comes_down_again(la: Any, hub: Hub) -> None:
     assert "# me/digits" in card
     assert not any(b"secret" in path.read_bytes() for path in (hub.place / "me/digits").iterdir())
     kinds = [kind for kind, _ in hub.calls]
-    assert kinds == ["api", "create", "upload", "download", "download"]
+    assert kinds == ["api", "create", "upload", "api", "download", "api", "download"]
     assert hub.calls[0][1]["token"] == "secret"
     assert hub.calls[1][1]["private"] is True
-    assert hub.calls[3][1]["revision"] == "main"
+    assert hub.calls[4][1]["revision"] == "main"
 
 
 def test_a_second_upload_replaces_the_numbers_and_brings_nothing_else_down(la: Any, hub: Hub) -> None:
@@ -138,6 +141,24 @@ def test_errors_of_the_hub_say_what_was_looked_for(la: Any, hub: Hub, monkeypatc
     monkeypatch.setattr(hub, "create_repo", refused)
     with pytest.raises(cc.InputError, match=r"repo_id: expected a repository you may write to, got 'me/x'.*403"):
         la.push_to_hub("me/x")
+
+
+def test_a_hub_that_does_not_answer_is_given_up(la: Any, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was downloaded before is used, and anything else is refused in one sentence."""
+
+    def silent(*args: Any, timeout: float, **kwargs: Any) -> None:
+        msg = f"no answer in {timeout} seconds"
+        raise TimeoutError(msg)
+
+    monkeypatch.setattr(hub, "repo_info", silent)
+    with pytest.raises(
+        cc.InputError, match=r"^source: .*no answer from the hub \(TimeoutError: no answer in 10 seconds"
+    ):
+        cc.load_pretrained("me/nothing", encoder())
+    assert hub.calls[-1][1]["local_files_only"] is True
+    la.push_to_hub("me/x")
+    cc.load_pretrained("me/x", encoder())
+    assert hub.calls[-1][1]["local_files_only"] is True
 
 
 NO_NAMES: list[Any] = [
