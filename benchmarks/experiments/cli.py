@@ -214,7 +214,10 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add_default("margin", inside, type=_or_none(float), metavar="DISTANCE")
     per_class = "images of each class in a batch, or none: at random"
     add_default("per_class", per_class, type=_or_none(int), metavar="N")
-    precision = "of the encoder's forward passes in training (default: %(default)s)"
+    precision = (
+        "of the encoder's forward passes in training (default: %(default)s); bfloat16 is many times slower on a "
+        "processor without instructions for it, AMX or AVX512_BF16"
+    )
     add("--precision", choices=("float32", "bfloat16"), default="float32", help=precision)
     memory = "what online LAM forgets in a step, alpha of Eq. 5 (default: the paper's %(default)s)"
     add("--memory-factor", type=float, default=1e-4, metavar="ALPHA", help=memory)

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from test_served_encoder import mapped_posterior
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
+from contrastive_curvature.serving import Scorer
 from contrastive_curvature.serving.graph import METADATA
 
 pytestmark = [
@@ -151,3 +153,31 @@ def test_a_graph_needs_torch_alone(device: str, tmp_path: Path) -> None:
 def test_the_structures_are_those_of_a_last_layer(device: str) -> None:
     del device
     assert {name.split()[0] for name in STRUCTURES} == {"diag", "kron", "full", "kron_lowrank"}
+
+
+CLOSE: dict[torch.dtype, dict[str, tuple[float, float]]] = {
+    torch.float64: {"pt2": (1e-10, 1e-10), "onnx": (1e-6, 1e-6), "npz": (1e-10, 1e-10)},
+    torch.float32: {"pt2": (1e-5, 1e-5), "onnx": (1e-5, 1e-5), "npz": (1e-5, 1e-5)},
+    torch.float16: {"pt2": (1e-5, 1e-5), "onnx": (0.001, 0.005), "npz": (0.001, 0.005)},
+    torch.bfloat16: {"pt2": (1e-5, 1e-5), "npz": (0.005, 0.04)},
+}
+"""Bounds that docs/serving.md states: of ``mu`` absolutely, of ``kappa`` and ``uncertainty`` relatively."""
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(dtype, kind) for dtype, kinds in CLOSE.items() for kind in kinds])
+def test_how_close(device: str, dtype: torch.dtype, kind: str, tmp_path: Path) -> None:
+    if kind == "onnx":
+        pytest.importorskip("onnxruntime")
+    la, path = fitted(dtype=dtype, device=device, calibrated=False), tmp_path / f"model.{kind}"
+    x = inputs(40, 3, dtype, device)
+    outputs = la.export(path) if kind == "npz" else la.export(path, x[:2])
+    if kind == "npz":
+        features = la.model.forward_with_features(x)[1]
+        found: Any = Scorer.load(path)(features.to(torch.promote_types(dtype, torch.float32)).cpu().numpy())
+    else:
+        found = torch.export.load(path).module()(x) if kind == "pt2" else run_onnx(path, x)
+    wanted = [value.double() for value in truth(la, x, outputs)]
+    bounds = CLOSE[dtype][kind]
+    for number, (new, old) in enumerate(zip(found, wanted, strict=True)):
+        apart = (torch.as_tensor(new).detach().cpu().double() - old).abs() / (1 if number == 0 else old.abs())
+        assert float(apart.max()) <= bounds[min(number, 1)]

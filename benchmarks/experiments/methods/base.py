@@ -49,7 +49,8 @@ class Setting:
         eval_batch: Images a forward pass outside training.
         workers: Processes that read images.
         precision: Of the encoder's forward passes in training; ``"bfloat16"`` is autocast, and takes less than half the
-            time on a CPU that has it. Losses, weights and everything after training are float32.
+            time on a CPU that has instructions for it (AMX or AVX512_BF16), and six to twelve times as long on others.
+            Losses, weights and everything after training are float32.
         device: Where torch computes.
         progress: Whether to show progress bars.
         checkpoint_every: Training steps between two checkpoints.
