@@ -268,6 +268,10 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
             InputError: Fewer than two inputs, inputs that the encoder does not take, or outputs that are not finite.
                 The calibration is as it was.
 
+        Warns:
+            OptimisticPValueWarning: More than a tenth of the inputs are among those of ``fit``, as far as the sample
+                that a last layer's ``fit`` keeps can tell; without one there is no such warning.
+
         Source: Vovk, Gammerman and Shafer, Algorithmic Learning in a Random World, 2005.
         """
         calibration.calibrate(self, loader, progress_bar)

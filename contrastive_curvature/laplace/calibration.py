@@ -54,7 +54,9 @@ _AT_ONCE = 256
 _SAME = 1e-5
 """Components of one input in another batch differ less, in float32."""
 
-_MOST_FOUND = 0.5
+_MOST_FITTED = 0.1
+"""Share of the calibration inputs that may be of the fit. At this much, a share ``alpha`` of known inputs that is
+flagged grows by a ninth at most."""
 
 _CACHED = 2**17
 """Features that are converted at once."""
@@ -226,11 +228,12 @@ def calibrate(la: Any, loader: Iterable[Any], progress_bar: bool | None = None) 
     known = _training_components(la)
     if known is None:
         known, values = split(values)
-    elif _share_found(known.to(values), values) > _MOST_FOUND:
+    # The posterior keeps some inputs of its fit only: each of them stands for as many.
+    elif (share := _share_found(values, known.to(values)) * max(1, la.n_data / len(known))) > _MOST_FITTED:
         msg = (
-            "calibrate: most of the inputs that the posterior was fitted on are among these. Their p-values are "
-            "optimistic: of other known inputs, more than a share alpha may fall below alpha. Calibrate with inputs "
-            "that the encoder was not trained on."
+            f"calibrate: about {min(share, 1):.0%} of these inputs are among those that the posterior was fitted on. "
+            "P-values are then optimistic: of other known inputs, more than a share alpha may fall below alpha. "
+            "Calibrate with inputs that the encoder was not trained on."
         )
         warnings.warn(msg, OptimisticPValueWarning, stacklevel=3)
     reference = Reference.of(Standard.of(known.to(values)), values)

@@ -624,13 +624,24 @@ def test_a_prediction_sees_that_weights_were_replaced() -> None:
         _ = old.p_value
 
 
-def test_calibrating_with_the_training_inputs_is_optimistic() -> None:
-    la = fitted("last_layer", "kron")
-    with pytest.warns(cc.OptimisticPValueWarning, match="fitted on"):
-        la.calibrate(training())
+@pytest.mark.parametrize("n", [50, 5000])
+def test_calibrating_with_training_inputs_is_noticed_and_said_to_be_optimistic(n: int) -> None:
+    """Of 5,000 points a posterior keeps 2,000."""
+    la, x, others = made("last_layer", "kron"), inputs(n, 0), inputs(n, 3)
+    la.fit([(part, torch.arange(len(part)) % 3) for part in x.split(500)])
+    some = n // 4
+    for known, share in ((x[:some], 1), (x, 1), (torch.cat([x[:some], others[:some]]), 0.5)):
+        with pytest.warns(cc.OptimisticPValueWarning, match=r"fitted on.*optimistic") as caught:
+            la.calibrate(known.split(500))
+        assert caught[0].filename == __file__
+        said = float(str(caught[0].message).split("about ")[1].split("%")[0]) / 100
+        # What is kept is a random sample: four standard errors of a share of it.
+        kept = len(la._known.sample.features)
+        assert said == pytest.approx(share, abs=0.01 + 4 * share * ((1 - kept / n) / (kept * some / n)) ** 0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        la.calibrate(given())
+        la.calibrate(others.split(500))
+        la.calibrate([x[: n // 25], others])
 
 
 def test_one_look_at_the_weights_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:

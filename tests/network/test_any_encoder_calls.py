@@ -243,7 +243,7 @@ def fitted(model: nn.Module, **options: Any) -> Any:
     ],
     ids=["default", "all", "gp"],
 )
-@pytest.mark.filterwarnings("ignore:calibrate. most of the inputs", "ignore:Jacobians are taken point by point")
+@pytest.mark.filterwarnings("ignore:calibrate. about", "ignore:Jacobians are taken point by point")
 def test_texts_are_what_their_tokens_are(device: str, options: dict[str, Any], tmp_path: Path) -> None:
     model = Sentences().to(device)
     la = fitted(model, **options)
