@@ -56,6 +56,13 @@ class Directions:
         cross = self.axis.unsqueeze(2) * self.tilt.unsqueeze(1)
         return torch.diag_embed(self.diagonal) + cross + cross.mT
 
+    def along(self, vectors: Tensor) -> Tensor:
+        """Variances ``v^T Cov v`` along a vector (N, D) each, shape (N,)."""
+        if self.covariance is not None:
+            return (vectors * (self.covariance @ vectors.unsqueeze(2)).squeeze(2)).sum(1)
+        across = (self.axis * vectors).sum(1) * (self.tilt * vectors).sum(1)
+        return (self.diagonal * vectors.square()).sum(1) + 2 * across
+
 
 def directions(name: str, embeddings: EmbeddingDistribution | Tensor) -> Directions:
     """Return mean and covariance of the directions of embeddings, in float64.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -24,9 +25,9 @@ from contrastive_curvature import (
     MatchProbability,
     NotFittedError,
     metrics,
-    similarity,
 )
-from contrastive_curvature.matching.features import Side, angle_variance, pair_features
+from contrastive_curvature.directions import directions
+from contrastive_curvature.matching.features import Side, pair_features
 
 DOUBLE = torch.float64
 
@@ -54,6 +55,31 @@ def noisy_pairs(n: int, seed: int, dim: int = 8, *, known: bool = True) -> Pairs
         raw, sizes = [normalize(z, dim=1) for z in raw], sizes[:, torch.randperm(n, generator=g)]
     a, b = (EmbeddingDistribution(z, variance=s.square().expand_as(z)) for z, s in zip(raw, sizes, strict=True))
     return Pairs(a, b, same)
+
+
+class Search(NamedTuple):
+    queries: EmbeddingDistribution
+    labels: Tensor
+    gallery: EmbeddingDistribution
+    gallery_labels: Tensor
+
+
+def noisy_search(n: int, seed: int, *, classes: int = 40, dim: int = 8) -> Search:
+    """A gallery of three clean inputs a class, and queries with noise of their own size, a fifth of unknown classes."""
+    centres = normalize(torch.randn(2 * classes, dim, generator=generator(99), dtype=DOUBLE), dim=1)
+    g = generator(seed)
+    gallery_labels = torch.arange(classes).repeat(3)
+    gallery = centres[gallery_labels] + 0.1 * torch.randn(3 * classes, dim, generator=g, dtype=DOUBLE)
+    labels = torch.randint(classes, (n,), generator=g)
+    labels = torch.where(torch.rand(n, generator=g) < 0.2, labels + classes, labels)
+    size = torch.exp(torch.randn(n, 1, generator=g, dtype=DOUBLE) - 1.5)
+    queries = centres[labels] + size * torch.randn(n, dim, generator=g, dtype=DOUBLE)
+    return Search(
+        EmbeddingDistribution(queries, variance=size.square().expand_as(queries)),
+        labels,
+        EmbeddingDistribution(gallery, variance=torch.full_like(gallery, 0.01)),
+        gallery_labels,
+    )
 
 
 def plain_pairs(n: int, seed: int, slope: float = 6.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -137,6 +163,15 @@ def test_uncertainties_that_mean_nothing_do_no_harm():
     assert loss < 3 * error + 6 / (4 * 3000)
 
 
+def spread_along(one: EmbeddingDistribution, other: EmbeddingDistribution) -> Tensor:
+    """Variance of directions on the way to others, pair by pair, from dense matrices."""
+    out = []
+    for u, v, spread in zip(one.mu, other.mu, directions("one", one).dense(), strict=True):
+        way = (v - u) @ (torch.eye(len(u), dtype=DOUBLE) - u.outer(u))
+        out.append(way @ spread @ way / (way @ way))
+    return torch.stack(out)
+
+
 @pytest.mark.parametrize("curve", ["logistic", "isotonic"])
 def test_scikit_learn_says_the_same(curve):
     train, test = noisy_pairs(500, 0), noisy_pairs(200, 1)
@@ -145,7 +180,7 @@ def test_scikit_learn_says_the_same(curve):
     def columns(pairs: Pairs) -> Tensor:
         one, other = pairs.a, pairs.b
         both = torch.stack([one.uncertainty, other.uncertainty], 1)
-        angle = angle_variance(similarity(one, other))
+        angle = spread_along(one, other) + spread_along(other, one)
         return torch.stack([(one.mu * other.mu).sum(1), angle.log(), both.amax(1).log(), both.amin(1).log()], 1)
 
     x, z = columns(train), columns(test)
@@ -166,19 +201,49 @@ def test_scikit_learn_says_the_same(curve):
     assert torch.allclose(p[rising], torch.from_numpy(wanted)[rising], rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("curve", ["logistic", "isotonic"])
-@given(dim=st.integers(2, 6), seed=st.integers(0, 20), size=st.floats(1e-6, 1e3))
-def test_it_never_falls_as_the_cosine_grows(curve, dim, seed, size):
-    match = MatchProbability(curve=curve).fit_pairs(*noisy_pairs(300, seed, dim))
-    one = Side.of(
-        "a", EmbeddingDistribution(*[torch.eye(dim)[:1]], variance=torch.full((1, dim), size)), use_uncertainty=True
+@cache
+def fitted_match(dim: int, curve: Literal["logistic", "isotonic"], seed: int) -> MatchProbability:
+    search = noisy_search(300, seed, dim=dim, classes=5 * dim)
+    return MatchProbability(curve=curve).fit_pairs(*noisy_pairs(300, seed, dim)).fit_retrieval(*search)
+
+
+@given(
+    dim=st.sampled_from([3, 8]),
+    curve=st.sampled_from(["logistic", "isotonic"]),
+    fit=st.integers(0, 3),
+    seed=st.integers(0, 10**6),
+    size=st.floats(1e-3, 2),
+    shape=st.floats(0, 1),
+)
+def test_it_never_falls_as_the_cosine_grows(dim, curve, fit, seed, size, shape):
+    """One side turns towards the other on their great circle, and its covariance with it."""
+    match, angles = fitted_match(dim, curve, fit), torch.linspace(math.pi, 0, 40, dtype=DOUBLE)
+    g = generator(seed)
+    frame = torch.linalg.qr(torch.randn(dim, dim, generator=g, dtype=DOUBLE))[0]
+    spreads = [torch.diag(size**2 * torch.exp(shape * torch.randn(dim, generator=g, dtype=DOUBLE))) for _ in range(2)]
+    turns = torch.eye(dim, dtype=DOUBLE).repeat(40, 1, 1)
+    turns[:, 0, 0] = turns[:, 1, 1] = angles.cos()
+    turns[:, 1, 0] = angles.sin()
+    turns[:, 0, 1] = -angles.sin()
+    a, b = (
+        EmbeddingDistribution((frame @ turn)[..., 0], covariance=frame @ turn @ spread @ turn.mT @ frame.T)
+        for turn, spread in zip((turns[-1:].expand_as(turns), turns), spreads, strict=True)
     )
-    features = pair_features(one, one, symmetric=True).expand(50, 4).clone()
-    features[:, 0] = torch.linspace(-1, 1, 50)
-    p = match._fitted["pairs"][0](features)
-    # Equal features in one product of matrices may round differently.
-    assert bool((p.diff() >= -1e-14).all())
-    assert bool(((p >= 0) & (p <= 1)).all())
+    # At the ends, where the two agree or are opposite, no great circle is the one between them.
+    for p in (match.same(a, b)[1:-1], match.hits(a, b, gallery_size=15 * dim)[1:-1]):
+        assert bool((p.diff() >= -1e-9).all())
+        assert bool(((p >= 0) & (p <= 1)).all())
+
+
+@pytest.mark.parametrize("dim", [3, 8])
+@pytest.mark.parametrize("end", [-1.0, 1.0])
+def test_where_directions_agree_or_are_opposite_their_mean_spread_counts(dim, end):
+    way = torch.eye(dim)
+    for spread in (torch.ones(dim), torch.arange(1.0, dim + 1)):
+        a, b = (EmbeddingDistribution(z[None], variance=1e-4 * spread[None]) for z in (way[0], end * way[0]))
+        sides = [Side.of("x", x, use_uncertainty=True) for x in (a, b)]
+        found = pair_features(*sides, symmetric=True)[0, 1].exp()
+        assert float(found) == pytest.approx(2e-4 * float(spread[1:].mean()), rel=1e-2)
 
 
 @given(n=st.integers(1, 10), dim=st.integers(2, 6), seed=st.integers(0, 20), use=st.booleans())
@@ -220,31 +285,6 @@ def test_uncertainties_that_are_all_zero_leave_the_cosine():
     p = MatchProbability().fit_pairs(*sure, train.same).same(test.a, test.b)
     plain = MatchProbability(use_uncertainty=False).fit_pairs(train.a.raw_mean, train.b.raw_mean, train.same)
     assert torch.allclose(p, plain.same(test.a.raw_mean, test.b.raw_mean), rtol=0, atol=1e-6)
-
-
-class Search(NamedTuple):
-    queries: EmbeddingDistribution
-    labels: Tensor
-    gallery: EmbeddingDistribution
-    gallery_labels: Tensor
-
-
-def noisy_search(n: int, seed: int, *, classes: int = 40, dim: int = 8) -> Search:
-    """A gallery of three clean inputs a class, and queries with noise of their own size, a fifth of unknown classes."""
-    centres = normalize(torch.randn(2 * classes, dim, generator=generator(99), dtype=DOUBLE), dim=1)
-    g = generator(seed)
-    gallery_labels = torch.arange(classes).repeat(3)
-    gallery = centres[gallery_labels] + 0.1 * torch.randn(3 * classes, dim, generator=g, dtype=DOUBLE)
-    labels = torch.randint(classes, (n,), generator=g)
-    labels = torch.where(torch.rand(n, generator=g) < 0.2, labels + classes, labels)
-    size = torch.exp(torch.randn(n, 1, generator=g, dtype=DOUBLE) - 1.5)
-    queries = centres[labels] + size * torch.randn(n, dim, generator=g, dtype=DOUBLE)
-    return Search(
-        EmbeddingDistribution(queries, variance=size.square().expand_as(queries)),
-        labels,
-        EmbeddingDistribution(gallery, variance=torch.full_like(gallery, 0.01)),
-        gallery_labels,
-    )
 
 
 def test_nearest_neighbours_are_believed_as_often_as_they_are_right():
@@ -340,6 +380,8 @@ def spoil(key: str, value: object) -> dict[str, Any]:
         ("curve", "logistic"),
         ("use_uncertainty", 1),
         ("use_uncertainty", None),
+        ("version", 1),
+        ("version", None),
         ("pairs.dim", 0),
         ("pairs.dim", "8"),
         ("pairs.shift", None),
@@ -466,16 +508,3 @@ def test_uncertainties_that_are_not_finite(monkeypatch):
     monkeypatch.setattr(EmbeddingDistribution, "uncertainty", property(lambda self: self.raw_mean[:, 0] * math.nan))
     with pytest.raises(InputError, match="a: expected finite uncertainties"):
         MatchProbability().fit_pairs(A, B, SAME)
-
-
-@given(angle=st.floats(0, math.pi), std=st.floats(1e-3, 1.2))
-def test_the_variance_of_a_normal_angle_is_found_from_its_cosine(angle, std):
-    """The mean and the variance of ``cos(angle + std e)`` are known in closed form."""
-    decay = math.exp(-(std**2) / 2)
-    mean = math.cos(angle) * decay
-    variance = 0.5 + math.cos(2 * angle) * decay**4 / 2 - mean**2
-    cosine = similarity(A, B)
-    made = type(cosine)(torch.tensor([mean], dtype=DOUBLE), torch.tensor([variance], dtype=DOUBLE))
-    found = float(angle_variance(made))
-    # Of an angle near 0 or 180 degrees the root of a difference that should be zero is taken.
-    assert found == pytest.approx(std**2, rel=1e-6, abs=1e-7)

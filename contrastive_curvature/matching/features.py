@@ -12,9 +12,11 @@ from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.metrics._checks import check_embeddings
-from contrastive_curvature.similarity import CosineDistribution, cosine_distribution
 
-__all__ = ["Side", "angle_variance", "check_sides", "pair_features"]
+__all__ = ["Side", "check_sides", "pair_features"]
+
+_EQUAL = 8 * torch.finfo(torch.float64).eps
+"""Between unit vectors that are no further apart, or from being opposite, no great circle is told from another."""
 
 
 @dataclass(frozen=True)
@@ -101,22 +103,22 @@ def pair_features(a: Side, b: Side, *, symmetric: bool) -> Tensor:
     cosine = (a.mu.double() * b.mu.double()).sum(1, keepdim=True)
     if a.spread is None or b.spread is None or a.uncertainty is None or b.uncertainty is None:
         return cosine
-    angle = angle_variance(cosine_distribution(a.spread, b.spread, pairwise=False))
+    angle = _along(a.mu, a.spread, b.mu) + _along(b.mu, b.spread, a.mu)
     both = torch.stack([a.uncertainty, b.uncertainty], 1)
     if symmetric:
         both = both.sort(1, descending=True).values
     return torch.cat([cosine, angle.unsqueeze(1).log(), both.log()], 1)
 
 
-def angle_variance(cosine: CosineDistribution) -> Tensor:
-    """Variance of a normal angle whose cosine has this mean A and variance v, float64, of their shape.
+def _along(mu: Tensor, spread: Directions, towards: Tensor) -> Tensor:
+    """Variance of directions along the great circle to other ones, shape (N,); of equal directions, its mean over all.
 
-    ``E cos = cos(phi) y^(1/2)`` and ``E cos^2 = 1/2 + cos(2 phi) y^2 / 2`` with ``y = exp(-variance)`` give ``y = A^2 +
-    ((1 - A^2)^2 - 2 v)^(1/2)``. Unlike ``v``, which vanishes with the sine of the angle, it says little of the angle.
+    The sum of both sides' is the variance of the angle between the two, to first order. Unlike the variance of the
+    cosine, it says nothing of the angle itself.
     """
-    mean, variance = cosine.mean.double(), cosine.variance.double()
-    room = 1 - mean * mean
-    lost = 2 * variance / (room + (room * room - 2 * variance).clamp(min=0).sqrt())
-    # Without spread between equal directions both are zero.
-    lost = torch.where(variance > 0, lost, torch.zeros_like(lost)).clamp(max=1 - 1e-12)
-    return -torch.log1p(-lost)
+    u = normalize(mu.double())[0]
+    apart = normalize(towards.double())[0] - u
+    tangent = apart - (apart * u).sum(1, keepdim=True) * u
+    length = tangent.norm(dim=1, keepdim=True)
+    mean = (spread.lost - spread.along(u)) / (u.shape[1] - 1)
+    return torch.where(length[:, 0] > _EQUAL, spread.along(tangent / length.clamp(min=_EQUAL)), mean).clamp(min=0)

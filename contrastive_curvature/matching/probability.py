@@ -22,6 +22,9 @@ __all__ = ["MatchProbability", "NearestMatch"]
 
 _Embeddings = EmbeddingDistribution | Tensor
 
+_VERSION = 2
+"""Of the features, in saved states; those of 0.1.0 had no number."""
+
 
 @dataclass(frozen=True, eq=False)
 class NearestMatch:
@@ -52,9 +55,10 @@ class MatchProbability:
     The second cannot be answered by the first: a best hit of many is not like a pair picked at random.
 
     A logistic regression (scikit-learn, features standardised) on the cosine and, unless switched off, the log of the
-    variance of the angle between the two (from :func:`contrastive_curvature.similarity`), its product with the cosine,
-    and the logs of both uncertainties. At given uncertainties the probability never falls as the cosine grows. An
-    uncertainty beyond those of the validation data counts as the largest (or the smallest) of them.
+    variance of the angle between the two (to first order: that of each direction along the great circle through both,
+    added), its product with the cosine, and the logs of both uncertainties. At given uncertainties the probability
+    never falls as the cosine grows. An uncertainty beyond those of the validation data counts as the largest (or the
+    smallest) of them.
 
     Fit it on data that the encoder was not trained on, and that is like what comes later: the same share of pairs of
     one class, of queries without a match and of harmed inputs, a gallery of about the same size. A probability holds
@@ -236,7 +240,7 @@ class MatchProbability:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that was fitted: tensors, numbers and strings, for ``torch.save``."""
-        out: dict[str, Any] = {"use_uncertainty": self.use_uncertainty, "curve": self.curve}
+        out: dict[str, Any] = {"version": _VERSION, "use_uncertainty": self.use_uncertainty, "curve": self.curve}
         for question, (regression, dim) in self._fitted.items():
             out |= {f"{question}.{name}": value for name, value in regression.state().items()}
             out[f"{question}.dim"] = dim
@@ -255,6 +259,9 @@ class MatchProbability:
         """
         if not isinstance(state, Mapping) or not {"use_uncertainty", "curve"} <= state.keys():
             raise InputError(expected("state_dict", "what state_dict() gave", f"a {type(state).__name__}"))
+        if state.get("version") != _VERSION:
+            hint = "Other versions of the library have other features: fit it again."
+            raise InputError(expected("state_dict['version']", _VERSION, state.get("version"), hint))
         for name in ("use_uncertainty", "curve"):
             mine, saved = getattr(self, name), state[name]
             if type(saved) is not type(mine) or saved != mine:
