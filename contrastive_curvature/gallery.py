@@ -12,14 +12,12 @@ from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.gallery_labels import GalleryClasses
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.metrics._checks import check_count, check_embeddings, check_labels, check_scores
+from contrastive_curvature.metrics.neighbors import squared_distances
 
 __all__ = ["SHARE", "RetrievalUncertainty", "nearest_others", "neighbor_distance"]
 
 SHARE = 0.02
 """Share of the known inputs that may be flagged as unknown. Measured: ``docs/defaults.md``."""
-
-_ENTRIES = 2**24
-"""Numbers in one block of differences to neighbours: 64 MiB in float32."""
 
 
 class RetrievalUncertainty:
@@ -162,14 +160,7 @@ def nearest_others(queries: Tensor, gallery: Tensor, k: int, itself: Tensor | No
 
 def _distances(queries: Tensor, gallery: Tensor, neighbors: Tensor) -> Tensor:
     """Cosine distances to given gallery points, shape (N, k)."""
-    v, k = normalize(gallery)[0], neighbors.shape[1]
-    rows = max(1, _ENTRIES // (k * v.shape[1]))
-    # Differences, because 1 - cosine loses all digits in float32 when neighbours are close.
-    near = [
-        (normalize(block)[0].unsqueeze(1) - v[nearest]).square().sum(2) / 2
-        for block, nearest in zip(queries.split(rows), neighbors.split(rows), strict=True)
-    ]
-    return torch.cat(near)
+    return squared_distances(normalize(queries)[0], normalize(gallery)[0], neighbors) / 2
 
 
 def _check_rows(itself: object, n: int, m: int, k: int) -> Tensor:

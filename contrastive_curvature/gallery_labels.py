@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.hessian.sphere import normalize
+from contrastive_curvature.metrics.neighbors import MORE, squared_distances
 
 __all__ = ["AGREEMENT_WEIGHT", "RATIO_WEIGHT", "GalleryClasses"]
 
@@ -88,10 +89,10 @@ class GalleryClasses:
                 cosine = (u.detach() @ v.T).masked_fill_(index == number.unsqueeze(1), -torch.inf)
             inside = (row >= 0).nonzero().squeeze(1)
             cosine[inside, row[inside]] = -torch.inf
-            top, other = cosine.max(1)
-            # The difference, because 1 - cosine loses all digits in float32 when points are close.
-            chord = _chord((u - v[other]).square().sum(1) / 2)
-            out.append(chord.masked_fill(top == -torch.inf, torch.inf))
+            top, other = cosine.topk(min(1 + MORE, len(v)), dim=1)
+            # The largest cosines of float32 are ranked again: 1 - cosine has lost all digits when points are close.
+            apart = squared_distances(u, v, other).masked_fill(top == -torch.inf, torch.inf)
+            out.append(_chord(apart.amin(1) / 2))
         return torch.cat(out)
 
 

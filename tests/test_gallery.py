@@ -29,7 +29,7 @@ def test_distance_is_the_mean_of_the_smallest_cosine_distances(n, m, dim, seed, 
 def test_blocks_of_queries_are_put_together_in_their_order(entries, monkeypatch):
     queries, gallery = draw(23, 4, 0), draw(15, 4, 1)
     whole = neighbor_distance(queries, gallery, 3)
-    monkeypatch.setattr("contrastive_curvature.gallery._ENTRIES", entries)
+    monkeypatch.setattr("contrastive_curvature.metrics.neighbors._ENTRIES", entries)
     assert torch.equal(neighbor_distance(queries, gallery, 3), whole)
 
 

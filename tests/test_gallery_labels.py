@@ -43,6 +43,16 @@ def by_loop(query: list[float], gallery: list[list[float]], labels: list[int], k
     return 2 / (1 + math.exp(-s))
 
 
+def test_close_points_are_told_apart() -> None:
+    """In float32, as by the loop in float64."""
+    gallery = torch.tensor([1.0, 0.0, 0.0]) + 0.01 * draw(1000, 3, 0).float()
+    queries, labels = torch.tensor([1.0, 0.0, 0.0]) + 0.01 * draw(60, 3, 1).float(), torch.arange(1000) % 5
+    found = RetrievalUncertainty(gallery, KNOWN, k=3, share=0.2, labels=labels)(queries, torch.zeros(60))
+    wanted = [by_loop(query, gallery.tolist(), labels.tolist(), 3) for query in queries.tolist()]
+    # Float32 rounds unit vectors by 6e-8, chords here are some 1e-4.
+    assert found.tolist() == pytest.approx(wanted, rel=0.02)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @given(m=st.integers(1, 12), classes=st.integers(1, 4), dim=st.integers(2, 5), seed=st.integers(0, 99), data=st.data())

@@ -261,7 +261,7 @@ class MatchProbability:
             raise InputError(expected("state_dict", "what state_dict() gave", f"a {type(state).__name__}"))
         if state.get("version") != _VERSION:
             hint = "Other versions of the library have other features: fit it again."
-            raise InputError(expected("state_dict['version']", _VERSION, state.get("version"), hint))
+            raise InputError(expected("state_dict['version']", str(_VERSION), state.get("version"), hint))
         for name in ("use_uncertainty", "curve"):
             mine, saved = getattr(self, name), state[name]
             if type(saved) is not type(mine) or saved != mine:

@@ -13,10 +13,16 @@ from contrastive_curvature.arguments import check_choice
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.metrics._checks import check_count, check_embeddings
 
-__all__ = ["Backend", "Metric", "nearest_neighbors"]
+__all__ = ["MORE", "Backend", "Metric", "nearest_neighbors", "squared_distances"]
 
 Backend = Literal["auto", "faiss", "sklearn"]
 Metric = Literal["cosine", "euclidean"]
+
+MORE = 32
+"""Candidates of a search in float32 that are ranked again, beyond those that are asked for."""
+
+_ENTRIES = 2**24
+"""Numbers in one block of differences: 128 MiB in float64."""
 
 
 def _choose_backend(backend: str, double: bool) -> str:
@@ -30,20 +36,37 @@ def _choose_backend(backend: str, double: bool) -> str:
     return backend
 
 
-def _search(queries: Tensor, gallery: Tensor, k: int, backend: str, metric: str) -> Tensor:
-    """Return indices (N, k), nearest first; both are on the CPU, and their rows are unit vectors for the cosine."""
-    if backend == "faiss":
-        faiss = importlib.import_module("faiss")
-        index = (faiss.IndexFlatIP if metric == "cosine" else faiss.IndexFlatL2)(gallery.shape[1])
-        index.add(gallery.float().contiguous().numpy())
-        _, neighbors = index.search(queries.float().contiguous().numpy(), k)
-    else:
+def squared_distances(queries: Tensor, gallery: Tensor, rows: Tensor) -> Tensor:
+    """Squared distances of queries (N, D) to rows (N, C) of a gallery (M, D), from differences in the queries' dtype.
+
+    Of unit vectors they are ``2 (1 - cosine)``, whose digits an inner product in float32 loses where points are close.
+    """
+    step = max(1, _ENTRIES // (rows.shape[1] * gallery.shape[1]))
+    blocks = zip(queries.split(step), rows.split(step), strict=True)
+    return torch.cat([(gallery[near].to(block) - block.unsqueeze(1)).square().sum(2) for block, near in blocks])
+
+
+def _search(queries: Tensor, gallery: Tensor, k: int, backend: str) -> Tensor:
+    """Return indices (N, k) by distance, nearest first; both are float64 on the CPU, around the mean of the gallery."""
+    if backend == "sklearn":
         from sklearn.neighbors import NearestNeighbors  # the import takes a second, so it waits for the first use
 
-        # For unit vectors the Euclidean order is the cosine order, and this search needs no N x M matrix.
+        # This search needs no N x M matrix.
         search = NearestNeighbors(n_neighbors=k, algorithm="brute", metric="euclidean").fit(gallery.numpy())
-        neighbors = search.kneighbors(queries.numpy(), return_distance=False)
-    return torch.from_numpy(neighbors).long()
+        return torch.from_numpy(search.kneighbors(queries.numpy(), return_distance=False)).long()
+    index = importlib.import_module("faiss").IndexFlatL2(gallery.shape[1])
+    index.add(gallery.float().contiguous().numpy())
+    far, found = index.search(queries.float().contiguous().numpy(), min(k + MORE, len(gallery)))
+    candidates = torch.from_numpy(found).long()
+    apart, order = squared_distances(queries, gallery, candidates).sort(dim=1, stable=True)
+    neighbors = candidates.gather(1, order[:, :k])
+    # What faiss has left out is as far as its last candidate, up to rounding in float32: of |x|^2 + |y|^2 - 2 <x, y>.
+    size = queries.square().sum(1) + gallery.square().sum(1).max()
+    rounding = (2 + gallery.shape[1] ** 0.5) * 2**-22 * size
+    unsure = apart[:, k - 1] > torch.from_numpy(far[:, -1]) - rounding
+    if found.shape[1] < len(gallery) and bool(unsure.any()):
+        neighbors[unsure] = _search(queries[unsure], gallery, k, "sklearn")
+    return neighbors
 
 
 def _unit(embeddings: list[Tensor]) -> list[Tensor]:
@@ -76,9 +99,10 @@ def nearest_neighbors(
 ) -> Tensor:
     """Return the indices of the k gallery points that are nearest to each query.
 
-    Exact search on the CPU. With ``backend="auto"``: faiss (``IndexFlatIP`` or ``IndexFlatL2``) if it is installed and
-    the embeddings are not float64, because faiss computes in float32; else scikit-learn (brute force), in the dtype
-    given. The order of points at exactly equal distances depends on the backend.
+    Exact search on the CPU. With ``backend="auto"``: faiss (``IndexFlatL2``) if it is installed and the embeddings are
+    not float64; else scikit-learn (brute force). faiss computes in float32, so some more candidates than are asked for
+    are ranked again by differences in float64, and where float32 cannot tell that nothing nearer was left out,
+    scikit-learn searches for that query. The order of points at exactly equal distances depends on the backend.
 
     Args:
         queries: Embeddings of any norm, shape (N, D); without zero rows for the cosine. Half precision is converted to
@@ -110,8 +134,8 @@ def nearest_neighbors(
     available = len(searched_gallery) - leave_one_out
     k = check_count("k", k, 1, available, f"There are {available} gallery points per query.")
     chosen_backend = _choose_backend(backend, points.dtype == torch.float64)
-    dtype = torch.float64 if points.dtype == torch.float64 else torch.float32
-    given = [e.to("cpu", dtype) for e in ((points,) if leave_one_out else (points, searched_gallery))]
-    prepared = _unit(given) if metric == "cosine" else _centred(given)
-    neighbors = _search(prepared[0], prepared[-1], k + leave_one_out, chosen_backend, metric)
+    given = [e.detach().to("cpu", torch.float64) for e in ((points,) if leave_one_out else (points, searched_gallery))]
+    # For unit vectors the Euclidean order is the cosine order.
+    prepared = _centred(_unit(given) if metric == "cosine" else given)
+    neighbors = _search(prepared[0], prepared[-1], k + leave_one_out, chosen_backend)
     return (_drop_self(neighbors) if leave_one_out else neighbors).to(points.device)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.metrics.neighbors import MORE
 from contrastive_curvature.stores.checks import Ids, need
 from contrastive_curvature.stores.faiss_file import read, write
 from contrastive_curvature.stores.faiss_index import KINDS, all_vectors, build, needed_effort, parameters, restore
@@ -29,7 +30,7 @@ class FaissStore(VectorStore):
 
     - ``"flat"``: exact, the default.
     - ``"hnsw"``: a graph of neighbours. ``links`` (32) of each point, ``build_effort`` (100) candidates while it is
-      built. ``effort`` of a search: candidates (64, and at least k).
+      built. ``effort`` of a search: candidates (64, and at least k + 32).
     - ``"ivf"``: lists of points around centres. ``lists`` (``4 sqrt(N)``, at most N / 39). ``effort`` of a search:
       lists that are looked through (an eighth).
 
@@ -135,6 +136,7 @@ class FaissStore(VectorStore):
             size = int(passes.sum())
             self._check_enough(k, size, f" of uncertainty <= {most:g}")
             selector = self._faiss.IDSelectorBitmap(np.packbits(passes, bitorder="little"))
+        k = min(k + MORE, size)
         needed = needed_effort(self._index, self._kind, k, effort, size / len(self))
         if needed is None and self._kind != "flat":
             rows = self._exact(queries, k, most)

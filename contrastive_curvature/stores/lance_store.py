@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.metrics.neighbors import MORE
 from contrastive_curvature.stores.checks import Ids, need
 from contrastive_curvature.stores.lance_columns import as_ids, check_payload, make_schema, to_arrow, to_found
 from contrastive_curvature.stores.lance_table import (
@@ -148,6 +149,7 @@ class LanceStore(VectorStore):
         condition = " AND ".join(parts) or None
         size = self._count(condition, where)
         self._check_enough(k, size, "" if condition is None else " that pass the filter")
+        k = min(k + MORE, size)
         tables = []
         for start in range(0, len(queries), _QUERIES):
             block = list(queries[start : start + _QUERIES])

@@ -16,6 +16,7 @@ from contrastive_curvature.arguments import check_choice, check_count, check_num
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.metrics._checks import check_embeddings
+from contrastive_curvature.metrics.neighbors import squared_distances
 from contrastive_curvature.stores.checks import Ids, check_ids, check_options
 from contrastive_curvature.stores.embeddings import StoredEmbeddings, read_embeddings
 from contrastive_curvature.stores.result import SearchResult
@@ -38,7 +39,7 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """Hits of N queries: ``vectors`` (N, k, D), all others (N, k); ``size`` embeddings passed the filter."""
+    """Candidates of N queries, at least k: ``vectors`` (N, C, D), all others (N, C); ``size`` embeddings passed."""
 
     ids: Ids
     vectors: NDArray[np.float32]
@@ -120,8 +121,9 @@ class VectorStore(ABC):
                 :meth:`create_index`.
 
         Returns:
-            The hits. If an approximate index finds fewer than k that pass the filter, these queries are searched again
-            exactly.
+            The hits. Some more candidates than k (32) come from the index, which computes in
+            float32, and are ranked by differences in float64. If an approximate index finds fewer that pass the filter,
+            these queries are searched again exactly.
 
         Raises:
             InputTypeError: An argument has a wrong type.
@@ -144,7 +146,7 @@ class VectorStore(ABC):
             check_count("effort", effort)
         unit = torch.nn.functional.normalize(points.double(), dim=1)
         found = self._nearest(_numpy(unit.float()), k, most, where, effort)
-        return _result(found, unit, asked if isinstance(asked, EmbeddingDistribution) else points)
+        return _result(found, unit, k, asked if isinstance(asked, EmbeddingDistribution) else points)
 
     def delete(self, ids: object) -> None:
         """Remove embeddings; all of them, or none if anything is refused.
@@ -206,12 +208,12 @@ def _numpy(value: Tensor) -> NDArray[np.float32]:
     return np.ascontiguousarray(value.detach().cpu().float().numpy())
 
 
-def _result(found: Found, unit: Tensor, queries: EmbeddingDistribution | Tensor) -> SearchResult:
-    """The hits in the order of their cosines, which are computed again: an index may have compressed the vectors."""
+def _result(found: Found, unit: Tensor, k: int, queries: EmbeddingDistribution | Tensor) -> SearchResult:
+    """The k best hits, ranked again by differences: an index may have compressed the vectors, and works in float32."""
     vectors = torch.from_numpy(found.vectors).to(unit.device)
-    blocks = zip(unit.split(256), vectors.split(256), strict=True)
-    cosine = torch.cat([torch.einsum("nd,nkd->nk", u, v.double()) for u, v in blocks])
-    order = cosine.argsort(dim=1, descending=True, stable=True)
+    rows = torch.arange(vectors.shape[:2].numel(), device=unit.device).view(vectors.shape[:2])
+    apart, order = squared_distances(unit, vectors.flatten(0, 1), rows).sort(dim=1, stable=True)
+    order = order[:, :k]
     cpu = order.cpu().numpy()
 
     def sort(values: NDArray[np.float32]) -> Tensor:
@@ -220,10 +222,10 @@ def _result(found: Found, unit: Tensor, queries: EmbeddingDistribution | Tensor)
     ids: Any = np.take_along_axis(found.ids, cpu, 1)
     return SearchResult(
         ids if ids.dtype == object else torch.from_numpy(ids).to(unit.device),
-        cosine.gather(1, order).clamp(-1, 1).float(),
+        (1 - apart[:, :k] / 2).clamp(-1, 1).float(),
         sort(found.kappa),
         sort(found.uncertainty),
-        vectors.gather(1, order.unsqueeze(2).expand_as(vectors)),
+        vectors.gather(1, order.unsqueeze(2).expand(-1, -1, vectors.shape[2])),
         queries,
         found.size,
         {name: np.take_along_axis(values, cpu, 1) for name, values in found.payload.items()},

@@ -11,6 +11,7 @@ import torch
 from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
+from sklearn.neighbors import NearestNeighbors
 from torchmetrics.functional.classification import binary_auroc, binary_average_precision
 from torchmetrics.functional.retrieval import retrieval_average_precision
 
@@ -43,6 +44,25 @@ def test_neighbors_agree_with_the_full_similarity_matrix(backend: str, dtype: to
         found = metrics.nearest_neighbors(queries, held, k=4, backend=backend)
         assert (found.dtype, found.device) == (torch.int64, queries.device)
         assert torch.equal(found, naive_neighbors(queries, held, 4))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("metric", ["cosine", "euclidean"])
+@pytest.mark.parametrize(("spread", "clusters"), [(0.01, 1), (0.001, 1), (0.01, 10), (1e-4, 10), (0.0, 10)])
+def test_close_points_are_told_apart(backend: str, metric: str, spread: float, clusters: int) -> None:
+    """As scikit-learn's brute force in float64 does; float32 inner products lose ``1 - cosine``."""
+    g = generator(0)
+    points = torch.randn(clusters, 3, generator=g)[torch.arange(3000) % clusters]
+    points = points / points.norm(dim=1, keepdim=True) + spread * torch.randn(3000, 3, generator=g)
+    queries, gallery = points[:300].double(), points[300:].double()
+    if metric == "cosine":
+        queries, gallery = (x / x.norm(dim=1, keepdim=True) for x in (queries, gallery))
+    brute = NearestNeighbors(n_neighbors=10, algorithm="brute").fit(gallery.numpy())
+    truth = torch.from_numpy(brute.kneighbors(queries.numpy(), return_distance=False))
+    found = metrics.nearest_neighbors(points[:300], points[300:], k=10, backend=backend, metric=metric)
+    apart = [(gallery[rows] - queries[:, None]).norm(dim=2) for rows in (found, truth)]
+    # Equal points in any order.
+    assert bool(((found == truth) | ((apart[0] - apart[1]).abs() < 1e-9)).all())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
