@@ -49,7 +49,7 @@ class ClassCentres:
         typical: Mean of :meth:`ratio`, capped, over inputs of these classes, each left out of its own centre.
         n: Number of these inputs.
         sample: Unit embeddings of some of them, shape (m, D), and their labels, shape (m,): what is typical has to be
-            measured again where further classes are merged. Not saved: these are points of the user's data.
+            measured again where further classes are merged. A ``state_dict`` leaves it out: these are the user's data.
     """
 
     labels: Tensor
@@ -173,8 +173,8 @@ class ClassCentres:
         return kept
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is copied and pickled: all but the directions, which follow from the sums, and the user's points."""
-        return {**self.__dict__, "sample": None, "_kept": None}
+        """What is copied and pickled: all but the directions, which follow from the sums."""
+        return {name: value for name, value in self.__dict__.items() if name != "_kept"}
 
 
 def same_centres(one: ClassCentres | None, other: ClassCentres | None) -> bool:
