@@ -34,6 +34,7 @@ from contrastive_curvature.laplace.parts import PartwiseFit
 from contrastive_curvature.laplace.posterior import CheckedPosterior
 from contrastive_curvature.laplace.prior import PriorMethod
 from contrastive_curvature.laplace.shareable import Shareable
+from contrastive_curvature.laplace.state_values import owned
 from contrastive_curvature.network.compiled import refuse_compiled
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.loader import check_loader, check_model
@@ -296,7 +297,8 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
                 :mod:`contrastive_curvature.serving.numpy_scorer`, which needs numpy only and takes the features of the
                 last layer.
             example: Inputs as ``la(x)`` takes them, to trace a graph with; its number of points may be another later.
-                None for a scorer.
+                It is not in the file. ``None`` takes made-up inputs of the types and shapes of the first ones of
+                ``fit``; a scorer needs none.
             format: ``"pt2"``, ``"onnx"``, ``"npz"`` or ``"safetensors"``, where the path does not say it.
             p_value: ``True`` refuses a posterior that is not calibrated, ``False`` leaves p-values out.
             dynamic_axes: Axes besides the first whose sizes may change: ``[2, 3]``, and for a mapping of inputs
@@ -320,10 +322,12 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
     def state_dict(self) -> dict[str, Any]:
         """Everything the posterior needs besides the encoder: tensors, numbers and strings only.
 
-        ``torch.load(..., weights_only=True)`` reads it back.
+        ``torch.load(..., weights_only=True)`` reads it back. No training input is in it, except for ``gp``, which is
+        made of them; ``"data"`` holds made-up inputs of the same types and shapes.
         """
         self.check_fitted()
-        return {**super().state_dict(), **saving.saved_parts(self)}
+        state: dict[str, Any] = owned({**super().state_dict(), **saving.saved_parts(self)})
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, into an object constructed with the same options.

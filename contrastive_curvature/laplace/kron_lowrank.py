@@ -105,7 +105,8 @@ class ContrastiveKronLowRankLLLaplace(LastLayerLaplace, _KronLowRankHost):
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`ContrastiveLaplace.state_dict`; the curvature is saved as it was before its decomposition."""
-        return {**super().state_dict(), "H": self.H_raw}
+        state = super().state_dict()
+        return {**state, "H": state["H_raw"]}
 
     def _gaussian(self, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistribution:
         z, phi = self._features(x)

@@ -17,7 +17,7 @@ from contrastive_curvature.laplace.prediction import to_device
 from contrastive_curvature.laplace.state_values import check_inputs, check_number_of, check_takes, kind_of, refuse
 from contrastive_curvature.network.compiled import uncompiled
 from contrastive_curvature.network.encoder import at_least_float32, evaluation_mode
-from contrastive_curvature.network.inputs import Inputs, slice_inputs
+from contrastive_curvature.network.inputs import Inputs, made_up_inputs
 
 __all__ = ["LastLayerLaplace"]
 
@@ -51,7 +51,8 @@ class LastLayerLaplace(ContrastiveLaplace):
         if self.model.last_layer is not None:
             return
         self.model.analyse(probe)
-        self.data = slice_inputs(probe, slice(0, 2))
+        # Saved with the posterior, to find the layer again.
+        self.data = made_up_inputs(probe)
         self.n_params = sum(self._parameter_sizes())
         self.n_layers = len(self._parameter_sizes())
         chosen = self._prior_chosen
@@ -109,7 +110,8 @@ class LastLayerLaplace(ContrastiveLaplace):
             raise
         except Exception as error:  # what an encoder raises at inputs of another kind has no common base
             reason = (str(error) or type(error).__name__).splitlines()[0]
-            refuse("data", "inputs that the encoder takes", f"{kind_of(probe)} ({reason})")
+            hint = "Where these are made up and the encoder needs real ones, set state_dict['data'] = x[:2] of yours."
+            refuse("data", "inputs that the encoder takes", f"{kind_of(probe)} ({reason})", hint)
         with evaluation_mode(self.model):
             check_takes("data", probe, self._encoder_dim(), self.model, lambda x: to_device(self, x))
         check_number_of(state, "n_outputs")

@@ -15,7 +15,7 @@ from contrastive_curvature.errors import InputError, InputTypeError, Unsupported
 from contrastive_curvature.laplace import fitting
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.options import CONTRASTIVE
-from contrastive_curvature.network.inputs import Inputs, input_length
+from contrastive_curvature.network.inputs import Inputs, asks_for_example, input_length, made_up_inputs
 from contrastive_curvature.network.loader import check_loader, loader_parts
 from contrastive_curvature.parts.rows import Rows
 from contrastive_curvature.parts.state import CURVATURE, PROBE, STATISTICS, Origin, State, digest_of
@@ -78,16 +78,17 @@ class PartwiseFit:
         statistics.check_complete()
         return self._pass(loader, part, statistics, progress_bar)
 
-    def fit_parts(self: Any, statistics: State, curvature: State) -> None:
+    def fit_parts(self: Any, statistics: State, curvature: State, example: Inputs | None = None) -> None:
         """Fit the posterior from what the two passes over all parts gave; no data are needed.
 
         Args:
             statistics: Of :meth:`part_statistics`, merged over all parts.
             curvature: Of :meth:`part_curvature`, merged over all parts.
+            example: Two inputs, where the encoder does not take the made-up ones that are in the states.
 
         Raises:
-            InputError: A part is missing, or the states are of other data, another encoder or other options. The
-                posterior is as it was.
+            InputError: A part is missing, the states are of other data, another encoder or other options, or an example
+                is needed. The posterior is as it was.
         """
         self._check_parts()
         _check_kind("statistics", statistics, STATISTICS)
@@ -97,8 +98,9 @@ class PartwiseFit:
         found = [probe for probe in map(_probe_of, (statistics, curvature)) if probe is not None]
         if not found:
             raise InputError(expected("statistics", "at least one point", "none in any part"))
-        probe = _moved(found[0], self._device)
-        fitting.look_at(self, probe)
+        probe = _moved(found[0] if example is None else example, self._device)
+        with asks_for_example(example):
+            fitting.look_at(self, probe)
         self._take(self.backend.fit_of_parts(self.structure, statistics, curvature, probe), override=True)
 
     def _pass(
@@ -115,7 +117,7 @@ class PartwiseFit:
             return self._empty(part, statistics)
         fitting.look_at(self, probe)
         state = self.backend.fit_part(loader, self.structure, part, statistics, progress_bar)
-        return replace(state, kept={**state.kept, PROBE: _kept_probe(probe, part[0])})
+        return replace(state, kept={**state.kept, PROBE: _kept_probe(made_up_inputs(probe, _PROBES), part[0])})
 
     def _empty(self: Any, part: tuple[int, int], statistics: State | None) -> State:
         """The state of a part without points."""
@@ -182,12 +184,10 @@ def _check_sampler(loader: Any, part: tuple[int, int]) -> None:
 
 def _kept_probe(x: Inputs, index: int) -> Rows:
     columns = {"": x} if isinstance(x, Tensor) else {k: v for k, v in x.items() if isinstance(v, Tensor)}
-    rows = slice(0, _PROBES)
-    n = input_length(x)
-    kept, count = {}, min(n, _PROBES)
+    kept, count = {}, input_length(x)
     for name, part in columns.items():
-        if part.ndim and part.shape[0] == n:
-            kept[f"x/{name}"] = part[rows]
+        if part.ndim and part.shape[0] == count:
+            kept[f"x/{name}"] = part
         else:
             # Of all points together: every row has it.
             kept[f"{_SHARED}{name}"] = part.unsqueeze(0).expand(count, *part.shape)

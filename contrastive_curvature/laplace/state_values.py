@@ -23,6 +23,7 @@ __all__ = [
     "has_norms",
     "is_semidefinite",
     "kind_of",
+    "owned",
     "refuse",
     "rounding_of",
 ]
@@ -178,6 +179,15 @@ def check_inputs(key: str, value: object) -> Inputs:
     if not parts or not all(part.ndim and len(part) for part in parts[:1]):
         refuse(key, "a batch of inputs: a tensor, or a mapping of tensors", kind_of(value))
     return value  # type: ignore[return-value]
+
+
+def owned(value: Any) -> Any:
+    """Copy the views in a value, so that no file of it holds the rest of the memory that they look into."""
+    if isinstance(value, Tensor):
+        return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
+    if isinstance(value, Mapping):
+        return {key: owned(part) for key, part in value.items()}
+    return type(value)(map(owned, value)) if type(value) in (list, tuple) else value
 
 
 def kind_of(value: object) -> str:

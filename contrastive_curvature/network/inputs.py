@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +11,16 @@ from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
-__all__ = ["Inputs", "check_inputs", "input_length", "move_inputs", "same_tokens", "slice_inputs"]
+__all__ = [
+    "Inputs",
+    "asks_for_example",
+    "check_inputs",
+    "input_length",
+    "made_up_inputs",
+    "move_inputs",
+    "same_tokens",
+    "slice_inputs",
+]
 
 Inputs = Tensor | Mapping[str, Any]
 """A batch: a tensor whose first axis is the batch, or a mapping whose tensors all have that first axis."""
@@ -65,6 +75,53 @@ def slice_inputs(x: Inputs, rows: slice) -> Inputs:
         return x[rows]
     n = input_length(x)
     return {k: v[rows] if isinstance(v, Tensor) and v.ndim and v.shape[0] == n else v for k, v in x.items()}
+
+
+def made_up_inputs(x: Inputs, n: int = 2) -> Inputs:
+    """Make up to n points of the types and shapes of those in a batch, for files that must not hold the user's data.
+
+    Numbers lie between 0 and 1, whole numbers between 0 and the largest of these points, so that they are valid tokens.
+    What is 0 or 1 everywhere, as a mask, becomes all ones, or all zeros. Of the entries of a mapping that are no
+    tensors, only single values stay.
+
+    Args:
+        x: The batch.
+        n: Number of points.
+    """
+    few, draw = slice_inputs(x, slice(0, n)), torch.Generator().manual_seed(0)
+
+    def made(value: Tensor) -> Tensor:
+        if not value.ndim:
+            return value.clone()
+        if bool(((value == 0) | (value == 1)).all()):
+            return torch.full_like(value, bool(value.any()))
+        if value.is_floating_point() or value.is_complex():
+            return torch.rand(value.shape, generator=draw, dtype=torch.float64).to(value)
+        ends = min(0, int(value.long().min())), int(value.long().max()) + 1
+        return torch.randint(*ends, value.shape, generator=draw).to(value)
+
+    if not isinstance(few, Mapping):
+        return made(few)
+    plain = {key: value for key, value in few.items() if isinstance(value, (Tensor, str, int, float, type(None)))}
+    return {key: made(value) if isinstance(value, Tensor) else value for key, value in plain.items()}
+
+
+@contextmanager
+def asks_for_example(example: object) -> Iterator[None]:
+    """Name the argument ``example`` where the encoder refuses :func:`made_up_inputs` and no example was given.
+
+    Raises:
+        InputError: It was not given, and what is done inside ``with`` raises.
+    """
+    try:
+        yield
+    except Exception as error:  # what an encoder raises at inputs of another kind has no common base
+        if example is not None:
+            raise
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        hint = "Pass example=, two inputs that may be in the file."
+        came = f"none, and made-up ones fail: {reason}"
+        raise InputError(expected("example", "inputs that the encoder takes", came, hint)) from error
 
 
 def same_tokens(parts: Sequence[Inputs]) -> list[Inputs]:

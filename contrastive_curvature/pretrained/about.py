@@ -58,8 +58,8 @@ class SaveOptions(_SharedOptions, total=False):
     Attributes:
         match: A fitted :class:`~contrastive_curvature.MatchProbability` for the same encoder, saved with the posterior;
             :func:`contrastive_curvature.pretrained.load_match` reads it back.
-        example: One or two inputs to save in the place of the training inputs that a last layer's state keeps; for two
-            towers a pair of them. Where training data must not be shared, pass inputs that may be.
+        example: One or two inputs to save in the place of the made-up ones that a last layer's state keeps, where the
+            encoder does not take those; for two towers a pair of them. They are in the folder.
         repo_id: A repository of the Hugging Face hub, ``"user/name"``, that the folder will go to: the model card says
             how to load it from there. Nothing is uploaded.
     """

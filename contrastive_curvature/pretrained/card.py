@@ -158,7 +158,7 @@ def _inputs_inside(info: PretrainedInfo) -> str:
     if "gp" in kinds:
         return "\n- A posterior of structure `gp` holds some of its training inputs."
     if "last_layer" in {one.subset_of_weights for one in info.posteriors}:
-        return "\n- Up to two example inputs are in the file, by default of the training data."
+        return "\n- Up to two inputs are in the file: made up, unless its author gave an `example`."
     return ""
 
 

@@ -16,6 +16,7 @@ from contrastive_curvature.laplace.functional import ContrastiveFunctionalLaplac
 from contrastive_curvature.laplace.options import known_options
 from contrastive_curvature.laplace.prediction import to_device
 from contrastive_curvature.laplace.state import KNOWN_BACKENDS
+from contrastive_curvature.laplace.state_values import owned
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.options import Default
 from contrastive_curvature.pretrained.encoders import (
@@ -25,7 +26,7 @@ from contrastive_curvature.pretrained.encoders import (
     plain_encoder,
     raw_outputs,
 )
-from contrastive_curvature.pretrained.example import checked_example, needed_inputs
+from contrastive_curvature.pretrained.example import checked_example
 from contrastive_curvature.pretrained.losses import plain_loss, restored_loss
 from contrastive_curvature.pretrained.tree import TensorTable, plain_tree, restored_tree
 
@@ -48,7 +49,7 @@ def plain_posterior(la: Any, table: TensorTable, name: str, example: Inputs | No
         la: The posterior.
         table: Takes its tensors.
         name: For the names of tensors; empty, or one that ends in a dot.
-        example: Inputs that stand in for the training inputs that the state of a last layer keeps; None keeps those.
+        example: Inputs to keep with a posterior of a last layer; None keeps the made-up ones of its state.
 
     Raises:
         UnsupportedError: The class, the loss or an option cannot be saved.
@@ -64,11 +65,8 @@ def plain_posterior(la: Any, table: TensorTable, name: str, example: Inputs | No
     state = la.state_dict()
     probe = None
     if "data" in state:
-        if example is not None:
-            state["data"] = checked_example(la, example)
-        if state["data"] is not None:
-            state["data"] = needed_inputs(la, state["data"])
-            probe = raw_outputs(la, to_device(la, state["data"]))
+        state["data"] = owned(checked_example(la, example))
+        probe = raw_outputs(la, to_device(la, state["data"]))
     elif example is not None:
         hint = "Only a posterior of a last layer keeps inputs; leave it out."
         raise InputError(expected("example", "None for this posterior", "inputs", hint))

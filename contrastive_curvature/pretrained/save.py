@@ -44,8 +44,8 @@ def save_pretrained(
         folder: The folder; missing parents are made.
         overwrite: Whether a saved posterior that is there may be replaced.
         match: A fitted :class:`~contrastive_curvature.MatchProbability` for the same encoder, saved with it.
-        example: One or two inputs to save in the place of the training inputs that a last layer's state keeps; for two
-            towers a pair of them.
+        example: One or two inputs to save in the place of the made-up ones that a last layer's state keeps, where the
+            encoder does not take those; for two towers a pair of them.
         repo_id: Name of a repository of the hub, ``"user/name"``, which the card tells how to load from; nothing is
             uploaded.
         **about: For the model card, see :class:`~contrastive_curvature.pretrained.about.About`.

@@ -21,7 +21,8 @@ from contrastive_curvature.errors import (
     UnsupportedError,
     expected,
 )
-from contrastive_curvature.network.texts import is_texts, tokenized
+from contrastive_curvature.network.inputs import asks_for_example
+from contrastive_curvature.network.texts import tokenized
 from contrastive_curvature.serving import graph
 from contrastive_curvature.serving.module import ServedEncoder
 from contrastive_curvature.serving.numpy_scorer import FORMAT, VERSION
@@ -67,10 +68,12 @@ def export(
                 "ends in '.pt2', or fit the posterior to encoder.float() or encoder.half() and export that."
             )
             raise UnsupportedError(msg)
-    batch = graph.check_example(_without_texts(la, example), la._device)
+    given = _inputs_for_graph(la, example)
+    with asks_for_example(example):
+        batch = graph.check_example(given, la._device)
+        # Its errors name the example; those of an encoder that is traced cannot.
+        prediction = la(batch)
     axes = graph.check_axes(dynamic_axes, batch)
-    # Its errors name the example; those of an encoder that is traced cannot.
-    prediction = la(batch)
     module = _served(la, p_value)
     module.head.float32_arctan = kind == "onnx"
     program = graph.trace(module, batch, axes)
@@ -83,11 +86,12 @@ def export(
     return module.outputs
 
 
-def _without_texts(la: Any, example: Any) -> Any:
-    """An example for a graph, which takes tensors: of texts those that the encoder's tokenizer makes of them."""
-    if not is_texts(example):
-        return example
-    return {key: value for key, value in tokenized(la.model, example, "example").items() if isinstance(value, Tensor)}
+def _inputs_for_graph(la: Any, example: Any) -> Any:
+    """An example for a graph, which takes tensors: made up where there is none, of texts what the tokenizer gives."""
+    given = la.data if example is None else tokenized(la.model, example, "example")
+    if given is example or isinstance(given, Tensor):
+        return given
+    return {key: value for key, value in given.items() if isinstance(value, Tensor) and key != la.dict_key_y}
 
 
 def _format(path: Any, given: Any) -> str:

@@ -37,9 +37,6 @@ def check_example(example: Any, device: torch.device) -> Example:
         InputTypeError: Neither a tensor nor a mapping of names to tensors.
         InputError: Without points.
     """
-    if example is None:
-        hint = "The graph is traced with it; the number of its points does not matter."
-        raise InputError(expected("example", "a batch of inputs, as la(x) takes it", "none", hint))
     batch = check_inputs(example, "example")
     if isinstance(batch, Mapping):
         for key, value in batch.items():
@@ -114,7 +111,8 @@ def trace(module: ServedEncoder, example: Example, axes: dict[str, list[int]]) -
 
 
 def write_pt2(program: Any, metadata: Mapping[str, Any], file: BinaryIO) -> None:
-    """Write a program in torch's own format."""
+    """Write a program in torch's own format, without the inputs that it was traced with."""
+    program.example_inputs = None
     torch.export.save(program, file, extra_files={METADATA: json.dumps(metadata)})
 
 

@@ -85,7 +85,7 @@ def test_the_card_says_what_the_posterior_is(la: Any, tmp_path: Path) -> None:
         assert row in text
     for part in ("1,797 digits", "Not for faces.", "## Limits", info.encoder, cc.__version__, "## How to load"):
         assert part in text
-    assert "example inputs are in the file" in text
+    assert "made up, unless its author gave an `example`" in text
 
 
 def code_of(folder: Path) -> str:

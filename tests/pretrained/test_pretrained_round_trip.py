@@ -302,14 +302,14 @@ def test_a_match_probability_goes_with_it(curve: Any, device: str, tmp_path: Pat
             la.save_pretrained(tmp_path / "other", match=wrong)
 
 
-def test_training_inputs_stay_out_where_an_example_is_given(device: str, tmp_path: Path) -> None:
+def test_an_example_takes_the_place_of_made_up_inputs(device: str, tmp_path: Path) -> None:
     la = fitted("last_layer", "kron", device)
-    x = next(iter(batches(device)))[0][0].cpu().numpy().tobytes()
     example = inputs(12, 1, device)
-    kept, without = la.save_pretrained(tmp_path / "kept"), la.save_pretrained(tmp_path / "without", example=example)
-    holds = {folder: any(x in path.read_bytes() for path in folder.iterdir()) for folder in (kept, without)}
-    assert holds == {kept: True, without: False}
-    assert predicts_the_same(la, cc.load_pretrained(without, encoder(device)), device)
+    x = example[0].cpu().numpy().tobytes()
+    plain, given = la.save_pretrained(tmp_path / "plain"), la.save_pretrained(tmp_path / "given", example=example)
+    holds = {folder: any(x in path.read_bytes() for path in folder.iterdir()) for folder in (plain, given)}
+    assert holds == {plain: False, given: True}
+    assert predicts_the_same(la, cc.load_pretrained(given, encoder(device)), device)
     for wrong in (inputs(12, 1, device)[:, :3], torch.full((1, 4), torch.nan, device=device).double(), "x", 3):
         with pytest.raises(cc.InputError, match=r"example: expected (inputs|a list of texts|a tensor)"):
             la.save_pretrained(tmp_path / "wrong", example=wrong)

@@ -72,7 +72,6 @@ def test_p_values_without_a_calibration_and_with_one_of_another_posterior(device
         ("", {}, cc.InputError, "path: expected a name"),
         ("a.npz", {"example": torch.ones(2, INPUTS)}, cc.InputError, "example: expected nothing for format='npz'"),
         ("a.npz", {"dynamic_axes": [1]}, cc.InputError, "dynamic_axes: expected nothing for format='npz'"),
-        ("a.pt2", {}, cc.InputError, "example: expected a batch of inputs"),
         ("a.onnx", {"example": [1.0]}, cc.InputTypeError, "example: expected a tensor or a mapping"),
         ("a.pt2", {"example": torch.ones(0, INPUTS)}, cc.InputError, "example: expected a batch of at least one point"),
         ("a.pt2", {"example": torch.ones(2, INPUTS + 1)}, cc.InputError, "x: expected"),
