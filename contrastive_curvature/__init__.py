@@ -53,7 +53,7 @@ from contrastive_curvature.two_towers import TwoTowers
 from contrastive_curvature.zero_shot import ZeroShotClassifier
 
 if TYPE_CHECKING:
-    from contrastive_curvature import jobs, pretrained, report
+    from contrastive_curvature import jobs, pretrained, report, testing
     from contrastive_curvature.hosts.curvlinops import ContrastiveGGNLinearOperator
     from contrastive_curvature.laplace.backends.backpack import BackPackContrastiveGGN
     from contrastive_curvature.laplace.backends.curvlinops import CurvlinopsContrastiveGGN
@@ -158,7 +158,7 @@ def __getattr__(name: str) -> Any:
     # A host is imported when somebody asks for it: stochman brings matplotlib and networkx.
     import importlib
 
-    if name in ("jobs", "pretrained", "report"):
+    if name in ("jobs", "pretrained", "report", "testing"):
         return importlib.import_module(f"contrastive_curvature.{name}")
     if name in _BY_HOST:
         return getattr(importlib.import_module(f"contrastive_curvature.{_BY_HOST[name]}"), name)

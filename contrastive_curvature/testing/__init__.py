@@ -1,4 +1,6 @@
-"""What proves a backend right, ours or anybody's: the oracle, small networks, and the contract that a backend passes.
+"""What proves a backend or a loss right, ours or anybody's: the oracle, small networks, and the contract.
+
+A loss of one's own is tested by ``check_loss(MyLoss())`` (needs pytest and Hypothesis, extra ``test``).
 
 A third party tests an adapter by inheriting :class:`BackendContract` (needs pytest and Hypothesis, extra ``test``)::
 
@@ -23,11 +25,13 @@ from contrastive_curvature.testing.oracle import (
 
 if TYPE_CHECKING:
     from contrastive_curvature.testing.contract import BackendContract
+    from contrastive_curvature.testing.contract_losses import check_loss
 
 __all__ = [
     "NETWORKS",
     "BackendContract",
     "build_network",
+    "check_loss",
     "dense_ggn",
     "dense_jacobian",
     "dense_output_hessian",
@@ -44,5 +48,9 @@ def __getattr__(name: str) -> Any:
         from contrastive_curvature.testing.contract import BackendContract
 
         return BackendContract
+    if name == "check_loss":
+        from contrastive_curvature.testing.contract_losses import check_loss
+
+        return check_loss
     msg = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(msg)
