@@ -53,7 +53,7 @@ from contrastive_curvature.two_towers import TwoTowers
 from contrastive_curvature.zero_shot import ZeroShotClassifier
 
 if TYPE_CHECKING:
-    from contrastive_curvature import jobs, pretrained, report, testing
+    from contrastive_curvature import jobs, pretrained, report
     from contrastive_curvature.hosts.curvlinops import ContrastiveGGNLinearOperator
     from contrastive_curvature.laplace.backends.backpack import BackPackContrastiveGGN
     from contrastive_curvature.laplace.backends.curvlinops import CurvlinopsContrastiveGGN

@@ -22,17 +22,6 @@ from contrastive_curvature.cli.options import (
 
 __all__ = ["fit"]
 
-_LOSSES = (
-    "contrastive",
-    "logistic",
-    "soft-contrastive",
-    "infonce",
-    "supcon",
-    "siglip",
-    "multi-similarity",
-    "triplet",
-)
-
 
 @click.command(
     epilog="Example: contrastive-curvature fit train.npz --out posterior --calibrate validation.npz --loss supcon"
@@ -47,7 +36,12 @@ _LOSSES = (
     type=SHARE,
     help="Calibrate with this share of SOURCE, which is then left out of the fit.",
 )
-@click.option("--loss", type=click.Choice(_LOSSES), default="contrastive", show_default=True)
+@click.option(
+    "--loss",
+    default="contrastive",
+    show_default=True,
+    help="A loss of the library that needs labels only, as infonce, supcon, siglip, triplet or logistic.",
+)
 @click.option("--margin", type=float, help="Of the losses contrastive and triplet (defaults 0.7 and 0.2).")
 @click.option("--temperature", type=float, help="Of the losses infonce and supcon.")
 @click.option("--loss-option", multiple=True, metavar="NAME=VALUE", help="Another argument of the loss; repeatable.")

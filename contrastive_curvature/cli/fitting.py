@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from contrastive_curvature.cli.console import Console
 from contrastive_curvature.cli.encoders import Encoder
 from contrastive_curvature.cli.errors import BadInputError
-from contrastive_curvature.cli.losses import make_loss
 from contrastive_curvature.cli.sources import Columns, Source, open_source
 from contrastive_curvature.errors import expected
 from contrastive_curvature.losses import RowLoss
+from contrastive_curvature.losses.cosine import CosineLoss
+from contrastive_curvature.pretrained.losses import KNOWN
 
 __all__ = ["check_options", "fit_posterior"]
 
@@ -44,7 +45,23 @@ def check_options(options: dict[str, Any]) -> None:
             given[name] = options[name]
     if "loss" in options["curvature"]:
         raise BadInputError(expected("--option loss", "the loss as --loss", "it here"))
-    options["made_loss"] = make_loss(options["loss"], given)
+    options["made_loss"] = _made_loss(options["loss"], given)
+
+
+def _made_loss(name: str, options: dict[str, Any]) -> Any:
+    """The loss of a name, as ``supcon``: those that labels and plain options describe."""
+    known = {key.removesuffix("Loss").lower(): kind for key, kind in KNOWN.items() if _needs_labels_alone(kind)}
+    kind = known.get(name.replace("-", ""))
+    if kind is None:
+        raise BadInputError(expected("--loss", f"one of {', '.join(known)}", name))
+    strange = [option for option in options if option not in kind.arguments()]
+    if strange:
+        raise BadInputError(expected(f"--loss {name}", f"options among {', '.join(kind.arguments())}", strange[0]))
+    return kind(**options)
+
+
+def _needs_labels_alone(kind: type[CosineLoss]) -> bool:
+    return not kind.graded and all(p.default is not p.empty for p in kind.arguments().values())
 
 
 def fit_posterior(

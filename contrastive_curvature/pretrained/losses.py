@@ -13,23 +13,14 @@ from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.pretrained.tree import TensorTable, plain_tree, restored_tree
 
-__all__ = ["loss_text", "plain_loss", "restored_loss"]
+__all__ = ["KNOWN", "loss_text", "plain_loss", "restored_loss"]
 
-_KNOWN: dict[str, type[CosineLoss]] = {
-    kind.__name__: kind
-    for kind in (
-        losses.ContrastiveLoss,
-        losses.CoSENTLoss,
-        losses.InfoNCELoss,
-        losses.LogisticLoss,
-        losses.MultiSimilarityLoss,
-        losses.ProxyLoss,
-        losses.SigLIPLoss,
-        losses.SoftContrastiveLoss,
-        losses.SupConLoss,
-        losses.TripletLoss,
-    )
+KNOWN: dict[str, type[CosineLoss]] = {
+    name: kind
+    for name, kind in vars(losses).items()
+    if name in losses.__all__ and issubclass(kind, CosineLoss) and not inspect.isabstract(kind)
 }
+"""The losses of this library, by name."""
 
 
 def loss_text(loss: CosineLoss) -> str:
@@ -49,7 +40,7 @@ def plain_loss(loss: CosineLoss, table: TensorTable, name: str) -> dict[str, Any
         Class, text, and the options that rebuild it; None for those of a loss that cannot be rebuilt without its code.
     """
     plain = {"class": type(loss).__qualname__, "text": loss_text(loss), "options": None}
-    if type(loss) is _KNOWN.get(type(loss).__name__):
+    if type(loss) is KNOWN.get(type(loss).__name__):
         options = _options(loss)
         # A loss whose attributes were changed by hand is no longer the one that its options make.
         if loss_text(type(loss)(**options)) == plain["text"]:
@@ -73,12 +64,12 @@ def restored_loss(plain: Mapping[str, Any], given: object, tensors: Mapping[str,
     name, text = plain["class"], plain["text"]
     if given is None:
         if plain["options"] is None:
-            hint = f"Its code is not in the folder. Pass loss={name}(...) with the same options: {text}."
+            hint = f"Its code is not in the folder. Pass loss={name}(...) to load_pretrained, with its options: {text}."
             raise InputError(expected("loss", f"the {name} that the posterior was fitted with", "None", hint))
-        if name not in _KNOWN:
+        if name not in KNOWN:
             hint = "A later version of contrastive_curvature may have it: pip install -U contrastive-curvature."
-            raise InputError(expected("loss", f"one of {', '.join(_KNOWN)}", str(name), hint))
-        return _KNOWN[name](**restored_tree(plain["options"], tensors))
+            raise InputError(expected("loss", f"one of {', '.join(KNOWN)}", str(name), hint))
+        return KNOWN[name](**restored_tree(plain["options"], tensors))
     if not isinstance(given, CosineLoss):
         came = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
         raise InputTypeError(expected("loss", f"a {name}, or None", came))
@@ -90,9 +81,9 @@ def restored_loss(plain: Mapping[str, Any], given: object, tensors: Mapping[str,
 
 def _options(loss: CosineLoss) -> dict[str, Any]:
     """Arguments of the constructor that make this loss."""
-    found = {**vars(loss), **loss._buffers, **loss._parameters}
-    names = [name for name in inspect.signature(type(loss).__init__).parameters if name in found]
-    options = {name: found[name] for name in names}
-    if isinstance(loss, losses.ProxyLoss):
-        options["reduction"] = "mean" if loss.averages else "sum"
+    found: dict[str, Any] = {**vars(loss), **loss._buffers, **loss._parameters}
+    if hasattr(loss, "averages"):
+        # The attribute of this name is torch's, and may be another one.
+        found["reduction"] = "mean" if loss.averages else "sum"
+    options = {name: found[name] for name in loss.arguments() if name in found}
     return {name: value.detach() if isinstance(value, Tensor) else value for name, value in options.items()}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputTypeError, UnsupportedError, expected
@@ -165,8 +163,7 @@ def check_loss(loss: PairLoss | RowLoss, device: str = "cpu") -> None:
     if not isinstance(loss, (PairLoss, RowLoss)):
         raise InputTypeError(expected("loss", "a PairLoss or a RowLoss", f"a {type(loss).__name__}"))
     name = type(loss).__name__
-    lost = [key for key in inspect.signature(type(loss).__init__).parameters if not hasattr(loss, key)]
-    lost = [key for key in lost if key not in ("self", "args", "kwargs", "options")]
+    lost = [key for key in loss.arguments() if not hasattr(loss, key)]
     assert not lost, f"{name}.__init__: keep {', '.join(lost)} as attributes of the same names."
     variants = [made for fix in PDFix for distance in Distance for made in _with(loss, fix, distance)]
     draw = torch.Generator().manual_seed(0)

@@ -84,7 +84,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "row first": (spoilt(Decoupled, lambda t, *_: t._replace(first=2 * t.first)), AssertionError, "first derivatives"),
     "root": (spoilt(Decoupled, root_signs=(1,)), AssertionError, "second derivatives are not those of _value"),
     "columns": (
-        spoilt(Decoupled, lambda t, s, *_: t._replace(first=t.first - t.first.mean(1, keepdim=True))),
+        spoilt(Decoupled, lambda t, *_: t._replace(first=t.first - t.first.mean(1, keepdim=True))),
         AssertionError,
         "some of the columns",
     ),

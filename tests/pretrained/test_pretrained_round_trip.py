@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.losses.base import Terms
-from contrastive_curvature.pretrained.losses import plain_loss, restored_loss
+from contrastive_curvature.pretrained.losses import KNOWN, plain_loss, restored_loss
 from contrastive_curvature.pretrained.records import posterior_classes
 from contrastive_curvature.pretrained.tree import TensorTable, plain_tree, restored_tree
 
@@ -381,3 +381,16 @@ def test_names_that_look_like_marks_and_objects_are_no_problem(device: str) -> N
     for wrong in ({1.5: 2}, {"a": {3}}, object(), b"x", 1j):
         with pytest.raises(cc.UnsupportedError, match=r"state.*cannot be saved"):
             plain_tree(wrong, table, "state")
+
+
+def test_a_new_loss_of_the_library_needs_no_list(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is exported by ``contrastive_curvature.losses`` is rebuilt, also from arguments of its base class."""
+    monkeypatch.setitem(KNOWN, "Steep", Steep)
+    la = fitted("last_layer", "diag", device, backend_kwargs={"loss": Steep(3.0, negative_weight=0.3, pd_fix="psd")})
+    assert predicts_the_same(la, reloaded(la, tmp_path / "saved", device), device)
+
+
+def test_every_exported_loss_is_known(device: str) -> None:
+    del device
+    kinds = [getattr(cc, name) for name in cc.__all__ if name.endswith("Loss") and name not in ("PairLoss", "RowLoss")]
+    assert {kind for kind in kinds if issubclass(kind, cc.losses.CosineLoss)} == set(KNOWN.values())
