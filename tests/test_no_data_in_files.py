@@ -207,11 +207,13 @@ def test_made_up_inputs_are_of_the_same_kind(device: str) -> None:
             "types": torch.zeros(3, 3, dtype=torch.int64, device=device),
             "pixels": torch.randn(3, 2, 2, dtype=torch.float16, device=device),
             "scale": torch.tensor(3.0, device=device),
+            "hash": torch.tensor([[2**63 - 1], [-(2**63)], [5]], device=device),
+            "below": torch.tensor([[-7], [-3], [-5]], device=device),
             "mode": "text",
             "names": ["Jane", "John", "Ann"],
         }
     )
-    assert set(made) == {"ids", "mask", "types", "pixels", "scale", "mode"}
+    assert set(made) == {"ids", "mask", "types", "pixels", "scale", "hash", "below", "mode"}
     assert made["ids"].shape == (2, 3)
     assert 0 <= int(made["ids"].min()) <= int(made["ids"].max()) <= 2000
     assert made["mask"].tolist() == [[1, 1, 1]] * 2

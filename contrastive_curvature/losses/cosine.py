@@ -206,7 +206,7 @@ class CosineLoss(_Loss, ABC):
         """The arguments of the constructor by name, with those that ``**options`` hands to the base classes."""
         found: dict[str, inspect.Parameter] = {}
         for kind in (kind for kind in cls.__mro__ if "__init__" in vars(kind)):
-            given = inspect.signature(kind.__init__).parameters
+            given = inspect.signature(vars(kind)["__init__"]).parameters
             plain = {n: p for n, p in given.items() if n != "self" and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
             found = {**plain, **found}
             if kind is CosineLoss or not any(p.kind is p.VAR_KEYWORD for p in given.values()):

@@ -26,6 +26,9 @@ Inputs = Tensor | Mapping[str, Any]
 """A batch: a tensor whose first axis is the batch, or a mapping whose tensors all have that first axis."""
 
 
+_MOST = 2**61
+
+
 def check_inputs(x: object, argument: str = "x") -> Inputs:
     """Refuse anything that cannot be a batch of inputs.
 
@@ -97,8 +100,10 @@ def made_up_inputs(x: Inputs, n: int = 2) -> Inputs:
             return torch.full_like(value, bool(value.any()))
         if value.is_floating_point() or value.is_complex():
             return torch.rand(value.shape, generator=draw, dtype=torch.float64).to(value)
-        ends = min(0, int(value.long().min())), int(value.long().max()) + 1
-        return torch.randint(*ends, value.shape, generator=draw).to(value)
+        whole = value.long()
+        # torch draws from ranges of less than 2^63 numbers.
+        ends = max(-_MOST, min(0, int(whole.min()))), min(_MOST, int(whole.max())) + 1
+        return torch.randint(ends[0], max(1, ends[1]), value.shape, generator=draw).to(value)
 
     if not isinstance(few, Mapping):
         return made(few)

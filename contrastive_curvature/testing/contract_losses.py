@@ -206,6 +206,7 @@ def _check_terms(loss: Any, random: torch.Generator, device: str) -> None:
     first_kind = (torch.rand(4, 7, generator=random) < 0.4).to(cosine)
     first_kind[:, :2] = torch.tensor([1.0, 0.0])
     masks, signs = (first_kind, 1 - first_kind), () if of_pairs else loss.root_signs
+    roots: tuple[Tensor, ...] = ()
 
     def value(s: Tensor) -> Tensor:
         made: Tensor = loss._value(s, *masks).sum()
@@ -214,13 +215,13 @@ def _check_terms(loss: Any, random: torch.Generator, device: str) -> None:
     slope = torch.autograd.functional.jacobian(value, cosine)
     bend = torch.as_tensor(torch.autograd.functional.hessian(value, cosine)).reshape(28, 28)
     if of_pairs:
-        (first, second), roots = terms_of(loss, cosine, *masks), ()
+        first, second = terms_of(loss, cosine, *masks)
     else:
         kept = row_numbers(loss, "_counts", loss._counts(*masks), 4) > 0
         row_numbers(loss, "_value", loss._value(cosine, *masks), 4)
         statistics = loss._statistics(cosine, *masks)
         first, second, roots = row_terms(loss, cosine, *masks, statistics, kept)
-        some = row_terms(loss, cosine[:, ::2], *(mask[:, ::2] for mask in masks), statistics, kept)
+        some = row_terms(loss, cosine[:, ::2], masks[0][:, ::2], masks[1][:, ::2], statistics, kept)
         same = close(some.first, first[:, ::2], 1.0)
         assert same, f"{name}._terms: other derivatives where it is called with some of the columns only."
         slope, bend = slope * kept.unsqueeze(1), bend * kept.repeat_interleave(7).unsqueeze(1)
