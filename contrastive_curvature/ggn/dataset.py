@@ -237,6 +237,9 @@ def points_of(
     classes = centres_of(state.classes, state.kept[TYPICAL])
     rows = state.kept[POINTS].in_order() if POINTS in state.kept else None
     _check_different(rows, state.kept.get(SAMPLE))
+    if rows is None and samples is None and len(state.kept[SAMPLE]) == state.n:
+        # Of few points the sample has all.
+        rows = state.kept[SAMPLE].in_order()
     if state.classes is not None and isinstance(loss, PairLoss):
         check_fittable(state.n, class_pairs(state.classes.counts)[2][0])
     elif state.n < 2:
@@ -246,7 +249,7 @@ def points_of(
             msg = "a sample of the negatives of points without class labels"
             raise RuntimeError(msg)
         like = (state.kept[TYPICAL] if rows is None else rows).columns["outputs"]
-        sampled = None if samples is None else (state.kept[SAMPLE] if rows is None else rows.first(samples))
+        sampled = None if samples is None else (state.kept[SAMPLE] if rows is None else rows).first(samples)
         hessian = sampled_hessian(loss, state.classes, rows, sampled, keeps, like, negatives_per_anchor)
         return DatasetPoints(hessian, relation, record, state, classes, sampled)
     z, targets = rows.columns["outputs"], rows.columns["targets"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -80,14 +79,10 @@ class Collected:
     Args:
         state: Of this part of the data.
         record: Summary of the points, to check that the second pass sees the same ones.
-        seconds: How long it took.
-        like: An output, of the type and device of all, shape (D,).
     """
 
     state: State
     record: PassRecord
-    seconds: float
-    like: Tensor
 
 
 def collect_statistics(
@@ -119,10 +114,8 @@ def collect_statistics(
         InputError: Outputs or targets are malformed.
         UnsupportedError: Inputs cannot be kept.
     """
-    started = time.monotonic()
     record, classes = PassRecord(), ClassSums(limited=False)
     points = RowCollector(None if plan.everything else plan.sample)
-    like = next(encoder.parameters()).new_zeros(encoder.dim)
     for number, (batch, given) in enumerate(Progress.of(progress).over(share, "[embedding]")):
         x, y, numbers = read(batch, given)
         with torch.no_grad():
@@ -133,15 +126,13 @@ def collect_statistics(
             classes.add(z, y, numbers)
         inputs = _columns(x) if plan.inputs else {}
         points.add(numbers, {"outputs": z, "targets": y, **inputs})
-        if not number:
-            like = z[0]
-            if first is not None:
-                # The first outputs are needed for an estimate, which should precede the rest of the pass.
-                first(z)
+        if not number and first is not None:
+            # The first outputs are needed for an estimate, which should precede the rest of the pass.
+            first(z)
     (index, count), (table, typical) = part, classes.found()
     kept = {POINTS if plan.everything else SAMPLE: points.rows(), TYPICAL: typical}
     state = State(STATISTICS, identity or {}, {index: record.origin()}, count, {}, kept, table)
-    return Collected(state, record, time.monotonic() - started, like)
+    return Collected(state, record)
 
 
 def sampled_inputs(rows: Rows) -> Inputs:

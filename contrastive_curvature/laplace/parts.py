@@ -46,8 +46,9 @@ class PartwiseFit:
             progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
 
         Returns:
-            Numbers and sums of the classes, and ``negative_samples`` points; with ``negative_samples=None`` and a
-            margin, or with a loss whose positives have to be known one by one, all embeddings of the part.
+            Numbers and sums of the classes, and ``negative_samples`` points (``"auto"``: 29,999 at most); with
+            ``negative_samples=None`` and a margin, or with a loss whose positives have to be known one by one, all
+            embeddings of the part.
 
         Raises:
             InputError: Malformed batches, or ``part`` is no such pair.

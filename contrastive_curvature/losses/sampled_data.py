@@ -21,7 +21,23 @@ from contrastive_curvature.options import PDFix, Structure
 from contrastive_curvature.parts.class_table import ClassTable
 from contrastive_curvature.parts.rows import Rows
 
-__all__ = ["check_samplable", "needs_points", "needs_sample", "sampled_hessian", "sums_suffice", "without_cross_terms"]
+__all__ = [
+    "MANY_POINTS",
+    "NEGATIVE_SAMPLES",
+    "check_samplable",
+    "needs_points",
+    "needs_sample",
+    "sampled_hessian",
+    "sampled_unasked",
+    "sums_suffice",
+    "without_cross_terms",
+]
+
+MANY_POINTS = 30_000
+"""From so many points on a sample stands for all negatives, where the user leaves it open."""
+
+NEGATIVE_SAMPLES = 2000
+"""Points of that sample."""
 
 _OUTPUTS, _TARGETS = "outputs", "targets"
 
@@ -31,6 +47,12 @@ def sums_suffice(loss: CosineLoss) -> bool:
     if not isinstance(loss, ContrastiveLoss):
         return False
     return loss.threshold is None or not loss.negative_weight
+
+
+def sampled_unasked(loss: CosineLoss) -> bool:
+    """Whether a sample may stand for all negatives of many points: cross terms would need inputs of the sample."""
+    by_class = isinstance(loss, ContrastiveLoss) and loss.pd_fix.attracting_only
+    return not sums_suffice(loss) and (by_class or not loss.coupled)
 
 
 def needs_points(loss: CosineLoss) -> bool:

@@ -163,7 +163,7 @@ def test_what_is_no_posterior_is_refused(device: str) -> None:
 
 def test_posteriors_without_a_fit_in_parts_are_refused_at_once(device: str, tmp_path: Path) -> None:
     parts = parts_in(tmp_path)
-    with pytest.raises(cc.UnsupportedError, match="negative_samples in parts"):
-        identity_of(posterior(device, negative_samples="auto"), parts[0], PARTS)
+    with pytest.raises(cc.UnsupportedError, match="pd_fix='full': every point is coupled"):
+        identity_of(posterior(device, "diag", pd_fix="full", negative_samples=None), parts[0], PARTS)
     with pytest.raises(cc.InputError, match="at least one batch"):
         identity_of(posterior(device), [], PARTS)

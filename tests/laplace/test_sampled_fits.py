@@ -16,9 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
 from contrastive_curvature.errors import InputError, UnsupportedError
-from contrastive_curvature.laplace.backends import driver, fits
-from contrastive_curvature.losses import effort
-from contrastive_curvature.losses.contrastive import ContrastiveLoss
+from contrastive_curvature.laplace.backends import fits, steps
 from contrastive_curvature.losses.logistic import LogisticLoss
 
 pytestmark = [
@@ -107,94 +105,74 @@ def test_a_fit_tells_its_error(device: str, caplog: pytest.LogCaptureFixture) ->
     assert exact.curvature_error is None
 
 
-def large(device: str, n: int = 2100) -> list[tuple[Tensor, Tensor]]:
+def batches(n: int, device: str) -> list[tuple[Tensor, Tensor]]:
     x, y = data(n, device)
     return list(zip(x.split(700), y.split(700), strict=True))
 
 
-def as_if_slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """As if 2,000 points were many, and their pairs took this long."""
-    for module in (driver, fits, effort):
-        monkeypatch.setattr(module, "FEWEST_POINTS", 2000)
-    monkeypatch.setattr(ContrastiveLoss, "_labelled_seconds", lambda *_: seconds)
-    monkeypatch.setattr(driver, "labelled_seconds", lambda *_: seconds)
+def as_if_many(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    for module in (fits, steps):
+        monkeypatch.setattr(module, "MANY_POINTS", n)
 
 
-def test_fewer_than_thirty_thousand_points_are_counted_exactly(
-    device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert effort.FEWEST_POINTS == 30_000
-    monkeypatch.setattr(ContrastiveLoss, "_labelled_seconds", lambda *_: 1e9)
-    la = fitted(device, large(device), margin=0.9)
-    assert la.curvature_error is None
-    assert "stand for all negatives" not in caplog.text
-
-
-@pytest.mark.parametrize("slow", [True, False])
-def test_many_points_are_sampled_where_their_pairs_take_long(
-    slow: bool,
+def test_from_thirty_thousand_points_on_a_sample_stands_for_all_negatives(
     device: str,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    as_if_slow(monkeypatch, 1e9 if slow else 0.0)
-    given, la = large(device), make(device, margin=0.9)
-    with caplog.at_level(logging.WARNING, LOGGER):
+    """On every machine, however fast."""
+    assert (fits.MANY_POINTS, fits.NEGATIVE_SAMPLES) == (30_000, 2000)
+    as_if_many(monkeypatch, 2100)
+    given, la = batches(2100, device), make(device, margin=0.9)
+    with caplog.at_level(logging.INFO, LOGGER):
         la.fit(given, progress_bar=True)
-    shown = capsys.readouterr().err
-    assert ("[curvature, 2,000 negatives]" in shown) is slow
-    assert ("[curvature]" in shown) is not slow
-    said = "all pairs of 2100 points would take about 1000000000 s" in caplog.text
-    assert said is slow
-    assert ("backend_kwargs=dict(negative_samples=None) counts all pairs" in caplog.text) is slow
-    explicit = fitted(device, given, margin=0.9, negative_samples=2000 if slow else None)
+    assert "[curvature, 2,000 negatives]" in capsys.readouterr().err
+    assert "'auto': of 2100 points, 2000 drawn at random stand for all negatives" in caplog.text
+    explicit = fitted(device, given, margin=0.9, negative_samples=2000)
     assert torch.equal(la.H, explicit.H)
-    assert la.curvature_error == pytest.approx(explicit.curvature_error)
-    assert (la.curvature_error is None) is not slow
+    assert la.curvature_error == explicit.curvature_error > 0
 
 
-@pytest.mark.filterwarnings("ignore::contrastive_curvature.progress.LongRunWarning")
-@pytest.mark.parametrize("options", [{"negative_samples": None}, {"pd_fix": "full"}])
-def test_exact_fits_stay_exact_however_long_they_take(
+@pytest.mark.parametrize("options", [{}, {"loss": LogisticLoss()}, {"loss": cc.InfoNCELoss(), "candidates": "dataset"}])
+def test_of_fewer_points_all_pairs_count(
+    options: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    as_if_many(monkeypatch, 301)
+    given, options = batches(300, device), {"margin": 0.9, **options}
+    if "loss" in options:
+        del options["margin"]
+    with caplog.at_level(logging.INFO, LOGGER):
+        la = fitted(device, given, **options)
+    assert "negative_samples='auto': all pairs of 300 points count" in caplog.text
+    assert torch.equal(la.H, fitted(device, given, **options, negative_samples=None).H)
+    assert la.curvature_error is None
+
+
+@pytest.mark.parametrize("options", [{"negative_samples": None}, {"pd_fix": "full"}, {"margin": None}])
+def test_of_many_points_all_pairs_count_where_that_is_asked_for_or_no_sample_serves(
     options: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    as_if_slow(monkeypatch, 1e9)
+    as_if_many(monkeypatch, 300)
     options = {"margin": 0.9, **options}
     structure = "kron" if options.get("pd_fix") == "full" else "diag"
-    la = fitted(device, large(device), structure, **options)
+    la = fitted(device, batches(300, device), structure, **options)
     assert la.curvature_error is None
-    monkeypatch.undo()
-    exact = fitted(device, large(device), structure, **{**options, "negative_samples": None})
-    probe = large(device)[0][0][:3]
+    exact = fitted(device, batches(300, device), structure, **{**options, "negative_samples": None})
+    probe = batches(300, device)[0][0][:3]
     assert torch.equal(la(probe).covariance, exact(probe).covariance)
 
 
-def test_losses_of_anchors_are_sampled_too(
-    device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_losses_of_anchors_are_sampled_too(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From whatever kind of loader the points come."""
     x, y = data(200, device)
-    given = DataLoader(TensorDataset(x, y), batch_size=60)
     loss = {"loss": cc.InfoNCELoss(0.5), "candidates": "dataset"}
-    as_if_slow(monkeypatch, 1e9)
-    with caplog.at_level(logging.WARNING, LOGGER):
-        assert fitted(device, given, **loss).curvature_error is None
-        assert "all pairs of" not in caplog.text
-        monkeypatch.setattr(driver, "NEGATIVE_SAMPLES", 50)
-        for module in (driver, fits):
-            monkeypatch.setattr(module, "FEWEST_POINTS", 100)
-        la = fitted(device, given, **loss)
-        assert "50 points, drawn at random, stand for all negatives" in caplog.text
-        caplog.clear()
-        as_if_slow(monkeypatch, 0.0)
-        for module in (driver, fits):
-            monkeypatch.setattr(module, "FEWEST_POINTS", 100)
-        quick = fitted(device, given, **loss)
-        assert "all pairs of" not in caplog.text
-    explicit, exact = (fitted(device, given, **loss, negative_samples=m) for m in (50, None))
-    assert torch.equal(la.H, explicit.H)
-    assert torch.equal(quick.H, exact.H)
-    assert la.curvature_error == explicit.curvature_error > 0
+    as_if_many(monkeypatch, 200)
+    monkeypatch.setattr(fits, "NEGATIVE_SAMPLES", 50)
+    for given in (DataLoader(TensorDataset(x, y), batch_size=60), list(zip(x.split(60), y.split(60), strict=True))):
+        la, explicit = (fitted(device, given, **loss, negative_samples=m) for m in ("auto", 50))
+        assert torch.equal(la.H, explicit.H)
+        assert la.curvature_error == explicit.curvature_error > 0
 
 
 def test_where_sums_over_classes_suffice_a_number_is_of_no_effect(

@@ -39,6 +39,7 @@ def neighbours(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 CASES: dict[str, dict[str, Any]] = {
     "exact": {"margin": 0.9},
+    "as the number of points has it": {"margin": 0.9, "negative_samples": "auto"},
     "no margin": {"margin": None, "normalization": "type"},
     "sampled": {"margin": 0.9, "negative_samples": 7},
     "sampled, all weights": {"margin": 1.2, "negative_samples": 7, "weights": "all"},

@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
+from contrastive_curvature.laplace.backends import fits, steps
 from contrastive_curvature.parts import State
 from contrastive_curvature.parts.files import from_bytes, to_bytes
 
@@ -103,6 +104,22 @@ def test_a_fit_in_parts_is_that_of_the_whole(
     whole = make(case, device)
     whole.fit(batches_of(case, device, [5, 5, 2]))
     same_posterior(la, whole, device)
+
+
+@pytest.mark.parametrize("many", [N, N + 1])
+def test_the_number_of_all_points_decides_in_parts_as_in_one_process(
+    many: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (fits, steps):
+        monkeypatch.setattr(module, "MANY_POINTS", many)
+    monkeypatch.setattr(fits, "NEGATIVE_SAMPLES", 7)
+    case = "as the number of points has it"
+    parts = [batches_of(case, device, [5, 2], torch.arange(7)), batches_of(case, device, [5], torch.arange(7, N))]
+    la, whole = fit_in_parts(case, device, parts)[0], make(case, device)
+    whole.fit(batches_of(case, device, [N]))
+    same_posterior(la, whole, device)
+    same_posterior(la, fit_in_parts(case, device, parts, negative_samples=7 if many == N else None)[0], device)
+    assert (la.curvature_error is None) is (many > N)
 
 
 @pytest.mark.parametrize("case", [case for case in ALONE if case != "mc samples"])
@@ -428,7 +445,6 @@ class Unread:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"negative_samples": "auto"}, "negative_samples in parts: how long all pairs take"),
         ({"pd_fix": "full", "negative_samples": None}, "pd_fix='full': every point is coupled"),
         ({"loss": cc.SupConLoss(), "candidates": "dataset"}, "candidates='dataset' in parts"),
     ],

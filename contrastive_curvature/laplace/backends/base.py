@@ -93,9 +93,9 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
         kfac_approx: How the Kronecker structure treats the two points of a pair, see
             :class:`~contrastive_curvature.options.KFACApprox`; all but ``"expand"`` need ``pairs="batch"``.
         negative_samples: Number M of points, drawn uniformly, that stand for all negatives: a price of N M instead of
-            N^2 (``docs/large_data.md``). ``None`` counts all pairs. ``"auto"``, the default, counts all pairs unless
-            that takes longer than the two passes over the data and ten seconds, and then takes 2,000, where the fix and
-            the structure have no cross terms or products with all pairs. For class labels, with
+            N^2 (``docs/large_data.md``). ``None`` counts all pairs. ``"auto"``, the default, counts all pairs of fewer
+            than 30,000 points, and takes 2,000 from there on, where the fix and the structure have no cross terms or
+            products with all pairs; the log says which it was. For class labels, with
             ``pairs="dataset"`` or ``candidates="dataset"``; the relative standard error of the curvature is reported.
         mc_samples: ``None``: exact. K: an unbiased estimate of the structures ``diag`` and ``kron`` from K random
             backward passes, see :func:`contrastive_curvature.ggn`; the same samples at every fit.

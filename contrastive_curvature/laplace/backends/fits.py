@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -29,8 +30,7 @@ from contrastive_curvature.laplace.backends.driver import run_steps
 from contrastive_curvature.laplace.backends.steps import AnchorSteps, BatchSteps, Part, PointSteps, Steps
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.cosine import CosineLoss
-from contrastive_curvature.losses.effort import FEWEST_POINTS
-from contrastive_curvature.losses.sampled_data import sums_suffice
+from contrastive_curvature.losses.sampled_data import MANY_POINTS, NEGATIVE_SAMPLES, sampled_unasked, sums_suffice
 from contrastive_curvature.losses.sampled_refusals import refuse_sampled
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs
@@ -43,6 +43,8 @@ from contrastive_curvature.parts.state import State, check_identity, digest_of
 from contrastive_curvature.progress import Progress
 
 __all__ = ["DatasetFits"]
+
+_log = logging.getLogger("contrastive_curvature")
 
 _FASTER = (
     "Faster: a random part of the data; margin=None, which needs sums over classes only (with class labels); "
@@ -115,14 +117,18 @@ class DatasetFits:
             check_agreed(exchange, {**self.identity(structure), "backend": type(self).__name__})
             # One process shows its progress for all.
             shown = Progress(progress if exchange.rank == 0 else False, _FASTER)
-            if self._is_ordered() and self._stays_exact(encoder, loader, exchange):
-                return self._fit_ordered(encoder, pullback, loader, structure, shown, sampler, exchange)
-            steps = self.steps(encoder, pullback, structure, shown)
             # Views of one input have its place in the loader as their label.
             data = in_fixed_order(loader) if self._is_ordered() else loader
-            out = run_steps(steps, data, exchange, self.identity(structure))
+            out = points = None
+            if self._is_ordered() and self._stays_exact(loader, exchange):
+                points = self._all_anchors(encoder, data, shown, exchange)
+            if points is None or self.samples(points.n) is not None:
+                steps = self.steps(encoder, pullback, structure, shown)
+                out = run_steps(steps, data, exchange, self.identity(structure))
             if out is None:
-                return self._fit_ordered(encoder, pullback, loader, structure, shown, sampler, exchange)
+                points = points or self._all_anchors(encoder, data, shown, exchange)
+                self.tell_samples(points.n)
+                out = ordered_curvature(pullback, data, self.read_anchors, points, structure, shown, sampler)
         return self.at_data_scale(out)
 
     def fit_part(
@@ -192,14 +198,6 @@ class DatasetFits:
                 "the points of all parts. Add backend_kwargs=dict(negative_samples=2000), or use candidates='batch'."
             )
             raise UnsupportedError(msg)
-        needs = isinstance(self.loss, PairLoss) and self.pairs == "dataset" and self.relation is None
-        if needs and self.negative_samples == "auto" and not sums_suffice(self.loss):
-            msg = (
-                "negative_samples in parts: how long all pairs take is not known in advance. Say "
-                "backend_kwargs=dict(negative_samples=2000), whose price is linear, or negative_samples=None for all "
-                "pairs, with statistics that hold the embeddings of all points."
-            )
-            raise UnsupportedError(msg)
 
     def steps(self, encoder: Encoder, pullback: Pullback, structure: Structure, progress: Progress) -> Steps:
         """The steps of the fit that the options ask for."""
@@ -225,29 +223,18 @@ class DatasetFits:
     def _is_ordered(self) -> bool:
         return not isinstance(self.loss, PairLoss) and self.candidates == "dataset"
 
-    def _stays_exact(self, encoder: Encoder, loader: Iterable[Any], exchange: Exchange) -> bool:
-        """Whether a loss of anchors counts all candidates of the data set."""
-        if self.negative_samples != "auto":
-            return self.negative_samples is None
-        few = expected_points(loader) < FEWEST_POINTS
-        return few or self.loss.coupled or self.relation is not None or exchange.count > 1
+    def _stays_exact(self, loader: Iterable[Any], exchange: Exchange) -> bool:
+        """Whether a loss of anchors counts all candidates of the data set, as far as its loader says."""
+        together = exchange.count > 1 and self.negative_samples == "auto"
+        return together or self.samples(expected_points(loader)) is None
 
-    def _fit_ordered(
-        self,
-        encoder: Encoder,
-        pullback: Pullback,
-        loader: Iterable[Any],
-        structure: Structure,
-        progress: Progress,
-        sampler: BlockSampler,
-        exchange: Exchange,
-    ) -> DatasetCurvature:
-        """The fit of a loss of anchors with all points as candidates."""
+    def _all_anchors(
+        self, encoder: Encoder, loader: Iterable[Any], progress: Progress, exchange: Exchange
+    ) -> AnchorData:
+        """All points as candidates of each other, in one process."""
         if exchange.count > 1:
             self.check_parts()
-        loader = in_fixed_order(loader)
-        points = self._anchors(encoder, loader, progress)
-        return ordered_curvature(pullback, loader, self.read_anchors, points, structure, progress, sampler)
+        return self._anchors(encoder, loader, progress)
 
     def _anchors(self, encoder: Encoder, loader: Iterable[Any], progress: Progress) -> AnchorData:
         return collect_anchors(
@@ -257,7 +244,7 @@ class DatasetFits:
     def _points(self, encoder: Encoder, loader: Iterable[Any], progress: Progress) -> DatasetPoints | AnchorData:
         """Everything about the outputs of a data set, in the order of the loader."""
         if isinstance(self.loss, PairLoss):
-            return collect_points(encoder, loader, self.read, self.loss, self.relation, progress, self._samples())
+            return collect_points(encoder, loader, self.read, self.loss, self.relation, progress, self.samples())
         return self._anchors(encoder, loader, progress)
 
     def _check_products(self) -> None:
@@ -266,7 +253,7 @@ class DatasetFits:
         Raises:
             UnsupportedError: It has cross terms, or is of a loss of anchors.
         """
-        if self._samples() is None:
+        if self.samples() is None:
             return
         if not isinstance(self.loss, PairLoss):
             msg = (
@@ -279,9 +266,28 @@ class DatasetFits:
                 f"pd_fix={str(self.loss.pd_fix)!r} couples points, and this structure multiplies with all pairs"
             )
 
-    def _samples(self) -> int | None:
-        wanted = self.negative_samples
-        return wanted if isinstance(wanted, int) and not sums_suffice(self.loss) else None
+    def samples(self, n: int = 0) -> int | None:
+        """Number of points that stand for all negatives of ``n`` points; ``None`` counts all."""
+        if isinstance(self.negative_samples, int):
+            return None if sums_suffice(self.loss) else self.negative_samples
+        many = n >= MANY_POINTS and self.relation is None and sampled_unasked(self.loss)
+        return NEGATIVE_SAMPLES if many and self.negative_samples == "auto" else None
+
+    def tell_samples(self, n: int) -> None:
+        """Say in the log whether a sample stood for all negatives, where the user left it open."""
+        if sums_suffice(self.loss):
+            if isinstance(self.negative_samples, int):
+                _log.info("negative_samples is of no effect: sums over classes say everything about the negatives")
+        elif self.negative_samples == "auto" and self.samples(n) is None:
+            _log.info("negative_samples='auto': all pairs of %d points count", n)
+        elif self.negative_samples == "auto":
+            _log.warning(
+                "negative_samples='auto': of %d points, %d drawn at random stand for all negatives, as from %d points "
+                "on; backend_kwargs=dict(negative_samples=None) counts all pairs",
+                n,
+                NEGATIVE_SAMPLES,
+                MANY_POINTS,
+            )
 
     def _read_inputs(self, batch: Any) -> tuple[Inputs, Any]:
         if isinstance(self.loss, PairLoss):
@@ -389,7 +395,7 @@ class DatasetFits:
                     )
                     raise UnsupportedError(msg)
                 return anchor_subset(encoder, loader, self.read_anchors, self.loss, size, seed, shown)
-            found = collect_points(encoder, loader, self.read, self.loss, self.relation, shown, self._samples())
+            found = collect_points(encoder, loader, self.read, self.loss, self.relation, shown, self.samples())
             subset = subset_hessian(encoder, loader, self.read, found, size, seed, shown)
         scale = self._data_scale(found.n)
         loss, cost = found.hessian.loss_and_cost()

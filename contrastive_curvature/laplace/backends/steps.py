@@ -23,6 +23,7 @@ from contrastive_curvature.ggn.statistics import Collected, NumberedReader, Plan
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.contrastive import ContrastiveLoss
 from contrastive_curvature.losses.sampled_data import (
+    MANY_POINTS,
     check_samplable,
     needs_points,
     sums_suffice,
@@ -107,35 +108,29 @@ class Steps(ABC):
 class PointSteps(Steps):
     """All pairs of the data set: the first pass finds all points, or sums over classes and a sample of points."""
 
-    chosen: int | None = None
-    """Number of points that stand for all negatives, where the user leaves it open and all pairs take too long."""
-
     found: Collected | None = None
     """What the first pass of this process found."""
 
     _by_views = False
     """Whether the numbers of inputs stand in place of class labels."""
 
-    _known: tuple[State, int | None, DatasetPoints] | None = None
+    _known: tuple[State, DatasetPoints] | None = None
     """The output Hessian, and what it was made from: it is asked for twice, and may take long."""
-
-    @property
-    def samples(self) -> int | None:
-        """Number of points that stand for all negatives; ``None`` counts all."""
-        wanted = self.fits.negative_samples
-        return wanted if isinstance(wanted, int) and not sums_suffice(self.fits.loss) else self.chosen
 
     def plan(self, parts: int) -> Plan:
         """What the first pass keeps, of data in so many parts."""
         fits = self.fits
-        wanted = fits.negative_samples
         if fits.relation is not None or needs_points(fits.loss):
             return Plan()
         if sums_suffice(fits.loss):
             # Cross terms of very many classes are computed from the points, where they are in one part.
             return Plan(everything=fits.loss.coupled and parts == 1)
-        if not isinstance(wanted, int):
+        # How many points there are is not known yet: of fewer all are kept.
+        wanted = fits.samples(MANY_POINTS)
+        if wanted is None:
             return Plan()
+        if fits.negative_samples == "auto":
+            return Plan(everything=False, sample=MANY_POINTS - 1)
         crosses = fits.loss.coupled and not fits.loss.pd_fix.attracting_only and self.structure is not Structure.KRON
         return Plan(everything=False, sample=wanted, inputs=crosses)
 
@@ -172,10 +167,10 @@ class PointSteps(Steps):
     def points(self, statistics: State) -> DatasetPoints:
         """The output Hessian of the data set."""
         fits, known = self.fits, self._known
-        if known is not None and known[0] is statistics and known[1] == self.samples:
-            return known[2]
-        loss = fits.loss
-        if self.samples is not None and needs_points(loss):
+        if known is not None and known[0] is statistics:
+            return known[1]
+        loss, samples = fits.loss, fits.samples(statistics.n)
+        if samples is not None and needs_points(loss):
             check_samplable(loss, self.structure)
             # Kronecker factors leave the cross terms out, which a sample does not give.
             loss = without_cross_terms(loss)
@@ -183,7 +178,7 @@ class PointSteps(Steps):
             statistics,
             loss,
             fits.relation,
-            self.samples,
+            samples,
             self.found,
             self.progress,
             negatives_per_anchor=fits.negatives_per_anchor,
@@ -191,7 +186,7 @@ class PointSteps(Steps):
         derivatives = found.hessian.derivatives
         if isinstance(derivatives, SampledRowDerivatives):
             note_skipped(derivatives.anchors, derivatives.skipped)
-        self._known = statistics, self.samples, found
+        self._known = statistics, found
         return found
 
     def second(self, loader: Any, part: Part, statistics: State, identity: Mapping[str, str]) -> State:
@@ -214,6 +209,7 @@ class PointSteps(Steps):
         points = self.points(statistics)
         for index, origin in curvature.origins.items():
             points.check_origin(origin, index, "curvature")
+        self.fits.tell_samples(points.n)
         return finished_curvature(self.pullback, curvature, points, self.structure)
 
     def check_adds_up(self) -> None:
@@ -222,7 +218,7 @@ class PointSteps(Steps):
         if not loss.coupled or self.structure is Structure.KRON:
             return
         by_class = isinstance(loss, ContrastiveLoss) and (loss.pd_fix.attracting_only or sums_suffice(loss))
-        if self.fits.relation is not None or not (by_class or self.samples is not None):
+        if self.fits.relation is not None or not (by_class or self.fits.samples() is not None):
             refuse_in_parts(loss)
 
     def _reader(self) -> NumberedReader:
