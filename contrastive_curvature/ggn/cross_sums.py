@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.ggn.passes import PassRecord
 from contrastive_curvature.ggn.statistics import BatchReader, check_targets
+from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.cross import CrossBlocks
-from contrastive_curvature.hessian.dataset import ClassCoupling, DatasetHessian, HessianPart
+from contrastive_curvature.hessian.dataset import ClassCoupling, DatasetHessian, HessianPart, HessianPoints
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.losses.contrastive_classes import LabelledPoints
 from contrastive_curvature.losses.cosine import CosineLoss
@@ -31,6 +32,9 @@ __all__ = ["CrossSums", "finished_cross", "make_cross", "refuse_in_parts"]
 _CLASS_SUM_ELEMENTS = 2**28
 _FEATURE_ELEMENTS = 2**27
 
+_Placed = tuple[Any, HessianPart, Tensor]
+"""Context and points of a part of a batch, and the number of each point."""
+
 _BY_CLASS, _BY_SAMPLE = "cross/classes", "cross/sample"
 """Names of sums over points: of the rows of ``J`` of every class, and of terms with sampled points."""
 
@@ -38,8 +42,12 @@ _BY_CLASS, _BY_SAMPLE = "cross/classes", "cross/sample"
 class CrossSums(Protocol):
     """Sums over points that the cross terms follow from."""
 
-    def add(self, context: Any, part: HessianPart) -> None:
-        """Take a batch into account."""
+    def add(self, context: Any, part: HessianPoints) -> Blocks:
+        """Take a batch into account.
+
+        Returns:
+            Its diagonal blocks, minus what the sums have where its points meet themselves.
+        """
 
     def sums(self, loader: Iterable[Any], read: BatchReader | None, progress: Progress) -> dict[str, Tensor]:
         """All sums of these points; what the loader gives again is the same as what was added."""
@@ -152,10 +160,12 @@ class _ByClass:
         self.pullback, self.coupling = pullback, coupling
         self._sums: Tensor | None = None
 
-    def add(self, context: Any, part: HessianPart) -> None:
+    def add(self, context: Any, part: HessianPoints) -> Blocks:
         index = torch.searchsorted(self.coupling.classes, part.targets)
         sums = self.pullback.class_sums(context, part.tangent_axes(), index, self.coupling.classes.numel())
         self._sums = sums if self._sums is None else self._sums + sums
+        y = self.coupling.y if self.coupling.y.ndim == 1 else self.coupling.y.diagonal()
+        return part.blocks.add_projector(y[index] / part.n / part.n)
 
     def sums(self, loader: Iterable[Any], read: BatchReader | None, progress: Progress) -> dict[str, Tensor]:
         del loader, read, progress
@@ -170,8 +180,8 @@ class _WithSample:
         self._columns = list(self._sampled())
         self._sum: Tensor | None = None
 
-    def add(self, context: Any, part: HessianPart) -> None:
-        self.by_class.add(context, part)
+    def add(self, context: Any, part: HessianPoints) -> Blocks:
+        blocks = self.by_class.add(context, part)
         derivatives = self.points.hessian.derivatives
         if not isinstance(derivatives, SampledContrastive):
             msg = "a sample of other derivatives"
@@ -185,6 +195,7 @@ class _WithSample:
                 cross = CrossBlocks(u, n, other.u, other.n, y, None)
                 term = self.pullback.cross_term(mine, column, cross, self.structure)
                 self._sum = term if self._sum is None else self._sum + term
+        return blocks
 
     def sums(self, loader: Iterable[Any], read: BatchReader | None, progress: Progress) -> dict[str, Tensor]:
         found = self.by_class.sums(loader, read, progress)
@@ -208,9 +219,12 @@ class _Streamed:
 
     def __init__(self, pullback: Pullback, points: DatasetPoints, structure: Structure) -> None:
         self.pullback, self.points, self.structure = pullback, points, structure
+        self._order: Tensor | None = None
 
-    def add(self, context: Any, part: HessianPart) -> None:
-        """Do nothing: :meth:`sums` computes all blocks."""
+    def add(self, context: Any, part: HessianPoints) -> Blocks:
+        """Do nothing: :meth:`sums` computes all cross terms, without pairs of a point with itself."""
+        del context
+        return part.blocks
 
     def sums(self, loader: Iterable[Any], read: BatchReader | None, progress: Progress) -> dict[str, Tensor]:
         if read is None:
@@ -221,18 +235,20 @@ class _Streamed:
         started, done = time.monotonic(), 0
         with progress.bar("[cross terms]", total=entries) as bar:
             for block in _grouped(self._parts(loader, read)):
-                for context, columns in self._parts(loader, read):
-                    for row_context, rows in block:
-                        cross = self.points.hessian.cross(rows, columns)
+                for context, columns, others in self._parts(loader, read):
+                    for row_context, rows, numbers in block:
+                        cross = self.points.hessian.cross(rows, columns, numbers.unsqueeze(1) == others)
                         total = total + self.pullback.cross_term(row_context, context, cross, self.structure)
                         bar.update(cross.y.numel())
                         done += cross.y.numel()
                         progress.extrapolate(started, done, entries, "The cross terms between all points")
         return {"curvature": torch.as_tensor(total)}
 
-    def _parts(self, loader: Iterable[Any], read: BatchReader) -> Iterator[tuple[Any, HessianPart]]:
+    def _parts(self, loader: Iterable[Any], read: BatchReader) -> Iterator[_Placed]:
         """One pass over the data, which must be the data of the first pass."""
-        record = PassRecord()
+        record, n, hessian = PassRecord(), self.points.n, self.points.hessian
+        found: list[Tensor] = []
+        seen = torch.zeros(n, dtype=torch.int64, device=hessian.derivatives.u.device)
         for batch in loader:
             x, y = read(batch)
             y = check_targets(y, input_length(x), self.points.function)
@@ -242,13 +258,24 @@ class _Streamed:
             step = self.pullback.tile_size(self.structure, z.shape[1])
             for start in range(0, len(z), step):
                 rows = slice(start, start + step)
-                yield self.pullback.slice_context(context, rows), self.points.hessian.place(z[rows], y[rows])
+                part = hessian.place(z[rows], y[rows])
+                places = hessian.derivatives.places(part.u, part.targets)
+                # Equal points have one place, and take turns.
+                turn = (places.unsqueeze(1) == places).tril(-1).sum(1) + seen[places]
+                seen.index_add_(0, places, torch.ones_like(places))
+                found.append(places + n * turn)
+                yield self.pullback.slice_context(context, rows), part, found[-1]
         self.points.check_same(record)
+        numbers = torch.cat(found).sort().values
+        if self._order is not None and not torch.equal(self._order, numbers):
+            wanted, came = "the same order in every pass, as some points are nearly equal", "another one"
+            raise InputError(expected("train_loader", wanted, came, "Turn shuffling off."))
+        self._order = numbers
 
 
-def _grouped(points: Iterator[tuple[Any, HessianPart]]) -> Iterator[list[tuple[Any, HessianPart]]]:
+def _grouped(points: Iterator[_Placed]) -> Iterator[list[_Placed]]:
     """Group batches into blocks whose contexts have at least ``_FEATURE_ELEMENTS`` numbers."""
-    block: list[tuple[Any, HessianPart]] = []
+    block: list[_Placed] = []
     numbers = 0
     for item in points:
         block.append(item)

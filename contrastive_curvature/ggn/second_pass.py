@@ -20,6 +20,7 @@ from contrastive_curvature.ggn.statistics import BatchReader, NumberedReader, ch
 from contrastive_curvature.hessian.derivatives import Totals
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.network.inputs import input_length
+from contrastive_curvature.network.loader import in_fixed_order
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.options import Structure
 from contrastive_curvature.parts.share import Share
@@ -126,8 +127,7 @@ def curvature_of_part(
         else:
             blocks = sampled
             if cross is not None:
-                blocks = hessian.without_itself(found)
-                cross.add(context, found)
+                blocks = cross.add(context, found)
             curvature = pullback.block_term(context, blocks, structure)
             check_finite(curvature, pullback, f"batch {number} (counted from 0)")
             dominance.add(context, len(z), blocks, curvature)
@@ -135,7 +135,7 @@ def curvature_of_part(
         sums = added(sums, term)
     points.check_same(record, index)
     if cross is not None:
-        sums = added(sums, cross.sums(share.loader, whole, progress))
+        sums = added(sums, cross.sums(in_fixed_order(share.loader), whole, progress))
     if totals is not None:
         sums |= {name: getattr(totals, name) for name in _TOTALS}
     if error is not None:

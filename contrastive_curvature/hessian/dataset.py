@@ -141,16 +141,9 @@ class DatasetHessian:
         """
         return OutputHessian(z, self.derivatives.among(normalize(z)[0], targets), self.distance, self.pd_fix)
 
-    def without_itself(self, part: HessianPoints) -> Blocks:
-        """The blocks of a part minus what :meth:`cross` has where its points meet themselves.
-
-        With them, the cross blocks may be summed over all pairs of points, i = j among them.
-        """
-        return part.blocks.add_projector(self.derivatives.self_weights(part.targets) / part.n / part.n)
-
-    def cross(self, rows: HessianPart, columns: HessianPart) -> CrossBlocks:
-        """Blocks ``H_ij`` between two parts; a point that is in both meets itself, see :meth:`without_itself`."""
-        y, c = self.derivatives.between(rows.u, rows.targets, columns.u, columns.targets)
+    def cross(self, rows: HessianPart, columns: HessianPart, itself: Tensor) -> CrossBlocks:
+        """Blocks ``H_ij`` between two parts, zero for a point with ``itself``, boolean, shape (A, B)."""
+        y, c = self.derivatives.between(rows.u, rows.targets, columns.u, columns.targets, itself)
         return CrossBlocks(rows.u, rows.n, columns.u, columns.n, y, c)
 
     def class_coupling(self) -> ClassCoupling | None:

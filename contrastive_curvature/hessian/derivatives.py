@@ -169,12 +169,30 @@ class DatasetDerivatives(CosineDerivatives):
         return []
 
     @abstractmethod
-    def between(self, u_a: Tensor, targets_a: Tensor, u_b: Tensor, targets_b: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``y`` and ``c``, each (A, B), between points of this set; a point that is on both sides meets itself."""
+    def between(
+        self, u_a: Tensor, targets_a: Tensor, u_b: Tensor, targets_b: Tensor, itself: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """``y`` and ``c``, each (A, B), between points of this set.
+
+        Args:
+            u_a: Unit embeddings, shape (A, D).
+            targets_a: Their targets.
+            u_b: Unit embeddings, shape (B, D).
+            targets_b: Their targets.
+            itself: Which pairs are of a point with itself, and so no pairs; boolean, shape (A, B).
+        """
 
     @abstractmethod
-    def self_weights(self, targets: Tensor) -> Tensor:
-        """The ``y`` that :meth:`between` gives where a point meets itself, shape (B,)."""
+    def places(self, u: Tensor, targets: Tensor) -> Tensor:
+        """Which points of this set some are: of their target, the closest. Equal ones are as good as each other.
+
+        Args:
+            u: Unit embeddings, shape (B, D).
+            targets: Their targets, shape (B, ...).
+
+        Returns:
+            Places among the N points, int64, shape (B,).
+        """
 
     @abstractmethod
     def among(self, u: Tensor, targets: Tensor) -> CosineDerivatives:

@@ -11,6 +11,7 @@ from torch import Tensor
 from contrastive_curvature.hessian.derivatives import DatasetDerivatives, NodeSums, Totals
 from contrastive_curvature.hessian.moments import DenseMoments, MomentPart, Moments, PairMoments
 from contrastive_curvature.losses.rules import check_sums, terms_of, value_of
+from contrastive_curvature.losses.sampled_rows_points import unit
 from contrastive_curvature.losses.weighting import ClassShares, PairFactors, Shares, count_shares, pair_totals
 from contrastive_curvature.pairs.edges import EdgeRelation
 from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS, LabelRelation, Relation, TargetRelation
@@ -22,6 +23,9 @@ __all__ = ["PairDerivatives"]
 
 _Block = tuple[Tensor, Tensor | None, Tensor]
 """``y``, ``c`` and the value of a block of pairs."""
+
+_End = tuple[Tensor, Tensor, Shares]
+"""Unit embeddings, targets and shares of the points at one end of the pairs of a block."""
 
 
 class PairDerivatives(DatasetDerivatives):
@@ -75,6 +79,7 @@ class PairDerivatives(DatasetDerivatives):
         """See :meth:`CosineDerivatives.rows`."""
         positive, negative = self.relation.rows(start, stop, columns)
         cosine = self.u[start:stop] @ self.u[columns].T
+        cosine.diagonal(start - columns.indices(self.n)[0]).zero_()
         return self._block(positive, negative, cosine, self.shares[start:stop], self.shares[columns])[:2]
 
     def row_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
@@ -130,42 +135,37 @@ class PairDerivatives(DatasetDerivatives):
 
     def sums_for(self, u: Tensor, targets: Tensor) -> NodeSums:
         """See :meth:`DatasetDerivatives.sums_for`."""
-        relation = self._target_relation()
-        shares, columns = self.shares_for(targets), self.shares
-        itself = self._self_block(targets, u)
+        places, shares = self.places(u, targets), self.shares_for(targets)
+        everybody = torch.arange(self.n, device=u.device)
+
+        def block(rows: slice, value: bool = False) -> _Block:
+            itself = places[rows].unsqueeze(1) == everybody
+            columns = self.u, self._target_relation().targets, self.shares
+            return self._block_between((u[rows], targets[rows], shares[rows]), columns, itself, value)
+
         step = max(1, BLOCK_ELEMENTS // max(1, self.n))
-        parts = []
-        for start in range(0, u.shape[0], step):
-            rows = slice(start, start + step)
-            positive, negative = relation.relate(targets[rows], relation.targets)
-            value = not self.loss.value_from_sums
-            block = self._block(positive, negative, u[rows] @ self.u.T, shares[rows], columns, value)
-            parts.append(self._row_sums(block))
+        value = not self.loss.value_from_sums
+        parts = [self._row_sums(block(slice(k, k + step), value)) for k in range(0, u.shape[0], step)]
+        moments = None if self.loss.linear else self._moments(lambda a, b: block(slice(a, b))[:2], u.shape[0])
+        return check_sums(self.loss, _joined(parts, u, moments))
 
-        def second(start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-            rows = slice(start, stop)
-            positive, negative = relation.relate(targets[rows], relation.targets)
-            return self._block(positive, negative, u[rows] @ self.u.T, shares[rows], columns)[:2]
-
-        moments = None if self.loss.linear else self._moments(second, u.shape[0])
-        sums = check_sums(self.loss, _joined(parts, u, moments))
-        # c needs no correction: its part along u is projected away.
-        return NodeSums(
-            sums.degree - itself[0],
-            sums.neighbors - itself[0].unsqueeze(1) * u,
-            sums.moments,
-            sums.value - itself[2].double() / 2,
-        )
-
-    def between(self, u_a: Tensor, targets_a: Tensor, u_b: Tensor, targets_b: Tensor) -> tuple[Tensor, Tensor | None]:
+    def between(
+        self, u_a: Tensor, targets_a: Tensor, u_b: Tensor, targets_b: Tensor, itself: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """See :meth:`DatasetDerivatives.between`."""
-        positive, negative = self._target_relation().relate(targets_a, targets_b)
-        shares_a, shares_b = self.shares_for(targets_a), self.shares_for(targets_b)
-        return self._block(positive, negative, u_a @ u_b.T, shares_a, shares_b)[:2]
+        rows, columns = (u_a, targets_a, self.shares_for(targets_a)), (u_b, targets_b, self.shares_for(targets_b))
+        return self._block_between(rows, columns, itself)[:2]
 
-    def self_weights(self, targets: Tensor) -> Tensor:
-        """See :meth:`DatasetDerivatives.self_weights`."""
-        return self._self_block(targets)[0]
+    def places(self, u: Tensor, targets: Tensor) -> Tensor:
+        """See :meth:`DatasetDerivatives.places`."""
+        # In float64: the closest is the point itself, however close others are.
+        x, known = unit(u), unit(self.u)
+        mine, theirs = (given.unsqueeze(1).flatten(1) for given in (targets, self._target_relation().targets))
+        out = torch.zeros(len(u), dtype=torch.int64, device=u.device)
+        for rows in torch.arange(len(u), device=u.device).split(max(1, BLOCK_ELEMENTS // theirs.numel())):
+            other = (mine[rows].unsqueeze(1) != theirs).any(2)
+            out[rows] = (x[rows] @ known.T).masked_fill(other, -torch.inf).argmax(1)
+        return out
 
     def among(self, u: Tensor, targets: Tensor) -> PairDerivatives:
         """See :meth:`DatasetDerivatives.among`."""
@@ -227,14 +227,15 @@ class PairDerivatives(DatasetDerivatives):
     def _blocks(self, width: int = 1, value: bool = False) -> Iterator[tuple[slice, _Block]]:
         for rows, positive, negative in self.relation.row_blocks(width):
             cosine = self.u[rows] @ self.u.T
+            # No rule of a loss sees a point with itself, where derivatives may be infinite.
+            cosine.diagonal(rows.start).zero_()
             yield rows, self._block(positive, negative, cosine, self.shares[rows], self.shares, value)
 
-    def _self_block(self, targets: Tensor, u: Tensor | None = None) -> _Block:
-        """What :meth:`_block` has where the given points meet themselves, each (B,), and the sum of the values."""
-        positive, negative = self._target_relation().self_relation(targets)
-        shares = self.shares_for(targets)
-        cosine = torch.ones_like(shares.positive) if u is None else (u * u).sum(1)
-        return self._block(positive, negative, cosine, shares, shares, value=not self.loss.value_from_sums)
+    def _block_between(self, rows: _End, columns: _End, itself: Tensor, value: bool = False) -> _Block:
+        """The block of some points with others, without pairs of a point with itself."""
+        positive, negative = self._target_relation().relate(rows[1], columns[1])
+        cosine = (rows[0] @ columns[0].T).masked_fill(itself, 0.0)
+        return self._block(positive & ~itself, negative & ~itself, cosine, rows[2], columns[2], value)
 
     def _row_sums(self, block: _Block) -> NodeSums:
         """Sums of a block of rows (B, N), without the moments."""

@@ -79,11 +79,6 @@ class SampledContrastive(UncoupledDerivatives):
         """See :meth:`DatasetDerivatives.class_weights`."""
         return self.of_classes.class_weights()
 
-    def self_weights(self, targets: Tensor) -> Tensor:
-        """See :meth:`DatasetDerivatives.self_weights`; of the positive pairs, which alone have such a place."""
-        shares = self.of_classes.shares.of(targets)
-        return self.of_classes.factors.positive * shares.positive
-
     def among(self, u: Tensor, targets: Tensor) -> CosineDerivatives:
         """See :meth:`DatasetDerivatives.among`; all pairs of the given points count."""
         whole = self.loss.derivatives(LabelRelation(self.table.labels.repeat_interleave(self.table.counts)), self.u)

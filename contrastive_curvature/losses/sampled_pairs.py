@@ -13,6 +13,7 @@ from contrastive_curvature.hessian.moments import MomentPart, PairMoments
 from contrastive_curvature.losses.rules import check_sums, terms_of, value_of
 from contrastive_curvature.losses.sampled_refusals import UncoupledDerivatives, refuse_sampled
 from contrastive_curvature.losses.sampled_rows_moments import SpreadMoments
+from contrastive_curvature.losses.sampled_rows_pairs import find_places
 from contrastive_curvature.losses.sampled_rows_points import BankedPoints, Candidates, unit
 from contrastive_curvature.losses.weighting import ClassShares, PairFactors
 
@@ -65,22 +66,23 @@ class SampledPairDerivatives(UncoupledDerivatives):
         degree, neighbors, value = x.new_zeros(len(x)), torch.zeros_like(x), x.new_zeros(())
         bound = x.new_zeros(len(x))
         parts: list[tuple[Tensor, PairMoments]] = []
+        place = torch.empty_like(index)
         for rows, others in self._candidates(index):
+            if others.positives:
+                place[rows] = find_places(x[rows], index[rows], others)
             for some in rows.split(max(1, _PAIRS // max(1, len(others.u)))):
-                first, second, part = self._pairs(x[some], index[some], others)
+                first, second, part = self._pairs(x[some], index[some], place[some], others)
                 degree[some] -= first.sum(1)
                 neighbors[some] -= first @ others.u
                 value = value + part / 2
                 if second is not None:
                     bound[some] += second.abs().sum(1)
             if not self.loss.linear and len(others.u):
-                weigh = self._weights(x[rows], index[rows], others)
+                weigh = self._weights(x[rows], index[rows], place[rows], others)
                 none = x.new_zeros(0, len(rows), x.shape[1])
                 parts.append((rows, PairMoments([MomentPart(0, len(rows), weigh, others.u)], none[:, 0, 0], none)))
-        itself = self._itself(x, index)
-        degree, neighbors = degree - itself[0], neighbors - itself[0].unsqueeze(1) * x
         spread = None if self.loss.linear else SpreadMoments(parts, len(x), u.dtype, bound)
-        return check_sums(self.loss, NodeSums(degree, neighbors, spread, value - itself[1] / 2))
+        return check_sums(self.loss, NodeSums(degree, neighbors, spread, value))
 
     def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
         """See :meth:`CosineDerivatives.loss_and_cost`."""
@@ -95,34 +97,28 @@ class SampledPairDerivatives(UncoupledDerivatives):
         yield from self.points.groups(index)
         yield torch.arange(len(index), device=index.device), self.points.bank
 
-    def _pairs(self, x: Tensor, index: Tensor, others: Candidates) -> tuple[Tensor, Tensor | None, Tensor]:
+    def _pairs(
+        self, x: Tensor, index: Tensor, place: Tensor, others: Candidates
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """First and second derivatives and the value of pairs of points (B,) with candidates, (B, C) each."""
-        equal = index.unsqueeze(1) == others.index
+        itself = place.unsqueeze(1) == others.place
+        equal = (index.unsqueeze(1) == others.index) & ~itself
         nothing = x.new_zeros(1, 1).expand(equal.shape)
-        counts = (equal.double(), nothing) if others.positives else (nothing, self._standing_for(equal, index))
+        counts = (equal.double(), nothing) if others.positives else (nothing, self._standing_for(index, others))
         attract, repel = self.factors.weigh(*counts, self.shares[index], self.shares[others.index])
-        return self._terms(x @ others.u.T, attract, repel)
-
-    def _standing_for(self, equal: Tensor, index: Tensor) -> Tensor:
-        return self.points.weight[index].unsqueeze(1) * ~equal
-
-    def _terms(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        cosine = (x @ others.u.T).masked_fill(itself, 0.0)
         first, second = terms_of(self.loss, cosine, attract, repel)
         if self.loss.pd_fix.second_only:
             first = torch.zeros_like(first)
         value = cosine.new_zeros(()) if self.loss.value_from_sums else value_of(self.loss, cosine, attract, repel)
         return first, second, value
 
-    def _itself(self, x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights ``y`` (B,) of points with themselves, which are among their positives, and the sum of the values."""
-        mine = self.shares[index]
-        attract, repel = self.factors.weigh(x.new_ones(len(x)), x.new_zeros(len(x)), mine, mine)
-        first, _, value = self._terms((x * x).sum(1), attract, repel)
-        return -first, value
+    def _standing_for(self, index: Tensor, others: Candidates) -> Tensor:
+        return self.points.weight[index].unsqueeze(1) * (index.unsqueeze(1) != others.index)
 
-    def _weights(self, x: Tensor, index: Tensor, others: Candidates) -> Callable[[int, int], Tensor]:
+    def _weights(self, x: Tensor, index: Tensor, place: Tensor, others: Candidates) -> Callable[[int, int], Tensor]:
         def weigh(start: int, stop: int) -> Tensor:
-            second = self._pairs(x[start:stop], index[start:stop], others)[1]
+            second = self._pairs(x[start:stop], index[start:stop], place[start:stop], others)[1]
             if second is None:
                 msg = "a linear loss has no moments"
                 raise RuntimeError(msg)

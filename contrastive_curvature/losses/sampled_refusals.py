@@ -37,11 +37,13 @@ class UncoupledDerivatives(DatasetDerivatives):
         """Refused, see :meth:`rows`."""
         _refuse_pairs()
 
-    def between(self, u_a: Tensor, targets_a: Tensor, u_b: Tensor, targets_b: Tensor) -> tuple[Tensor, Tensor | None]:
+    def between(
+        self, u_a: Tensor, targets_a: Tensor, u_b: Tensor, targets_b: Tensor, itself: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """Refused, see :meth:`rows`."""
         _refuse_pairs()
 
-    def self_weights(self, targets: Tensor) -> Tensor:
+    def places(self, u: Tensor, targets: Tensor) -> Tensor:
         """Refused, see :meth:`rows`."""
         _refuse_pairs()
 

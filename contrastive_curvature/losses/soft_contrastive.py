@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from functools import cached_property
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -12,13 +9,9 @@ from torch.nn import functional as F
 from contrastive_curvature.arguments import check_flag, check_number
 from contrastive_curvature.errors import expected
 from contrastive_curvature.hessian.blocks import UnrepresentableError
-from contrastive_curvature.hessian.derivatives import NodeSums
 from contrastive_curvature.losses._numbers import check_finite_number
 from contrastive_curvature.losses.base import PairLoss, Terms
-from contrastive_curvature.losses.derivatives import PairDerivatives
-from contrastive_curvature.losses.weighting import Shares
 from contrastive_curvature.options import Distance, Normalization, PDFix
-from contrastive_curvature.pairs.relation import Relation
 
 __all__ = ["SoftContrastiveLoss"]
 
@@ -80,22 +73,6 @@ class SoftContrastiveLoss(PairLoss):
         check_flag("squared", squared)
         self.squared = self.convex = squared
         self._check_fix()
-        self._among_candidates = False
-
-    def derivatives(
-        self,
-        relation: Relation,
-        u: Tensor,
-        *,
-        attracting_only: bool | None = None,
-        shares: Shares | None = None,
-    ) -> PairDerivatives:
-        """See :meth:`PairLoss.derivatives`."""
-        if self.squared:
-            return super().derivatives(relation, u, attracting_only=attracting_only, shares=shares)
-        only = self.pd_fix.attracting_only if attracting_only is None else attracting_only
-        second_only = self.pd_fix.second_only
-        return _ApartDerivatives(self, relation, u, attracting_only=only, second_only=second_only, shares=shares)
 
     def _value(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Tensor:
         squared = 2 - 2 * cosine
@@ -123,38 +100,11 @@ class SoftContrastiveLoss(PairLoss):
         return Terms(slope * pull, slope.square() * (attract + repel) * same * other + bend * pull)
 
     def _check_apart(self, met: Tensor) -> None:
-        """Refuse counted pairs that meet, but for a point and itself."""
-        if self._among_candidates:
-            met = met.sum(1) > 1 if met.ndim == 2 else torch.zeros_like(met)
+        """Refuse counted pairs that meet."""
         if bool(met.any()):
             wanted = "pairs of embeddings that differ, since the derivatives grow without bound as two meet"
             hint = "Use squared=True, whose derivatives are bounded, or leave duplicates out."
             raise UnrepresentableError(expected("SoftContrastiveLoss(squared=False)", wanted, "some that meet", hint))
-
-
-class _ApartDerivatives(PairDerivatives):
-    """Derivatives in distances: none where a point of a data set stands among its own candidates."""
-
-    loss: SoftContrastiveLoss
-
-    def sums_for(self, u: Tensor, targets: Tensor) -> NodeSums:
-        """See :meth:`PairDerivatives.sums_for`."""
-        return PairDerivatives.sums_for(self._with_itself, u, targets)
-
-    def between(self, u_a: Tensor, targets_a: Tensor, u_b: Tensor, targets_b: Tensor) -> tuple[Tensor, Tensor | None]:
-        """See :meth:`PairDerivatives.between`."""
-        return PairDerivatives.between(self._with_itself, u_a, targets_a, u_b, targets_b)
-
-    def self_weights(self, targets: Tensor) -> Tensor:
-        """See :meth:`PairDerivatives.self_weights`."""
-        return PairDerivatives.self_weights(self._with_itself, targets)
-
-    @cached_property
-    def _with_itself(self) -> _ApartDerivatives:
-        made = copy.copy(self)
-        made.loss = copy.copy(self.loss)
-        made.loss._among_candidates = True
-        return made
 
 
 def _meet(squared: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ def test_bounded_blocks_change_nothing(case: Case, elements: int, device: str) -
 
 @given(case=cases(), seed=st.integers(0, 99))
 def test_points_that_come_again_in_any_order(case: Case, seed: int, device: str) -> None:
-    """What the second pass over a loader asks for: sums without a point's own term, and weights between batches."""
+    """What the second pass over a loader asks for: places, sums over neighbours, and weights between batches."""
     if isinstance(case.pairs, tuple):
         case.pairs, case.labels = relate_by_remainder, torch.arange(len(case.z))
     made, truth = make_weights(case, device), true_weights(case)
@@ -86,9 +86,11 @@ def test_points_that_come_again_in_any_order(case: Case, seed: int, device: str)
     sums = made.sums_for(u, targets)
     assert close(sums.degree.cpu(), truth.sum(1)[order], size, 1e-13)
     assert close(sums.neighbors.cpu(), (truth @ made.u.cpu())[order], size, 1e-13)
-    between = made.between(u, targets, made.u, made.relation.targets)[0].cpu()
-    itself = made.self_weights(targets).cpu()
-    between[torch.arange(len(order)), order] -= itself
+    places = made.places(u, targets)
+    assert torch.equal(made.u[places], u)
+    assert torch.equal(made.relation.targets[places], targets)
+    itself = order.to(device).unsqueeze(1) == torch.arange(len(order), device=device)
+    between = made.between(u, targets, made.u, made.relation.targets, itself)[0].cpu()
     assert close(between, truth[order], size, 1e-13)
 
 

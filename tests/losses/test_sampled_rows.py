@@ -307,8 +307,8 @@ def test_what_couples_points_is_refused(device: str) -> None:
         lambda: made.matmul(z),
         lambda: made.second_matmul(z.unsqueeze(2)),
         lambda: made.roots(everything, everything),
-        lambda: made.between(z, labels, z, labels),
-        lambda: made.self_weights(labels),
+        lambda: made.between(z, labels, z, labels, torch.eye(6, dtype=torch.bool)),
+        lambda: made.places(z, labels),
         lambda: made.among(z, labels),
     ):
         with pytest.raises(UnsupportedError, match="negative_samples"):

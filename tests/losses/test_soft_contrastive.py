@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from row_cases import check_ggn_is_psd, check_products, cosines, counted, numbers
 from strategies import FIXES, NORMALIZATIONS, Case, cases, close
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
 from contrastive_curvature.hedged import soft_contrastive_loss
@@ -128,7 +129,7 @@ def test_embeddings_that_meet(kind: str, dtype: torch.dtype, device: str) -> Non
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 @pytest.mark.filterwarnings("ignore:The clamped curvature is zero everywhere")
 def test_a_data_set_in_batches_is_its_pairs_at_once(fix: str, squared: bool, normalization: str, device: str) -> None:
-    """There every point stands among its candidates, at distance zero."""
+    """There every point stands among the others when it comes again, and is no pair with itself."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().to(device)
     x, y = numbers(0, 14, 4).to(device), (torch.arange(14) % 3).to(device)
@@ -146,6 +147,55 @@ def test_a_data_set_in_batches_is_its_pairs_at_once(fix: str, squared: bool, nor
     else:
         with pytest.raises(UnrepresentableError, match=r"squared=True"):
             backend.fit(twice, cc.options.Structure("diag"))
+
+
+class Cubed(cc.PairLoss):
+    """``|u - v|^3``, whose second derivative in the cosine is infinite where a point meets itself."""
+
+    def _value(self, cosine: torch.Tensor, attract: torch.Tensor, repel: torch.Tensor) -> torch.Tensor:
+        return ((attract - repel) * (2 - 2 * cosine).clamp(min=0) ** 1.5).sum()
+
+    def _terms(self, cosine: torch.Tensor, attract: torch.Tensor, repel: torch.Tensor) -> cc.losses.Terms:
+        root = (2 - 2 * cosine).clamp(min=0).sqrt()
+        return cc.losses.Terms(-3 * (attract - repel) * root, 3 * (attract - repel) / root)
+
+
+def near(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    same = (a.unsqueeze(1) - b).abs() < 2
+    return same, ~same
+
+
+@pytest.mark.parametrize("fix", ["fixed", "full", "ggn"])
+@pytest.mark.filterwarnings("ignore:The clamped curvature is zero everywhere")
+def test_no_rule_of_a_loss_sees_a_point_with_itself(fix: str, device: str) -> None:
+    """Whatever the loader, the relation and the negatives: the curvature of a data set is that of its pairs at once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().to(device)
+    x, y = numbers(0, 14, 4).to(device), (torch.arange(14) % 3).to(device)
+    loss = Cubed(pd_fix=fix)
+    batches = list(zip(x.split(5), y.split(5), strict=True))
+    shuffled = DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True)
+    fits = [(loader, relation, None) for loader in (batches, shuffled) for relation in (None, near)]
+    if fix == "fixed":
+        fits += [(batches, None, 14)]
+    for loader, relation, samples in fits:
+        backend = cc.ContrastiveGGN(model, last_layer=False, loss=loss, relation=relation, negative_samples=samples)
+        found = backend.fit(loader, cc.options.Structure.FULL).curvature
+        given = {"labels": y} if relation is None else {"pairs": near(y, y)}
+        assert close(found, cc.ggn(model, x, **given, loss=loss, structure="full", clamp=False), tolerance=1e-9)
+
+
+def test_equal_points_are_two_points(device: str) -> None:
+    """Between which cross terms count, also in a data set: a point is no pair with itself alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().to(device)
+    x, y = numbers(0, 14, 4).to(device)[[0, *range(13)]], (torch.arange(14) % 3).to(device)
+    y[1] = y[0]
+    for loss in (cc.LogisticLoss(pd_fix="full"), cc.ContrastiveLoss(0.9, pd_fix="full")):
+        backend = cc.ContrastiveGGN(model, last_layer=False, loss=loss)
+        for loader in ([(x[:1], y[:1]), (x[1:], y[1:])], DataLoader(TensorDataset(x, y), batch_size=5, shuffle=True)):
+            found = backend.fit(loader, cc.options.Structure.FULL).curvature
+            assert close(found, cc.ggn(model, x, y, loss=loss, structure="full", clamp=False), tolerance=1e-9)
 
 
 def _masks(pairs: tuple[torch.Tensor, ...], n: int, device: str) -> list[torch.Tensor]:
