@@ -153,14 +153,23 @@ def dense_output_hessian(
     ``arccos`` differentiates through the normalisation twice. ``euclidean`` takes the Hessian with respect to the unit
     embeddings and the Jacobian of the normalisation. ``fixed`` detaches one point of a pair (paper, Eq. 110-111),
     ``psd`` clamps the eigenvalues of those blocks, ``positive`` leaves the first derivatives of the negatives out.
+    ``ggn`` is the second derivative in the cosines between the Jacobians of the cosines, ``ggn_fixed`` its diagonal
+    blocks; ``psd_parts`` adds to those what is left of the diagonal blocks, with its eigenvalues clamped.
     ``loss`` stands for the contrastive one; its value rule is believed, its derivatives are not.
+
+    Raises:
+        ValueError: There is no such fix.
     """
+    fixes = ("positive", "fixed", "full", "psd", "ggn", "ggn_fixed", "psd_parts")
     n, dim = z.shape
     if loss is not None:
         negative_weight, normalization = loss.negative_weight, str(loss.normalization)
         distance = str(loss.distance) if distance is None else distance
         pd_fix = str(loss.pd_fix) if pd_fix is None else pd_fix
-    distance, pd_fix = distance or "arccos", pd_fix or "fixed"
+    distance, pd_fix = distance or "arccos", str(pd_fix or "fixed")
+    if pd_fix not in fixes:
+        msg = f"pd_fix={pd_fix!r} is none of {fixes}"
+        raise ValueError(msg)
     curve = margin_curve(margin) if loss is None else curve_of(loss)
     weights = pair_weights(list_pairs(n, labels, pairs), negative_weight, normalization)
     flipped = {(j, i, sign): weight for (i, j, sign), weight in weights.items()}
@@ -182,11 +191,37 @@ def dense_output_hessian(
         jacobian = torch.autograd.functional.jacobian(unit, z).reshape(n * dim, n * dim)
         h = jacobian.T @ hessian(value, unit(z)).reshape(n * dim, n * dim) @ jacobian
     if pd_fix == "psd":
-        for i in range(n):
-            block = slice(i * dim, (i + 1) * dim)
-            values, vectors = torch.linalg.eigh(h[block, block])
-            h[block, block] = vectors @ torch.diag(values.clamp(min=0)) @ vectors.T
-    return h
+        return diagonal_blocks(h, dim, projected=True)
+    if pd_fix not in ("ggn", "ggn_fixed", "psd_parts") or not weights:
+        return h
+
+    ends = torch.tensor([key[:2] for key in weights], dtype=torch.int64).view(-1, 2).T
+
+    def cosines(raw: Tensor) -> Tensor:
+        u = unit(raw)
+        return (u[ends[0]] * u[ends[1]]).sum(1)
+
+    def of_cosines(s: Tensor) -> Tensor:
+        values = (abs(w) * curve(2 - 2 * part, key[2]) for part, (key, w) in zip(s, weights.items(), strict=True))
+        return sum(values, start=s.sum() * 0)
+
+    spread = torch.autograd.functional.jacobian(cosines, z).reshape(-1, n * dim)
+    second = spread.T @ hessian(of_cosines, cosines(z)) @ spread
+    if pd_fix == "psd_parts":
+        return diagonal_blocks(h - second, dim, projected=True) + diagonal_blocks(second, dim)
+    return second if pd_fix == "ggn" else diagonal_blocks(second, dim)
+
+
+def diagonal_blocks(matrix: Tensor, dim: int, *, projected: bool = False) -> Tensor:
+    """The diagonal blocks, with negative eigenvalues set to zero where ``projected``."""
+    parts = []
+    for k in range(0, len(matrix), dim):
+        part = matrix[k : k + dim, k : k + dim]
+        if projected:
+            values, vectors = torch.linalg.eigh((part + part.T) / 2)
+            part = (vectors * values.clamp(min=0)) @ vectors.T
+        parts.append(part)
+    return torch.block_diag(*parts)
 
 
 def dense_jacobian(model: nn.Module, x: Any) -> Tensor:

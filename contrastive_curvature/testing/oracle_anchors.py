@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.testing.oracle import dense_jacobian
+from contrastive_curvature.testing.oracle import dense_jacobian, diagonal_blocks
 
 __all__ = ["AnchorCase", "anchor_ggn", "anchor_hessian", "cosine_value", "masks_of"]
 
@@ -111,22 +111,10 @@ def anchor_hessian(case: AnchorCase, z: Tensor, distance: str, pd_fix: str) -> T
     else:
         out = of_outputs(case)
     if pd_fix == "psd_parts":
-        return _blocks(out - second, dim, projected=True) + _blocks(second, dim)
+        return diagonal_blocks(out - second, dim, projected=True) + diagonal_blocks(second, dim)
     if pd_fix in ("fixed", "psd", "ggn_fixed"):
-        return _blocks(out, dim, projected=pd_fix == "psd")
+        return diagonal_blocks(out, dim, projected=pd_fix == "psd")
     return out
-
-
-def _blocks(matrix: Tensor, dim: int, *, projected: bool = False) -> Tensor:
-    """The diagonal blocks, with negative eigenvalues set to zero where ``projected``."""
-    parts = []
-    for k in range(0, len(matrix), dim):
-        part = matrix[k : k + dim, k : k + dim]
-        if projected:
-            values, vectors = torch.linalg.eigh((part + part.T) / 2)
-            part = (vectors * values.clamp(min=0)) @ vectors.T
-        parts.append(part)
-    return torch.block_diag(*parts)
 
 
 def anchor_ggn(model: nn.Module, x: Tensor, case: AnchorCase, distance: str, pd_fix: str) -> Tensor:

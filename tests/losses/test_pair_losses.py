@@ -97,6 +97,24 @@ def test_output_hessian_equals_autograd(case: Case, kind: str, chosen: dict[str,
         assert close(rebuilt, found.point_blocks(), 1e3 * size, 1e-12)
 
 
+@pytest.mark.parametrize("fix", ["ggn", "ggn_fixed", "psd_parts"])
+@given(case=cases(), kind=kinds, chosen=options)
+def test_the_parts_of_the_output_hessian_equal_autograd(
+    fix: str, case: Case, kind: str, chosen: dict[str, Any], device: str
+) -> None:
+    if kind == "contrastive" and fix != "psd_parts":
+        kind = "logistic"
+    loss, moved = LOSSES[kind][0](**{**chosen, "pd_fix": fix}), case.to(device)
+    truth = dense_output_hessian(case.z, **case.given, loss=loss)
+    found = cc.output_hessian(moved.z, **moved.given, loss=loss)
+    assert close(found.dense().cpu(), truth, 1e-3 * size_of(loss, case))
+
+
+def test_a_fix_that_the_oracle_does_not_know_is_no_other_one(device: str) -> None:
+    with pytest.raises(ValueError, match="pd_fix='psd_part'"):
+        dense_output_hessian(torch.eye(3, device=device), torch.zeros(3), pd_fix="psd_part")
+
+
 @given(case=cases(), kind=kinds, chosen=options)
 def test_full_arccos_is_the_hessian_of_the_loss(case: Case, kind: str, chosen: dict[str, Any], device: str) -> None:
     loss, moved = LOSSES[kind][0](**{**chosen, "distance": "arccos", "pd_fix": "full"}), case.to(device)
