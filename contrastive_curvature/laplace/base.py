@@ -70,8 +70,9 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
         **kwargs: As in laplace-torch's class (``prior_precision``, ``prior_mean``, ``temperature``, ...).
 
     Attributes:
-        cost: Value of the pair loss over the data, shifted so that it is never negative: the contrastive loss counts
-            each repelling pair from the margin, or from the largest distance, 2, without one.
+        cost: What the loss over the data is above the least that it can be, never negative: ``SupConLoss`` minus the
+            entropy of its targets, the contrastive loss with each repelling pair counted from the margin, or from the
+            largest distance, 2, without one. All other losses as they are.
         typical_norm: Mean norm of the raw outputs of the training inputs, which ``uncertainty`` compares norms with;
             ``None`` before ``fit``, and after loading a state that was saved without it.
         class_centres: Centres of the classes of training, which ``uncertainty`` takes into account; ``None`` where the
@@ -508,8 +509,8 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
             pred_type: For ``"gridsearch"``: ``"glm"`` or ``"nn"`` samples.
             method: ``"average_information"`` (default): ``strength`` times the mean diagonal of the curvature, see
                 :func:`~contrastive_curvature.laplace.prior.average_information`; unless the object was constructed with
-                a temperature, that is set too, to ``2 L / (N + gamma)``, with the loss ``L`` of all N points and the
-                effective number ``gamma`` of parameters
+                a temperature, that is set too, to ``2 L / (N + gamma)``, with ``L`` the ``cost`` of all N points and
+                the effective number ``gamma`` of parameters
                 (:mod:`~contrastive_curvature.laplace.effective`), so that sampled networks have
                 at most about twice the loss of the trained one. ``"unit_information"``: the mean divided by the number
                 of points, the temperature left alone. ``"marglik"``: laplace-torch's maximisation of the marginal

@@ -331,10 +331,19 @@ def _variance_factor(y: Tensor, size: int) -> Tensor:
     return torch.stack(found).mean(0)
 
 
-@pytest.mark.parametrize("loss", [None, LogisticLoss(4.0, -1.0, pd_fix="psd_parts"), cc.SigLIPLoss(5.0, -1.0)])
-def test_the_error_that_is_told_is_the_error_that_there_is(loss: Any, device: str) -> None:
+@pytest.mark.parametrize(
+    ("loss", "m"),
+    [
+        (None, 16),
+        (None, 40),
+        (None, 44),
+        (LogisticLoss(4.0, -1.0, pd_fix="psd_parts"), 16),
+        (cc.SigLIPLoss(5.0, -1.0), 16),
+    ],
+)
+def test_the_error_that_is_told_is_the_error_that_there_is(loss: Any, m: int, device: str) -> None:
     torch.manual_seed(3)
-    n, m = 48, 16
+    n = 48
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double().to(device)
     x, y = torch.randn(n, 3, dtype=torch.float64, device=device), torch.arange(n, device=device) % 4
     options: dict[str, Any] = {"margin": 0.9} if loss is None else {"loss": loss}

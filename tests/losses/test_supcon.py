@@ -10,6 +10,7 @@ import torch
 from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
+from laplace import Laplace
 from pytorch_metric_learning import losses
 from row_cases import (
     TEMPERATURES,
@@ -24,6 +25,7 @@ from row_cases import (
     towers,
 )
 from strategies import Case, cases, close
+from torch import nn
 from torch.nn import functional as F
 
 import contrastive_curvature as cc
@@ -162,3 +164,19 @@ def test_options(options: dict[str, Any], name: str, device: str) -> None:
     del device
     with pytest.raises(cc.InputError, match=f"^{name}: "):
         SupConLoss(**options)
+
+
+def test_the_default_temperature_takes_the_loss_above_the_entropy_of_its_targets(device: str) -> None:
+    torch.manual_seed(0)
+    x, labels = numbers(0, 18, 4).to(device), torch.tensor([0] * 9 + [1] * 5 + [2] * 4, device=device)
+    encoder = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().to(device)
+    sizes = labels.bincount()[labels].double()
+    for options in ({}, {"candidates": "dataset"}, {"candidates": "dataset", "negative_samples": 18}):
+        kwargs = {"loss": SupConLoss(), **options}
+        la: Any = Laplace(encoder, "contrastive", "last_layer", "diag", backend_kwargs=kwargs)
+        la.fit([(x, labels)])
+        la.optimize_prior_precision()
+        assert float(la.loss - la.cost) == pytest.approx(float((sizes - 1).log().sum()), rel=1e-10)
+        # The temperature divides the likelihood and the prior alike.
+        gamma = float((la.H / (la.H + la.temperature * la.prior_precision)).sum())
+        assert la.temperature == pytest.approx(2 * float(la.cost) / (len(x) + gamma), rel=1e-10)
