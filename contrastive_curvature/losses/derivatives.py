@@ -11,7 +11,6 @@ from torch import Tensor
 from contrastive_curvature.hessian.derivatives import DatasetDerivatives, NodeSums, Totals
 from contrastive_curvature.hessian.moments import DenseMoments, MomentPart, Moments, PairMoments
 from contrastive_curvature.losses.rules import check_sums, terms_of, value_of
-from contrastive_curvature.losses.sampled_rows_points import unit
 from contrastive_curvature.losses.weighting import ClassShares, PairFactors, Shares, count_shares, pair_totals
 from contrastive_curvature.pairs.edges import EdgeRelation
 from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS, LabelRelation, Relation, TargetRelation
@@ -23,9 +22,6 @@ __all__ = ["PairDerivatives"]
 
 _Block = tuple[Tensor, Tensor | None, Tensor]
 """``y``, ``c`` and the value of a block of pairs."""
-
-_End = tuple[Tensor, Tensor, Shares]
-"""Unit embeddings, targets and shares of the points at one end of the pairs of a block."""
 
 
 class PairDerivatives(DatasetDerivatives):
@@ -135,13 +131,18 @@ class PairDerivatives(DatasetDerivatives):
 
     def sums_for(self, u: Tensor, targets: Tensor) -> NodeSums:
         """See :meth:`DatasetDerivatives.sums_for`."""
-        places, shares = self.places(u, targets), self.shares_for(targets)
-        everybody = torch.arange(self.n, device=u.device)
+        relation, shares = self._target_relation(), self.shares_for(targets)
 
         def block(rows: slice, value: bool = False) -> _Block:
-            itself = places[rows].unsqueeze(1) == everybody
-            columns = self.u, self._target_relation().targets, self.shares
-            return self._block_between((u[rows], targets[rows], shares[rows]), columns, itself, value)
+            masks, cosine = relation.relate(targets[rows], relation.targets), u[rows] @ self.u.T
+            for mask, related in zip(masks, relation.self_relation(targets[rows]), strict=True):
+                points = related.nonzero().squeeze(1)
+                if len(points):
+                    # A point itself is the closest to it, or equal to the closest.
+                    mask[points, cosine[points].masked_fill(~mask[points], -torch.inf).argmax(1)] = False
+            # No rule of a loss sees a point with itself, where derivatives may be infinite.
+            cosine.masked_fill_(~(masks[0] | masks[1]), 0)
+            return self._block(*masks, cosine, shares[rows], self.shares, value)
 
         step = max(1, BLOCK_ELEMENTS // max(1, self.n))
         value = not self.loss.value_from_sums
@@ -153,18 +154,18 @@ class PairDerivatives(DatasetDerivatives):
         self, u_a: Tensor, targets_a: Tensor, u_b: Tensor, targets_b: Tensor, itself: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """See :meth:`DatasetDerivatives.between`."""
-        rows, columns = (u_a, targets_a, self.shares_for(targets_a)), (u_b, targets_b, self.shares_for(targets_b))
-        return self._block_between(rows, columns, itself)[:2]
+        positive, negative = self._target_relation().relate(targets_a, targets_b)
+        cosine = (u_a @ u_b.T).masked_fill(itself, 0)
+        shares = self.shares_for(targets_a), self.shares_for(targets_b)
+        return self._block(positive & ~itself, negative & ~itself, cosine, *shares)[:2]
 
     def places(self, u: Tensor, targets: Tensor) -> Tensor:
         """See :meth:`DatasetDerivatives.places`."""
-        # In float64: the closest is the point itself, however close others are.
-        x, known = unit(u), unit(self.u)
         mine, theirs = (given.unsqueeze(1).flatten(1) for given in (targets, self._target_relation().targets))
         out = torch.zeros(len(u), dtype=torch.int64, device=u.device)
         for rows in torch.arange(len(u), device=u.device).split(max(1, BLOCK_ELEMENTS // theirs.numel())):
             other = (mine[rows].unsqueeze(1) != theirs).any(2)
-            out[rows] = (x[rows] @ known.T).masked_fill(other, -torch.inf).argmax(1)
+            out[rows] = (u[rows] @ self.u.T).masked_fill(other, -torch.inf).argmax(1)
         return out
 
     def among(self, u: Tensor, targets: Tensor) -> PairDerivatives:
@@ -230,12 +231,6 @@ class PairDerivatives(DatasetDerivatives):
             # No rule of a loss sees a point with itself, where derivatives may be infinite.
             cosine.diagonal(rows.start).zero_()
             yield rows, self._block(positive, negative, cosine, self.shares[rows], self.shares, value)
-
-    def _block_between(self, rows: _End, columns: _End, itself: Tensor, value: bool = False) -> _Block:
-        """The block of some points with others, without pairs of a point with itself."""
-        positive, negative = self._target_relation().relate(rows[1], columns[1])
-        cosine = (rows[0] @ columns[0].T).masked_fill(itself, 0.0)
-        return self._block(positive & ~itself, negative & ~itself, cosine, rows[2], columns[2], value)
 
     def _row_sums(self, block: _Block) -> NodeSums:
         """Sums of a block of rows (B, N), without the moments."""
