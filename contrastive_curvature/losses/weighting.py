@@ -188,8 +188,8 @@ def lone_shares(relation: Relation, normalization: Normalization, dtype: torch.d
 
     Returns:
         For ``anchor``, the points that have a positive in the batch stand for those that have none, and negatives
-        alike; a miner lists all pairs that are to count, so none are missing. For ``type``, batches count by their
-        number of points. For ``sum``, there are N (N - 1) / (B (B - 1)) times the pairs of the batch.
+        alike; but a miner lists all pairs that are to count, and a batch of all points has them. For ``type``, batches
+        count by their number of points. For ``sum``, there are N (N - 1) / (B (B - 1)) times the pairs of the batch.
     """
     counts = relation.counts()
     shares = count_shares(*counts, normalization, dtype, pair_totals(*counts))
@@ -197,7 +197,7 @@ def lone_shares(relation: Relation, normalization: Normalization, dtype: torch.d
         return shares.standing_for([n_data - 1] * 2, [max(relation.n - 1, 1)] * 2)
     if normalization is Normalization.TYPE:
         return shares.standing_for([relation.n] * 2, [n_data] * 2)
-    if isinstance(relation, EdgeRelation):
+    if isinstance(relation, EdgeRelation) or relation.n == n_data:
         return shares
     return shares.standing_for([relation.n] * 2, [int((count > 0).sum()) for count in counts])
 
