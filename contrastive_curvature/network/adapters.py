@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from contrastive_curvature.network.call import ModelCall, entry_of, named_entrie
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, check_inputs, move_inputs, slice_inputs
 from contrastive_curvature.network.loader import check_model
+from contrastive_curvature.network.substitute import other_values
 from contrastive_curvature.network.texts import tokenized
+from contrastive_curvature.network.threads import watched
 
 __all__ = ["POOLINGS", "EncoderOutput", "WithLastLayer", "with_last_layer"]
 
@@ -84,37 +87,46 @@ class EncoderOutput(nn.Module):
 
 
 class WithLastLayer(nn.Module):
-    """An encoder with a linear layer behind its raw outputs; made by :func:`with_last_layer`.
+    """An encoder that ends in one linear layer; made by :func:`with_last_layer`.
 
     Args:
         encoder: The analysed encoder.
         last_layer: The layer.
+        replaced: Name of the first module in ``encoder.model`` that the layer replaces, with everything behind it;
+            ``None`` puts the layer behind the raw outputs.
 
     Attributes:
-        last_layer: The linear layer, (D, D) without a bias.
+        last_layer: The linear layer.
+        replaced: See above.
     """
 
-    def __init__(self, encoder: Encoder, last_layer: nn.Linear) -> None:
+    def __init__(self, encoder: Encoder, last_layer: nn.Linear, replaced: str | None = None) -> None:
         super().__init__()
-        self.encoder, self.last_layer = encoder, last_layer
+        self.encoder, self.last_layer, self.replaced = encoder, last_layer, replaced
 
     def forward(self, x: Inputs) -> Tensor:
         """Raw outputs, shape (N, D)."""
-        out: Tensor = self.last_layer(self.encoder(x))
+        encoder, name = self.encoder, self.replaced
+        phi = encoder(x) if name is None else encoder.input_of(encoder.model.get_submodule(name), x)
+        out: Tensor = self.last_layer(phi)
         return out
 
 
 def with_last_layer(encoder: nn.Module, x: Any) -> WithLastLayer:
-    """An encoder that ends in a linear layer, for one that does not: its embeddings are the same.
+    """Make an encoder that ends in a linear layer from one that does not: its embeddings are the same.
 
-    The layer is the identity behind the raw outputs of the encoder, before any l2-normalisation at its end. The
-    posterior of the last layer is then one over small linear changes of the embedding space, with all closed forms and
-    the price of a last layer. It says less than that of a layer that was trained: ``docs/encoders.md`` measures how
+    Where the encoder ends in something that is linear in evaluation mode, the layer is exactly that, with the present
+    weights: a linear layer and the batch norm behind it, a layer with weight or spectral norm, or with a LoRA adapter.
+
+    Otherwise the layer is the identity behind the raw outputs of the encoder, before any l2-normalisation at its end.
+    The posterior of the last layer is then one over small linear changes of the embedding space, with all closed forms
+    and the price of a last layer. It says less than that of a layer that was trained: ``docs/encoders.md`` measures how
     much.
 
     Args:
-        encoder: An encoder that ends in pooling, a norm layer or an activation function, such as timm's models with
-            ``num_classes=0`` and most models of sentence-transformers. It is not copied.
+        encoder: An encoder that ends in a batch norm, pooling, a norm layer or an activation function, such as timm's
+            models with ``num_classes=0`` and most models of sentence-transformers. It is not copied. Train it before:
+            the layer does not follow later changes of the weights that it was made of.
         x: A batch of inputs as the encoder takes them, two or more, to see what it returns; texts where it has a
             tokenizer.
 
@@ -133,20 +145,67 @@ def with_last_layer(encoder: nn.Module, x: Any) -> WithLastLayer:
     with evaluation_mode(encoder), torch.no_grad():
         few = slice_inputs(batch, slice(0, 8))
         analysed = Encoder(encoder, few)
-        raw = analysed(few)
-    try:
-        analysed.require_last_layer()
-    except UnsupportedError:
-        pass
-    else:
-        wanted = "one that does not end in a linear layer"
-        hint = "Pass it to laplace.Laplace as it is."
-        raise InputError(expected("encoder", wanted, f"layer {analysed.last_layer_name!r} at its end", hint))
-    layer = nn.Linear(analysed.dim, analysed.dim, bias=False).to(raw)
-    with torch.no_grad():
-        layer.weight.copy_(torch.eye(analysed.dim))
-    out = WithLastLayer(analysed, layer)
+        with suppress(UnsupportedError):
+            analysed.require_last_layer()
+            wanted = "one that does not end in a linear layer"
+            hint = "Pass it to laplace.Laplace as it is."
+            raise InputError(expected("encoder", wanted, f"layer {analysed.last_layer_name!r} at its end", hint))
+        found = _linear_end(analysed, few)
+        raw = analysed(few)  # after the gradients, so that the modules keep no graph, which could not be copied
+        name, weight, bias = found or (None, torch.eye(analysed.dim), torch.zeros(analysed.dim))
+        layer = nn.Linear(weight.shape[1], analysed.dim, bias=bool(bias.any())).to(raw)
+        layer.weight.copy_(weight)
+        if layer.bias is not None:
+            layer.bias.copy_(bias)
+    out = WithLastLayer(analysed, layer, name)
     # Not train(), which would switch the modules that the user froze in evaluation mode.
     for module in (out, layer, analysed):
         module.training = encoder.training
     return out
+
+
+def _linear_end(encoder: Encoder, x: Inputs) -> tuple[str, Tensor, Tensor] | None:
+    """Find the last module from whose input (N, F) to the raw outputs (N, D) the encoder is linear, and mixes entries.
+
+    Returns:
+        The name of the module, the matrix (D, F) and the bias (D,); ``None`` where there is no such module.
+    """
+    runs: list[tuple[nn.Module, Any]] = []
+    with watched(encoder.model.modules(), before=lambda m, args, _: runs.append((m, args[0] if args else None))):
+        raw = encoder(x)
+    if bool((raw == raw[:1]).all()):  # equal points do not show what else the outputs depend on
+        return None
+    names = {module: name for name, module in encoder.model.named_modules()}
+    ran = [module for module, _ in runs]
+    for module, phi in reversed(runs):
+        batch = isinstance(phi, Tensor) and phi.is_floating_point() and phi.ndim == 2 and len(phi) == len(raw)
+        if batch and ran.count(module) == 1:
+            with suppress(UnsupportedError):  # forward normalises what does not come from here
+                found = _linear_from(encoder, x, module, phi)
+                if found is not None and not torch.equal(found[0], found[0] * torch.eye(*found[0].shape).to(found[0])):
+                    return names[module], *found
+    return None
+
+
+def _linear_from(encoder: Encoder, x: Inputs, module: nn.Module, like: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Matrix and bias from a module's input to the raw outputs; ``None`` where that is not linear, or not all."""
+
+    def outputs(phi: Tensor) -> Tensor:
+        with watched([module], before=lambda _, args, kwargs: ((phi.clone(), *args[1:]), kwargs)):
+            return encoder(x)
+
+    zeros = torch.zeros_like(like, requires_grad=True)
+    with torch.enable_grad():
+        at_zero = outputs(zeros)
+        if not at_zero.requires_grad or bool((at_zero != at_zero[:1]).any()):
+            return None
+        rows: list[Tensor] = []
+        for some in torch.eye(encoder.dim).to(at_zero).split(len(like)):  # every point gives a row of the matrix
+            z = at_zero[: len(some)]
+            rows += torch.autograd.grad(z, zeros, some, retain_graph=True, materialize_grads=True)[0][: len(some)]
+    weight, bias = torch.stack(rows).to(at_zero), at_zero[0].detach()
+    phi = other_values(like, torch.Generator().manual_seed(0))
+    linear = phi.to(weight) @ weight.T
+    size = linear.norm() + bias.expand_as(linear).norm()
+    rounding = min(64 * torch.finfo(like.dtype).eps, 0.01)
+    return (weight, bias) if bool((outputs(phi) - linear - bias).norm() <= rounding * size) else None

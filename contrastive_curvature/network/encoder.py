@@ -201,8 +201,8 @@ class Encoder(nn.Module):
         """
         hint = (
             "End the encoder in nn.Linear (followed at most by a normalisation): pass "
-            "contrastive_curvature.with_last_layer(encoder, x), which adds one that changes no embedding, with x a "
-            "batch of inputs. Or use subset_of_weights='all'."
+            "contrastive_curvature.with_last_layer(encoder, x), with x a batch of inputs. It changes no embedding: it "
+            "joins a linear layer and what follows it into one, or adds one. Or use subset_of_weights='all'."
         )
         layer = self.last_layer
         if layer is None:
@@ -214,8 +214,7 @@ class Encoder(nn.Module):
         if [name for name, _ in layer.named_parameters()] not in (["weight"], ["weight", "bias"]):
             msg = (
                 f"subset_of_weights='last_layer': the weight of layer {self.last_layer_name!r} is reparametrised "
-                "(weight or spectral norm), so its outputs are not linear in its parameters. Remove the "
-                "reparametrisation."
+                f"(weight or spectral norm), so its outputs are not linear in its parameters. {hint}"
             )
             raise UnsupportedError(msg)
         return layer
@@ -237,7 +236,7 @@ class Encoder(nn.Module):
             return self._output_of(self._source, x)
         if self.normalization is None:
             return at_least_float32(self._run(x))
-        return self._input_of(self.normalization, x)
+        return self.input_of(self.normalization, x, self.normalization_run, self._entry)
 
     @property
     def normalizes_inside(self) -> bool:
@@ -289,19 +288,29 @@ class Encoder(nn.Module):
             check_feeds(outputs[0], embeddings)
         return outputs[0], inputs[0]
 
-    def _input_of(self, module: nn.Module, x: Inputs) -> Tensor:
-        """What the normalisation takes in, a copy."""
+    def input_of(self, module: nn.Module, x: Inputs, run: int = 0, entry: Key = None) -> Tensor:
+        """Return what a module of the encoder takes in, a copy.
+
+        Args:
+            module: The module.
+            x: The batch that the encoder is run on.
+            run: Which run of the module, counted from zero.
+            entry: Name of the tensor in the mapping that the module takes; ``None`` where it takes a tensor.
+
+        Raises:
+            UnsupportedError: The module did not run in this thread.
+        """
         inputs: list[Tensor] = []
 
         def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = args[0] if args else next(iter(kwargs.values()))
-            inputs.append(_copied(given if self._entry is None else entry_of(given, self._entry)))
+            inputs.append(_copied(given if entry is None else entry_of(given, entry)))
 
         with watched([module], before=note):
             self._run(x)
-        if len(inputs) <= self.normalization_run:
+        if len(inputs) <= run:
             raise UnsupportedError(self._why_not(module))
-        return inputs[self.normalization_run]
+        return inputs[run]
 
     def _output_of(self, source: Source, x: Inputs) -> Tensor:
         """What the module puts out whose output ``forward`` normalises, a copy."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -407,6 +408,130 @@ def test_with_last_layer_changes_no_embedding(device: str, normalize: bool) -> N
     # Saved and loaded as any module.
     other = cc.with_last_layer(nn.Sequential(*parts).double().to(device), x)
     other.load_state_dict(encoder.state_dict())
+
+
+class Lora(nn.Module):
+    """As peft's, whose adapters take what the layer takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer, self.merged = nn.Linear(5, DIM), False
+        self.lora_A, self.lora_B = nn.Linear(5, 2, bias=False), nn.Linear(2, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base_layer(x)
+        return out if self.merged else out + 0.5 * self.lora_B(self.lora_A(x))
+
+
+class Head(nn.Module):
+    """A linear layer behind a function, what follows it, and a normalisation inside ``forward``."""
+
+    def __init__(self, layer: nn.Module, *after: nn.Module) -> None:
+        super().__init__()
+        self.trunk, self.layer, self.after = nn.Linear(4, 5), layer, nn.Sequential(*after)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.normalize(self.after(self.layer(self.trunk(x).tanh())))
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(5, DIM)
+
+
+LINEAR_ENDS: dict[str, Callable[[], list[nn.Module]]] = {
+    "batch norm": lambda: [linear(), nn.BatchNorm1d(DIM)],
+    "batch norm without weights": lambda: [linear(), nn.BatchNorm1d(DIM, affine=False), nn.Dropout()],
+    "batch norm, before the module of a normalisation": lambda: [linear(), nn.BatchNorm1d(DIM), cc.L2Norm()],
+    "two layers": lambda: [nn.Linear(5, 5), nn.ReLU(), linear(), nn.BatchNorm1d(DIM)],
+    "weight norm": lambda: [nn.utils.parametrizations.weight_norm(linear())],
+    "old weight norm": lambda: [nn.utils.weight_norm(linear())],
+    "spectral norm": lambda: [nn.utils.parametrizations.spectral_norm(linear())],
+    "old spectral norm": lambda: [nn.utils.spectral_norm(linear())],
+    "adapter": lambda: [Lora()],
+    "adapter and batch norm": lambda: [Lora(), nn.BatchNorm1d(DIM)],
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated", "ignore:.*taken point by point")
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("end", LINEAR_ENDS)
+def test_a_linear_end_is_one_layer(device: str, end: str, inside: bool) -> None:
+    """In evaluation mode it is; the layer is solved for here from what the end makes of points of its own."""
+    torch.manual_seed(0)
+    parts = LINEAR_ENDS[end]()
+    model = Head(*parts) if inside else nn.Sequential(nn.Linear(4, 5), nn.Tanh(), *parts)
+    model = model.double().to(device)
+    x, labels = torch.randn(N, 4, dtype=torch.float64).to(device), LABELS.to(device)
+    for _ in range(3):
+        model(3 * x + 1)
+    model.eval()
+    encoder = cc.with_last_layer(model, x)
+    trunk = parts[:-2] if end == "two layers" else []
+    keep = [part for part in parts[len(trunk) :] if not isinstance(part, cc.L2Norm)]
+    phi = torch.cat([torch.zeros(1, 5), torch.eye(5)]).double().to(device)
+    with torch.no_grad():
+        z = nn.Sequential(*keep)(phi)
+    weight, bias = encoder.last_layer.weight, encoder.last_layer.bias
+    torch.testing.assert_close(weight, (z[1:] - z[0]).T)
+    torch.testing.assert_close(bias, z[0])
+    plain = nn.Linear(5, DIM).double().to(device)
+    plain.weight.data, plain.bias.data = (z[1:] - z[0]).T.contiguous(), z[0].clone()
+    first = [model.trunk, nn.Tanh(), *trunk] if isinstance(model, Head) else [*model[:2], *trunk]
+    found = []
+    for network in (encoder, nn.Sequential(*first, plain)):
+        la: Any = Laplace(network, "contrastive", hessian_structure="diag", backend_kwargs={"negative_weight": 0.1})
+        la.fit([(x, labels)], progress_bar=False)
+        found.append((la(x).mu, la(x).kappa, la.H))
+        torch.testing.assert_close(la(x).mu, nn.functional.normalize(model(x)))
+        all_weights: Any = Laplace(network, "contrastive", subset_of_weights="all", hessian_structure="diag")
+        all_weights.fit([(x, labels)], progress_bar=False)
+        torch.testing.assert_close(all_weights(x).mu, nn.functional.normalize(model(x)))
+    torch.testing.assert_close(found[0], found[1])
+
+
+NOT_LINEAR: dict[str, Callable[[], nn.Module]] = {
+    "layer norm": lambda: nn.Sequential(nn.Linear(4, DIM), nn.LayerNorm(DIM)),
+    "batch norm alone": lambda: nn.Sequential(nn.Linear(4, DIM), nn.Tanh(), nn.BatchNorm1d(DIM)),
+    "beside": lambda: Beside(),
+}
+
+
+class Beside(nn.Module):
+    """Of linear layers, none whose input is all that the outputs depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, DIM), nn.Linear(4, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x.tanh()) * self.b(x).sigmoid()
+
+
+@pytest.mark.parametrize("end", NOT_LINEAR)
+def test_any_other_end_gets_an_identity(device: str, end: str) -> None:
+    torch.manual_seed(0)
+    model, x = NOT_LINEAR[end]().double().eval().to(device), torch.randn(N, 4, dtype=torch.float64).to(device)
+    encoder = cc.with_last_layer(model, x)
+    assert torch.equal(encoder.last_layer.weight, torch.eye(DIM, dtype=torch.float64, device=device))
+    torch.testing.assert_close(encoder(x), model(x))
+
+
+def test_equal_points_do_not_show_a_linear_end(device: str) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), Beside()), torch.randn(1, 4)
+    model[2].a, model[2].b = nn.Linear(5, DIM), nn.Linear(5, DIM)
+    assert cc.with_last_layer(model.to(device), x.expand(3, 4).to(device)).replaced is None
+
+
+def test_a_layer_that_cannot_be_copied_says_what_to_type(device: str) -> None:
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 5)), nn.Tanh(), nn.Linear(5, DIM)).to(device)
+    x, labels = torch.randn(N, 4).to(device), LABELS.to(device)
+    model(x)
+    with pytest.raises(cc.UnsupportedError, match=r"cannot be copied.*with torch.no_grad\(\): model\(x\)"):
+        Laplace(model, "contrastive")
+    with torch.no_grad():
+        model(x)
+    la: Any = Laplace(model, "contrastive", backend_kwargs={"negative_weight": 0.1})
+    la.fit([(x, labels)], progress_bar=False)
 
 
 def test_with_last_layer_refuses(device: str) -> None:
