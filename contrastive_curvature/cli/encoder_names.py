@@ -111,7 +111,12 @@ def sentence_encoder(name: str, options: dict[str, Any], spec: Mapping[str, Any]
         layer = last.linear
         modules.pop()
     else:
-        layer = _identity(model.get_embedding_dimension())
+        with model.truncate_embeddings(None):
+            layer = _identity(model.get_embedding_dimension())
+    if model.truncate_dim is not None:  # the rows that encode keeps
+        for part, p in list(layer.named_parameters()):
+            setattr(layer, part, nn.Parameter(p.detach()[: model.truncate_dim]))
+        layer.out_features = len(layer.weight)
     encoder = _WithLastLayer(_Sentence(modules), layer)
 
     def collate(texts: list[str]) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class Encoder(nn.Module):
 
     Attributes:
         model: The wrapped module.
-        dim: D.
+        dim: D; of a ``SentenceTransformer`` with a ``truncate_dim``, that many.
         last_layer: The linear layer whose output is the raw output, or ``None``.
         last_layer_name: Its name in ``model.named_modules()``, or ``None``.
         normalization: The module whose input is the raw output, or ``None`` if there is none.
@@ -121,7 +121,14 @@ class Encoder(nn.Module):
         source = source_of(probe)
         self._check_source(self.model, last_layer_name or source.last_layer, source)
         self.last_layer_name, self._runs = source.last_layer, 1
-        self.dim = self.require_last_layer().out_features
+        layer: Any = self.last_layer
+        self.dim = self._kept(layer.out_features)
+        self.require_last_layer()
+
+    def _kept(self, outputs: int) -> int:
+        """Number of outputs that are embeddings: sentence-transformers' ``encode`` cuts what ``forward`` returns."""
+        cut = getattr(self.model, "truncate_dim", None)
+        return min(outputs, cut) if isinstance(cut, int) and hasattr(self.model, "encode") else outputs
 
     def _see_inputs(self, x: Inputs) -> None:
         """Analyse the encoder with its first inputs, where only features have been there before.
@@ -138,7 +145,7 @@ class Encoder(nn.Module):
     def _analyse(self, probe: Inputs, last_layer_name: str | None) -> None:
         records, out = trace(self.model, self.call, probe)
         self._probe_points = describe_points(probe)
-        self.dim = out.shape[1]
+        self.dim = self._kept(out.shape[1])
         _check_finite(out)
         few = slice_inputs(probe, slice(0, 2))
 
@@ -205,7 +212,7 @@ class Encoder(nn.Module):
             "joins a linear layer and what follows it into one, or adds one. Or use subset_of_weights='all'."
         )
         layer = self.last_layer
-        if layer is None:
+        if layer is None or layer.out_features != self.dim:
             msg = f"subset_of_weights='last_layer': no linear layer computes the raw outputs of this encoder. {hint}"
             raise UnsupportedError(msg)
         if self._runs > 1:
@@ -233,10 +240,12 @@ class Encoder(nn.Module):
 
     def _raw_outputs(self, x: Inputs) -> Tensor:
         if self._source is not None:
-            return self._output_of(self._source, x)
-        if self.normalization is None:
-            return at_least_float32(self._run(x))
-        return self.input_of(self.normalization, x, self.normalization_run, self._entry)
+            z = self._output_of(self._source, x)
+        elif self.normalization is None:
+            z = at_least_float32(self._run(x))
+        else:
+            z = self.input_of(self.normalization, x, self.normalization_run, self._entry)
+        return z[:, : self.dim]
 
     @property
     def normalizes_inside(self) -> bool:

@@ -297,6 +297,10 @@ def test_a_model_of_sentence_transformers_and_its_own_code(run: Run, sentences: 
     rows = read("scores.csv")
     np.testing.assert_allclose([float(rows[0][f"mu_{k}"]) for k in range(4)], wanted, atol=1e-5)
     assert "Dense" not in run("info", "p").stdout
+    run(*fit, "--quiet", "--overwrite", "--encoder-options", '{"truncate_dim": 3}')
+    run("score", "p", "train.csv", "--out", "cut.csv")
+    found = [float(value) for name, value in read("cut.csv")[0].items() if name.startswith("mu_")]
+    np.testing.assert_allclose(found, wanted[:3] / np.linalg.norm(wanted[:3]), atol=1e-5)
     # Python files beside a local model would be imported.
     listed = json.loads((sentences / "modules.json").read_text())
     listed[-1]["type"] = "own.Bomb"

@@ -167,6 +167,7 @@ def test_posterior_is_that_of_the_plain_encoder(device: str, kind: str, weights:
         posteriors.append((la, la(form(x[:4]))))
     (la, found), (_, wanted) = posteriors
     torch.testing.assert_close(found.mu, wanted.mu, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found.mu, plain(3).to(device)(x[:4]), rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(found.kappa, wanted.kappa, rtol=1e-6, atol=0)
     again: Any = Laplace(make(3).to(device), "contrastive", subset_of_weights=weights, hessian_structure="diag")
     again.load_state_dict(la.state_dict())

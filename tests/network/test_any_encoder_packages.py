@@ -92,6 +92,15 @@ def test_sentence_transformers_with_dense(device: str, bert_folder: Path, tmp_pa
     model = sentence_model(bert_folder, nn.Identity(), normalize)
     wanted = model.encode(TEXTS, convert_to_tensor=True).cpu()
     check_everything(model, TEXTS, device, tmp_path, wanted)
+    if not normalize:
+        model.prompts, model.default_prompt_name = {"query": "red blue "}, "query"
+        for with_prompt in (True, False):
+            model[1].include_prompt = with_prompt
+            prompted = model.encode(TEXTS, convert_to_tensor=True).cpu()
+            assert not torch.allclose(prompted, wanted)
+            found = fit(model, TEXTS, device)(TEXTS).mu.cpu()
+            torch.testing.assert_close(found, F.normalize(prompted), rtol=1e-4, atol=1e-5)
+        return
     tokens = {k: v for k, v in model.preprocess(TEXTS).items() if isinstance(v, Tensor)}
     torch.testing.assert_close(fit(model, tokens, device)(tokens).kappa, fit(model, TEXTS, device)(TEXTS).kappa)
 
@@ -105,6 +114,42 @@ def test_sentence_transformers_without_a_last_layer(
     with pytest.raises(cc.UnsupportedError, match=r"with_last_layer\(encoder, x\).*subset_of_weights='all'"):
         fit(model, TEXTS, device)
     check_everything(cc.with_last_layer(model, TEXTS), TEXTS, device, tmp_path, wanted)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("dense", [None, nn.Identity(), nn.Tanh()], ids=["pooling", "dense", "tanh"])
+def test_truncated_sentence_transformers(
+    device: str, bert_folder: Path, tmp_path: Path, dense: nn.Module | None, normalize: bool
+) -> None:
+    model = sentence_model(bert_folder, dense, normalize)
+    whole = model.encode(TEXTS, convert_to_tensor=True).cpu()
+    model.truncate_dim = 4
+    wanted = model.encode(TEXTS, convert_to_tensor=True).cpu()
+    assert torch.equal(wanted, whole[:, :4])
+    with pytest.raises(cc.UnsupportedError, match=r"with_last_layer\(encoder, x\).*subset_of_weights='all'"):
+        fit(model, TEXTS, device)
+    encoder = cc.with_last_layer(model, TEXTS)
+    assert encoder.last_layer.weight.shape == (4, 16 if isinstance(dense, nn.Identity) else 4)
+    check_everything(encoder, TEXTS, device, tmp_path, wanted)
+    la = fit(model, TEXTS, device, subset_of_weights="all", hessian_structure="diag")
+    torch.testing.assert_close(la(TEXTS).mu.cpu(), F.normalize(wanted), rtol=1e-4, atol=1e-5)
+    # As of an encoder whose forward cuts and normalises what the Dense layer puts out.
+    if isinstance(dense, nn.Identity):
+        model.truncate_dim = None
+        layer = model[2].linear
+        layer.weight, layer.bias = nn.Parameter(layer.weight.detach()[:4]), nn.Parameter(layer.bias.detach()[:4])
+        layer.out_features = 4
+        torch.testing.assert_close(fit(encoder, TEXTS, device)(TEXTS).kappa, fit(model, TEXTS, device)(TEXTS).kappa)
+
+
+def test_features_of_a_whole_sentence_transformer_are_not_those_of_a_truncated_one(
+    device: str, bert_folder: Path, tmp_path: Path
+) -> None:
+    model = sentence_model(bert_folder, nn.Identity(), normalize=True).to(device)
+    stored = cc.features(model, [(TEXTS, LABELS)], tmp_path / "features", progress_bar=False)
+    model.truncate_dim = 4
+    with pytest.raises(cc.UnsupportedError, match="with_last_layer"):
+        Laplace(model, "contrastive").fit(stored, progress_bar=False)
 
 
 def test_sentence_transformers_all_weights_and_a_graph(device: str, bert_folder: Path, tmp_path: Path) -> None:
@@ -133,11 +178,21 @@ def test_transformers_name_their_outputs(device: str, bert_folder: Path, tmp_pat
 def test_transformers_with_a_projection(device: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.CLIPVisionConfig(**sizes, image_size=32, patch_size=16, projection_dim=6)
+    vision = transformers.CLIPVisionConfig(**sizes, image_size=32, patch_size=16, projection_dim=6)
+    text = transformers.CLIPTextConfig(**sizes, vocab_size=20, projection_dim=6, bos_token_id=18, eos_token_id=19)
     torch.manual_seed(0)
-    model = transformers.CLIPVisionModelWithProjection(config).eval()
-    wanted = model(IMAGES).image_embeds.detach()
-    check_everything(model, {"pixel_values": IMAGES}, device, tmp_path, wanted)
+    whole = transformers.CLIPModel(
+        transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=6)
+    ).eval()
+    whole.save_pretrained(tmp_path / "clip")
+    tokens = torch.randint(1, 18, (len(TEXTS), 7)).index_fill(1, torch.tensor([6]), 19)
+    for kind, batch, public in (
+        ("Vision", {"pixel_values": IMAGES}, whole.get_image_features),
+        ("Text", {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, whole.get_text_features),
+    ):
+        model = getattr(transformers, f"CLIP{kind}ModelWithProjection").from_pretrained(tmp_path / "clip").eval()
+        (tmp_path / kind).mkdir()
+        check_everything(model, batch, device, tmp_path / kind, public(**batch).pooler_output.detach())
 
 
 @pytest.mark.parametrize("classes", [0, 6])
@@ -182,6 +237,7 @@ def test_open_clip(device: str, tmp_path: Path) -> None:
     wanted = model.cpu().visual(IMAGES).detach()
     with pytest.raises(cc.UnsupportedError, match="with_last_layer"):
         fit(model.visual, IMAGES, device)
+    assert torch.equal(wanted, model.encode_image(IMAGES))
     check_everything(cc.with_last_layer(model.visual.to(device), IMAGES), IMAGES, device, tmp_path, wanted)
     # Its whole forward normalises what no module puts out.
     whole = cc.EncoderOutput(model, 0)
