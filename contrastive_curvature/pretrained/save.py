@@ -116,7 +116,7 @@ def _plain_match(match: object, table: TensorTable) -> Any:
     if not isinstance(match, MatchProbability):
         raise InputTypeError(expected("match", "a MatchProbability, or None", f"a {type(match).__name__}"))
     state = match.state_dict()
-    if set(state) == {"use_uncertainty", "curve"}:
+    if set(state) == {"version", "use_uncertainty", "curve"}:
         hint = "Call match.fit_pairs(...) or match.fit_retrieval(...) first."
         raise InputError(expected("match", "a fitted MatchProbability", "one that is not fitted", hint))
     return plain_tree(state, table, "match")

@@ -110,22 +110,17 @@ class ExactnessContract(ContractBase):
 
     @_shared
     @given(data=st.data())
-    def test_batch_estimates_add_up(self, data: st.DataObject, device: str) -> None:
-        """``pairs="batch"`` is the sum of what the batches give, each for N points of the data set."""
-        drawn = self._draw(data, min_points=4)
-        drawn[2].options["normalization"] = "anchor"
-        model, points, case = drawn
+    def test_batch_estimates_are_the_references(self, data: st.DataObject, device: str) -> None:
+        """``pairs="batch"`` in every normalisation is that of the reference, whose weights have tests of their own."""
+        model, points, case = self._draw(data, min_points=4)
         x, y = points.to(device), self._targets(case).to(device)
         loader = list(zip(x.split(3), y.split(3), strict=True))
         if not any(self._fittable(Case(part, part_y, case.pairs, case.options)) for part, part_y in loader):
             return
-        made = make_backend(self.backend, model.to(device), x, **self._options(case), pairs="batch")
-        total = sum(made.diag(part, part_y, N=len(x))[1] for part, part_y in loader)
-        assert close(made.fit(loader, Structure.DIAG).curvature, torch.as_tensor(total), tolerance=1e-13)
-        for normalization in ("sum", "type"):
+        for normalization in ("sum", "type", "anchor"):
             case.options["normalization"] = normalization
             kinds = (self.backend, ContrastiveGGN)
-            both = [make_backend(kind, model, x, **self._options(case), pairs="batch") for kind in kinds]
+            both = [make_backend(kind, model.to(device), x, **self._options(case), pairs="batch") for kind in kinds]
             found, want = (b.fit(loader, Structure.FULL).curvature for b in both)
             assert close(found, want, float(want.abs().max()) + float(want.norm()))
 

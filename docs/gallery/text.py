@@ -48,7 +48,9 @@ def made_up():
 
     def query(about):
         start = source.choice(["please", "can you", "could you", "now"])
-        return f"{start} {source.choice(verbs)} {source.choice(['me', 'us'])} {about}"
+        return (
+            f"{start} {source.choice(verbs)} {source.choice(['me', 'us'])} {about} in {source.randrange(999)} minutes"
+        )
 
     sizes = {"train": 320, "val": 240, "test": 240}
     numbers = {part: np.arange(size) % len(intents) for part, size in sizes.items()}

@@ -157,6 +157,7 @@ def test_labels_of_every_integer_dtype(dtype: torch.dtype, device: str) -> None:
             fitted(device, (torch.arange(N) % 3 - 1).to(dtype))
 
 
+@pytest.mark.filterwarnings("ignore:override=False. this posterior was loaded")
 def test_a_fit_that_adds_to_another_counts_both(device: str) -> None:
     x, ones = inputs(device), torch.ones(N).long().to(device)
     la = fitted(device)

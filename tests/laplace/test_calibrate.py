@@ -203,6 +203,7 @@ def test_others_ask_for_a_calibration(weights: str, structure: str) -> None:
         out.is_known(0.2)
 
 
+@pytest.mark.filterwarnings("ignore:override=False. this posterior was loaded")
 @pytest.mark.parametrize("pairs", ["dataset", "batch"])
 def test_fits_that_add_up_keep_a_sample_of_both(pairs: str) -> None:
     la = Laplace(body(), "contrastive", "last_layer", "diag", backend_kwargs={"pairs": pairs})

@@ -403,6 +403,7 @@ def test_predictions_can_be_differentiated(rank: int, joint: bool) -> None:
     assert torch.autograd.gradcheck(spread, (la_x,))
 
 
+@pytest.mark.filterwarnings("ignore:override=False. this posterior was loaded")
 def test_a_state_comes_back(tmp_path: Any) -> None:
     x = features(40, 60)
     la = fitted(x, encoder(60, 2), rank=4)

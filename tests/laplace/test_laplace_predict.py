@@ -439,6 +439,7 @@ def roundtrip(la: Any) -> dict[str, Any]:
     return torch.load(file, weights_only=True)
 
 
+@pytest.mark.filterwarnings("ignore:override=False. this posterior was loaded")
 @on_every_device
 @for_every_combination
 def test_a_posterior_survives_a_file(weights: str, structure: str, device: str) -> None:
