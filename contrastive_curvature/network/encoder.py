@@ -245,7 +245,7 @@ class Encoder(nn.Module):
             z = at_least_float32(self._run(x))
         else:
             z = self.input_of(self.normalization, x, self.normalization_run, self._entry)
-        return z[:, : self.dim]
+        return z[..., : self.dim]
 
     @property
     def normalizes_inside(self) -> bool:
