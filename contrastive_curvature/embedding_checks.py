@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_count, check_dense, check_generator
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
 __all__ = [
@@ -53,7 +53,7 @@ def check_floats(name: str, value: object, wanted: str) -> None:
     """
     if not isinstance(value, Tensor):
         raise InputTypeError(expected(name, f"a torch.Tensor, {wanted}", f"a {type(value).__name__}"))
-    check_dense(name, value)
+    validate.dense(name, value)
     if not value.is_floating_point():
         raise InputTypeError(expected(name, "a floating-point tensor", f"{value.dtype}", "Call .float() on it."))
 
@@ -174,8 +174,8 @@ def check_draw(n_samples: object, generator: object, device: torch.device) -> No
         InputTypeError: ``generator`` is not a ``torch.Generator``.
         InputError: ``n_samples`` is not a positive whole number, or ``generator`` lives on another type of device.
     """
-    check_count("n_samples", n_samples)
-    check_generator(generator, device)
+    validate.count("n_samples", n_samples)
+    validate.generator(generator, device)
 
 
 def check_destination(device: object, dtype: object) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_flag
+from contrastive_curvature import validate
 from contrastive_curvature.directions import Directions, directions
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError, expected
@@ -126,7 +126,7 @@ def similarity(
         InputError: The dimensions, the devices or (without ``pairwise``) the numbers of embeddings differ; there are
             none; an entry is not finite; or a row is zero.
     """
-    check_flag("pairwise", pairwise)
+    validate.flag("pairwise", pairwise)
     for name, value in (("a", a), ("b", b)):
         if not isinstance(value, (EmbeddingDistribution, Tensor)):
             wanted = "an EmbeddingDistribution, or a tensor of embeddings"

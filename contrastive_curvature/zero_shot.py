@@ -41,7 +41,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_number
+from contrastive_curvature import validate
 from contrastive_curvature.directions import Directions, directions
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError, expected
@@ -82,7 +82,7 @@ class ZeroShotClassifier:
 
     def __init__(self, prompts: EmbeddingDistribution | Tensor, *, scale: float, labels: Tensor | None = None) -> None:
         mean = _check_embeddings("prompts", prompts)
-        self.scale = check_number("scale", scale, positive=True)
+        self.scale = validate.number("scale", scale, positive=True)
         if labels is None:
             labels = torch.arange(len(mean), device=mean.device)
         self.classes, index = check_labels(labels, len(mean)).to(mean.device).unique(return_inverse=True)

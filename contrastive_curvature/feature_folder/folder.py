@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_count
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.feature_folder.header import read_header
 from contrastive_curvature.feature_folder.identifiers import decode_identifiers
@@ -48,7 +48,7 @@ class FeatureFolder:
 
     def __init__(self, path: str | PathLike[str], batch_size: int = 4096, *, seed: int | None = None) -> None:
         self.path = check_path(path)
-        self.batch_size = check_count("batch_size", batch_size)
+        self.batch_size = validate.count("batch_size", batch_size)
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise InputTypeError(expected("seed", "a whole number or None", f"a {type(seed).__name__}"))
         self.seed = seed
@@ -158,7 +158,7 @@ class FeatureFolder:
         Raises:
             InputError: There is no such part.
         """
-        check_count("count", count)
+        validate.count("count", count)
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < count:
             raise InputError(expected("index", f"a whole number from 0 to {count - 1}", index))
         n, first = len(self._rows), self._rows.start

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from contrastive_curvature.arguments import check_choice, check_count
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputTypeError, UnsupportedError, expected
 from contrastive_curvature.feature_folder.header import FORMATS
 from contrastive_curvature.feature_folder.identifiers import GivenIdentifiers, check_identifiers
@@ -49,13 +49,13 @@ class Options:
             InputTypeError: A value has the wrong type.
         """
         precision = parse_precision(dtype)
-        check_choice("format", storage, FORMATS)
+        validate.choice("format", storage, FORMATS)
         if last_layer_name is not None and not isinstance(last_layer_name, str):
             raise InputTypeError(expected("last_layer_name", "a name or None", f"a {type(last_layer_name).__name__}"))
         if not isinstance(label_key, str):
             raise InputTypeError(expected("label_key", "a name", f"a {type(label_key).__name__}"))
         if rows_per_part is not None:
-            check_count("rows_per_part", rows_per_part)
+            validate.count("rows_per_part", rows_per_part)
         return cls(precision, storage, check_identifiers(identifiers), last_layer_name, label_key, rows_per_part)
 
     def rows_for(self, width: int) -> int:

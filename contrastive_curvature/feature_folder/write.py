@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from contrastive_curvature.arguments import check_flag
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.feature_folder.folder import FeatureFolder
 from contrastive_curvature.feature_folder.header import HEADER, read_header
@@ -77,7 +77,7 @@ def features(
     check_model(encoder, half=True)
     options = Options.checked(dtype, format, identifiers, last_layer_name, label_key, rows_per_part)
     if progress_bar is not None:
-        check_flag("progress_bar", progress_bar)
+        validate.flag("progress_bar", progress_bar)
     loader, folder = check_loader_order(loader), check_path(path)
     options.identifiers.check_number(_length(loader))
     prepare_folder(folder)

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.arguments import check_flag, check_generator
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.ggn.accumulate import clamp_curvature, clamp_factors
 from contrastive_curvature.ggn.finite import check_finite
@@ -113,10 +113,10 @@ def ggn(
         distance=distance,
         pd_fix=pd_fix,
     )
-    check_flag("clamp", clamp)
+    validate.flag("clamp", clamp)
     kind = parse_option(Structure, "structure", structure)
     approx = parse_kfac_approx(kfac_approx, chosen.pd_fix, kind, coupled=chosen.coupled)
-    check_generator(generator, torch.device("cpu"))
+    validate.generator(generator, torch.device("cpu"))
     sampler = BlockSampler(mc_samples, generator)
     sampler.check(chosen.coupled, kind)
     if not isinstance(model, nn.Module):

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_choice
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.vmf._checks import check_finite, check_real
 
@@ -120,7 +120,7 @@ def reduced(losses: Tensor, reduction: str) -> Tensor:
     Raises:
         InputError: ``reduction`` is unknown, or it is the mean of no losses.
     """
-    check_choice("reduction", reduction, ("mean", "sum", "none"))
+    validate.choice("reduction", reduction, ("mean", "sum", "none"))
     if reduction == "none":
         return losses
     if reduction == "mean" and not losses.numel():

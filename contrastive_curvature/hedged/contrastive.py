@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from contrastive_curvature.arguments import check_number
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.hedged._checks import check_matches, check_points, reduced
 from contrastive_curvature.hedged.match import match_logits
@@ -86,7 +86,7 @@ def hard_contrastive_loss(
 
     Source: "Hedged instance embedding", Eq. 1 (Hadsell et al. 2006).
     """
-    margin = check_number("margin", margin, positive=True)
+    margin = validate.number("margin", margin, positive=True)
     first, second = check_points("z1", z1), check_points("z2", z2)
     if first.shape[-1] != second.shape[-1]:
         raise InputError(expected("z1, z2", "one dimension D", f"z1 {first.shape[-1]}, z2 {second.shape[-1]}"))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, softplus
 
-from contrastive_curvature.arguments import check_number
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.hedged._checks import check_points, check_slope
 from contrastive_curvature.vmf._checks import broadcast_batch
@@ -40,7 +40,7 @@ class MatchParameters(nn.Module):
 
     def __init__(self, a: float = 1.0, b: float = 0.0) -> None:
         super().__init__()
-        check_number("a", a, positive=True)
+        validate.number("a", a, positive=True)
         check_slope(a, b)
         self.raw_a = nn.Parameter(torch.tensor(inverse_softplus(a)))
         self.b = nn.Parameter(torch.tensor(float(b)))

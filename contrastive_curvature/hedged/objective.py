@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from contrastive_curvature.arguments import check_choice, check_number
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputTypeError, expected
 from contrastive_curvature.hedged._checks import check_matches, check_mixture, reduced
 from contrastive_curvature.hedged.divergence import kl_bound, kl_estimate
@@ -52,7 +52,7 @@ def match_loss(
 
     Source: "Hedged instance embedding", first term of Eq. 8.
     """
-    check_choice("average", average, ("log", "probability"))
+    validate.choice("average", average, ("log", "probability"))
     logits = pair_logits(samples1, samples2, a, b)
     so = check_matches(matches, logits.shape[:-2], logits.device)
     if average == "probability":
@@ -103,8 +103,8 @@ def vib_objective(
 
     Source: "Hedged instance embedding", Eq. 8.
     """
-    kl_weight = check_number("kl_weight", kl_weight)
-    check_choice("divergence", divergence, ("bound", "sampled"))
+    kl_weight = validate.number("kl_weight", kl_weight)
+    validate.choice("divergence", divergence, ("bound", "sampled"))
     mean1, variance1 = _mixture("first", first)
     mean2, variance2 = _mixture("second", second)
     samples1 = stratified_samples(mean1, variance1, n_samples, generator)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_count, check_generator
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.hedged._checks import check_mixture
 
@@ -39,11 +39,11 @@ def stratified_samples(
     numbers of samples imply weights of ``1 / C``. Its K = 8 samples are read as those of an image, not of a component.
     """
     centre, spread = check_mixture("mean", mean, "variance", variance)
-    check_count("n_samples", n_samples)
+    validate.count("n_samples", n_samples)
     components = centre.shape[-2]
     if n_samples % components:
         raise InputError(expected("n_samples", f"a multiple of the {components} components", n_samples))
-    check_generator(generator, centre.device)
+    validate.generator(generator, centre.device)
     centre, spread = (t.repeat_interleave(n_samples // components, -2) for t in (centre, spread))
     dtype = torch.promote_types(centre.dtype, spread.dtype)
     noise = torch.randn(centre.shape, dtype=dtype, device=centre.device, generator=generator)

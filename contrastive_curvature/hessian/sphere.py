@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.arguments import check_dense
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
 __all__ = ["L2Norm", "check_outputs", "norms", "normalize", "project_tangent"]
@@ -41,7 +41,7 @@ def check_outputs(z: Tensor, argument: str = "z") -> Tensor:
     """
     if not isinstance(z, Tensor):
         raise InputTypeError(expected(argument, "a torch.Tensor of shape (N, D)", f"a {type(z).__name__}"))
-    check_dense(argument, z)
+    validate.dense(argument, z)
     if not z.is_floating_point():
         raise InputTypeError(expected(argument, "a floating-point tensor", f"dtype {z.dtype}", "Call .float() on it."))
     if z.ndim != 2 or z.shape[1] == 0:

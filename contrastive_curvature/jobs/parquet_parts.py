@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_count
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.jobs.columns import array_of, check_numbers, tensor_of
 from contrastive_curvature.jobs.files import Paths, Table, open_table
@@ -68,9 +68,9 @@ class ParquetParts:
         target: str = "target",
         identifier: str = "identifier",
     ) -> None:
-        self.batch_size = check_count("batch_size", batch_size)
+        self.batch_size = validate.count("batch_size", batch_size)
         if parts is not None:
-            check_count("parts", parts)
+            validate.count("parts", parts)
         if read is not None and not callable(read):
             raise InputTypeError(expected("read", "a function of a batch, or None", f"a {type(read).__name__}"))
         self.read = read

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike
 
-from contrastive_curvature.arguments import check_flag
+from contrastive_curvature import validate
 from contrastive_curvature.jobs.embedding_folder import EmbeddingFolder
 from contrastive_curvature.jobs.parquet_parts import Reader
 from contrastive_curvature.jobs.posteriors import Posterior, made
@@ -68,7 +68,7 @@ def embed_on_ray(
     """
     resources = Resources(workers, num_cpus, num_gpus, max_retries)
     if progress_bar is not None:
-        check_flag("progress_bar", progress_bar)
+        validate.flag("progress_bar", progress_bar)
     runtime = Ray()
     data = parts_of(source, parts, batch_size, read, columns)
     folder = EmbeddingFolder(destination, made(posterior), data, keep)

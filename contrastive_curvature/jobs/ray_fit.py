@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
-from contrastive_curvature.arguments import check_flag
+from contrastive_curvature import validate
 from contrastive_curvature.jobs.parquet_parts import Reader
 from contrastive_curvature.jobs.posteriors import Posterior, identity_of, made
 from contrastive_curvature.jobs.ray_parts import run_parts
@@ -71,7 +71,7 @@ def fit_on_ray(
     """
     resources = Resources(workers, num_cpus, num_gpus, max_retries)
     if progress_bar is not None:
-        check_flag("progress_bar", progress_bar)
+        validate.flag("progress_bar", progress_bar)
     runtime = Ray()
     data = parts_of(source, parts, batch_size, read, columns)
     la = made(posterior)

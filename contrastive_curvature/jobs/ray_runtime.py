@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from contrastive_curvature.arguments import check_count, check_number
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.jobs.packages import ray_data
 
@@ -37,9 +37,9 @@ class Resources:
 
     def __post_init__(self) -> None:
         if self.workers is not None:
-            check_count("workers", self.workers)
-        check_number("num_cpus", self.num_cpus, positive=True)
-        check_number("num_gpus", self.num_gpus)
+            validate.count("workers", self.workers)
+        validate.number("num_cpus", self.num_cpus, positive=True)
+        validate.number("num_gpus", self.num_gpus)
         retries = self.max_retries
         if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
             raise InputError(expected("max_retries", "a whole number >= 0", retries))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from contrastive_curvature.arguments import check_count
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.feature_folder import FeatureFolder
 from contrastive_curvature.feature_folder.header import HEADER
@@ -101,7 +101,7 @@ def parts_of(
     if isinstance(source, FeatureFolder):
         _refuse({"read": read, "columns": columns}, "a feature folder, whose batches are known")
         n = len(source.dataset)
-        count = default_parts(n) if parts is None else check_count("parts", parts)
+        count = default_parts(n) if parts is None else validate.count("parts", parts)
         if count > n:
             raise InputError(expected("parts", f"at most {n:,}, the number of points", count))
         # Absolute, as processes elsewhere have other working directories.

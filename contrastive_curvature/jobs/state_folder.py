@@ -9,7 +9,7 @@ from functools import reduce
 from os import PathLike
 from pathlib import Path
 
-from contrastive_curvature.arguments import check_choice, check_count
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.jobs.manifest import open_folder
 from contrastive_curvature.parts.files import load_state
@@ -36,7 +36,7 @@ class StateFolder:
     """
 
     def __init__(self, path: str | PathLike[str], count: int, source: str = "") -> None:
-        self.count = check_count("count", count)
+        self.count = validate.count("count", count)
         self.path = open_folder("folder", path, {"kind": "fit", "parts": count, "source": str(source)})
 
     def __repr__(self) -> str:
@@ -112,7 +112,7 @@ class StateFolder:
 
     def file(self, kind: str, part: int) -> Path:
         """Name of the file of a part."""
-        check_choice("kind", kind, (STATISTICS, CURVATURE))
+        validate.choice("kind", kind, (STATISTICS, CURVATURE))
         return self.path / f"{kind}-{part:05d}-of-{self.count:05d}.safetensors"
 
     def __fspath__(self) -> str:

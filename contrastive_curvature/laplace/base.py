@@ -17,7 +17,7 @@ from laplace.utils.enums import Likelihood, LinkApprox, PredType
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from contrastive_curvature.arguments import check_choice, check_flag
+from contrastive_curvature import validate
 from contrastive_curvature.class_centres import ClassCentres
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError, expected
@@ -183,9 +183,9 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
         with fitting.in_all_processes(self, override=override is not False):
             # First, as the labels of la.fit(x, labels) would be taken for override.
             check_loader(train_loader)
-            check_flag("override", override)
+            validate.flag("override", override)
             if progress_bar is not None:
-                check_flag("progress_bar", progress_bar)
+                validate.flag("progress_bar", progress_bar)
             fitting.begin(self, train_loader)
             self.backend.labels_seen = seen = LabelRange()
             result = self.backend.fit(train_loader, self.structure, progress_bar)
@@ -243,7 +243,7 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
         """
         self.check_fitted()
         if progress_bar is not None:
-            check_flag("progress_bar", progress_bar)
+            validate.flag("progress_bar", progress_bar)
         self.class_centres = fitting.measured_classes(self, loader, progress_bar)
 
     def calibrate(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
@@ -404,10 +404,10 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
         if model_kwargs:
             raise InputTypeError(expected("la(x)", "no further arguments", str(sorted(model_kwargs))))
         for name, value in (("joint", joint), ("diagonal_output", diagonal_output), ("fitting", fitting)):
-            check_flag(name, value)
+            validate.flag(name, value)
         if joint and diagonal_output:
             raise InputError(expected("joint, diagonal_output", "at most one of them", "both"))
-        check_choice("on_invalid", on_invalid, ("error", "nan"))
+        validate.choice("on_invalid", on_invalid, ("error", "nan"))
         advise_on_prior(self)
         kind = prediction.parse_pred_type(pred_type)
         if on_invalid == "nan":
@@ -460,8 +460,8 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
         """
         self.check_sampling(n_samples, generator)
         linearized = prediction.parse_pred_type(pred_type) is PredType.GLM
-        check_flag("joint", joint)
-        check_flag("diagonal_output", diagonal_output)
+        validate.flag("joint", joint)
+        validate.flag("diagonal_output", diagonal_output)
         advise_on_prior(self)
         if joint or not linearized:
             return sampling.joint_samples(self, x, n_samples, generator, linearized)
@@ -541,8 +541,8 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
         """
         self.check_sampling(n_samples, None)
         linearized = prediction.parse_pred_type(pred_type) is PredType.GLM
-        check_flag("verbose", verbose)
-        check_flag("progress_bar", progress_bar)
+        validate.flag("verbose", verbose)
+        validate.flag("progress_bar", progress_bar)
         method = tuning.check_method(self, method, prior_structure, strength)
         if method is PriorMethod.MARGLIK:
             optimize = super().optimize_prior_precision

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_flag
+from contrastive_curvature import validate
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, expected
 from contrastive_curvature.ggn.feature_sample import FeatureSample
@@ -213,7 +213,7 @@ def calibrate(la: Any, loader: Iterable[Any], progress_bar: bool | None = None) 
     """See :meth:`contrastive_curvature.laplace.base.ContrastiveLaplace.calibrate`."""
     la.check_fitted()
     if progress_bar is not None:
-        check_flag("progress_bar", progress_bar)
+        validate.flag("progress_bar", progress_bar)
     check_batches(loader, "loader", "batches (x, labels), or of inputs alone")
     check_whole(loader, "loader")
     found = []

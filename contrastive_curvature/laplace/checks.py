@@ -9,7 +9,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_dense
+from contrastive_curvature import validate
 from contrastive_curvature.embedding_checks import InvalidRowsError
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.network.inputs import Inputs
@@ -133,7 +133,7 @@ def _vector(argument: str, wanted: str, value: object, dtype: torch.dtype, sizes
             return torch.tensor(float(value), dtype=dtype)
         except OverflowError:
             return torch.tensor(math.inf, dtype=dtype)
-    check_dense(argument, value)
+    validate.dense(argument, value)
     given = value.detach()
     if given.is_complex() or given.dtype == torch.bool:
         raise InputTypeError(expected(argument, wanted, f"a tensor of {given.dtype}"))
@@ -167,7 +167,7 @@ def check_indices(value: object, n_params: int) -> Tensor:
         raise InputTypeError(expected("subnetwork_indices", wanted, f"a {type(value).__name__}", hint))
     if value.dtype != torch.int64:
         raise InputTypeError(expected("subnetwork_indices", "dtype torch.int64", f"{value.dtype}", hint))
-    check_dense("subnetwork_indices", value)
+    validate.dense("subnetwork_indices", value)
     if value.ndim != 1 or not value.numel():
         raise InputError(expected("subnetwork_indices", "shape (K,), K >= 1", f"shape {tuple(value.shape)}", hint))
     low, high = int(value.min()), int(value.max())

@@ -14,7 +14,7 @@ from laplace.lllaplace import DiagLLLaplace, FullLLLaplace, KronLLLaplace
 from laplace.subnetlaplace import DiagSubnetLaplace, FullSubnetLaplace
 from torch import Tensor, nn
 
-from contrastive_curvature.arguments import check_flag
+from contrastive_curvature import validate
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.laplace import fitting
@@ -107,7 +107,7 @@ class ContrastiveLowRankLaplace(ContrastiveLaplace, _LowRankHost):
             InputError: No data, one point, no positive pair, batches in another order, or no positive eigenvalue.
             UnsupportedError: ``override=False``: eigenpairs of two data sets do not add up.
         """
-        check_flag("override", override)
+        validate.flag("override", override)
         if not override:
             msg = "override=False: eigenpairs of two data sets do not add up. Use hessian_structure='diag' or 'kron'."
             raise UnsupportedError(msg)

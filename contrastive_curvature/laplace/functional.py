@@ -16,7 +16,7 @@ from laplace.baselaplace import ParametricLaplace
 from laplace.lllaplace import LLLaplace
 from torch import Tensor, nn
 
-from contrastive_curvature.arguments import check_flag
+from contrastive_curvature import validate
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.ggn.dataset import mean_norm
@@ -84,7 +84,7 @@ class _FunctionSpace(ContrastiveLaplace):
             raise InputError(expected("n_subset", "a positive whole number", n_subset, hint))
         if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
             raise InputError(expected("seed", "a whole number of 64 bits", seed))
-        check_flag("independent_outputs", independent_outputs)
+        validate.flag("independent_outputs", independent_outputs)
         if independent_outputs:
             msg = "independent_outputs=True: the kernel between outputs is computed exactly. Leave it out."
             raise UnsupportedError(msg)
@@ -111,7 +111,7 @@ class _FunctionSpace(ContrastiveLaplace):
                 that is too large.
             UnsupportedError: The output Hessian is not positive semidefinite, or ``override=False``.
         """
-        check_flag("override", override)
+        validate.flag("override", override)
         if not override:
             msg = "override=False: two subsets do not add up. Use hessian_structure='diag', 'kron' or 'full'."
             raise UnsupportedError(msg)

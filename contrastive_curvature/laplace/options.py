@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_flag
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.ggn.sampling import BlockSampler
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
@@ -89,8 +89,8 @@ def check_arguments(given: Mapping[str, Any], dtype: torch.dtype) -> None:
         "prior_precision": lambda value: check_prior_precision(value, dtype),
         "prior_mean": lambda value: check_prior_mean(value, dtype),
         "temperature": lambda value: check_temperature(value, dtype),
-        "enable_backprop": lambda value: check_flag("enable_backprop", value),
-        "damping": lambda value: check_flag("damping", value),
+        "enable_backprop": lambda value: validate.flag("enable_backprop", value),
+        "damping": lambda value: validate.flag("damping", value),
         "dict_key_x": lambda value: check_text("dict_key_x", value),
         "dict_key_y": lambda value: check_text("dict_key_y", value),
     }

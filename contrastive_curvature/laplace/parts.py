@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from contrastive_curvature.arguments import check_flag
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.laplace import fitting
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
@@ -112,7 +112,7 @@ class PartwiseFit:
         part = _checked_part(part, statistics)
         _check_sampler(loader, part)
         if progress_bar is not None:
-            check_flag("progress_bar", progress_bar)
+            validate.flag("progress_bar", progress_bar)
         probe = fitting.first_inputs(self, loader)
         if probe is None:
             return self._empty(part, statistics)

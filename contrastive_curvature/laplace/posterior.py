@@ -12,7 +12,7 @@ import torch
 from laplace.baselaplace import ParametricLaplace
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_count, check_flag, check_generator
+from contrastive_curvature import validate
 from contrastive_curvature.errors import NotFittedError, UnsupportedError
 from contrastive_curvature.laplace.checks import (
     check_jacobians,
@@ -108,7 +108,7 @@ class CheckedPosterior(ParametricLaplace):
             NotFittedError: Before ``fit``.
             InputError: An argument is malformed.
         """
-        check_flag("normalized", normalized)
+        validate.flag("normalized", normalized)
         norm = self.square_norm(value)
         if not normalized:
             return -norm / 2
@@ -236,8 +236,8 @@ class CheckedPosterior(ParametricLaplace):
             InputError: An argument is malformed.
         """
         self.check_fitted()
-        check_count("n_samples", n_samples)
-        check_generator(generator, self._device)
+        validate.count("n_samples", n_samples)
+        validate.generator(generator, self._device)
 
     def check_weights(self, value: object) -> None:
         """Refuse what is no vector of weights.

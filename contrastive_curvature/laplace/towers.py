@@ -12,7 +12,7 @@ import laplace
 import torch
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_flag
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.ggn.tower_batch import TowerBatch, read_towers
 from contrastive_curvature.ggn.towers import towers_curvature, towers_product
@@ -119,7 +119,7 @@ class TwoTowerLaplace(Shareable):
                 part of the data, or the towers have one last layer.
         """
         if progress_bar is not None:
-            check_flag("progress_bar", progress_bar)
+            validate.flag("progress_bar", progress_bar)
         check_loader(train_loader)
         check_whole(train_loader)
         with self._unchanged_on_error():

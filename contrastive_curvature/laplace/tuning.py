@@ -11,8 +11,7 @@ from laplace.utils.enums import PredType
 from torch import Tensor
 from tqdm import tqdm
 
-from contrastive_curvature import metrics
-from contrastive_curvature.arguments import check_count
+from contrastive_curvature import metrics, validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.laplace.checks import check_number, check_prior_precision
@@ -80,7 +79,7 @@ def make_grid(low: float, high: float, size: int, base: float, dtype: torch.dtyp
     Raises:
         InputError: An argument is malformed, or a value is not positive and finite in ``dtype``.
     """
-    check_count("grid_size", size)
+    validate.count("grid_size", size)
     check_number("log_prior_prec_min", low, most=1e3)
     check_number("log_prior_prec_max", high, most=1e3)
     check_number("log_prior_prec_base", base, positive=True, most=1e30)
@@ -141,7 +140,7 @@ def maximise_marginal_likelihood(
     Raises:
         InputError: An argument is malformed, or a step leaves the positive finite numbers.
     """
-    check_count("n_steps", n_steps)
+    validate.count("n_steps", n_steps)
     check_number("lr", lr, positive=True, most=1e30)
     check_prior_precision(start, la._dtype, la.prior_sizes(), "init_prior_prec")
     before = la.prior_precision

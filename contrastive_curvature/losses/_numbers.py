@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from contrastive_curvature.arguments import check_number
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
 __all__ = ["check_finite_number", "check_temperature"]
@@ -39,7 +39,7 @@ def check_temperature(value: object) -> float:
         InputTypeError: ``value`` is not an int or a float.
         InputError: It is not positive and finite, or too small.
     """
-    number = check_number("temperature", value, positive=True)
+    number = validate.number("temperature", value, positive=True)
     if number < SMALLEST_TEMPERATURE:
         raise InputError(expected("temperature", f"a number of at least {SMALLEST_TEMPERATURE:g}", number))
     return number

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_number
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.losses.cosent_derivatives import CoSENTDerivatives
@@ -53,7 +53,7 @@ class CoSENTLoss(CosineLoss):
         self, scale: float = 20.0, *, distance: Distance | str = Distance.ARCCOS, pd_fix: PDFix | str = PDFix.PSD_PARTS
     ) -> None:
         super().__init__(distance=distance, pd_fix=pd_fix)
-        self.scale = check_number("scale", scale, positive=True)
+        self.scale = validate.number("scale", scale, positive=True)
 
     def relate(self, z: Tensor, labels: Tensor | None, pairs: Pairs | None) -> GradedPairs:
         """See :meth:`CosineLoss.relate`."""

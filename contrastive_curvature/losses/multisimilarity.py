@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_number
+from contrastive_curvature import validate
 from contrastive_curvature.losses._numbers import check_finite_number
 from contrastive_curvature.losses.rows import RowLoss, RowTerms
 from contrastive_curvature.options import Distance, PDFix
@@ -57,8 +57,8 @@ class MultiSimilarityLoss(RowLoss):
         pd_fix: PDFix | str = PDFix.PSD_PARTS,
     ) -> None:
         super().__init__(reduction, directions, distance=distance, pd_fix=pd_fix)
-        self.alpha = check_number("alpha", alpha, positive=True)
-        self.beta = check_number("beta", beta, positive=True)
+        self.alpha = validate.number("alpha", alpha, positive=True)
+        self.beta = validate.number("beta", beta, positive=True)
         self.base = check_finite_number("base", base)
 
     def _counts(self, positive: Tensor, negative: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.arguments import check_choice, check_number
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.hessian.derivatives import CosineDerivatives
 from contrastive_curvature.hessian.output import OutputHessian
@@ -90,9 +90,9 @@ class ProxyLoss(CosineLoss):
         distance: Distance | str = Distance.ARCCOS,
         pd_fix: PDFix | str | None = None,
     ) -> None:
-        check_choice("kind", kind, _KINDS)
-        check_choice("reduction", reduction, ("mean", "sum"))
-        margin = check_number("margin", margin)
+        validate.choice("kind", kind, _KINDS)
+        validate.choice("reduction", reduction, ("mean", "sum"))
+        margin = validate.number("margin", margin)
         if kind == "softmax" and margin:
             raise InputError(expected("margin", "0 for kind='softmax'", margin, "Use kind='cosface' or 'arcface'."))
         if kind == "arcface" and margin > math.pi:
@@ -100,7 +100,7 @@ class ProxyLoss(CosineLoss):
         convex = kind != "arcface" or margin == 0
         chosen = pd_fix if pd_fix is not None else PDFix.PSD_PARTS if convex else PDFix.PSD
         super().__init__(distance=distance, pd_fix=chosen)
-        self.scale = check_number("scale", scale, positive=True)
+        self.scale = validate.number("scale", scale, positive=True)
         self.margin, self.kind, self.convex = margin, kind, convex
         # The attribute of torch's losses is read by hosts, which want a sum over points there.
         self.averages = reduction == "mean"

@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_choice
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
@@ -86,8 +86,8 @@ class RowLoss(CosineLoss):
         pd_fix: PDFix | str = PDFix.PSD_PARTS,
     ) -> None:
         super().__init__(distance=distance, pd_fix=pd_fix)
-        check_choice("reduction", reduction, ("mean", "sum"))
-        check_choice("directions", directions, ("both", "a", "b"))
+        validate.choice("reduction", reduction, ("mean", "sum"))
+        validate.choice("directions", directions, ("both", "a", "b"))
         self.reduction, self.directions = reduction, directions
 
     @property

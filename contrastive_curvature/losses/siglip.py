@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from contrastive_curvature.arguments import check_number
+from contrastive_curvature import validate
 from contrastive_curvature.losses._numbers import check_finite_number
 from contrastive_curvature.losses.rows import RowLoss, RowTerms
 from contrastive_curvature.options import Distance, PDFix
@@ -56,7 +56,7 @@ class SigLIPLoss(RowLoss):
         pd_fix: PDFix | str = PDFix.PSD_PARTS,
     ) -> None:
         super().__init__(reduction, directions, distance=distance, pd_fix=pd_fix)
-        self.scale = check_number("scale", scale, positive=True)
+        self.scale = validate.number("scale", scale, positive=True)
         self.bias = check_finite_number("bias", bias)
 
     def _counts(self, positive: Tensor, negative: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from contrastive_curvature.arguments import check_flag, check_number
+from contrastive_curvature import validate
 from contrastive_curvature.errors import expected
 from contrastive_curvature.hessian.blocks import UnrepresentableError
 from contrastive_curvature.losses._numbers import check_finite_number
@@ -68,9 +68,9 @@ class SoftContrastiveLoss(PairLoss):
         pd_fix: PDFix | str = PDFix.FIXED,
     ) -> None:
         super().__init__(negative_weight, normalization, distance=distance, pd_fix=pd_fix)
-        self.a = check_number("a", a, positive=True)
+        self.a = validate.number("a", a, positive=True)
         self.b = check_finite_number("b", b)
-        check_flag("squared", squared)
+        validate.flag("squared", squared)
         self.squared = self.convex = squared
         self._check_fix()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_number
+from contrastive_curvature import validate
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.hessian.derivatives import CosineDerivatives
 from contrastive_curvature.losses.listed_triplets import ListedTripletDerivatives, ListedTriplets, listed_violations
@@ -71,7 +71,7 @@ class TripletLoss(RowLoss):
         pd_fix: PDFix | str = PDFix.PSD_PARTS,
     ) -> None:
         super().__init__(reduction, directions, distance=distance, pd_fix=pd_fix)
-        self.margin = check_number("margin", margin)
+        self.margin = validate.number("margin", margin)
 
     def relate(self, z: Tensor, labels: Tensor | None, pairs: Pairs | None) -> Relation:
         """See :meth:`CosineLoss.relate`."""

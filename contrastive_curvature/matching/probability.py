@@ -9,8 +9,7 @@ from typing import Any, Literal, Self
 
 from torch import Tensor
 
-from contrastive_curvature import metrics
-from contrastive_curvature.arguments import check_count, check_flag
+from contrastive_curvature import metrics, validate
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, NotFittedError, expected
 from contrastive_curvature.matching.checks import check_dim, check_same, read_whole, result_dtype
@@ -75,7 +74,7 @@ class MatchProbability:
     """
 
     def __init__(self, *, use_uncertainty: bool = True, curve: Literal["logistic", "isotonic"] = "logistic") -> None:
-        check_flag("use_uncertainty", use_uncertainty)
+        validate.flag("use_uncertainty", use_uncertainty)
         if not isinstance(curve, str) or curve not in ("logistic", "isotonic"):
             raise InputError(expected("curve", "'logistic' or 'isotonic'", curve))
         self.use_uncertainty = use_uncertainty
@@ -216,7 +215,7 @@ class MatchProbability:
             UserWarning: The number of points that were searched is less than half or more than twice that of the fit.
                 The nearest of more points is nearer, whether right or wrong.
         """
-        check_count("gallery_size", gallery_size)
+        validate.count("gallery_size", gallery_size)
         asking, found = (
             Side.of(name, value, use_uncertainty=self.use_uncertainty)
             for name, value in (("queries", queries), ("hits", hits))

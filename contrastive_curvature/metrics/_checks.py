@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_dense
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
 __all__ = ["check_count", "check_embeddings", "check_labels", "check_scores", "check_tensor"]
@@ -19,7 +19,7 @@ def check_tensor(name: str, value: object) -> Tensor:
     """
     if not isinstance(value, Tensor):
         raise InputTypeError(expected(name, "a torch.Tensor", type(value).__name__))
-    check_dense(name, value)
+    validate.dense(name, value)
     return value.detach()
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_choice
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.metrics._checks import check_count, check_embeddings
 
@@ -124,7 +124,7 @@ def nearest_neighbors(
             too large, or ``metric`` is unknown.
         UnsupportedError: If ``backend="faiss"`` and faiss is not installed.
     """
-    check_choice("metric", metric, ("cosine", "euclidean"))
+    validate.choice("metric", metric, ("cosine", "euclidean"))
     zeros = metric == "euclidean"
     points = check_embeddings("queries", queries, zeros)
     leave_one_out = gallery is None

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_choice
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.metrics._checks import check_embeddings, check_labels
 from contrastive_curvature.metrics.neighbors import Backend, Metric, nearest_neighbors
@@ -94,7 +94,7 @@ def retrieval_votes(
 
     Source: Warburg et al. (2023), appendix G.3.
     """
-    check_choice("metric", metric, ("cosine", "euclidean"))
+    validate.choice("metric", metric, ("cosine", "euclidean"))
     points = check_labels("labels", labels)
     if (gallery is None) != (gallery_labels is None):
         raise InputError(expected("gallery, gallery_labels", "both or neither", "one of the two"))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tqdm import tqdm
 
-from contrastive_curvature.arguments import check_count, check_flag
+from contrastive_curvature import validate
 from contrastive_curvature.errors import DivergenceError, InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.network.loader import check_loader, read_batch
 from contrastive_curvature.network.texts import tokenized_batch
@@ -85,9 +85,9 @@ class Trainer:
         dict_key_y: str = "labels",
         progress: bool = False,
     ) -> None:
-        check_count("checkpoint_every", checkpoint_every)
+        validate.count("checkpoint_every", checkpoint_every)
         check_types(step, optimizer, checkpoint, dict_key_y)
-        check_flag("progress", progress)
+        validate.flag("progress", progress)
         self.checkpoint = None if checkpoint is None else Path(checkpoint)
         if self.checkpoint is not None and not self.checkpoint.parent.is_dir():
             raise InputError(expected("checkpoint", "a file in a folder that exists", str(checkpoint)))
@@ -133,7 +133,7 @@ class Trainer:
     def _begin(
         self, train_loader: Iterable[Any], epochs: int, processes: Processes, stack: contextlib.ExitStack
     ) -> None:
-        check_count("epochs", epochs)
+        validate.count("epochs", epochs)
         check_loader(train_loader)
         if self.checkpoint is None:
             return

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_dense
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
 __all__ = [
@@ -292,7 +292,7 @@ def check_labels(labels: object, n: int | None = None) -> Tensor:
                 "labels", "integer class labels", f"dtype {labels.dtype}", "Call .long() if they are whole numbers."
             )
         )
-    check_dense("labels", labels)
+    validate.dense("labels", labels)
     if labels.ndim != 1:
         raise InputError(expected("labels", "shape (N,)", f"shape {tuple(labels.shape)}"))
     if n is not None and labels.shape[0] != n:

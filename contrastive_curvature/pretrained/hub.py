@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from contrastive_curvature.arguments import check_flag
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.pretrained.about import REPOSITORY, checked_repository
 from contrastive_curvature.pretrained.layout import CARD, CONFIG, LIBRARY
@@ -40,7 +40,7 @@ def local_folder(
     """
     if not isinstance(source, (str, Path)):
         raise InputTypeError(expected("source", "a path of a folder, or 'user/name'", f"a {type(source).__name__}"))
-    check_flag("local_files_only", local_files_only)
+    validate.flag("local_files_only", local_files_only)
     try:
         path = Path(source).expanduser()
         present, is_folder = path.exists(), path.is_dir()
@@ -116,7 +116,7 @@ def push_to_hub(
     from contrastive_curvature.pretrained.save import save_pretrained
 
     checked_repository(repo_id)
-    check_flag("create_pr", create_pr)
+    validate.flag("create_pr", create_pr)
     hub = _hub("push_to_hub")
     with tempfile.TemporaryDirectory() as place:
         folder = save_pretrained(la, Path(place) / "posterior", repo_id=repo_id, **options)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import contrastive_curvature
-from contrastive_curvature.arguments import check_flag
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.matching import MatchProbability
 from contrastive_curvature.network.inputs import Inputs
@@ -58,7 +58,7 @@ def save_pretrained(
         InputError: An option is malformed, the folder holds something already, or it cannot be written.
         UnsupportedError: The posterior is of a class of the user's own, or has options that are no plain values.
     """
-    check_flag("overwrite", overwrite)
+    validate.flag("overwrite", overwrite)
     plain_about = checked_about(about)
     if repo_id is not None:
         checked_repository(repo_id)

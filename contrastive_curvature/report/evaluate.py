@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from contrastive_curvature.arguments import check_count, check_flag
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.known import check_alpha
 from contrastive_curvature.laplace.advice import LabelWarning
@@ -83,7 +83,7 @@ def evaluate(
         wanted = "names by label, as a list or a dict"
         raise InputTypeError(expected("class_names", wanted, f"a {type(class_names).__name__}"))
     if progress_bar is not None:
-        check_flag("progress_bar", progress_bar)
+        validate.flag("progress_bar", progress_bar)
     sources = {"test": test, "unknown": unknown, "gallery": gallery}
     data = {name: None if value is None else Data.of(name, value) for name, value in sources.items()}
 
@@ -164,7 +164,7 @@ def _voting(la: Any, n_samples: int) -> tuple[int, Missing | None]:
 def _counts(name: str, values: Any) -> tuple[int, ...]:
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
         raise InputTypeError(expected(name, "positive whole numbers, as a list", repr(values)))
-    return tuple(sorted({check_count(name, value) for value in values}))
+    return tuple(sorted({validate.count(name, value) for value in values}))
 
 
 def _alphas(values: Any) -> tuple[float, ...]:

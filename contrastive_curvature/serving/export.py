@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_choice, check_flag
+from contrastive_curvature import validate
 from contrastive_curvature.atomic import final_target, write_whole
 from contrastive_curvature.errors import (
     ContrastiveCurvatureError,
@@ -50,7 +50,7 @@ def export(
     check_exportable(la)
     kind = _format(path, format)
     if p_value is not None:
-        check_flag("p_value", p_value)
+        validate.flag("p_value", p_value)
     final_target(path)
     if kind in ("npz", "safetensors"):
         for name, value in (("example", example), ("dynamic_axes", dynamic_axes)):
@@ -99,7 +99,7 @@ def _format(path: Any, given: Any) -> str:
     if not isinstance(path, (str, Path)):
         raise InputTypeError(expected("path", "a path, as 'model.pt2'", f"a {type(path).__name__}"))
     if given is not None:
-        check_choice("format", given, FORMATS)
+        validate.choice("format", given, FORMATS)
         return str(given)
     suffix = Path(path).suffix.lower().removeprefix(".")
     if suffix not in FORMATS:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_choice, check_count, check_number
+from contrastive_curvature import validate
 from contrastive_curvature.embedding import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.metrics._checks import check_embeddings
@@ -137,13 +137,15 @@ class VectorStore(ABC):
             raise InputError(expected("search", "embeddings in the store", "an empty one", "Call add(...) first."))
         if points.shape[1] != self.dim:
             raise InputError(expected("queries", f"D = {self.dim}, that of the store", f"D = {points.shape[1]}"))
-        self._check_enough(check_count("k", k), len(self), "")
-        most = None if max_uncertainty is None else float(np.float32(check_number("max_uncertainty", max_uncertainty)))
+        self._check_enough(validate.count("k", k), len(self), "")
+        most = (
+            None if max_uncertainty is None else float(np.float32(validate.number("max_uncertainty", max_uncertainty)))
+        )
         if effort is not None and self.index == "flat":
             hint = "An exact search looks at everything; create_index(...) makes it approximate."
             raise UnsupportedError(expected("effort", "None for a 'flat' index", effort, hint))
         if effort is not None:
-            check_count("effort", effort)
+            validate.count("effort", effort)
         unit = torch.nn.functional.normalize(points.double(), dim=1)
         found = self._nearest(_numpy(unit.float()), k, most, where, effort)
         return _result(found, unit, k, asked if isinstance(asked, EmbeddingDistribution) else points)
@@ -172,7 +174,7 @@ class VectorStore(ABC):
         Raises:
             InputError: The kind or an option is unknown, or the store has too few embeddings.
         """
-        check_choice("kind", kind, tuple(self.kinds))
+        validate.choice("kind", kind, tuple(self.kinds))
         check_options(kind, options, self.kinds[kind])
         if not len(self):
             raise InputError(expected("create_index", "embeddings in the store", "an empty one", "Add them first."))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_number
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.triplet._checks import Gaussian, check_gaussian
 
@@ -59,6 +59,6 @@ def kl_to_normal(mean: Tensor, variance: Tensor, prior_variance: float = 1.0) ->
     Source: Eq. 46 and listing 2 (lines 29 to 31) of the supplement of Warburg et al. (2021), whose lines 26 and 30
     count and sum over the batch instead of the dimensions.
     """
-    prior_variance = check_number("prior_variance", prior_variance, positive=True)
+    prior_variance = validate.number("prior_variance", prior_variance, positive=True)
     embedding = check_gaussian("mean", mean, "variance", variance)
     return kl_to_normal_of(embedding, prior_variance).to(embedding.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_number
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.triplet._checks import Triplet, check_triplet
 from contrastive_curvature.triplet.moments import TauMoments, moments_of
@@ -65,6 +65,6 @@ def log_probability(
     Source: poster of Warburg et al. (2021), steps 3 to 6. Step 5 and the supplement's listing 2 (line 19) leave out a
     part; see ``docs/bayesian_triplet.md``.
     """
-    margin = check_number("margin", margin)
+    margin = validate.number("margin", margin)
     triplet = check_triplet(anchor, positive, negative)
     return log_probability_of(triplet, margin).to(triplet.dtype)

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_choice, check_number
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.triplet._checks import Gaussian, Triplet, check_triplet
 from contrastive_curvature.triplet.divergence import kl_to_normal_of
@@ -81,14 +81,14 @@ def bayesian_triplet_loss(
 
     Source: Eq. 37 to 46 and listings 1 and 2 of the supplement of Warburg et al. (2021).
     """
-    margin, kl_weight = check_number("margin", margin), check_number("kl_weight", kl_weight)
-    check_choice("distribution", distribution, ("gaussian", "vmf"))
-    check_choice("reduction", reduction, ("mean", "sum", "none"))
+    margin, kl_weight = validate.number("margin", margin), validate.number("kl_weight", kl_weight)
+    validate.choice("distribution", distribution, ("gaussian", "vmf"))
+    validate.choice("reduction", reduction, ("mean", "sum", "none"))
     if distribution == "vmf" and prior_variance is not None:
         hint = 'The uniform distribution on the sphere has no variance; leave it out, or use distribution="gaussian".'
         raise InputError(expected("prior_variance", 'None with distribution="vmf"', prior_variance, hint))
-    prior = 1.0 if prior_variance is None else check_number("prior_variance", prior_variance, positive=True)
-    check_choice("moments", distribution if moments is None else moments, ("gaussian", "vmf"))
+    prior = 1.0 if prior_variance is None else validate.number("prior_variance", prior_variance, positive=True)
+    validate.choice("moments", distribution if moments is None else moments, ("gaussian", "vmf"))
     if distribution == "gaussian" and moments == "vmf":
         hint = 'Only embeddings on the sphere have them: distribution="vmf".'
         raise InputError(expected("moments", '"gaussian" with distribution="gaussian"', moments, hint))

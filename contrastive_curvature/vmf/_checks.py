@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_dense
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
 __all__ = ["broadcast_batch", "check_dim", "check_finite", "check_kappa", "check_real", "unit"]
@@ -19,7 +19,7 @@ def check_real(name: str, value: object) -> Tensor:
     """
     if not isinstance(value, Tensor):
         raise InputTypeError(expected(name, "a torch.Tensor", type(value).__name__, "Wrap it with torch.tensor(...)."))
-    check_dense(name, value)
+    validate.dense(name, value)
     if not value.is_floating_point():
         raise InputTypeError(expected(name, "a floating-point tensor", str(value.dtype), "Convert it with .double()."))
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_flag
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.vmf._checks import broadcast_batch, check_kappa, unit
 from contrastive_curvature.vmf._pairs import check_same_space, checked_directions, versine
@@ -79,7 +79,7 @@ def nivmf_log_prob(x: Tensor, mu: Tensor, kappa: Tensor, *, normalized: bool = T
 
     Source: Eq. 22.
     """
-    check_flag("normalized", normalized)
+    validate.flag("normalized", normalized)
     u, _ = unit("x", x)
     m, _ = unit("mu", mu)
     k = _axis_kappas("kappa", kappa)
@@ -105,7 +105,7 @@ def all_pairs(u: Tensor, m: Tensor, kappa: Tensor, normalized: bool) -> Tensor:
 
 def checked_proxies(u: Tensor, proxy_mu: object, proxy_kappa: object, normalized: object) -> tuple[Tensor, Tensor]:
     """Return directions and concentrations of nivMF proxies, both (C, D), in the space of the directions ``u``."""
-    check_flag("normalized", normalized)
+    validate.flag("normalized", normalized)
     p = checked_directions("proxy_mu", proxy_mu)
     k = _axis_kappas("proxy_kappa", proxy_kappa)
     if k.shape != p.shape:

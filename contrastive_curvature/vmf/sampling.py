@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from contrastive_curvature.arguments import check_generator
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.vmf._checks import broadcast_batch, check_kappa, unit
 
@@ -77,7 +77,7 @@ def sample(mu: Tensor, kappa: Tensor, n_samples: int, generator: torch.Generator
         raise InputTypeError(expected("n_samples", "an int", n_samples))
     if n_samples < 1:
         raise InputError(expected("n_samples", ">= 1", n_samples))
-    check_generator(generator, m.device)
+    validate.generator(generator, m.device)
     batch = broadcast_batch(mu=(m, 1), kappa=(checked, 0))
     dim = m.shape[-1]
     shape = (n_samples, *batch)

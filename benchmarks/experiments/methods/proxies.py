@@ -35,8 +35,7 @@ from benchmarks.experiments.methods.proxy_step import (
     ProxyStep,
 )
 from benchmarks.experiments.methods.training import train
-from contrastive_curvature import vmf
-from contrastive_curvature.arguments import check_flag
+from contrastive_curvature import validate, vmf
 from contrastive_curvature.errors import UnsupportedError, expected
 
 __all__ = ["FIRST", "Proxies"]
@@ -124,7 +123,7 @@ class Proxies(Method):
             check_count("n_samples", 10 if n_samples is None else n_samples),
             False if normalized is None else normalized,
         )
-        check_flag("normalized", self.options.normalized)
+        validate.flag("normalized", self.options.normalized)
         self._encoder: nn.Module | None = None
         self._scale = 1.0
         self._proxies: dict[str, Tensor] = {}

@@ -17,8 +17,7 @@ from benchmarks.experiments.data.samplers import PlaceSampler
 from benchmarks.experiments.data.split import RetrievalData, loader
 from benchmarks.experiments.methods.base import Setting
 from benchmarks.experiments.methods.checks import check_training, positive_radius
-from contrastive_curvature import ContrastiveLoss
-from contrastive_curvature.arguments import check_choice
+from contrastive_curvature import ContrastiveLoss, validate
 from contrastive_curvature.losses.mining import active_pairs
 from contrastive_curvature.online import Trainer
 from contrastive_curvature.pairs import RelationFunction
@@ -107,7 +106,7 @@ def train(
 @contextmanager
 def _precision(encoder: nn.Module, setting: Setting) -> Iterator[None]:
     """Within it, the encoder computes in the setting's precision and returns float32."""
-    check_choice("setting.precision", setting.precision, ("float32", "bfloat16"))
+    validate.choice("setting.precision", setting.precision, ("float32", "bfloat16"))
     if setting.precision == "float32":
         yield
         return

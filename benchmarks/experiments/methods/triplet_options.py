@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.experiments.methods.checks import check_choice, check_count, check_positive
-from contrastive_curvature.arguments import check_flag, check_number
+from contrastive_curvature import validate
 from contrastive_curvature.errors import UnsupportedError, expected
 
 __all__ = ["MINED", "BayesianOptions", "bayesian_options"]
@@ -71,7 +71,7 @@ def bayesian_options(
     if moments is not None:
         check_choice("moments", moments, ("gaussian", "vmf"))
     if normalized is not None:
-        check_flag("normalized", normalized)
+        validate.flag("normalized", normalized)
     if distribution == "vmf":
         _refuse_for_vmf(variance, normalized, prior_variance)
     elif moments == "vmf":
@@ -85,11 +85,11 @@ def bayesian_options(
         "gaussian" if moments is None else moments,
         variance,
         sphere,
-        check_number("margin", margin),
-        mined if mining_margin is None else check_number("mining_margin", mining_margin),
+        validate.number("margin", margin),
+        mined if mining_margin is None else validate.number("mining_margin", mining_margin),
         None if negatives is None else check_count("negatives", negatives),
         prior,
-        weight if kl_weight is None else check_number("kl_weight", kl_weight),
+        weight if kl_weight is None else validate.number("kl_weight", kl_weight),
         first if first_variance is None else check_positive("first_variance", first_variance),
         gain if variance_gain is None else check_positive("variance_gain", variance_gain),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contrastive_curvature.arguments import check_choice, check_count
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.cosine import CosineLoss
@@ -61,11 +61,11 @@ def check_candidates(
     if loss.graded and positives is not None:
         raise InputError(expected("positives", f"nothing with {name}, whose pairs have grades", positives))
     if candidates is not None:
-        check_choice("candidates", candidates, ("batch", "dataset"))
+        validate.choice("candidates", candidates, ("batch", "dataset"))
     if positives is not None:
-        check_choice("positives", positives, ("labels", "views"))
+        validate.choice("positives", positives, ("labels", "views"))
     if negatives_per_anchor is not None:
-        check_count("negatives_per_anchor", negatives_per_anchor)
+        validate.count("negatives_per_anchor", negatives_per_anchor)
         if candidates != "dataset":
             hint = "In a batch an anchor has the negatives of the batch. Use candidates='dataset', or leave it out."
             raise InputError(

@@ -1,4 +1,7 @@
-"""Checks of arguments that many functions share."""
+"""Checks of public arguments: each returns the value, or names the argument and what it takes instead.
+
+Use as ``validate.count("k", k)``.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
-__all__ = ["check_choice", "check_count", "check_dense", "check_flag", "check_generator", "check_number"]
+__all__ = ["choice", "count", "dense", "flag", "generator", "number"]
 
 
-def check_count(argument: str, value: object) -> int:
+def count(argument: str, value: object) -> int:
     """Return ``value`` if it is a positive whole number.
 
     Raises:
@@ -23,7 +26,7 @@ def check_count(argument: str, value: object) -> int:
     return value
 
 
-def check_number(argument: str, value: object, *, positive: bool = False) -> float:
+def number(argument: str, value: object, *, positive: bool = False) -> float:
     """Return ``value`` if it is a finite number that is not negative.
 
     Args:
@@ -47,7 +50,7 @@ def check_number(argument: str, value: object, *, positive: bool = False) -> flo
     return number
 
 
-def check_choice(argument: str, value: object, known: tuple[str, ...]) -> None:
+def choice(argument: str, value: object, known: tuple[str, ...]) -> None:
     """Refuse a string that is not one of the known ones.
 
     Raises:
@@ -57,7 +60,7 @@ def check_choice(argument: str, value: object, known: tuple[str, ...]) -> None:
         raise InputError(expected(argument, "one of " + ", ".join(map(repr, known)), value))
 
 
-def check_flag(argument: str, value: object) -> None:
+def flag(argument: str, value: object) -> None:
     """Refuse anything but ``True`` and ``False``: Python would read the string ``"no"`` as true.
 
     Raises:
@@ -67,7 +70,7 @@ def check_flag(argument: str, value: object) -> None:
         raise InputTypeError(expected(argument, "True or False", f"a {type(value).__name__}"))
 
 
-def check_dense(argument: str, value: Tensor) -> None:
+def dense(argument: str, value: Tensor) -> None:
     """Refuse a tensor that is not dense: sparse tensors can be neither sliced by rows nor compared.
 
     Raises:
@@ -77,7 +80,7 @@ def check_dense(argument: str, value: Tensor) -> None:
         raise InputTypeError(expected(argument, "a dense tensor", f"layout {value.layout}", "Call .to_dense() on it."))
 
 
-def check_generator(generator: object, device: torch.device) -> None:
+def generator(generator: object, device: torch.device) -> None:
     """Refuse a random generator that torch cannot use on ``device``; ``None`` is accepted.
 
     Raises:
