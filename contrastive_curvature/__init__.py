@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 # host_imports stands first: it imports laplace-torch, without a warning that nobody here can do anything about.
 from contrastive_curvature import host_imports, metrics, vmf  # noqa: F401
-from contrastive_curvature.embedding import EmbeddingDistribution
+from contrastive_curvature.embedding.distribution import EmbeddingDistribution
+from contrastive_curvature.embedding.gallery import RetrievalUncertainty
+from contrastive_curvature.embedding.known import OptimisticPValueWarning
+from contrastive_curvature.embedding.similarity import CosineDistribution, similarity
+from contrastive_curvature.embedding.zero_shot import ZeroShotClassifier
 from contrastive_curvature.errors import (
     ContrastiveCurvatureError,
     DivergenceError,
@@ -21,11 +25,9 @@ from contrastive_curvature.errors import (
     UnsupportedError,
 )
 from contrastive_curvature.feature_folder import FeatureFolder, features
-from contrastive_curvature.gallery import RetrievalUncertainty
-from contrastive_curvature.ggn import ggn
+from contrastive_curvature.fit import ggn
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import L2Norm
-from contrastive_curvature.known import OptimisticPValueWarning
 from contrastive_curvature.laplace import DefaultPriorWarning, FeatureNormWarning, LabelWarning
 from contrastive_curvature.laplace.backends import ContrastiveBackend, ContrastiveGGN
 from contrastive_curvature.losses import (
@@ -48,9 +50,7 @@ from contrastive_curvature.network.adapters import EncoderOutput, with_last_laye
 from contrastive_curvature.online import OnlineLaplace, Trainer
 from contrastive_curvature.options import Distance, Normalization, PDFix
 from contrastive_curvature.registration import register, unregister
-from contrastive_curvature.similarity import CosineDistribution, similarity
 from contrastive_curvature.two_towers import TwoTowers
-from contrastive_curvature.zero_shot import ZeroShotClassifier
 
 if TYPE_CHECKING:
     from contrastive_curvature import jobs, pretrained, report

@@ -116,7 +116,7 @@ class Structure(_Option):
 
 
 class KFACApprox(_Option):
-    """How Kronecker factors treat the two points of a pair (:mod:`contrastive_curvature.ggn.sharing`)."""
+    """How Kronecker factors treat the two points of a pair (:mod:`contrastive_curvature.fit.sharing`)."""
 
     EXPAND = "expand"
     """Each point by itself: the cross terms of coupled fixes are dropped."""

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import contrastive_curvature as cc
-from contrastive_curvature.axis_covariance import AxisCovariance
-from contrastive_curvature.known import components
+from contrastive_curvature.embedding.axis_covariance import AxisCovariance
+from contrastive_curvature.embedding.known import components
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 

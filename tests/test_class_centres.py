@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import contrastive_curvature as cc
-from contrastive_curvature import class_centres
-from contrastive_curvature.class_centres import CAP, WEIGHT, ClassCentres
-from contrastive_curvature.ggn.class_sums import ClassSums
+from contrastive_curvature.fit import class_centres
+from contrastive_curvature.fit.class_centres import CAP, WEIGHT, ClassCentres
+from contrastive_curvature.fit.class_sums import ClassSums
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import contrastive_curvature as cc
 from contrastive_curvature import metrics
-from contrastive_curvature.gallery import neighbor_distance
+from contrastive_curvature.embedding.gallery import neighbor_distance
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 NAN, INF = math.nan, math.inf

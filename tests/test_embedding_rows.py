@@ -14,7 +14,7 @@ from laplace import Laplace
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.axis_covariance import AxisCovariance
+from contrastive_curvature.embedding.axis_covariance import AxisCovariance
 
 pytestmark = [
     pytest.mark.parametrize("device", DEVICES),

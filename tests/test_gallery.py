@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contrastive_curvature import InputError, InputTypeError, RetrievalUncertainty, metrics
-from contrastive_curvature.gallery import neighbor_distance
+from contrastive_curvature.embedding.gallery import neighbor_distance
 
 
 def draw(n: int, dim: int, seed: int) -> torch.Tensor:

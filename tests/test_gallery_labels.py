@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from contrastive_curvature import InputError, InputTypeError, RetrievalUncertainty, metrics
-from contrastive_curvature.gallery_labels import GalleryClasses
+from contrastive_curvature.embedding.gallery_labels import GalleryClasses
 
 KNOWN = torch.arange(5.0)
 """Novelties of which none is above the threshold of a share of 0.2, nor is 0."""
@@ -131,7 +131,7 @@ def test_blocks_of_queries_are_put_together_in_their_order(entries, monkeypatch)
     itself = torch.where(torch.arange(23) < 15, torch.arange(23), -1)
     score = RetrievalUncertainty(gallery, KNOWN, k=3, share=0.2, labels=labels)
     whole = score(queries, torch.zeros(23), itself)
-    monkeypatch.setattr("contrastive_curvature.gallery_labels._ENTRIES", entries)
+    monkeypatch.setattr("contrastive_curvature.embedding.gallery_labels._ENTRIES", entries)
     torch.testing.assert_close(score(queries, torch.zeros(23), itself), whole, rtol=1e-12, atol=0)
 
 

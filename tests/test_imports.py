@@ -18,10 +18,10 @@ from contrastive_curvature.host_imports import without_the_warning_of_jit
 PACKAGE = "contrastive_curvature"
 
 FORBIDDEN = {
-    "pairs": {"hessian", "losses", "network", "ggn", "hosts", "laplace"},
-    "hessian": {"losses", "network", "ggn", "hosts", "laplace"},
-    "network": {"losses", "ggn", "hosts", "laplace"},
-    "ggn": {"hosts", "laplace"},
+    "pairs": {"hessian", "losses", "network", "fit", "hosts", "laplace"},
+    "hessian": {"losses", "network", "fit", "hosts", "laplace"},
+    "network": {"losses", "fit", "hosts", "laplace"},
+    "fit": {"hosts", "laplace"},
     "hosts": {"laplace"},
 }
 """Folder -> folders that none of its modules may import at module level: everything above it."""

@@ -16,7 +16,15 @@ from scipy.stats import median_abs_deviation
 from torch import Tensor
 
 import contrastive_curvature as cc
-from contrastive_curvature.known import Reference, Standard, check_alpha, combine, components, points_needed, split
+from contrastive_curvature.embedding.known import (
+    Reference,
+    Standard,
+    check_alpha,
+    combine,
+    components,
+    points_needed,
+    split,
+)
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 KINDS = ("variance", "covariance")

@@ -26,7 +26,7 @@ from contrastive_curvature import (
     NotFittedError,
     metrics,
 )
-from contrastive_curvature.directions import directions
+from contrastive_curvature.embedding.directions import directions
 from contrastive_curvature.matching.features import Side, pair_features
 
 DOUBLE = torch.float64

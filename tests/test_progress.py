@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
 from contrastive_curvature import progress as progress_file
-from contrastive_curvature.ggn import cross_sums
+from contrastive_curvature.fit import cross_sums
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses import effort
 from contrastive_curvature.losses.derivatives import PairDerivatives
@@ -160,7 +160,7 @@ def test_cross_terms_are_told_of_while_they_begin(monkeypatch: pytest.MonkeyPatc
 
 
 def test_eigenpairs_are_told_of_after_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    from contrastive_curvature.ggn import lowrank
+    from contrastive_curvature.fit import lowrank
 
     slow(monkeypatch, lowrank)
     monkeypatch.setattr(lowrank, "DENSE_PARAMETERS", 4)

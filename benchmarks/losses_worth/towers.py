@@ -29,9 +29,9 @@ from benchmarks.transfer.markdown import head, line
 from benchmarks.transfer.recipes import grey
 from benchmarks.transfer.recipes.image_encoder import make_inputs, unknown_images
 from contrastive_curvature import metrics
+from contrastive_curvature.embedding.zero_shot import ZeroShotClassifier
 from contrastive_curvature.losses.infonce import InfoNCELoss
 from contrastive_curvature.two_towers import TwoTowers
-from contrastive_curvature.zero_shot import ZeroShotClassifier
 
 DIM, EPOCHS, BATCH, FITTED, HELD = 32, 4, 128, 4_000, 1_000
 FIXES = ("psd_parts", "ggn_fixed")

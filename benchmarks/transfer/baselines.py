@@ -7,8 +7,8 @@ from torch import Tensor
 
 from benchmarks.experiments.methods.knn import NEIGHBORS, feature_distance
 from contrastive_curvature import metrics
+from contrastive_curvature.embedding.gallery import nearest_others, neighbor_distance
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.gallery import nearest_others, neighbor_distance
 from contrastive_curvature.hessian.sphere import normalize
 
 __all__ = ["ClassGaussians", "FeatureNeighbors", "match_distance", "match_votes", "neighbors"]

@@ -14,7 +14,7 @@ from benchmarks.transfer.feature_file import FeatureFile, load_features
 from benchmarks.transfer.figures import retrieve
 from benchmarks.transfer.fitted import DEFAULT, Fitted, Points
 from benchmarks.transfer.results import key_of
-from contrastive_curvature.class_centres import ClassCentres
+from contrastive_curvature.fit.class_centres import ClassCentres
 from contrastive_curvature.laplace.prior import STRENGTH
 
 __all__ = ["RANKS", "RATIO", "STRENGTHS", "Compact", "compact", "compact_of", "variance_name"]

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.transfer.compact import Compact
-from contrastive_curvature.known import Standard
+from contrastive_curvature.embedding.known import Standard
 
 __all__ = ["COMBINATIONS", "QUANTITIES", "WITH_VARIANCE", "Encoder", "Numbers", "columns", "log"]
 

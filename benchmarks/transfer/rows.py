@@ -17,7 +17,7 @@ from benchmarks.experiments.methods.vmf_density import VMFMixture
 from benchmarks.transfer.baselines import ClassGaussians, FeatureNeighbors, match_distance, match_votes, neighbors
 from benchmarks.transfer.fitted import DEFAULT, STRUCTURES, Fitted, Points
 from contrastive_curvature import RetrievalUncertainty
-from contrastive_curvature.gallery import SHARE
+from contrastive_curvature.embedding.gallery import SHARE
 from contrastive_curvature.hessian.sphere import normalize
 
 __all__ = ["ANSWERS", "Needs", "Row", "all_rows"]

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.transfer.compact import RANKS, RATIO, STRENGTHS, variance_name
 from benchmarks.transfer.quantities import COMBINATIONS, QUANTITIES, WITH_VARIANCE, Encoder, Numbers, columns, log
-from contrastive_curvature.class_centres import CAP, WEIGHT
+from contrastive_curvature.fit.class_centres import CAP, WEIGHT
 from contrastive_curvature.laplace.prior import STRENGTH
 
 __all__ = [
@@ -99,8 +99,8 @@ def class_name(weight: float, cap: float) -> str:
     """How a class part is shown: ``2 weight min(r, cap)`` is added to the logarithm of a score, a squared angle's.
 
     Args:
-        weight: As :data:`~contrastive_curvature.class_centres.WEIGHT`, which is the factor for an angle.
-        cap: As :data:`~contrastive_curvature.class_centres.CAP`.
+        weight: As :data:`~contrastive_curvature.fit.class_centres.WEIGHT`, which is the factor for an angle.
+        cap: As :data:`~contrastive_curvature.fit.class_centres.CAP`.
     """
     return f"r {weight:g} to {cap:g}"
 

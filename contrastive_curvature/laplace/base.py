@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from contrastive_curvature import validate
-from contrastive_curvature.class_centres import ClassCentres
-from contrastive_curvature.embedding import EmbeddingDistribution
+from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError, expected
-from contrastive_curvature.ggn.dataset import DatasetCurvature
+from contrastive_curvature.fit.class_centres import ClassCentres
+from contrastive_curvature.fit.dataset import DatasetCurvature
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.laplace import calibration, fitting, prediction, sampling, saving, tuning
 from contrastive_curvature.laplace.advice import LabelRange, advise_on_labels, advise_on_prior
@@ -239,7 +239,7 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
         Raises:
             NotFittedError: Before ``fit``.
             InputError: The loader is empty, the labels are no class labels, there is one class only, or there are more
-                classes than :data:`~contrastive_curvature.class_centres.MOST_NUMBERS` allows. Nothing has changed.
+                classes than :data:`~contrastive_curvature.fit.class_centres.MOST_NUMBERS` allows. Nothing has changed.
         """
         self.check_fitted()
         if progress_bar is not None:

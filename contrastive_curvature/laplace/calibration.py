@@ -18,10 +18,8 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.embedding import EmbeddingDistribution
-from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, expected
-from contrastive_curvature.ggn.feature_sample import FeatureSample
-from contrastive_curvature.known import (
+from contrastive_curvature.embedding.distribution import EmbeddingDistribution
+from contrastive_curvature.embedding.known import (
     Judge,
     OptimisticPValueWarning,
     Reference,
@@ -30,6 +28,8 @@ from contrastive_curvature.known import (
     components,
     split,
 )
+from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, expected
+from contrastive_curvature.fit.feature_sample import FeatureSample
 from contrastive_curvature.laplace.confirmed import Confirmed
 from contrastive_curvature.laplace.features import Features
 from contrastive_curvature.laplace.fingerprint import (
@@ -112,7 +112,7 @@ class KnownInputs:
 
 @dataclass
 class _Prediction:
-    """The :class:`~contrastive_curvature.known.Judge` of one prediction ``la(x)``.
+    """The :class:`~contrastive_curvature.embedding.known.Judge` of one prediction ``la(x)``.
 
     Attributes:
         la: The posterior that made it.

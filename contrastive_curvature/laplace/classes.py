@@ -15,7 +15,7 @@ from laplace.subnetlaplace import DiagSubnetLaplace, FullSubnetLaplace
 from torch import Tensor, nn
 
 from contrastive_curvature import validate
-from contrastive_curvature.embedding import EmbeddingDistribution
+from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.laplace import fitting
 from contrastive_curvature.laplace.base import ContrastiveLaplace

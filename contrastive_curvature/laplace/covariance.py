@@ -6,7 +6,7 @@ import torch
 from laplace.utils.matrix import KronDecomposed
 from torch import Tensor
 
-from contrastive_curvature.axis_covariance import AxisCovariance
+from contrastive_curvature.embedding.axis_covariance import AxisCovariance
 from contrastive_curvature.network.full_precision import full_precision
 
 __all__ = ["dense_last_layer_covariance", "kron_last_layer_covariance"]

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.class_centres import MOST_NUMBERS, ClassCentres
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.ggn.class_sums import ClassSums
+from contrastive_curvature.fit.class_centres import MOST_NUMBERS, ClassCentres
+from contrastive_curvature.fit.class_sums import ClassSums
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.backends.torch_func import ContrastiveGGN

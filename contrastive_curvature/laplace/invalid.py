@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.embedding import EmbeddingDistribution
-from contrastive_curvature.embedding_checks import InvalidRowsError
-from contrastive_curvature.embedding_invalid import WithInvalidRows
+from contrastive_curvature.embedding.checks import InvalidRowsError
+from contrastive_curvature.embedding.distribution import EmbeddingDistribution
+from contrastive_curvature.embedding.invalid import WithInvalidRows
 from contrastive_curvature.laplace.calibration import judged
 from contrastive_curvature.network.inputs import Inputs, input_length
 

@@ -8,7 +8,7 @@ import torch
 from laplace.lllaplace import LLLaplace
 from torch import Tensor, nn
 
-from contrastive_curvature.embedding import EmbeddingDistribution
+from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.laplace.form_kron_lowrank import KronLowRankForm
 from contrastive_curvature.laplace.kron_lowrank_precision import KronLowRankPrecision

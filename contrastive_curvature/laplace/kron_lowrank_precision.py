@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from contrastive_curvature.axis_covariance import AxisCovariance
-from contrastive_curvature.ggn.nystrom import LowRankMoment
+from contrastive_curvature.embedding.axis_covariance import AxisCovariance
+from contrastive_curvature.fit.nystrom import LowRankMoment
 from contrastive_curvature.network.full_precision import full_precision
 
 __all__ = ["KronLowRank", "KronLowRankPrecision"]

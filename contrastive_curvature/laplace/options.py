@@ -12,7 +12,7 @@ from torch import Tensor
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.ggn.sampling import BlockSampler
+from contrastive_curvature.fit.sampling import BlockSampler
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.backends.checks import (
     check_backend_options,

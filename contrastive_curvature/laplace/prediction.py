@@ -15,8 +15,8 @@ import torch
 from laplace.utils.enums import LinkApprox, PredType
 from torch import Tensor
 
-from contrastive_curvature.axis_covariance import AxisCovariance
-from contrastive_curvature.embedding import EmbeddingDistribution
+from contrastive_curvature.embedding.axis_covariance import AxisCovariance
+from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.laplace.checks import check_finite_outputs, check_output_shape
 from contrastive_curvature.network.encoder import evaluation_mode

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.embedding_checks import check_typical_norm
+from contrastive_curvature.embedding.checks import check_typical_norm
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.checks import check_prior_mean, check_prior_precision, check_temperature

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.known import Reference, Standard, statistic_name
+from contrastive_curvature.embedding.known import Reference, Standard, statistic_name
 from contrastive_curvature.laplace.calibration import Calibration
 from contrastive_curvature.laplace.state_values import check_tensor, kind_of, refuse
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.class_centres import CAP, ClassCentres
+from contrastive_curvature.fit.class_centres import CAP, ClassCentres
 from contrastive_curvature.laplace.state_values import check_tensor, kind_of, refuse
 
 __all__ = ["loaded_classes", "saved_classes"]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from contrastive_curvature.directions import Directions, directions
-from contrastive_curvature.embedding import EmbeddingDistribution
+from contrastive_curvature.embedding.directions import Directions, directions
+from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.metrics._checks import check_embeddings

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from torch import Tensor
 
 from contrastive_curvature import metrics, validate
-from contrastive_curvature.embedding import EmbeddingDistribution
+from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, NotFittedError, expected
 from contrastive_curvature.matching.checks import check_dim, check_same, read_whole, result_dtype
 from contrastive_curvature.matching.features import Side, check_sides, pair_features

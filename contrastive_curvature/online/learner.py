@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import DivergenceError, InputError, InputTypeError, expected
-from contrastive_curvature.ggn.dataset import DatasetCurvature
-from contrastive_curvature.ggn.finite import is_finite
-from contrastive_curvature.ggn.views import as_anchors
+from contrastive_curvature.fit.dataset import DatasetCurvature
+from contrastive_curvature.fit.finite import is_finite
+from contrastive_curvature.fit.views import as_anchors
 from contrastive_curvature.hessian.blocks import UnrepresentableError
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.laplace import ContrastiveLaplace

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from contrastive_curvature import validate
+from contrastive_curvature.embedding.known import check_alpha
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.known import check_alpha
 from contrastive_curvature.laplace.advice import LabelWarning
 from contrastive_curvature.progress import Progress
 from contrastive_curvature.report.cards import groups_of

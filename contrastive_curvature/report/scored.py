@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.embedding import EmbeddingDistribution
+from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, NotFittedError, expected
 from contrastive_curvature.network.refusal import naming_the_input
 from contrastive_curvature.progress import Progress

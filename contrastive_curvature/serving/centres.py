@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.class_centres import CAP, WEIGHT
+from contrastive_curvature.fit.class_centres import CAP, WEIGHT
 
 __all__ = ["BetweenCentres"]
 

@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from contrastive_curvature.embedding import EmbeddingDistribution
+from contrastive_curvature.embedding.distribution import EmbeddingDistribution
+from contrastive_curvature.embedding.gallery import SHARE, RetrievalUncertainty
 from contrastive_curvature.errors import InputError, InputTypeError, expected
-from contrastive_curvature.gallery import SHARE, RetrievalUncertainty
 from contrastive_curvature.matching import MatchProbability
 from contrastive_curvature.metrics._checks import check_scores
 from contrastive_curvature.stores.embeddings import StoredEmbeddings

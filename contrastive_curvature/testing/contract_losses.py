@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputTypeError, UnsupportedError, expected
-from contrastive_curvature.ggn.accumulate import clamp_curvature
+from contrastive_curvature.fit.accumulate import clamp_curvature
 from contrastive_curvature.laplace.backends import ContrastiveGGN
 from contrastive_curvature.losses import (
     CosineLoss,

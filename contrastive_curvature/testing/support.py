@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.ggn.accumulate import clamp_curvature
+from contrastive_curvature.fit.accumulate import clamp_curvature
 from contrastive_curvature.laplace.backends import ContrastiveBackend
 from contrastive_curvature.options import Distance, PDFix, Structure
 from contrastive_curvature.testing.cases import FIXES, close
@@ -177,7 +177,7 @@ def _batch(structure: str) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _factors(model: nn.Module, x: Tensor, weights: str, options: _Options) -> Any:
-    """Factors of the reference backend, which tests/ggn/test_ggn.py takes apart: no oracle has an approximation."""
+    """Factors of the reference backend, which tests/fit/test_ggn.py takes apart: no oracle has an approximation."""
     return _made(cc.ContrastiveGGN, model, x, weights, **options).kron(x, LABELS, N=len(x))[1]
 
 

@@ -36,7 +36,8 @@ from benchmarks.transfer.rules import (
     match_rules,
 )
 from benchmarks.transfer.study import auroc, references
-from contrastive_curvature import class_centres, metrics
+from contrastive_curvature import metrics
+from contrastive_curvature.fit import class_centres
 from contrastive_curvature.laplace.prior import STRENGTH
 from tests.benchmarks.test_transfer_judge import make_content
 

@@ -31,7 +31,7 @@ from benchmarks.transfer.rules import (
     lower_rules,
     match_rules,
 )
-from contrastive_curvature.known import Standard
+from contrastive_curvature.embedding.known import Standard
 from contrastive_curvature.laplace.prior import STRENGTH
 
 KNOWN = {rule.name: rule for rule in known_rules()}

@@ -15,7 +15,7 @@ from laplace import Laplace
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.ggn.nystrom import LowRankMoment, choose_rank, low_rank_moment
+from contrastive_curvature.fit.nystrom import LowRankMoment, choose_rank, low_rank_moment
 from contrastive_curvature.laplace import ContrastiveKronLowRankLLLaplace
 from contrastive_curvature.laplace.kron_lowrank_precision import KronLowRank, KronLowRankPrecision
 from contrastive_curvature.network.sketch import sketch_matrix, sketch_moment, sketch_size

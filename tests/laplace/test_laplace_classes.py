@@ -13,7 +13,7 @@ from test_laplace import COMBINATIONS, batches, body, data, fitted, make
 from torch import Tensor
 
 import contrastive_curvature as cc
-from contrastive_curvature.class_centres import ClassCentres
+from contrastive_curvature.fit.class_centres import ClassCentres
 
 for_every_combination = pytest.mark.parametrize(("weights", "structure"), COMBINATIONS)
 

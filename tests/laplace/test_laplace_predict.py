@@ -33,7 +33,7 @@ from test_laplace import (
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.class_centres import ClassCentres
+from contrastive_curvature.fit.class_centres import ClassCentres
 from contrastive_curvature.testing import dense_jacobian
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)

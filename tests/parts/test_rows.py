@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from contrastive_curvature.errors import InputError
-from contrastive_curvature.ggn.feature_sample import FeatureSample
+from contrastive_curvature.fit.feature_sample import FeatureSample
 from contrastive_curvature.parts import RowCollector, Rows
 from contrastive_curvature.parts.rows import point_keys
 

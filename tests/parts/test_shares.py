@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import contrastive_curvature as cc
-from contrastive_curvature.ggn.passes import PassRecord
+from contrastive_curvature.fit.passes import PassRecord
 from contrastive_curvature.laplace.backends.shares import Head, all_the_same, check_shares
 from contrastive_curvature.parts import Share
 from contrastive_curvature.parts.exchange import Alone, _exchange_device, check_agreed, present_exchange

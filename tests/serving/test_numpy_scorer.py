@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from serving_cases import STRUCTURES, assert_same, fitted, inputs, truth
 
-from contrastive_curvature import class_centres, known
+from contrastive_curvature.embedding import known
+from contrastive_curvature.fit import class_centres
 from contrastive_curvature.serving import Scorer, numpy_scorer
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)

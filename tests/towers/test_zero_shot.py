@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from tower_cases import LOSSES, batches, encoders, numbers, posterior
 
 import contrastive_curvature as cc
-from contrastive_curvature.zero_shot import ZeroShotClassifier
+from contrastive_curvature.embedding.zero_shot import ZeroShotClassifier
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 

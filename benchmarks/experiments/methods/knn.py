@@ -14,8 +14,8 @@ from benchmarks.experiments.methods.base import Prediction, Setting
 from benchmarks.experiments.methods.checks import check_count, fitted
 from benchmarks.experiments.methods.embed import unit
 from benchmarks.experiments.methods.on_base import OnBase
+from contrastive_curvature.embedding.gallery import neighbor_distance
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.gallery import neighbor_distance
 from contrastive_curvature.hessian.sphere import check_outputs
 
 __all__ = ["NEIGHBORS", "KNNEmbedding", "KNNFeatures", "feature_distance"]

@@ -18,8 +18,8 @@ from benchmarks.experiments.methods.base import Method, Prediction, Setting
 from benchmarks.experiments.methods.checks import fitted
 from benchmarks.experiments.methods.embed import image_batches, unit
 from benchmarks.experiments.methods.spread import SphereSpread
+from contrastive_curvature.embedding.known import OptimisticPValueWarning
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.known import OptimisticPValueWarning
 from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.options import Distance, PDFix
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.ggn.finite import check_finite
+from contrastive_curvature.fit.finite import check_finite
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hosts.backpack.agreement import (
     POINTS,

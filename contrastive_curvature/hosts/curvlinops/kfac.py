@@ -16,7 +16,7 @@ from curvlinops import EKFACLinearOperator, FisherType, KFACLinearOperator, KFAC
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.ggn.api import check_encoder, check_trainable
+from contrastive_curvature.fit.api import check_encoder, check_trainable
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.losses.choice import choose_loss
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode

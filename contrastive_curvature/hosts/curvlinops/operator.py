@@ -14,8 +14,8 @@ from curvlinops._torch_base import PyTorchLinearOperator
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
-from contrastive_curvature.ggn.api import check_encoder
-from contrastive_curvature.ggn.lowrank import curvature_product
+from contrastive_curvature.fit.api import check_encoder
+from contrastive_curvature.fit.lowrank import curvature_product
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.base import PairLoss

@@ -21,13 +21,13 @@ from laplace.utils import Kron
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.ggn.accumulate import per_point
-from contrastive_curvature.ggn.anchors import AnchorBatch, anchors_curvature
-from contrastive_curvature.ggn.api import check_encoder, check_trainable
-from contrastive_curvature.ggn.batches import batch_curvature
-from contrastive_curvature.ggn.finite import check_finite
-from contrastive_curvature.ggn.sampling import BlockSampler
-from contrastive_curvature.ggn.views import as_anchors
+from contrastive_curvature.fit.accumulate import per_point
+from contrastive_curvature.fit.anchors import AnchorBatch, anchors_curvature
+from contrastive_curvature.fit.api import check_encoder, check_trainable
+from contrastive_curvature.fit.batches import batch_curvature
+from contrastive_curvature.fit.finite import check_finite
+from contrastive_curvature.fit.sampling import BlockSampler
+from contrastive_curvature.fit.views import as_anchors
 from contrastive_curvature.laplace.advice import LabelRange
 from contrastive_curvature.laplace.backends.checks import (
     check_backend_options,

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from contrastive_curvature.ggn.dataset import DatasetCurvature
+from contrastive_curvature.fit.dataset import DatasetCurvature
 from contrastive_curvature.laplace.backends.shares import Head, all_the_same, check_shares
 from contrastive_curvature.laplace.backends.steps import PointSteps, Steps
 from contrastive_curvature.losses.sampled_data import needs_sample

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.ggn.anchor_data import AnchorData, collect_anchors, ordered_curvature
-from contrastive_curvature.ggn.anchor_subset import anchor_subset
-from contrastive_curvature.ggn.anchors import AnchorBatch
-from contrastive_curvature.ggn.dataset import (
+from contrastive_curvature.fit.anchor_data import AnchorData, collect_anchors, ordered_curvature
+from contrastive_curvature.fit.anchor_subset import anchor_subset
+from contrastive_curvature.fit.anchors import AnchorBatch
+from contrastive_curvature.fit.dataset import (
     DatasetCurvature,
     DatasetPoints,
     collect_points,
     expected_points,
     mean_norm,
 )
-from contrastive_curvature.ggn.lowrank import curvature_product, leading_eigenpairs
-from contrastive_curvature.ggn.sampling import BlockSampler
-from contrastive_curvature.ggn.subset import HessianSubset, subset_hessian
+from contrastive_curvature.fit.lowrank import curvature_product, leading_eigenpairs
+from contrastive_curvature.fit.sampling import BlockSampler
+from contrastive_curvature.fit.subset import HessianSubset, subset_hessian
 from contrastive_curvature.laplace.backends.driver import run_steps
 from contrastive_curvature.laplace.backends.steps import AnchorSteps, BatchSteps, Part, PointSteps, Steps
 from contrastive_curvature.losses.base import PairLoss

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.ggn.anchor_sums import check_anchors, finished_anchors, note_skipped
-from contrastive_curvature.ggn.anchors import anchors_of_part
-from contrastive_curvature.ggn.batches import batches_of_part, targets_of_part
-from contrastive_curvature.ggn.class_sums import TYPICAL
-from contrastive_curvature.ggn.cross_sums import refuse_in_parts
-from contrastive_curvature.ggn.dataset import DatasetCurvature, DatasetPoints, expected_points, points_of
-from contrastive_curvature.ggn.finished import finished_sums
-from contrastive_curvature.ggn.second_pass import curvature_of_part, finished_curvature
-from contrastive_curvature.ggn.statistics import Collected, NumberedReader, Plan, collect_statistics, numbered
+from contrastive_curvature.fit.anchor_sums import check_anchors, finished_anchors, note_skipped
+from contrastive_curvature.fit.anchors import anchors_of_part
+from contrastive_curvature.fit.batches import batches_of_part, targets_of_part
+from contrastive_curvature.fit.class_sums import TYPICAL
+from contrastive_curvature.fit.cross_sums import refuse_in_parts
+from contrastive_curvature.fit.dataset import DatasetCurvature, DatasetPoints, expected_points, points_of
+from contrastive_curvature.fit.finished import finished_sums
+from contrastive_curvature.fit.second_pass import curvature_of_part, finished_curvature
+from contrastive_curvature.fit.statistics import Collected, NumberedReader, Plan, collect_statistics, numbered
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.contrastive import ContrastiveLoss
 from contrastive_curvature.losses.sampled_data import (

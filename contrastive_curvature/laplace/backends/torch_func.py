@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from contrastive_curvature.ggn.api import make_pullback
+from contrastive_curvature.fit.api import make_pullback
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.pullback import Pullback

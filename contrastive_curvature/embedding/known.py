@@ -1,0 +1,283 @@
+"""Is an input of the kind that the encoder knows? One statistic of an embedding, and its conformal p-value.
+
+:func:`components` and :func:`combine` alone decide what the statistic is; everything else holds for any statistic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.errors import InputError, InputTypeError, expected
+
+if TYPE_CHECKING:
+    from contrastive_curvature.embedding.distribution import EmbeddingDistribution
+
+__all__ = [
+    "Judge",
+    "OptimisticPValueWarning",
+    "Reference",
+    "Standard",
+    "check_alpha",
+    "combine",
+    "components",
+    "points_needed",
+    "split",
+    "statistic_name",
+]
+
+_WITH_FEATURES = ("log V/|phi|", "log V/|phi|^2", "-log n")
+_WITHOUT = ("log V", "log V/n^2", "-log n")
+"""Names of the components."""
+
+_BELOW = 0.5
+"""Weight of the first component below its median, relative to that above. Measured: ``docs/defaults.md``."""
+
+_ROUNDING = 3e-5
+"""How far the components of one input may lie apart, in float32: products of matrices round differently in batches of
+another size."""
+
+_LEAST_SPREAD = 1e-3
+"""Smallest scale of a component. They are logarithms: smaller differences are of rounding, and must not decide."""
+
+_SHARE_FOR_SCALE = 3
+"""One in so many known inputs standardises the components, where no other inputs are at hand."""
+
+_NORMAL = 1.4826
+"""Standard deviation of a normal distribution over its median absolute deviation."""
+
+_TINY = torch.finfo(torch.float64).tiny
+
+_ENTRIES = 2**22
+
+
+class OptimisticPValueWarning(UserWarning):
+    """A p-value is relative to inputs that the encoder was trained on, so it is too small for other known inputs."""
+
+
+class Judge(Protocol):
+    """What an embedding asks for its p-value; a posterior gives one to each of its predictions."""
+
+    def novelty(self, embedding: EmbeddingDistribution) -> Tensor:
+        """The statistic, shape (B,)."""
+        ...
+
+    def p_value(self, embedding: EmbeddingDistribution) -> Tensor:
+        """P-values, shape (B,)."""
+        ...
+
+    def is_known(self, embedding: EmbeddingDistribution, alpha: float) -> Tensor:
+        """Whether the p-values are above ``alpha``, shape (B,)."""
+        ...
+
+    def rows(self, rows: Tensor) -> Judge:
+        """The judge of some of the embeddings, by their indices."""
+        ...
+
+    def fixed(self, embedding: EmbeddingDistribution) -> Judge:
+        """The same judge, which no longer looks at the embedding: it is about to be rounded."""
+        ...
+
+    def joined(self, judges: Sequence[Judge | None], embeddings: Sequence[EmbeddingDistribution]) -> Judge | None:
+        """The judge of a concatenation, whose first part this one is of; ``None`` where there is none of all parts."""
+        ...
+
+
+def statistic_name(with_features: bool) -> tuple[str, int]:
+    """Name of the statistic and number K of its components.
+
+    Saved calibrations carry the name, so it must change whenever :func:`components` or :func:`combine` does.
+    """
+    names = _WITH_FEATURES if with_features else _WITHOUT
+    return f"soft maximum of standardised {', '.join(names)} and minus half the first", len(names)
+
+
+def components(embedding: EmbeddingDistribution, feature_norm: Tensor | None = None) -> Tensor:
+    """K numbers for every embedding, each larger for inputs less like the known ones.
+
+    With the tangential variance ``V = tr(P Cov P)`` of the raw outputs in their own units, the norm ``n`` of their mean
+    and the norm ``|phi|`` of the features: the logarithms of ``V / |phi|``, ``V / |phi|^2`` and ``1 / n``, and without
+    features those of ``V``, ``V / n^2`` and ``1 / n``. The first sees inputs with large features in unusual directions
+    (strong noise), ``V / |phi|^2`` unusual directions alone (another kind of image), ``1 / n`` inputs that the encoder
+    sees little in (blur, little contrast): no single one of them sees all. :func:`combine` takes the first on both
+    sides: an input may have less variance than all known ones, too (strong blur).
+
+    A ``V`` below the rounding of ``tr Cov`` counts as that rounding, and what is zero even then counts as the smallest
+    normal number of float64: zero variances, outputs and features give finite components.
+
+    Args:
+        embedding: Distribution of B embeddings.
+        feature_norm: Norms of the inputs of the last layer, shape (B,); ``None`` where there are none.
+
+    Returns:
+        Shape (B, 3), float64.
+    """
+    mean = embedding.raw_mean.detach().double()
+    size = mean.abs().amax(1).clamp(min=_TINY)
+    scaled = mean / size.unsqueeze(1)
+    norm = torch.linalg.vector_norm(scaled, dim=1)
+    spread = _log_tangential(embedding, scaled / norm.clamp(min=_TINY).unsqueeze(1))
+    length = (_log(norm) + size.log()).clamp(min=math.log(_TINY))
+    if feature_norm is None:
+        return torch.stack([spread, spread - 2 * length, -length], dim=1)
+    features = _log(feature_norm)
+    return torch.stack([spread - features, spread - 2 * features, -length], dim=1)
+
+
+def combine(standardised: Tensor) -> Tensor:
+    """The statistic: a soft maximum, ``log(sum_k exp(2 z_k) + exp(-z_1)) / 2``: one unusual component is enough.
+
+    The last term is the first component on its other side, ``-z_1``, with half its weight: inputs with too little
+    variance are rarer than those with too much, and known inputs are not symmetric around their median.
+
+    Args:
+        standardised: Components z, shape (B, K).
+
+    Returns:
+        Shape (B,), larger for inputs less like the known ones.
+    """
+    below = -_BELOW * standardised[:, :1]
+    return torch.logsumexp(2 * torch.cat([standardised, below], dim=1), dim=1) / 2
+
+
+@dataclass(frozen=True)
+class Standard:
+    """Location and scale of every component among known inputs.
+
+    Attributes:
+        location: Medians, shape (K,).
+        scale: Spreads, positive, shape (K,).
+    """
+
+    location: Tensor
+    scale: Tensor
+
+    @classmethod
+    def of(cls, known: Tensor) -> Standard:
+        """Median and median absolute deviation (the standard deviation where that is zero) of components (m, K)."""
+        location = known.median(0).values
+        apart = (known - location).abs()
+        robust = _NORMAL * apart.median(0).values
+        scale = torch.where(robust < _LEAST_SPREAD, apart.square().mean(0).sqrt(), robust)
+        return cls(location, scale.clamp(min=_LEAST_SPREAD))
+
+    def statistic(self, values: Tensor) -> Tensor:
+        """The statistic (B,) of components (B, K)."""
+        return combine((values - self.location) / self.scale)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Statistics of known inputs, which others are compared with.
+
+    Attributes:
+        standard: How components are standardised; it must not depend on which of the known inputs are compared with.
+        statistics: Of n known inputs, ascending, shape (n,).
+    """
+
+    standard: Standard
+    statistics: Tensor
+
+    @classmethod
+    def of(cls, standard: Standard, known: Tensor) -> Reference:
+        """The reference that components (n, K) of known inputs give."""
+        return cls(standard, standard.statistic(known).sort().values)
+
+    def p_value(self, values: Tensor) -> Tensor:
+        """Conformal p-values ``(1 + #{known >= s}) / (n + 1)`` of components (B, K); float64, shape (B,).
+
+        Equal up to rounding counts as equal, or known inputs that repeat would be flagged all together, by chance.
+        """
+        found = self.standard.statistic(values.to(self.statistics.device)).contiguous()
+        n = len(self.statistics)
+        below = torch.searchsorted(self.statistics, found - _ROUNDING / self.standard.scale.min())
+        return ((1 + n - below).double() / (n + 1)).to(values.device)
+
+
+def split(known: Tensor) -> tuple[Tensor, Tensor]:
+    """Two parts of components (n, K) of known inputs: a third to standardise with, and the others to compare with.
+
+    The permutation depends on n alone, so that the others stay exchangeable with new inputs.
+    """
+    order = torch.randperm(len(known), generator=torch.Generator().manual_seed(0)).to(known.device)
+    first = _for_scale(len(known))
+    return known[order[:first]], known[order[first:]]
+
+
+def check_alpha(alpha: object, n: int | None = None, splits: bool = False) -> float:
+    """Return the share of known inputs that may be flagged.
+
+    Args:
+        alpha: What the user passed.
+        n: Number of known inputs that are compared with; ``None`` leaves out whether there are enough.
+        splits: Whether more of them would be divided by :func:`split` first.
+
+    Raises:
+        InputTypeError: Not a number.
+        InputError: Not in (0, 1), or smaller than ``1 / (n + 1)``, the smallest p-value there is.
+    """
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
+        raise InputTypeError(expected("alpha", "a number in (0, 1)", repr(alpha)))
+    if not 0 < alpha < 1:
+        raise InputError(expected("alpha", "a number in (0, 1)", alpha))
+    if n is not None and alpha < 1 / (n + 1):
+        wanted = f"at least {1 / (n + 1):.2g}, the smallest p-value that {n} known inputs give"
+        hint = f"Call la.calibrate with at least {points_needed(alpha, splits):,} inputs, or use a larger alpha."
+        raise InputError(expected("alpha", wanted, alpha, hint))
+    return float(alpha)
+
+
+def points_needed(alpha: float, splits: bool = False) -> int:
+    """Smallest number of known inputs with a p-value of at most ``alpha``: ``1 / (n + 1)`` of n to compare with.
+
+    Args:
+        alpha: In (0, 1).
+        splits: Whether :func:`split` takes some of them away.
+    """
+    n = max(1, math.ceil(1 / alpha) - 2)
+    while 1 / (n + 1) > alpha:
+        n += 1
+    given = n
+    while splits and given - _for_scale(given) < n:
+        given += 1
+    return given
+
+
+def _for_scale(n: int) -> int:
+    return max(1, n // _SHARE_FOR_SCALE)
+
+
+def _log(value: Tensor) -> Tensor:
+    return value.detach().double().clamp(min=_TINY, max=torch.finfo(torch.float64).max).log()
+
+
+def _log_tangential(embedding: EmbeddingDistribution, u: Tensor) -> Tensor:
+    """Logarithm of ``tr Cov - u^T Cov u``, at least its own rounding, for directions u (B, D); float64, shape (B,)."""
+    if embedding._axes is not None:
+        size, total, radial = embedding._axes.detach().total_and_radial(u)
+        return _log_across(size, total, radial, u.shape[1] * torch.finfo(embedding._axes.dtype).eps)
+    spread = (embedding.covariance if embedding._variance is None else embedding._variance).detach()
+    step = max(1, _ENTRIES // max(1, spread[:1].numel()))
+    parts = [_total_and_radial(*pair) for pair in zip(spread.split(step), u.split(step), strict=True)]
+    size, total, radial = (torch.cat(part) for part in zip(*parts, strict=True))
+    return _log_across(size, total, radial, u.shape[1] * torch.finfo(spread.dtype).eps)
+
+
+def _log_across(size: Tensor, total: Tensor, radial: Tensor, rounding: float) -> Tensor:
+    """Logarithm of ``size * (total - radial)``, where the difference is at least ``rounding * total``."""
+    return (_log(torch.maximum(total - radial, rounding * total)) + _log(size)).clamp(min=math.log(_TINY))
+
+
+def _total_and_radial(spread: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Largest entry of variances (C, D) or covariances (C, D, D); with it divided out, ``tr Cov`` and ``u^T Cov u``."""
+    # Divided first, and in float64: sums of the largest entries would overflow.
+    size = spread.abs().flatten(1).amax(1) if len(spread) else spread.new_zeros(0)
+    wide = spread.double() / torch.where(size > 0, size, 1).double().view(-1, *([1] * (spread.ndim - 1)))
+    if spread.ndim == 2:
+        return size, wide.sum(1), (wide * u.square()).sum(1)
+    return size, wide.diagonal(dim1=1, dim2=2).sum(1), torch.einsum("bd,bde,be->b", u, wide, u)

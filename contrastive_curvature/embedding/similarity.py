@@ -1,0 +1,224 @@
+"""How similar two uncertain embeddings are: the distribution of the cosine between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature import validate
+from contrastive_curvature.embedding.directions import Directions, directions
+from contrastive_curvature.embedding.distribution import EmbeddingDistribution
+from contrastive_curvature.errors import InputError, InputTypeError, expected
+
+__all__ = ["CosineDistribution", "cosine_distribution", "similarity"]
+
+_ENTRIES = 2**24
+"""Numbers in one block of covariances or of pairs: 128 MiB in float64."""
+
+_CANCELS = 1e-4
+"""Below it ``1 - cosine`` of two directions comes from their difference, because a product has lost its digits."""
+
+_EQUAL = 8 * torch.finfo(torch.float64).eps
+"""Unit vectors that are no further apart are equal: one of them is the other, scaled."""
+
+
+@dataclass(frozen=True, eq=False)
+class CosineDistribution:
+    """Distribution of the cosines between uncertain embeddings, as :func:`similarity` returns it.
+
+    Attributes:
+        mean: Expected cosines, in [-1, 1], shape (N,) or (N, M).
+        variance: Variances of the cosines, of the same shape.
+        complement: ``1 - mean`` in float64, with the digits that a mean near 1 has lost to rounding, of the same shape;
+            ``None`` to take it from the mean.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    complement: Tensor | None = None
+
+    @property
+    def std(self) -> Tensor:
+        """Standard deviations of the cosines, of the shape of the mean."""
+        return self.variance.sqrt()
+
+    def probability(self, threshold: float | Tensor) -> Tensor:
+        """Return the probability that the cosine reaches a threshold.
+
+        ``(1 + cosine) / 2`` is taken to have the Beta distribution of the same mean and variance. It respects the
+        bounds of a cosine; between two directions that agree it becomes the scaled chi-square distribution of
+        ``1 - cosine``, and between two directions at an angle a normal one. Without spread the probability is 0 or 1.
+
+        Args:
+            threshold: A cosine in [-1, 1], or a tensor of them that broadcasts with the mean.
+
+        Returns:
+            ``P(cosine >= threshold)``, of the shape, dtype and device of the mean, without a graph: scipy computes the
+            incomplete beta function on the CPU. ``mean`` and ``variance`` have gradients.
+
+        Raises:
+            InputTypeError: ``threshold`` is not a real number or tensor.
+            InputError: It is outside [-1, 1] or NaN, or does not broadcast to the shape of the mean.
+        """
+        from scipy.special import betainc  # nobody waits for this import who needs no probability
+
+        limit = self._check_threshold(threshold)
+        mean, variance = self.mean.detach().cpu().double(), self.variance.detach().cpu().double()
+        below = 1 - mean if self.complement is None else self.complement.detach().cpu().double()
+        size = below * (2 - below) / torch.where(variance > 0, variance, torch.ones_like(variance)) - 1
+        spread = (variance > 0) & (below > 0) & (below < 2)
+        size = torch.where(spread, size, torch.ones_like(size)).clamp(min=1e-9)
+        share = torch.where(spread, below / 2, torch.full_like(mean, 0.5))
+        above = torch.from_numpy(betainc((share * size).numpy(), ((1 - share) * size).numpy(), (1 - limit).numpy() / 2))
+        # A threshold that was read off the rounded mean counts as reached.
+        certain = (below <= 1 - limit) | ((mean == limit) & (limit < 1))
+        return torch.where(spread, above, certain.double()).to(self.mean)
+
+    def _check_threshold(self, threshold: object) -> Tensor:
+        wanted = "a cosine in [-1, 1]"
+        if isinstance(threshold, bool) or not isinstance(threshold, (int, float, Tensor)):
+            raise InputTypeError(expected("threshold", f"{wanted}, or a tensor of them", threshold))
+        if isinstance(threshold, Tensor) and (threshold.is_complex() or threshold.dtype == torch.bool):
+            raise InputTypeError(expected("threshold", f"{wanted}, or a tensor of them", f"dtype {threshold.dtype}"))
+        limit = torch.as_tensor(threshold).detach().cpu().double()
+        if not bool((limit.abs() <= 1).all()):
+            received = f"numbers from {float(limit.min())} to {float(limit.max())}"
+            raise InputError(expected("threshold", wanted, received))
+        try:
+            return limit.expand(self.mean.shape)
+        except RuntimeError:
+            received = f"shape {tuple(limit.shape)}"
+            wanted = f"a shape that expands to {tuple(self.mean.shape)}, that of the mean"
+            raise InputError(expected("threshold", wanted, received)) from None
+
+
+def similarity(
+    a: EmbeddingDistribution | Tensor, b: EmbeddingDistribution | Tensor, *, pairwise: bool = False
+) -> CosineDistribution:
+    """Return the distribution of the cosine between independent uncertain embeddings, in closed form.
+
+    With mean ``m`` and covariance ``C`` of each direction, ``E[cos] = m_a . m_b`` and ``Var[cos] = m_a^T C_b m_a +
+    m_b^T C_a m_b + tr(C_a C_b)`` are exact for independent directions; ``m`` and ``C`` are those of
+    :func:`contrastive_curvature.embedding.directions.directions`, to second order in the spread of the raw outputs. A
+    pair takes O(D) for diagonal covariances and O(D^2) for dense ones, all pairs together a few matrix products. They are computed
+    in float64, because cosines near one lose their spread in float32, and returned in the dtype of the arguments.
+
+    ``docs/matching.md`` has the measured errors, and says where the closed form fails: in two or three dimensions where
+    the norm of a raw output may reach zero, and where one or two directions have most of the spread.
+
+    Args:
+        a: Distribution over N embeddings of dimension D. Or a tensor of embeddings without uncertainty, of any norm,
+            shape (N, D); not for both arguments.
+        b: The same for M embeddings, on the same device.
+        pairwise: If true, all N x M pairs, computed in blocks. If false, row i of ``a`` with row i of ``b``, N = M.
+
+    Returns:
+        Mean and variance of the cosines, shape (N,), or (N, M) if ``pairwise``. Distributions from samples enter with
+        the mean and the covariance of their normalised samples. The two embeddings of a pair count as independent, also
+        where samples of both come from the same networks; ``(a.sample(n, g) * b.sample(n, h)).sum(-1)`` with paired
+        samples keeps such a dependence. An embedding paired with itself counts as two independent draws.
+
+    Raises:
+        InputTypeError: An argument has a wrong type, or both are tensors.
+        InputError: The dimensions, the devices or (without ``pairwise``) the numbers of embeddings differ; there are
+            none; an entry is not finite; or a row is zero.
+    """
+    validate.flag("pairwise", pairwise)
+    for name, value in (("a", a), ("b", b)):
+        if not isinstance(value, (EmbeddingDistribution, Tensor)):
+            wanted = "an EmbeddingDistribution, or a tensor of embeddings"
+            raise InputTypeError(expected(name, wanted, f"a {type(value).__name__}"))
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        hint = "The cosine of two tensors is a number: torch.nn.functional.cosine_similarity(a, b)."
+        raise InputTypeError(expected("a, b", "an EmbeddingDistribution for at least one of them", "two tensors", hint))
+    means = [value if isinstance(value, Tensor) else value.raw_mean for value in (a, b)]
+    for name, mean in zip("ab", means, strict=True):
+        if mean.ndim != 2 or not len(mean):
+            raise InputError(expected(name, "embeddings (N, D), N >= 1", f"shape {tuple(mean.shape)}"))
+    if means[0].device != means[1].device:
+        raise InputError(expected("b", f"device {means[0].device}, that of a", str(means[1].device)))
+    if means[0].shape[1] != means[1].shape[1]:
+        raise InputError(expected("b", f"D = {means[0].shape[1]}, that of a", f"D = {means[1].shape[1]}"))
+    if not pairwise and len(means[0]) != len(means[1]):
+        hint = "For all pairs, pass pairwise=True."
+        raise InputError(expected("b", f"{len(means[0])} embeddings, as many as in a", len(means[1]), hint))
+    out = cosine_distribution(directions("a", a), directions("b", b), pairwise=pairwise)
+    # Half precision is lifted.
+    dtype = torch.promote_types(torch.promote_types(means[0].dtype, means[1].dtype), torch.float32)
+    return CosineDistribution(out.mean.to(dtype), out.variance.to(dtype), out.complement)
+
+
+def cosine_distribution(a: Directions, b: Directions, *, pairwise: bool) -> CosineDistribution:
+    """Compute :func:`similarity`, in float64, from the means and covariances of the directions.
+
+    Args:
+        a: Directions (N, D).
+        b: Directions (M, D); M = N unless ``pairwise``.
+        pairwise: All pairs, or row by row.
+    """
+    n, m, dim = len(a.mean), len(b.mean), a.mean.shape[1]
+    width = dim if a.covariance is None and b.covariance is None else dim * dim
+    if not pairwise:
+        step = max(1, _ENTRIES // width)
+        parts = [_row_moments(a[i : i + step], b[i : i + step]) for i in range(0, n, step)]
+        return CosineDistribution(*(torch.cat(part) for part in zip(*parts, strict=True)))
+    columns = max(1, min(m, _ENTRIES // width))
+    rows = max(1, min(n, _ENTRIES // max(width, columns)))
+    blocks = [
+        [_pair_moments(a[i : i + rows], b[j : j + columns]) for j in range(0, m, columns)] for i in range(0, n, rows)
+    ]
+    return CosineDistribution(
+        *(torch.cat([torch.cat([block[k] for block in row], 1) for row in blocks]) for k in range(3))
+    )
+
+
+def _row_moments(a: Directions, b: Directions) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, variance and complement of row i with row i, shape (N,)."""
+    return _bounded(_complement(a.mean, a.lost, b.mean, b.lost), _variance(a, b, lambda x, y: (x * y).sum(-1)))
+
+
+def _pair_moments(a: Directions, b: Directions) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, variance and complement of all pairs, shape (N, M)."""
+    complement = 1 - a.mean @ b.mean.mT
+    for few in (complement < _CANCELS).nonzero().split(max(1, _ENTRIES // a.mean.shape[1])):
+        i, j = few.unbind(1)
+        complement = complement.index_put((i, j), _complement(a.mean[i], a.lost[i], b.mean[j], b.lost[j]))
+    return _bounded(complement, _variance(a, b, lambda x, y: x @ y.mT))
+
+
+def _complement(a: Tensor, lost_a: Tensor, b: Tensor, lost_b: Tensor) -> Tensor:
+    """``1 - a . b = (1 - |a|^2 + 1 - |b|^2 + |a - b|^2) / 2`` of rows (N, D) with their ``1 - |a|^2``, shape (N,)."""
+    apart = (a - b).square().sum(1)
+    return (lost_a + lost_b + torch.where(apart > _EQUAL**2, apart, torch.zeros_like(apart))) / 2
+
+
+def _bounded(complement: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, variance and complement; a cosine of this mean cannot vary more."""
+    complement = complement.clamp(0, 2)
+    variance = torch.minimum(variance.clamp(min=0), complement * (2 - complement))
+    return 1 - complement, variance, complement
+
+
+def _variance(a: Directions, b: Directions, dot: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Variance; ``dot`` multiplies rows with rows, (N, K) and (M, K), to (N,) or (N, M)."""
+    return (_dense_variance if a.covariance is not None or b.covariance is not None else _thin_variance)(a, b, dot)
+
+
+def _dense_variance(a: Directions, b: Directions, dot: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    spread_a, spread_b = a.dense(), b.dense()
+    outer_a, outer_b = (x.mean.unsqueeze(2) * x.mean.unsqueeze(1) for x in (a, b))
+    turned = dot(spread_a.flatten(1), (spread_b + outer_b).flatten(1))
+    return turned + dot(outer_a.flatten(1), spread_b.flatten(1))
+
+
+def _thin_variance(a: Directions, b: Directions, dot: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    own_a, own_b = a.axis * a.tilt, b.axis * b.tilt
+    # m_b^T C_a m_b and m_a^T C_b m_a
+    out = dot(a.diagonal, b.mean**2) + 2 * dot(a.axis, b.mean) * dot(a.tilt, b.mean)
+    out = out + dot(a.mean**2, b.diagonal) + 2 * dot(a.mean, b.axis) * dot(a.mean, b.tilt)
+    # tr(C_a C_b)
+    out = out + dot(a.diagonal, b.diagonal + 2 * own_b) + 2 * dot(own_a, b.diagonal)
+    return out + 2 * dot(a.axis, b.tilt) * dot(a.tilt, b.axis) + 2 * dot(a.axis, b.axis) * dot(a.tilt, b.tilt)

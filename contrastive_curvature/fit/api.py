@@ -1,0 +1,217 @@
+"""The parameter curvature of one batch, for researchers who want it without laplace-torch."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from contrastive_curvature import validate
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.fit.accumulate import clamp_curvature, clamp_factors
+from contrastive_curvature.fit.finite import check_finite
+from contrastive_curvature.fit.sampling import BlockSampler
+from contrastive_curvature.fit.sharing import structured_curvature
+from contrastive_curvature.hessian.sphere import check_outputs
+from contrastive_curvature.losses.choice import DISTANCE, MARGIN, NEGATIVE_WEIGHT, NORMALIZATION, PD_FIX, choose_loss
+from contrastive_curvature.losses.cosine import CosineLoss
+from contrastive_curvature.network.encoder import Encoder, evaluation_mode
+from contrastive_curvature.network.inputs import Inputs, check_inputs, input_length, slice_inputs
+from contrastive_curvature.network.last_layer import LastLayerPullback
+from contrastive_curvature.network.layerwise import LayerwisePullback
+from contrastive_curvature.network.loader import check_one_encoder
+from contrastive_curvature.network.module import ModulePullback
+from contrastive_curvature.network.pullback import KronFactors, Pullback
+from contrastive_curvature.network.texts import tokenized
+from contrastive_curvature.options import (
+    Distance,
+    KFACApprox,
+    Normalization,
+    PDFix,
+    Structure,
+    parse_kfac_approx,
+    parse_option,
+)
+from contrastive_curvature.pairs import Pairs
+
+__all__ = ["check_encoder", "check_trainable", "ggn", "make_pullback"]
+
+
+def ggn(
+    model: nn.Module,
+    x: Inputs,
+    labels: Tensor | None = None,
+    *,
+    pairs: Pairs | None = None,
+    loss: CosineLoss | None = None,
+    distance: Distance | str = DISTANCE,
+    pd_fix: PDFix | str = PD_FIX,
+    margin: float | None = MARGIN,
+    negative_weight: float = NEGATIVE_WEIGHT,
+    normalization: Normalization | str = NORMALIZATION,
+    structure: Structure | str = Structure.DIAG,
+    subset_of_weights: str | Tensor = "all",
+    clamp: bool = True,
+    kfac_approx: KFACApprox | str = KFACApprox.EXPAND,
+    mc_samples: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor | KronFactors:
+    r"""Generalised Gauss-Newton of a loss of cosines, ``J^T H J``, over all pairs of a batch.
+
+    ``J`` is the Jacobian of the raw outputs (before any l2-normalisation) and ``H`` the output Hessian
+    (:func:`~contrastive_curvature.output_hessian`). The model is run in evaluation mode and left as it
+    was; a model in half precision is computed in float32.
+
+    ``diag`` and ``full`` are exact for every distance and fix. ``kron`` is the K-FAC approximation
+    (:mod:`contrastive_curvature.network.kron`); ``kfac_approx`` says how it treats the cross terms of ``positive`` and
+    ``full`` (:mod:`contrastive_curvature.fit.sharing`).
+
+    Args:
+        model: Any module that maps ``x`` to (N, D); an l2-normalisation module at its end is looked through.
+        x: A batch of N points, a tensor or a mapping of tensors.
+        labels: Integer class labels, shape (N,).
+        pairs: Instead of labels: index tuples ``(a, p, n)`` or ``(a1, p, a2, n)``, boolean masks ``(positive,
+            negative)``, or a callable on the targets given as ``labels``; or what the loss takes.
+        loss: A loss (:mod:`contrastive_curvature.losses`); ``None`` takes the contrastive one with ``margin``,
+            ``negative_weight`` and ``normalization``.
+        distance: ``"arccos"`` (normalisation in the loss) or ``"euclidean"`` (in the network, linearised).
+        pd_fix: ``"fixed"``, ``"positive"``, ``"full"`` or ``"psd"``, and for losses with second derivatives ``"ggn"``,
+            ``"ggn_fixed"`` or ``"psd_parts"``, see :class:`~contrastive_curvature.options.PDFix`; ``"fix"`` and
+            ``"pos"`` are understood.
+        margin: Distance of unit embeddings below which a negative counts, in (0, 2], or ``None`` for all.
+        negative_weight: ``w_n`` of the paper's Eq. 10, in [0, 1].
+        normalization: ``"sum"``: every unordered pair enters once, positives with weight ``1 - w_n``, negatives with
+            ``-w_n``. ``"type"`` and ``"anchor"``: see :class:`~contrastive_curvature.options.Normalization`.
+        structure: ``"diag"``, ``"full"`` or ``"kron"``.
+        subset_of_weights: ``"all"`` trainable parameters, ``"last_layer"``, or an integer tensor of indices into the
+            flattened trainable parameters (a subnetwork).
+        clamp: Clamp at zero what was accumulated: the entries of the diagonal, the eigenvalues of a matrix or factor.
+            ``False`` returns the raw sum.
+        kfac_approx: For ``kron``: ``"expand"`` takes the two points of a pair each on its own and drops cross terms;
+            ``"reduce"`` keeps them, for ``positive`` and ``full``.
+        mc_samples: ``None``: exact, with a backward pass for every output. K: an unbiased estimate of ``diag`` or
+            ``kron`` from K backward passes with random cotangents (twice K where the Hessian is indefinite), for
+            networks with many outputs. Refused for coupled fixes and for the last layer, whose closed form is cheaper.
+        generator: Source of randomness of ``mc_samples``; ``None`` takes the seed 0.
+
+    Returns:
+        ``diag``: shape (P,), in the order of ``model.parameters()``. ``full``: (P, P). ``kron``: a list of ``[G, A]``
+        for every matrix and ``[block]`` for every vector, in the same order. Frozen parameters are left out, except
+        with ``"last_layer"``, which takes the whole layer.
+
+    Raises:
+        InputError: An argument is malformed, or the curvature is not finite; the message names argument or layer.
+        UnsupportedError: The encoder normalises inside ``forward``, has no last linear layer, or the structure has no
+            factors for the fix.
+    """
+    chosen = choose_loss(
+        loss,
+        margin=margin,
+        negative_weight=negative_weight,
+        normalization=normalization,
+        distance=distance,
+        pd_fix=pd_fix,
+    )
+    validate.flag("clamp", clamp)
+    kind = parse_option(Structure, "structure", structure)
+    approx = parse_kfac_approx(kfac_approx, chosen.pd_fix, kind, coupled=chosen.coupled)
+    validate.generator(generator, torch.device("cpu"))
+    sampler = BlockSampler(mc_samples, generator)
+    sampler.check(chosen.coupled, kind)
+    if not isinstance(model, nn.Module):
+        raise InputTypeError(expected("model", "a torch.nn.Module", f"a {type(model).__name__}"))
+    check_one_encoder(model)
+    x = check_inputs(tokenized(model, x))
+    model, x = _lift_half(model, x)
+    with evaluation_mode(model), torch.no_grad():
+        encoder = Encoder(model, slice_inputs(x, slice(0, 8)))
+        check_encoder(encoder, chosen)
+        pullback = make_pullback(encoder, subset_of_weights)
+        # Before the batch runs: what is wrong with labels or pairs does not depend on the outputs.
+        like = next(encoder.parameters())
+        relation = chosen.relate(like.new_zeros(input_length(x), encoder.dim), labels, pairs)
+        z, context = pullback.forward(x)
+        hessian = chosen.hessian_at(check_outputs(z, "model(x)"), relation)
+        found: Tensor | KronFactors = structured_curvature(
+            pullback, context, hessian, kind, len(hessian), approx, sampler
+        )
+        check_finite(found, pullback, "this batch")
+    if not clamp:
+        return found
+    return clamp_curvature(found) if isinstance(found, Tensor) else clamp_factors(found)
+
+
+def check_encoder(encoder: Encoder, loss: CosineLoss) -> None:
+    """Refuse what an analysed encoder cannot be asked for.
+
+    Raises:
+        UnsupportedError: ``arccos`` on outputs that are already normalised.
+    """
+    if encoder.normalized and loss.distance is Distance.ARCCOS:
+        msg = (
+            "distance='arccos': the outputs of the encoder are already normalised, and the module that does it is "
+            "more than a rescaling of its input, so the raw outputs cannot be reached. End the encoder in a plain "
+            "contrastive_curvature.L2Norm(), or use distance='euclidean', which linearises the normalisation."
+        )
+        raise UnsupportedError(msg)
+
+
+def check_trainable(encoder: Encoder) -> None:
+    """Refuse an encoder all of whose parameters are frozen.
+
+    Raises:
+        InputError: No parameter requires a gradient.
+    """
+    if not any(p.requires_grad for p in encoder.parameters()):
+        raise InputError(expected("model", "at least one parameter that requires a gradient", "none"))
+
+
+def make_pullback(encoder: Encoder, subset_of_weights: str | Tensor) -> Pullback:
+    """The pullback to the parameters that the user asks for.
+
+    Raises:
+        InputError: The subset is unknown, or its indices are out of range or repeated.
+    """
+    wanted = "'all', 'last_layer' or an integer tensor of indices into the flattened trainable parameters"
+    if isinstance(subset_of_weights, Tensor):
+        total = sum(p.numel() for p in encoder.parameters() if p.requires_grad)
+        indices = subset_of_weights
+        whole = indices.dtype != torch.bool and not (indices.is_floating_point() or indices.is_complex())
+        if not whole or indices.layout != torch.strided or indices.ndim != 1 or not indices.numel():
+            came = f"dtype {indices.dtype}, shape {tuple(indices.shape)}"
+            raise InputError(expected("subset_of_weights", wanted, came))
+        if int(indices.min()) < 0 or int(indices.max()) >= total or indices.unique().numel() != indices.numel():
+            came = (
+                f"{int(indices.min())}..{int(indices.max())}, {indices.unique().numel()} distinct of {indices.numel()}"
+            )
+            raise InputError(expected("subset_of_weights", f"distinct indices in 0..{total - 1}", came))
+        return ModulePullback(encoder, indices)
+    if not isinstance(subset_of_weights, str):
+        raise InputTypeError(expected("subset_of_weights", wanted, f"a {type(subset_of_weights).__name__}"))
+    if subset_of_weights == "last_layer":
+        return LastLayerPullback(encoder)
+    if subset_of_weights == "all":
+        check_trainable(encoder)
+        return LastLayerPullback(encoder) if _is_last_layer_alone(encoder) else LayerwisePullback(encoder)
+    raise InputError(expected("subset_of_weights", wanted, subset_of_weights))
+
+
+def _is_last_layer_alone(encoder: Encoder) -> bool:
+    """Whether the trainable parameters are those of the last layer, which has closed forms."""
+    try:
+        layer = encoder.require_last_layer()
+    except UnsupportedError:
+        return False
+    own = list(layer.parameters())
+    trainable = [p for p in encoder.parameters() if p.requires_grad]
+    return len(own) == len(trainable) and all(a is b for a, b in zip(own, trainable, strict=True))
+
+
+def _lift_half(model: nn.Module, x: Inputs) -> tuple[nn.Module, Inputs]:
+    halves = (torch.float16, torch.bfloat16)
+    if any(p.dtype in halves for p in model.parameters()):
+        model = copy.deepcopy(model).float()
+    if isinstance(x, Tensor):
+        return model, x.float() if x.dtype in halves else x
+    return model, {k: v.float() if isinstance(v, Tensor) and v.dtype in halves else v for k, v in x.items()}

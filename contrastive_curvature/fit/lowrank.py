@@ -1,0 +1,184 @@
+"""The leading eigenpairs of the parameter curvature, matrix-free.
+
+A product with the curvature is one pass over the data for ``J v``, the node-form product with the output Hessian, and
+one reverse pass for ``J^T``; Lanczos (SciPy's ``eigsh``) does the rest. Works for every fix, coupled ones too, because
+the output Hessian couples N x D numbers only.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
+from torch import Tensor
+
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.fit.anchor_data import AnchorData
+from contrastive_curvature.fit.dataset import BatchReader, DatasetPoints
+from contrastive_curvature.fit.dominance import FEWEST_POINTS, MOST, warn_of_point
+from contrastive_curvature.fit.finite import check_finite
+from contrastive_curvature.fit.passes import check_same_outputs
+from contrastive_curvature.hessian.output import OutputHessian
+from contrastive_curvature.network.pullback import Pullback
+from contrastive_curvature.progress import Progress
+
+DENSE_PARAMETERS = 256
+"""Up to so many parameters the matrix is formed, which cannot fail to converge."""
+
+__all__ = ["DENSE_PARAMETERS", "curvature_product", "leading_eigenpairs"]
+
+
+def curvature_product(
+    pullback: Pullback,
+    hessian: OutputHessian | AnchorData,
+    loader: Iterable[Any],
+    read: BatchReader,
+    v: Tensor,
+    argument: str = "train_loader",
+) -> Tensor:
+    """``J^T H J v`` over the whole data set.
+
+    Args:
+        pullback: All trainable parameters.
+        hessian: Output Hessian of all N points, in the order of the loader.
+        loader: The same data in the same order.
+        read: Takes a batch apart.
+        v: Shape (P,), or (P, K) for K vectors in one pass; N D K numbers are held.
+        argument: Name of the loader for error messages.
+
+    Returns:
+        The product, of the shape of ``v``.
+
+    Raises:
+        InputError: The loader gives other points than before, or in another order, or a product is not finite.
+    """
+    single = v.ndim == 1
+    columns = v.unsqueeze(1) if single else v
+    moved, start = [], 0
+    for batch in loader:
+        x, _ = read(batch)
+        products = [pullback.jvp(x, column) for column in columns.T]
+        z = products[0][0]
+        stop = start + z.shape[0]
+        hint = "Every product is a pass over the data: build the loader with shuffle=False and without augmentation."
+        check_same_outputs(z, hessian.z[start:stop], argument, hint)
+        moved.append(torch.stack([tangent for _, tangent in products], dim=2))
+        if bool(v.isfinite().all()) and not bool(moved[-1].isfinite().all()):
+            # The Jacobian overflows; its rows say in which layer.
+            axes = torch.ones_like(z).unsqueeze(1)
+            check_finite(pullback.vjp(pullback.forward(x)[1], axes).abs().sum((0, 1)), pullback, _batch(len(moved)))
+        start = stop
+    if start != len(hessian.z):
+        hint = "Some of the data are missing in this pass: turn drop_last off, and pass no iterator."
+        raise InputError(expected(argument, f"{len(hessian.z)} points in every pass", str(start), hint))
+    curved = hessian.matvec(torch.cat(moved))
+    out, start = torch.zeros_like(columns), 0
+    for number, batch in enumerate(loader):
+        x, _ = read(batch)
+        stop = start + moved.pop(0).shape[0]
+        for k in range(columns.shape[1]):
+            out[:, k] += pullback.vjp_sum(x, curved[start:stop, :, k])
+        check_finite(out, pullback, _batch(number + 1))
+        start = stop
+    return out[:, 0] if single else out
+
+
+def _batch(count: int) -> str:
+    return f"batch {count - 1} (counted from 0)"
+
+
+def leading_eigenpairs(
+    pullback: Pullback,
+    points: DatasetPoints | AnchorData,
+    loader: Iterable[Any],
+    read: BatchReader,
+    rank: int,
+    progress: Progress | bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Largest positive eigenvalues of the curvature and their eigenvectors.
+
+    Args:
+        pullback: All trainable parameters.
+        points: What the first pass over the data left.
+        loader: The same data in the same order.
+        read: Takes a batch apart.
+        rank: How many to look for; fewer are returned when fewer are positive.
+        progress: Of the fit that this is part of; one step a product.
+
+    Returns:
+        Eigenvectors (P, R) and eigenvalues (R,), all positive: the clamp of negative eigenvalues is built in. Warns
+        where a single point carries most of them.
+
+    Raises:
+        InputError: The loader has another order in every pass, or the rank is out of range.
+    """
+    if rank < 1:
+        raise InputError(expected("rank", "a positive whole number", rank))
+    total = pullback.n_params
+    z = points.hessian.z
+    hessian = points.hessian.whole()
+    progress = Progress.of(progress)
+    with progress.bar("[eigenpairs]") as bar:
+
+        def product(v: np.ndarray) -> np.ndarray:
+            bar.update()
+            vector = torch.as_tensor(np.ascontiguousarray(v).reshape(-1), dtype=z.dtype, device=z.device)
+            return curvature_product(pullback, hessian, loader, read, vector).double().cpu().numpy()
+
+        if rank >= total - 1 or total <= DENSE_PARAMETERS:
+            # Lanczos cannot give all of them, and a matrix of few parameters is no burden.
+            matrix = np.stack([product(column) for column in np.eye(total)], axis=1)
+            values, vectors = np.linalg.eigh((matrix + matrix.T) / 2)
+        else:
+            start = np.random.default_rng(0).standard_normal(total)
+            began = time.monotonic()
+            first = product(start)
+            # Lanczos holds 2 R + 1 vectors, and seldom does with fewer products.
+            progress.expect((time.monotonic() - began) * (2 * rank + 1), f"Finding {rank} eigenpairs")
+            if not first.any():
+                # Lanczos refuses a zero matrix.
+                values, vectors = np.zeros(0), np.zeros((total, 0))
+            else:
+                operator = LinearOperator((total, total), matvec=product, dtype=np.float64)
+                try:
+                    values, vectors = eigsh(operator, k=rank, which="LA", v0=start)
+                except ArpackNoConvergence as error:
+                    # Where few eigenvalues are positive, Lanczos may not settle among those that are zero.
+                    values, vectors = error.eigenvalues, error.eigenvectors
+                    warnings.warn(
+                        f"{len(values)} of {rank} eigenpairs converged; the others are left out. Use a smaller rank.",
+                        stacklevel=2,
+                    )
+    threshold = max(float(values.max(initial=0.0)), 0.0) * total * float(torch.finfo(z.dtype).eps)
+    keep = np.flatnonzero(values > threshold)[::-1][:rank].copy()
+    vectors, values = vectors[:, keep], values[keep]
+    if not (np.isfinite(vectors).all() and np.isfinite(values).all()):
+        raise InputError(expected("curvature", "finite eigenpairs", "NaN or infinity"))
+    pair = (torch.as_tensor(array, dtype=z.dtype, device=z.device) for array in (vectors, values))
+    eigenvectors, eigenvalues = next(pair), next(pair)
+    if eigenvalues.numel() and len(z) >= FEWEST_POINTS:
+        _warn_of_point(pullback, hessian, loader, read, eigenvectors[:, 0], eigenvalues)
+    return eigenvectors, eigenvalues
+
+
+def _warn_of_point(
+    pullback: Pullback,
+    hessian: OutputHessian | AnchorData,
+    loader: Iterable[Any],
+    read: BatchReader,
+    vector: Tensor,
+    values: Tensor,
+) -> None:
+    """Warn where the leading eigenvalue is most of the curvature that was found, and comes from one point."""
+    if float(values[0]) <= MOST * float(values.sum()):
+        return
+    moved = torch.cat([pullback.jvp(read(batch)[0], vector)[1] for batch in loader])
+    parts = (moved * hessian.blocks.matmul(moved)).sum(1).abs()
+    share = float(parts.max() / parts.sum())
+    if share > MOST:
+        warn_of_point(share, f"point {int(parts.argmax())} of the data", "leading eigenvalue")

@@ -1,0 +1,137 @@
+"""The leading eigenvectors of a positive semidefinite matrix from its sketch, the rest isotropic.
+
+The single-pass Nystrom approximation (Tropp, Yurtsever, Udell and Cevher, 2017, "Fixed-rank approximation of a positive
+semidefinite matrix from streaming data", algorithm 3) with the stabilising shift, in float64. What the leading
+eigenvectors leave of the trace is spread evenly over the orthogonal complement, which is the maximum-likelihood
+estimate of probabilistic principal component analysis (Tipping and Bishop, 1999).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.fit.spectrum import eigenpairs
+from contrastive_curvature.network.sketch import EXACT_WIDTH, MOST_RANK, sketch_matrix
+
+__all__ = ["LEFT_OVER", "LowRankMoment", "choose_rank", "low_rank_moment"]
+
+LEFT_OVER = 0.01
+"""What the chosen rank may leave to the rest, as a fraction of what the first eigenvector leaves of the trace."""
+
+_ATTEMPTS = 8
+
+
+class LowRankMoment(NamedTuple):
+    """``Q diag(l) Q^T + rho (I - Q Q^T)``.
+
+    Attributes:
+        vectors: ``Q``, orthonormal columns, shape (F, R), of the dtype of the sketch.
+        values: ``l``, not negative, in descending order, shape (R,), float64.
+        rest: ``rho``, not negative, shape (), float64; zero at full rank.
+    """
+
+    vectors: Tensor
+    values: Tensor
+    rest: Tensor
+
+
+def choose_rank(values: Tensor, trace: Tensor) -> int:
+    """The smallest rank that leaves at most :data:`LEFT_OVER` of what the first eigenvector leaves, within bounds.
+
+    The first eigenvector does not count, because the mean of the features, or one large feature, may make up nearly all
+    of the trace and would hide the spectrum of the others.
+
+    Args:
+        values: Eigenvalues in descending order, shape (K,).
+        trace: Of the whole matrix, shape ().
+
+    Returns:
+        From 1 to :data:`.MOST_RANK`.
+    """
+    left = trace - values[:MOST_RANK].cumsum(0)
+    return min(len(left), 1 + int((left > LEFT_OVER * left[0]).sum()))
+
+
+def low_rank_moment(sketch: Tensor, trace: Tensor, rank: int | None) -> LowRankMoment:
+    """Recover a matrix from its sketch (:func:`.sketch_moment`).
+
+    Args:
+        sketch: Shape (F, S); with S = F the matrix itself.
+        trace: Shape (1,).
+        rank: Number R of eigenvectors, at most F; ``None`` for all of up to :data:`.EXACT_WIDTH` features, and for
+            :func:`choose_rank` above.
+
+    Returns:
+        The approximation; of the whole matrix the exact truncation, and at full rank the matrix itself.
+
+    Raises:
+        InputError: The sketch is not finite, or cannot be decomposed.
+    """
+    width, size = sketch.shape
+    total = trace.double().squeeze()
+    basis, turn, values = _whole(sketch) if size == width else _nystrom(sketch)
+    values = values.clamp(min=0)
+    if rank is None:
+        rank = width if width <= EXACT_WIDTH else choose_rank(values, total)
+    rank = min(rank, width)
+    values = values[:rank]
+    # Only the columns that are kept are computed.
+    vectors = basis[:, :rank] if turn is None else basis @ turn[:, :rank]
+    rest = (total - values.sum()).clamp(min=0) / max(1, width - rank) if rank < width else torch.zeros_like(total)
+    return LowRankMoment(vectors.to(sketch.dtype).contiguous(), values, rest)
+
+
+def _whole(matrix: Tensor) -> tuple[Tensor, None, Tensor]:
+    """Eigenvectors (F, F) and eigenvalues (F,) in descending order, in the form of :func:`_nystrom`."""
+    values, vectors = eigenpairs(matrix.double())
+    return vectors.flip(1), None, values.flip(0)
+
+
+def _nystrom(sketch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The Nystrom approximation: eigenvectors are ``basis @ turn`` (F, S), eigenvalues (S,) in descending order."""
+    if not bool(sketch.isfinite().all()):
+        raise InputError(expected("curvature", "finite numbers", "NaN or infinity"))
+    width, size = sketch.shape
+    # The test matrix as it was in the product, with its rounding.
+    omega = sketch_matrix(width, size, sketch.dtype, sketch.device).double()
+    wide = sketch.double()
+    scale = wide.norm()
+    wide = wide / scale if bool(scale > 0) else wide
+    shift = width**0.5 * torch.finfo(sketch.dtype).eps
+    for _ in range(_ATTEMPTS):
+        moved = wide + shift * omega
+        core = omega.T @ moved
+        factor, failed = torch.linalg.cholesky_ex((core + core.T) / 2, upper=True)
+        if not int(failed):
+            basis, turn, values = (_by_qr if sketch.dtype == torch.float64 else _by_gram)(moved, factor)
+            return basis, turn, scale * (values - shift).clamp(min=0)
+        shift *= 10
+    received = f"a sketch of shape {tuple(sketch.shape)} that is not that of a positive semidefinite matrix"
+    hint = "Scale the inputs, or use hessian_structure='diag', which needs no eigenvalues."
+    raise InputError(expected("curvature", "a matrix whose eigenvalues can be computed", received, hint))
+
+
+def _by_qr(moved: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Left singular vectors ``basis @ turn`` and squared singular values of ``moved factor^-1``, descending."""
+    half = torch.linalg.solve_triangular(factor, moved, upper=True, left=False)
+    basis, small = torch.linalg.qr(half)
+    turn, sigma, _ = torch.linalg.svd(small)
+    return basis, turn, sigma.square()
+
+
+def _by_gram(moved: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same as :func:`_by_qr` from products of matrices alone, several times faster.
+
+    It squares a condition number. For sketches in float32 that is harmless: their shift, 1e-5 and more, bounds the
+    squared singular values from below, and float64 has 1e-16.
+    """
+    inner = torch.linalg.solve_triangular(factor.T, moved.T @ moved, upper=False)
+    inner = torch.linalg.solve_triangular(factor, inner, upper=True, left=False)
+    values, vectors = (part.flip(-1) for part in eigenpairs((inner + inner.T) / 2))
+    # Against rounding of the smallest; they are as large as the shift in exact arithmetic.
+    values = values.clamp(min=torch.finfo(values.dtype).eps * float(values[0]))
+    return moved, torch.linalg.solve_triangular(factor, vectors, upper=True) / values.sqrt(), values

@@ -1,0 +1,146 @@
+"""Kronecker factors that keep the cross terms of a pair: its two points as an axis that shares a layer's weight.
+
+The exact block of a layer's weight over the pairs of a coupled fix is
+``sum_{i<j} (B_i (x) a_i, B_j (x) a_j)^T H^{ij} (B_i (x) a_i, B_j (x) a_j)`` with the inputs ``a``, the Jacobians ``B``
+of the raw outputs with respect to what the layer puts out, and the pair's own Hessian ``H^{ij}``. Two
+approximations of it, after the K-FAC of layers with weight sharing:
+
+- ``expand`` (:mod:`contrastive_curvature.network.kron`) drops the cross terms: ``G = sum_i B_i^T H_ii B_i``,
+  ``A = mean_i a_i a_i^T``. It overstates a coupled curvature several times, since what it drops nearly cancels what it
+  keeps (``benchmarks/kron_error.py``).
+- ``reduce`` sums the two points first: ``G = sum_ij B_i^T H_ij B_j``, and ``A`` is the second moment of the pairs' mean
+  inputs ``(a_i + a_j) / 2`` over all pairs of non-zero weight. Exact where all points have the same inputs.
+
+Both are formed from sums over points, never from pairs. Positions of a convolution are treated one by one, as in
+K-FAC-expand. Biases and other vectors get their exact block with ``reduce``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.fit.sampling import BlockSampler
+from contrastive_curvature.hessian.output import OutputHessian
+from contrastive_curvature.network.kron import LayerRun, ModuleKron, sandwich
+from contrastive_curvature.network.last_layer import LastLayerPullback
+from contrastive_curvature.network.layerwise import LayerwisePullback
+from contrastive_curvature.network.pullback import KronFactors, Pullback
+from contrastive_curvature.options import KFACApprox, Structure
+
+__all__ = ["pair_moment", "paired", "shared_factors", "structured_curvature"]
+
+
+def structured_curvature(
+    pullback: Pullback,
+    context: Any,
+    hessian: OutputHessian,
+    structure: Structure,
+    n_data: int,
+    approx: KFACApprox = KFACApprox.EXPAND,
+    sampler: BlockSampler | None = None,
+) -> Any:
+    """Unclamped curvature of points that are there at once, in any structure.
+
+    Args:
+        pullback: The parameters.
+        context: Of N points.
+        hessian: At their outputs.
+        structure: ``diag``, ``full`` or ``kron``.
+        n_data: Number of points over which the input factors of ``kron`` are averaged.
+        approx: How ``kron`` treats the two points of a pair.
+        sampler: Of the blocks, for an estimate.
+
+    Returns:
+        Shape (P,) or (P, P), or Kronecker factors.
+
+    Raises:
+        UnsupportedError: ``kron`` for parameters that have no factors.
+    """
+    if approx is not KFACApprox.EXPAND:
+        return shared_factors(pullback, context, hessian, n_data)
+    blocks = hessian.blocks if sampler is None else sampler(hessian.blocks, pullback)
+    if structure is Structure.KRON:
+        return pullback.kron_factors(context, blocks, n_data)
+    if blocks is not hessian.blocks:
+        return pullback.block_term(context, blocks, structure)
+    return pullback.curvature(context, hessian, structure)
+
+
+def shared_factors(pullback: Pullback, context: Any, hessian: OutputHessian, n_data: int) -> KronFactors:
+    """Kronecker factors of a batch with its cross terms (``reduce``).
+
+    Args:
+        pullback: All parameters, or the last layer, by ``torch.func``.
+        context: Of N points.
+        hessian: At their outputs, coupled.
+        n_data: Number of points over which the ``A`` are averaged; a batch counts by its number of points.
+
+    Returns:
+        ``[G, A]`` for every matrix and ``[block]`` for every vector; those of batches add up.
+
+    Raises:
+        UnsupportedError: A subnetwork, a layer without factors, or another host's pullback.
+    """
+    together = hessian.linked()
+    share = len(hessian) / n_data
+
+    def weight(run: LayerRun) -> list[Tensor]:
+        return [sandwich(run.jacobian, hessian.matvec), share * pair_moment(run.inputs, together)]
+
+    def bias(run: LayerRun) -> Tensor:
+        return sandwich(run.jacobian.sum(2, keepdim=True), hessian.matvec)
+
+    if isinstance(pullback, LastLayerPullback):
+        dim = hessian.z.shape[1]
+        eye = torch.eye(dim, dtype=hessian.z.dtype, device=hessian.z.device).view(1, dim, 1, dim)
+        run = LayerRun(context.unsqueeze(1), eye.expand(len(hessian), -1, -1, -1))
+        moment = pullback.input_moment(context, paired(context, together))
+        of_weight = [sandwich(run.jacobian, hessian.matvec), *(share * part for part in moment)]
+        return [of_weight, [bias(run)]] if pullback.bias else [of_weight]
+    if not isinstance(pullback, LayerwisePullback):
+        msg = (
+            "kfac_approx='reduce': a subnetwork has no Kronecker factors, and a pullback of your own has those of each "
+            "point alone. Use kfac_approx='expand', or backend=ContrastiveGGN with all parameters or the last layer."
+        )
+        raise UnsupportedError(msg)
+    kron = ModuleKron(pullback)
+
+    def vector(p: nn.Parameter) -> Tensor:
+        return kron.vector_pullback(p).curvature(context, hessian, Structure.FULL)
+
+    return kron.assemble(kron.run(context), weight, bias, vector)
+
+
+def pair_moment(a: Tensor, together: Tensor) -> Tensor:
+    """Second moment of the mean inputs of pairs.
+
+    Args:
+        a: Inputs, shape (N, T, F).
+        together: 1 where two points are a pair, symmetric with zero diagonal, shape (N, N).
+
+    Returns:
+        Shape (F, F), positive semidefinite, averaged over positions. Without any pair, every point counts on its own,
+        so that averages over batches stay averages.
+    """
+    flat = a.transpose(0, 1).reshape(a.shape[1], a.shape[0], -1)
+    return torch.einsum("tnf,tng->fg", flat, paired(flat, together)) / a.shape[1]
+
+
+def paired(flat: Tensor, together: Tensor) -> Tensor:
+    """The inputs of every point plus those of its partners, weighted: ``flat^T paired`` is the moment of mean inputs.
+
+    Args:
+        flat: Inputs, shape (..., N, F).
+        together: 1 where two points are a pair, symmetric with zero diagonal, shape (N, N).
+
+    Returns:
+        Shape (..., N, F).
+    """
+    degree = together.sum(1)
+    if not bool(degree.any()):
+        return flat / flat.shape[-2]
+    return (degree.unsqueeze(1) * flat + together @ flat) / (2 * degree.sum())

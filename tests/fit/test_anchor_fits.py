@@ -1,0 +1,594 @@
+"""Losses of anchors over data sets: batches, all points as candidates, two views, subsets, and what is refused."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from laplace import Laplace
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import contrastive_curvature as cc
+from contrastive_curvature.fit.accumulate import clamp_curvature
+from contrastive_curvature.options import Structure
+from contrastive_curvature.testing.cases import close
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+LOSSES: dict[str, Any] = {
+    "infonce": lambda **given: cc.InfoNCELoss(0.2, **given),
+    "supcon": lambda **given: cc.SupConLoss(0.2, **given),
+    "siglip": lambda **given: cc.SigLIPLoss(5.0, -2.0, **given),
+    "multisimilarity": cc.MultiSimilarityLoss,
+    "triplet": cc.TripletLoss,
+    "proxies": lambda **given: cc.ProxyLoss(torch.eye(4, dtype=torch.float64)[:, :3] + 0.1, 4.0, **given),
+}
+
+
+def problem(device: str, n: int = 12) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().to(device)
+    return model, torch.randn(n, 4, dtype=torch.float64, device=device), (torch.arange(n) % 4).to(device)
+
+
+def share(loss: Any, z: Tensor, y: Tensor) -> float:
+    """By what a fit multiplies a mean: its number of anchors."""
+    return float(loss.output_hessian(z, y).derivatives.anchors) if loss.averages else 1.0
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("fix", ["psd_parts", "full", "fixed"])
+@pytest.mark.parametrize("subset", ["last_layer", "all"])
+@pytest.mark.filterwarnings("ignore:The clamped curvature is zero everywhere")
+def test_a_fit_is_the_sum_over_batches(name: str, reduction: str, fix: str, subset: str, device: str) -> None:
+    model, x, y = problem(device)
+    loss = LOSSES[name](reduction=reduction, pd_fix=fix)
+    loader = list(zip(x.split(7), y.split(7), strict=True))
+    truth: Any = 0
+    for a, b in loader:
+        part = cc.ggn(model, a, b, loss=loss, structure="full", subset_of_weights=subset, clamp=False)
+        truth = truth + share(loss, model(a).detach(), b) * part
+    for structure in ("diag", "full"):
+        la = Laplace(model, "contrastive", subset, structure, backend_kwargs={"loss": loss})
+        la.fit(loader)
+        assert close(la.H_raw, truth.diagonal() if structure == "diag" else truth, tolerance=1e-11)
+        values = sum(share(loss, model(a).detach(), b) * loss(model(a), b).detach() for a, b in loader)
+        assert float(la.loss) == pytest.approx(float(values), rel=1e-10)
+        assert 0 <= float(la.cost) <= float(la.loss) + 1e-12
+        assert la.n_data == 12
+    assert bool(la(x).kappa.isfinite().all())
+
+
+@pytest.mark.parametrize("name", ["infonce", "supcon", "siglip", "multisimilarity"])
+@pytest.mark.parametrize("fix", ["psd_parts", "full", "ggn"])
+def test_candidates_of_the_whole_data_set(name: str, fix: str, device: str) -> None:
+    model, x, y = problem(device)
+    loss = LOSSES[name](pd_fix=fix)
+    truth = 12 * cc.ggn(model, x, y, loss=loss, structure="full", subset_of_weights="last_layer", clamp=False)
+    options = {"loss": loss, "candidates": "dataset"}
+    for loader in (
+        list(zip(x.split(5), y.split(5), strict=True)),
+        DataLoader(TensorDataset(x.cpu(), y.cpu()), batch_size=5, shuffle=True),
+    ):
+        for structure in ("diag", "full"):
+            la = Laplace(model, "contrastive", "last_layer", structure, backend_kwargs=options)
+            la.fit(loader)
+            # In another order of the batches sums are rounded differently.
+            assert close(la.H_raw, truth.diagonal() if structure == "diag" else truth, tolerance=1e-10)
+    if fix == "psd_parts":
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            la = Laplace(model, "contrastive", "last_layer", "kron", backend_kwargs=options)
+            la.fit([(x, y)])
+        expected = cc.ggn(model, x, y, loss=loss, structure="kron", subset_of_weights="last_layer", clamp=False)
+        assert close(la.H_raw[0][0], 12 * expected[0][0], tolerance=1e-11)
+        assert close(la.H_raw[0][1], expected[0][1], tolerance=1e-11)
+
+
+def test_negatives_that_count_less_are_as_hard_as_a_batch(device: str) -> None:
+    """Each negative repeated k times with a k-th of the weight is the loss with each of them once."""
+    model, x, y = problem(device, 8)
+    y = torch.arange(8, device=device) // 2
+    loss = cc.InfoNCELoss(0.2, pd_fix="fixed")
+    once = cc.ggn(model, x, y, loss=loss, subset_of_weights="last_layer", clamp=False)
+    options = {"loss": loss, "candidates": "dataset", "negatives_per_anchor": 7}
+    la = Laplace(model, "contrastive", "last_layer", "diag", backend_kwargs=options)
+    la.fit([(x, y)])
+    assert close(la.H_raw, 8 * once, tolerance=1e-12)
+    # With half of the weight of the negatives the value follows the formula.
+    options["negatives_per_anchor"] = 3
+    half = Laplace(model, "contrastive", "last_layer", "diag", backend_kwargs=options)
+    half.fit([(x, y)])
+    u = torch.nn.functional.normalize(model(x).detach())
+    s = u @ u.T / 0.2
+    value = 0.0
+    for i in range(8):
+        negatives = torch.stack([s[i, j] for j in range(8) if j // 2 != i // 2])
+        p = i ^ 1
+        value += float(torch.log1p(3 / 7 * (negatives - s[i, p]).exp().sum()))
+    assert float(half.loss) == pytest.approx(value, rel=1e-10)
+
+
+@pytest.mark.parametrize("structure", ["lowrank", "gp", "kron", "kron_lowrank"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_structure_predicts(name: str, structure: str, device: str) -> None:
+    model, x, y = problem(device)
+    loader = list(zip(x.split(6), y.split(6), strict=True))
+    more = {"n_subset": 12} if structure == "gp" else {}
+    subset = "last_layer" if structure == "kron_lowrank" else "all"
+    found = {}
+    for kind in (structure, "full"):
+        loss = LOSSES[name](pd_fix="psd_parts")
+        given = more if kind == structure else {}
+        la = Laplace(model, "contrastive", subset, kind, backend_kwargs={"loss": loss}, **given)
+        la.fit([(x, y)] if kind == "gp" else loader)
+        found[kind] = la(x)
+        assert bool(found[kind].kappa.isfinite().all())
+    if structure == "lowrank":
+        assert float((found["lowrank"].kappa / found["full"].kappa - 1).abs().max()) < 1e-3
+
+
+def test_a_subset_of_all_points_has_their_hessian(device: str) -> None:
+    model, x, y = problem(device)
+    for fix in ("psd_parts", "ggn"):
+        loss = cc.SupConLoss(0.2, pd_fix=fix)
+        made = cc.ContrastiveGGN(model, loss=loss)
+        subset, value, _, n = made.fit_subset([(x, y)], 12)
+        hessian = loss.output_hessian(model(x).detach(), y)
+        if subset.coupled:
+            found = torch.einsum("iar,jbr->iajb", subset.factor, subset.factor).reshape(36, 36)
+            assert close(found, 12 * hessian.dense(), tolerance=1e-9)
+        else:
+            assert close(subset.factor @ subset.factor.mT, 12 * hessian.point_blocks(), tolerance=1e-9)
+        assert (n, float(value)) == (12, pytest.approx(12 * float(loss(model(x), y).detach())))
+        assert len(made.fit_subset([(x[:6], y[:6]), (x[6:], y[6:])], 5)[0].factor) == 5
+
+
+def views(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x + 0.1, x - 0.1
+
+
+@pytest.mark.parametrize("form", ["pair", "pair and nothing", "pair and labels", "three", "mappings"])
+def test_views_without_labels(form: str, device: str) -> None:
+    """Whatever the loader's form, two views of an input belong together, and all 2 B points are candidates."""
+    model, x, y = problem(device)
+    first, second = views(x)
+    batch: Any = {
+        "pair": (first, second),
+        "pair and nothing": ((first, second), None),
+        "pair and labels": [[first, second], y],  # InfoNCE does not use them
+        "three": (first, second, torch.arange(12, device=device)),
+        "mappings": ({"0": first}, {"0": second}),
+    }[form]
+
+    class OfMapping(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Any) -> Tensor:
+            out: Tensor = self.inner(x["0"] if isinstance(x, dict) else x)
+            return out
+
+    encoder = OfMapping(model) if form == "mappings" else model
+    loss = cc.InfoNCELoss(0.2)
+    la = Laplace(encoder, "contrastive", "last_layer", "diag", backend_kwargs={"loss": loss})
+    la.fit([batch])
+    joined, ids = torch.cat([first, second]), torch.arange(12, device=device).repeat(2)
+    truth = 24 * cc.ggn(model, joined, ids, loss=loss, subset_of_weights="last_layer", clamp=False)
+    assert close(la.H_raw, truth, tolerance=1e-11)
+    assert la.n_data == 24
+    assert la.class_centres is None
+    for structure in ("kron_lowrank", "gp", "lowrank"):
+        weights = "all" if structure == "lowrank" else "last_layer"
+        more = {"n_subset": 8} if structure == "gp" else {}
+        other = Laplace(encoder, "contrastive", weights, structure, backend_kwargs={"loss": loss}, **more)
+        other.fit([batch, batch])
+        given = {"0": x} if form == "mappings" else x
+        assert bool(other(given).kappa.isfinite().all())
+
+
+def test_labels_or_views(device: str) -> None:
+    model, x, y = problem(device)
+    first, second = views(x)
+    batch = ((first, second), y)
+    joined, labels, ids = torch.cat([first, second]), y.repeat(2), torch.arange(12, device=device).repeat(2)
+    for loss, positives, targets in (
+        (cc.SupConLoss(0.2), None, labels),
+        (cc.SupConLoss(0.2), "views", ids),
+        (cc.InfoNCELoss(0.2), None, ids),
+        (cc.InfoNCELoss(0.2), "labels", labels),
+    ):
+        options = {"loss": loss, "positives": positives}
+        la = Laplace(model, "contrastive", "last_layer", "diag", backend_kwargs=options)
+        la.fit([batch])
+        truth = 24 * cc.ggn(model, joined, targets, loss=loss, subset_of_weights="last_layer", clamp=False)
+        assert close(la.H_raw, truth, tolerance=1e-11), (type(loss).__name__, positives)
+
+
+class Augmented(Dataset[tuple[Tensor, Tensor]]):
+    """Other views at every access."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.seen = x, 0
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, k: int) -> tuple[Tensor, Tensor]:
+        self.seen += 1
+        return self.x[k] + 0.1 * torch.randn(4), self.x[k] + 0.1 * torch.randn(4)
+
+
+def test_fresh_augmentation_in_one_pass(device: str) -> None:
+    model, x, _ = problem(device, 32)
+    model, data = model.float(), Augmented(x.float().cpu())
+    loader = DataLoader(data, batch_size=8, shuffle=True)
+    la = Laplace(model, "contrastive", backend_kwargs={"loss": cc.InfoNCELoss(0.2)})
+    la.fit(loader)
+    # One batch is looked at before, to analyse the encoder.
+    assert data.seen <= 32 + 2 * 8
+    la.optimize_prior_precision()
+    assert bool(la(x.float()).uncertainty.isfinite().all())
+    whole = Laplace(model, "contrastive", backend_kwargs={"loss": cc.InfoNCELoss(0.2), "candidates": "dataset"})
+    with pytest.raises(cc.InputError, match=r"same points in the same order.*candidates='batch'"):
+        whole.fit(loader)
+
+
+def test_graded_pairs(device: str) -> None:
+    model, x, _ = problem(device)
+    first, second = views(x)
+    grades = torch.linspace(0, 1, 12, dtype=torch.float64, device=device)
+    loss = cc.CoSENTLoss(5.0, pd_fix="full")
+    la = Laplace(model, "contrastive", "last_layer", "full", backend_kwargs={"loss": loss})
+    la.fit([(first, second, grades)])
+    rows = torch.arange(12, device=device)
+    truth = cc.ggn(
+        model,
+        torch.cat([first, second]),
+        pairs=(rows, rows + 12, grades),
+        loss=loss,
+        structure="full",
+        subset_of_weights="last_layer",
+        clamp=False,
+    )
+    assert close(la.H_raw, truth, tolerance=1e-11)
+    with pytest.raises(cc.InputError, match="grades"):
+        la.fit([(first, second)])
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("structure", "subset"), [("diag", "last_layer"), ("kron", "all"), ("full", "last_layer")])
+def test_online_training_takes_every_loss(name: str, structure: str, subset: str, device: str) -> None:
+    model, x, y = problem(device)
+    learner = cc.OnlineLaplace(
+        model,
+        probe=x[:4],
+        n_data=12,
+        hessian_structure=structure,
+        subset_of_weights=subset,
+        backend_kwargs={"loss": LOSSES[name]()},
+    )
+    trainer = cc.Trainer(learner, torch.optim.Adam(learner.parameters(), 1e-2))
+    trainer.fit([(x, y)], 3)
+    la = learner.laplace()
+    assert bool(la(x).kappa.isfinite().all())
+    # Of one step without forgetting, the curvature is that of the batch.
+    fresh, x, y = problem(device)
+    once = cc.OnlineLaplace(
+        fresh, probe=x[:4], n_data=12, memory_factor=0.0, backend_kwargs={"loss": LOSSES[name]()}, n_samples=1
+    )
+    value = once(x, y)
+    loss = LOSSES[name]()
+    assert float(value.detach()) == pytest.approx(float(loss(fresh(x), y).detach()))
+    want = share(loss, fresh(x).detach(), y) * cc.ggn(fresh, x, y, loss=loss, subset_of_weights="last_layer")
+    assert close(once.laplace().H, want, tolerance=1e-10)
+
+
+def test_online_training_on_views(device: str) -> None:
+    model, x, y = problem(device)
+    learner = cc.OnlineLaplace(model, probe=x[:4], n_data=24, backend_kwargs={"loss": cc.InfoNCELoss(0.2)})
+    trainer = cc.Trainer(learner, torch.optim.Adam(learner.parameters(), 1e-2))
+    trainer.fit([views(x), (views(x), y)], 2)
+    assert bool(learner.laplace()(x).kappa.isfinite().all())
+    with pytest.raises(cc.InputError, match=r"candidates.*batch"):
+        cc.OnlineLaplace(
+            model,
+            probe=x[:4],
+            n_data=24,
+            backend_kwargs={"loss": cc.InfoNCELoss(0.2), "candidates": "dataset"},
+        )
+
+
+def test_skipped_anchors_are_counted(device: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, x, y = problem(device)
+    y = torch.where(torch.arange(12, device=device) < 3, torch.arange(100, 112, device=device), y)
+    with caplog.at_level(logging.INFO, "contrastive_curvature"):
+        Laplace(model, "contrastive", "last_layer", "diag", backend_kwargs={"loss": cc.SupConLoss(0.2)}).fit([(x, y)])
+    assert "3 of 12 anchors" in caplog.text
+    la = Laplace(model, "contrastive", "last_layer", "diag", backend_kwargs={"loss": cc.SupConLoss(0.2)})
+    with pytest.raises(cc.InputError, match=r"at least one anchor.*none of 12"):
+        la.fit([(x, torch.arange(12, device=device))])
+
+
+def test_what_is_refused(device: str) -> None:
+    model, x, y = problem(device)
+
+    def la(**options: Any) -> Any:
+        return Laplace(model, "contrastive", "last_layer", "diag", backend_kwargs=options)
+
+    infonce, supcon = cc.InfoNCELoss(0.2), cc.SupConLoss(0.2)
+    for options, words in (
+        ({"loss": infonce, "candidates": "all"}, r"candidates.*'batch', 'dataset'.*all"),
+        ({"loss": infonce, "positives": "both"}, r"positives.*'labels', 'views'"),
+        ({"loss": infonce, "negatives_per_anchor": 7}, "candidates='dataset'"),
+        ({"loss": infonce, "negatives_per_anchor": 0, "candidates": "dataset"}, "negatives_per_anchor"),
+        ({"candidates": "batch"}, "ContrastiveLoss is a sum over pairs"),
+        ({"positives": "views"}, "ContrastiveLoss is a sum over pairs"),
+        ({"loss": cc.LogisticLoss(), "negatives_per_anchor": 3}, "LogisticLoss is a sum over pairs"),
+    ):
+        with pytest.raises(cc.InputError, match=words):
+            la(**options)
+    with pytest.raises(cc.UnsupportedError, match=r"negatives_per_anchor: SupConLoss"):
+        la(loss=supcon, candidates="dataset", negatives_per_anchor=7)
+    with pytest.raises(cc.UnsupportedError, match=r"CoSENTLoss is a loss of batches"):
+        la(loss=cc.CoSENTLoss(), candidates="dataset")
+    with pytest.raises(cc.UnsupportedError, match=r"two views.*InfoNCELoss"):
+        la().fit([views(x)])
+    with pytest.raises(cc.InputTypeError, match=r"labels, or a second view"):
+        la(loss=infonce).fit([(x, torch.rand(12, device=device))])
+    with pytest.raises(cc.InputError, match=r"positives.*one view"):
+        la(loss=infonce, positives="views").fit([(x, y)])
+    with pytest.raises(cc.InputError, match=r"two views and labels"):
+        la(loss=infonce, positives="labels").fit([views(x)])
+    with pytest.raises(cc.InputError, match=r"as many second views"):
+        la(loss=infonce).fit([((x, x[:5]), None)])
+    with pytest.raises(cc.InputError, match=r"three"):
+        la(loss=infonce).fit([(*views(x), x)])
+    for labels in (["a"] * 12, y.tolist(), y.cpu().numpy()):
+        with pytest.raises(cc.InputTypeError, match=r"labels as a tensor.*positives='views'"):
+            la(loss=supcon).fit([(views(x), labels)])
+        la(loss=infonce).fit([(views(x), labels)])
+        la(loss=supcon, positives="views").fit([(views(x), labels)])
+    for loss in (infonce, supcon):
+        with pytest.raises(cc.InputTypeError, match=r"one number a point.*no second view"):
+            la(loss=loss).fit([(x, y, torch.arange(12, device=device))])
+    with pytest.raises(cc.InputTypeError, match=r"one number a point.*no second view"):
+        la().fit([(x, y, torch.arange(12, device=device))])
+    proxies = LOSSES["proxies"]()
+    with pytest.raises(cc.InputError, match=r"class labels.*class weights"):
+        la(loss=proxies).fit([views(x)])
+    with pytest.raises(cc.InputError, match=r"positives.*class weights"):
+        la(loss=proxies, positives="views").fit([(views(x), y)])
+    gp = {"loss": infonce, "candidates": "dataset"}
+    with pytest.raises(cc.UnsupportedError, match=r"candidates='dataset'.*each other's"):
+        Laplace(model, "contrastive", "last_layer", "gp", n_subset=4, backend_kwargs=gp).fit([(x, y)])
+    with pytest.raises(cc.InputError, match=r"zero everywhere.*larger batches"):
+        la(loss=infonce).fit([views(x[:1])])
+    with pytest.raises(cc.InputTypeError, match=r"batches \(x, labels\), \(view, view\)"):
+        la(loss=infonce).fit([x])
+    with pytest.raises(cc.InputTypeError, match=r"loss.*function of the cosines"):
+        la(loss=nn.TripletMarginLoss())
+    bad = x.clone()
+    bad[0] = torch.nan
+    with pytest.raises(cc.InputError, match=r"finite"):
+        la(loss=infonce).fit([(bad, y)])
+    for temperature in (0.0, -1.0, float("nan"), "0.1", True):
+        with pytest.raises((cc.InputError, cc.InputTypeError), match="temperature"):
+            cc.SupConLoss(temperature)  # type: ignore[arg-type]
+
+
+def test_a_saved_posterior_knows_its_loss(device: str) -> None:
+    model, x, y = problem(device)
+    for made, others in (
+        (cc.SupConLoss(0.2), (cc.SupConLoss(0.1), cc.SupConLoss(0.2, "sum"), cc.InfoNCELoss(0.2))),
+        (cc.ProxyLoss(torch.eye(4)[:, :3] + 0.1), (cc.ProxyLoss(torch.eye(4)[:, :3] + 0.2),)),
+    ):
+        la = Laplace(model, "contrastive", backend_kwargs={"loss": made})
+        la.fit([(x, y)])
+        state = la.state_dict()
+        again = Laplace(model, "contrastive", backend_kwargs={"loss": made})
+        again.load_state_dict(state)
+        assert torch.equal(again(x).kappa, la(x).kappa)
+        for other in others:
+            with pytest.raises(cc.InputError, match="loss"):
+                Laplace(model, "contrastive", backend_kwargs={"loss": other}).load_state_dict(state)
+
+
+def test_the_matrix_of_one_structure_is_positive_semidefinite(device: str) -> None:
+    """``psd_parts`` and ``ggn`` need no clamp in any structure."""
+    model, x, y = problem(device)
+    for name in ("infonce", "supcon", "siglip", "multisimilarity", "proxies"):
+        for fix in ("psd_parts", "ggn", "ggn_fixed", "psd"):
+            backend = cc.ContrastiveGGN(model, loss=LOSSES[name](pd_fix=fix))
+            full = backend.fit([(x, y)], Structure.FULL).curvature
+            assert close(full, clamp_curvature(full), tolerance=1e-9), (name, fix)
+
+
+def test_factors_with_cross_terms(device: str) -> None:
+    """``kfac_approx="reduce"`` sums the points of a batch first; a loss without cross terms has nothing to warn of."""
+    model, x, y = problem(device)
+    options = {"loss": cc.SupConLoss(0.2, pd_fix="ggn"), "kfac_approx": "reduce"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        la = Laplace(model, "contrastive", "last_layer", "kron", backend_kwargs=options)
+        la.fit([(x, y)])
+        Laplace(model, "contrastive", "last_layer", "kron", backend_kwargs={"loss": LOSSES["proxies"](pd_fix="full")})
+    same = Laplace(model, "contrastive", "all", "kron", backend_kwargs=options)
+    same.fit([(x, y)])
+    bias = cc.ggn(model, x, y, loss=options["loss"], structure="full", clamp=False)[-3:, -3:]
+    # The block of the last bias is exact.
+    assert close(same.H_raw[-1][0], 12 * bias, tolerance=1e-10)
+    with pytest.warns(UserWarning, match="so this is pd_fix='ggn_fixed'"):
+        Laplace(model, "contrastive", "last_layer", "kron", backend_kwargs={"loss": options["loss"]})
+    with pytest.raises(cc.UnsupportedError, match="candidates='batch'"):
+        Laplace(model, "contrastive", "last_layer", "kron", backend_kwargs={**options, "candidates": "dataset"})
+
+
+class Heads(nn.Module):
+    """One body and two last layers, for inputs of two kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.image, self.text = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, x: dict[str, Tensor]) -> Tensor:
+        kind = next(iter(x))
+        out: Tensor = getattr(self, kind)(torch.tanh(self.body(x[kind])))
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:model. the Jacobians of 2 parameters")
+def test_two_heads_get_a_message_that_is_true(device: str) -> None:
+    _, x, y = problem(device)
+    model = Heads().double().to(device)
+    options = {"loss": cc.InfoNCELoss(0.2)}
+    loader = [({"image": x}, y), ({"text": x}, y)]
+    with pytest.raises(cc.UnsupportedError, match=r"layer 'image' \(Linear\).*two heads.*TwoTowers.*'all'"):
+        Laplace(model, "contrastive", backend_kwargs=options).fit(loader)
+    with pytest.raises(cc.InputError, match=r"two views of one kind.*TwoTowers"):
+        Laplace(model, "contrastive", backend_kwargs=options).fit([({"image": x}, {"text": x})])
+    # What it says is so.
+    everything = Laplace(model, "contrastive", "all", "diag", backend_kwargs=options)
+    everything.fit(loader)
+    assert bool(everything({"text": x}).kappa.isfinite().all())
+    paths = cc.TwoTowers(OnePath(model, "image"), OnePath(model, "text"))
+    towers = Laplace(paths, "contrastive", backend_kwargs=options)
+    towers.fit([(x, x)])
+    assert bool(towers.b(x).kappa.isfinite().all())
+
+
+class OnePath(nn.Module):
+    """One of the two paths."""
+
+    def __init__(self, model: nn.Module, kind: str) -> None:
+        super().__init__()
+        self.model, self.kind = model, kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.model({self.kind: x})
+        return out
+
+
+def test_the_operator_takes_views(device: str) -> None:
+    model, x, y = problem(device)
+    loss = cc.InfoNCELoss(0.2, pd_fix="full")
+    first, second = views(x)
+    data = [(first[:5], second[:5]), ((first[5:], second[5:]), y[5:])]
+    operator = cc.ContrastiveGGNLinearOperator(model, loss, None, data)
+    joined = torch.cat([first[:5], second[:5], first[5:], second[5:]])
+    ids = torch.cat([torch.arange(5).repeat(2), 5 + torch.arange(7).repeat(2)]).to(device)
+    truth = cc.ggn(model, joined, ids, loss=loss, structure="full", clamp=False)
+    v = torch.linspace(-1, 1, len(truth), dtype=torch.float64, device=device)
+    assert close(operator @ v, truth @ v, float(truth.abs().max()), 1e-10)
+    with pytest.raises(cc.InputTypeError, match=r"two views and labels"):
+        cc.ContrastiveGGNLinearOperator(model, cc.SupConLoss(0.2), None, data[1:])
+
+
+def test_options_of_the_other_kind_of_loss(device: str) -> None:
+    model, x, y = problem(device)
+    infonce = cc.InfoNCELoss(0.2)
+    for pairs in ("batch", "dataset"):
+        with pytest.raises(cc.InputError, match=r"pairs.*candidates"):
+            Laplace(model, "contrastive", backend_kwargs={"loss": infonce, "pairs": pairs})
+    with pytest.raises(cc.InputError, match=r"positives.*grades"):
+        Laplace(model, "contrastive", backend_kwargs={"loss": cc.CoSENTLoss(), "positives": "views"})
+    # Class proxies couple nothing, whatever the fix says.
+    proxies = LOSSES["proxies"](pd_fix="full")
+    cc.ggn(model, x, y, loss=proxies, mc_samples=1)
+    with pytest.raises(cc.UnsupportedError, match="nothing to approximate"):
+        Laplace(model, "contrastive", "last_layer", "kron", backend_kwargs={"loss": proxies, "kfac_approx": "reduce"})
+    for fix in ("ggn", "ggn_fixed", "psd_parts"):
+        with pytest.raises(cc.UnsupportedError, match=f"{fix}.*SoftContrastiveLoss is not convex.*psd"):
+            cc.SoftContrastiveLoss(pd_fix=fix)
+        assert cc.SoftContrastiveLoss(squared=True, pd_fix=fix).pd_fix == fix
+
+
+def test_targets_of_a_relation_may_look_like_inputs(device: str) -> None:
+    model, x, _ = problem(device)
+
+    def near(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        gap = torch.cdist(a, b)
+        return gap < 1.5, gap >= 1.5
+
+    loss = cc.SupConLoss(0.2)
+    la = Laplace(model, "contrastive", "last_layer", "diag", backend_kwargs={"loss": loss, "relation": near})
+    la.fit([(x, x)])
+    share_ = float(loss.output_hessian(model(x).detach(), x, pairs=near).derivatives.anchors)
+    truth = share_ * cc.ggn(model, x, x, pairs=near, loss=loss, subset_of_weights="last_layer", clamp=False)
+    assert close(la.H_raw, truth, tolerance=1e-11)
+
+
+def test_cross_terms_of_many_points_are_refused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y = problem(device)
+    monkeypatch.setattr(importlib.import_module("contrastive_curvature.fit.anchor_data"), "MOST_COUPLED", 11)
+    for fix in ("ggn", "full"):
+        options = {"loss": cc.SupConLoss(0.2, pd_fix=fix), "candidates": "dataset"}
+        with pytest.raises(cc.UnsupportedError, match=r"N\^3.*12 points.*psd_parts"):
+            Laplace(model, "contrastive", "last_layer", "diag", backend_kwargs=options).fit([(x, y)])
+        Laplace(model, "contrastive", "last_layer", "diag", backend_kwargs=options).fit([(x[:11], y[:11])])
+
+
+def test_products_over_batches_hold_no_pairs(device: str) -> None:
+    model, x, y = problem(device)
+    backend = cc.ContrastiveGGN(model, loss=cc.InfoNCELoss(0.2, pd_fix="full"))
+    data = backend._anchors(backend.encoder(x), [(x[:6], y[:6]), (x[6:], y[6:])], cc.progress.Progress(False))
+    assert all(rows.held is None for part in data.parts for rows in part.derivatives._rows)  # type: ignore[attr-defined]
+
+
+def test_a_relation_beside_what_ignores_it(device: str) -> None:
+    model, _, _ = problem(device)
+
+    def relate(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        same = a[:, None] == b[None]
+        return same, ~same
+
+    for options in (
+        {"loss": cc.InfoNCELoss(), "positives": "views"},
+        {"loss": cc.CoSENTLoss()},
+        {"loss": LOSSES["proxies"]()},
+    ):
+        with pytest.raises(cc.InputError, match="relation"):
+            Laplace(model, "contrastive", backend_kwargs={**options, "relation": relate})
+
+
+def test_states_of_other_losses_of_the_curvature_are_refused(device: str) -> None:
+    model, x, _ = problem(device)
+
+    def learner(loss: Any) -> cc.OnlineLaplace:
+        return cc.OnlineLaplace(model, probe=x[:4], n_data=12, backend_kwargs={"loss": loss})
+
+    state = learner(cc.InfoNCELoss(0.05)).state_dict()
+    learner(cc.InfoNCELoss(0.05)).load_state_dict(state)
+    for other in (cc.InfoNCELoss(5.0), cc.SupConLoss(0.05), cc.TripletLoss()):
+        with pytest.raises(cc.InputError, match="curvature_loss"):
+            learner(other).load_state_dict(state)
+
+
+def test_targets_like_inputs_in_training(device: str) -> None:
+    """A relation waits for targets: they are no second view, whatever their shape."""
+    model, x, _ = problem(device)
+
+    def near(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        gap = torch.cdist(a, b)
+        return gap < 1.5, gap >= 1.5
+
+    for loss in (cc.SupConLoss(0.2), cc.LogisticLoss()):
+        learner = cc.OnlineLaplace(model, probe=x[:4], n_data=12, backend_kwargs={"loss": loss, "relation": near})
+        trainer = cc.Trainer(learner, torch.optim.SGD(learner.parameters(), 1e-3))
+        trainer.fit([(x, x)], 1)
+        assert bool(learner.laplace()(x).kappa.isfinite().all())
+
+
+def test_proxies_are_the_losses_own(device: str) -> None:
+    weights = torch.eye(3, device=device)
+    loss = cc.ProxyLoss(weights)
+    weights.zero_()
+    assert bool(loss.proxies.any())

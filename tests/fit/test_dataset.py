@@ -1,0 +1,235 @@
+"""A data set fitted in batches equals the same data in one batch, exactly, in every structure and for every fix."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from devices import DEVICES
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from scipy.sparse.linalg import ArpackNoConvergence
+from strategies import INPUTS, NETWORKS, build_network, close, make_inputs, options, relate_by_remainder
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import contrastive_curvature as cc
+from contrastive_curvature.fit import cross_sums, lowrank
+from contrastive_curvature.losses import label_sums
+from contrastive_curvature.options import Structure
+
+WITHOUT_FACTORS = (nn.Embedding, nn.MultiheadAttention)
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+@st.composite
+def data(draw: st.DrawFn) -> tuple[nn.Module, Tensor, Tensor, DataLoader, dict[str, Any]]:
+    n, dim = draw(st.integers(2, 12)), draw(st.integers(1, 3))
+    torch.manual_seed(draw(st.integers(0, 2**16)))
+    kind = draw(st.sampled_from(tuple(NETWORKS)))
+    model, x = build_network(kind, dim), make_inputs(kind, n)
+    y = torch.randint(0, draw(st.integers(1, 3)), (n,))
+    y[1] = y[0]
+    loader = DataLoader(TensorDataset(x, y), batch_size=draw(st.integers(1, n)), shuffle=True)
+    chosen = draw(options)
+    if draw(st.booleans()):
+        chosen["relation"] = relate_by_remainder
+    return model, x, y, loader, chosen
+
+
+def fit(model: nn.Module, loader: DataLoader, chosen: dict[str, Any], structure: Structure, last: bool) -> Any:
+    backend_model: Any = model
+    if last:
+        from contrastive_curvature.laplace.features import RawFeatureExtractor
+
+        backend_model = RawFeatureExtractor(model)
+        probe = next(iter(loader))[0].to(next(model.parameters()).device)
+        backend_model.analyse(probe)
+    return cc.ContrastiveGGN(backend_model, last_layer=last, **chosen).fit(loader, structure)
+
+
+@given(drawn=data(), last=st.booleans(), held=st.sampled_from((1, 2**27)), class_sums=st.sampled_from((0, 2**28)))
+def test_equals_one_batch(drawn: Any, last: bool, held: int, class_sums: int, device: str) -> None:
+    model, x, y, loader, chosen = drawn
+    model = model.to(device)
+    pairs = {k: v for k, v in chosen.items() if k != "relation"}
+    if "relation" in chosen:
+        pairs["pairs"] = chosen["relation"]
+    x, y = x.to(device), y.to(device)
+    subset = "last_layer" if last else "all"
+    scale = len(x) / 2 if chosen["normalization"] == "type" else 1.0
+    with pytest.MonkeyPatch.context() as patch:
+        # Both routes of the coupled fixes, and blocks that hold one batch or all of them.
+        patch.setattr(cross_sums, "_FEATURE_ELEMENTS", held)
+        patch.setattr(cross_sums, "_CLASS_SUM_ELEMENTS", class_sums)
+        for structure in (Structure.DIAG, Structure.FULL):
+            truth = scale * cc.ggn(model, x, y, structure=structure, subset_of_weights=subset, clamp=False, **pairs)
+            found = fit(model, loader, chosen, structure, last)
+            size = _size(model, x, y, pairs)
+            assert found.n == len(x)
+            assert close(found.curvature, truth, scale * size)
+    loss = cc.ContrastiveLoss(*(chosen[k] for k in ("margin", "negative_weight", "normalization")))
+    value = scale * loss(model(x), y, pairs=pairs.get("pairs"))
+    assert close(found.loss.reshape(1), value.detach().reshape(1), 4 * scale * len(x) ** 2, 1e-12)
+
+
+@given(drawn=data(), last=st.booleans())
+def test_kron_equals_one_batch(drawn: Any, last: bool, device: str) -> None:
+    model, x, y, loader, chosen = drawn
+    assume(last or not any(isinstance(m, WITHOUT_FACTORS) or hasattr(m, "layer") for m in model.modules()))
+    model, x, y = model.to(device), x.to(device), y.to(device)
+    chosen.pop("relation", None)
+    chosen.update(pd_fix="psd", normalization="anchor")
+    truth = cc.ggn(
+        model, x, y, structure="kron", subset_of_weights="last_layer" if last else "all", clamp=False, **chosen
+    )
+    found = fit(model, loader, chosen, Structure.KRON, last).curvature
+    for group, expected in zip(found, truth, strict=True):
+        for factor, other in zip(group, expected, strict=True):
+            assert close(factor, other, 1e-3 * _size(model, x, y, chosen))
+
+
+@given(drawn=data())
+def test_low_rank_with_full_rank_is_the_clamped_matrix(drawn: Any, device: str) -> None:
+    model, x, y, loader, chosen = drawn
+    model, x, y = model.to(device), x.to(device), y.to(device)
+    pairs = {k: v for k, v in chosen.items() if k != "relation"}
+    if "relation" in chosen:
+        pairs["pairs"] = chosen["relation"]
+    ordered = DataLoader(loader.dataset, batch_size=loader.batch_size)
+    found = cc.ContrastiveGGN(model, rank=10**6, **chosen).fit_lowrank(ordered)
+    vectors, values = found.curvature
+    scale = len(x) / 2 if chosen["normalization"] == "type" else 1.0
+    truth = scale * cc.ggn(model, x, y, structure="full", **pairs)
+    size = scale * _size(model, x, y, pairs)
+    assert bool((values > 0).all())
+    # Eigenvalues at rounding level are cut off.
+    assert close((vectors * values) @ vectors.T, truth, size, 1e-9)
+
+
+@given(drawn=data(), rank=st.integers(1, 3))
+def test_low_rank_finds_the_largest(drawn: Any, rank: int, device: str) -> None:
+    model, x, y, loader, chosen = drawn
+    chosen.pop("relation", None)
+    model, x, y = model.to(device), x.to(device), y.to(device)
+    ordered = DataLoader(loader.dataset, batch_size=loader.batch_size)
+    with pytest.MonkeyPatch.context() as patch:
+        # Small networks would not need Lanczos; where few eigenvalues are positive it may say that it stops early.
+        patch.setattr(lowrank, "DENSE_PARAMETERS", 0)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".* eigenpairs converged")
+            vectors, values = cc.ContrastiveGGN(model, rank=rank, **chosen).fit_lowrank(ordered).curvature
+    scale = len(x) / 2 if chosen["normalization"] == "type" else 1.0
+    truth = torch.linalg.eigvalsh(scale * cc.ggn(model, x, y, structure="full", clamp=False, **chosen)).flip(0)[:rank]
+    size = scale * _size(model, x, y, chosen)
+    assert len(values) <= rank
+    assert close(values, truth[: len(values)], size, 1e-8)
+    assert close(vectors.T @ vectors, torch.eye(len(values), dtype=x.dtype, device=device), 1.0, 1e-8)
+
+
+@given(drawn=data())
+def test_one_batch_of_everything_is_the_batch_estimate(drawn: Any, device: str) -> None:
+    model, x, _, loader, chosen = drawn
+    model = model.to(device)
+    whole = DataLoader(loader.dataset, batch_size=len(x))
+    exact = fit(model, whole, chosen, Structure.DIAG, False)
+    estimate = fit(model, whole, {**chosen, "pairs": "batch"}, Structure.DIAG, False)
+    assert close(estimate.curvature, exact.curvature, 1e-3 * float(exact.curvature.abs().max()) + 1e-12)
+    assert close(estimate.loss.reshape(1), exact.loss.reshape(1), 1.0)
+
+
+def test_batches_are_rescaled_as_in_proposition_b1(device: str) -> None:
+    """Copies of one batch: the estimate of a sum is what the copies are to each other, too."""
+    torch.manual_seed(0)
+    model = nn.Linear(INPUTS, 2).double().to(device)
+    x, y = torch.randn(6, INPUTS, dtype=torch.float64), torch.tensor([0, 0, 0, 1, 1, 1])
+    loader = DataLoader(TensorDataset(x.repeat(5, 1), y.repeat(5)), batch_size=6)
+    alone = cc.ggn(model, x.to(device), y.to(device), margin=None, clamp=False, normalization="type")
+    found = fit(model, loader, {"margin": None, "normalization": "type", "pairs": "batch"}, Structure.DIAG, False)
+    assert close(found.curvature, 15 * alone)
+    pairs = {"margin": None, "normalization": "sum", "pairs": "batch"}
+    found = fit(model, loader, pairs, Structure.DIAG, False)
+    counts = {"pos": 2 * 15 * 14 / 2, "neg": 15 * 15.0}
+    alone_pos = cc.ggn(
+        model, x.to(device), y.to(device), margin=None, clamp=False, normalization="type", negative_weight=0.0
+    )
+    alone_neg = cc.ggn(
+        model, x.to(device), y.to(device), margin=None, clamp=False, normalization="type", negative_weight=1.0
+    )
+    assert close(found.curvature, (counts["pos"] * alone_pos + counts["neg"] * alone_neg) / 2)
+
+
+def test_other_data_in_the_second_pass_are_refused(device: str) -> None:
+    class Augmented(TensorDataset):
+        def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+            x, y = super().__getitem__(index)
+            return x + torch.randn_like(x), y
+
+    model = nn.Linear(INPUTS, 2).to(device)
+    loader = DataLoader(Augmented(torch.randn(8, INPUTS), torch.arange(8) % 2), batch_size=3)
+    with pytest.raises(cc.InputError, match="every pass"):
+        fit(model, loader, {}, Structure.DIAG, False)
+
+
+def test_low_rank_takes_a_shuffling_loader_in_its_own_order(device: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(INPUTS, 3), nn.Tanh(), nn.Linear(3, 2)).double().to(device)
+    data = TensorDataset(torch.randn(32, INPUTS, dtype=torch.float64), torch.arange(32) % 2)
+    fits = []
+    for shuffle in (False, True):
+        loader = DataLoader(data, batch_size=3, shuffle=shuffle)
+        vectors, values = cc.ContrastiveGGN(model, rank=2).fit_lowrank(loader).curvature
+        fits.append((vectors * values) @ vectors.T)
+    assert close(*fits, tolerance=1e-12)
+
+
+def test_memory_of_a_last_layer_fit_does_not_grow_with_pairs(device: str) -> None:
+    """Nothing of the size of the pairs is made on the way, let alone times F: the largest tensor is a tile."""
+    n, width = 3000, 50
+    torch.manual_seed(0)
+    model = nn.Linear(width, 2).to(device)
+    loader = DataLoader(TensorDataset(torch.randn(n, width), torch.arange(n) % 3), batch_size=100)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, Tensor):
+                largest = max(largest, out.numel())
+            return out
+
+    with Watch():
+        fit(model, loader, {}, Structure.DIAG, True)
+    assert largest <= label_sums.TILE_ROWS * label_sums.TILE_COLUMNS
+
+
+def _size(model: nn.Module, x: Tensor, y: Tensor, pairs: dict[str, Any]) -> float:
+    """Size of what may cancel in the curvature, times 1e-3."""
+    z = model(x).detach()
+    made = cc.output_hessian(z, y, **pairs).derivatives.dense()[0].abs().sum()
+    from contrastive_curvature.testing import dense_jacobian
+
+    return 1e-3 * float(made / z.norm(dim=1).min() ** 2 * dense_jacobian(model, x).square().sum())
+
+
+def test_low_rank_says_which_eigenpairs_did_not_converge(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(INPUTS, 3).double().to(device)
+    x, y = torch.randn(8, INPUTS, dtype=torch.float64), torch.arange(8) % 2
+    exact, _ = cc.ContrastiveGGN(model, rank=2, pd_fix="psd").fit_lowrank([(x, y)]).curvature
+
+    def stops_early(operator: Any, **kwargs: Any) -> Any:
+        vectors = exact[:, :1].cpu().numpy()
+        raise ArpackNoConvergence("stopped", np.ones(1), vectors)
+
+    monkeypatch.setattr(lowrank, "DENSE_PARAMETERS", 0)
+    monkeypatch.setattr(lowrank, "eigsh", stops_early)
+    with pytest.warns(UserWarning, match="1 of 2 eigenpairs converged"):
+        vectors, values = cc.ContrastiveGGN(model, rank=2, pd_fix="psd").fit_lowrank([(x, y)]).curvature
+    assert torch.equal(vectors, exact[:, :1])
+    assert values.tolist() == [1.0]

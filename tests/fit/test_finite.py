@@ -1,0 +1,155 @@
+"""A curvature that is not finite is refused, by its layer and its batch, and never ends the process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from laplace import Laplace
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+from contrastive_curvature.fit.spectrum import eigenpairs
+from contrastive_curvature.laplace.decompose import decompose_factors
+
+N, WIDTH, D = 24, 6, 3
+
+
+def encoder(activation: nn.Module, device: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 16), activation, nn.Linear(16, D)).to(device)
+
+
+def batches(value: float, device: str) -> list[tuple[Tensor, Tensor]]:
+    """Three batches, of which the second has one outlier; the outputs of the encoders here stay finite."""
+    x, labels = torch.randn(N, WIDTH), torch.arange(N) % 3
+    x[10, 2] = value
+    return [(a.to(device), b.to(device)) for a, b in zip(x.split(8), labels.split(8), strict=True)]
+
+
+# Through tanh, infinity gives outputs like any; through ReLU, 1e20 does, and its square overflows float32.
+OUTLIERS = [pytest.param(nn.Tanh(), float("inf"), id="infinite"), pytest.param(nn.ReLU(), 1e20, id="huge")]
+STRUCTURES = [
+    ("all", "diag", {}),
+    ("all", "kron", {}),
+    ("all", "full", {}),
+    ("all", "lowrank", {}),
+    ("all", "gp", {"n_subset": N, "backend_kwargs": {"pd_fix": "psd"}}),
+    ("subnetwork", "diag", {"subnetwork_indices": torch.arange(2, 90, 6)}),
+    ("subnetwork", "full", {"subnetwork_indices": torch.arange(2, 90, 6)}),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("activation", "value"), OUTLIERS)
+@pytest.mark.parametrize(("weights", "structure", "more"), STRUCTURES, ids=[f"{a}-{b}" for a, b, _ in STRUCTURES])
+def test_no_structure_keeps_it(
+    weights: str, structure: str, more: dict[str, Any], activation: nn.Module, value: float, device: str
+) -> None:
+    la = Laplace(encoder(activation, device), "contrastive", weights, structure, **more)
+    # Infinity and too large outputs are found where the Hessian is made, the rest where it is pulled back.
+    with pytest.raises(cc.InputError, match=r"finite|1 / norm"):
+        la.fit(batches(value, device))
+    assert not la.n_data, "a refused fit leaves no posterior"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("structure", ["diag", "kron", "full", "lowrank"])
+@pytest.mark.parametrize("backend", [None, cc.ContrastiveGGN], ids=["default", "torch_func"])
+def test_the_message_names_layer_and_batch(structure: str, backend: Any, device: str) -> None:
+    la = Laplace(encoder(nn.Tanh(), device), "contrastive", "all", structure, backend=backend)
+    with pytest.raises(cc.InputError) as caught:
+        la.fit(batches(float("inf"), device))
+    message = str(caught.value)
+    for word in ("layer '0'", "0.weight", "batch 1", "counted from 0", "squares overflow"):
+        assert word in message, message
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["dataset", "batch"])
+@pytest.mark.parametrize("pd_fix", ["fixed", "full"])
+def test_both_kinds_of_fit_and_coupled_fixes(kind: str, pd_fix: str, device: str) -> None:
+    options = {"pairs": kind, "pd_fix": pd_fix}
+    la = Laplace(encoder(nn.Tanh(), device), "contrastive", "all", "diag", backend_kwargs=options)
+    with pytest.raises(cc.InputError, match=r"layer '0' \(parameter '0.weight'\), first in batch 1"):
+        la.fit(batches(float("inf"), device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("structure", ["diag", "kron", "full"])
+def test_ggn_and_backends_refuse_it(structure: str, device: str) -> None:
+    model = encoder(nn.Tanh(), device)
+    x, labels = batches(float("inf"), device)[1]
+    with pytest.raises(cc.InputError, match=r"layer '0' \(parameter '0.weight'\), first in this batch"):
+        cc.ggn(model, x, labels, structure=structure)
+    for kind in (cc.ContrastiveGGN, cc.BackPackContrastiveGGN, cc.CurvlinopsContrastiveGGN, cc.StochManContrastiveGGN):
+        with pytest.raises(cc.InputError, match="finite"):
+            getattr(kind(model), structure)(x, labels)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_subnetwork_is_named_by_its_parameters(device: str) -> None:
+    model = encoder(nn.Tanh(), device)
+    x, labels = batches(float("inf"), device)[1]
+    first = sum(p.numel() for p in model[0].parameters())
+    # Of the first layer, the weights of the infinite input are not finite; those of the last layer are.
+    indices = torch.tensor([first + 3, WIDTH + 2])
+    with pytest.raises(cc.InputError, match=r"parameter '0\.weight'"):
+        cc.ggn(model, x, labels, subset_of_weights=indices)
+    assert cc.ggn(model, x, labels, subset_of_weights=indices[:1]).isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_last_layer_is_named(device: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, D)).to(device)
+    x, labels = batches(1e17, device)[1]
+    with torch.no_grad():
+        # Outputs of usual size from features whose squares overflow.
+        model[2].weight.mul_(1e-17)
+    x = 1e3 * x
+    with pytest.raises(cc.InputError, match=r"layer '2' \(parameter '2.weight'\)"):
+        cc.ggn(model, x, labels, subset_of_weights="last_layer")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_operator_refuses_it(device: str) -> None:
+    model = encoder(nn.Tanh(), device)
+    # Its own check of two equal products is the first to multiply.
+    with pytest.raises(cc.InputError, match="finite"):
+        cc.ContrastiveGGNLinearOperator(
+            model, cc.ContrastiveLoss(), list(model.parameters()), batches(float("inf"), device)
+        )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_eigenvalues_that_cannot_be_had_are_an_error_of_ours(device: str) -> None:
+    """laplace-torch's decomposition would call ``exit()``, with status 0."""
+    for value in (float("nan"), float("inf")):
+        matrix = torch.eye(4, device=device)
+        matrix[1, 2] = matrix[2, 1] = value
+        with pytest.raises(cc.InputError, match="finite"):
+            eigenpairs(matrix)
+        with pytest.raises(cc.InputError, match="finite"):
+            decompose_factors([[torch.eye(3, device=device), matrix]])
+
+
+def test_the_decomposition_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from laplace.utils import Kron
+
+    torch.manual_seed(0)
+    factors = [[(a := torch.randn(4, 9)) @ a.T, (b := torch.randn(6, 3)) @ b.T], [(c := torch.randn(4, 5)) @ c.T]]
+    ours, theirs = decompose_factors(factors, damping=True), Kron(factors).decompose(damping=True)
+    for mine, other in ((ours.eigenvalues, theirs.eigenvalues), (ours.eigenvectors, theirs.eigenvectors)):
+        assert all(torch.equal(x, y) for f, g in zip(mine, other, strict=True) for x, y in zip(f, g, strict=True))
+    assert ours.damping
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        msg = "linalg.eigh: did not converge"
+        raise torch.linalg.LinAlgError(msg)
+
+    monkeypatch.setattr(torch.linalg, "eigh", fails)
+    with pytest.raises(cc.InputError, match="eigenvalues can be computed"):
+        decompose_factors(factors)

@@ -1,0 +1,387 @@
+"""Negatives from a sample: that of all points is exact, the mean over all samples is exact, and the error is told."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import DISTANCES, FIXES, NORMALIZATIONS, build_network, close, make_inputs
+from torch import Tensor, nn
+
+import contrastive_curvature as cc
+from contrastive_curvature.errors import InputError
+from contrastive_curvature.fit import standard_error
+from contrastive_curvature.laplace.features import RawFeatureExtractor
+from contrastive_curvature.losses.logistic import LogisticLoss
+from contrastive_curvature.losses.sampled_data import sampled_hessian
+from contrastive_curvature.options import Structure
+from contrastive_curvature.parts import Rows
+from contrastive_curvature.parts.class_table import ClassTable
+from contrastive_curvature.parts.rows import point_keys
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+MARGINS = (None, 0.3, 0.9, 1.4, 2.0)
+WEIGHTS = (0.0, 0.3, 0.5, 1.0)
+WITH_FACTORS = ("linear", "no bias", "tanh", "softplus", "gelu", "batchnorm")
+ANCHORS = {
+    "infonce": lambda fix: cc.InfoNCELoss(0.2, pd_fix=fix),
+    "supcon": lambda fix: cc.SupConLoss(0.3, pd_fix=fix),
+    "siglip": lambda fix: cc.SigLIPLoss(5.0, -1.0, pd_fix=fix),
+    "multi-similarity": lambda fix: cc.MultiSimilarityLoss(2.0, 5.0, 0.3, pd_fix=fix),
+    "triplet": lambda fix: cc.TripletLoss(0.5, pd_fix=fix),
+}
+
+
+class Numbered:
+    """Batches whose points have numbers, as those of a shard have."""
+
+    def __init__(self, batches: Sequence[tuple[Tensor, Tensor]], numbers: Tensor) -> None:
+        self.batches, self.numbers = batches, numbers
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(self.batches)
+
+
+def in_batches(x: Tensor, y: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
+def backend(model: nn.Module, x: Tensor, last: bool, **options: Any) -> Any:
+    if not last:
+        return cc.ContrastiveGGN(model, **options)
+    features = RawFeatureExtractor(model)
+    features.analyse(x[:2])
+    return cc.ContrastiveGGN(features, last_layer=True, **options)
+
+
+def tensors(curvature: Any) -> list[Tensor]:
+    return [curvature] if isinstance(curvature, Tensor) else [part for group in curvature for part in group]
+
+
+@st.composite
+def labelled(draw: st.DrawFn, kinds: Sequence[str], least: int = 2) -> tuple[nn.Module, Tensor, Tensor, int]:
+    """A network and inputs of one class or of several of any sizes, one of them of two points at least."""
+    sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    sizes[0] = max(sizes[0], least)
+    torch.manual_seed(draw(st.integers(0, 2**16)))
+    y = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))[torch.randperm(sum(sizes))] * 7 - 3
+    kind = draw(st.sampled_from(tuple(kinds)))
+    return build_network(kind, draw(st.integers(2, 3))), make_inputs(kind, len(y)), y, draw(st.integers(1, len(y)))
+
+
+contrastive = st.fixed_dictionaries(
+    {
+        "distance": st.sampled_from(DISTANCES),
+        "pd_fix": st.sampled_from(FIXES),
+        "margin": st.sampled_from(MARGINS),
+        "negative_weight": st.sampled_from(WEIGHTS),
+        "normalization": st.sampled_from(NORMALIZATIONS),
+    }
+)
+
+
+def assert_exact(model: nn.Module, x: Tensor, y: Tensor, size: int, more: int, last: bool, **options: Any) -> None:
+    """With at least all points in the sample, curvature, loss and cost are those of all pairs."""
+    loader = in_batches(x, y, size)
+    for structure in Structure:
+        if structure is Structure.KRON and options.get("pd_fix") in ("positive", "full"):
+            continue
+        made = [backend(model, x, last, negative_samples=m, **options) for m in (None, max(2, len(x) + more))]
+        try:
+            whole = made[0].fit(loader, structure)
+        except InputError as refused:
+            # No anchor has anything that it is compared with.
+            with pytest.raises(InputError, match=re.escape(str(refused))):
+                made[1].fit(loader, structure)
+            continue
+        sampled = made[1].fit(loader, structure)
+        assert whole.error is None
+        assert sampled.error in (None, 0.0)
+        # Attraction and repulsion may cancel: sizes are those of what is added up.
+        scale = float(whole.cost.abs()) + len(x)
+        for mine, exact in zip(tensors(sampled.curvature), tensors(whole.curvature), strict=True):
+            assert close(mine, exact, 1e-3 * scale)
+        assert close(torch.stack([sampled.loss, sampled.cost]), torch.stack([whole.loss, whole.cost]), scale, 1e-12)
+        assert sampled.n == whole.n == len(x)
+
+
+@given(drawn=labelled(WITH_FACTORS), options=contrastive, last=st.booleans(), more=st.sampled_from((0, 5)))
+def test_a_sample_of_all_points_is_exact(
+    drawn: Any, options: dict[str, Any], last: bool, more: int, device: str
+) -> None:
+    model, x, y, size = drawn
+    assert_exact(model.to(device), x.to(device), y.to(device), size, more, last, **options)
+
+
+@given(
+    drawn=labelled(WITH_FACTORS),
+    fix=st.sampled_from(("fixed", "psd", "psd_parts", "ggn_fixed")),
+    distance=st.sampled_from(DISTANCES),
+    weight=st.sampled_from(WEIGHTS),
+    normalization=st.sampled_from(NORMALIZATIONS),
+    squared=st.sampled_from((None, True)),
+)
+def test_a_sample_of_all_points_is_exact_for_losses_with_a_second_derivative(
+    drawn: Any, fix: str, distance: str, weight: float, normalization: str, squared: bool | None, device: str
+) -> None:
+    model, x, y, size = drawn
+    chosen: dict[str, Any] = {"negative_weight": weight, "normalization": normalization}
+    chosen |= {"distance": distance, "pd_fix": fix}
+    loss = LogisticLoss(4.0, -1.0, **chosen) if squared is None else cc.SoftContrastiveLoss(2.0, 1.0, squared, **chosen)
+    assert_exact(model.to(device), x.to(device), y.to(device), size, 0, False, loss=loss)
+
+
+@given(
+    drawn=labelled(("tanh", "linear")),
+    kind=st.sampled_from(tuple(ANCHORS)),
+    fix=st.sampled_from(("fixed", "psd", "psd_parts")),
+    few=st.sampled_from((None, 3)),
+)
+def test_a_sample_of_all_points_is_exact_for_losses_of_anchors(
+    drawn: Any, kind: str, fix: str, few: int | None, device: str
+) -> None:
+    model, x, y, size = drawn
+    loss = ANCHORS[kind](fix)
+    options = {"loss": loss, "candidates": "dataset", "negatives_per_anchor": few if loss.negatives_scale else None}
+    assert_exact(model.to(device), x.to(device), y.to(device), size, 0, True, **options)
+
+
+def test_one_class_has_no_negatives(device: str) -> None:
+    model, x = build_network("tanh", 3).to(device), make_inputs("tanh", 6).to(device)
+    y = torch.zeros(6, dtype=torch.int64, device=device)
+    for loss in (None, LogisticLoss(pd_fix="psd")):
+        whole, sampled = (
+            cc.ContrastiveGGN(model, loss=loss, negative_samples=m).fit([(x, y)], Structure.FULL) for m in (None, 2)
+        )
+        assert bool(whole.curvature.any())
+        assert close(sampled.curvature, whole.curvature)
+        assert close(sampled.cost.reshape(1), whole.cost.reshape(1))
+
+
+# Every sample of a tiny data set. Where M exceeds the largest class, or there are two classes, a sample with points of
+# two classes says nothing about which points of other classes it has, so that the mean over them is the exact sum.
+TINY = [([0, 0, 1, 1, 2, 2], 4), ([0, 0, 0, 1, 2], 4), ([0, 0, 1, 1, 1], 2), ([0, 1, 1, 1, 1, 1], 3)]
+
+
+def every_sample(labels: Tensor, size: int) -> list[list[int]]:
+    found = map(list, itertools.combinations(range(len(labels)), size))
+    return [chosen for chosen in found if len(labels[chosen].unique()) > 1]
+
+
+def points(labels: list[int], dim: int, device: str, spread: float = 1.0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(len(labels) + dim)
+    y = torch.tensor(labels)
+    z = spread * torch.randn(len(y), dim, generator=generator, dtype=torch.float64) + 0.3 * y.unsqueeze(1) + 0.2
+    return z.to(device), y.to(device)
+
+
+def rows_of(z: Tensor, y: Tensor, chosen: list[int] | None = None) -> Rows:
+    some = torch.arange(len(y)) if chosen is None else torch.tensor(chosen)
+    at = some.to(z.device)
+    return Rows(None if chosen is None else len(chosen), some, {"outputs": z[at], "targets": y[at]})
+
+
+def hessian_of(loss: Any, z: Tensor, y: Tensor, chosen: list[int]) -> Any:
+    kept = rows_of(z, y) if not isinstance(loss, cc.ContrastiveLoss) else None
+    return sampled_hessian(loss, ClassTable.of(z, y), kept, rows_of(z, y, chosen), False, like=z)
+
+
+def exact_sums(loss: Any, z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """``d`` and ``s`` of every point by automatic differentiation: ``s_i = -dL/du_i``, and ``d_i`` from one pair each.
+
+    The derivative of the loss in the cosine of a pair is that of the pair alone, with its weight.
+    """
+    u = torch.nn.functional.normalize(z, dim=1)
+    n = len(y)
+    same = y.unsqueeze(1) == y
+    weights = torch.zeros(n, n, dtype=torch.float64, device=z.device)
+    count = {True: same.sum(1) - 1, False: (~same).sum(1)}
+    pairs = {True: (int(same.sum()) - n) / 2, False: int((~same).sum()) / 2}
+    for i, j in itertools.permutations(range(n), 2):
+        kind = bool(same[i, j])
+        share = {
+            "sum": 1.0,
+            "type": 1 / max(pairs[kind], 1),
+            "anchor": (1 / max(1, int(count[kind][i])) + 1 / max(1, int(count[kind][j]))) / 2,
+        }[str(loss.normalization)]
+        factor = 1 - loss.negative_weight if kind else -loss.negative_weight
+        if not kind and loss.margin is not None and float((u[i] - u[j]).norm()) >= loss.margin:
+            factor = 0.0
+        weights[i, j] = factor * share
+    return weights.sum(1), weights @ u
+
+
+@pytest.mark.parametrize(("labels", "size"), TINY)
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+def test_the_mean_over_all_samples_is_the_exact_sum(
+    labels: list[int], size: int, normalization: str, device: str
+) -> None:
+    z, y = points(labels, 3, device)
+    loss = cc.ContrastiveLoss(0.9, 0.6, normalization)
+    sums = [hessian_of(loss, z, y, chosen).derivatives.sums_for(*_unit(z, y)) for chosen in every_sample(y, size)]
+    degree = torch.stack([found.degree for found in sums])
+    neighbors = torch.stack([found.neighbors for found in sums])
+    exact = exact_sums(loss, z, y)
+    assert float(degree.std(0).max()) > 1e-3
+    assert close(degree.mean(0), exact[0])
+    assert close(neighbors.mean(0), exact[1])
+
+
+def _unit(z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.nn.functional.normalize(z, dim=1), y
+
+
+@pytest.mark.parametrize(("labels", "size"), TINY)
+def test_the_mean_over_all_samples_is_exact_for_the_logistic_loss(labels: list[int], size: int, device: str) -> None:
+    z, y = points(labels, 3, device)
+    loss = LogisticLoss(4.0, -1.0, 0.6, "anchor", pd_fix="fixed")
+    blocks = [hessian_of(loss, z, y, chosen).at(z, y).blocks.dense() for chosen in every_sample(y, size)]
+    whole = hessian_of(loss, z, y, list(range(len(y)))).at(z, y).blocks.dense()
+    found = torch.stack(blocks)
+    assert float(found.std(0).max()) > 1e-3
+    assert close(found.mean(0), whole)
+
+
+def numbers_for(chosen: list[int], n: int) -> Tensor:
+    """Numbers of n points of which the chosen ones have the smallest keys, so that they are the sample."""
+    by_key = point_keys(torch.arange(n)).argsort()
+    numbers = torch.empty(n, dtype=torch.int64)
+    numbers[torch.tensor(chosen)] = by_key[: len(chosen)]
+    numbers[torch.tensor([k for k in range(n) if k not in chosen])] = by_key[len(chosen) :]
+    return numbers
+
+
+@pytest.mark.parametrize(("labels", "size"), [TINY[1], TINY[2]])
+@pytest.mark.parametrize("distance", DISTANCES)
+@pytest.mark.parametrize("fix", ["fixed", "full"])
+def test_the_mean_over_all_samples_is_the_exact_curvature(
+    labels: list[int], size: int, distance: str, fix: str, device: str
+) -> None:
+    torch.manual_seed(len(labels))
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2)).double().to(device)
+    y = torch.tensor(labels, device=device)
+    x = torch.randn(len(y), 3, dtype=torch.float64, device=device)
+    options = {"margin": 1.3, "negative_weight": 0.6, "distance": distance, "pd_fix": fix}
+    whole = cc.ContrastiveGGN(model, negative_samples=None, **options).fit([(x, y)], Structure.FULL)
+    found, batches = [], in_batches(x, y, 3)
+    for chosen in every_sample(y, size):
+        loader = Numbered(batches, numbers_for(chosen, len(y)))
+        found.append(cc.ContrastiveGGN(model, negative_samples=size, **options).fit(loader, Structure.FULL))
+    curvatures = torch.stack([one.curvature for one in found])
+    assert float(curvatures.std(0).max()) > 1e-3
+    assert close(curvatures.mean(0), whole.curvature)
+    for name in ("loss", "cost"):
+        mean = torch.stack([getattr(one, name) for one in found]).mean()
+        assert close(mean.reshape(1), getattr(whole, name).reshape(1))
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+def test_the_bias_of_projected_blocks_falls_like_one_over_the_sample(distance: str, device: str) -> None:
+    """It is at most ``4 / g`` times the mean squared error before the projection, which falls like 1 / M - 1 / N.
+
+    ``g`` is the distance of the eigenvalues of the exact block from zero. The projection is differentiable there with a
+    second derivative of at most ``1 / g``; further away than ``g / 2`` both it and its linear part are Lipschitz.
+    """
+    z, y = points([0, 0, 0, 1, 1, 1, 1, 1], 2, device)
+    plain = cc.ContrastiveLoss(1.2, 0.6, "sum", distance=distance, pd_fix="fixed")
+    psd = cc.ContrastiveLoss(1.2, 0.6, "sum", distance=distance, pd_fix="psd")
+
+    def blocks(loss: Any, chosen: list[int]) -> Tensor:
+        return hessian_of(loss, z, y, chosen).at(z, y).blocks.dense()
+
+    everything = list(range(len(y)))
+    exact, projected = blocks(plain, everything), blocks(psd, everything)
+    values = torch.linalg.eigvalsh(exact).abs()
+    # The radial direction of the Euclidean blocks has the eigenvalue zero in every sample.
+    gap = values.where(values > 1e-9 * values.max(), math.inf).min(1).values
+    biases, errors = [], []
+    for size in (3, 5, 7):
+        samples = every_sample(y, size)
+        plain_mean = torch.stack([(blocks(plain, s) - exact).square().sum((1, 2)) for s in samples]).mean(0)
+        psd_mean = torch.stack([blocks(psd, s) for s in samples]).mean(0)
+        bias = torch.linalg.matrix_norm(psd_mean - projected)
+        assert bool((bias <= 4 / gap * plain_mean + 1e-12).all())
+        biases.append(float(bias.max()))
+        errors.append(plain_mean / _variance_factor(y, size))
+    assert biases[0] > biases[1] > biases[2] > 0
+    # The squared error is the variance of a mean in sampling without replacement.
+    assert close(errors[1], errors[0])
+    assert close(errors[2], errors[0])
+
+
+def _variance_factor(y: Tensor, size: int) -> Tensor:
+    """Mean of ``1 / m - 1 / n`` over all samples: m of the n points of the other class are in the sample."""
+    found = []
+    for chosen in every_sample(y, size):
+        mine = y[torch.tensor(chosen, device=y.device)]
+        others = (y.unsqueeze(1) != mine).sum(1).double()
+        found.append(1 / others - 1 / (y.unsqueeze(1) != y).sum(1).double())
+    return torch.stack(found).mean(0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "m"),
+    [
+        (None, 16),
+        (None, 40),
+        (None, 44),
+        (LogisticLoss(4.0, -1.0, pd_fix="psd_parts"), 16),
+        (cc.SigLIPLoss(5.0, -1.0), 16),
+    ],
+)
+def test_the_error_that_is_told_is_the_error_that_there_is(loss: Any, m: int, device: str) -> None:
+    torch.manual_seed(3)
+    n = 48
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double().to(device)
+    x, y = torch.randn(n, 3, dtype=torch.float64, device=device), torch.arange(n, device=device) % 4
+    options: dict[str, Any] = {"margin": 0.9} if loss is None else {"loss": loss}
+    if isinstance(loss, cc.SigLIPLoss):
+        options["candidates"] = "dataset"
+    truth = backend(model, x, True, negative_samples=None, **options).fit([(x, y)], Structure.DIAG)
+    assert truth.error is None
+    said, made = [], []
+    sampled = backend(model, x, True, negative_samples=m, **options)
+    for seed in range(200):
+        found = sampled.fit(Numbered([(x, y)], torch.arange(n) + n * seed), Structure.DIAG)
+        said.append(found.error)
+        made.append(float((found.curvature - truth.curvature).norm() / truth.curvature.norm()))
+    rms = [math.sqrt(sum(e * e for e in some) / len(some)) for some in (said, made)]
+    assert rms[1] > 1e-3
+    assert 1 / 1.5 <= rms[0] / rms[1] <= 1.5
+
+
+def test_the_error_is_that_of_the_curvature_for_every_structure(device: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double().to(device)
+    x, y = torch.randn(30, 3, dtype=torch.float64, device=device), torch.arange(30, device=device) % 3
+    options: dict[str, Any] = {"margin": 0.9, "pd_fix": "psd", "negative_samples": 10}
+    errors = [cc.ContrastiveGGN(model, **options).fit([(x, y)], structure).error for structure in Structure]
+    assert errors[0] is not None
+    assert 0 < errors[0] < 1
+    assert errors[1] == pytest.approx(errors[0], rel=1e-12)
+    assert errors[2] == pytest.approx(errors[0], rel=1e-12)
+
+
+def test_the_error_from_some_of_the_points_is_near_that_from_all(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3).double().to(device)
+    x, y = torch.randn(400, 3, dtype=torch.float64, device=device), torch.arange(400, device=device) % 4
+    loader, made = in_batches(x, y, 50), cc.ContrastiveGGN(model, margin=0.9, negative_samples=40)
+    whole = made.fit(loader, Structure.DIAG)
+    monkeypatch.setattr(standard_error, "_MOST_POINTS", 200)
+    part = made.fit(loader, Structure.DIAG)
+    assert torch.equal(part.curvature, whole.curvature)
+    assert part.error != whole.error
+    assert part.error == pytest.approx(whole.error, rel=0.5)

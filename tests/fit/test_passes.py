@@ -1,0 +1,265 @@
+"""A fit takes several passes over the data; they must see the same points with the same targets, and all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from devices import DEVICES
+from hypothesis import given
+from hypothesis import strategies as st
+from laplace import Laplace
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import contrastive_curvature as cc
+from contrastive_curvature.fit.passes import PassRecord
+
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+N, WIDTH = 40, 5
+
+
+class Passes:
+    """A loader whose passes differ: pass k has what ``change(k, x, labels)`` gives, in batches of 8."""
+
+    def __init__(self, change: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]], device: str) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.x, self.labels = torch.randn(N, WIDTH, generator=generator), torch.arange(N) % 4
+        self.change, self.device, self.count = change, device, 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        x, labels = self.change(self.count, self.x, self.labels)
+        self.count += 1
+        return iter(list(zip(x.to(self.device).split(8), labels.to(self.device).split(8), strict=True)))
+
+
+def from_pass(first: int, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Any:
+    """The data as they are before a pass, changed from it on."""
+    return lambda number, x, labels: (x, labels) if number < first else change(x, labels)
+
+
+def permuted(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return x, labels[torch.randperm(N, generator=torch.Generator().manual_seed(1))]
+
+
+def two_swapped(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    moved = labels.clone()
+    moved[[3, 6]] = labels[[6, 3]]
+    return x, moved
+
+
+def inputs_shuffled_alone(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return x[torch.randperm(N, generator=torch.Generator().manual_seed(2))], labels
+
+
+def shuffled_together(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    order = torch.randperm(N, generator=torch.Generator().manual_seed(3))
+    return x[order], labels[order]
+
+
+def renamed(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return x, (labels + 1) % 4
+
+
+WRONG = [permuted, two_swapped, inputs_shuffled_alone, renamed]
+
+
+def model(device: str) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(WIDTH, 3).to(device)
+
+
+# The loader is run once for a look at the first batch, and then for the first real pass.
+LATER = 2
+
+
+@on_every_device
+@pytest.mark.parametrize("change", WRONG)
+@pytest.mark.parametrize("structure", ["diag", "kron", "full", "gp"])
+def test_other_targets_in_the_second_pass_are_refused(structure: str, change: Any, device: str) -> None:
+    more = {"n_subset": 10, "backend_kwargs": {"pd_fix": "psd"}} if structure == "gp" else {}
+    la = Laplace(model(device), "contrastive", hessian_structure=structure, **more)
+    with pytest.raises(cc.InputError, match="the same outputs with other targets"):
+        la.fit(Passes(from_pass(LATER, change), device))
+    assert not la.n_data
+
+
+@on_every_device
+@pytest.mark.parametrize("change", WRONG)
+def test_a_point_far_out_hides_nothing(change: Any, device: str) -> None:
+    loader = Passes(from_pass(LATER, change), device)
+    loader.x[-1] *= 1e6
+    la = Laplace(model(device), "contrastive", hessian_structure="diag")
+    with pytest.raises(cc.InputError, match="the same outputs with other targets"):
+        la.fit(loader)
+
+
+@on_every_device
+def test_an_encoder_in_half_precision_may_round_otherwise(device: str) -> None:
+    """Batches of other sizes are computed by other kernels, and round differently."""
+
+    class Rounded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.runs = model(device), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.runs += 1
+            with torch.autocast(device, dtype=torch.bfloat16):
+                z = self.linear(x).float()
+            # One unit in the last place, now up and now down.
+            return (z * (1 + 2**-7 * (self.runs % 2))).bfloat16().float()
+
+    Laplace(Rounded(), "contrastive", hessian_structure="diag", subset_of_weights="all", backend=cc.ContrastiveGGN).fit(
+        Passes(lambda _, x, y: (x, y), device)
+    )
+
+
+@on_every_device
+@pytest.mark.parametrize("structure", ["diag", "kron", "full"])
+def test_shuffling_is_fine(structure: str, device: str) -> None:
+    posteriors = []
+    for change in (lambda x, y: (x, y), shuffled_together):
+        la = Laplace(model(device).double(), "contrastive", hessian_structure=structure)
+        loader = Passes(from_pass(LATER, change), device)
+        loader.x = loader.x.double()
+        la.fit(loader)
+        posteriors.append(la.H_raw if structure != "kron" else la.H_raw[0][0])
+    assert torch.allclose(*posteriors, rtol=1e-10, atol=1e-10 * float(posteriors[0].abs().max()))
+
+
+@on_every_device
+@pytest.mark.parametrize("change", WRONG)
+@pytest.mark.parametrize("later", [LATER + 1, LATER + 2])
+def test_the_passes_of_the_cross_terms_are_checked_too(later: int, change: Any, device: str) -> None:
+    options = {"pd_fix": "full", "margin": 0.9}
+    la = Laplace(model(device), "contrastive", hessian_structure="diag", backend_kwargs=options)
+    with pytest.raises(cc.InputError, match="the same outputs with other targets"):
+        la.fit(Passes(from_pass(later, change), device))
+
+
+@on_every_device
+def test_a_relation_has_its_targets_bound(device: str) -> None:
+    def near(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        gap = torch.cdist(a, b)
+        return gap < 1, gap > 2
+
+    def places(labels: Tensor) -> Tensor:
+        return torch.stack([labels.float(), (labels == 2).float()], dim=1)
+
+    def turned(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return x, places(permuted(x, labels)[1])
+
+    la = Laplace(model(device), "contrastive", backend_kwargs={"relation": near})
+    with pytest.raises(cc.InputError, match="other targets"):
+        la.fit(Passes(lambda k, x, y: (x, places(y)) if k < LATER else turned(x, y), device))
+    la.fit(Passes(lambda _, x, y: (x, places(y)), device))
+
+
+@on_every_device
+def test_batches_are_counted_with_the_targets_they_come_with(device: str) -> None:
+    def other(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return x, labels // 2
+
+    la = Laplace(model(device), "contrastive", backend_kwargs={"pairs": "batch"})
+    with pytest.raises(cc.InputError, match="other targets"):
+        la.fit(Passes(from_pass(LATER, other), device))
+    # Pairs of batches are formed in the second pass alone, so it may put points and labels together anew.
+    la.fit(Passes(from_pass(LATER, shuffled_together), device))
+
+
+@on_every_device
+@given(
+    n=st.integers(2, 30),
+    dim=st.integers(1, 4),
+    classes=st.integers(1, 4),
+    seed=st.integers(0, 2**16),
+    batch=st.integers(1, 31),
+    noise=st.sampled_from((0.0, 1e-6)),
+)
+def test_a_record_knows_its_points_in_any_order(
+    n: int, dim: int, classes: int, seed: int, batch: int, noise: float, device: str
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.randn(n, dim, generator=generator) + 0.1
+    labels = torch.randint(0, classes, (n,), generator=generator)
+    order = torch.randperm(n, generator=generator)
+
+    def record(z: Tensor, labels: Tensor, step: int) -> PassRecord:
+        made = PassRecord()
+        for part, targets in zip(z.split(step), labels.split(step), strict=True):
+            made.add(part.to(device), targets.to(device))
+        return made
+
+    first = record(z, labels, n)
+    first.check_same(record(z[order] * (1 + noise), labels[order], batch))
+    if classes > 1:
+        moved = labels.clone()
+        # A class that no point was in.
+        moved[int(order[0])] = classes
+        with pytest.raises(cc.InputError, match="other targets"):
+            first.check_same(record(z[order], moved[order], batch))
+    other = z.clone()
+    other[int(order[0])] *= -1.1
+    with pytest.raises(cc.InputError, match="different outputs"):
+        first.check_same(record(other[order], labels[order], batch))
+    with pytest.raises(cc.InputError, match="points in the first pass"):
+        first.check_same(record(z[1:], labels[1:], batch))
+
+
+@pytest.mark.parametrize("structure", ["diag", "kron", "full", "lowrank", "gp"])
+def test_a_sampler_that_divides_the_data_is_refused(structure: str) -> None:
+    """Every process would have another posterior, and none the right one."""
+    data = TensorDataset(torch.randn(N, WIDTH), torch.arange(N) % 4)
+    more = {"n_subset": 10, "backend_kwargs": {"pd_fix": "psd"}} if structure == "gp" else {}
+    weights = "all" if structure == "lowrank" else "last_layer"
+    la = Laplace(model("cpu"), "contrastive", weights, structure, **more)
+    divided = DataLoader(data, batch_size=8, sampler=DistributedSampler(data, num_replicas=2, rank=1))
+    with pytest.raises(cc.UnsupportedError, match=r"DistributedSampler.* 2 processes.*state_dict"):
+        la.fit(divided)
+    assert not la.n_data
+    with pytest.raises(cc.UnsupportedError, match="DistributedSampler"):
+        cc.ContrastiveGGN(model("cpu")).matvec(divided, torch.ones(18))
+    # One replica has all of the data.
+    la.fit(DataLoader(data, batch_size=8, sampler=DistributedSampler(data, num_replicas=1, rank=0, shuffle=False)))
+
+
+def test_wrapped_loaders_are_looked_into() -> None:
+    class Wrapped:
+        def __init__(self, loader: DataLoader) -> None:
+            self.anything = loader
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(self.anything)
+
+    class Endless(Wrapped):
+        @property
+        def dataset(self) -> Endless:
+            return Endless(self.anything)
+
+    class Pool(TensorDataset):
+        num_processes = 4
+
+    data = Pool(torch.randn(N, WIDTH), torch.arange(N) % 4)
+    divided = DataLoader(data, batch_size=8, sampler=DistributedSampler(data, num_replicas=2, rank=1))
+    la = Laplace(model("cpu"), "contrastive", hessian_structure="diag")
+    for loader in (Wrapped(divided), Endless(divided)):
+        with pytest.raises(cc.UnsupportedError, match="DistributedSampler"):
+            la.fit(loader)
+    # A name of the user's own means nothing on a data set.
+    la.fit(Wrapped(DataLoader(data, batch_size=8)))
+    la.fit(Endless(DataLoader(data, batch_size=8)))
+
+
+def test_validation_data_and_operators_refuse_it_too() -> None:
+    data = TensorDataset(torch.randn(N, WIDTH), torch.arange(N) % 4)
+    divided = DataLoader(data, batch_size=8, sampler=DistributedSampler(data, num_replicas=2, rank=1))
+    la = Laplace(model("cpu"), "contrastive", hessian_structure="diag")
+    la.fit(DataLoader(data, batch_size=8))
+    with pytest.raises(cc.UnsupportedError, match="DistributedSampler"):
+        la.optimize_prior_precision(method="gridsearch", val_loader=divided)
+    encoder = model("cpu")
+    with pytest.raises(cc.UnsupportedError, match="DistributedSampler"):
+        cc.ContrastiveGGNLinearOperator(encoder, cc.ContrastiveLoss(), list(encoder.parameters()), divided)
