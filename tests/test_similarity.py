@@ -155,7 +155,7 @@ def test_blocks_rows_sides_and_bounds_agree(device, kinds, n, m, dim, size, entr
     a, b = side(kinds[0], n, 0), side(kinds[1], m, 50)
     eps = 1e-5 if single else 1e-13
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["contrastive_curvature.similarity"], "_ENTRIES", entries)
+        patch.setattr(sys.modules["contrastive_curvature.embedding.similarity"], "_ENTRIES", entries)
         pairs = similarity(a, b, pairwise=True)
         turned = similarity(b, a, pairwise=True)
     assert pairs.mean.shape == pairs.variance.shape == (n, m)

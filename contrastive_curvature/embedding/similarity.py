@@ -103,8 +103,9 @@ def similarity(
     With mean ``m`` and covariance ``C`` of each direction, ``E[cos] = m_a . m_b`` and ``Var[cos] = m_a^T C_b m_a +
     m_b^T C_a m_b + tr(C_a C_b)`` are exact for independent directions; ``m`` and ``C`` are those of
     :func:`contrastive_curvature.embedding.directions.directions`, to second order in the spread of the raw outputs. A
-    pair takes O(D) for diagonal covariances and O(D^2) for dense ones, all pairs together a few matrix products. They are computed
-    in float64, because cosines near one lose their spread in float32, and returned in the dtype of the arguments.
+    pair takes O(D) for diagonal covariances and O(D^2) for dense ones, all pairs together a few matrix products. They
+    are computed in float64, because cosines near one lose their spread in float32, and returned in the dtype of the
+    arguments.
 
     ``docs/matching.md`` has the measured errors, and says where the closed form fails: in two or three dimensions where
     the norm of a raw output may reach zero, and where one or two directions have most of the spread.
