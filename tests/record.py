@@ -2,8 +2,10 @@
 
 Not a test, and the numbers are not kept in the repository: they hold for one machine and one torch. Across a change:
 
-    python tests/record.py --write before.json     # on the code before
-    python tests/record.py --compare before.json   # on the code after; prints what differs, and exits with 1
+    PYTHONPATH=. OMP_NUM_THREADS=1 python tests/record.py --write before.json    # on the code before
+    PYTHONPATH=. OMP_NUM_THREADS=1 python tests/record.py --compare before.json  # on the code after
+
+The second prints each result that differs, and exits with 1 if any does.
 
 ``--only TEXT`` runs the groups whose name contains TEXT ("laplace", "ggn CoSENT"), and compares their results alone.
 Everything is float64 and seeded. A result is reduced to its sum, its norm and a fixed projection; they agree within
@@ -639,6 +641,9 @@ def main() -> int:
     way.add_argument("--compare", metavar="FILE", type=Path)
     parser.add_argument("--only", metavar="TEXT", default="")
     asked = parser.parse_args()
+    root = Path(__file__).resolve().parent.parent
+    if Path(cc.__file__).resolve().parent.parent != root:
+        parser.error(f"this would record {cc.__file__}: set PYTHONPATH={root}")
     started = time.process_time()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
