@@ -9,7 +9,7 @@ import math
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, expected
 
 __all__ = [
     "LARGEST_DISTANCE",
@@ -22,7 +22,6 @@ __all__ = [
     "check_margin",
     "check_negative_weight",
     "default",
-    "parse_kfac_approx",
     "parse_option",
 ]
 
@@ -202,48 +201,3 @@ def check_negative_weight(weight: object) -> None:
         raise InputTypeError(expected("negative_weight", wanted, weight, hint))
     if not 0 <= weight <= 1:
         raise InputError(expected("negative_weight", wanted, weight, hint))
-
-
-def parse_kfac_approx(
-    value: KFACApprox | str,
-    pd_fix: PDFix,
-    structure: Structure | None = Structure.KRON,
-    pairs: str = "batch",
-    coupled: bool | None = None,
-) -> KFACApprox:
-    """Convert a string to a member, and refuse an approximation of cross terms where there are none.
-
-    Args:
-        value: The approximation.
-        pd_fix: The fix.
-        structure: The requested structure; ``None`` stands for one that is not in :class:`Structure`.
-        coupled: Whether there are cross terms; ``None``: as the fix has it.
-        pairs: ``"batch"``, or ``"dataset"``, whose points are never in memory at the same time.
-
-    Returns:
-        The member.
-
-    Raises:
-        UnsupportedError: The fix drops the cross terms, or the points are not in memory at the same time.
-        InputError: The approximation is unknown, or the structure has no Kronecker factors.
-    """
-    approx = parse_option(KFACApprox, "kfac_approx", value)
-    if approx is KFACApprox.EXPAND:
-        return approx
-    if structure is not Structure.KRON:
-        hint = "It approximates Kronecker factors. Use structure='kron', or leave it out."
-        raise InputError(expected("kfac_approx", "'expand' with a structure other than 'kron'", str(approx), hint))
-    if not (pd_fix.coupled if coupled is None else coupled):
-        msg = (
-            f"kfac_approx={str(approx)!r} with pd_fix={str(pd_fix)!r}: this fix drops the cross terms between the two "
-            "points of a pair, so there is nothing to approximate. Use kfac_approx='expand', or pd_fix='positive' or "
-            "'full' (of a loss with second derivatives also 'ggn')."
-        )
-        raise UnsupportedError(msg)
-    if pairs == "dataset":
-        msg = (
-            f"kfac_approx={str(approx)!r}: over the pairs of a data set its factors need all points at once. Use "
-            "pairs='batch' (of a loss of anchors candidates='batch'), or kfac_approx='expand'."
-        )
-        raise UnsupportedError(msg)
-    return approx

@@ -11,6 +11,7 @@ from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.fit.accumulate import clamp_curvature, clamp_factors
 from contrastive_curvature.fit.finite import check_finite
+from contrastive_curvature.fit.options import check_mc_samples, parse_kfac_approx
 from contrastive_curvature.fit.sampling import BlockSampler
 from contrastive_curvature.fit.sharing import structured_curvature
 from contrastive_curvature.hessian.sphere import check_outputs
@@ -30,7 +31,6 @@ from contrastive_curvature.options import (
     Normalization,
     PDFix,
     Structure,
-    parse_kfac_approx,
     parse_option,
 )
 from contrastive_curvature.pairs import Pairs
@@ -115,10 +115,10 @@ def ggn(
     )
     validate.flag("clamp", clamp)
     kind = parse_option(Structure, "structure", structure)
-    approx = parse_kfac_approx(kfac_approx, chosen.pd_fix, kind, coupled=chosen.coupled)
+    approx = parse_kfac_approx(kfac_approx, chosen, kind)
     validate.generator(generator, torch.device("cpu"))
+    check_mc_samples(mc_samples, chosen.coupled, kind)
     sampler = BlockSampler(mc_samples, generator)
-    sampler.check(chosen.coupled, kind)
     if not isinstance(model, nn.Module):
         raise InputTypeError(expected("model", "a torch.nn.Module", f"a {type(model).__name__}"))
     check_one_encoder(model)

@@ -11,7 +11,6 @@ from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.sampled_blocks import SampledBlocks
 from contrastive_curvature.network.layerwise import LayerwisePullback
 from contrastive_curvature.network.pullback import Pullback
-from contrastive_curvature.options import Structure
 
 __all__ = ["BlockSampler"]
 
@@ -29,35 +28,8 @@ class BlockSampler:
     generator: torch.Generator | None = field(default=None)
 
     def __post_init__(self) -> None:
-        wanted = "None (exact) or a positive whole number"
-        given = self.mc_samples
-        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
-            raise InputError(expected("mc_samples", wanted, given))
         if self.generator is None:
             self.generator = torch.Generator().manual_seed(0)
-
-    def check(self, coupled: bool, structure: Structure | None) -> None:
-        """Refuse what has no such estimate, before anything is computed.
-
-        Args:
-            coupled: Whether the fix couples points.
-            structure: Of the curvature; ``None`` for those without Kronecker factors, diagonal or matrix.
-
-        Raises:
-            UnsupportedError: A coupled fix, or another structure than ``diag`` and ``kron``.
-        """
-        if self.mc_samples is None:
-            return
-        if coupled:
-            msg = (
-                "mc_samples with pd_fix='positive', 'full' or 'ggn': the samples are of each point's own block, and "
-                "these fixes couple points. Use pd_fix='psd', 'fixed' or, for a loss with second derivatives, "
-                "'ggn_fixed'; or leave mc_samples out."
-            )
-            raise UnsupportedError(msg)
-        if structure not in (Structure.DIAG, Structure.KRON):
-            msg = "mc_samples: only the structures 'diag' and 'kron' are estimated. Leave it out for the others."
-            raise UnsupportedError(msg)
 
     def __call__(self, blocks: Blocks, pullback: Pullback) -> Blocks:
         """The blocks to pull back through a network.

@@ -118,7 +118,9 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
         check_arguments(kwargs, torch.promote_types(next(model.parameters()).dtype, torch.float32))
         self._temperature_given = "temperature" in kwargs
         self.cost: Tensor | float = 0.0
-        self._curvature_options = check_options(self.structure, backend, backend_kwargs, kwargs, self.takes_rank)
+        self._curvature_options, self._own_options = check_options(
+            self.structure, backend, backend_kwargs, kwargs, self.takes_rank
+        )
         self.typical_norm: float | None = None
         self._classes: ClassCentres | None = None
         self.H_raw: Any = None
@@ -130,7 +132,7 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
             model,
             Likelihood.REGRESSION,
             backend=backend or ContrastiveGGN,
-            backend_kwargs=dict(self._curvature_options),
+            backend_kwargs={**self._own_options, "options": self._curvature_options},
             **kwargs,
         )
         self._advised_on_prior = False
@@ -343,18 +345,8 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
         saving.load_state(self, state_dict, CONTRASTIVE)
 
     def plain_options(self) -> dict[str, Any]:
-        """The options of the curvature as strings and numbers; of a relation only whether there is one."""
-        plain = {k: str(v) if isinstance(v, str) else v for k, v in self._curvature_options.items()}
-        if "loss" in plain:
-            # On one line, as the states of OnlineLaplace keep one option a line.
-            plain["loss"] = " ".join(repr(plain["loss"]).split())
-        for name in ("mc_samples", "candidates", "negatives_per_anchor", "positives"):
-            if plain[name] is None:
-                # States from before there was this option do not have it.
-                del plain[name]
-        if plain["negative_samples"] == "auto":
-            del plain["negative_samples"]
-        return {**plain, "relation": plain["relation"] is not None}
+        """Return the options of the curvature as strings and numbers; of a relation only whether there is one."""
+        return {**self._curvature_options.plain(), **self._own_options}
 
     def __call__(
         self,

@@ -27,7 +27,7 @@ class KronLowRankForm(CurvatureForm):
     def absorb(self, la: Any, result: DatasetCurvature, earlier: int) -> None:
         """See :meth:`CurvatureForm.absorb`."""
         factors = merge_factors(la.H_raw, earlier, result)
-        decomposed = _decompose(factors, la.backend.rank)
+        decomposed = _decompose(factors, la.backend.options.rank)
         warn_of_nothing(decomposed.values)
         la.H_raw, la.H = factors, decomposed
 
@@ -49,12 +49,12 @@ class KronLowRankForm(CurvatureForm):
     def check(self, la: Any, state: Mapping[str, Any], like: Tensor) -> None:
         """See :meth:`CurvatureForm.check`."""
         parameters = la._posterior_parameters()
-        check_sketch(state, like, parameters, sketch_size(parameters[0].shape[1], la.backend.rank))
+        check_sketch(state, like, parameters, sketch_size(parameters[0].shape[1], la.backend.options.rank))
 
     def load(self, la: Any, state: Mapping[str, Any]) -> None:
         """See :meth:`CurvatureForm.load`."""
         factors = [list(group) for group in state["H_raw"]]
-        la.H_raw, la.H = factors, _decompose(factors, la.backend.rank)
+        la.H_raw, la.H = factors, _decompose(factors, la.backend.options.rank)
 
 
 def _decompose(factors: KronFactors, rank: int | None) -> KronLowRank:

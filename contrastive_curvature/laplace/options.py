@@ -12,25 +12,15 @@ from torch import Tensor
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.fit.sampling import BlockSampler
+from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
-from contrastive_curvature.laplace.backends.checks import (
-    check_backend_options,
-    check_candidates,
-    check_negative_samples,
-    points_together,
-)
 from contrastive_curvature.laplace.checks import (
     check_prior_mean,
     check_prior_precision,
     check_temperature,
     check_text,
 )
-from contrastive_curvature.losses.base import PairLoss
-from contrastive_curvature.losses.choice import OF_THE_LOSS, choose_loss
-from contrastive_curvature.losses.cosine import CosineLoss
-from contrastive_curvature.losses.sampled_data import check_samplable
-from contrastive_curvature.options import KFACApprox, Structure, parse_kfac_approx
+from contrastive_curvature.options import KFACApprox, PDFix, Structure
 
 __all__ = [
     "CONTRASTIVE",
@@ -115,10 +105,11 @@ def check_sigma_noise(value: object) -> None:
 
 
 def known_options(backend: type[ContrastiveBackend] = ContrastiveBackend) -> dict[str, Any]:
-    """Names and defaults of what ``backend_kwargs`` may hold: keyword-only arguments of a backend and its bases."""
+    """Return names and defaults of what ``backend_kwargs`` may hold: with those that a backend of the user's adds."""
     kinds = [kind for kind in reversed(backend.__mro__) if issubclass(kind, ContrastiveBackend)]
     parameters = [p for kind in kinds for p in inspect.signature(kind.__init__).parameters.values()]
-    return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    own = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name != "options"}
+    return {**CurvatureOptions.defaults(), **own}
 
 
 def given_options(backend_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -139,8 +130,8 @@ def check_options(
     backend_kwargs: Mapping[str, Any] | None,
     host_kwargs: MutableMapping[str, Any],
     takes_rank: bool = False,
-) -> dict[str, Any]:
-    """Check the options of a contrastive Laplace object.
+) -> tuple[CurvatureOptions, dict[str, Any]]:
+    """Parse the options of a contrastive Laplace object.
 
     Args:
         structure: The Hessian structure; ``None`` for those without a curvature in parameter space.
@@ -150,7 +141,7 @@ def check_options(
         takes_rank: Whether the structure is one of low rank.
 
     Returns:
-        All backend options, defaults filled in.
+        The options, and those that a backend of the user's own adds.
 
     Raises:
         InputError: An option is unknown or out of range.
@@ -173,44 +164,34 @@ def check_options(
         raise InputError(expected("backend_kwargs: rank", "nothing for this structure", given["rank"], hint))
     if takes_rank and structure is not Structure.KRON and "rank" in given and given["rank"] is None:
         raise InputError(expected("backend_kwargs: rank", "a positive whole number", None, "Leave it out for 64."))
-    options = {**known, **given}
-    check_backend_options(options["pairs"], options["relation"], options["rank"])
-    options, parsed = _with_loss(options)
-    if "pairs" in given and not isinstance(parsed, PairLoss):
-        hint = "An anchor is compared with candidates: use candidates='batch' or 'dataset', or leave it out."
-        raise InputError(expected("backend_kwargs: pairs", "nothing with a loss of anchors", given["pairs"], hint))
-    of_data = ("pairs", "candidates", "negatives_per_anchor", "positives", "relation")
-    check_candidates(parsed, *(options[name] for name in of_data))
-    sampled = options["negative_samples"], options["pairs"], options["candidates"], options["relation"]
-    check_negative_samples(parsed, *sampled)
-    if isinstance(options["negative_samples"], int):
-        check_samplable(parsed, structure)
-    BlockSampler(options["mc_samples"]).check(parsed.coupled, structure)
-    together = points_together(parsed, options["pairs"], options["candidates"])
-    approx = parse_kfac_approx(options["kfac_approx"], parsed.pd_fix, structure, together, parsed.coupled)
-    options["kfac_approx"] = approx
-    name = "kron_lowrank" if takes_rank else "kron"
-    if structure is Structure.KRON and parsed.coupled and approx is KFACApprox.EXPAND:
-        if parsed.pd_fix.second_only:
-            warnings.warn(
-                f"hessian_structure={name!r} with pd_fix={str(parsed.pd_fix)!r}: K-FAC-expand leaves the cross terms "
-                "between two points out, so this is pd_fix='ggn_fixed'. backend_kwargs=dict(kfac_approx='reduce') "
-                "approximates them; hessian_structure='diag' or 'full' is exact.",
-                stacklevel=4,
-            )
-            return _without_foreign(options, host_kwargs)
-        warnings.warn(
-            f"hessian_structure={name!r} with pd_fix={str(parsed.pd_fix)!r}: K-FAC-expand leaves the cross terms "
-            "between two points out, and so overstates this curvature several times. "
-            "backend_kwargs=dict(kfac_approx='reduce', "
-            "pairs='batch') approximates them; hessian_structure='diag' or 'full' is exact.",
-            stacklevel=4,
+    ours = CurvatureOptions.defaults()
+    # A backend of the user's own may have other defaults.
+    changed = {name: value for name, value in known.items() if name in ours and value != ours[name]}
+    options = CurvatureOptions.parse({**changed, **{name: given[name] for name in given if name in ours}})
+    options.check_structure(structure)
+    if structure is Structure.KRON and options.loss.coupled and options.kfac_approx is KFACApprox.EXPAND:
+        _warn_of_dropped_terms("kron_lowrank" if takes_rank else "kron", options.loss.pd_fix)
+    _drop_foreign(host_kwargs)
+    return options, {name: given.get(name, known[name]) for name in known if name not in ours}
+
+
+def _warn_of_dropped_terms(name: str, pd_fix: PDFix) -> None:
+    begin = f"hessian_structure={name!r} with pd_fix={str(pd_fix)!r}: K-FAC-expand leaves the cross terms between two "
+    if pd_fix.second_only:
+        end = (
+            "points out, so this is pd_fix='ggn_fixed'. backend_kwargs=dict(kfac_approx='reduce') approximates them; "
+            "hessian_structure='diag' or 'full' is exact."
         )
-    return _without_foreign(options, host_kwargs)
+    else:
+        end = (
+            "points out, and so overstates this curvature several times. backend_kwargs=dict(kfac_approx='reduce', "
+            "pairs='batch') approximates them; hessian_structure='diag' or 'full' is exact."
+        )
+    warnings.warn(begin + end, stacklevel=5)
 
 
-def _without_foreign(options: dict[str, Any], host_kwargs: MutableMapping[str, Any]) -> dict[str, Any]:
-    """The options, once what embeddings do not have is out of laplace-torch's arguments."""
+def _drop_foreign(host_kwargs: MutableMapping[str, Any]) -> None:
+    """Take out of laplace-torch's arguments what embeddings do not have."""
     check_sigma_noise(host_kwargs.pop("sigma_noise", 1.0))
     if host_kwargs.pop("asdl_fisher_kwargs", None) is not None:
         msg = "asdl_fisher_kwargs: the contrastive backend is not ASDL's. Its options go into backend_kwargs."
@@ -218,15 +199,3 @@ def _without_foreign(options: dict[str, Any], host_kwargs: MutableMapping[str, A
     if host_kwargs.pop("feature_reduction", None) is not None:
         msg = "feature_reduction: the last layer of an encoder takes (N, F). Pool inside the encoder."
         raise UnsupportedError(msg)
-    return options
-
-
-def _with_loss(options: dict[str, Any]) -> tuple[dict[str, Any], CosineLoss]:
-    """Check the options that describe the loss; a loss object stands for those that belong to it."""
-    chosen = choose_loss(**{name: options[name] for name in ("loss", "distance", "pd_fix", *OF_THE_LOSS)})
-    rest = {name: value for name, value in options.items() if name not in ("loss", *OF_THE_LOSS)}
-    if options["loss"] is None:
-        rest |= {name: getattr(chosen, name) for name in OF_THE_LOSS}
-    else:
-        rest["loss"] = chosen
-    return {**rest, "distance": chosen.distance, "pd_fix": chosen.pd_fix}, chosen

@@ -69,8 +69,8 @@ def check_loss(la: ContrastiveLaplace) -> CosineLoss:
         UnsupportedError: The loss is of one tower, or an option of the data has no version for two.
     """
     options = la._curvature_options
-    loss = options.get("loss")
-    if loss is None:
+    loss = options.loss
+    if not options.given_loss:
         hint = (
             "CLIP and dual encoders of queries and documents were trained with InfoNCELoss(temperature=...), SigLIP "
             "with SigLIPLoss(scale=..., bias=...); use the trained temperature, or scale and bias."
@@ -83,13 +83,13 @@ def check_loss(la: ContrastiveLaplace) -> CosineLoss:
             "candidates, such as InfoNCELoss, SupConLoss or SigLIPLoss, or of graded pairs, CoSENTLoss."
         )
         raise UnsupportedError(msg)
-    if options["candidates"] == "dataset":
+    if options.candidates == "dataset":
         msg = (
             "candidates='dataset': two towers are fitted in one pass, with the candidates of each batch. Leave it out, "
             "and take batches as large as in training."
         )
         raise UnsupportedError(msg)
-    if options["relation"] is not None:
+    if options.relation is not None:
         msg = (
             "relation: inputs of two towers belong together pair by pair, or by their labels. Leave it out, and yield "
             "(a, b) or (a, b, labels)."

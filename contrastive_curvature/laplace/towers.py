@@ -133,7 +133,7 @@ class TwoTowerLaplace(Shareable):
                     self.loss_of_towers,
                     self.a.structure,
                     Progress(progress_bar),
-                    backend.kfac_approx,
+                    backend.options.kfac_approx,
                     backend.sampler(self.a.structure),
                 )
             for la, result in zip(self._each(), results, strict=True):
@@ -257,7 +257,7 @@ class TwoTowerLaplace(Shareable):
 
     def _read(self, batch: Any) -> TowerBatch:
         batch = tokenized_batch((self.a.model, self.b.model), batch)
-        return read_towers(batch, self.a._device, self.loss_of_towers, self.a._curvature_options["positives"])
+        return read_towers(batch, self.a._device, self.loss_of_towers, self.a._curvature_options.positives)
 
     def _first(self, loader: Iterable[Any]) -> TowerBatch:
         for batch in loader:

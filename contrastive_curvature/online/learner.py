@@ -173,7 +173,7 @@ class OnlineLaplace(nn.Module):
             sampling_temperature,
         )
         backend_object = self._posterior.backend
-        if backend_object.relation is not None and curvature_miner is not None:
+        if backend_object.options.relation is not None and curvature_miner is not None:
             raise InputError(expected("curvature_miner, backend_kwargs: relation", "one of them", "both"))
         self._loss, self._miner, self._curvature_miner = loss, miner, curvature_miner
         # The loss is a mean over pairs of each type, as usual in metric learning. Checkpoints contain the attribute's
@@ -193,7 +193,7 @@ class OnlineLaplace(nn.Module):
             "loss": loss,
             "miner": miner,
             "curvature_miner": curvature_miner,
-            "relation": backend_object.relation,
+            "relation": backend_object.options.relation,
         }
         own |= {name: describe_callable(function) for name, function in functions.items()}
         posterior = self._posterior.options()
@@ -222,12 +222,12 @@ class OnlineLaplace(nn.Module):
             InputError: The batch is malformed.
         """
         backend = self._posterior.backend
-        device, related = next(self.encoder.parameters()).device, backend.relation is not None
+        device, related = next(self.encoder.parameters()).device, backend.options.relation is not None
         given = as_anchors(
             read_views(tokenized_batch(self.encoder, batch), device, dict_key_y, related=related),
             backend.loss,
-            backend.relation,
-            backend.positives,
+            backend.options.relation,
+            backend.options.positives,
         )
         return given.x, given.labels, None if callable(given.pairs) else given.pairs
 
@@ -320,13 +320,13 @@ class OnlineLaplace(nn.Module):
             return loss(embeddings, labels) if given is None else loss(embeddings, labels, given)
         own, backend = self._contrastive, self._posterior.backend
         if loss is None and self._miner is None and not isinstance(own, PairLoss):
-            return own.forward(z, labels, pairs=backend.relation if given is None else given)
+            return own.forward(z, labels, pairs=backend.options.relation if given is None else given)
         raw = check_outputs(z.detach(), "encoder(x)")
         pairs: Any = given
         if self._miner is not None:
             pairs = self._miner(normalize(raw)[0], labels)
         elif given is None and isinstance(own, PairLoss):
-            pairs = own.mine(raw, labels, backend.relation)
+            pairs = own.mine(raw, labels, backend.options.relation)
         return own.forward(z, pairs=pairs) if loss is None else loss(embeddings, labels, pairs)
 
     def _empty_curvature(self) -> Any:

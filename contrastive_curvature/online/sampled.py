@@ -88,14 +88,14 @@ class SampledEncoder(ABC):
     ) -> DatasetCurvature:
         backend = self.backend
         if isinstance(backend.loss, PairLoss):
-            given = (targets, backend.relation) if pairs is None else (None, pairs)
+            given = (targets, backend.options.relation) if pairs is None else (None, pairs)
             relation = make_relation(len(z), z.device, *given)
             shares = lone_shares(relation, backend.loss.normalization, z.dtype, self.n_data)
             hessian = batch_hessian(backend.loss, z, relation, shares)
         else:
-            given = (None, pairs) if pairs is not None else (targets, backend.relation)
+            given = (None, pairs) if pairs is not None else (targets, backend.options.relation)
             hessian = backend.loss.data_hessian(z, backend.loss.relate(z, *given))
-        value = structured_curvature(pullback, context, hessian, structure, 1, backend.kfac_approx)
+        value = structured_curvature(pullback, context, hessian, structure, 1, backend.options.kfac_approx)
         # Scaled as the part of a data set of N points that the B points of this batch contribute.
         scaled = backend.at_data_scale(DatasetCurvature(value, *hessian.loss_and_cost(), self.n_data))
         return replace(scaled, n=len(hessian), typical_norm=mean_norm(z))

@@ -18,7 +18,6 @@ from contrastive_curvature.laplace.prediction import to_device
 from contrastive_curvature.laplace.state import KNOWN_BACKENDS
 from contrastive_curvature.laplace.state_values import owned
 from contrastive_curvature.network.inputs import Inputs
-from contrastive_curvature.options import Default
 from contrastive_curvature.pretrained.encoders import (
     check_encoder,
     check_outputs_at,
@@ -72,7 +71,7 @@ def plain_posterior(la: Any, table: TensorTable, name: str, example: Inputs | No
         raise InputError(expected("example", "None for this posterior", "inputs", hint))
     weights, structure = la._key[:2]
     prior = la.prior_precision.detach().double().cpu()
-    relation = la._curvature_options["relation"]
+    relation = la._curvature_options.relation
     loss = la.backend.loss
     return {
         "class": type(la).__name__,
@@ -186,18 +185,12 @@ def _arguments(la: Any) -> dict[str, Any]:
 
 
 def _given_options(la: Any) -> dict[str, Any]:
-    """The options of the curvature that are not the defaults, besides the loss and the relation."""
-    known = known_options(la._backend_cls)
-    out = {}
-    for name, value in la._curvature_options.items():
-        default = known.get(name)
-        if isinstance(default, Default):
-            default = default.value
-        if name in ("loss", "relation") or ("loss" in la._curvature_options and name in ("distance", "pd_fix")):
-            continue
-        if value != default or type(value) is not type(default):
-            out[name] = value
-    return out
+    """Return the options of the curvature that are not the defaults, besides the loss and the relation."""
+    known, options = known_options(la._backend_cls), la._curvature_options
+    left_out = ("loss", "relation", *(("distance", "pd_fix") if options.given_loss else ()))
+    given = {**options.named(), **la._own_options}
+    named = {name: value for name, value in given.items() if name not in left_out}
+    return {name: v for name, v in named.items() if v != known.get(name) or type(v) is not type(known.get(name))}
 
 
 def _check_relation(name: str | None, relation: object) -> None:

@@ -26,19 +26,11 @@ from contrastive_curvature.fit.anchors import AnchorBatch, anchors_curvature
 from contrastive_curvature.fit.api import check_encoder, check_trainable
 from contrastive_curvature.fit.batches import batch_curvature
 from contrastive_curvature.fit.finite import check_finite
-from contrastive_curvature.fit.sampling import BlockSampler
+from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.views import as_anchors
 from contrastive_curvature.laplace.advice import LabelRange
-from contrastive_curvature.laplace.backends.checks import (
-    check_backend_options,
-    check_candidates,
-    check_negative_samples,
-    points_together,
-)
 from contrastive_curvature.laplace.backends.fits import DatasetFits
 from contrastive_curvature.losses.base import PairLoss
-from contrastive_curvature.losses.choice import DISTANCE, MARGIN, NEGATIVE_WEIGHT, NORMALIZATION, PD_FIX, choose_loss
-from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.digest import encoder_digest
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
@@ -49,15 +41,7 @@ from contrastive_curvature.network.sketch import sketch_size
 from contrastive_curvature.network.subnetwork import SubnetworkPullback
 from contrastive_curvature.network.texts import tokenized_batch
 from contrastive_curvature.network.views import Views, has_views, read_views
-from contrastive_curvature.options import (
-    Distance,
-    KFACApprox,
-    Normalization,
-    PDFix,
-    Structure,
-    parse_kfac_approx,
-)
-from contrastive_curvature.pairs import RelationFunction
+from contrastive_curvature.options import Structure
 
 __all__ = ["ContrastiveBackend"]
 
@@ -99,6 +83,7 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
             ``pairs="dataset"`` or ``candidates="dataset"``; the relative standard error of the curvature is reported.
         mc_samples: ``None``: exact. K: an unbiased estimate of the structures ``diag`` and ``kron`` from K random
             backward passes, see :func:`contrastive_curvature.ggn`; the same samples at every fit.
+        options: All of these, parsed; those that are given by name besides it replace its own.
 
     Raises:
         InputError: An option is unknown or out of range.
@@ -119,50 +104,19 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
         *,
-        loss: CosineLoss | None = None,
-        distance: Distance | str = DISTANCE,
-        pd_fix: PDFix | str = PD_FIX,
-        margin: float | None = MARGIN,
-        negative_weight: float = NEGATIVE_WEIGHT,
-        normalization: Normalization | str = NORMALIZATION,
-        pairs: str = "dataset",
-        candidates: str | None = None,
-        negatives_per_anchor: int | None = None,
-        positives: str | None = None,
-        relation: RelationFunction | None = None,
-        rank: int | None = 64,
-        kfac_approx: KFACApprox | str = KFACApprox.EXPAND,
-        mc_samples: int | None = None,
-        negative_samples: int | str | None = "auto",
+        options: CurvatureOptions | None = None,
+        **given: Any,
     ) -> None:
         check_model(model, half=last_layer)
-        self.loss = choose_loss(
-            loss,
-            margin=margin,
-            negative_weight=negative_weight,
-            normalization=normalization,
-            distance=distance,
-            pd_fix=pd_fix,
-        )
-        check_backend_options(pairs, relation, rank)
-        check_candidates(self.loss, pairs, candidates, negatives_per_anchor, positives, relation)
-        check_negative_samples(self.loss, negative_samples, pairs, candidates, relation)
-        self.negative_samples = negative_samples
-        together = points_together(self.loss, pairs, candidates)
-        self.kfac_approx = parse_kfac_approx(kfac_approx, self.loss.pd_fix, pairs=together, coupled=self.loss.coupled)
-        BlockSampler(mc_samples).check(self.loss.coupled, Structure.DIAG)
-        self.mc_samples = mc_samples
+        if options is None or given:
+            options = CurvatureOptions.parse(given if options is None else {**options.named(), **given})
+        self.options, self.loss = options, options.loss
         # The host knows no contrastive likelihood; what it derives from the name is replaced below.
         super().__init__(model, "regression", last_layer, subnetwork_indices, dict_key_x, dict_key_y)
         self.likelihood = likelihood
         self.lossfunc = self.loss
         self.factor = 1.0
         self.labels_seen = LabelRange()
-        self.pairs = pairs
-        self.candidates, self.negatives_per_anchor = candidates or "batch", negatives_per_anchor
-        self.positives = positives
-        self.relation = relation
-        self.rank = rank
         self._encoder: Encoder | None = None
 
     def encoder(self, probe: Inputs) -> Encoder:
@@ -207,7 +161,7 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
         if self.last_layer:
             # One linear layer has closed forms, which leave nothing to a host.
             width = encoder.require_last_layer().in_features
-            return LastLayerPullback(encoder, sketch_size(width, self.rank) if self.sketches_inputs else None)
+            return LastLayerPullback(encoder, sketch_size(width, self.options.rank) if self.sketches_inputs else None)
         check_trainable(encoder)
         if self.subnetwork_indices is None:
             return self.all_parameters(encoder)
@@ -256,20 +210,20 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
 
     def read_anchors(self, batch: Any) -> AnchorBatch:
         """Take apart what a loader yields for a loss of anchors; see :func:`read_views`."""
-        device, related = next(self.model.parameters()).device, self.relation is not None
+        device, related = next(self.model.parameters()).device, self.options.relation is not None
         batch = tokenized_batch(self.model, batch)
         views = read_views(batch, device, self.dict_key_y, related=related)
-        found = as_anchors(views, self.loss, self.relation, self.positives)
+        found = as_anchors(views, self.loss, self.options.relation, self.options.positives)
         self.labels_seen.note(found.classes)
         return found
 
     def read(self, batch: Any) -> tuple[Inputs, Tensor]:
         """Take apart what a loader yields, and bring it to the model's device; see :func:`read_batch`."""
         batch = tokenized_batch(self.model, batch)
-        if has_views(batch) and self.relation is None and not isinstance(self.loss, PairLoss):
+        if has_views(batch) and self.options.relation is None and not isinstance(self.loss, PairLoss):
             msg = "loader: batches of two views. This needs labelled points: yield (x, labels)."
             raise UnsupportedError(msg)
-        if has_views(batch) and self.relation is None:
+        if has_views(batch) and self.options.relation is None:
             msg = (
                 f"train_loader: batches of two views, and {type(self.loss).__name__} is a loss of labelled points. Use "
                 "backend_kwargs=dict(loss=contrastive_curvature.InfoNCELoss()) for views without labels, or yield "
@@ -277,14 +231,14 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
             )
             raise UnsupportedError(msg)
         x, y = read_batch(batch, next(self.model.parameters()).device, self.dict_key_y)
-        if self.relation is None:
+        if self.options.relation is None:
             self.labels_seen.note(y)
         return x, y
 
     def identity(self, structure: Structure) -> dict[str, str]:
         """See :meth:`DatasetFits.identity`."""
         names = ("pairs", "candidates", "negatives_per_anchor", "positives", "rank", "mc_samples", "negative_samples")
-        options = {name: getattr(self, name) for name in names}
+        options: dict[str, Any] = {name: getattr(self.options, name) for name in names}
         indices = self.subnetwork_indices
         weights = "last layer" if self.last_layer else "all"
         if indices is not None:
@@ -295,7 +249,9 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
             "weights": weights,
             "structure": f"{structure}{' with a sketch of the inputs' if self.sketches_inputs else ''}",
             "loss": " ".join(repr(self.loss).split()),
-            "options": str({**options, "relation": self.relation is not None, "kfac_approx": str(self.kfac_approx)}),
+            "options": str(
+                {**options, "relation": self.options.relation is not None, "kfac_approx": str(self.options.kfac_approx)}
+            ),
         }
 
     def _batch(self, x: Inputs, y: Tensor, n_data: int | None, structure: Structure) -> tuple[Tensor, Any]:
@@ -311,8 +267,8 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
                 self.loss,
                 structure,
                 n_data,
-                relation=self.relation,
-                kfac_approx=self.kfac_approx,
+                relation=self.options.relation,
+                kfac_approx=self.options.kfac_approx,
                 sampler=self.sampler(structure),
             )
             check_finite(term.curvature, pullback, "this batch")
@@ -322,8 +278,8 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
     def _anchor_batch(
         self, pullback: Pullback, x: Inputs, y: Tensor, n_data: int, structure: Structure
     ) -> tuple[Tensor, Any]:
-        given = as_anchors(Views(x, None, y), self.loss, self.relation, self.positives)
-        approx, sampler = self.kfac_approx, self.sampler(structure)
+        given = as_anchors(Views(x, None, y), self.loss, self.options.relation, self.options.positives)
+        approx, sampler = self.options.kfac_approx, self.sampler(structure)
         term = anchors_curvature(
             pullback, [given], lambda batch: batch, self.loss, structure, None, approx, sampler, whole=False
         )

@@ -24,6 +24,7 @@ from contrastive_curvature.fit.dataset import (
     mean_norm,
 )
 from contrastive_curvature.fit.lowrank import curvature_product, leading_eigenpairs
+from contrastive_curvature.fit.options import CurvatureOptions, check_mc_samples
 from contrastive_curvature.fit.sampling import BlockSampler
 from contrastive_curvature.fit.subset import HessianSubset, subset_hessian
 from contrastive_curvature.laplace.backends.driver import run_steps
@@ -36,8 +37,7 @@ from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.loader import check_loader, check_whole, in_fixed_order
 from contrastive_curvature.network.pullback import Pullback
-from contrastive_curvature.options import KFACApprox, Normalization, Structure
-from contrastive_curvature.pairs import RelationFunction
+from contrastive_curvature.options import Normalization, Structure
 from contrastive_curvature.parts.exchange import Exchange, check_agreed, present_exchange
 from contrastive_curvature.parts.state import State, check_identity, digest_of
 from contrastive_curvature.progress import Progress
@@ -57,14 +57,7 @@ class DatasetFits:
 
     model: Any
     loss: CosineLoss
-    pairs: str
-    candidates: str
-    negatives_per_anchor: int | None
-    relation: RelationFunction | None
-    rank: int | None
-    kfac_approx: KFACApprox
-    mc_samples: int | None
-    negative_samples: int | str | None
+    options: CurvatureOptions
     _encoder: Encoder | None
 
     @abstractmethod
@@ -192,7 +185,7 @@ class DatasetFits:
         Raises:
             UnsupportedError: Every part would have to know all others.
         """
-        if self._is_ordered() and not isinstance(self.negative_samples, int):
+        if self._is_ordered() and not isinstance(self.options.negative_samples, int):
             msg = (
                 f"candidates='dataset' in parts: every anchor of {type(self.loss).__name__} is compared with "
                 "the points of all parts. Add backend_kwargs=dict(negative_samples=2000), or use candidates='batch'."
@@ -201,11 +194,10 @@ class DatasetFits:
 
     def steps(self, encoder: Encoder, pullback: Pullback, structure: Structure, progress: Progress) -> Steps:
         """The steps of the fit that the options ask for."""
-        pair = isinstance(self.loss, PairLoss)
-        if (self.pairs if pair else self.candidates) == "dataset":
+        if self.options.together == "dataset":
             kind: type[Steps] = PointSteps
         else:
-            kind = BatchSteps if pair else AnchorSteps
+            kind = BatchSteps if isinstance(self.loss, PairLoss) else AnchorSteps
         return kind(self, encoder, pullback, structure, progress)
 
     @abstractmethod
@@ -221,11 +213,11 @@ class DatasetFits:
             yield self.encoder(probe), self.pullback(probe)
 
     def _is_ordered(self) -> bool:
-        return not isinstance(self.loss, PairLoss) and self.candidates == "dataset"
+        return not isinstance(self.loss, PairLoss) and self.options.candidates == "dataset"
 
     def _stays_exact(self, loader: Iterable[Any], exchange: Exchange) -> bool:
         """Whether a loss of anchors counts all candidates of the data set, as far as its loader says."""
-        together = exchange.count > 1 and self.negative_samples == "auto"
+        together = exchange.count > 1 and self.options.negative_samples == "auto"
         return together or self.samples(expected_points(loader)) is None
 
     def _all_anchors(
@@ -238,13 +230,21 @@ class DatasetFits:
 
     def _anchors(self, encoder: Encoder, loader: Iterable[Any], progress: Progress) -> AnchorData:
         return collect_anchors(
-            encoder, loader, self.read_anchors, self.loss, self.candidates, self.negatives_per_anchor, progress
+            encoder,
+            loader,
+            self.read_anchors,
+            self.loss,
+            self.options.together,
+            self.options.negatives_per_anchor,
+            progress,
         )
 
     def _points(self, encoder: Encoder, loader: Iterable[Any], progress: Progress) -> DatasetPoints | AnchorData:
         """Everything about the outputs of a data set, in the order of the loader."""
         if isinstance(self.loss, PairLoss):
-            return collect_points(encoder, loader, self.read, self.loss, self.relation, progress, self.samples())
+            return collect_points(
+                encoder, loader, self.read, self.loss, self.options.relation, progress, self.samples()
+            )
         return self._anchors(encoder, loader, progress)
 
     def _check_products(self) -> None:
@@ -268,19 +268,19 @@ class DatasetFits:
 
     def samples(self, n: int = 0) -> int | None:
         """Number of points that stand for all negatives of ``n`` points; ``None`` counts all."""
-        if isinstance(self.negative_samples, int):
-            return None if sums_suffice(self.loss) else self.negative_samples
-        many = n >= MANY_POINTS and self.relation is None and sampled_unasked(self.loss)
-        return NEGATIVE_SAMPLES if many and self.negative_samples == "auto" else None
+        if isinstance(self.options.negative_samples, int):
+            return None if sums_suffice(self.loss) else self.options.negative_samples
+        many = n >= MANY_POINTS and self.options.relation is None and sampled_unasked(self.loss)
+        return NEGATIVE_SAMPLES if many and self.options.negative_samples == "auto" else None
 
     def tell_samples(self, n: int) -> None:
         """Say in the log whether a sample stood for all negatives, where the user left it open."""
         if sums_suffice(self.loss):
-            if isinstance(self.negative_samples, int):
+            if isinstance(self.options.negative_samples, int):
                 _log.info("negative_samples is of no effect: sums over classes say everything about the negatives")
-        elif self.negative_samples == "auto" and self.samples(n) is None:
+        elif self.options.negative_samples == "auto" and self.samples(n) is None:
             _log.info("negative_samples='auto': all pairs of %d points count", n)
-        elif self.negative_samples == "auto":
+        elif self.options.negative_samples == "auto":
             _log.warning(
                 "negative_samples='auto': of %d points, %d drawn at random stand for all negatives, as from %d points "
                 "on; backend_kwargs=dict(negative_samples=None) counts all pairs",
@@ -300,9 +300,8 @@ class DatasetFits:
         Raises:
             UnsupportedError: The structure has no such estimate.
         """
-        sampler = BlockSampler(self.mc_samples)
-        sampler.check(self.loss.coupled, structure)
-        return sampler
+        check_mc_samples(self.options.mc_samples, self.loss.coupled, structure)
+        return BlockSampler(self.options.mc_samples)
 
     def fit_lowrank(self, loader: Iterable[Any], progress: bool | None = None) -> DatasetCurvature:
         """Leading eigenvectors (P, R) and eigenvalues (R,) over all pairs of a data set, times its scale.
@@ -319,13 +318,13 @@ class DatasetFits:
                 loss is one of anchors.
             InputError: The backend has no rank.
         """
-        if self.pairs == "batch":
+        if self.options.pairs == "batch":
             msg = (
                 "pairs='batch': the low-rank structure has no batch estimate, since eigenpairs of batches do not add "
                 "up. Use pairs='dataset', or the structure 'diag'."
             )
             raise UnsupportedError(msg)
-        if self.rank is None:
+        if self.options.rank is None:
             raise InputError(expected("rank", "a positive whole number", None))
         self._check_products()
         check_loader(loader)
@@ -334,7 +333,7 @@ class DatasetFits:
         with self._ready(loader) as (encoder, pullback):
             shown = Progress(progress, _FASTER)
             found = self._points(encoder, loader, shown)
-            vectors, values = leading_eigenpairs(pullback, found, loader, self._read_inputs, self.rank, shown)
+            vectors, values = leading_eigenpairs(pullback, found, loader, self._read_inputs, self.options.rank, shown)
         scale = self._data_scale(found.n)
         loss, cost = found.hessian.loss_and_cost()
         norm = mean_norm(found.hessian.z)
@@ -380,7 +379,7 @@ class DatasetFits:
         Raises:
             UnsupportedError: ``pairs="batch"``, or the Hessian is not positive semidefinite.
         """
-        if self.pairs == "batch":
+        if self.options.pairs == "batch":
             msg = "pairs='batch': a subset of the points takes the pairs of the data set. Use pairs='dataset'."
             raise UnsupportedError(msg)
         check_loader(loader)
@@ -388,14 +387,14 @@ class DatasetFits:
         with self._ready(loader) as (encoder, _):
             shown = Progress(progress, _FASTER)
             if not isinstance(self.loss, PairLoss):
-                if self.candidates == "dataset":
+                if self.options.candidates == "dataset":
                     msg = (
                         "candidates='dataset': the points that hessian_structure='gp' draws are each other's "
                         "candidates. Leave candidates out, or use 'diag', 'kron' or 'full'."
                     )
                     raise UnsupportedError(msg)
                 return anchor_subset(encoder, loader, self.read_anchors, self.loss, size, seed, shown)
-            found = collect_points(encoder, loader, self.read, self.loss, self.relation, shown, self.samples())
+            found = collect_points(encoder, loader, self.read, self.loss, self.options.relation, shown, self.samples())
             subset = subset_hessian(encoder, loader, self.read, found, size, seed, shown)
         scale = self._data_scale(found.n)
         loss, cost = found.hessian.loss_and_cost()

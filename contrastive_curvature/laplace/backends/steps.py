@@ -120,7 +120,7 @@ class PointSteps(Steps):
     def plan(self, parts: int) -> Plan:
         """What the first pass keeps, of data in so many parts."""
         fits = self.fits
-        if fits.relation is not None or needs_points(fits.loss):
+        if fits.options.relation is not None or needs_points(fits.loss):
             return Plan()
         if sums_suffice(fits.loss):
             # Cross terms of very many classes are computed from the points, where they are in one part.
@@ -129,7 +129,7 @@ class PointSteps(Steps):
         wanted = fits.samples(MANY_POINTS)
         if wanted is None:
             return Plan()
-        if fits.negative_samples == "auto":
+        if fits.options.negative_samples == "auto":
             return Plan(everything=False, sample=MANY_POINTS - 1)
         crosses = fits.loss.coupled and not fits.loss.pd_fix.attracting_only and self.structure is not Structure.KRON
         return Plan(everything=False, sample=wanted, inputs=crosses)
@@ -137,12 +137,12 @@ class PointSteps(Steps):
     def first(self, loader: Any, part: Part, identity: Mapping[str, str]) -> State:
         """See :meth:`Steps.first`."""
         fits, loss = self.fits, self.fits.loss
-        wanted = fits.negative_samples
+        wanted = fits.options.negative_samples
         if isinstance(wanted, int):
             check_samplable(loss, self.structure)
 
         def first(z: Tensor) -> None:
-            if isinstance(loss, PairLoss) and wanted is None and fits.relation is None:
+            if isinstance(loss, PairLoss) and wanted is None and fits.options.relation is None:
                 # In parts nobody knows how many points all of them have.
                 loss.announce_labelled(expected_points(loader) if part[1] == 1 else 0, z, self.progress)
 
@@ -151,7 +151,7 @@ class PointSteps(Steps):
             Share(loader, part[0]),
             self._reader(),
             self.plan(part[1]),
-            fits.relation,
+            fits.options.relation,
             self.progress,
             identity=identity,
             part=part,
@@ -177,11 +177,11 @@ class PointSteps(Steps):
         found = points_of(
             statistics,
             loss,
-            fits.relation,
+            fits.options.relation,
             samples,
             self.found,
             self.progress,
-            negatives_per_anchor=fits.negatives_per_anchor,
+            negatives_per_anchor=fits.options.negatives_per_anchor,
         )
         derivatives = found.hessian.derivatives
         if isinstance(derivatives, SampledRowDerivatives):
@@ -218,7 +218,7 @@ class PointSteps(Steps):
         if not loss.coupled or self.structure is Structure.KRON:
             return
         by_class = isinstance(loss, ContrastiveLoss) and (loss.pd_fix.attracting_only or sums_suffice(loss))
-        if self.fits.relation is not None or not (by_class or self.fits.samples() is not None):
+        if self.fits.options.relation is not None or not (by_class or self.fits.samples() is not None):
             refuse_in_parts(loss)
 
     def _reader(self) -> NumberedReader:
@@ -252,7 +252,7 @@ class BatchSteps(Steps):
         """See :meth:`Steps.first`."""
         fits = self.fits
         return targets_of_part(
-            Share(loader, part[0]), fits.read, fits.relation, self.progress, identity=identity, part=part
+            Share(loader, part[0]), fits.read, fits.options.relation, self.progress, identity=identity, part=part
         )
 
     def second(self, loader: Any, part: Part, statistics: State, identity: Mapping[str, str]) -> State:
@@ -265,9 +265,9 @@ class BatchSteps(Steps):
             statistics,
             self._loss(),
             self.structure,
-            fits.relation,
+            fits.options.relation,
             self.progress,
-            fits.kfac_approx,
+            fits.options.kfac_approx,
             self.sampler(part),
             identity=identity,
             part=part,
@@ -301,7 +301,7 @@ class AnchorSteps(Steps):
             fits.loss,
             self.structure,
             self.progress,
-            fits.kfac_approx,
+            fits.options.kfac_approx,
             self.sampler(part),
             identity=identity,
             part=part,

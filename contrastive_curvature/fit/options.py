@@ -1,0 +1,237 @@
+"""The options of a curvature: one record, parsed once, where the user gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from contrastive_curvature import validate
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.losses.base import PairLoss
+from contrastive_curvature.losses.choice import OF_THE_LOSS, choose_loss
+from contrastive_curvature.losses.cosine import CosineLoss
+from contrastive_curvature.losses.sampled_data import check_samplable
+from contrastive_curvature.options import KFACApprox, Structure, parse_option
+from contrastive_curvature.pairs import RelationFunction
+
+__all__ = ["CurvatureOptions", "check_mc_samples", "parse_kfac_approx"]
+
+_OF_ANY_LOSS = ("distance", "pd_fix")
+
+
+@dataclass(frozen=True)
+class CurvatureOptions:
+    """All that ``backend_kwargs`` may hold, parsed; :meth:`parse` makes it.
+
+    ``distance``, ``pd_fix``, ``margin``, ``negative_weight`` and ``normalization`` are those of :attr:`loss`. See
+    :class:`~contrastive_curvature.ContrastiveBackend` for the meaning of each option.
+    """
+
+    loss: CosineLoss
+    given_loss: bool
+    """Whether the user gave the loss as an object."""
+    pairs: str = "dataset"
+    candidates: str | None = None
+    negatives_per_anchor: int | None = None
+    positives: str | None = None
+    relation: RelationFunction | None = None
+    rank: int | None = 64
+    kfac_approx: KFACApprox = KFACApprox.EXPAND
+    mc_samples: int | None = None
+    negative_samples: int | str | None = "auto"
+
+    @staticmethod
+    def defaults() -> dict[str, Any]:
+        """Return all names that :meth:`parse` takes, with their defaults; those of the loss depend on it."""
+        rest = {field.name: field.default for field in fields(CurvatureOptions) if field.name != "given_loss"}
+        contrastive = choose_loss()
+        of_the_loss = {name: getattr(contrastive, name) for name in (*_OF_ANY_LOSS, *OF_THE_LOSS)}
+        return {**of_the_loss, **rest, "loss": None}
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> CurvatureOptions:
+        """Parse options by name, and refuse combinations without an answer.
+
+        Args:
+            given: Names and values; all others have their defaults.
+
+        Raises:
+            InputError: An option is out of range, or does not go with another one.
+            InputTypeError: A name is unknown, or a value has the wrong type.
+            UnsupportedError: The loss, its fix or the data have no such version.
+        """
+        known = cls.defaults()
+        unknown = sorted(set(given) - set(known), key=str)
+        if unknown:
+            raise InputTypeError(expected("options of a curvature", f"names among {sorted(known)}", str(unknown)))
+        of_the_loss = {name: given[name] for name in ("loss", *_OF_ANY_LOSS, *OF_THE_LOSS) if name in given}
+        rest = {name: value for name, value in given.items() if name not in of_the_loss}
+        options = cls(choose_loss(**of_the_loss), given.get("loss") is not None, **rest)
+        options._check_data()
+        options._check_candidates("pairs" in given)
+        options._check_negative_samples()
+        check_mc_samples(options.mc_samples, options.loss.coupled)
+        return replace(
+            options, kfac_approx=parse_kfac_approx(options.kfac_approx, options.loss, pairs=options.together)
+        )
+
+    @property
+    def together(self) -> str:
+        """Whether points that are compared are in memory together: ``"batch"``, or not: ``"dataset"``."""
+        return self.pairs if isinstance(self.loss, PairLoss) else self.candidates or "batch"
+
+    def check_structure(self, structure: Structure | None) -> None:
+        """Refuse options that a structure has no answer for; ``None`` is one without a curvature of parameters."""
+        if isinstance(self.negative_samples, int):
+            check_samplable(self.loss, structure)
+        check_mc_samples(self.mc_samples, self.loss.coupled, structure)
+        parse_kfac_approx(self.kfac_approx, self.loss, structure, self.together)
+
+    def named(self) -> dict[str, Any]:
+        """Return the options by the names that :meth:`parse` takes."""
+        out = {name: getattr(self, name) for name in self.defaults() if hasattr(self, name)}
+        out |= {name: getattr(self.loss, name) for name in _OF_ANY_LOSS}
+        if not self.given_loss:
+            del out["loss"]
+            out |= {name: getattr(self.loss, name) for name in OF_THE_LOSS}
+        if not isinstance(self.loss, PairLoss):
+            del out["pairs"]
+        return out
+
+    def plain(self) -> dict[str, Any]:
+        """Return them as strings and numbers, for saved states; of a relation only whether there is one."""
+        plain = {"pairs": self.pairs, **self.named()}
+        plain = {name: str(value) if isinstance(value, str) else value for name, value in plain.items()}
+        if self.given_loss:
+            # On one line, as the states of OnlineLaplace keep one option a line.
+            plain["loss"] = " ".join(repr(self.loss).split())
+        # Left out where they are the defaults, so that states stay comparable when an option is added.
+        for name in ("mc_samples", "candidates", "negatives_per_anchor", "positives"):
+            if plain[name] is None:
+                del plain[name]
+        if self.negative_samples == "auto":
+            del plain["negative_samples"]
+        return {**plain, "relation": self.relation is not None}
+
+    def _check_data(self) -> None:
+        if not isinstance(self.pairs, str) or self.pairs not in ("dataset", "batch"):
+            hint = "Class labels come from the loader; for another relation pass relation=callable."
+            raise InputError(expected("pairs", "'dataset' or 'batch'", self.pairs, hint))
+        if self.relation is not None and not callable(self.relation):
+            wanted = "a callable (targets_a, targets_b) -> (positives, negatives)"
+            raise InputTypeError(expected("relation", wanted, f"a {type(self.relation).__name__}"))
+        if self.rank is not None and (isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1):
+            raise InputError(expected("rank", "a positive whole number", self.rank))
+
+    def _check_candidates(self, pairs_given: bool) -> None:
+        """Check the options of data sets against the loss: of pairs, or of anchors and their candidates."""
+        loss, name = self.loss, type(self.loss).__name__
+        if isinstance(loss, PairLoss):
+            for option in ("candidates", "negatives_per_anchor", "positives"):
+                if getattr(self, option) is not None:
+                    hint = f"{name} is a sum over pairs. Use pairs='dataset' or 'batch', or leave it out."
+                    raise InputError(expected(option, "nothing with a loss of pairs", getattr(self, option), hint))
+            return
+        if pairs_given:
+            hint = f"{name} compares an anchor with candidates: use candidates='batch' or 'dataset', or leave it out."
+            raise InputError(expected("pairs", "nothing with a loss of anchors", self.pairs, hint))
+        by_views = self.positives == "views"
+        if self.relation is not None and (loss.graded or loss.needs_labels or by_views):
+            reason = "with positives='views'" if by_views else f"with {name}, which has no relation of points"
+            raise InputError(expected("relation", f"nothing {reason}", "a callable", "Leave one of them out."))
+        if loss.graded and self.positives is not None:
+            raise InputError(expected("positives", f"nothing with {name}, whose pairs have grades", self.positives))
+        if self.candidates is not None:
+            validate.choice("candidates", self.candidates, ("batch", "dataset"))
+        if self.positives is not None:
+            validate.choice("positives", self.positives, ("labels", "views"))
+        if self.negatives_per_anchor is not None:
+            validate.count("negatives_per_anchor", self.negatives_per_anchor)
+            if self.candidates != "dataset":
+                hint = "In a batch an anchor has the negatives of the batch. Use candidates='dataset', or leave it out."
+                wanted = "nothing with candidates='batch'"
+                raise InputError(expected("negatives_per_anchor", wanted, self.negatives_per_anchor, hint))
+        if self.candidates == "dataset":
+            loss.check_dataset(self.negatives_per_anchor)
+
+    def _check_negative_samples(self) -> None:
+        given = self.negative_samples
+        if given is None or (isinstance(given, str) and given == "auto"):
+            return
+        if isinstance(given, bool) or not isinstance(given, int) or given < 2:
+            raise InputError(expected("negative_samples", "None, 'auto' or a whole number from 2 on", given))
+        if self.together != "dataset":
+            option = "pairs" if isinstance(self.loss, PairLoss) else "candidates"
+            hint = f"A batch has few negatives. Use {option}='dataset', or leave it out."
+            raise InputError(expected("negative_samples", f"nothing with {option}='batch'", given, hint))
+        if self.relation is not None:
+            hint = (
+                "Which points are positives shows only when all pairs are looked at. Use class labels, or leave it out."
+            )
+            raise InputError(expected("negative_samples", "nothing with relation", given, hint))
+
+
+def check_mc_samples(number: object, coupled: bool, structure: Structure | None = Structure.DIAG) -> None:
+    """Refuse samples of blocks where there is no such estimate, see :class:`.BlockSampler`.
+
+    Args:
+        number: Of samples; ``None`` is exact.
+        coupled: Whether the fix couples points.
+        structure: Of the curvature; ``None`` for those without Kronecker factors, diagonal or matrix.
+
+    Raises:
+        InputError: It is no number of samples.
+        UnsupportedError: A coupled fix, or another structure than ``diag`` and ``kron``.
+    """
+    if number is None:
+        return
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise InputError(expected("mc_samples", "None (exact) or a positive whole number", number))
+    if coupled:
+        msg = (
+            "mc_samples with pd_fix='positive', 'full' or 'ggn': the samples are of each point's own block, and "
+            "these fixes couple points. Use pd_fix='psd', 'fixed' or, for a loss with second derivatives, "
+            "'ggn_fixed'; or leave mc_samples out."
+        )
+        raise UnsupportedError(msg)
+    if structure not in (Structure.DIAG, Structure.KRON):
+        msg = "mc_samples: only the structures 'diag' and 'kron' are estimated. Leave it out for the others."
+        raise UnsupportedError(msg)
+
+
+def parse_kfac_approx(
+    value: KFACApprox | str, loss: CosineLoss, structure: Structure | None = Structure.KRON, pairs: str = "batch"
+) -> KFACApprox:
+    """Convert a string to a member, and refuse an approximation of cross terms where there are none.
+
+    Args:
+        value: The approximation.
+        loss: The loss, with its fix.
+        structure: The requested structure; ``None`` stands for one that is not in :class:`Structure`.
+        pairs: ``"batch"``, or ``"dataset"``, whose points are never in memory at the same time.
+
+    Raises:
+        UnsupportedError: The fix drops the cross terms, or the points are not in memory at the same time.
+        InputError: The approximation is unknown, or the structure has no Kronecker factors.
+    """
+    approx = parse_option(KFACApprox, "kfac_approx", value)
+    if approx is KFACApprox.EXPAND:
+        return approx
+    if structure is not Structure.KRON:
+        hint = "It approximates Kronecker factors. Use structure='kron', or leave it out."
+        raise InputError(expected("kfac_approx", "'expand' with a structure other than 'kron'", str(approx), hint))
+    if not loss.coupled:
+        msg = (
+            f"kfac_approx={str(approx)!r} with pd_fix={str(loss.pd_fix)!r}: this fix drops the cross terms between the "
+            "two points of a pair, so there is nothing to approximate. Use kfac_approx='expand', or pd_fix='positive' "
+            "or 'full' (of a loss with second derivatives also 'ggn')."
+        )
+        raise UnsupportedError(msg)
+    if pairs == "dataset":
+        msg = (
+            f"kfac_approx={str(approx)!r}: over the pairs of a data set its factors need all points at once. Use "
+            "pairs='batch' (of a loss of anchors candidates='batch'), or kfac_approx='expand'."
+        )
+        raise UnsupportedError(msg)
+    return approx
