@@ -19,10 +19,8 @@ from contrastive_curvature.feature_folder.resume import check_same_features, che
 from contrastive_curvature.feature_folder.storage import Rows, Storage
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.given_features import FeatureSource
-from contrastive_curvature.network.inputs import Inputs, input_length, slice_inputs
-from contrastive_curvature.network.loader import read_batch
-from contrastive_curvature.network.texts import tokenized_batch
-from contrastive_curvature.network.views import has_views
+from contrastive_curvature.network.inputs import Inputs, input_length, slice_inputs, tokenized_batch
+from contrastive_curvature.network.loader import has_views, read_batch
 
 __all__ = ["Writer"]
 

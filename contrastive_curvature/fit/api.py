@@ -18,13 +18,12 @@ from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.choice import DISTANCE, MARGIN, NEGATIVE_WEIGHT, NORMALIZATION, PD_FIX, choose_loss
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
-from contrastive_curvature.network.inputs import Inputs, check_inputs, input_length, slice_inputs
+from contrastive_curvature.network.inputs import Inputs, check_inputs, input_length, slice_inputs, tokenized
 from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.network.layerwise import LayerwisePullback
 from contrastive_curvature.network.loader import check_one_encoder
 from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.network.pullback import KronFactors, Pullback
-from contrastive_curvature.network.texts import tokenized
 from contrastive_curvature.options import (
     Distance,
     KFACApprox,

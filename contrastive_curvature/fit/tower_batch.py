@@ -12,7 +12,7 @@ from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.fit.views import check_usable
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.inputs import Inputs, input_length
-from contrastive_curvature.network.views import read_views
+from contrastive_curvature.network.loader import read_views
 from contrastive_curvature.pairs.relation import check_labels
 
 __all__ = ["TowerBatch", "read_towers"]

@@ -29,8 +29,8 @@ from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.losses.towers import joined_towers
 from contrastive_curvature.network.inputs import input_length
 from contrastive_curvature.network.last_layer import LastLayerPullback
+from contrastive_curvature.network.loader import joined_inputs
 from contrastive_curvature.network.pullback import Pullback
-from contrastive_curvature.network.views import joined_inputs
 from contrastive_curvature.options import KFACApprox, Structure
 from contrastive_curvature.progress import Progress
 

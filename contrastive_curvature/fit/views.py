@@ -9,7 +9,7 @@ from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.fit.anchors import AnchorBatch
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.inputs import input_length
-from contrastive_curvature.network.views import Views, joined_inputs
+from contrastive_curvature.network.loader import Views, joined_inputs
 from contrastive_curvature.pairs.relation import RelationFunction, check_labels
 
 __all__ = ["as_anchors", "check_usable"]

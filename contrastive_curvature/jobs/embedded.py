@@ -15,8 +15,7 @@ from contrastive_curvature.jobs.columns import list_column
 from contrastive_curvature.jobs.packages import arrow
 from contrastive_curvature.jobs.parquet_parts import ParquetPart, ParquetParts
 from contrastive_curvature.jobs.sources import FolderParts, Parts
-from contrastive_curvature.network.inputs import check_inputs, input_length, move_inputs
-from contrastive_curvature.network.texts import tokenized
+from contrastive_curvature.network.inputs import check_inputs, input_length, move_inputs, tokenized
 
 __all__ = ["OWN", "embedded", "output_schema"]
 

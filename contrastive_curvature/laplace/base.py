@@ -35,7 +35,7 @@ from contrastive_curvature.laplace.posterior import CheckedPosterior
 from contrastive_curvature.laplace.prior import PriorMethod
 from contrastive_curvature.laplace.shareable import Shareable
 from contrastive_curvature.laplace.state_values import owned
-from contrastive_curvature.network.compiled import refuse_compiled
+from contrastive_curvature.network.call import refuse_compiled
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.loader import check_loader, check_model
 from contrastive_curvature.options import Structure

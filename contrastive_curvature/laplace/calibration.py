@@ -39,11 +39,10 @@ from contrastive_curvature.laplace.fingerprint import (
     same_encoder,
     same_posterior,
 )
+from contrastive_curvature.network.call import naming_the_input
 from contrastive_curvature.network.encoder import at_least_float32
-from contrastive_curvature.network.inputs import Inputs, check_inputs, input_length
+from contrastive_curvature.network.inputs import Inputs, check_inputs, input_length, is_texts, tokenized
 from contrastive_curvature.network.loader import check_batches, check_whole
-from contrastive_curvature.network.refusal import naming_the_input
-from contrastive_curvature.network.texts import is_texts, tokenized
 from contrastive_curvature.progress import Progress
 
 __all__ = ["Calibration", "KnownInputs", "calibrate", "calibrated_reference", "judged", "predict", "training_sample"]

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.network.digest import dense_parts, is_transient
-from contrastive_curvature.network.fingerprint import encoder_fingerprint, same_encoder, summary
+from contrastive_curvature.network.digest import dense_parts, encoder_fingerprint, is_transient, same_encoder, summary
 
 __all__ = ["Stamp", "encoder_fingerprint", "fingerprint", "same_encoder", "same_posterior"]
 

@@ -21,10 +21,8 @@ from contrastive_curvature.laplace.backends.torch_func import ContrastiveGGN
 from contrastive_curvature.laplace.options import CONTRASTIVE
 from contrastive_curvature.laplace.state import unchanged_on_error
 from contrastive_curvature.network.encoder import evaluation_mode, flatten_parameters
-from contrastive_curvature.network.inputs import Inputs, slice_inputs
-from contrastive_curvature.network.loader import check_loader, check_whole
-from contrastive_curvature.network.texts import tokenized_batch
-from contrastive_curvature.network.views import read_views
+from contrastive_curvature.network.inputs import Inputs, slice_inputs, tokenized_batch
+from contrastive_curvature.network.loader import check_loader, check_whole, read_views
 from contrastive_curvature.pairs.relation import check_labels
 from contrastive_curvature.parts.exchange import Alone, Exchange, check_agreed, present_exchange
 from contrastive_curvature.progress import Progress

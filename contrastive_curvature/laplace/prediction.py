@@ -20,9 +20,8 @@ from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.laplace.checks import check_finite_outputs, check_output_shape
 from contrastive_curvature.network.encoder import evaluation_mode
-from contrastive_curvature.network.inputs import Inputs, input_length
+from contrastive_curvature.network.inputs import Inputs, input_length, tokenized
 from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS, Pullback
-from contrastive_curvature.network.texts import tokenized
 from contrastive_curvature.options import Structure
 from contrastive_curvature.progress import Progress
 

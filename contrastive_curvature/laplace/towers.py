@@ -29,10 +29,9 @@ from contrastive_curvature.laplace.tower_checks import (
     refuse_shared_parameters,
 )
 from contrastive_curvature.network.encoder import evaluation_mode
-from contrastive_curvature.network.inputs import Inputs, slice_inputs
+from contrastive_curvature.network.inputs import Inputs, slice_inputs, tokenized_batch
 from contrastive_curvature.network.loader import check_loader, check_whole
 from contrastive_curvature.network.pullback import Pullback
-from contrastive_curvature.network.texts import tokenized_batch
 from contrastive_curvature.progress import Progress
 from contrastive_curvature.two_towers import TwoTowers
 

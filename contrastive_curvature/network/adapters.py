@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.network.call import ModelCall, entry_of, named_entries
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
-from contrastive_curvature.network.inputs import Inputs, check_inputs, move_inputs, slice_inputs
+from contrastive_curvature.network.inputs import Inputs, check_inputs, move_inputs, slice_inputs, tokenized
 from contrastive_curvature.network.loader import check_model
-from contrastive_curvature.network.substitute import other_values
-from contrastive_curvature.network.texts import tokenized
+from contrastive_curvature.network.raw_outputs import other_values
 from contrastive_curvature.network.threads import watched
 
 __all__ = ["POOLINGS", "EncoderOutput", "WithLastLayer", "with_last_layer"]

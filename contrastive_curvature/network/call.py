@@ -9,15 +9,33 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import (
+    ContrastiveCurvatureError,
+    InputError,
+    InputTypeError,
+    UnsupportedError,
+    expected,
+)
 from contrastive_curvature.network.inputs import Inputs
 
-__all__ = ["ModelCall", "entry_of", "named_entries"]
+__all__ = [
+    "ModelCall",
+    "describe_points",
+    "eager",
+    "entry_of",
+    "named_entries",
+    "naming_the_input",
+    "refuse_compiled",
+    "refuse_compiled_layer",
+    "uncompiled",
+]
 
 EMBEDDING_NAMES = ("sentence_embedding", "text_embeds", "image_embeds")
 """Names that sentence-transformers and transformers give to finished embeddings."""
@@ -200,3 +218,121 @@ def check_output(out: Any) -> None:
         if out.ndim == 3:
             hint = "One row is one embedding: contrastive_curvature.EncoderOutput(model, pooling='mean') pools tokens."
         raise InputError(expected("model", "outputs of shape (N, D)", f"shape {tuple(out.shape)}", hint))
+
+
+_RAISED = (RuntimeError, TypeError, LookupError, ValueError, AssertionError)
+"""The errors that torch's modules raise for inputs of a wrong shape or dtype."""
+
+_HARDWARE_WORDS = ("out of memory", "allocat", "same device", "cuda error", "hip error", "cudnn", "cublas", "nccl")
+
+
+def describe_points(x: Any) -> str:
+    """Shape and dtype of one point of a batch."""
+    if isinstance(x, Tensor):
+        return f"shape {tuple(x.shape[1:])} and dtype {x.dtype}"
+    if isinstance(x, Mapping):
+        parts = (f"{key!r} of {describe_points(value)}" for key, value in x.items() if isinstance(value, Tensor))
+        return "entries " + ", ".join(parts)
+    return f"type {type(x).__name__}"
+
+
+@contextmanager
+def naming_the_input(x: Any, known: str | None = None) -> Iterator[None]:
+    """Convert errors that the user's model raises on ``x`` to errors that name ``x``.
+
+    Args:
+        x: The batch.
+        known: Description by :func:`describe_points` of points that the model could process before. An error on points
+            of the same description has another cause than their shape, and is raised unchanged.
+
+    Raises:
+        InputError: The model raised an error on points of another description. Errors of this library, of the memory,
+            of the device and of torch.compile are raised unchanged.
+    """
+    try:
+        yield
+    except (ContrastiveCurvatureError, NotImplementedError, torch.OutOfMemoryError):
+        raise
+    except _RAISED as error:
+        lines = str(error).strip().splitlines()
+        if _is_hardware_error(error) or known == describe_points(x):
+            raise
+        wanted = "inputs that the model can process"
+        if known is not None:
+            wanted = f"points of {known}, as when the model was analysed"
+        raised = f"The model raised {type(error).__name__}" + (f": {lines[0].rstrip('.')}." if lines else ".")
+        raise InputError(expected("x", wanted, f"points of {describe_points(x)}", raised)) from error
+
+
+def _is_hardware_error(error: Exception) -> bool:
+    message = str(error).lower()
+    if type(error).__module__.startswith("torch._dynamo"):
+        return True
+    accelerator = getattr(torch, "AcceleratorError", ())  # torch before 2.8 says it in the message alone
+    return isinstance(error, accelerator) or any(word in message for word in _HARDWARE_WORDS)
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The module that ``torch.compile(module)`` was called with, of the same weights; any other as it is."""
+    inside = model._modules.get("_orig_mod")
+    return model if inside is None else inside
+
+
+@contextmanager
+def eager(model: nn.Module) -> Iterator[None]:
+    """Run compiled parts of a model without their compiled code, so that hooks on their layers see what they do."""
+    if not any(_how(module) for module in model.modules()):
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Refuse an encoder with compiled parts, of whose weights Jacobians will be needed; wrapped as a whole it may be.
+
+    ``torch.func`` traces them again for every batch and every direction, until torch gives up, and fails in some.
+
+    Raises:
+        UnsupportedError: There is one.
+    """
+    for name, module in uncompiled(model).named_modules():
+        if how := _how(module):
+            which = f"layer {name!r}" if name else "the encoder"
+            msg = (
+                f"model: {which} is compiled by {how}, and these weights need Jacobians by torch.func, which a "
+                "compiled module does not give. Compile the whole encoder with torch.compile(encoder), or nothing; or "
+                "use subset_of_weights='last_layer'."
+            )
+            raise UnsupportedError(msg)
+
+
+def refuse_compiled_layer(model: nn.Module, name: str) -> None:
+    """Refuse a last layer inside a compiled part of an encoder, where nothing can watch it.
+
+    Args:
+        model: The encoder.
+        name: Of the last layer.
+
+    Raises:
+        UnsupportedError: It is inside one.
+    """
+    parts = name.split(".") if name else []
+    for depth in range(len(parts) + 1):
+        outer = ".".join(parts[:depth])
+        if how := _how(model.get_submodule(outer)):
+            which = f"layer {outer!r}" if outer else "the encoder"
+            msg = (
+                f"model: {which}, which has or is the last linear layer, is compiled by {how}, and compiled code hides "
+                "what goes into that layer. Compile the layers before it alone, as in "
+                "nn.Sequential(torch.compile(body), head); or the whole encoder, torch.compile(encoder), which is then "
+                "run as it was before."
+            )
+            raise UnsupportedError(msg)
+
+
+def _how(module: nn.Module) -> str:
+    """What was called to compile a module; empty where nothing was."""
+    if "_orig_mod" in module._modules:
+        return "torch.compile(module)"
+    return "module.compile()" if getattr(module, "_compiled_call_impl", None) is not None else ""

@@ -14,8 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.network.call import ModelCall, entry_of
-from contrastive_curvature.network.compiled import refuse_compiled_layer, uncompiled
+from contrastive_curvature.network.call import (
+    ModelCall,
+    describe_points,
+    entry_of,
+    naming_the_input,
+    refuse_compiled_layer,
+    uncompiled,
+)
 from contrastive_curvature.network.given_features import (
     SourceCheck,
     has_features,
@@ -24,11 +30,18 @@ from contrastive_curvature.network.given_features import (
     source_of,
 )
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
-from contrastive_curvature.network.raw_outputs import Source, check_feeds, find_raw
-from contrastive_curvature.network.refusal import describe_points, naming_the_input
-from contrastive_curvature.network.substitute import Key, carries
+from contrastive_curvature.network.raw_outputs import (
+    Key,
+    Record,
+    Source,
+    carries,
+    check_feeds,
+    feeds,
+    find_raw,
+    is_same,
+    trace,
+)
 from contrastive_curvature.network.threads import evaluation_mode, watched
-from contrastive_curvature.network.trace import Record, feeds, is_same, trace
 
 __all__ = [
     "Encoder",

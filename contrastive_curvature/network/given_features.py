@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.network.fingerprint import same_encoder, trunk_fingerprint, trunk_tensors
+from contrastive_curvature.network.digest import same_encoder, trunk_fingerprint, trunk_tensors
 
 __all__ = [
     "FEATURES",

@@ -1,6 +1,6 @@
 """The pullback to all trainable parameters of any module, layer by layer: no Jacobian of the whole network is formed.
 
-One forward pass notes every function that applies parameters (:mod:`contrastive_curvature.network.layer_runs`). One
+One forward pass notes every function that applies parameters (:mod:`contrastive_curvature.network.recorder`). One
 backward pass for every column of the signed factor of the Hessian's blocks gives the gradients at the outputs of those
 functions. From these and from the inputs the diagonal follows exactly
 (:mod:`contrastive_curvature.network.layer_parts`), whatever connects the layers.
@@ -29,19 +29,27 @@ from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.network.kron import ModuleKron, refuse_kron
-from contrastive_curvature.network.layer_check import (
+from contrastive_curvature.network.layer_proof import (
     Layouts,
-    NotVerifiedError,
+    check_fast_path,
     few_points,
     find_layouts,
+    refuse_gradients,
+    unproven,
     with_layouts,
 )
-from contrastive_curvature.network.layer_cross import check_alike, cross_diagonals, shared_columns
-from contrastive_curvature.network.layer_proof import check_fast_path, refuse_gradients, unproven
-from contrastive_curvature.network.layer_runs import Recorder
-from contrastive_curvature.network.layer_tape import Piece, Tape, make_pieces
+from contrastive_curvature.network.layer_tape import (
+    NotVerifiedError,
+    Piece,
+    Tape,
+    check_alike,
+    cross_diagonals,
+    make_pieces,
+    shared_columns,
+)
 from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.network.pullback import KronFactors, own_name
+from contrastive_curvature.network.recorder import Recorder
 from contrastive_curvature.network.threads import private_copy
 from contrastive_curvature.options import Structure
 

@@ -4,18 +4,152 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from contrastive_curvature.errors import InputError
+from contrastive_curvature.hessian.blocks import Blocks
+from contrastive_curvature.hessian.cross import CrossBlocks
 from contrastive_curvature.network.encoder import Encoder
-from contrastive_curvature.network.functional import FunctionalEncoder
 from contrastive_curvature.network.inputs import Inputs, input_length, slice_inputs
 from contrastive_curvature.network.pullback import Pullback, own_name
+from contrastive_curvature.network.threads import private_copy
+from contrastive_curvature.options import Structure
 
-__all__ = ["ModulePullback", "parameter_places"]
+__all__ = [
+    "FunctionalEncoder",
+    "MathAttention",
+    "ModulePullback",
+    "SubnetworkPullback",
+    "math_attention",
+    "parameter_places",
+]
+
+
+def math_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``F.scaled_dot_product_attention`` in plain operations, which support vmap and second derivatives."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        # The plain operations add the mask to the scores, so a boolean mask would add ones and zeros.
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+    out: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+    )[0]
+    return out
+
+
+def _with_math_attention(function: Any) -> Any:
+    """A copy of a function of ``torch.nn.functional`` that calls :func:`math_attention` for attention."""
+    names = {**function.__globals__, F.scaled_dot_product_attention.__name__: math_attention}
+    copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+_REPLACEMENTS: dict[Any, Any] = {
+    F.scaled_dot_product_attention: math_attention,
+    F.multi_head_attention_forward: _with_math_attention(F.multi_head_attention_forward),
+}
+
+
+class MathAttention(TorchFunctionMode):
+    """Computes attention in plain operations, in this thread only; torch's own settings hold for the whole process.
+
+    Args:
+        originals: Tensors to watch for, by their ``id``.
+
+    Attributes:
+        original_used: Whether an operation has used one of these tensors.
+    """
+
+    def __init__(self, originals: dict[int, Tensor] | None = None) -> None:
+        super().__init__()
+        self._originals = originals or {}
+        self.original_used = False
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Run a function of torch, or its replacement."""
+        kwargs = kwargs or {}
+        for argument in (*args, *kwargs.values()):
+            if id(argument) in self._originals or isinstance(argument, (list, tuple)):
+                # Reading an attribute such as the shape does not count.
+                self.original_used |= self._uses_original(argument) and getattr(func, "__name__", "") != "__get__"
+        return _REPLACEMENTS.get(func, func)(*args, **kwargs)
+
+    def _uses_original(self, argument: Any) -> bool:
+        if isinstance(argument, (list, tuple)):
+            return any(self._uses_original(a) for a in argument)
+        return id(argument) in self._originals
+
+
+class FunctionalEncoder:
+    """Raw outputs of an encoder at given values of its parameters.
+
+    Args:
+        encoder: The analysed encoder. If its modules cannot be copied, or a copy still uses an original parameter, the
+            modules themselves are used, and no other thread may run the modules at the same time.
+    """
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+        self._originals: dict[int, Tensor] = {id(p): p for p in encoder.parameters()}
+        self._free_copies: list[Encoder] = []
+        self._can_be_copied = True
+
+    def __call__(self, values: dict[str, Tensor], x: Inputs) -> Tensor:
+        """Run the encoder.
+
+        Args:
+            values: Values of all parameters and buffers, under every name that each of them has.
+            x: A batch of N points.
+
+        Returns:
+            Raw outputs, shape (N, D).
+        """
+        own = self._free_copy()
+        if own is not None:
+            watching = MathAttention(self._originals)
+            try:
+                out = _call(watching, own, values, x)
+            finally:
+                self._free_copies.append(own)
+            if not watching.original_used:
+                return out
+            self._can_be_copied = False
+        return _call(MathAttention(), self._encoder, values, x)
+
+    def _free_copy(self) -> Encoder | None:
+        """A copy that no thread runs at the moment; ``None`` if the encoder cannot be copied."""
+        if not self._can_be_copied:
+            return None
+        try:
+            return self._free_copies.pop()
+        except IndexError:
+            pass
+        try:
+            return private_copy(self._encoder)
+        except Exception:
+            self._can_be_copied = False
+            return None
+
+
+def _call(mode: MathAttention, encoder: Encoder, values: dict[str, Tensor], x: Inputs) -> Tensor:
+    with mode:
+        # Tied by torch, a module with two names would keep the replaced tensors afterwards.
+        return torch.func.functional_call(encoder, values, (x,), tie_weights=False)
 
 
 class ModulePullback(Pullback):
@@ -201,3 +335,60 @@ def _touched(params: dict[str, nn.Parameter], indices: Tensor) -> tuple[set[str]
             kept += p.numel()
         start += p.numel()
     return names, moved
+
+
+class SubnetworkPullback(Pullback):
+    """Some entries of the parameters of another pullback.
+
+    Args:
+        inner: All trainable parameters.
+        indices: Entries of the flattened parameters, shape (P,).
+    """
+
+    def __init__(self, inner: Pullback, indices: Tensor) -> None:
+        self.inner = inner
+        self.encoder = inner.encoder
+        self.indices = indices
+        self.n_params = indices.numel()
+
+    @property
+    def width(self) -> int:
+        """See :class:`Pullback`."""
+        return self.inner.width
+
+    def parameter_at(self, position: int) -> str:
+        """See :meth:`Pullback.parameter_at`."""
+        return self.inner.parameter_at(int(self.indices[position]))
+
+    def forward(self, x: Inputs) -> tuple[Tensor, Any]:
+        """See :meth:`Pullback.forward`."""
+        return self.inner.forward(x)
+
+    def slice_context(self, context: Any, rows: slice) -> Any:
+        """See :meth:`Pullback.slice_context`."""
+        return self.inner.slice_context(context, rows)
+
+    def vjp(self, context: Any, cotangents: Tensor) -> Tensor:
+        """See :meth:`Pullback.vjp`."""
+        return self.inner.vjp(context, cotangents)[..., self.indices]
+
+    def block_term(self, context: Any, blocks: Blocks, structure: Structure) -> Tensor:
+        """See :meth:`Pullback.block_term`."""
+        if structure is Structure.DIAG:
+            return self.inner.block_term(context, blocks, structure)[self.indices]
+        return super().block_term(context, blocks, structure)
+
+    def cross_term(self, rows: Any, columns: Any, cross: CrossBlocks, structure: Structure) -> Tensor:
+        """See :meth:`Pullback.cross_term`."""
+        if structure is Structure.DIAG:
+            return self.inner.cross_term(rows, columns, cross, structure)[self.indices]
+        return super().cross_term(rows, columns, cross, structure)
+
+    def output_covariance(self, context: Any, variance: Tensor) -> Tensor:
+        """See :meth:`Pullback.output_covariance`; the other parameters are known."""
+        everywhere = variance.new_zeros(self.inner.n_params).index_copy(0, self.indices, variance)
+        return self.inner.output_covariance(context, everywhere)
+
+    def tile_size(self, structure: Structure, dim: int) -> int:
+        """See :meth:`Pullback.tile_size`."""
+        return self.inner.tile_size(structure, dim)

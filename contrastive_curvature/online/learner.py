@@ -20,9 +20,8 @@ from contrastive_curvature.laplace.options import given_options
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.encoder import evaluation_mode
-from contrastive_curvature.network.inputs import Inputs, input_length
-from contrastive_curvature.network.texts import tokenized, tokenized_batch
-from contrastive_curvature.network.views import read_views
+from contrastive_curvature.network.inputs import Inputs, input_length, tokenized, tokenized_batch
+from contrastive_curvature.network.loader import read_views
 from contrastive_curvature.online.discount import DiscountedCurvature
 from contrastive_curvature.online.options import (
     CLASSES,

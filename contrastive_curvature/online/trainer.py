@@ -16,9 +16,8 @@ from tqdm import tqdm
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import DivergenceError, InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.network.loader import check_loader, read_batch
-from contrastive_curvature.network.texts import tokenized_batch
-from contrastive_curvature.network.views import has_views
+from contrastive_curvature.network.inputs import tokenized_batch
+from contrastive_curvature.network.loader import check_loader, has_views, read_batch
 from contrastive_curvature.online.checkpoint import load_checkpoint, save_checkpoint
 from contrastive_curvature.online.content import check_frame, check_states, refused, restore, states_of_process
 from contrastive_curvature.online.lock import lock_checkpoint

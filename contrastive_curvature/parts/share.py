@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.network.inputs import is_texts
 from contrastive_curvature.network.loader import loader_parts
-from contrastive_curvature.network.texts import is_texts
 from contrastive_curvature.parts.rows import point_keys
 
 __all__ = ["Claim", "Share", "sum_of_keys"]

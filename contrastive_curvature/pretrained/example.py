@@ -6,8 +6,7 @@ from typing import Any
 
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.laplace.prediction import to_device
-from contrastive_curvature.network.inputs import Inputs, asks_for_example, check_inputs, slice_inputs
-from contrastive_curvature.network.texts import tokenized
+from contrastive_curvature.network.inputs import Inputs, asks_for_example, check_inputs, slice_inputs, tokenized
 from contrastive_curvature.pretrained.encoders import encoder_of, raw_outputs
 
 __all__ = ["checked_example"]

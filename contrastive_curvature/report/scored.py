@@ -10,7 +10,7 @@ from torch import Tensor
 
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, NotFittedError, expected
-from contrastive_curvature.network.refusal import naming_the_input
+from contrastive_curvature.network.call import naming_the_input
 from contrastive_curvature.progress import Progress
 from contrastive_curvature.report.data import Data, take_apart
 from contrastive_curvature.report.missing import Missing

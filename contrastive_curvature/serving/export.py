@@ -21,8 +21,7 @@ from contrastive_curvature.errors import (
     UnsupportedError,
     expected,
 )
-from contrastive_curvature.network.inputs import asks_for_example
-from contrastive_curvature.network.texts import tokenized
+from contrastive_curvature.network.inputs import asks_for_example, tokenized
 from contrastive_curvature.serving import graph
 from contrastive_curvature.serving.module import ServedEncoder
 from contrastive_curvature.serving.numpy_scorer import FORMAT, VERSION

@@ -25,7 +25,7 @@ from contrastive_curvature.laplace.backends.backpack import BackPackContrastiveG
 from contrastive_curvature.laplace.backends.curvlinops import CurvlinopsContrastiveGGN
 from contrastive_curvature.laplace.backends.stochman import StochManContrastiveGGN
 from contrastive_curvature.network.encoder import Encoder
-from contrastive_curvature.network.functional import MathAttention
+from contrastive_curvature.network.module import MathAttention
 from contrastive_curvature.testing import dense_ggn
 
 LABELS = torch.arange(6) % 3

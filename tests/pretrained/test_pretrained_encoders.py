@@ -17,8 +17,13 @@ from saved_cases import batches, encoder, inputs, predicts_the_same
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.network.digest import dense_parts, encoder_digest, state_tensors
-from contrastive_curvature.network.fingerprint import encoder_fingerprint, trunk_fingerprint
+from contrastive_curvature.network.digest import (
+    dense_parts,
+    encoder_digest,
+    encoder_fingerprint,
+    state_tensors,
+    trunk_fingerprint,
+)
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 

@@ -21,11 +21,16 @@ from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
-from contrastive_curvature.network.inputs import Inputs, input_length, move_inputs, slice_inputs
-from contrastive_curvature.network.loader import check_loader, check_model, check_whole, in_fixed_order
+from contrastive_curvature.network.inputs import Inputs, input_length, move_inputs, slice_inputs, tokenized_batch
+from contrastive_curvature.network.loader import (
+    check_loader,
+    check_model,
+    check_whole,
+    has_views,
+    in_fixed_order,
+    joined_inputs,
+)
 from contrastive_curvature.network.module import ModulePullback
-from contrastive_curvature.network.texts import tokenized_batch
-from contrastive_curvature.network.views import has_views, joined_inputs
 from contrastive_curvature.pairs import Pairs
 
 __all__ = ["ContrastiveGGNLinearOperator"]

@@ -33,14 +33,12 @@ from contrastive_curvature.laplace.backends.fits import DatasetFits
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.network.digest import encoder_digest
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
-from contrastive_curvature.network.inputs import Inputs, slice_inputs
+from contrastive_curvature.network.inputs import Inputs, slice_inputs, tokenized_batch
 from contrastive_curvature.network.last_layer import LastLayerPullback
-from contrastive_curvature.network.loader import check_model, read_batch
+from contrastive_curvature.network.loader import Views, check_model, has_views, read_batch, read_views
+from contrastive_curvature.network.module import SubnetworkPullback
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.network.sketch import sketch_size
-from contrastive_curvature.network.subnetwork import SubnetworkPullback
-from contrastive_curvature.network.texts import tokenized_batch
-from contrastive_curvature.network.views import Views, has_views, read_views
 from contrastive_curvature.options import Structure
 
 __all__ = ["ContrastiveBackend"]
