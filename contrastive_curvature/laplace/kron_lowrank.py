@@ -9,7 +9,6 @@ from laplace.lllaplace import LLLaplace
 from torch import Tensor, nn
 
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
-from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.laplace.form_kron_lowrank import KronLowRankForm
 from contrastive_curvature.laplace.kron_lowrank_precision import KronLowRankPrecision
 from contrastive_curvature.laplace.last_layer import LastLayerLaplace
@@ -66,7 +65,9 @@ class ContrastiveKronLowRankLLLaplace(LastLayerLaplace, _KronLowRankHost):
     of the features, ``rho`` the mean of its other eigenvalues, as in probabilistic principal component analysis
     (Tipping and Bishop, 1999). ``fit`` takes the two passes over the data that all structures take and stores O(F R)
     numbers, from a sketch of ``A`` (Tropp et al., 2017); prediction is in closed form at O(F R) a point. At full rank
-    it is ``kron``. See :class:`~contrastive_curvature.laplace.ContrastiveKronLaplace` for the fixes ``full`` and
+    it is :class:`~contrastive_curvature.laplace.ContrastiveKronLLLaplace`, which ``rank="full"`` takes.
+
+    See :class:`~contrastive_curvature.laplace.ContrastiveKronLaplace` for the fixes ``full`` and
     ``positive``.
 
     ``backend_kwargs=dict(rank=...)`` sets the rank R. By default all eigenvectors of up to 1,024 features are kept; of
@@ -82,12 +83,6 @@ class ContrastiveKronLowRankLLLaplace(LastLayerLaplace, _KronLowRankHost):
     sketches_inputs = True
 
     def __init__(self, model: nn.Module, likelihood: str = CONTRASTIVE, *args: Any, **kwargs: Any) -> None:
-        if "damping" in kwargs:
-            msg = (
-                "damping: it splits the prior between the two factors, and hessian_structure='kron_lowrank' adds it to "
-                "their product, exactly. Leave it out."
-            )
-            raise UnsupportedError(msg)
         named = arguments_by_name(type(self), args, kwargs)
         # None chooses the rank from the spectrum; other structures have a default of their own.
         named["backend_kwargs"] = {"rank": None, **given_options(named.get("backend_kwargs"))}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.laplace.base import ContrastiveLaplace
-from contrastive_curvature.laplace.combination import check_combination
 from contrastive_curvature.laplace.options import CONTRASTIVE
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.rows import RowLoss
@@ -20,17 +18,8 @@ __all__ = ["check_loss", "check_towers", "check_vectors", "refuse_shared_paramet
 _STRUCTURES = ("diag", "kron", "kron_lowrank", "full")
 
 
-def check_towers(model: object, likelihood: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Check the arguments of ``laplace.Laplace`` for two towers.
-
-    Args:
-        model: Both encoders.
-        likelihood: Of the posterior.
-        args: Further positional arguments.
-        kwargs: Further arguments.
-
-    Returns:
-        The subset of the weights.
+def check_towers(model: object, likelihood: object, weights: object, structure: object) -> None:
+    """Refuse what two towers have no posterior for.
 
     Raises:
         InputError: An argument is unknown or malformed.
@@ -40,7 +29,6 @@ def check_towers(model: object, likelihood: object, args: tuple[Any, ...], kwarg
         raise InputTypeError(expected("model", "a TwoTowers(encoder_a, encoder_b)", f"a {type(model).__name__}"))
     if likelihood != CONTRASTIVE:
         raise InputError(expected("likelihood", repr(CONTRASTIVE), likelihood))
-    weights, structure = check_combination((model, likelihood, *args), kwargs)
     if weights == "subnetwork":
         msg = (
             "subset_of_weights='subnetwork': its indices count the weights of one encoder. Use 'last_layer' or 'all' "
@@ -58,7 +46,6 @@ def check_towers(model: object, likelihood: object, args: tuple[Any, ...], kwarg
     if None not in places and places[0] != places[1]:
         hint = "The outputs of both are compared: move and convert them to one device and dtype."
         raise InputError(expected("encoder_b", f"{places[0]}, as encoder_a", f"{places[1]}", hint))
-    return weights
 
 
 def check_loss(la: ContrastiveLaplace) -> CosineLoss:

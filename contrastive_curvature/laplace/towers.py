@@ -54,9 +54,9 @@ class TwoTowerLaplace(Shareable):
     Args:
         model: Both encoders.
         likelihood: ``"contrastive"``.
-        *args: As of ``laplace.Laplace``: ``subset_of_weights`` (``"last_layer"`` or ``"all"``), ``hessian_structure``
-            (``"diag"``, ``"kron"``, ``"full"``, and ``"kron_lowrank"`` for the last layer), and so on. Both towers get
-            the same.
+        subset_of_weights: ``"last_layer"`` or ``"all"``.
+        hessian_structure: ``"diag"``, ``"kron"`` or ``"full"``.
+        *args: As of ``laplace.Laplace``. Both towers get the same.
         **kwargs: The same by name. ``backend_kwargs`` must have the ``loss`` that the towers were trained with,
             one of anchors (:class:`~contrastive_curvature.losses.rows.RowLoss`) or of graded pairs
             (:class:`~contrastive_curvature.CoSENTLoss`). ``last_layer_name`` may be two names.
@@ -71,10 +71,18 @@ class TwoTowerLaplace(Shareable):
             share some parameters whose posterior is asked for.
     """
 
-    def __init__(self, model: TwoTowers, likelihood: str = CONTRASTIVE, *args: Any, **kwargs: Any) -> None:
-        weights = check_towers(model, likelihood, args, kwargs)
+    def __init__(
+        self,
+        model: TwoTowers,
+        likelihood: str = CONTRASTIVE,
+        subset_of_weights: str = "last_layer",
+        hessian_structure: str = "kron",
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        check_towers(model, likelihood, subset_of_weights, hessian_structure)
         self.model = model
-        if weights == "all":
+        if subset_of_weights == "all":
             refuse_shared_parameters(model, None)
         names = kwargs.pop("last_layer_name", None)
         both = names if isinstance(names, (tuple, list)) else (names, names)
@@ -86,7 +94,7 @@ class TwoTowerLaplace(Shareable):
                 break
             named = kwargs if name is None else {**kwargs, "last_layer_name": name}
             with _naming(tower):
-                made.append(laplace.Laplace(encoder, likelihood, *args, **named))
+                made.append(laplace.Laplace(encoder, likelihood, subset_of_weights, hessian_structure, *args, **named))
         self.a, self.b = made[0], made[-1]
         self.loss_of_towers = check_loss(self.a)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.fit.nystrom import LowRankMoment, choose_rank, low_rank_moment
-from contrastive_curvature.laplace import ContrastiveKronLowRankLLLaplace
+from contrastive_curvature.laplace import ContrastiveKronLLLaplace, ContrastiveKronLowRankLLLaplace
 from contrastive_curvature.laplace.kron_lowrank_precision import KronLowRank, KronLowRankPrecision
 from contrastive_curvature.network.sketch import sketch_matrix, sketch_moment, sketch_size
 
@@ -185,7 +185,8 @@ def test_sampled_outputs_have_the_predicted_covariance(kind: str) -> None:
 def test_at_full_rank_it_is_kron(pd_fix: str) -> None:
     x = features(30, 8, decay=0.5)
     mine = fitted(x, encoder(8, 3), rank=8, pd_fix=pd_fix)
-    theirs = fitted(x, encoder(8, 3), "kron", pd_fix=pd_fix)
+    theirs = fitted(x, encoder(8, 3), rank="full", pd_fix=pd_fix)
+    assert (type(mine), type(theirs)) == (ContrastiveKronLowRankLLLaplace, ContrastiveKronLLLaplace)
     for la in (mine, theirs):
         la.optimize_prior_precision(prior_structure="layerwise")
     assert near(mine.prior_precision, theirs.prior_precision.numpy())
@@ -203,12 +204,9 @@ def test_shared_factors_of_pairs_are_sketched_too() -> None:
     """``kfac_approx="reduce"``, whose input factor is that of mean inputs of pairs."""
     options = {"pd_fix": "positive", "kfac_approx": "reduce", "pairs": "batch"}
     narrow, wide = features(30, 8), features(40, 60)
-    mine, theirs = (fitted(narrow, encoder(8, 3), s, size=30, **options) for s in ("kron_lowrank", "kron"))
+    mine, theirs = (fitted(narrow, encoder(8, 3), size=30, rank=r, **options) for r in (None, "full"))
     assert near(mine.H_raw[0][1], theirs.H_raw[0][1].numpy())
-    mine, theirs = (
-        fitted(wide, encoder(60, 3), s, size=20, **options, **extra)
-        for s, extra in (("kron_lowrank", {"rank": 2}), ("kron", {}))
-    )
+    mine, theirs = (fitted(wide, encoder(60, 3), size=20, rank=rank, **options) for rank in (2, "full"))
     a = theirs.H_raw[0][1]
     assert near(mine.H_raw[0][1], (a @ sketch_matrix(60, 12, a.dtype, a.device)).numpy())
     assert near(mine.H_raw[0][2], a.trace().reshape(1).numpy())
@@ -328,7 +326,7 @@ def test_what_is_left_is_not_lost_to_rounding_in_float32() -> None:
 )
 def test_autocast_touches_the_encoder_alone(structure: str, options: dict[str, bool]) -> None:
     """The encoder is one layer without rounding in bfloat16, so all differences would be of the algebra."""
-    extra = {"rank": 4} if structure == "kron_lowrank" else {}
+    extra = {"rank": {"kron_lowrank": 4, "kron": "full"}[structure]} if structure.startswith("kron") else {}
     x, new = features(60, 40, decay=2.0).bfloat16().float(), features(9, 40, seed=3, decay=2.0).bfloat16().float()
     weights = nn.Linear(40, 3)
 
@@ -439,19 +437,14 @@ def test_a_malformed_rank_is_refused(rank: Any) -> None:
 
 def test_refusals_say_what_to_do() -> None:
     model = encoder(4, 2)
-    for weights in ("all", "subnetwork"):
-        with pytest.raises(cc.UnsupportedError, match=r"kron_lowrank.*diag"):
-            Laplace(model, "contrastive", weights, "kron_lowrank")
-    with pytest.raises(cc.UnsupportedError, match="damping"):
-        Laplace(model, "contrastive", hessian_structure="kron_lowrank", damping=True)
+    with pytest.raises(cc.UnsupportedError, match=r"kron_lowrank.*diag"):
+        Laplace(model, "contrastive", "all", "kron_lowrank")
     with pytest.raises(cc.UnsupportedError, match="mc_samples"):
         Laplace(model, "contrastive", backend_kwargs={"mc_samples": 2}).fit([(features(8, 4), labels(8))])
     with pytest.raises(cc.InputError, match=r"rank.*positive whole number"):
         Laplace(model, "contrastive", "all", "lowrank", backend_kwargs={"rank": None})
     with pytest.raises(cc.InputError, match=r"rank.*kron_lowrank"):
-        Laplace(model, "contrastive", hessian_structure="kron", backend_kwargs={"rank": 3})
-    with pytest.raises(cc.InputError, match="kron_lowrank"):
-        Laplace(model, "contrastive", hessian_structure="nonsense")
+        Laplace(model, "contrastive", "all", "kron", backend_kwargs={"rank": 3})
     with pytest.raises(cc.UnsupportedError, match="prior_structure"):
         fitted(features(8, 4), model).optimize_prior_precision(prior_structure="diag")
     with pytest.raises(cc.NotFittedError):

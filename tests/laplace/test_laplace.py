@@ -98,6 +98,8 @@ def make(model: nn.Module, weights: str, structure: str, host: dict[str, Any] | 
     if weights == "subnetwork":
         extra["subnetwork_indices"] = INDICES
     kwargs = {**OPTIONS, **options}
+    if (weights, structure) == ("last_layer", "kron"):
+        kwargs["rank"] = "full"
     return Laplace(
         model,
         likelihood="contrastive",

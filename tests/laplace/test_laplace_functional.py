@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from devices import DEVICES
-from laplace import FunctionalLaplace, FunctionalLLLaplace, Laplace
+from laplace import Laplace
 from strategies import close
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -180,11 +180,6 @@ def test_gradients_reach_the_input() -> None:
         gp(x).covariance.sum().backward()
         assert x.grad is not None
         assert bool((x.grad != 0).any())
-
-
-def test_the_host_s_classes_hand_over() -> None:
-    assert type(FunctionalLaplace(body(), "contrastive", 5)) is functional.ContrastiveFunctionalLaplace
-    assert type(FunctionalLLLaplace(body(), "contrastive", n_subset=5)) is functional.ContrastiveFunctionalLLLaplace
 
 
 def test_refusals() -> None:

@@ -7,7 +7,6 @@ import math
 import warnings
 from typing import Any
 
-import laplace
 import pytest
 import torch
 from devices import DEVICES
@@ -575,20 +574,6 @@ class _nothing:
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None: ...
-
-
-@pytest.mark.parametrize("approximation", ["nystrom", "variational"])
-def test_approximate_kernels_are_refused_with_a_way_out(approximation: str) -> None:
-    with pytest.raises(cc.UnsupportedError, match=r"'sod'.*n_subset.*'diag', 'kron' or 'full'"):
-        Laplace(body(), "contrastive", "all", "gp", functional_approximation=approximation)
-
-
-def test_marglik_training_is_refused_with_a_way_out() -> None:
-    loader = batches(*data())
-    with pytest.raises(cc.UnsupportedError, match=r"ContrastiveLoss.*optimize_prior_precision"):
-        laplace.marglik_training(body(), loader, "contrastive")
-    with pytest.raises(cc.UnsupportedError, match=r"ContrastiveLoss.*optimize_prior_precision"):
-        laplace.marglik_training(model=body(), train_loader=loader, likelihood="contrastive")
 
 
 @for_every_combination

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 import contrastive_curvature as cc
 
 INPUTS, WIDTH, DIM = 4, 7, 3
-STRUCTURES = {"diag": {}, "kron": {}, "full": {}, "kron_lowrank": {}, "kron_lowrank of rank 2": {"rank": 2}}
+STRUCTURES = {
+    "diag": {},
+    "kron": {"rank": "full"},
+    "full": {},
+    "kron_lowrank": {},
+    "kron_lowrank of rank 2": {"rank": 2},
+}
 
 
 def inputs(n: int, seed: int, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Tensor:
