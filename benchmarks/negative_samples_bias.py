@@ -31,10 +31,9 @@ from contrastive_curvature.hessian.dataset import DatasetHessian
 from contrastive_curvature.hessian.derivatives import DatasetDerivatives
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.losses.contrastive_classes import LabelledPoints
+from contrastive_curvature.losses.contrastive_classes import LabelledPoints, SampledContrastive
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.rows import RowLoss
-from contrastive_curvature.losses.sampled import SampledContrastive
 from contrastive_curvature.losses.sampled_rows import SampledRowDerivatives
 from contrastive_curvature.pairs.relation import LabelRelation
 from contrastive_curvature.parts.class_table import ClassTable

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature import hedged, metrics, triplet, vmf
-from contrastive_curvature.losses.mining import active_pairs
 from contrastive_curvature.online import load_checkpoint
 
 __all__ = ["CALLS", "POSTERIORS", "Call", "data", "encoder", "posterior"]
@@ -229,7 +228,7 @@ def _calls() -> dict[str, Call]:
     return {
         "output_hessian": (_hessian, {"z": z, "labels": labels, "pairs": None, "v": None, **_options()}),
         "ContrastiveLoss": (_loss, {"z": z, "labels": labels, "pairs": None, **_options()}),
-        "active_pairs": (active_pairs, {"z": z, "targets": labels, "margin": 0.7, "relation": None}),
+        "ContrastiveLoss.mine": (cc.ContrastiveLoss().mine, {"z": z, "targets": labels, "relation": None}),
         "ggn": (cc.ggn, {"model": encoder(), "x": x, "labels": labels, "pairs": None, **_options(), **weights}),
         "ggn of the last layer": (
             cc.ggn,

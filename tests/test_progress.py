@@ -10,15 +10,11 @@ import pytest
 import torch
 from laplace import Laplace
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
 from contrastive_curvature import progress as progress_file
 from contrastive_curvature.fit import cross_sums
-from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.losses import effort
-from contrastive_curvature.losses.derivatives import PairDerivatives
-from contrastive_curvature.pairs import make_relation
+from contrastive_curvature.losses import derivatives
 from contrastive_curvature.progress import LongRunWarning, Progress
 
 
@@ -75,80 +71,32 @@ def test_a_slow_loader_is_told_of_after_its_first_batches(monkeypatch: pytest.Mo
     assert la.n_data == 40
 
 
-def test_pairs_are_told_of_before_any_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(effort, "FEWEST_POINTS", 10)
-    slow(monkeypatch, effort)
-
-    def formed(*_: Any, **__: Any) -> None:
-        msg = "a pair was formed"
-        raise AssertionError(msg)
-
+def test_many_pairs_are_told_of_before_any_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(derivatives, "_MANY_PRODUCTS", 1000)
     z, labels = torch.randn(40, 3), torch.arange(40) % 4
-    monkeypatch.setattr(PairDerivatives, "__init__", formed)
-    for call in (
-        lambda: cc.output_hessian(z, labels),
-        lambda: cc.ggn(nn.Linear(5, 3), torch.randn(40, 5), labels, subset_of_weights="last_layer"),
-        lambda: Laplace(nn.Linear(5, 3), "contrastive", hessian_structure="diag").fit(batches()),
-    ):
-        with (
-            pytest.warns(LongRunWarning, match=r"the 780 pairs of 40 points will take about .*margin=None"),
-            pytest.raises(AssertionError, match="a pair was formed"),
-        ):
-            call()
-    with pytest.raises(AssertionError, match="a pair was formed"):  # and without a margin there is nothing to say
-        cc.output_hessian(z, labels, margin=None)
+    near, far = torch.tensor([[0, 4], [1, 5]]), torch.tensor([[0, 1], [1, 2]])
 
-
-def test_a_fit_tells_of_its_pairs_at_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the rest of the first pass, which may take long itself."""
-    monkeypatch.setattr(effort, "FEWEST_POINTS", 10)
-    # A tile is of full size here, whatever the data.
-    slow(monkeypatch, effort, step=1e6)
-    seen = []
-
-    class Counted(TensorDataset):
-        def __getitem__(self, index: int) -> Any:
-            seen.append(index)
-            return super().__getitem__(index)
-
-    data = Counted(*(torch.cat(parts) for parts in zip(*batches(), strict=True)))
-    la = Laplace(nn.Linear(5, 3), "contrastive", hessian_structure="diag", backend_kwargs={"negative_samples": None})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(LongRunWarning, match="780 pairs of 40 points will take about"):
-            la.fit(DataLoader(data, batch_size=4))
-    # Two first batches: of the Laplace object, and of the pass.
-    assert len(seen) == 8
-
-
-def test_the_estimate_grows_with_the_pairs() -> None:
-    """Of class labels with a margin; without one, and for listed pairs, nothing of that size is formed."""
-    labels = torch.arange(60_000) % 10
-    u = normalize(torch.randn(60_000, 4))[0]
-    loss = cc.ContrastiveLoss()
-
-    def seconds(n: int, loss: cc.ContrastiveLoss = loss, pairs: Any = None) -> float:
-        relation = make_relation(n, torch.device("cpu"), labels[:n] if pairs is None else None, pairs)
-        return loss._pair_seconds(relation, u[:n])
-
-    assert seconds(20_000) == 0
-    # Four times the pairs; a factor two is left to the noise of the clock.
-    assert 2 < min(seconds(60_000) for _ in range(5)) / min(seconds(30_000) for _ in range(5)) < 8
-    assert seconds(60_000, cc.ContrastiveLoss(margin=None)) == 0
-    assert seconds(60_000, cc.ContrastiveLoss(negative_weight=0.0)) == 0
-    index = torch.arange(100)
-    assert seconds(60_000, pairs=(index, index + 1, index + 2)) == 0
-
-
-def test_a_relation_without_classes_is_estimated_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(effort, "FEWEST_POINTS", 10)
-    u = normalize(torch.randn(64, 3))[0]
-
-    def near(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    def related(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         same = (a.unsqueeze(1) - b).abs() < 2
         return same, ~same
 
-    assert cc.ContrastiveLoss(margin=None)._pair_seconds(make_relation(64, u.device, pairs=near), u) > 0
+    words = r"the 780 pairs of 40 points takes a time of order N\^2.*margin=None"
+    for call in (
+        lambda: cc.output_hessian(z, labels),
+        lambda: cc.output_hessian(z, labels, loss=cc.LogisticLoss()),
+        lambda: cc.output_hessian(z, labels, pairs=related, margin=None),
+        lambda: cc.ggn(nn.Linear(5, 3), torch.randn(40, 5), labels, subset_of_weights="last_layer"),
+        lambda: Laplace(nn.Linear(5, 3), "contrastive", hessian_structure="diag").fit(batches()),
+    ):
+        with pytest.warns(LongRunWarning, match=words):
+            call()
+    # Sums over classes, and listed pairs, are few.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cc.output_hessian(z, labels, margin=None)
+        cc.output_hessian(z, labels, negative_weight=0.0)
+        cc.output_hessian(z, pairs=(*near, *far))
+        cc.output_hessian(z[:10], labels[:10])
 
 
 def test_cross_terms_are_told_of_while_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ import contrastive_curvature as cc
 from benchmarks.gpu.measure import describe, finished
 from benchmarks.machine import write_results
 from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.losses.label_sums import InsideColumns
+from contrastive_curvature.losses.contrastive_classes import InsideColumns
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.options import Structure

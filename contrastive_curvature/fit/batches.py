@@ -24,7 +24,6 @@ from contrastive_curvature.fit.sampling import BlockSampler
 from contrastive_curvature.fit.sharing import structured_curvature
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.base import PairLoss
-from contrastive_curvature.losses.dataset import batch_hessian
 from contrastive_curvature.losses.derivatives import PairDerivatives
 from contrastive_curvature.losses.weighting import Shares, lone_shares, pair_totals
 from contrastive_curvature.network.inputs import Inputs, input_length
@@ -268,7 +267,7 @@ def batch_curvature(
     made = make_relation(len(z), z.device, targets, relation)
     if shares is None:
         shares = lone_shares(made, loss.normalization, z.dtype, n_data)
-    hessian = batch_hessian(loss, check_outputs(z, where), made, shares.to(z.dtype))
+    hessian = loss.data_hessian(check_outputs(z, where), made, shares.to(z.dtype))
     if classes is not None:
         classes.add(hessian.z, targets, numbers)
     if record is not None:

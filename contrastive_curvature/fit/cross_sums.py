@@ -16,9 +16,8 @@ from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.cross import CrossBlocks
 from contrastive_curvature.hessian.dataset import ClassCoupling, DatasetHessian, HessianPart, HessianPoints
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
-from contrastive_curvature.losses.contrastive_classes import LabelledPoints
+from contrastive_curvature.losses.contrastive_classes import LabelledPoints, SampledContrastive
 from contrastive_curvature.losses.cosine import CosineLoss
-from contrastive_curvature.losses.sampled import SampledContrastive
 from contrastive_curvature.network.inputs import Inputs, input_length, slice_inputs
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.options import Structure

@@ -35,7 +35,6 @@ from contrastive_curvature.hessian.dataset import DatasetHessian
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.cosine import CosineLoss
-from contrastive_curvature.losses.dataset import dataset_hessian
 from contrastive_curvature.losses.sampled_data import sampled_hessian
 from contrastive_curvature.losses.weighting import class_pairs
 from contrastive_curvature.network.encoder import Encoder
@@ -196,12 +195,8 @@ def collect_points(
     """
     progress = Progress.of(progress)
 
-    def first(z: Tensor) -> None:
-        if relation is None and samples is None:
-            loss.announce_labelled(expected_points(loader), z, progress)
-
-    found = collect_statistics(encoder, Share(loader), numbered(read), Plan(), relation, progress, first=first)
-    return points_of(found.state, loss, relation, samples, found, progress, keeps=True)
+    found = collect_statistics(encoder, Share(loader), numbered(read), Plan(), relation, progress)
+    return points_of(found.state, loss, relation, samples, found, keeps=True)
 
 
 def points_of(
@@ -210,7 +205,6 @@ def points_of(
     relation: RelationFunction | None,
     samples: int | None,
     found: Collected | None = None,
-    progress: Progress | None = None,
     *,
     keeps: bool = False,
     negatives_per_anchor: int | None = None,
@@ -223,7 +217,6 @@ def points_of(
         relation: ``None`` for class labels, or a callable on targets.
         samples: Number of points that stand for all negatives; ``None`` counts all of them.
         found: Of the part of this process, where it ran the first pass.
-        progress: Progress of the whole fit, for a warning in advance.
         keeps: Whether products with the Hessian of all points will be asked for.
         negatives_per_anchor: See the backend.
 
@@ -254,11 +247,9 @@ def points_of(
         return DatasetPoints(hessian, relation, record, state, classes, sampled)
     z, targets = rows.columns["outputs"], rows.columns["targets"]
     related = make_relation(len(z), z.device, targets, relation)
-    if progress is not None:
-        loss.announce(related, normalize(z)[0], progress)
     if relation is not None:
         check_fittable(len(z), float(related.counts()[0].sum()))
-    return DatasetPoints(dataset_hessian(loss, z, related), relation, record, state, classes)
+    return DatasetPoints(loss.dataset_hessian(z, related), relation, record, state, classes)
 
 
 def _check_different(*kept: Rows | None) -> None:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.hessian.blocks import Blocks
-from contrastive_curvature.hessian.sampled_blocks import SampledBlocks
+from contrastive_curvature.hessian.blocks import Blocks, SampledBlocks
 from contrastive_curvature.network.layerwise import LayerwisePullback
 from contrastive_curvature.network.pullback import Pullback
 

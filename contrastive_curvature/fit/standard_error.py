@@ -8,10 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from contrastive_curvature.hessian.blocks import Blocks
+from contrastive_curvature.hessian.blocks import Blocks, DenseBlocks, SignedFactor
 from contrastive_curvature.hessian.dataset import DatasetHessian
-from contrastive_curvature.hessian.dense_blocks import DenseBlocks
-from contrastive_curvature.hessian.signed import SignedFactor
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.options import Structure
 from contrastive_curvature.parts.rows import point_keys

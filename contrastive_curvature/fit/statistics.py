@@ -95,7 +95,6 @@ def collect_statistics(
     *,
     identity: Mapping[str, str] | None = None,
     part: tuple[int, int] = (0, 1),
-    first: Callable[[Tensor], None] | None = None,
 ) -> Collected:
     """Raw outputs and targets of every point of a part of the data, and sums over them.
 
@@ -108,7 +107,6 @@ def collect_statistics(
         progress: Progress of the whole fit, or whether to show progress.
         identity: See :class:`~contrastive_curvature.parts.State`.
         part: Index of the part and number of all parts.
-        first: Called with the outputs of the first batch.
 
     Raises:
         InputError: Outputs or targets are malformed.
@@ -126,9 +124,6 @@ def collect_statistics(
             classes.add(z, y, numbers)
         inputs = _columns(x) if plan.inputs else {}
         points.add(numbers, {"outputs": z, "targets": y, **inputs})
-        if not number and first is not None:
-            # The first outputs are needed for an estimate, which should precede the rest of the pass.
-            first(z)
     (index, count), (table, typical) = part, classes.found()
     kept = {POINTS if plan.everything else SAMPLE: points.rows(), TYPICAL: typical}
     state = State(STATISTICS, identity or {}, {index: record.origin()}, count, {}, kept, table)

@@ -21,8 +21,7 @@ from contrastive_curvature.fit.dataset import DatasetCurvature
 from contrastive_curvature.fit.finite import check_finite
 from contrastive_curvature.fit.sampling import BlockSampler
 from contrastive_curvature.fit.tower_batch import TowerBatch
-from contrastive_curvature.hessian.derivatives import CosineDerivatives
-from contrastive_curvature.hessian.part import PartOfDerivatives
+from contrastive_curvature.hessian.derivatives import CosineDerivatives, PartOfDerivatives
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.rows import RowLoss

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.hessian.signed import SignedFactor
 
-__all__ = ["Blocks", "UnrepresentableError"]
+__all__ = ["Blocks", "DenseBlocks", "SampledBlocks", "SignedFactor", "UnrepresentableError"]
 
 
 class UnrepresentableError(InputError):
@@ -18,17 +18,30 @@ class UnrepresentableError(InputError):
 
     @classmethod
     def at(cls, n: Tensor, held: Tensor) -> UnrepresentableError:
-        """The error for some points.
-
-        Args:
-            n: Norms of the raw outputs, shape (N,).
-            held: Whether the dtype holds the block of a point, shape (N,).
-        """
+        """Make the error for points of the norms ``n`` (N,), with the blocks of some ``held`` by the dtype (N,)."""
         rows = (~held).nonzero().flatten()[:5].tolist()
         wanted = f"embeddings whose Hessian, which goes with 1 / norm^2, {n.dtype} can hold"
         came = f"norms {[float(f'{float(n[row]):.3g}') for row in rows]} in rows {rows}"
         hint = "Use float64, or rescale the outputs: their directions, the embeddings, stay the same."
         return cls(expected("raw outputs", wanted, came, hint))
+
+
+@dataclass(frozen=True)
+class SignedFactor:
+    """Columns ``v_c`` with signs, ``H = sum_c sign_c v_c v_c^T``: a square root that allows negative eigenvalues.
+
+    Args:
+        columns: Shape (C, N, ...): C columns of every point, or C columns of the whole batch.
+        signs: Shape (C, N) when every point has columns of its own, (C,) when a column runs over the whole batch.
+    """
+
+    columns: Tensor
+    signs: Tensor
+
+    @property
+    def sums_batch(self) -> bool:
+        """Return whether a column has to be summed over the points before it is squared."""
+        return self.signs.ndim == 1
 
 
 class Blocks(ABC):
@@ -45,35 +58,35 @@ class Blocks(ABC):
 
     @abstractmethod
     def __getitem__(self, rows: slice | Tensor) -> Blocks:
-        """Blocks of some of the points."""
+        """Return the blocks of some of the points."""
 
     @abstractmethod
     def matmul(self, v: Tensor) -> Tensor:
-        """``H_ii v_i`` for ``v`` of shape (N, D) or (N, D, K)."""
+        """Return ``H_ii v_i`` for ``v`` of shape (N, D) or (N, D, K)."""
 
     @abstractmethod
     def diagonal(self) -> Tensor:
-        """``diag(H_ii)`` of every point, shape (N, D)."""
+        """Return ``diag(H_ii)`` of every point, shape (N, D)."""
 
     def dense(self) -> Tensor:
-        """The blocks as matrices, shape (N, D, D)."""
+        """Return the blocks as matrices, shape (N, D, D)."""
         n, dim = self.u.shape
         return self.matmul(torch.eye(dim, dtype=self.u.dtype, device=self.u.device).expand(n, dim, dim))
 
     def total(self) -> Tensor:
-        """``sum_i H_ii``, shape (D, D)."""
+        """Return ``sum_i H_ii``, shape (D, D)."""
         return self.dense().sum(0)
 
-    @abstractmethod
     def add_projector(self, weight: Tensor) -> Blocks:
         """Add ``weight_i P_i`` to every block; ``weight`` has shape (N,)."""
+        return self.formed().add_projector(weight)
 
-    @abstractmethod
     def eigenvalue_bounds(self) -> tuple[Tensor, Tensor]:
-        """Smallest and largest eigenvalue of every block, each (N,); a zero along ``u`` counts too."""
+        """Return the smallest and the largest eigenvalue of every block, each (N,); a zero along ``u`` counts too."""
+        return self.formed().eigenvalue_bounds()
 
     def is_psd(self) -> bool:
-        """Whether every block is positive semidefinite, up to the rounding error of its largest eigenvalue."""
+        """Return whether every block is positive semidefinite, up to the rounding error of its largest eigenvalue."""
         low, high = self.eigenvalue_bounds()
         if not low.numel():
             return True
@@ -81,15 +94,11 @@ class Blocks(ABC):
         return bool((low >= -16 * torch.finfo(low.dtype).eps * torch.maximum(scale, self.terms())).all())
 
     def terms(self) -> Tensor:
-        """A bound of the terms that a block is the sum of, shape (N,) or one number, where they may cancel in it."""
+        """Return a bound of the terms of a block, shape (N,) or one number, where they may cancel in their sum."""
         return self.u.new_zeros(())
 
     def require_psd(self) -> None:
-        """Refuse blocks without a real square root.
-
-        Raises:
-            UnsupportedError: A block has a negative eigenvalue.
-        """
+        """Raise ``UnsupportedError`` if a block has a negative eigenvalue, and so no real square root."""
         if not self.is_psd():
             low = self.eigenvalue_bounds()[0]
             msg = (
@@ -99,22 +108,125 @@ class Blocks(ABC):
             )
             raise UnsupportedError(msg)
 
-    @abstractmethod
     def project_psd(self) -> Blocks:
-        """Nearest positive semidefinite blocks in Frobenius norm: every negative eigenvalue is set to zero."""
+        """Return the nearest positive semidefinite blocks: every negative eigenvalue is set to zero."""
+        return self.formed().project_psd()
 
-    @abstractmethod
     def factor(self) -> Tensor:
-        """The symmetric square root ``S_i`` with ``S_i S_i^T = H_ii``, shape (N, D, D).
+        """Return the symmetric square root ``S_i`` with ``S_i S_i^T = H_ii``, shape (N, D, D), if there is one."""
+        return self.formed().factor()
 
-        Raises:
-            UnsupportedError: A block has a negative eigenvalue.
-        """
-
-    @abstractmethod
     def signed_factor(self) -> SignedFactor:
-        """Eigenvectors of every block times the root of the absolute eigenvalue.
+        """Return the eigenvectors of every block times the root of the absolute eigenvalue, C <= D columns."""
+        return self.formed().signed_factor()
 
-        Returns:
-            Columns (C, N, D) with C <= D, signs (C, N).
-        """
+    def formed(self) -> DenseBlocks:
+        """Return the same blocks, held as matrices."""
+        return DenseBlocks(self.u, self.dense())
+
+
+@dataclass(frozen=True)
+class DenseBlocks(Blocks):
+    """Blocks held as matrices, where nothing shorter describes them.
+
+    Args:
+        u: Unit embeddings, shape (N, D).
+        matrices: Shape (N, D, D), symmetric.
+    """
+
+    u: Tensor
+    matrices: Tensor
+
+    def __getitem__(self, rows: slice | Tensor) -> DenseBlocks:
+        return DenseBlocks(self.u[rows], self.matrices[rows])
+
+    def matmul(self, v: Tensor) -> Tensor:
+        """See :meth:`Blocks.matmul`."""
+        return (self.matrices @ v.unsqueeze(2)).squeeze(2) if v.ndim == 2 else self.matrices @ v
+
+    def diagonal(self) -> Tensor:
+        """See :meth:`Blocks.diagonal`."""
+        return self.matrices.diagonal(dim1=1, dim2=2)
+
+    def dense(self) -> Tensor:
+        """See :meth:`Blocks.dense`."""
+        return self.matrices
+
+    def add_projector(self, weight: Tensor) -> DenseBlocks:
+        """See :meth:`Blocks.add_projector`."""
+        eye = torch.eye(self.u.shape[1], dtype=self.u.dtype, device=self.u.device)
+        projector = eye - self.u.unsqueeze(2) * self.u.unsqueeze(1)
+        return DenseBlocks(self.u, self.matrices + weight.view(-1, 1, 1) * projector)
+
+    def eigenvalue_bounds(self) -> tuple[Tensor, Tensor]:
+        """See :meth:`Blocks.eigenvalue_bounds`."""
+        values = torch.linalg.eigvalsh(self.matrices)
+        return values[:, 0], values[:, -1]
+
+    def project_psd(self) -> DenseBlocks:
+        """See :meth:`Blocks.project_psd`."""
+        values, vectors = torch.linalg.eigh(self.matrices)
+        return DenseBlocks(self.u, (vectors * values.clamp(min=0).unsqueeze(1)) @ vectors.mT)
+
+    def factor(self) -> Tensor:
+        """See :meth:`Blocks.factor`."""
+        self.require_psd()
+        return self.root()
+
+    def root(self) -> Tensor:
+        """Return the symmetric square root of the positive part of every block, shape (N, D, D)."""
+        values, vectors = torch.linalg.eigh(self.matrices)
+        return (vectors * values.clamp(min=0).sqrt().unsqueeze(1)) @ vectors.mT
+
+    def signed_factor(self) -> SignedFactor:
+        """See :meth:`Blocks.signed_factor`."""
+        values, vectors = torch.linalg.eigh(self.matrices)
+        columns = (vectors * values.abs().sqrt().unsqueeze(1)).permute(2, 0, 1)
+        return SignedFactor(columns.contiguous(), values.sign().T.contiguous())
+
+
+class SampledBlocks(Blocks):
+    """Blocks with a random square root, K columns a point in place of one an output.
+
+    A block ``H = V+ V+^T - V- V-^T`` has the sampled columns ``V+ e / sqrt(K)``, K of them with the sign +1, and, if
+    some block has a negative eigenvalue, K columns ``V- e / sqrt(K)`` with the sign -1, for vectors ``e`` of random
+    signs. The sum over the columns of ``sign v v^T`` has the mean ``H``; of all noise of unit covariance, random signs
+    have the smallest fourth moment.
+
+    Args:
+        exact: The blocks of N points.
+        mc_samples: Number K of samples, of the positive and of the negative part each.
+        generator: Source of randomness, on the CPU.
+    """
+
+    def __init__(self, exact: Blocks, mc_samples: int, generator: torch.Generator) -> None:
+        self.exact, self.mc_samples, self.generator = exact, mc_samples, generator
+        self.u = exact.u
+
+    def __getitem__(self, rows: slice | Tensor) -> SampledBlocks:
+        return SampledBlocks(self.exact[rows], self.mc_samples, self.generator)
+
+    def matmul(self, v: Tensor) -> Tensor:
+        """See :meth:`Blocks.matmul`."""
+        return self.exact.matmul(v)
+
+    def diagonal(self) -> Tensor:
+        """See :meth:`Blocks.diagonal`."""
+        return self.exact.diagonal()
+
+    def signed_factor(self) -> SignedFactor:
+        """Sample the columns: (K, N, D), or (2 K, N, D) where some block has a negative eigenvalue, -1 behind."""
+        exact = self.exact.signed_factor()
+        size = exact.columns.square().sum(2)
+        # Projected blocks have eigenvalues of the size of rounding errors, which would double the backward passes.
+        rounding = 32 * torch.finfo(size.dtype).eps * (size.max() if size.numel() else 0.0)
+        columns, signs = [], []
+        for sign in (1, -1):
+            mine = (exact.signs == sign).to(exact.columns.dtype)
+            if sign < 0 and not bool((mine * size > rounding).any()):
+                continue
+            shape = (self.mc_samples, *exact.signs.shape)
+            noise = torch.randint(0, 2, shape, generator=self.generator).to(mine) * 2 - 1
+            columns.append(torch.einsum("kcn,cnd->knd", noise * mine, exact.columns) / self.mc_samples**0.5)
+            signs.append(torch.full_like(columns[-1][..., 0], sign))
+        return SignedFactor(torch.cat(columns), torch.cat(signs))

@@ -5,30 +5,32 @@ For a loss of the cosines ``s_ij = u_i . u_j`` with the pair weights ``y_ij = -d
 
 ``H_ij = [ -y_ij P_i P_j + c_ij (P_i u_j) (P_j u_i)^T ] / (n_i n_j)``
 
-and losses that compare all candidates of an anchor add squares (:mod:`contrastive_curvature.hessian.cross_roots`).
+and losses that compare all candidates of an anchor add squares:
+a softmax over the candidates j of an anchor i has the second derivative ``diag(c_i) - sum_r q_ri q_ri^T`` in the
+cosines. Its diagonal is about single pairs; every square ``q_ri q_ri^T`` is one vector over all outputs, with the entry
+
+``W_rib = [ q_rib P_b u_i + (b = i) P_i sum_j q_rij u_j ] / n_b``
+
+at point b, and adds ``sign_r W_rib W_rib'^T`` to the block of every two points.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from contrastive_curvature.hessian.cross_roots import CrossRoots
 from contrastive_curvature.hessian.sphere import project_tangent
+from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS
 
-__all__ = ["CrossBlocks", "tangent_axes"]
+__all__ = ["CrossBlocks", "CrossRoots", "PointVectors", "RootSide", "tangent_axes"]
 
 
 def tangent_axes(u: Tensor, n: Tensor) -> Tensor:
-    """``P_i e_k / n_i`` for every output axis k, shape (N, D, D): row k of point i.
-
-    Args:
-        u: Unit embeddings, shape (N, D).
-        n: Norms of the outputs, shape (N,).
-    """
+    """Return ``P_i e_k / n_i`` for every output axis k, from directions (N, D) and norms (N,); shape (N, D, D)."""
     eye = torch.eye(u.shape[1], dtype=u.dtype, device=u.device)
     return (eye - u.unsqueeze(2) * u.unsqueeze(1)) / n.view(-1, 1, 1)
 
@@ -61,18 +63,11 @@ class CrossBlocks:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """``(R, C)``."""
+        """Return ``(R, C)``."""
         return self.u_rows.shape[0], self.u_columns.shape[0]
 
     def matmul(self, v: Tensor) -> Tensor:
-        """``sum_j H_ij v_j``.
-
-        Args:
-            v: Shape (C, D, K).
-
-        Returns:
-            Shape (R, D, K).
-        """
+        """Return ``sum_j H_ij v_j`` for ``v`` of shape (C, D, K), shape (R, D, K)."""
         moved = project_tangent(self.u_columns, v) / self.n_columns.view(-1, 1, 1)
         out = -(self.y @ moved.flatten(1)).view(-1, *v.shape[1:])
         if self.c is not None:
@@ -83,15 +78,7 @@ class CrossBlocks:
         return project_tangent(self.u_rows, out) / self.n_rows.view(-1, 1, 1)
 
     def forms(self, a: Tensor, b: Tensor) -> Tensor:
-        """The numbers ``a_ik^T H_ij b_jk``.
-
-        Args:
-            a: Vectors of the rows, shape (R, D, K).
-            b: Vectors of the columns, shape (C, D, K).
-
-        Returns:
-            Shape (K, R, C).
-        """
+        """Return ``a_ik^T H_ij b_jk``, shape (K, R, C), for vectors ``a`` (R, D, K) and ``b`` (C, D, K)."""
         tangents = (
             project_tangent(self.u_rows, a) / self.n_rows.view(-1, 1, 1),
             project_tangent(self.u_columns, b) / self.n_columns.view(-1, 1, 1),
@@ -105,12 +92,7 @@ class CrossBlocks:
         return out
 
     def axis(self, k: int, cosine: Tensor | None = None) -> Tensor:
-        """The entry ``(k, k)`` of every block, shape (R, C).
-
-        Args:
-            k: The output axis.
-            cosine: ``u_i . u_j``, shape (R, C), where the caller has it already.
-        """
+        """Return the entry ``(k, k)`` of every block, shape (R, C); ``cosine`` (R, C) where it is known."""
         cosine = self.cosine() if cosine is None else cosine
         x, y = self.u_rows[:, k, None], self.u_columns[:, k]
         first, second = self._scaled
@@ -119,7 +101,7 @@ class CrossBlocks:
         return out if self.roots is None else out + self.roots.forms(*self._axis(k))[0]
 
     def _axis(self, k: int) -> tuple[Tensor, Tensor]:
-        """``P e_k / n`` of the rows (R, D, 1) and of the columns (C, D, 1)."""
+        """Return ``P e_k / n`` of the rows (R, D, 1) and of the columns (C, D, 1)."""
         out = []
         for u, n in ((self.u_rows, self.n_rows), (self.u_columns, self.n_columns)):
             axis = -u * u[:, k : k + 1]
@@ -129,16 +111,16 @@ class CrossBlocks:
 
     @cached_property
     def _scaled(self) -> tuple[Tensor, Tensor | None]:
-        """``-y_ij / (n_i n_j)`` and ``c_ij / (n_i n_j)``, each (R, C): asked for once an output axis."""
+        """Return ``-y_ij / (n_i n_j)`` and ``c_ij / (n_i n_j)``, each (R, C)."""
         norms = self.n_rows.unsqueeze(1) * self.n_columns
         return -self.y / norms, None if self.c is None else self.c / norms
 
     def cosine(self) -> Tensor:
-        """``u_i . u_j``, shape (R, C)."""
+        """Return ``u_i . u_j``, shape (R, C)."""
         return self.u_rows @ self.u_columns.T
 
     def pairs(self) -> Tensor:
-        """Row and column of every pair with a block, shape (K, 2); each once where rows and columns are the same."""
+        """Return row and column of every pair with a block, (K, 2); each once where rows and columns are the same."""
         # Squares couple any two candidates of an anchor.
         present = self.y != 0 if self.roots is None else torch.ones_like(self.y, dtype=torch.bool)
         if self.c is not None:
@@ -146,7 +128,7 @@ class CrossBlocks:
         return (present.triu(1) if self.symmetric else present).nonzero()
 
     def itself(self) -> Tensor | None:
-        """Diagonals of the blocks of a point with itself, shape (R, D); ``None`` where these are zero."""
+        """Return the diagonals of the blocks of a point with itself, shape (R, D); ``None`` where these are zero."""
         if not self.symmetric or not bool(self.y.diagonal().any()):
             return None
         # c has no part: P_i u_i = 0.
@@ -154,15 +136,7 @@ class CrossBlocks:
         return -weight.unsqueeze(1) * (1 - self.u_rows.square())
 
     def diagonals(self, i: Tensor, j: Tensor) -> Tensor:
-        """Diagonals of the blocks of some pairs.
-
-        Args:
-            i: Rows, shape (K,).
-            j: Columns, shape (K,).
-
-        Returns:
-            Shape (K, D).
-        """
+        """Return the diagonals of the blocks of pairs (i, j), each (K,); shape (K, D)."""
         u, v = self.u_rows[i], self.u_columns[j]
         product = u * v
         cosine = product.sum(1, keepdim=True)
@@ -176,4 +150,128 @@ class CrossBlocks:
             out.add_(second)
         if self.roots is not None:
             out += torch.stack([self.roots.forms(*self._axis(k))[0][i, j] for k in range(u.shape[1])], dim=1)
+        return out
+
+
+class PointVectors(ABC):
+    """Entries ``W_ab`` of A vectors at some points (R of them), before the projection and the norm of a point.
+
+    Attributes:
+        weights: Zero where a vector has no entry at a point, shape (A, R).
+    """
+
+    weights: Tensor
+
+    @abstractmethod
+    def along(self, t: Tensor) -> Tensor:
+        """Return ``W_ab . t_b`` for tangents ``t`` (R, D), already divided by the norms, shape (A, R)."""
+
+    @abstractmethod
+    def summed(self, t: Tensor) -> Tensor:
+        """Return ``sum_b W_ab . t_bk`` for ``t`` of shape (R, D, K), shape (A, K)."""
+
+    @abstractmethod
+    def spread(self, x: Tensor) -> Tensor:
+        """Return ``sum_a W_ab x_ak`` for ``x`` of shape (A, K), before projection and norm, shape (R, D, K)."""
+
+    @abstractmethod
+    def blockwise(self, t: Tensor, signs: Tensor, points: Tensor) -> Tensor:
+        """Return ``sum_a sign_a W_ab (W_ab . t_bk)``, as in :meth:`spread`, for O of the points alone, (O, D, K)."""
+
+
+@dataclass(frozen=True)
+class RootSide(PointVectors):
+    """Entries of vectors that belong to one anchor each.
+
+    Args:
+        anchors: ``u_i`` of the anchor that each vector belongs to, shape (A, D).
+        weights: ``q``, shape (A, R).
+        own: For the points that are anchors themselves: the vector, the point and ``sum_j q_ij u_j``, shapes (O,), (O,)
+            and (O, D).
+    """
+
+    anchors: Tensor
+    weights: Tensor
+    own: tuple[Tensor, Tensor, Tensor]
+
+    def along(self, t: Tensor) -> Tensor:
+        """See :meth:`PointVectors.along`."""
+        out = self.weights * (self.anchors @ t.T)
+        vector, point, own = self.own
+        return out.index_put_((vector, point), (own * t[point]).sum(1), accumulate=True)
+
+    def summed(self, t: Tensor) -> Tensor:
+        """See :meth:`PointVectors.summed`."""
+        dim, columns = t.shape[1:]
+        out = t.new_zeros(self.weights.shape[0], columns)
+        step = max(1, BLOCK_ELEMENTS // max(1, dim * columns))
+        for start in range(0, len(out), step):
+            some = slice(start, start + step)
+            moved = (self.weights[some] @ t.flatten(1)).view(-1, dim, columns)
+            out[some] = torch.einsum("ad,adk->ak", self.anchors[some], moved)
+        vector, point, own = self.own
+        return out.index_add_(0, vector, torch.einsum("od,odk->ok", own, t[point]))
+
+    def spread(self, x: Tensor) -> Tensor:
+        """See :meth:`PointVectors.spread`."""
+        points, dim = self.weights.shape[1], self.anchors.shape[1]
+        out = x.new_zeros(points, dim * x.shape[1])
+        step = max(1, BLOCK_ELEMENTS // max(1, dim * x.shape[1]))
+        for start in range(0, len(x), step):
+            some = slice(start, start + step)
+            outer = (self.anchors[some].unsqueeze(2) * x[some].unsqueeze(1)).flatten(1)
+            out.addmm_(self.weights[some].T, outer)
+        vector, point, own = self.own
+        return out.view(points, dim, x.shape[1]).index_add_(0, point, own.unsqueeze(2) * x[vector].unsqueeze(1))
+
+    def blockwise(self, t: Tensor, signs: Tensor, points: Tensor) -> Tensor:
+        """See :meth:`PointVectors.blockwise`."""
+        out = t.new_zeros(len(points), *t.shape[1:])
+        vector, point, own = self.own
+        for k in range(t.shape[2]):
+            x = signs.unsqueeze(1) * self.along(t[..., k])[:, points]
+            out[..., k] = (x * self.weights[:, points]).T @ self.anchors
+            place = torch.full((self.weights.shape[1],), -1, device=points.device)
+            place[points] = torch.arange(len(points), device=points.device)
+            mine = place[point] >= 0
+            at = place[point[mine]]
+            out[..., k].index_add_(0, at, own[mine] * x[vector[mine], at].unsqueeze(1))
+        return out
+
+
+@dataclass(frozen=True)
+class CrossRoots:
+    """The same vectors at the rows and at the columns of cross blocks.
+
+    Args:
+        signs: Shape (A,).
+        rows: At the rows.
+        columns: At the columns.
+        same_rows: Rows that are also among the columns, shape (O,): their blocks with themselves are left out.
+        same_columns: Which columns they are, shape (O,).
+    """
+
+    signs: Tensor
+    rows: PointVectors
+    columns: PointVectors
+    same_rows: Tensor
+    same_columns: Tensor
+
+    def matmul(self, t: Tensor) -> Tensor:
+        """Return ``sum_b W_b' (W_b . t_b)`` over columns other than the row itself, before projection and norm.
+
+        ``t`` are tangents at the columns, divided by the norms, shape (C, D, K); the result has shape (R, D, K).
+        """
+        out = self.rows.spread(self.signs.unsqueeze(1) * self.columns.summed(t))
+        if len(self.same_rows):
+            out[self.same_rows] -= self.columns.blockwise(t, self.signs, self.same_columns)
+        return out
+
+    def forms(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return ``a_ik^T H_ij b_jk`` of tangents divided by the norms, (R, D, K) and (C, D, K); shape (K, R, C)."""
+        out = a.new_empty(a.shape[2], a.shape[0], b.shape[0])
+        for k in range(len(out)):
+            left = self.signs.unsqueeze(1) * self.rows.along(a[..., k])
+            torch.mm(left.T, self.columns.along(b[..., k]), out=out[k])
+        out[:, self.same_rows, self.same_columns] = 0
         return out

@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from contrastive_curvature.hessian.blocks import Blocks, UnrepresentableError
-from contrastive_curvature.hessian.dense_blocks import DenseBlocks
+from contrastive_curvature.hessian.blocks import Blocks, DenseBlocks, UnrepresentableError
 from contrastive_curvature.hessian.moments import Moments
-from contrastive_curvature.hessian.signed import SignedFactor
 from contrastive_curvature.hessian.sphere import project_tangent
 
 __all__ = ["CurvedBlocks", "ProjectedBlocks"]
@@ -90,13 +88,9 @@ class CurvedBlocks(Blocks):
         return ProjectedBlocks(self)
 
     def factor(self) -> Tensor:
-        """See :meth:`Blocks.factor`; the root is symmetric."""
+        """See :meth:`Blocks.factor`."""
         self.require_psd()
         return _by_chunks(self, lambda part, _: part.root())
-
-    def signed_factor(self) -> SignedFactor:
-        """See :meth:`Blocks.signed_factor`."""
-        return DenseBlocks(self.u, self.dense()).signed_factor()
 
 
 @dataclass(frozen=True)
@@ -135,10 +129,6 @@ class ProjectedBlocks(Blocks):
         """See :meth:`Blocks.total`."""
         return _by_chunks(self.exact, lambda part, _: part.project_psd().total().unsqueeze(0)).sum(0)
 
-    def add_projector(self, weight: Tensor) -> DenseBlocks:
-        """See :meth:`Blocks.add_projector`."""
-        return DenseBlocks(self.u, self.dense()).add_projector(weight)
-
     def eigenvalue_bounds(self) -> tuple[Tensor, Tensor]:
         """See :meth:`Blocks.eigenvalue_bounds`."""
         low, high = self.exact.eigenvalue_bounds()
@@ -149,12 +139,8 @@ class ProjectedBlocks(Blocks):
         return self
 
     def factor(self) -> Tensor:
-        """See :meth:`Blocks.factor`; the root is symmetric."""
+        """See :meth:`Blocks.factor`."""
         return _by_chunks(self.exact, lambda part, _: part.root())
-
-    def signed_factor(self) -> SignedFactor:
-        """See :meth:`Blocks.signed_factor`."""
-        return DenseBlocks(self.u, self.dense()).signed_factor()
 
 
 def _by_chunks(blocks: CurvedBlocks, compute: Callable[[DenseBlocks, slice], Tensor]) -> Tensor:

@@ -32,7 +32,7 @@ class HessianPart:
     targets: Tensor
 
     def tangent_axes(self) -> Tensor:
-        """``P_i e_k / n_i`` for every output axis k, shape (B, D, D)."""
+        """Return ``P_i e_k / n_i`` for every output axis k, shape (B, D, D)."""
         return tangent_axes(self.u, self.n)
 
 
@@ -41,11 +41,8 @@ class HessianPoints(HessianPart):
     """Some points of a data set, with their diagonal blocks over ALL its pairs.
 
     Args:
-        u: Unit embeddings, shape (B, D).
-        n: Norms of the raw outputs, shape (B,).
-        targets: Labels or targets, shape (B, ...).
         blocks: Their diagonal blocks.
-        totals: What the points add to the value of the loss.
+        totals: Their part in the value of the loss.
     """
 
     blocks: Blocks
@@ -95,66 +92,47 @@ class DatasetHessian:
 
     @property
     def z(self) -> Tensor:
-        """Raw outputs of all N points, shape (N, D).
-
-        Raises:
-            RuntimeError: They were not kept.
-        """
+        """Return the raw outputs of all N points, shape (N, D), if they were kept."""
         if self._z is None:
             msg = "the raw outputs were not kept"
             raise RuntimeError(msg)
         return self._z
 
     def whole(self) -> OutputHessian:
-        """The Hessian of all points at once, in the order of the first pass."""
+        """Return the Hessian of all points at once, in the order of the first pass."""
         return OutputHessian(self.z, self.derivatives, self.distance, self.pd_fix)
 
     def place(self, z: Tensor, targets: Tensor) -> HessianPart:
-        """Some of the points, recognised by their targets, without their blocks; arguments as in :meth:`at`."""
+        """Return some of the points, recognised by their targets, without their blocks; arguments as in :meth:`at`."""
         return HessianPart(*normalize(z), targets)
 
     def at(self, z: Tensor, targets: Tensor) -> HessianPoints:
-        """Some of the points, recognised by their targets.
-
-        Args:
-            z: Their raw outputs, shape (B, D).
-            targets: Their targets, shape (B, ...).
-
-        Returns:
-            The points with their blocks.
-        """
+        """Return some of the points, raw outputs (B, D) recognised by their targets (B, ...), with their blocks."""
         u, n = normalize(z)
         sums = self.derivatives.sums_for(u, targets)
         blocks = make_blocks(u, n, sums, self.distance, self.pd_fix)
         return HessianPoints(u, n, targets, blocks, sums.totals(u))
 
     def estimates_at(self, z: Tensor, targets: Tensor) -> list[Blocks]:
-        """Independent estimates of the blocks of :meth:`at`, two of them where these are an estimate themselves."""
+        """Return independent estimates of the blocks of :meth:`at`, two where these are an estimate themselves."""
         u, n = normalize(z)
         found = self.derivatives.estimates_for(u, targets) or [half.sums_for(u, targets) for half in self._halves]
         return [make_blocks(u, n, sums, self.distance, self.pd_fix) for sums in found]
 
     def among(self, z: Tensor, targets: Tensor) -> OutputHessian:
-        """The Hessian of some of the points among themselves, which stands for that of the whole set.
-
-        Arguments as in :meth:`at`.
-        """
+        """Return the Hessian of some of the points among themselves, which stands for that of the whole set."""
         return OutputHessian(z, self.derivatives.among(normalize(z)[0], targets), self.distance, self.pd_fix)
 
     def cross(self, rows: HessianPart, columns: HessianPart, itself: Tensor) -> CrossBlocks:
-        """Blocks ``H_ij`` between two parts, zero for a point with ``itself``, boolean, shape (A, B)."""
+        """Return the blocks ``H_ij`` between two parts, zero for a point with ``itself``, boolean, shape (A, B)."""
         y, c = self.derivatives.between(rows.u, rows.targets, columns.u, columns.targets, itself)
         return CrossBlocks(rows.u, rows.n, columns.u, columns.n, y, c)
 
     def class_coupling(self) -> ClassCoupling | None:
-        """The cross blocks by classes, where they depend on nothing else."""
+        """Return the cross blocks by classes, where they depend on nothing else."""
         found = self.derivatives.class_weights()
         return None if found is None else ClassCoupling(*found)
 
     def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
-        """Value of the loss over all pairs, without a graph, and its non-negative version.
-
-        Args:
-            totals: Of all points, where the caller has them already.
-        """
+        """See :meth:`CosineDerivatives.loss_and_cost`."""
         return self.derivatives.loss_and_cost(totals)

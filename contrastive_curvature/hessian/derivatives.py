@@ -5,14 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from contrastive_curvature.hessian.cross_roots import CrossRoots
+from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.hessian.cross import CrossRoots
 from contrastive_curvature.hessian.moments import Moments
+from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS
 
-__all__ = ["CosineDerivatives", "DatasetDerivatives", "NodeSums", "Totals"]
+__all__ = ["CosineDerivatives", "DatasetDerivatives", "NodeSums", "PartOfDerivatives", "Totals", "refuse_sampled"]
 
 _CHUNK_ROWS = 2**16
 """Points that are held in float64 at once."""
@@ -32,9 +35,6 @@ class Totals:
     along: Tensor
     value: Tensor
 
-    def __add__(self, other: Totals) -> Totals:
-        return Totals(self.degree + other.degree, self.along + other.along, self.value + other.value)
-
 
 @dataclass(frozen=True)
 class NodeSums:
@@ -43,10 +43,10 @@ class NodeSums:
     Args:
         degree: ``d_i = sum_j y_ij``, shape (N,).
         neighbors: ``s_i = sum_j y_ij u_j``, shape (N, D).
-        moments: ``M_i = sum_j c_ij u_j u_j^T`` and what couples the candidates of a point, see
+        moments: ``M_i = sum_j c_ij u_j u_j^T`` and the coupling of a point's candidates, see
             :mod:`contrastive_curvature.hessian.moments`; ``None`` where the second derivatives are zero.
         value: Half the loss of the pairs of these points, float64, see :class:`Totals`.
-        counted: What these points add to the value of the loss, where that does not follow from the other sums.
+        counted: Their part in the value of the loss, where that does not follow from the other sums.
     """
 
     degree: Tensor
@@ -56,11 +56,7 @@ class NodeSums:
     counted: Totals | None = None
 
     def totals(self, u: Tensor) -> Totals:
-        """What these points add to the value of the loss.
-
-        Args:
-            u: Their unit embeddings, shape (N, D).
-        """
+        """Return the part of these points, unit embeddings (N, D), in the value of the loss."""
         if self.counted is not None:
             return self.counted
         # In float64 and in chunks: the loss is the small difference of the two sums.
@@ -85,94 +81,137 @@ class CosineDerivatives(ABC):
 
     n: int
     u: Tensor
+    anchors: int
     skipped: int = 0
-
-    @property
-    def anchors(self) -> int:
-        """See the class."""
-        return self.n
 
     @abstractmethod
     def node_sums(self) -> NodeSums:
-        """Sums over the neighbours of every point."""
+        """Return the sums over the neighbours of every point."""
 
-    @abstractmethod
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
-        """Rows ``start..stop`` of ``y`` and of ``c``, each (stop - start, C); ``None`` where ``c`` is zero.
+        """Return rows ``start..stop`` of ``y`` and of ``c``, each (stop - start, C); ``None`` where ``c`` is zero.
 
-        Args:
-            start: First row.
-            stop: One past the last row.
-            columns: Some of the columns (C of them), a slice of step one; by default all.
+        ``columns`` is a slice of step one. A loss whose negatives are sampled has no rows.
         """
+        _refuse_pairs()
 
-    @abstractmethod
-    def row_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-        """Stream all rows in blocks of bounded size: ``(rows, y, c)``."""
+    def row_blocks(self, width: int = 1) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+        """Stream all rows, ``(rows, y, c)``, in blocks of pairs for which the caller stores ``width`` numbers each."""
+        step = max(1, BLOCK_ELEMENTS // max(1, self.n * width))
+        for start in range(0, self.n, step):
+            stop = min(start + step, self.n)
+            yield slice(start, stop), *self.rows(start, stop)
 
-    @abstractmethod
+    def dense(self) -> tuple[Tensor, Tensor | None]:
+        """Return ``y`` and ``c`` as matrices (N, N); for small N."""
+        return self.rows(0, self.n)
+
     def matmul(self, x: Tensor) -> Tensor:
-        """``sum_j y_ij x_j`` for ``x`` of shape (N, C)."""
+        """Return ``sum_j y_ij x_j`` for ``x`` of shape (N, C)."""
+        out = torch.zeros_like(x)
+        for rows, y, _ in self.row_blocks():
+            out[rows] = y @ x
+        return out
 
-    @abstractmethod
     def second_matmul(self, t: Tensor) -> Tensor | None:
-        """What the second derivatives add between a point and all others, before the projection on its tangent space.
+        """Return what the second derivatives add between a point and all others, before the tangent projection.
 
         Args:
             t: Changes of the unit embeddings, tangent, shape (N, D, K).
 
         Returns:
-            ``sum_j c_ij (u_i . t_jk) u_j`` and what couples the candidates of a point, shape (N, D, K); ``None`` where
+            ``sum_j c_ij (u_i . t_jk) u_j`` and the coupling of a point's candidates, shape (N, D, K); ``None`` where
             the second derivatives are zero.
         """
+        out = torch.zeros_like(t)
+        for rows, _, c in self.row_blocks(t.shape[2]):
+            if c is None:
+                return None
+            along = c.unsqueeze(2) * torch.einsum("rd,cdk->rck", self.u[rows], t)
+            out[rows] = torch.einsum("rck,cd->rdk", along, self.u)
+        return out
 
     def roots(self, rows: slice, columns: slice) -> CrossRoots | None:
-        """Squares that couple the candidates of a point, between some of the points and others.
-
-        ``None`` for a loss of single pairs.
-        """
+        """Return the squares that couple a point's candidates; ``None`` for a loss of single pairs."""
         return None
 
-    @abstractmethod
     def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
-        """Value of the loss, without a graph, and its non-negative version.
+        """Return the value of the loss, without a graph, and its non-negative version.
 
         Args:
             totals: Of all points, where the caller has them already.
         """
+        value = (totals or self.node_sums().totals(self.u)).value.to(self.u.dtype)
+        return value, value
 
-    def dense(self) -> tuple[Tensor, Tensor | None]:
-        """``y`` and ``c`` as matrices (N, N); for small N."""
-        return self.rows(0, self.n) if self.n else (torch.zeros_like(self.u[:, :0]), None)
+
+class PartOfDerivatives(CosineDerivatives):
+    """Derivatives of R of N points that move while the others, still candidates, stand still.
+
+    So ``OutputHessian(z[points], PartOfDerivatives(whole, points), distance, pd_fix)`` is the block of those points in
+    ``OutputHessian(z, whole, distance, pd_fix)``, as the outputs of one of two encoders need it.
+
+    Args:
+        whole: Of all N points; ``anchors``, ``skipped`` and the value of the loss are theirs.
+        points: Some of them, a slice of step one.
+        sums: ``whole.node_sums()``, where the caller has it already.
+    """
+
+    def __init__(self, whole: CosineDerivatives, points: slice, sums: NodeSums | None = None) -> None:
+        self.whole = whole
+        self._start, self._stop, _ = points.indices(whole.n)
+        self._sums = sums
+        self.n = self._stop - self._start
+        self.u = whole.u[points]
+        self.anchors, self.skipped = whole.anchors, whole.skipped
+
+    def node_sums(self) -> NodeSums:
+        """See :meth:`CosineDerivatives.node_sums`; the neighbours are among all N points."""
+        sums = self.whole.node_sums() if self._sums is None else self._sums
+        mine = slice(self._start, self._stop)
+        moments = None if sums.moments is None else sums.moments[mine]
+        return NodeSums(sums.degree[mine], sums.neighbors[mine], moments, sums.value)
+
+    def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`CosineDerivatives.rows`."""
+        return self.whole.rows(start + self._start, stop + self._start, self._placed(columns))
+
+    def second_matmul(self, t: Tensor) -> Tensor | None:
+        """See :meth:`CosineDerivatives.second_matmul`; the other points stand still."""
+        padded = t.new_zeros(self.whole.n, *t.shape[1:])
+        padded[self._start : self._stop] = t
+        out = self.whole.second_matmul(padded)
+        return None if out is None else out[self._start : self._stop]
+
+    def roots(self, rows: slice, columns: slice) -> CrossRoots | None:
+        """See :meth:`CosineDerivatives.roots`."""
+        return self.whole.roots(self._placed(rows), self._placed(columns))
+
+    def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
+        """Return those of all N points."""
+        return self.whole.loss_and_cost()
+
+    def _placed(self, part: slice) -> slice:
+        """Return a range of these points as one of all points."""
+        start, stop, _ = part.indices(self.n)
+        return slice(start + self._start, stop + self._start)
 
 
 class DatasetDerivatives(CosineDerivatives):
-    """The same where every point has a target by which it is recognised when it arrives again, in any order."""
+    """The same where a target tells which point arrives again, in any order."""
 
     @abstractmethod
     def sums_for(self, u: Tensor, targets: Tensor) -> NodeSums:
-        """Sums over the neighbours of points of this set.
-
-        Args:
-            u: Unit embeddings of B of the points, shape (B, D).
-            targets: Their targets, shape (B, ...).
-        """
+        """Return the sums over the neighbours of B points of this set, unit embeddings (B, D) and targets (B, ...)."""
 
     def estimates_for(self, u: Tensor, targets: Tensor) -> list[NodeSums]:
-        """Independent estimates of :meth:`sums_for`, two of them where it is itself one, from halves of its sample.
-
-        Args:
-            u: See there.
-            targets: See there.
-        """
-        del u, targets
+        """Return independent estimates of :meth:`sums_for` from halves of its sample, where it is one itself."""
         return []
 
-    @abstractmethod
     def between(
         self, u_a: Tensor, targets_a: Tensor, u_b: Tensor, targets_b: Tensor, itself: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """``y`` and ``c``, each (A, B), between points of this set.
+        """Return ``y`` and ``c``, each (A, B), between points of this set.
 
         Args:
             u_a: Unit embeddings, shape (A, D).
@@ -181,31 +220,32 @@ class DatasetDerivatives(CosineDerivatives):
             targets_b: Their targets.
             itself: Which pairs are of a point with itself, and so no pairs; boolean, shape (A, B).
         """
+        _refuse_pairs()
 
-    @abstractmethod
     def places(self, u: Tensor, targets: Tensor) -> Tensor:
-        """Which points of this set some are: of their target, the closest. Equal ones are as good as each other.
+        """Return which of the N points some are, (B,): of their target, the closest; equal ones are interchangeable."""
+        _refuse_pairs()
 
-        Args:
-            u: Unit embeddings, shape (B, D).
-            targets: Their targets, shape (B, ...).
-
-        Returns:
-            Places among the N points, int64, shape (B,).
-        """
-
-    @abstractmethod
     def among(self, u: Tensor, targets: Tensor) -> CosineDerivatives:
-        """Derivatives of some points of this set among themselves, which stand for the whole set.
-
-        Args:
-            u: Unit embeddings of B of the points, shape (B, D).
-            targets: Their targets, shape (B, ...).
-        """
+        """Return the derivatives of some points of this set among themselves, which stand for the whole set."""
+        _refuse_pairs()
 
     def class_weights(self) -> tuple[Tensor, Tensor] | None:
-        """The class labels, shape (C,), and ``y`` between any two classes, shape (C, C), or (C,) if it is diagonal.
+        """Return the class labels, shape (C,), and ``y`` between any two classes, (C, C), or (C,) if it is diagonal.
 
         ``None`` where the weight of a pair depends on more than the two classes.
         """
         return None
+
+
+def refuse_sampled(why: str) -> NoReturn:
+    """Refuse to sample negatives, for a reason that is a clause."""
+    msg = (
+        f"negative_samples: {why}. Use pd_fix='psd_parts', 'psd', 'fixed' or 'ggn_fixed' with a loss whose statistics "
+        "are few, or negative_samples=None, which takes all negatives."
+    )
+    raise UnsupportedError(msg)
+
+
+def _refuse_pairs() -> NoReturn:
+    refuse_sampled("blocks between two points are asked for, which a sample of the negatives does not give")

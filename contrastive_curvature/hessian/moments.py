@@ -29,32 +29,32 @@ class Moments(ABC):
 
     @abstractmethod
     def __getitem__(self, rows: slice) -> Moments:
-        """Those of some of the points, a slice of step one."""
+        """Return those of some of the points, a slice of step one."""
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """As matrices, shape (N, D, D)."""
+        """Return them as matrices, shape (N, D, D)."""
 
     @abstractmethod
     def matmul(self, x: Tensor) -> Tensor:
-        """``M_i x_ik`` for ``x`` of shape (N, D, K)."""
+        """Return ``M_i x_ik`` for ``x`` of shape (N, D, K)."""
 
     @abstractmethod
     def diagonal(self, u: Tensor) -> Tensor:
-        """``diag(P_i M_i P_i)`` for unit embeddings ``u`` of the N points, shape (N, D)."""
+        """Return ``diag(P_i M_i P_i)`` for unit embeddings ``u`` of the N points, shape (N, D)."""
 
     @abstractmethod
     def gram(self, u: Tensor, scale: Tensor) -> Tensor:
-        """``sum_i scale_i P_i M_i P_i`` for unit embeddings (N, D) and numbers (N,), shape (D, D)."""
+        """Return ``sum_i scale_i P_i M_i P_i`` for unit embeddings (N, D) and numbers (N,), shape (D, D)."""
 
     @abstractmethod
     def bound(self) -> Tensor:
-        """A number that no entry of ``M_i`` exceeds in absolute value, shape (N,); not finite where an entry is not."""
+        """Return a bound of the entries of ``M_i`` in absolute value, shape (N,); not finite where an entry is not."""
 
 
 @dataclass(frozen=True)
 class DenseMoments(Moments):
-    """Held as they are.
+    """Moments held as matrices.
 
     Args:
         matrices: Shape (N, D, D).
@@ -105,7 +105,7 @@ class MomentPart:
 
 
 class PairMoments(Moments):
-    """From weights of pairs, which are asked for in blocks of points.
+    """Moments from weights of pairs, which are asked for in blocks of points.
 
     Args:
         parts: Ranges of points, in order, without a gap.
@@ -129,7 +129,7 @@ class PairMoments(Moments):
         return PairMoments(kept, self.signs, self.vectors[:, rows], bound)
 
     def release(self) -> None:
-        """Forget the weights that were asked for last."""
+        """Forget the last weights."""
         self._last = None
 
     def dense(self) -> Tensor:
@@ -202,7 +202,7 @@ class PairMoments(Moments):
         return out
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor, Tensor | None, Tensor]]:
-        """Rows, their weights, known cosines and candidates, in blocks of bounded size."""
+        """Iterate over rows, their weights, known cosines and candidates, in blocks of bounded size."""
         first = self.parts[0].start if self.parts else 0
         for part in self.parts:
             step = max(1, BLOCK_ELEMENTS // max(1, part.others.shape[0]))
@@ -211,7 +211,7 @@ class PairMoments(Moments):
                 yield slice(start - first, stop - first), *self._weigh(part, start, stop), part.others
 
     def _weigh(self, part: MomentPart, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        """The weights of a block; the last ones are kept, as one operation follows another."""
+        """Return the weights of a block; the last ones are kept, as one operation follows another."""
         if self._last is None or self._last[0] != (start, stop):
             found = part.weigh(start, stop)
             self._last = (start, stop), found if isinstance(found, tuple) else (found, None)

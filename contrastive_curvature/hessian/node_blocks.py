@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from contrastive_curvature.hessian.blocks import Blocks, UnrepresentableError
-from contrastive_curvature.hessian.signed import SignedFactor
+from contrastive_curvature.hessian.blocks import Blocks, SignedFactor, UnrepresentableError
 from contrastive_curvature.hessian.sphere import project_tangent
 from contrastive_curvature.options import Distance
 
@@ -54,13 +53,6 @@ class NodeBlocks(Blocks):
             s: ``sum_j y_ij u_j``, shape (N, D), the same.
             distance: ``euclidean``: ``d P / n^2``. ``arccos``: ``(a P + u t^T + t u^T) / n^2`` with ``a = u . s`` and
                 ``t = s - a u`` (paper, appendices F.1 and F.2, summed over the pairs of a point).
-
-        Returns:
-            The blocks.
-
-        Raises:
-            UnrepresentableError: The norms are so large or small that the dtype cannot hold blocks that go with
-                ``1 / n^2``.
         """
         zero = torch.zeros_like(n)
         if distance is Distance.EUCLIDEAN:
@@ -80,7 +72,7 @@ class NodeBlocks(Blocks):
         return cls(u, direction, a / n / n, zero, length / n / n, zero)._representable(n)
 
     def _representable(self, n: Tensor) -> NodeBlocks:
-        """These blocks, if they are finite and have all their digits."""
+        """Return these blocks, if they are finite and have all their digits."""
         info = torch.finfo(n.dtype)
         low, high = info.tiny**0.5, info.tiny**-0.5
         size = torch.maximum(self.c.abs(), self.q.abs())
@@ -147,7 +139,7 @@ class NodeBlocks(Blocks):
         return NodeBlocks(self.u, self.t, c, p, q, r)
 
     def factor(self) -> Tensor:
-        """See :meth:`Blocks.factor`; the root is symmetric."""
+        """See :meth:`Blocks.factor`."""
         self.require_psd()
         c = self.c.clamp(min=0).sqrt().view(-1, 1, 1)
         u, t = self.u.unsqueeze(2), self.t.unsqueeze(2)
@@ -189,11 +181,11 @@ class NodeBlocks(Blocks):
         return SignedFactor(columns.contiguous(), values.sign().T.contiguous())
 
     def _complement_dimension(self) -> Tensor:
-        """Dimension of the tangent space without ``t``, shape (N,)."""
+        """Return the dimension of the tangent space without ``t``, shape (N,)."""
         return self.u.shape[1] - 1 - (self.t != 0).any(1).long()
 
     def _plane_eigenpair(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Larger eigenvalue (clamped at zero) and unit eigenvector of the block on span(u, t).
+        """Return the larger eigenvalue (clamped at zero) and its unit eigenvector on span(u, t).
 
         The smaller one is never positive for ``arccos``: before the projection the determinant is ``-q^2``, after it 0.
         """
@@ -213,7 +205,7 @@ class NodeBlocks(Blocks):
 
 
 def _reflection(v: Tensor) -> Tensor:
-    """Householder reflections (N, D, D) whose first column is parallel to ``v`` (N, D), a unit vector or zero."""
+    """Return Householder reflections (N, D, D) with a first column parallel to ``v`` (N, D), a unit vector or zero."""
     w = v.clone()
     w[:, 0] += torch.where(v[:, 0] < 0, -1.0, 1.0).to(v.dtype)
     w = w / w.norm(dim=1, keepdim=True)

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.hessian.blocks import Blocks
+from contrastive_curvature.hessian.blocks import Blocks, SignedFactor
 from contrastive_curvature.hessian.cross import CrossBlocks
 from contrastive_curvature.hessian.curved_blocks import CurvedBlocks
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums
 from contrastive_curvature.hessian.node_blocks import NodeBlocks
-from contrastive_curvature.hessian.signed import SignedFactor
 from contrastive_curvature.hessian.sphere import normalize, project_tangent
 from contrastive_curvature.options import Distance, PDFix
 
@@ -32,20 +31,9 @@ DENSE_LIMIT = 2**13
 
 
 def make_blocks(u: Tensor, n: Tensor, sums: NodeSums, distance: Distance, pd_fix: PDFix) -> Blocks:
-    """Diagonal blocks of N points with the fix applied.
+    """Return the diagonal blocks of N points, directions (N, D) and norms (N,), with the fix applied.
 
-    Args:
-        u: Unit embeddings, shape (N, D).
-        n: Norms of the raw outputs, shape (N,).
-        sums: Over the neighbours of these points.
-        distance: Which split of the generalised Gauss-Newton.
-        pd_fix: The fix; ``positive`` is a matter of the sums.
-
-    Returns:
-        The blocks.
-
-    Raises:
-        UnrepresentableError: The dtype cannot hold a Hessian of outputs of these norms.
+    The fix ``positive`` is a matter of the sums.
     """
     blocks: Blocks = NodeBlocks.from_sums(u, n, sums.degree, sums.neighbors, distance)
     if pd_fix is PDFix.PSD_PARTS:
@@ -81,25 +69,19 @@ class OutputHessian:
         self.derivatives = derivatives
         self.distance, self.pd_fix = distance, pd_fix
         self.coupled = pd_fix.coupled
-        self.blocks = make_blocks(self.u, self.n, derivatives.node_sums(), distance, pd_fix)
+        sums = derivatives.node_sums()
+        self.blocks = make_blocks(self.u, self.n, sums, distance, pd_fix)
+        self._totals = sums.totals(self.u)
 
     def __len__(self) -> int:
         return self.z.shape[0]
 
     def loss_and_cost(self) -> tuple[Tensor, Tensor]:
-        """Value of the loss at these outputs, without a graph, and its non-negative version."""
-        return self.derivatives.loss_and_cost()
+        """Return the value of the loss at these outputs, without a graph, and its non-negative version."""
+        return self.derivatives.loss_and_cost(self._totals)
 
     def cross(self, rows: slice, columns: slice) -> CrossBlocks:
-        """Blocks ``H_ij`` between some of the points and others, i != j; of coupled fixes.
-
-        Args:
-            rows: The points i.
-            columns: The points j.
-
-        Returns:
-            The blocks; zero where i = j, whose blocks are :attr:`blocks`.
-        """
+        """Return the blocks ``H_ij`` between points i and points j, zero where i = j; of coupled fixes."""
         start, stop, _ = rows.indices(len(self))
         parts = (self.u[rows], self.n[rows], self.u[columns], self.n[columns])
         roots = self.derivatives.roots(rows, columns)
@@ -112,7 +94,7 @@ class OutputHessian:
         return CrossBlocks(*parts, y[:, columns], second, symmetric=rows == columns, roots=roots)
 
     def linked(self) -> Tensor:
-        """Which pairs of points have a block, 0 or 1 of the type of the outputs, shape (N, N); for small N."""
+        """Return which pairs of points have a block, 0 or 1 of the type of the outputs, shape (N, N); for small N."""
         y, c = self.derivatives.dense()
         everything = slice(0, len(self))
         roots = self.derivatives.roots(everything, everything)
@@ -124,11 +106,11 @@ class OutputHessian:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """``(N D, N D)``."""
+        """Return ``(N D, N D)``."""
         return self.z.numel(), self.z.numel()
 
     def matvec(self, v: Tensor) -> Tensor:
-        """``H v``.
+        """Return ``H v``.
 
         Args:
             v: Shape (N, D), or (N, D, K) for K vectors at once.
@@ -160,15 +142,15 @@ class OutputHessian:
         return out
 
     def diagonal(self) -> Tensor:
-        """Diagonal of ``H``, shape (N, D). Cross blocks have no part in it."""
+        """Return the diagonal of ``H``, shape (N, D). Cross blocks have no part in it."""
         return self.blocks.diagonal()
 
     def point_blocks(self) -> Tensor:
-        """Diagonal blocks ``H_ii``, shape (N, D, D)."""
+        """Return the diagonal blocks ``H_ii``, shape (N, D, D)."""
         return self.blocks.dense()
 
     def dense(self) -> Tensor:
-        """``H`` as a matrix (N D, N D); for small N D."""
+        """Return ``H`` as a matrix (N D, N D); for small N D."""
         n, dim = self.z.shape
         out = self.z.new_zeros(n, dim, n, dim)
         if self.coupled:
@@ -183,7 +165,7 @@ class OutputHessian:
         return out.reshape(n * dim, n * dim)
 
     def is_psd(self) -> bool:
-        """Whether ``H`` is positive semidefinite, up to rounding.
+        """Return whether ``H`` is positive semidefinite, up to rounding.
 
         Returns:
             For block-diagonal fixes the exact answer from closed-form eigenvalues; for coupled ones that of the dense
@@ -199,7 +181,7 @@ class OutputHessian:
         return bool(low >= -16 * self.z.numel() * torch.finfo(self.z.dtype).eps * size)
 
     def factor(self) -> Tensor:
-        """A factor ``S`` of the Hessian, where it is positive semidefinite.
+        """Return a factor ``S`` of the Hessian, where it is positive semidefinite.
 
         Returns:
             Block-diagonal fixes: shape (N, D, D), ``H_ii = S_i S_i^T``. Coupled fixes: shape (N, D, C) with C the rank,
@@ -222,7 +204,7 @@ class OutputHessian:
         return (vectors[:, keep] * values[keep].sqrt()).view(*self.z.shape, -1)
 
     def signed_factor(self) -> SignedFactor:
-        """Signed factor of the whole Hessian, which may be indefinite.
+        """Return a signed factor of the whole Hessian, which may be indefinite.
 
         Returns:
             That of the blocks, or, where the points are coupled, C <= N D columns (C, N, D) over the batch, signs (C,).

@@ -26,19 +26,7 @@ class L2Norm(nn.Module):
 
 
 def check_outputs(z: Tensor, argument: str = "z") -> Tensor:
-    """Check raw outputs, and lift half precision to float32.
-
-    Args:
-        z: Raw outputs, shape (N, D).
-        argument: Name for the error message.
-
-    Returns:
-        ``z`` itself, or its float32 copy when it came in half precision.
-
-    Raises:
-        InputTypeError: Not a real floating-point tensor.
-        InputError: Not of shape (N, D), NaN or infinite, or a row of zeros, whose direction is undefined.
-    """
+    """Return checked raw outputs (N, D), finite and without a row of zeros; half precision is lifted to float32."""
     if not isinstance(z, Tensor):
         raise InputTypeError(expected(argument, "a torch.Tensor of shape (N, D)", f"a {type(z).__name__}"))
     validate.dense(argument, z)
@@ -64,14 +52,9 @@ def check_outputs(z: Tensor, argument: str = "z") -> Tensor:
 
 
 def normalize(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Split checked outputs into direction and length.
+    """Split checked outputs (..., D) without zero rows into directions (..., D) and lengths (...).
 
-    Args:
-        z: Raw outputs without zero rows, shape (..., D).
-
-    Returns:
-        ``u`` of shape (..., D) on the unit sphere, for every finite ``z``; and ``n = |z|`` of shape (...), infinite
-        where the dtype cannot hold it.
+    The directions are finite for every finite ``z``; a length that the dtype cannot hold is infinite.
     """
     scale = _power_of_two(z)
     scaled = z / scale
@@ -80,13 +63,13 @@ def normalize(z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def norms(z: Tensor) -> Tensor:
-    """``|z|`` of shape (...) for ``z`` of shape (..., D), zero rows included, whose squares may not overflow."""
+    """Return ``|z|`` of shape (...) for ``z`` of shape (..., D), zero rows included, whose squares may not overflow."""
     scale = _power_of_two(z)
     return ((z / scale).norm(dim=-1, keepdim=True) * scale).squeeze(-1)
 
 
 def _power_of_two(z: Tensor) -> Tensor:
-    """A power of two of the size of every row, shape (..., 1), without a graph.
+    """Return a power of two of the size of every row, shape (..., 1), without a graph.
 
     The squares of numbers beyond 1e19 overflow in float32, those below 1e-23 vanish. Dividing by a power of two rounds
     nothing, so results in the usual range are the same to the last bit.
@@ -96,15 +79,7 @@ def _power_of_two(z: Tensor) -> Tensor:
 
 
 def project_tangent(u: Tensor, v: Tensor) -> Tensor:
-    """Apply ``P_i = I - u_i u_i^T`` to every row of ``v``.
-
-    Args:
-        u: Unit vectors, shape (N, D).
-        v: Vectors to project, shape (N, D) or (N, D, K).
-
-    Returns:
-        The projections, of the shape of ``v``.
-    """
+    """Apply ``P_i = I - u_i u_i^T``, with unit vectors ``u`` (N, D), to every row of ``v``, (N, D) or (N, D, K)."""
     if v.ndim == 2:
         return v - u * (u * v).sum(1, keepdim=True)
     return v - u.unsqueeze(-1) * (u.unsqueeze(1) @ v)

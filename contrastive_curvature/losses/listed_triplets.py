@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums, Totals
+from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums
 from contrastive_curvature.losses.sides import Sides
 from contrastive_curvature.pairs.edges import EdgeRelation
 
@@ -68,8 +67,8 @@ class ListedTripletDerivatives(CosineDerivatives):
         self.u, self.n = u, len(u)
         cost = listed_violations(relation, u, loss.margin)
         active = cost > 0
-        self._anchors = int(relation.anchor.unique().numel())
-        scale = loss._scale(float(active.sum()), Sides.one_tower(self.n), self._anchors, as_data=as_data)
+        self.anchors = int(relation.anchor.unique().numel())
+        scale = loss._scale(float(active.sum()), Sides.one_tower(self.n), self.anchors, as_data=as_data)
         self._value = scale * cost[active].double().sum()
         y = u.new_zeros(self.n, self.n)
         weight = u.new_full((int(active.sum()),), 2 * scale)
@@ -78,11 +77,6 @@ class ListedTripletDerivatives(CosineDerivatives):
         y = y + y.T
         self._y = y.clamp_(min=0) if loss.pd_fix.attracting_only else y
 
-    @property
-    def anchors(self) -> int:
-        """Number of points that are the anchor of a triplet."""
-        return self._anchors
-
     def node_sums(self) -> NodeSums:
         """See :meth:`CosineDerivatives.node_sums`."""
         return NodeSums(self._y.sum(1), self._y @ self.u, None, self._value)
@@ -90,21 +84,3 @@ class ListedTripletDerivatives(CosineDerivatives):
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
         """See :meth:`CosineDerivatives.rows`."""
         return self._y[start:stop, columns], None
-
-    def row_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-        """See :meth:`CosineDerivatives.row_blocks`."""
-        yield slice(0, self.n), self._y, None
-
-    def matmul(self, x: Tensor) -> Tensor:
-        """See :meth:`CosineDerivatives.matmul`."""
-        return self._y @ x
-
-    def second_matmul(self, t: Tensor) -> Tensor | None:
-        """See :meth:`CosineDerivatives.second_matmul`."""
-        return None
-
-    def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
-        """See :meth:`CosineDerivatives.loss_and_cost`; the non-negative version of the loss is the loss."""
-        del totals
-        value = self._value.to(self.u.dtype)
-        return value, value

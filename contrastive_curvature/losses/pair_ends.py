@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from contrastive_curvature.hessian.cross_roots import PointVectors
+from contrastive_curvature.hessian.cross import PointVectors
 from contrastive_curvature.hessian.moments import Moments
 from contrastive_curvature.hessian.sphere import project_tangent
 from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS
@@ -152,7 +152,7 @@ class ListedVectors(PointVectors):
         ends: At the points.
         vectors: ``v``, shape (A, P).
         c: ``C``, shape (P, P).
-        weights: See :class:`~contrastive_curvature.hessian.cross_roots.PointVectors`.
+        weights: See :class:`~contrastive_curvature.hessian.cross.PointVectors`.
     """
 
     ends: PairEnds

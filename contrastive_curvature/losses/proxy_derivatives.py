@@ -11,7 +11,7 @@ from torch import Tensor
 
 from contrastive_curvature.errors import expected
 from contrastive_curvature.hessian.blocks import UnrepresentableError
-from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums, Totals
+from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums
 from contrastive_curvature.hessian.moments import MomentPart, PairMoments
 from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS
 
@@ -61,7 +61,7 @@ class ProxyDerivatives(CosineDerivatives):
 
     def __init__(self, loss: ProxyLoss, labels: Tensor, u: Tensor, weight: float) -> None:
         self.loss, self.labels, self.u, self.weight = loss, labels, u, weight
-        self.n = len(u)
+        self.n = self.anchors = len(u)
         self.fix = loss.pd_fix
         self.proxies = loss.unit_proxies(u).detach()
 
@@ -92,26 +92,13 @@ class ProxyDerivatives(CosineDerivatives):
         first, last, _ = columns.indices(self.n)
         return self.u.new_zeros(stop - start, max(0, last - first)), None
 
-    def row_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-        """See :meth:`CosineDerivatives.row_blocks`; all zero."""
-        step = max(1, BLOCK_ELEMENTS // max(1, self.n))
-        for start in range(0, self.n, step):
-            stop = min(start + step, self.n)
-            yield slice(start, stop), *self.rows(start, stop)
-
     def matmul(self, x: Tensor) -> Tensor:
         """See :meth:`CosineDerivatives.matmul`; zero."""
         return torch.zeros_like(x)
 
     def second_matmul(self, t: Tensor) -> Tensor | None:
         """See :meth:`CosineDerivatives.second_matmul`; nothing couples two points."""
-        del t
         return None
-
-    def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
-        """See :meth:`CosineDerivatives.loss_and_cost`; the non-negative version of the loss is the loss."""
-        value = (self._value() if totals is None else totals.value).to(self.u.dtype)
-        return value, value
 
     @torch.no_grad()
     def _value(self) -> Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from contrastive_curvature.hessian.cross_roots import CrossRoots, RootSide
+from contrastive_curvature.hessian.cross import CrossRoots, RootSide
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums, Totals
 from contrastive_curvature.hessian.moments import MomentPart, PairMoments
 from contrastive_curvature.losses.row_rules import row_numbers, row_terms
@@ -75,16 +75,11 @@ class RowDerivatives(CosineDerivatives):
         self._moments: PairMoments | None = None
         self.signs = u.new_tensor(loss.root_signs)
         self._rows = [self._look_at(side) for side in sides]
-        self._anchors = sum(int(rows.kept.sum()) for rows in self._rows)
-        self.skipped = sum(rows.kept.numel() for rows in self._rows) - self._anchors
-        self.scale = loss._scale(self._terms_counted, sides, self._anchors, as_data=as_data)
+        self.anchors = sum(int(rows.kept.sum()) for rows in self._rows)
+        self.skipped = sum(rows.kept.numel() for rows in self._rows) - self.anchors
+        self.scale = loss._scale(self._terms_counted, sides, self.anchors, as_data=as_data)
         for rows in self._rows:
             rows.held = None if rows.held is None else _scaled(rows.held, self.scale)
-
-    @property
-    def anchors(self) -> int:
-        """Number of anchors that have a term."""
-        return self._anchors
 
     def node_sums(self) -> NodeSums:
         """See :meth:`CosineDerivatives.node_sums`."""
@@ -137,19 +132,9 @@ class RowDerivatives(CosineDerivatives):
             y.zero_()
         return (y.clamp_(min=0) if self.fix.attracting_only else y), c
 
-    def row_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-        """See :meth:`CosineDerivatives.row_blocks`."""
-        for start, stop in Sides.one_tower(self.n).all[0].row_blocks(3):
-            yield slice(start, stop), *self.rows(start, stop)
-
     def matmul(self, x: Tensor) -> Tensor:
         """See :meth:`CosineDerivatives.matmul`."""
-        out = torch.zeros_like(x)
-        if self.fix.second_only:
-            return out
-        for rows, y, _ in self.row_blocks():
-            out[rows] = y @ x
-        return out
+        return torch.zeros_like(x) if self.fix.second_only else super().matmul(x)
 
     def second_matmul(self, t: Tensor) -> Tensor | None:
         """See :meth:`CosineDerivatives.second_matmul`."""

@@ -1,90 +1,276 @@
-"""The contrastive loss of a data set whose negatives are a uniform sample of points that stands for all."""
+"""A sample of points that stands for all negatives of a data set: points by class, and losses of pairs.
+
+Positives are exact. One of the M sampled points counts ``n / m`` times for a point that has n points of other classes
+in the data set and m of them in the sample. All is computed in float64.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
-from contrastive_curvature.hessian.derivatives import NodeSums, Totals
-from contrastive_curvature.losses.contrastive_classes import ContrastiveOfClasses, LabelledPoints
-from contrastive_curvature.losses.sampled_refusals import UncoupledDerivatives
-from contrastive_curvature.pairs.relation import LabelRelation
-from contrastive_curvature.parts.class_table import ClassTable
+from contrastive_curvature.hessian.derivatives import DatasetDerivatives, NodeSums, refuse_sampled
+from contrastive_curvature.hessian.moments import MomentPart, Moments, PairMoments
+from contrastive_curvature.losses.rules import check_sums, terms_of, value_of
+from contrastive_curvature.losses.weighting import ClassShares, find_classes
 
 if TYPE_CHECKING:
-    from contrastive_curvature.hessian.derivatives import CosineDerivatives
-    from contrastive_curvature.losses.contrastive import ContrastiveLoss
+    from contrastive_curvature.losses.base import PairLoss
 
-__all__ = ["SampledContrastive"]
+__all__ = ["BankedPoints", "Candidates", "SampledPairDerivatives", "SpreadMoments", "ranges", "unit"]
+
+_TOGETHER = 256
+"""Points of small classes that are looked at together: one product instead of many small ones."""
+
+_PAIRS = 2**20
+"""Pairs whose derivatives are computed at once."""
 
 
-class SampledContrastive(UncoupledDerivatives):
-    """Derivatives from sums over classes and a sample: no point has to know of all others.
-
-    The positives are exact. The sampled points of other classes stand for all points of other classes, so every sum
-    over the neighbours of a point is unbiased.
+@dataclass(frozen=True)
+class Candidates:
+    """Some points, and what they are to others.
 
     Args:
-        loss: The loss.
-        table: Numbers and sums of all classes.
-        halves: Two halves of the sample, or empty where the loss needs sums over classes only.
-        like: A tensor of the embeddings' type and device, shape (..., D).
-        points: All points in the order in which :meth:`node_sums` gives them, where somebody asks for it.
+        u: Unit embeddings in float64, shape (C, D).
+        place: Their places among all points sorted by class, shape (C,).
+        index: Numbers of their classes, shape (C,).
+        positives: Whether they are candidates as positives, those of other classes not counting; otherwise as
+            negatives, those of the same class not counting.
     """
 
-    def __init__(
-        self,
-        loss: ContrastiveLoss,
-        table: ClassTable,
-        halves: Sequence[LabelledPoints],
-        like: Tensor,
-        points: LabelledPoints | None = None,
-    ) -> None:
-        self.loss, self.table = loss, table
-        self.n = int(table.counts.sum())
-        self._points = points
-        self.u = like.new_zeros(0, like.shape[-1]) if points is None else points.u
-        only = loss.pd_fix.attracting_only
-        self.sample = LabelledPoints(*(torch.cat(parts) for parts in zip(*halves, strict=True))) if halves else None
-        self.of_classes = ContrastiveOfClasses(loss, table, like.dtype, halves, attracting_only=only)
-        # The repelling pairs are left out of the curvature, not of the loss.
-        self._counted = ContrastiveOfClasses(loss, table, like.dtype, halves) if only else None
-        self._summed: Totals | None = None
+    u: Tensor
+    place: Tensor
+    index: Tensor
+    positives: bool
+
+
+class BankedPoints:
+    """N points, sorted by class, and M of them as the bank that stands for all points of other classes.
+
+    Args:
+        u: Unit embeddings, shape (N, D).
+        labels: Class labels, int64, shape (N,).
+        bank: Which points are the bank, int64, shape (M,); of two classes at least, where there are two.
+
+    Attributes:
+        index: Number of the class of every point, sorted, shape (N,).
+        sizes: Number of points of every class, shape (C,).
+        bank: The bank.
+        weight: How many points of other classes one of the bank stands for, by class, float64, shape (C,); zero
+            without another class.
+    """
+
+    def __init__(self, u: Tensor, labels: Tensor, bank: Tensor) -> None:
+        n = len(u)
+        self.classes, inverse, self.sizes = labels.unique(return_inverse=True, return_counts=True)
+        order = inverse.argsort(stable=True)
+        self._u, self._order, self.index = u, order, inverse[order]
+        self._starts = self.sizes.cumsum(0) - self.sizes
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(n, device=u.device))
+        self.bank = Candidates(self.wide(place[bank]), place[bank], inverse[bank], positives=False)
+        there = n - self.sizes
+        drawn = len(bank) - inverse[bank].bincount(minlength=len(self.classes))
+        self.weight = torch.where(there > 0, there.double() / drawn.clamp(min=1), 0.0)
+
+    def wide(self, places: Tensor) -> Tensor:
+        """Return the unit embeddings at some places in float64, of length one to its precision."""
+        return unit(self._u[self._order[places]])
+
+    def widest(self) -> int:
+        """Return the number of points of the largest group of :meth:`groups`, or more."""
+        return max(_TOGETHER, int(self.sizes.max())) if len(self.sizes) else 0
+
+    def groups(self, index: Tensor) -> Iterator[tuple[Tensor, Candidates]]:
+        """Iterate over points of some classes with all points of the same classes; small classes together.
+
+        Args:
+            index: Numbers of the classes of B points, shape (B,).
+
+        Yields:
+            Which of the B points, in rising order, and all N points of their classes as candidates.
+        """
+        order = index.argsort(stable=True)
+        found, counts = index[order].unique_consecutive(return_counts=True)
+        sizes = self.sizes[found].tolist()
+        start = row = together = rows = 0
+        for k, (size, count) in enumerate(zip(sizes, counts.tolist(), strict=True)):
+            if k > start and together + size > _TOGETHER:
+                yield self._group(order[row : row + rows], found[start:k])
+                start, row, together, rows = k, row + rows, 0, 0
+            together, rows = together + size, rows + count
+        if sizes:
+            yield self._group(order[row : row + rows], found[start:])
+
+    def met(self, x: Tensor, index: Tensor) -> Iterator[tuple[Tensor, Tensor, Candidates]]:
+        """Iterate over the candidates of B points: those of their own classes, and for all of them the bank, at last.
+
+        Args:
+            x: Unit embeddings in float64, shape (B, D).
+            index: Numbers of their classes, shape (B,).
+
+        Yields:
+            Which of the B points; their places among all points, the closest of their class; and the candidates.
+        """
+        place = torch.empty_like(index)
+        for rows, same in self.groups(index):
+            for start, stop in ranges(len(rows), len(same.u), _PAIRS):
+                some = rows[start:stop]
+                cosine = (x[some] @ same.u.T).masked_fill(index[some].unsqueeze(1) != same.index, -torch.inf)
+                place[some] = same.place[cosine.argmax(1)]
+            yield rows, place[rows], same
+        yield torch.arange(len(x), device=x.device), place, self.bank
+
+    def _group(self, rows: Tensor, classes: Tensor) -> tuple[Tensor, Candidates]:
+        sizes = self.sizes[classes]
+        before = sizes.cumsum(0) - sizes
+        shift = (self._starts[classes] - before).repeat_interleave(sizes)
+        place = shift + torch.arange(len(shift), device=shift.device)
+        return rows.sort().values, Candidates(self.wide(place), place, self.index[place], positives=True)
+
+
+class SpreadMoments(Moments):
+    """A sum of moments that belong to some of the points each, in float64; results have the dtype of the points.
+
+    Args:
+        parts: Which of the points, in rising order, and their moments.
+        n: Number N of points.
+        dtype: Of the results.
+        bound: See :meth:`Moments.bound`, shape (N,).
+    """
+
+    def __init__(self, parts: list[tuple[Tensor, PairMoments]], n: int, dtype: torch.dtype, bound: Tensor) -> None:
+        self.parts, self.n, self.dtype, self._bound = parts, n, dtype, bound
+
+    def __getitem__(self, rows: slice) -> SpreadMoments:
+        low, high, _ = rows.indices(self.n)
+        high = max(low, high)
+        parts = []
+        for points, moments in self.parts:
+            start, stop = (int(torch.searchsorted(points, end)) for end in (low, high))
+            if start < stop:
+                parts.append((points[start:stop] - low, moments[start:stop]))
+        return SpreadMoments(parts, high - low, self.dtype, self._bound[low:high])
+
+    def dense(self) -> Tensor:
+        """See :meth:`Moments.dense`."""
+        dim = self.parts[0][1].vectors.shape[2] if self.parts else 0
+        return self._sum((dim, dim), lambda _, moments: moments.dense())
+
+    def matmul(self, x: Tensor) -> Tensor:
+        """See :meth:`Moments.matmul`."""
+        wide = x.double()
+        return self._sum(x.shape[1:], lambda points, moments: moments.matmul(wide[points]))
+
+    def diagonal(self, u: Tensor) -> Tensor:
+        """See :meth:`Moments.diagonal`."""
+        wide = u.double()
+        return self._sum(u.shape[1:], lambda points, moments: moments.diagonal(wide[points]))
+
+    def gram(self, u: Tensor, scale: Tensor) -> Tensor:
+        """See :meth:`Moments.gram`."""
+        wide, weight = u.double(), scale.double()
+        out = wide.new_zeros(u.shape[1], u.shape[1])
+        for points, moments in self.parts:
+            out += moments.gram(wide[points], weight[points])
+        return out.to(self.dtype)
+
+    def bound(self) -> Tensor:
+        """See :meth:`Moments.bound`."""
+        return self._bound.to(self.dtype)
+
+    def _sum(self, shape: tuple[int, ...], of: Callable[[Tensor, PairMoments], Tensor]) -> Tensor:
+        out = self._bound.new_zeros(self.n, *shape)
+        for points, moments in self.parts:
+            out.index_add_(0, points, of(points, moments))
+        return out.to(self.dtype)
+
+
+class SampledPairDerivatives(DatasetDerivatives):
+    """What a loss of pairs adds to the block of every point of a data set, from N (M + size of a class) pairs.
+
+    Every sum over the neighbours of a point is unbiased.
+
+    Args:
+        loss: The loss, with a fix that couples no points.
+        u: Unit embeddings, shape (N, D).
+        labels: Class labels, int64, shape (N,).
+        sample: Which points are sampled, int64, shape (M,), see :class:`BankedPoints`.
+    """
+
+    def __init__(self, loss: PairLoss, u: Tensor, labels: Tensor, sample: Tensor) -> None:
+        if loss.coupled:
+            refuse_sampled(f"pd_fix={str(loss.pd_fix)!r} couples points with each other")
+        self.loss, self.u, self.labels = loss, u, labels
+        self.n = self.anchors = len(u)
+        self.points = BankedPoints(u, labels, sample)
+        classes, sizes = self.points.classes, self.points.sizes
+        self.shares = ClassShares.of_counts(classes, sizes, loss.normalization, torch.float64).shares
 
     def node_sums(self) -> NodeSums:
         """See :meth:`CosineDerivatives.node_sums`."""
-        if self._points is None:
-            msg = "the points themselves were not kept"
-            raise RuntimeError(msg)
-        sums = self.sums_for(*self._points)
-        self._summed = sums.totals(self.u)
-        return sums
+        return self.sums_for(self.u, self.labels)
 
     def sums_for(self, u: Tensor, targets: Tensor) -> NodeSums:
         """See :meth:`DatasetDerivatives.sums_for`."""
-        sums = self.of_classes.sums_for(u, targets)[0]
-        if self._counted is None:
-            return sums
-        return replace(sums, counted=self._counted.sums_for(u, targets)[0].totals(u))
+        x, index = unit(u), find_classes(self.points.classes, targets.to(self.labels.device))
+        degree, neighbors, value = x.new_zeros(len(x)), torch.zeros_like(x), x.new_zeros(())
+        bound, signs = x.new_zeros(len(x)), x.new_zeros(0)
+        parts: list[tuple[Tensor, PairMoments]] = []
+        for rows, place, others in self.points.met(x, index):
+            pairs = partial(self._pairs, x[rows], index[rows], place, others)
+            for start, stop in ranges(len(rows), len(others.u), _PAIRS):
+                first, second, part = pairs(start, stop)
+                some = rows[start:stop]
+                degree[some] -= first.sum(1)
+                neighbors[some] -= first @ others.u
+                value = value + part / 2
+                if second is not None:
+                    bound[some] += second.abs().sum(1)
+            if not self.loss.linear and len(others.u):
+                moments = MomentPart(0, len(rows), partial(_second, pairs), others.u)
+                parts.append((rows, PairMoments([moments], signs, x.new_zeros(0, len(rows), x.shape[1]))))
+        spread = None if self.loss.linear else SpreadMoments(parts, len(x), u.dtype, bound)
+        return check_sums(self.loss, NodeSums(degree, neighbors, spread, value))
 
-    def estimates_for(self, u: Tensor, targets: Tensor) -> list[NodeSums]:
-        """See :meth:`DatasetDerivatives.estimates_for`."""
-        return self.of_classes.sums_for(u, targets, apart=True)[1:]
+    def _pairs(
+        self, x: Tensor, index: Tensor, place: Tensor, others: Candidates, start: int, stop: int
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return first and second derivatives, (B, C), and the value of points ``start..stop`` with candidates."""
+        x, index, place = x[start:stop], index[start:stop], place[start:stop]
+        itself = place.unsqueeze(1) == others.place
+        same = index.unsqueeze(1) == others.index
+        nothing = x.new_zeros(1, 1).expand(same.shape)
+        stands_for = self.points.weight[index].unsqueeze(1) * ~same
+        counts = ((same & ~itself).double(), nothing) if others.positives else (nothing, stands_for)
+        attract, repel = self.loss.factors.weigh(*counts, self.shares[index], self.shares[others.index])
+        cosine = (x @ others.u.T).masked_fill(itself, 0.0)
+        first, second = terms_of(self.loss, cosine, attract, repel)
+        if self.loss.pd_fix.second_only:
+            first = torch.zeros_like(first)
+        value = cosine.new_zeros(()) if self.loss.value_from_sums else value_of(self.loss, cosine, attract, repel)
+        return first, second, value
 
-    def class_weights(self) -> tuple[Tensor, Tensor] | None:
-        """See :meth:`DatasetDerivatives.class_weights`."""
-        return self.of_classes.class_weights()
 
-    def among(self, u: Tensor, targets: Tensor) -> CosineDerivatives:
-        """See :meth:`DatasetDerivatives.among`; all pairs of the given points count."""
-        whole = self.loss.derivatives(LabelRelation(self.table.labels.repeat_interleave(self.table.counts)), self.u)
-        return whole.among(u, targets)
+def unit(u: Tensor) -> Tensor:
+    """Return unit embeddings (B, D) in float64, of length one to its precision."""
+    wide = u.detach().double()
+    return wide / wide.norm(dim=1, keepdim=True)
 
-    def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
-        """See :meth:`CosineDerivatives.loss_and_cost`."""
-        found = totals or self._summed or self.node_sums().totals(self.u)
-        return (self._counted or self.of_classes).loss_and_cost(found, self.u.dtype)
+
+def ranges(rows: int, columns: int, pairs: int) -> Iterator[tuple[int, int]]:
+    """Iterate over ranges of rows with a bounded number of pairs with the columns."""
+    step = max(1, pairs // max(1, columns))
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)
+
+
+def _second(
+    pairs: Callable[[int, int], tuple[Tensor, Tensor | None, Tensor]], start: int, stop: int
+) -> tuple[Tensor, None]:
+    """Return the second derivatives of a loss that has some."""
+    return cast("Tensor", pairs(start, stop)[1]), None

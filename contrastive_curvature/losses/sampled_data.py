@@ -11,11 +11,10 @@ from contrastive_curvature.hessian.derivatives import DatasetDerivatives
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.contrastive import ContrastiveLoss
-from contrastive_curvature.losses.contrastive_classes import LabelledPoints
+from contrastive_curvature.losses.contrastive_classes import LabelledPoints, SampledContrastive
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.rows import RowLoss
-from contrastive_curvature.losses.sampled import SampledContrastive
-from contrastive_curvature.losses.sampled_pairs import SampledPairDerivatives
+from contrastive_curvature.losses.sampled import SampledPairDerivatives
 from contrastive_curvature.losses.sampled_rows import SampledRowDerivatives
 from contrastive_curvature.options import PDFix, Structure
 from contrastive_curvature.parts.class_table import ClassTable

@@ -20,7 +20,16 @@ from contrastive_curvature.options import Normalization
 from contrastive_curvature.pairs.edges import EdgeRelation
 from contrastive_curvature.pairs.relation import Relation
 
-__all__ = ["ClassShares", "PairFactors", "Shares", "class_pairs", "count_shares", "lone_shares", "pair_totals"]
+__all__ = [
+    "ClassShares",
+    "PairFactors",
+    "Shares",
+    "class_pairs",
+    "count_shares",
+    "find_classes",
+    "lone_shares",
+    "pair_totals",
+]
 
 
 @dataclass(frozen=True)
@@ -109,21 +118,22 @@ class ClassShares:
         return cls(classes, count_shares(positive, negative, normalization, dtype, totals))
 
     def find(self, labels: Tensor) -> Tensor:
-        """Index of the class of every label, shape (B,).
-
-        Raises:
-            InputError: A label does not occur among the N points.
-        """
-        index = torch.searchsorted(self.classes, labels.contiguous()).clamp(max=self.classes.numel() - 1)
-        unknown = self.classes[index] != labels
-        if bool(unknown.any()):
-            came = f"the new labels {labels[unknown].unique()[:5].tolist()} in the second"
-            raise InputError(expected("train_loader", "the same data in every pass", came))
-        return index
+        """Return the index of the class of every label, shape (B,)."""
+        return find_classes(self.classes, labels)
 
     def of(self, labels: Tensor) -> Shares:
         """Shares of points with these labels."""
         return self.shares[self.find(labels)]
+
+
+def find_classes(classes: Tensor, labels: Tensor) -> Tensor:
+    """Return the index of every label (B,) among the ascending class labels (C,); all occur in the first pass."""
+    index = torch.searchsorted(classes, labels.contiguous()).clamp(max=max(0, len(classes) - 1))
+    unknown = classes[index] != labels if len(classes) else torch.ones_like(labels, dtype=torch.bool)
+    if bool(unknown.any()):
+        came = f"the new labels {labels[unknown].unique()[:5].tolist()} in the second"
+        raise InputError(expected("train_loader", "the same data in every pass", came))
+    return index
 
 
 def class_pairs(counts: Tensor) -> tuple[Tensor, Tensor, tuple[float, float]]:

@@ -19,7 +19,6 @@ from contrastive_curvature.fit.sharing import structured_curvature
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.contrastive import ContrastiveLoss
-from contrastive_curvature.losses.dataset import batch_hessian
 from contrastive_curvature.losses.weighting import lone_shares
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import Inputs
@@ -91,7 +90,7 @@ class SampledEncoder(ABC):
             given = (targets, backend.options.relation) if pairs is None else (None, pairs)
             relation = make_relation(len(z), z.device, *given)
             shares = lone_shares(relation, backend.loss.normalization, z.dtype, self.n_data)
-            hessian = batch_hessian(backend.loss, z, relation, shares)
+            hessian = backend.loss.data_hessian(z, relation, shares)
         else:
             given = (None, pairs) if pairs is not None else (targets, backend.options.relation)
             hessian = backend.loss.data_hessian(z, backend.loss.relate(z, *given))

@@ -12,7 +12,6 @@ from benchmarks.experiments.data.split import RetrievalData, TensorSplit
 from benchmarks.experiments.methods import embed, make_method
 from benchmarks.experiments.methods.training import (
     ContrastiveStep,
-    active_pairs,
     run_training,
     train,
     training_loader,
@@ -165,14 +164,6 @@ def test_a_last_batch_of_one_image_does_no_harm(name, tmp_path):
     data = RetrievalData("tiny", "tiny", "none", TensorSplit(pixels[:33], labels[:33]), make_data().test)
     found = fit(name, make_setting(), tmp_path, data).predict(data.test)
     assert bool(found.mean.isfinite().all())
-
-
-def test_active_pairs_are_all_positives_and_the_near_negatives():
-    z = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0], [1.0, 0.1]])
-    a1, p, a2, n = active_pairs(z, torch.tensor([0, 0, 1, 1]), 0.7)
-    assert sorted(zip(a1.tolist(), p.tolist(), strict=True)) == [(0, 1), (2, 3)]
-    assert sorted(zip(a2.tolist(), n.tolist(), strict=True)) == [(0, 3), (1, 3)]
-    assert len(active_pairs(z, torch.tensor([0, 0, 1, 1]), None)[2]) == 4
 
 
 def test_the_demonstrations_order_is_that_of_its_committed_results():

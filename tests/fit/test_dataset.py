@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
 from contrastive_curvature.fit import cross_sums, lowrank
-from contrastive_curvature.losses import label_sums
+from contrastive_curvature.losses import contrastive_classes
 from contrastive_curvature.options import Structure
 
 WITHOUT_FACTORS = (nn.Embedding, nn.MultiheadAttention)
@@ -205,7 +205,7 @@ def test_memory_of_a_last_layer_fit_does_not_grow_with_pairs(device: str) -> Non
 
     with Watch():
         fit(model, loader, {}, Structure.DIAG, True)
-    assert largest <= label_sums.TILE_ROWS * label_sums.TILE_COLUMNS
+    assert largest <= contrastive_classes._TILE_ROWS * contrastive_classes._TILE_COLUMNS
 
 
 def _size(model: nn.Module, x: Tensor, y: Tensor, pairs: dict[str, Any]) -> float:

@@ -15,9 +15,7 @@ from strategies import DISTANCES, close
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.hessian.blocks import Blocks
-from contrastive_curvature.hessian.sampled_blocks import SampledBlocks
-from contrastive_curvature.hessian.signed import SignedFactor
+from contrastive_curvature.hessian.blocks import Blocks, SampledBlocks, SignedFactor
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.hessian.sphere import normalize, norms
-from contrastive_curvature.losses.mining import active_pairs
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 # The scales at which `fixed` and `full` were exact in float32 already, and beyond.
@@ -131,9 +130,8 @@ def test_a_margin_of_two_masks_nothing(n: int, dim: int, seed: int, normalizatio
         cc.ContrastiveLoss(margin=margin, **options)(leaf, labels).backward()
         gradients.append(leaf.grad)
     assert torch.allclose(*gradients, rtol=1e-4, atol=1e-6 * float(gradients[1].abs().max() + 1e-30))
-    assert all(
-        torch.equal(a, b) for a, b in zip(active_pairs(z, labels, 2), active_pairs(z, labels, None), strict=True)
-    )
+    mined = [cc.ContrastiveLoss(margin).mine(z, labels) for margin in (2, None)]
+    assert all(torch.equal(a, b) for a, b in zip(*mined, strict=True))
 
 
 @on_every_device

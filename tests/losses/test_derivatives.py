@@ -16,7 +16,7 @@ from torch import Tensor
 
 import contrastive_curvature as cc
 from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.losses import derivatives, label_sums
+from contrastive_curvature.losses import contrastive_classes, derivatives
 from contrastive_curvature.losses.derivatives import PairDerivatives
 from contrastive_curvature.pairs import edges, make_relation, relation
 from contrastive_curvature.testing import list_pairs, pair_loss, pair_weights
@@ -65,8 +65,8 @@ def test_bounded_blocks_change_nothing(case: Case, elements: int, device: str) -
     with pytest.MonkeyPatch.context() as patch:
         for module in (edges, relation, derivatives):
             patch.setattr(module, "BLOCK_ELEMENTS", elements)
-        patch.setattr(label_sums, "TILE_ROWS", 2)
-        patch.setattr(label_sums, "TILE_COLUMNS", 3)
+        patch.setattr(contrastive_classes, "_TILE_ROWS", 2)
+        patch.setattr(contrastive_classes, "_TILE_COLUMNS", 3)
         made = make_weights(case, device)
         sums = made.node_sums()
         assert close(made.dense()[0].cpu(), truth, float(truth.abs().max()), 1e-14)

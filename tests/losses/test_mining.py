@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from strategies import relate_by_remainder
 
 import contrastive_curvature as cc
-from contrastive_curvature.losses.mining import active_pairs
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -41,7 +40,7 @@ def test_all_positives_and_the_negatives_inside_the_margin(
             elif (negative is None or negative[i, j]) and (margin in (None, 2.0) or gap < margin):
                 repel.add((i, j))
     z = z.to(device).requires_grad_()
-    a1, p, a2, neg = active_pairs(z, labels, margin, relate_by_remainder if related else None)
+    a1, p, a2, neg = cc.ContrastiveLoss(margin).mine(z, labels, relate_by_remainder if related else None)
     assert all(t.dtype == torch.int64 and t.ndim == 1 and t.device.type == device for t in (a1, p, a2, neg))
     found = [list(zip(i.tolist(), j.tolist(), strict=True)) for i, j in ((a1, p), (a2, neg))]
     assert [sorted(f) for f in found] == [sorted(attract), sorted(repel)]
@@ -53,11 +52,11 @@ def test_only_they_have_a_cost(seed: int, device: str) -> None:
     torch.manual_seed(seed)
     z, labels = torch.randn(8, 3, dtype=torch.float64, device=device), torch.randint(0, 3, (8,), device=device)
     loss = cc.ContrastiveLoss(0.7, normalization="sum")
-    assert torch.allclose(loss(z, pairs=active_pairs(z, labels, 0.7)), loss(z, labels))
+    assert torch.allclose(loss(z, pairs=loss.mine(z, labels)), loss(z, labels))
 
 
 def test_labels_are_checked(device: str) -> None:
     z = torch.randn(4, 2, device=device)
     for wrong in (torch.zeros(3, dtype=torch.int64), torch.zeros(4), torch.zeros(4, 1, dtype=torch.int64)):
         with pytest.raises(cc.InputError, match="labels"):
-            active_pairs(z, wrong, 0.7)
+            cc.ContrastiveLoss().mine(z, wrong)

@@ -82,7 +82,7 @@ def test_modes_are_those_of_the_user_and_evaluation_changes_nothing(subset: str,
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in online.modules())
     with torch.no_grad():
         z = encoder[:5](x)
-        mined = cc.losses.mining.active_pairs(z, labels, 0.7)
+        mined = cc.ContrastiveLoss(0.7).mine(z, labels)
         assert torch.allclose(online(x, labels), cc.ContrastiveLoss(0.7, normalization="type")(z, pairs=mined))
 
 

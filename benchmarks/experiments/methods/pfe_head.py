@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.losses.mining import active_pairs
+from contrastive_curvature import ContrastiveLoss
 from contrastive_curvature.pairs import RelationFunction
 
 __all__ = ["MutualLikelihoodStep", "SharedBatchNorm", "VarianceHead", "mutual_likelihood_score"]
@@ -97,7 +97,7 @@ class MutualLikelihoodStep(nn.Module):
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         """The loss, a scalar; zero, with a zero gradient, for a batch without positive pairs."""
         mu, phi = self.encode(x)
-        i, j, _, _ = active_pairs(mu, targets, None, self.relation)
+        i, j, _, _ = ContrastiveLoss(None).mine(mu, targets, self.relation)
         # Small classes have an image twice in a batch, and with itself it agrees at any variance.
         other = (mu[i] != mu[j]).any(1)
         i, j = i[other], j[other]

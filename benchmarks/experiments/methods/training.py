@@ -18,7 +18,6 @@ from benchmarks.experiments.data.split import RetrievalData, loader
 from benchmarks.experiments.methods.base import Setting
 from benchmarks.experiments.methods.checks import check_training, positive_radius
 from contrastive_curvature import ContrastiveLoss, validate
-from contrastive_curvature.losses.mining import active_pairs
 from contrastive_curvature.online import Trainer
 from contrastive_curvature.pairs import RelationFunction
 
@@ -48,7 +47,7 @@ class ContrastiveStep(nn.Module):
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         """The loss, a scalar; zero, with a zero gradient, for a batch without pairs."""
         z = self.encoder(x)
-        return self.loss(z, pairs=active_pairs(z, targets, self.margin, self.relation))
+        return self.loss(z, pairs=self.loss.mine(z, targets, self.relation))
 
 
 def seed_everything(seed: int) -> None:

@@ -11,7 +11,7 @@ from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from torch import nn
 
-from contrastive_curvature.hessian.signed import SignedFactor
+from contrastive_curvature.hessian.blocks import SignedFactor
 from contrastive_curvature.hosts.backpack.layers import Layer, check_layer, known_layers, refuse
 from contrastive_curvature.hosts.backpack.loss import check_unit_inputs, hessian_of
 from contrastive_curvature.hosts.backpack.rules import parameter_diagonal, parameter_factor

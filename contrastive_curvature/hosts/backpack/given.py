@@ -14,7 +14,7 @@ from backpack.extensions.secondorder.sqrt_ggn.losses import SqrtGGNBaseLossModul
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
-from contrastive_curvature.hessian.signed import SignedFactor
+from contrastive_curvature.hessian.blocks import SignedFactor
 from contrastive_curvature.hessian.sphere import L2Norm
 from contrastive_curvature.hosts.backpack.host_modules import host_modules
 

@@ -22,7 +22,7 @@ from backpack.extensions.secondorder.sqrt_ggn.losses import SqrtGGNBaseLossModul
 from torch import Tensor
 
 from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.hessian.signed import SignedFactor
+from contrastive_curvature.hessian.blocks import SignedFactor
 from contrastive_curvature.hosts.backpack.l2norm import L2NormDerivatives
 from contrastive_curvature.hosts.backpack.loss import PairLossDerivatives, check_unit_inputs
 

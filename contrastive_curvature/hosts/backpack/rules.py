@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.hessian.signed import SignedFactor
+from contrastive_curvature.hessian.blocks import SignedFactor
 from contrastive_curvature.network import pullback
 
 __all__ = ["parameter_diagonal", "parameter_factor", "parameter_products"]

@@ -27,12 +27,12 @@ from contrastive_curvature.fit.lowrank import curvature_product, leading_eigenpa
 from contrastive_curvature.fit.options import CurvatureOptions, check_mc_samples
 from contrastive_curvature.fit.sampling import BlockSampler
 from contrastive_curvature.fit.subset import HessianSubset, subset_hessian
+from contrastive_curvature.hessian.derivatives import refuse_sampled
 from contrastive_curvature.laplace.backends.driver import run_steps
 from contrastive_curvature.laplace.backends.steps import AnchorSteps, BatchSteps, Part, PointSteps, Steps
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.sampled_data import MANY_POINTS, NEGATIVE_SAMPLES, sampled_unasked, sums_suffice
-from contrastive_curvature.losses.sampled_refusals import refuse_sampled
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.loader import check_loader, check_whole, in_fixed_order

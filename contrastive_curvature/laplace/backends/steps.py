@@ -16,7 +16,7 @@ from contrastive_curvature.fit.anchors import anchors_of_part
 from contrastive_curvature.fit.batches import batches_of_part, targets_of_part
 from contrastive_curvature.fit.class_sums import TYPICAL
 from contrastive_curvature.fit.cross_sums import refuse_in_parts
-from contrastive_curvature.fit.dataset import DatasetCurvature, DatasetPoints, expected_points, points_of
+from contrastive_curvature.fit.dataset import DatasetCurvature, DatasetPoints, points_of
 from contrastive_curvature.fit.finished import finished_sums
 from contrastive_curvature.fit.second_pass import curvature_of_part, finished_curvature
 from contrastive_curvature.fit.statistics import Collected, NumberedReader, Plan, collect_statistics, numbered
@@ -140,12 +140,6 @@ class PointSteps(Steps):
         wanted = fits.options.negative_samples
         if isinstance(wanted, int):
             check_samplable(loss, self.structure)
-
-        def first(z: Tensor) -> None:
-            if isinstance(loss, PairLoss) and wanted is None and fits.options.relation is None:
-                # In parts nobody knows how many points all of them have.
-                loss.announce_labelled(expected_points(loader) if part[1] == 1 else 0, z, self.progress)
-
         self.found = collect_statistics(
             self.encoder,
             Share(loader, part[0]),
@@ -155,7 +149,6 @@ class PointSteps(Steps):
             self.progress,
             identity=identity,
             part=part,
-            first=first,
         )
         if self._by_views:
             # Inputs of their own are no classes with a centre.
@@ -180,7 +173,6 @@ class PointSteps(Steps):
             fits.options.relation,
             samples,
             self.found,
-            self.progress,
             negatives_per_anchor=fits.options.negatives_per_anchor,
         )
         derivatives = found.hessian.derivatives
