@@ -35,6 +35,9 @@ class Totals:
     along: Tensor
     value: Tensor
 
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(self.degree + other.degree, self.along + other.along, self.value + other.value)
+
 
 @dataclass(frozen=True)
 class NodeSums:

@@ -164,8 +164,9 @@ class ContrastiveDerivatives(PairDerivatives):
 
     def class_weights(self) -> tuple[Tensor, Tensor] | None:
         """See :meth:`DatasetDerivatives.class_weights`."""
-        by_class = isinstance(self.relation, LabelRelation)
-        return self._of_classes(self.relation.targets).class_weights() if by_class else None
+        if isinstance(self.relation, LabelRelation):
+            return self._of_classes(self.relation.targets).class_weights()
+        return None
 
     def _of_classes(self, labels: Tensor) -> ContrastiveOfClasses:
         if self._found is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -89,11 +89,6 @@ class PairDerivatives(DatasetDerivatives):
         cosine.diagonal(start - columns.indices(self.n)[0]).zero_()
         return self._block(positive, negative, cosine, self.shares[start:stop], self.shares[columns])[:2]
 
-    def row_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-        """See :meth:`CosineDerivatives.row_blocks`."""
-        for rows, block in self._blocks():
-            yield rows, block[0], block[1]
-
     def dense(self) -> tuple[Tensor, Tensor | None]:
         """See :meth:`CosineDerivatives.dense`."""
         if not isinstance(self.relation, EdgeRelation):
@@ -109,14 +104,12 @@ class PairDerivatives(DatasetDerivatives):
 
     def matmul(self, x: Tensor) -> Tensor:
         """See :meth:`CosineDerivatives.matmul`."""
+        if not isinstance(self.relation, EdgeRelation):
+            return super().matmul(x)
         out = torch.zeros_like(x)
-        if isinstance(self.relation, EdgeRelation):
-            for i, j, (y, _, _) in self._listed(self.relation, x.shape[1]):
-                out.index_add_(0, i, y.unsqueeze(1) * x[j])
-                out.index_add_(0, j, y.unsqueeze(1) * x[i])
-            return out
-        for rows, (y, _, _) in self._blocks():
-            out[rows] = y @ x
+        for i, j, (y, _, _) in self._listed(self.relation, x.shape[1]):
+            out.index_add_(0, i, y.unsqueeze(1) * x[j])
+            out.index_add_(0, j, y.unsqueeze(1) * x[i])
         return out
 
     def second_matmul(self, t: Tensor) -> Tensor | None:
@@ -124,20 +117,13 @@ class PairDerivatives(DatasetDerivatives):
         if self.loss.linear:
             # Before any block of pairs is formed: every product with a Hessian asks.
             return None
+        if not isinstance(self.relation, EdgeRelation):
+            return super().second_matmul(t)
         out = torch.zeros_like(t)
-        if isinstance(self.relation, EdgeRelation):
-            for i, j, (_, c, _) in self._listed(self.relation, t[0].numel()):
-                if c is None:
-                    return None
-                for a, b in ((i, j), (j, i)):
-                    along = c.unsqueeze(1) * torch.einsum("ed,edk->ek", self.u[a], t[b])
-                    out.index_add_(0, a, self.u[b].unsqueeze(2) * along.unsqueeze(1))
-            return out
-        for rows, (_, c, _) in self._blocks(t.shape[2]):
-            if c is None:
-                return None
-            along = c.unsqueeze(2) * torch.einsum("rd,cdk->rck", self.u[rows], t)
-            out[rows] = torch.einsum("rck,cd->rdk", along, self.u)
+        for i, j, (_, c, _) in self._listed(self.relation, t[0].numel()):
+            for a, b in ((i, j), (j, i)):
+                along = cast("Tensor", c).unsqueeze(1) * torch.einsum("ed,edk->ek", self.u[a], t[b])
+                out.index_add_(0, a, self.u[b].unsqueeze(2) * along.unsqueeze(1))
         return out
 
     def sums_for(self, u: Tensor, targets: Tensor) -> NodeSums:
@@ -252,11 +238,7 @@ class PairDerivatives(DatasetDerivatives):
         """Moments of points whose rows of ``c`` are asked for when they are needed."""
 
         def weigh(start: int, stop: int) -> tuple[Tensor, None]:
-            second = rows(start, stop)[1]
-            if second is None:
-                msg = "a linear loss has no moments"
-                raise RuntimeError(msg)
-            return second, None
+            return cast("Tensor", rows(start, stop)[1]), None
 
         n = self.n if count is None else count
         none = self.u.new_zeros(0, n, self.u.shape[1])
