@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from contrastive_curvature.hessian.blocks import SignedFactor
 from contrastive_curvature.hessian.cross import CrossBlocks, tangent_axes
 from contrastive_curvature.hessian.node_blocks import NodeBlocks
 from contrastive_curvature.hessian.output import OutputHessian
-from contrastive_curvature.hessian.blocks import SignedFactor
 from contrastive_curvature.network.layer_parts import EmbeddingPart, EntryPart, MatrixPart, Part
 from contrastive_curvature.network.recorder import Layout, Run, Use, by_point
 
