@@ -66,6 +66,9 @@ def build(kind: str, dim: int) -> nn.Module:
             nn.Unflatten(1, (2, 2)), nn.Linear(2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(6, dim)
         ),
         "batchnorm": lambda: nn.Sequential(nn.Linear(INPUTS, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, dim)),
+        "unflatten": lambda: nn.Sequential(
+            *(nn.Linear(INPUTS, 4), nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 1, 2), nn.Flatten(), nn.Linear(3, dim))
+        ),
         "branched": lambda: nn.Sequential(Branched(), nn.Linear(3, dim)),
         "normalised inside": lambda: nn.Sequential(nn.Linear(INPUTS, 3), cc.L2Norm(), nn.Linear(3, dim)),
         "normalised": lambda: nn.Sequential(nn.Linear(INPUTS, dim + 1), cc.L2Norm()),
@@ -79,9 +82,8 @@ def build(kind: str, dim: int) -> nn.Module:
 
 FLAT = ("linear", "no bias", "relu", "smooth", "activations", "batchnorm")
 SEQUENTIAL = (*FLAT, "conv2d", "strided", "positions", "normalised inside")
-# BackPACK's rules of average pooling are not for float64.
-HOSTED = (*FLAT, "max pool", "groups", "conv1d", "positions", "normalised inside", "branched")
 NETWORKS = (*SEQUENTIAL, "conv1d")
+HOSTED = (*NETWORKS, "max pool", "groups", "unflatten", "branched")
 
 
 @st.composite

@@ -31,7 +31,7 @@ from strategies import INPUTS, Case, close
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.hosts.backpack import CurvatureFactor, DiagCurvature, loss, register
+from contrastive_curvature.hosts.backpack import CurvatureFactor, DiagCurvature, derivatives, register
 from contrastive_curvature.testing import dense_ggn, dense_output_hessian
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -137,7 +137,7 @@ def test_sampled_roots_with_the_noise_fed(drawn: Drawn, device: str) -> None:
         return ((wide[:, : shape[2]] + 1) // 2).unsqueeze(1).expand(shape).to(device)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss.torch, "randint", noise)
+        patch.setattr(derivatives.torch, "randint", noise)
         model = backward(drawn, device, DiagGGNMC(8), BatchDiagGGNMC(8), SqrtGGNMC(8))
     assert close(gather(model, "diag_ggn_mc"), truth.diagonal(), size)
     parameters = list(model.parameters())
@@ -148,7 +148,7 @@ def test_sampled_roots_with_the_noise_fed(drawn: Drawn, device: str) -> None:
     if any(isinstance(m, (nn.LogSigmoid, nn.BatchNorm1d, nn.ELU)) for m in model.modules()):
         return  # layers that KFAC does not know
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss.torch, "randint", noise)
+        patch.setattr(derivatives.torch, "randint", noise)
         backward(drawn, device, KFAC(8))
     backward(drawn, device, KFLR())
     for p in model.parameters():

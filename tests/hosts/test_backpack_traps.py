@@ -17,8 +17,8 @@ from strategies import INPUTS, close
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.hosts.backpack import BackPackPullback, DiagCurvature, passes
-from contrastive_curvature.hosts.backpack import pullback as pullback_file
+from contrastive_curvature.hessian.blocks import SignedFactor
+from contrastive_curvature.hosts.backpack import BackPackPullback, DiagCurvature, extensions, layers, passes
 from contrastive_curvature.laplace.backends.backpack import BackPackContrastiveGGN
 from contrastive_curvature.laplace.backends.curvlinops import CurvlinopsContrastiveGGN
 from contrastive_curvature.network.encoder import Encoder
@@ -224,23 +224,22 @@ def test_limits_of_the_host_are_refusals(device: str, monkeypatch: pytest.Monkey
             assert "\n" not in str(caught.value)
 
 
-def test_a_wrong_rule_of_the_host_is_noticed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wrong", ["_parameter_diagonal", "_parameter_factor", "a rule of the host"])
+def test_a_wrong_rule_is_noticed(wrong: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Diagonals and products go by rules of their own."""
     model, x = build("smooth", 3).to(device), data(device)
-    for name in ("diag_ggn", "sqrt_ggn"):
-        original = getattr(pullback_file, name)
+    owner, name = extensions, wrong
+    if wrong == "a rule of the host":
+        owner, name = layers.known_layers()[nn.ELU].derivatives, "jac_t_mat_prod"
+    right = getattr(owner, name)
 
-        def broken(original: Any = original) -> Any:
-            made = original()
-            extension = made._BackpropExtension__module_extensions[nn.ELU]
-            rule = extension.backpropagate
-            monkeypatch.setattr(extension, "backpropagate", lambda *args: 1.01 * rule(*args), raising=False)
-            return made
+    def broken(*args: Any) -> Any:
+        found = right(*args)
+        return SignedFactor(1.01 * found.columns, found.signs) if name == "_parameter_factor" else 1.01 * found
 
-        with monkeypatch.context() as patch:
-            patch.setattr(pullback_file, name, broken)
-            with pytest.raises(cc.UnsupportedError, match="other gradients"):
-                BackPackPullback(Encoder(model, x)).forward(x)
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(cc.UnsupportedError, match="other gradients"):
+        BackPackPullback(Encoder(model, x)).forward(x)
 
 
 def test_arguments_that_would_be_dropped(device: str) -> None:

@@ -30,8 +30,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
 from contrastive_curvature.hosts.curvlinops import ContrastiveGGNLinearOperator, contrastive_ekfac, contrastive_kfac
+from contrastive_curvature.hosts.curvlinops import kfac as kfac_file
 from contrastive_curvature.hosts.curvlinops import operator as operator_file
-from contrastive_curvature.hosts.curvlinops import pullback as pullback_file
 from contrastive_curvature.laplace.backends.curvlinops import CurvlinopsContrastiveGGN
 from contrastive_curvature.losses import LogisticLoss
 from contrastive_curvature.losses.choice import choose_loss
@@ -312,8 +312,8 @@ def test_ekfac_has_the_exact_curvature_along_the_eigenvectors_of_kfac() -> None:
 def test_the_backend_uses_the_host_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, y = conv_case()
     calls: list[int] = []
-    original = pullback_file.host_factors
-    monkeypatch.setattr(pullback_file, "host_factors", lambda *args: calls.append(1) or original(*args))
+    original = kfac_file._host_factors
+    monkeypatch.setattr(kfac_file, "_host_factors", lambda *args: calls.append(1) or original(*args))
     for pd_fix, used in (("psd", 1), ("fixed", 0), ("full", 0)):
         calls.clear()
         found = CurvlinopsContrastiveGGN(model, pd_fix=pd_fix).fit([(x[:4], y[:4]), (x[4:], y[4:])], Structure.KRON)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
-from torch import nn
+from torch import Tensor, nn
 
 from contrastive_curvature.hessian.blocks import SignedFactor
+from contrastive_curvature.hosts.backpack.derivatives import check_unit_inputs, hessian_of
 from contrastive_curvature.hosts.backpack.layers import Layer, check_layer, known_layers, refuse
-from contrastive_curvature.hosts.backpack.loss import check_unit_inputs, hessian_of
-from contrastive_curvature.hosts.backpack.rules import parameter_diagonal, parameter_factor
-from contrastive_curvature.hosts.backpack.subclasses import known_losses
+from contrastive_curvature.hosts.backpack.registry import drop_empty_labels
+from contrastive_curvature.losses.cosine import CosineLoss
+from contrastive_curvature.network import pullback
 
-__all__ = ["CurvatureFactor", "DiagCurvature"]
+__all__ = ["CurvatureFactor", "DiagCurvature", "SignedExtension"]
 
 _Rule = Callable[[Any, Any, str, SignedFactor], Any]
 
@@ -30,15 +32,25 @@ Columns of one factor add up where branches meet; those of different ones stand 
 _numbers = itertools.count()
 
 
-class _SignedExtension(SecondOrderBackpropExtension):
+class SignedExtension(SecondOrderBackpropExtension):
     """Propagates the columns of a signed factor of the output Hessian."""
 
     def __init__(self, savefield: str, rule: _Rule) -> None:
         modules: dict[type[nn.Module], ModuleExtension] = {
             kind: _SignedModule(layer, rule) for kind, layer in known_layers().items()
         }
-        modules.update(dict.fromkeys(known_losses(), _SignedLoss()))
         super().__init__(savefield=savefield, module_exts=modules, fail_mode="ERROR")
+
+    def __call__(self, module: nn.Module, g_inp: Any, g_out: Any) -> None:
+        """Run the rule of a module; that of a loss is for all classes of losses, while the host looks up by class."""
+        if isinstance(module, CosineLoss):
+            _SignedLoss()(self, module, g_inp, g_out)
+        else:
+            super().__call__(module, g_inp, g_out)
+
+    def start(self, z: Tensor, factor: SignedFactor) -> None:
+        """Take a factor at outputs ``z`` instead of a loss of them."""
+        self.saved_quantities.save_quantity(z.data_ptr(), {0: factor}, self.accumulate_backpropagated_quantities)
 
     def accumulate_backpropagated_quantities(self, existing: _Factors, other: _Factors) -> _Factors:
         """Sum what arrives over the branches of a network, loss by loss."""
@@ -50,7 +62,7 @@ class _SignedExtension(SecondOrderBackpropExtension):
         return {k: every[k] for k in sorted(every)}
 
 
-class DiagCurvature(_SignedExtension):
+class DiagCurvature(SignedExtension):
     """Diagonal of the generalised Gauss-Newton ``J^T H J`` of any :class:`~contrastive_curvature.losses.PairLoss`.
 
     Exact and unclamped for every ``distance`` and ``pd_fix``: an indefinite ``H`` keeps its signs, a coupled one is
@@ -61,10 +73,10 @@ class DiagCurvature(_SignedExtension):
     """
 
     def __init__(self, savefield: str = "diag_curvature") -> None:
-        super().__init__(savefield, parameter_diagonal)
+        super().__init__(savefield, _parameter_diagonal)
 
 
-class CurvatureFactor(_SignedExtension):
+class CurvatureFactor(SignedExtension):
     """Signed factor ``F`` of the generalised Gauss-Newton: ``J^T H J = F^T diag(signs) F``.
 
     A parameter gets an object with ``columns``, shape (R, *parameter), and ``signs``, shape (R,). R and its order are
@@ -76,7 +88,7 @@ class CurvatureFactor(_SignedExtension):
     """
 
     def __init__(self, savefield: str = "curvature_factor") -> None:
-        super().__init__(savefield, parameter_factor)
+        super().__init__(savefield, _parameter_factor)
 
 
 class _SignedModule(ModuleExtension):
@@ -112,8 +124,7 @@ class _SignedModule(ModuleExtension):
 
 class _SignedLoss(ModuleExtension):
     def check_hyperparameters_module_extension(self, ext: Any, module: Any, g_inp: Any, g_out: Any) -> None:
-        if getattr(module, "input1", 0) is None:
-            del module.input1
+        drop_empty_labels(module)
         check_unit_inputs(module, keeps_residual=False)
 
     def backpropagate(self, ext: Any, module: Any, g_inp: Any, g_out: Any, backproped: Any) -> _Factors:
@@ -122,3 +133,38 @@ class _SignedLoss(ModuleExtension):
         # The loss may be a part of what backward() was called on, with a weight.
         scale = g_out[0].detach().to(columns.dtype)
         return {next(_numbers): SignedFactor(columns * scale.abs().sqrt(), signs * scale.sign())}
+
+
+def _parameter_products(derivatives: Any, module: Any, name: str, columns: Tensor, sum_batch: bool) -> Tensor:
+    """Return ``B^T v``, (C, *parameter) or (C, N, *parameter); ``B`` has a layer's outputs by one of its parameters."""
+    if isinstance(module, (nn.Conv1d, nn.Conv2d)) and name == "weight" and module.groups == 1:
+        # BackPACK's own rule convolves with one group a column, point and channel, which is slow.
+        x = derivatives.get_unfolded_input(module)
+        found = torch.einsum(f"cnot,nkt->c{'' if sum_batch else 'n'}ok", columns.flatten(3), x)
+        return found.reshape(*found.shape[:-2], *module.weight.shape)
+    return derivatives.param_mjp(name, module, None, None, columns, sum_batch=sum_batch)
+
+
+def _parameter_diagonal(derivatives: Any, module: Any, name: str, factor: SignedFactor) -> Tensor:
+    """Return the diagonal ``sum sign (B^T v)^2`` of the curvature of one parameter, in its shape."""
+    p: Tensor = getattr(module, name)
+    columns, signs = factor.columns, factor.signs
+    if isinstance(module, nn.Linear) and columns.ndim == 3 and not factor.sums_batch:
+        x: Any = module.input0
+        spread = torch.einsum("cn,cno->no", signs, columns.square())
+        return spread.T @ x.detach().square() if name == "weight" else spread.sum(0)
+    out = columns.new_zeros(p.shape)
+    each = p.numel() * (1 if factor.sums_batch else columns.shape[1])
+    step = max(1, pullback.JACOBIAN_ELEMENTS // max(1, each))
+    for start in range(0, columns.shape[0], step):
+        part = slice(start, start + step)
+        moved = _parameter_products(derivatives, module, name, columns[part], factor.sums_batch)
+        out += torch.tensordot(signs[part], moved.square(), dims=signs.ndim)
+    return out
+
+
+def _parameter_factor(derivatives: Any, module: Any, name: str, factor: SignedFactor) -> SignedFactor:
+    """Return the signed factor of the curvature of one parameter: R = C or R = C N columns (R, *parameter)."""
+    moved = _parameter_products(derivatives, module, name, factor.columns, factor.sums_batch)
+    rows = math.prod(factor.signs.shape)
+    return SignedFactor(moved.reshape(rows, *getattr(module, name).shape), factor.signs.flatten())

@@ -3,51 +3,31 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.extensions import SqrtGGNExact
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.pooling import _MaxPoolNd
 
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.hessian.sphere import L2Norm
-from contrastive_curvature.hosts.backpack.l2norm import L2NormDerivatives
+from contrastive_curvature.hosts.backpack.derivatives import L2NormDerivatives
 
 __all__ = ["ADVICE", "Layer", "check_layer", "known_layers", "refuse"]
 
 ADVICE = "Use backend=ContrastiveGGN, which works for any module."
 
-_CONVOLUTIONS = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_MAX_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
-_AVERAGES = (
-    nn.AvgPool1d,
-    nn.AvgPool2d,
-    nn.AvgPool3d,
-    nn.AdaptiveAvgPool1d,
-    nn.AdaptiveAvgPool2d,
-    nn.AdaptiveAvgPool3d,
-)
+_AVERAGES = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
+_ADAPTIVE_AVERAGES = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
 
 
-@dataclass(frozen=True)
-class Layer:
-    """What is known of a module class.
-
-    Args:
-        derivatives: BackPACK's derivatives of it, or ours in the same form.
-        params: Names of its parameters.
-    """
+class Layer(NamedTuple):
+    """BackPACK's derivatives of a module class, or ours in the same form, and the names of its parameters."""
 
     derivatives: Any
     params: tuple[str, ...] = ()
@@ -94,7 +74,7 @@ class _Lookup(EmbeddingDerivatives):
 
 @functools.cache
 def known_layers() -> dict[type[nn.Module], Layer]:
-    """Every supported module class: those of the host's ``SqrtGGNExact``, our normalisation, and reshaping."""
+    """Return every supported module class: those of the host's ``SqrtGGNExact``, our normalisation, and reshaping."""
     host = SqrtGGNExact()._BackpropExtension__module_extensions
     known = {
         kind: Layer(ext.derivatives, tuple(ext._ModuleExtension__params))
@@ -102,52 +82,43 @@ def known_layers() -> dict[type[nn.Module], Layer]:
         if not issubclass(kind, nn.modules.loss._Loss)
     }
     linear = Layer(_LinearMap())
-    known.update(dict.fromkeys((*_AVERAGES, nn.Flatten, nn.Unflatten, nn.ZeroPad2d), linear))
+    known.update(dict.fromkeys((*_AVERAGES, *_ADAPTIVE_AVERAGES, nn.Flatten, nn.Unflatten, nn.ZeroPad2d), linear))
     known[nn.Embedding] = Layer(_Lookup(), ("weight",))
     known[L2Norm] = Layer(L2NormDerivatives())
     return known
 
 
 def check_layer(name: str, module: nn.Module) -> None:
-    """Refuse a layer whose derivative BackPACK does not have, or has for other settings only.
-
-    Args:
-        name: Where it is in the network.
-        module: The layer.
-
-    Raises:
-        UnsupportedError: It is one of those; the message names it.
-    """
+    """Refuse a layer, by its name, whose derivative BackPACK does not have or has for other settings only."""
     layer = known_layers().get(type(module))
     if layer is None:
         refuse(name, module, "BackPACK has no derivatives of it")
-    elif "forward" in vars(module):
+    if "forward" in vars(module):
         refuse(name, module, "its forward was replaced")
-    elif not {n for n, _ in module.named_parameters()} <= set(layer.params):
+    if not {n for n, _ in module.named_parameters()} <= set(layer.params):
         refuse(name, module, "its parameters are not the usual ones (weight or spectral norm?)")
-    else:
-        why = _setting(module)
-        if why:
-            refuse(name, module, why)
+    why = _wrong_setting(module)
+    if why:
+        refuse(name, module, why)
 
 
-def refuse(name: str, module: nn.Module, why: str) -> None:
-    """Raise what :func:`check_layer` describes."""
+def refuse(name: str, module: nn.Module, why: str) -> NoReturn:
+    """Raise an error that names a layer, says why it is refused, and names another backend."""
     msg = f"backend BackPACK: layer {name!r}, a {type(module).__name__}: {why}. {ADVICE}"
     raise UnsupportedError(msg)
 
 
-def _setting(m: Any) -> str:
-    """The setting of a known layer for which its derivatives are wrong or missing; empty where there is none."""
-    if isinstance(m, _NORMS) and not (m.affine and m.track_running_stats):
+def _wrong_setting(m: Any) -> str:
+    """Return which setting of a known layer leaves it without right derivatives; empty where none does."""
+    if isinstance(m, _BatchNorm) and not (m.affine and m.track_running_stats):
         return "only affine=True and track_running_stats=True have derivatives"
-    if isinstance(m, _CONVOLUTIONS) and m.padding_mode != "zeros":
+    if isinstance(m, _ConvNd) and m.padding_mode != "zeros":
         return f"padding_mode={m.padding_mode!r} has no derivatives"
-    if isinstance(m, _CONVOLUTIONS) and any(m.output_padding):
+    if isinstance(m, _ConvNd) and any(m.output_padding):
         return f"output_padding={m.output_padding!r} has no derivatives"
-    if isinstance(m, _CONVOLUTIONS) and isinstance(m.padding, str):
+    if isinstance(m, _ConvNd) and isinstance(m.padding, str):
         return "BackPACK takes numbers as padding only"
-    if isinstance(m, _MAX_POOLS) and m.return_indices:
+    if isinstance(m, _MaxPoolNd) and m.return_indices:
         return "return_indices=True gives two outputs"
     if isinstance(m, nn.Embedding) and (m.max_norm is not None or m.scale_grad_by_freq or m.sparse):
         return "max_norm, scale_grad_by_freq and sparse are not supported"

@@ -15,8 +15,9 @@ from backpack.custom_module.branching import SumModule
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.hosts.backpack.given import GivenColumns, host_knows, sqrt_ggn
-from contrastive_curvature.hosts.backpack.layers import ADVICE, check_layer, refuse
+from contrastive_curvature.hessian.blocks import SignedFactor
+from contrastive_curvature.hosts.backpack.extensions import SignedExtension
+from contrastive_curvature.hosts.backpack.layers import ADVICE, check_layer, known_layers, refuse
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.threads import private_copy, watched
 
@@ -24,38 +25,25 @@ __all__ = ["HostedEncoder", "Pass"]
 
 
 class HostedEncoder:
-    """An encoder whose layers BackPACK knows.
-
-    Args:
-        encoder: The analysed encoder.
+    """A copy of an encoder, refused where a parameter belongs to two layers or to one that BackPACK does not know.
 
     Attributes:
-        params: Its trainable parameters.
-        layers: The modules of a copy that have a rule in the host, with their names.
+        params: The trainable parameters of the original.
+        layers: The modules of the copy that have a rule in the host, with their names.
         others: Those without a rule and without parts, with their names.
-        agrees: Whether the host's products have been compared with autograd's.
-        width: Numbers per point in the widest layer, as far as known.
         in_place: Layers that overwrite their input in the user's model; in the copy they do not.
-
-    Raises:
-        UnsupportedError: A parameter belongs to a layer that the host does not know, or to two, or the encoder cannot
-            be copied.
     """
 
     def __init__(self, encoder: Encoder) -> None:
         self.params = [p for p in encoder.parameters() if p.requires_grad]
-        # The hooks of a model that its user extended would store and compute for the user.
         self.encoder = _copied(encoder)
         self.layers: dict[nn.Module, str] = {}
         self.others: dict[nn.Module, str] = {}
         self.in_place: set[nn.Module] = set()
-        self.agrees = False
-        self.width = 1
         owners: dict[int, str] = {}
-        host = sqrt_ggn()
         for name, module in self.encoder.model.named_modules():
             own = [(key, p) for key, p in module.named_parameters(recurse=False) if p.requires_grad]
-            known = host_knows(type(module), host)
+            known = type(module) in known_layers()
             if known:
                 self.layers[module] = name
             elif own:
@@ -74,24 +62,16 @@ class HostedEncoder:
 
 
 class Pass:
-    """One forward pass of a batch, and any number of backward passes of the host's extensions.
-
-    Args:
-        hosted: The encoder.
-        x: A batch of N points.
+    """One forward pass of a batch of N points, and any number of backward passes of our extensions of the host.
 
     Attributes:
         z: Raw outputs, shape (N, D), with a graph.
         width: Numbers per point in the widest layer.
-        positions: Whether a linear layer takes more than a vector a point.
-
-    Raises:
-        UnsupportedError: A layer takes or gives what the host does not see.
     """
 
     def __init__(self, hosted: HostedEncoder, x: Tensor) -> None:
         self._hosted = hosted
-        self._extensions: tuple[Any, ...] = ()
+        self._extensions: tuple[SignedExtension, ...] = ()
         self._made: dict[int, tuple[Tensor, int]] = {}
         self._overwritten: dict[int, Tensor] = {}
         self._twins: dict[int, nn.Parameter] = {}
@@ -99,7 +79,6 @@ class Pass:
         self._ends: list[Tensor] = []
         self._over = False
         self.width = 1
-        self.positions = False
         encoder = hosted.encoder
         with (
             torch.inference_mode(False),
@@ -112,32 +91,24 @@ class Pass:
         self.z: Tensor = self._ends[-1] if self._over else out
         self._require_seen(self.z, "the end of the network")
 
-    def pull(self, columns: Tensor, *extensions: Any) -> list[list[Any]]:
-        """Run extensions from columns at the outputs back to every parameter.
-
-        Args:
-            columns: Shape (C, N, D).
-            *extensions: The host's, prepared for given columns (:mod:`contrastive_curvature.hosts.backpack.given`).
+    def pull(self, factor: SignedFactor, *extensions: SignedExtension) -> list[list[Any]]:
+        """Run extensions from a factor at the outputs back to the parameters.
 
         Returns:
-            For every extension what it gives for each trainable parameter; ``None`` where no gradient arrives.
+            For every extension its value for each trainable parameter; ``None`` where no gradient arrives.
         """
         if self.z.requires_grad:
-            loss = GivenColumns(columns, self.z)
             self._extensions = extensions
             for extension in extensions:
-                extension(loss, None, (torch.ones_like(loss.output),))
+                extension.start(self.z, factor)
             # The gradient itself is of no interest: it takes autograd past the outputs of all layers, last first.
             zero = torch.zeros_like(self.z)
             torch.autograd.grad(self.z, self._hosted.params, zero, allow_unused=True, retain_graph=True)
-        return [[self._take(p, extension.savefield) for p in self._hosted.params] for extension in extensions]
-
-    def _take(self, p: nn.Parameter, field: str) -> Any:
-        twin = self._twins.get(id(p))
-        return None if twin is None else vars(twin).pop(field, None)
+        twins = [vars(self._twins[id(p)]) if id(p) in self._twins else {} for p in self._hosted.params]
+        return [[twin.pop(extension.savefield, None) for twin in twins] for extension in extensions]
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Stop to look where the normalisation takes in the raw outputs; what follows may be anything."""
+        """Stop to look at the input of the normalisation, the raw outputs; any function may follow."""
         if not self._over:
             self._ends.append((*args, *kwargs.values())[0])
             self._over = len(self._ends) > self._hosted.encoder.normalization_run
@@ -159,8 +130,7 @@ class Pass:
         if not isinstance(out, Tensor):
             refuse(self._hosted.layers[module], module, "it gives something else than a tensor")
         self.width = max(self.width, *(t[:1].numel() for t in (out, *args)))
-        self.positions |= isinstance(module, nn.Linear) and args[0].ndim != 2
-        # Returned as it came: dropout in evaluation mode.
+        # Dropout in evaluation mode returns its input.
         if any(out is a for a in args):
             return
         if module in self._hosted.in_place:
@@ -211,6 +181,7 @@ class Pass:
 
 
 def _copied(encoder: Encoder) -> Encoder:
+    """Return a copy without the hooks of BackPACK, which would store and compute for the user."""
     try:
         made = private_copy(encoder, backward_hooks=False)
     except Exception as error:

@@ -2,55 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.fit.finite import check_finite
-from contrastive_curvature.hessian.blocks import Blocks
-from contrastive_curvature.hosts.backpack.agreement import (
-    POINTS,
-    attempt,
-    autograd_product,
-    check_outputs,
-    check_product,
-    random_cotangents,
-)
-from contrastive_curvature.hosts.backpack.given import diag_ggn, host_knows, kflr, signed_columns, sqrt_ggn
+from contrastive_curvature.hessian.blocks import Blocks, SignedFactor
+from contrastive_curvature.hosts.backpack.extensions import CurvatureFactor, DiagCurvature, SignedExtension
 from contrastive_curvature.hosts.backpack.layers import ADVICE
 from contrastive_curvature.hosts.backpack.passes import HostedEncoder, Pass
 from contrastive_curvature.network import pullback
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs
-from contrastive_curvature.network.kron import zero_factors
 from contrastive_curvature.network.layerwise import LayerwisePullback
-from contrastive_curvature.network.pullback import KronFactors
+from contrastive_curvature.network.threads import private_copy
 from contrastive_curvature.options import Structure
 
 __all__ = ["BackPackPullback"]
+
+_T = TypeVar("_T")
+
+_POINTS = 8
+"""Points of the first batch that are compared with autograd."""
 
 
 class BackPackPullback(LayerwisePullback):
     """All trainable parameters of an encoder, by BackPACK.
 
-    ``DiagGGNExact`` makes diagonals, ``SqrtGGNExact`` Jacobian products and with them matrices, ``KFLR`` the Kronecker
-    factors of linear layers. The host squares what it is given, so an indefinite Hessian goes through it as a positive
-    and a negative part. What the host cannot do is left to the shared code: the diagonal of the cross terms of coupled
-    fixes, and factors of convolutions, whose positions the host sums before it squares (another approximation).
+    :class:`DiagCurvature` gives diagonals, and :class:`CurvatureFactor` products with Jacobians, so matrices too; both
+    by BackPACK's derivatives of the layers. The diagonal of the cross terms of coupled fixes and Kronecker factors come
+    from the code for any network: ``KFLR`` sums the positions of a convolution before it squares, which is another
+    approximation.
 
     Args:
         encoder: The analysed encoder.
-        hosted: What an earlier pullback to the same encoder made (its attribute of that name); ``None`` makes it anew.
 
     Raises:
         UnsupportedError: BackPACK does not know a layer or a setting of it, or a parameter is used twice (the message
             names the layer), or the parameters are in half precision.
     """
 
-    def __init__(self, encoder: Encoder, hosted: HostedEncoder | None = None) -> None:
+    def __init__(self, encoder: Encoder) -> None:
         low = {p.dtype for p in encoder.parameters()} & {torch.float16, torch.bfloat16}
         if low:
             msg = (
@@ -62,20 +57,17 @@ class BackPackPullback(LayerwisePullback):
             msg = f"backend BackPACK: the encoder ends in a function (F.normalize), which the host cannot see. {ADVICE}"
             raise UnsupportedError(msg)
         super().__init__(encoder)
-        self.hosted = HostedEncoder(encoder) if hosted is None else hosted
+        self.hosted = HostedEncoder(encoder)
+        self._agrees = False
+        self._width = 1
 
     @property
     def width(self) -> int:
         """See :class:`Pullback`."""
-        return max(super().width, self.hosted.width)
+        return max(super().width, self._width)
 
     def forward(self, x: Inputs) -> tuple[Tensor, Any]:
-        """See :meth:`Pullback.forward`; the context is the batch itself.
-
-        Raises:
-            UnsupportedError: A mapping, a function in the forward of a module, or the host gives other outputs or
-                gradients than autograd.
-        """
+        """See :meth:`Pullback.forward`; the context is the batch itself."""
         if isinstance(x, Mapping):
             msg = f"backend BackPACK: a batch that is a mapping; the host's layers take one tensor. {ADVICE}"
             raise UnsupportedError(msg)
@@ -89,10 +81,11 @@ class BackPackPullback(LayerwisePullback):
         n, many = cotangents.shape[:2]
         out = cotangents.new_zeros(n, many, self.n_params)
         if n and many:
-            (products,) = self._propagate(self._pass(context), cotangents.transpose(0, 1), sqrt_ggn())
+            factor = SignedFactor(cotangents.transpose(0, 1), cotangents.new_ones(many, n))
+            (products,) = self._propagate(self._pass(context), factor, CurvatureFactor())
             for piece, found in zip(self._pieces(out), products, strict=True):
                 if found is not None:
-                    piece.copy_(found.transpose(0, 1).flatten(2))
+                    piece.copy_(found.columns.reshape(many, n, -1).transpose(0, 1))
         return out
 
     def block_term(self, context: Any, blocks: Blocks, structure: Structure) -> Tensor:
@@ -103,88 +96,106 @@ class BackPackPullback(LayerwisePullback):
         pieces = self._pieces(out)
         for rows in self._host_chunks(*blocks.u.shape):
             run = self._pass(self.slice_context(context, rows))
-            for sign, columns in signed_columns(blocks[rows].signed_factor()):
-                (diagonals,) = self._propagate(run, columns, diag_ggn())
-                for piece, found in zip(pieces, diagonals, strict=True):
-                    if found is not None:
-                        piece.add_(found.flatten(), alpha=sign)
+            (diagonals,) = self._propagate(run, blocks[rows].signed_factor(), DiagCurvature())
+            for piece, found in zip(pieces, diagonals, strict=True):
+                if found is not None:
+                    piece.add_(found.flatten())
         return out
 
-    def kron_factors(self, context: Any, blocks: Blocks, n_data: int) -> KronFactors:
-        """See :meth:`Pullback.kron_factors`; the host's where they are those of the shared code."""
-        if not self._has_factors(self._pass(self.slice_context(context, slice(0, 1)))):
-            return super().kron_factors(context, blocks, n_data)
-        factors = [zero_factors(p) for p in self.hosted.params]
-        for rows in self._host_chunks(*blocks.u.shape):
-            run = self._pass(self.slice_context(context, rows))
-            factor = blocks[rows].signed_factor()
-            # Inputs count where nothing is curved, too.
-            for k, (sign, columns) in enumerate(list(signed_columns(factor)) or [(1.0, factor.columns)]):
-                (found,) = self._propagate(run, columns, kflr())
-                for group, host in zip(factors, found, strict=True):
-                    if host is not None:
-                        group[0].add_(host[0].detach(), alpha=sign)
-                    if host is not None and len(host) == 2 and not k:
-                        group[1].add_(host[1].detach(), alpha=(rows.stop - rows.start) / n_data)
-        return factors
-
-    def _has_factors(self, run: Pass) -> bool:
-        """Whether the host has the factors: of linear layers on vectors."""
-        host = kflr()
-        if not all(host_knows(type(layer), host) for layer in self.hosted.layers):
-            return False
-        owners = [m for m in self.hosted.layers if any(p.requires_grad for p in m.parameters(recurse=False))]
-        return all(type(m) is nn.Linear for m in owners) and not run.positions
-
     def _pass(self, x: Any) -> Pass:
-        if not self.hosted.agrees:
+        if not self._agrees:
             with torch.no_grad():
                 self._compare(x, self.encoder(x))
-        made = attempt("the network", lambda: Pass(self.hosted, x))
-        self.hosted.width = max(self.hosted.width, made.width)
+        made = _attempt("the network", lambda: Pass(self.hosted, x))
+        self._width = max(self._width, made.width)
         return made
 
-    def _propagate(self, run: Pass, columns: Tensor, extension: Any) -> list[list[Any]]:
-        return attempt(type(extension).__name__, lambda: run.pull(columns, extension))
+    def _propagate(self, run: Pass, factor: SignedFactor, extension: SignedExtension) -> list[list[Any]]:
+        return _attempt(type(extension).__name__, lambda: run.pull(factor, extension))
 
     def _pieces(self, flat: Tensor) -> list[Tensor]:
-        """Views of the last axis, one a parameter."""
+        """Return views of the last axis, one a parameter."""
         return list(flat.split([p.numel() for p in self.hosted.params], dim=-1))
 
     def _host_chunks(self, n: int, dim: int) -> list[slice]:
-        """Points such that the columns at a layer stay within bounds."""
+        """Return chunks of points whose columns at a layer stay within bounds."""
         # Other layers than linear ones make a gradient of every point and column.
         owners = [m for m in self.hosted.layers if not isinstance(m, nn.Linear)]
         gradients = [p.numel() for m in owners for p in m.parameters(recurse=False) if p.requires_grad]
-        size = max(1, pullback.JACOBIAN_ELEMENTS // max(1, dim * max(self.hosted.width, 1, *gradients)))
+        size = max(1, pullback.JACOBIAN_ELEMENTS // max(1, dim * max(self._width, 1, *gradients)))
         return [slice(k, min(k + size, n)) for k in range(0, n, size)]
 
     def _compare(self, x: Tensor, z: Tensor) -> None:
-        """Once, on the first batch: what the host does not see would make every Jacobian that of another function.
+        """Compare outputs and products with autograd's on the first batch.
 
-        Raises:
-            UnsupportedError: Outputs or a product are not the encoder's, or the host fails.
-            InputError: Autograd's own product is not finite.
+        BackPACK sees layers only. Where a hook changes something, every Jacobian would be that of another function.
         """
-        # Nothing to compare; who takes the outputs refuses what is not finite.
-        if self.hosted.agrees or not z.numel() or not bool(z.isfinite().all()):
+        # Outputs that are not finite are refused by the code that takes them.
+        if self._agrees or not z.numel() or not bool(z.isfinite().all()):
             return
-        few, v = x[:POINTS], random_cotangents(z[:POINTS])
-        run = attempt("the network", lambda: Pass(self.hosted, few))
-        self.hosted.width = run.width
-        check_outputs(run.z.detach(), z[:POINTS])
-        wanted = attempt("autograd", lambda: autograd_product(self.encoder, self.hosted.params, few, v))
+        few = x[:_POINTS]
+        # The same each time, without a draw from the user's generator.
+        v = torch.randn(z[:_POINTS].shape, generator=torch.Generator().manual_seed(0), dtype=z.dtype).to(z.device)
+        run = _attempt("the network", lambda: Pass(self.hosted, few))
+        self._width = run.width
+        # The same operations in the same order: tighter than for products, of which BackPACK computes some otherwise.
+        if run.z.shape != z[:_POINTS].shape or not _close(run.z.detach(), z[:_POINTS], 0.1):
+            msg = (
+                "backend BackPACK: a copy of the encoder gives other outputs than itself (something that works in "
+                f"place, or that a copy does not share?). {ADVICE}"
+            )
+            raise UnsupportedError(msg)
+        wanted = _attempt("autograd", lambda: self._autograd_product(few, v))
         check_finite(wanted, self, "the first batch")
-        products, diagonals = attempt("a backward pass", lambda: run.pull(v.unsqueeze(0), sqrt_ggn(), diag_ggn()))
+        factor = SignedFactor(v.unsqueeze(0), v.new_ones(1, len(v)))
+        products, diagonals = _attempt("a backward pass", lambda: run.pull(factor, CurvatureFactor(), DiagCurvature()))
         sums, squares, diagonal = (torch.zeros_like(wanted) for _ in range(3))
         for part, square, entry, product, found in zip(
             self._pieces(sums), self._pieces(squares), self._pieces(diagonal), products, diagonals, strict=True
         ):
             if product is not None and found is not None:
-                part.copy_(product.sum((0, 1)).flatten())
-                square.copy_(product.square().sum((0, 1)).flatten())
+                part.copy_(product.columns.sum(0).flatten())
+                square.copy_(product.columns.square().sum(0).flatten())
                 entry.copy_(found.flatten())
-        check_product(sums, wanted)
-        # Diagonals go by other rules of the host.
-        check_product(diagonal, squares)
-        self.hosted.agrees = True
+        # Diagonals go by other rules.
+        if not (_close(sums, wanted, 1.0) and _close(diagonal, squares, 1.0)):
+            msg = (
+                "backend BackPACK: the host's rules give other gradients than autograd through the encoder (a hook "
+                f"that changes an output?). {ADVICE}"
+            )
+            raise UnsupportedError(msg)
+        self._agrees = True
+
+    def _autograd_product(self, x: Tensor, v: Tensor) -> Tensor:
+        """Return ``sum_i J_i^T v_i`` by autograd through the encoder, shape (P,); zero for unused parameters."""
+        params = self.hosted.params
+        # In a copy, BackPACK's hooks neither overwrite nor delete what a model that its user extended keeps.
+        own = private_copy(self.encoder, backward_hooks=False)
+        with torch.inference_mode(False), torch.enable_grad():
+            z = own(x.detach().clone())
+            found: tuple[Tensor | None, ...] = (None,) * len(params)
+            if z.requires_grad and params:
+                found = torch.autograd.grad(z, params, v.clone(), allow_unused=True)
+        parts = [torch.zeros_like(p) if g is None else g for g, p in zip(found, params, strict=True)]
+        return torch.cat([v.new_zeros(0), *(part.detach().flatten() for part in parts)])
+
+
+def _attempt(what: str, compute: Callable[[], _T]) -> _T:
+    """Run a computation, and turn the host's errors, but not a lack of memory, into a refusal that names it."""
+    try:
+        return compute()
+    except (UnsupportedError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        msg = f"backend BackPACK: {what} fails ({reason}). {ADVICE}"
+        raise UnsupportedError(msg) from error
+
+
+def _close(found: Tensor, wanted: Tensor, factor: float) -> bool:
+    """Return whether two tensors agree up to a part of the largest entry; not, where there is a NaN."""
+    if not wanted.numel():
+        return True
+    # On a GPU, convolutions and products may be rounded to the ten bits of TF32.
+    tolerance = 1e-8 if wanted.dtype == torch.float64 else factor * (1e-2 if wanted.is_cuda else 1e-3)
+    return float((found - wanted).abs().max()) <= tolerance * float(wanted.abs().max())

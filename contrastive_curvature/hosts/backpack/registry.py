@@ -1,85 +1,175 @@
-"""Our losses and normalisation made known to BackPACK: idempotent, and undone by :func:`unregister`.
-
-BackPACK keeps a module map in every extension instance and offers no other place to add to, so the constructors of its
-second-order extensions add our entries to the map of what they make; they touch nothing else.
-"""
+"""Our losses and our normalisation in BackPACK's own second-order extensions; undone by :func:`unregister`."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
+import torch
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.curvature import Curvature
 from backpack.extensions.curvmatprod import GGNMP, HMP, PCHMP
+from backpack.extensions.curvmatprod.ggnmp.ggnmpbase import GGNMPBase
+from backpack.extensions.curvmatprod.ggnmp.losses import GGNMPLoss
+from backpack.extensions.curvmatprod.hmp.hmpbase import HMPBase
+from backpack.extensions.curvmatprod.hmp.losses import HMPLoss
+from backpack.extensions.curvmatprod.pchmp.losses import PCHMPLoss
+from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.extensions.secondorder.diag_ggn import BatchDiagGGN, DiagGGN
+from backpack.extensions.secondorder.diag_ggn.diag_ggn_base import DiagGGNBaseModule
+from backpack.extensions.secondorder.diag_ggn.losses import DiagGGNLoss
 from backpack.extensions.secondorder.diag_hessian import BatchDiagHessian, DiagHessian
+from backpack.extensions.secondorder.diag_hessian.diag_h_base import DiagHBaseModule
+from backpack.extensions.secondorder.diag_hessian.losses import DiagHLoss
 from backpack.extensions.secondorder.hbp import HBP
+from backpack.extensions.secondorder.hbp.hbpbase import HBPBaseModule
+from backpack.extensions.secondorder.hbp.losses import HBPLoss
 from backpack.extensions.secondorder.sqrt_ggn import SqrtGGN
+from backpack.extensions.secondorder.sqrt_ggn.base import SqrtGGNBaseModule
+from backpack.extensions.secondorder.sqrt_ggn.losses import SqrtGGNBaseLossModule
+from torch import Tensor, nn
 
 from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.hessian.blocks import SignedFactor
 from contrastive_curvature.hessian.sphere import L2Norm
-from contrastive_curvature.hosts.backpack.host_modules import host_modules
-from contrastive_curvature.hosts.backpack.subclasses import known_losses
+from contrastive_curvature.hosts.backpack.derivatives import (
+    L2NormDerivatives,
+    PairLossDerivatives,
+    check_unit_inputs,
+)
+from contrastive_curvature.losses.cosine import CosineLoss
 
-__all__ = ["register", "unregister"]
-
-_HOSTS = (SqrtGGN, DiagGGN, BatchDiagGGN, HBP, GGNMP, HMP, PCHMP, DiagHessian, BatchDiagHessian)
-_undo: list[Callable[[], None]] = []
+__all__ = ["drop_empty_labels", "register", "unregister"]
 
 
 def register() -> None:
-    """Let ``backpack.extend(loss)`` of any loss of cosines, and ``L2Norm``, work; does nothing when they already do.
-
-    Extensions made before are not changed.
-    """
-    if _undo:
-        return
-    modules = host_modules()
-    for host in _HOSTS:
-        loss, norm = modules[host.__name__]
-        _undo.append(_extend_constructor(host, loss, norm))
+    """Let ``backpack.extend(loss)`` of any loss of cosines, and ``L2Norm``, work; does nothing when they already do."""
+    # BackPACK takes rules of other packages into one extension object at a time (`set_module_extension`), looks them up
+    # by exact class, and users make those objects. So the call of all second-order extensions, which they inherit,
+    # gets an override that finds ours where the host has none.
+    SecondOrderBackpropExtension.__call__ = _call_with_ours
 
 
 def unregister() -> None:
     """Put BackPACK back as it was; does nothing when nothing is registered."""
-    while _undo:
-        _undo.pop()()
+    if vars(SecondOrderBackpropExtension).get("__call__") is _call_with_ours:
+        del SecondOrderBackpropExtension.__call__
 
 
-def _extend_constructor(host: Any, loss: Any, norm: Any | None) -> Callable[[], None]:
-    original = host.__init__
-    active = True
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if not active:
-            return
-        # Asked each time: a user may have written a loss since.
-        for kind in known_losses():
-            _add(self, kind, loss)
-        if norm is not None:
-            _add(self, L2Norm, norm)
-
-    host.__init__ = __init__
-
-    def undo() -> None:
-        nonlocal active
-        active = False
-        # Somebody may have wrapped the constructor after us; theirs stays, and ours does nothing any more.
-        if host.__init__ is __init__:
-            host.__init__ = original
-
-    return undo
+def drop_empty_labels(loss: nn.Module) -> None:
+    """Forget labels that were ``None`` by position, beside pairs by keyword: BackPACK would ask for their gradient."""
+    if getattr(loss, "input1", 0) is None:
+        del loss.input1
 
 
-def _add(instance: Any, kind: type, extension: Any) -> None:
-    try:
-        instance.set_module_extension(kind, extension)
-    except ValueError as error:
-        theirs = type(instance._BackpropExtension__module_extensions[kind])
-        msg = (
-            f"{type(instance).__name__}: {theirs.__module__}.{theirs.__qualname__} already handles {kind.__name__}, "
-            "and is not overwritten. Call contrastive_curvature.hosts.backpack.unregister() to keep it."
-        )
-        raise UnsupportedError(msg) from error
+def _call_with_ours(self: Any, module: nn.Module, g_inp: Any, g_out: Any) -> None:
+    ours = None
+    if type(module) not in self._BackpropExtension__module_extensions:
+        loss, norm = _rules_for(self.__class__)
+        ours = loss if isinstance(module, CosineLoss) else norm if type(module) is L2Norm else None
+    if ours is None:
+        BackpropExtension.__call__(self, module, g_inp, g_out)
+    else:
+        ours(self, module, g_inp, g_out)
+
+
+@functools.cache
+def _rules_for(extension: type) -> tuple[Any, Any]:
+    """Return the rules for a loss and for the normalisation, ``None`` where an extension cannot have them."""
+    loss, norm = PairLossDerivatives(), L2NormDerivatives()
+    rules: dict[tuple[type, ...], tuple[Any, Any]] = {
+        (SqrtGGN,): (_SqrtGGNLoss(loss), SqrtGGNBaseModule(norm)),
+        (DiagGGN, BatchDiagGGN): (_DiagGGNLoss(loss), DiagGGNBaseModule(norm)),
+        (HBP,): (_HBPLoss(loss), _HBPL2Norm(norm)),
+        (GGNMP,): (_GGNMPLoss(loss), GGNMPBase(norm)),
+        (HMP,): (_HMPLoss(loss), HMPBase(norm)),
+        # It takes element-wise layers only.
+        (PCHMP,): (_PCHMPLoss(loss), None),
+        (DiagHessian, BatchDiagHessian): (_DiagHessianLoss(loss), _DiagHessianL2Norm(norm)),
+    }
+    return next((found for kinds, found in rules.items() if issubclass(extension, kinds)), (None, None))
+
+
+class _Checks:
+    """Before any extension looks at the loss."""
+
+    keeps_residual = False
+
+    def check_hyperparameters_module_extension(self, ext: Any, module: Any, g_inp: Any, g_out: Any) -> None:
+        drop_empty_labels(module)
+        kind = ext.get_curv_type() if hasattr(ext, "get_curv_type") else Curvature.GGN
+        check_unit_inputs(module, self.keeps_residual or kind != Curvature.GGN)
+
+
+class _SqrtGGNLoss(_Checks, SqrtGGNBaseLossModule):
+    pass
+
+
+class _DiagGGNLoss(_Checks, DiagGGNLoss):
+    pass
+
+
+class _HBPLoss(_Checks, HBPLoss):
+    """KFAC and KFLR need a square root; KFRA sums the blocks, so that its factors may be indefinite."""
+
+    def backpropagate(self, ext: Any, module: Any, g_inp: Any, g_out: Any, backproped: Any) -> Tensor:
+        # The host asks the derivatives once for all losses whether they are convex; ours depends on the options, and
+        # the square roots refuse by themselves. KFRA needs none.
+        return self.make_loss_hessian_func(ext)(module, g_inp, g_out)
+
+
+class _GGNMPLoss(_Checks, GGNMPLoss):
+    pass
+
+
+class _HMPLoss(_Checks, HMPLoss):
+    keeps_residual = True
+
+
+class _PCHMPLoss(_Checks, PCHMPLoss):
+    keeps_residual = True
+
+    def backpropagate(self, ext: Any, module: Any, g_inp: Any, g_out: Any, backproped: Any) -> Any:
+        self.derivatives.require_psd(module)
+        return lambda mat: self.derivatives.make_hessian_mat_prod(module, g_inp, g_out)(mat)
+
+
+class _DiagHessianLoss(_Checks, DiagHLoss):
+    """With ``arccos`` and ``fixed`` the Hessian of the loss in which every pair holds one of its points still.
+
+    ``euclidean`` leaves out the second derivative of the normalisation, here as everywhere.
+    """
+
+    keeps_residual = True
+
+    def backpropagate(self, ext: Any, module: Any, g_inp: Any, g_out: Any, backproped: Any) -> dict[str, list[Any]]:
+        return _split(self.derivatives.require_uncoupled(module).blocks.signed_factor())
+
+
+class _HBPL2Norm(HBPBaseModule):
+    def backpropagate_batch_average(self, ext: Any, module: Any, g_inp: Any, g_out: Any, H: Tensor) -> Tensor:
+        if ext.get_curv_type() != Curvature.GGN:
+            msg = (
+                f"L2Norm: {type(ext).__name__} averages the second derivatives of element-wise layers only. Use KFRA, "
+                "KFLR or KFAC, which leave them out."
+            )
+            raise UnsupportedError(msg)
+        return self.derivatives.ea_jac_t_mat_jac_prod(module, g_inp, g_out, H)
+
+
+class _DiagHessianL2Norm(DiagHBaseModule):
+    def backpropagate(self, ext: Any, module: Any, g_inp: Any, g_out: Any, backproped: Any) -> dict[str, list[Any]]:
+        if module.input0.ndim != 2:
+            msg = "L2Norm: DiagHessian goes through it for inputs of shape (N, D) only. Flatten them first."
+            raise UnsupportedError(msg)
+        own = _split(self.derivatives.residual_blocks(module, g_out).signed_factor())
+        pulled = [self.derivatives.jac_t_mat_prod(module, g_inp, g_out, mat) for mat in backproped["matrices"]]
+        return {"matrices": pulled + own["matrices"], "signs": backproped["signs"] + own["signs"]}
+
+
+def _split(factor: SignedFactor) -> dict[str, list[Any]]:
+    """Return a signed factor in the host's form: a matrix for each sign."""
+    signs = factor.signs.unsqueeze(2)
+    zero = torch.zeros_like(factor.columns)
+    plus, minus = (torch.where(signs * sign > 0, factor.columns, zero) for sign in (1, -1))
+    return {"matrices": [plus, minus], "signs": [DiagHBaseModule.PLUS, DiagHBaseModule.MINUS]}

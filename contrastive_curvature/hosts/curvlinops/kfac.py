@@ -21,12 +21,13 @@ from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.losses.choice import choose_loss
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, input_length, slice_inputs
+from contrastive_curvature.network.layerwise import LayerwisePullback
 from contrastive_curvature.network.pullback import KronFactors
 from contrastive_curvature.network.threads import private_copy, users_hooks, watched
 from contrastive_curvature.options import PDFix
 from contrastive_curvature.pairs import Pairs
 
-__all__ = ["contrastive_ekfac", "contrastive_kfac", "host_factors", "host_refuses", "layer_positions", "own_copy"]
+__all__ = ["CurvlinopsPullback", "contrastive_ekfac", "contrastive_kfac"]
 
 
 def contrastive_kfac(
@@ -75,16 +76,33 @@ def contrastive_ekfac(
     return _build(EKFACLinearOperator, model, x, labels, pairs, options)
 
 
-def layer_positions(encoder: Encoder, x: Inputs) -> dict[str, list[int]]:
-    """How many positions a point has in each run of each linear or convolutional layer; one, of a vector.
+class CurvlinopsPullback(LayerwisePullback):
+    """All trainable parameters; Kronecker factors by curvlinops.
 
-    Args:
-        encoder: The analysed encoder, in evaluation mode.
-        x: A batch.
-
-    Returns:
-        By the names of the layers; an empty list where a layer never runs.
+    Its operators give a diagonal or a matrix column by column only, so those come from the shared code.
     """
+
+    def kron_factors(self, context: Any, blocks: Blocks, n_data: int) -> KronFactors:
+        """See :meth:`Pullback.kron_factors`; the host's own where its squared loss can stand for the blocks."""
+        if blocks.is_psd():
+            few = self.slice_context(context, slice(0, 1))
+            positions = _layer_positions(self.encoder, few)
+            # An unused layer has no gradient, which the host's backward pass trips over.
+            if _why_unknown(self.encoder, positions) is None and self._all_used(few):
+                own = _own_copy(self.encoder, few)
+                if own is not None:
+                    return _host_factors(own, context, blocks, n_data, positions)
+        return super().kron_factors(context, blocks, n_data)
+
+    def _all_used(self, context: Any) -> bool:
+        with torch.enable_grad():
+            z = self._running(context)
+            found = torch.autograd.grad(z.sum(), self.trainable, allow_unused=True)
+        return all(g is not None for g in found)
+
+
+def _layer_positions(encoder: Encoder, x: Inputs) -> dict[str, list[int]]:
+    """Return how many positions a point has in each run of a linear or convolutional layer, by the layers' names."""
     named = {m: name for name, m in encoder.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
     found: dict[str, list[int]] = {name: [] for name in named.values()}
 
@@ -96,13 +114,8 @@ def layer_positions(encoder: Encoder, x: Inputs) -> dict[str, list[int]]:
     return found
 
 
-def host_refuses(encoder: Encoder, positions: dict[str, list[int]]) -> str | None:
-    """Why the host has no factors for an encoder, or ``None``.
-
-    Args:
-        encoder: The analysed encoder.
-        positions: What :func:`layer_positions` gives.
-    """
+def _why_unknown(encoder: Encoder, positions: dict[str, list[int]]) -> str | None:
+    """Return why the host has no factors for an encoder, or ``None``."""
     for name, module in encoder.named_modules():
         own = [p for p in module.parameters(recurse=False) if p.requires_grad]
         plain = type(module) is nn.Linear or (
@@ -116,21 +129,10 @@ def host_refuses(encoder: Encoder, positions: dict[str, list[int]]) -> str | Non
     return None
 
 
-def host_factors(
+def _host_factors(
     encoder: Encoder, x: Inputs, blocks: Blocks, n_data: int, positions: dict[str, list[int]]
 ) -> KronFactors:
-    """The host's K-FAC in the format of laplace-torch's ``Kron``.
-
-    Args:
-        encoder: The analysed encoder, in evaluation mode, whose layers the host knows; it gets the host's hooks.
-        x: N points.
-        blocks: Their Hessian blocks, positive semidefinite.
-        n_data: Number of points over which the ``A`` are averaged.
-        positions: What :func:`layer_positions` gives.
-
-    Returns:
-        The factors.
-    """
+    """Return the host's K-FAC in the format of laplace-torch's ``Kron``, with ``A`` averaged over ``n_data`` points."""
     params = [p for p in encoder.parameters() if p.requires_grad]
     network = _Factored(encoder, blocks)
     weights = _operator(KFACLinearOperator, network, params, x)
@@ -154,15 +156,10 @@ def host_factors(
     return [[f.detach() for f in group] for group in factors]
 
 
-def own_copy(encoder: Encoder, x: Inputs) -> Encoder | None:
-    """A copy for the host's hooks, which take what every thread's forward passes show them.
+def _own_copy(encoder: Encoder, x: Inputs) -> Encoder | None:
+    """Return a copy for the host's hooks, which would see the forward passes of all threads.
 
-    Args:
-        encoder: The analysed encoder.
-        x: A batch to try it with.
-
-    Returns:
-        The copy; ``None`` where it cannot be made, or does not run the layers that the encoder runs.
+    ``None`` where it cannot be made, or does not run the layers that the encoder runs.
     """
     try:
         made = private_copy(encoder, backward_hooks=False)
@@ -202,7 +199,7 @@ def _build(
         encoder = Encoder(model, slice_inputs(x, slice(0, 8)))
         check_encoder(encoder, loss)
         check_trainable(encoder)
-        reason = host_refuses(encoder, layer_positions(encoder, x))
+        reason = _why_unknown(encoder, _layer_positions(encoder, x))
         if reason is not None:
             msg = f"model: {reason}. Freeze the layer, or use contrastive_curvature.ggn(..., structure='kron')."
             raise UnsupportedError(msg)

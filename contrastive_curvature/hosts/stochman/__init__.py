@@ -6,7 +6,7 @@ from contrastive_curvature.hosts.stochman.calculators import (
     HessianCalculator,
 )
 from contrastive_curvature.hosts.stochman.convert import to_nnj
-from contrastive_curvature.hosts.stochman.pullback import StochManPullback
+from contrastive_curvature.hosts.stochman.sweep import StochManPullback
 
 __all__ = [
     "ArccosHessianCalculator",

@@ -14,13 +14,17 @@ import torch
 from stochman import nnj
 from torch import Tensor, nn
 
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature import validate
+from contrastive_curvature.errors import InputError, UnsupportedError
+from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import L2Norm, check_outputs
 from contrastive_curvature.hosts.stochman.convert import to_nnj
-from contrastive_curvature.hosts.stochman.hessians import input_hessian, weight_hessian
-from contrastive_curvature.hosts.stochman.sweep import feature_maps
+from contrastive_curvature.hosts.stochman.sweep import StochManPullback, Sweep, feature_maps, owners
 from contrastive_curvature.losses.contrastive import ContrastiveLoss
-from contrastive_curvature.options import Distance, PDFix
+from contrastive_curvature.network.encoder import Encoder
+from contrastive_curvature.network.layerwise import LayerwisePullback
+from contrastive_curvature.network.module import ModulePullback
+from contrastive_curvature.options import Distance, PDFix, Structure
 
 __all__ = ["ArccosHessianCalculator", "ContrastiveHessianCalculator", "HessianCalculator"]
 
@@ -63,9 +67,9 @@ class HessianCalculator:
         margin: float | None = None,
         negative_weight: float = 0.5,
     ) -> None:
-        _check_choice("wrt", wrt, ("weight", "input"))
-        _check_choice("shape", shape, ("diagonal", "block", "full"))
-        _check_choice("speed", speed, ("slow", "half", "fast"))
+        validate.choice("wrt", wrt, ("weight", "input"))
+        validate.choice("shape", shape, ("diagonal", "block", "full"))
+        validate.choice("speed", speed, ("slow", "half", "fast"))
         try:
             self.loss = ContrastiveLoss(margin, negative_weight, "sum", distance=self.distance, pd_fix=method)
         except InputError as error:
@@ -97,7 +101,6 @@ class HessianCalculator:
             A scalar, differentiable. The negatives are left out of it with the method ``"pos"``.
 
         Raises:
-            InputTypeError: ``x`` is no tensor, or not of the network's dtype.
             InputError: Indices or outputs are malformed.
             UnsupportedError: StochMan has no such layer.
         """
@@ -136,13 +139,14 @@ class HessianCalculator:
         """
         network = self._raw(nnj_module, x)
         hessian = self.loss.output_hessian(check_outputs(network(x), "nnj_module(x)"), pairs=tuple_indices)
-        found = (input_hessian if self.wrt == "input" else weight_hessian)(network, x, hessian, self.shape, self.speed)
+        found = (_input_hessian if self.wrt == "input" else _weight_hessian)(
+            network, x, hessian, self.shape, self.speed
+        )
         return [2 * block for block in found] if isinstance(found, list) else 2 * found
 
     def _raw(self, nnj_module: nn.Module, x: Tensor) -> nnj.Sequential:
-        """The network without the normalisation at its end, which the output Hessian accounts for."""
+        """Return the network without the normalisation at its end, which the output Hessian accounts for."""
         network = to_nnj(nnj_module)
-        _check_points(x, network)
         end = _normalized_from(network, x)
         if end is not None:
             return network[:end]
@@ -181,22 +185,8 @@ class ArccosHessianCalculator(HessianCalculator):
     distance = Distance.ARCCOS
 
 
-def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise InputError(expected(name, f"one of {', '.join(map(repr, allowed))}", value))
-
-
-def _check_points(x: object, network: nnj.Sequential) -> None:
-    if not isinstance(x, Tensor):
-        raise InputTypeError(expected("x", "a torch.Tensor of shape (N, *input)", f"a {type(x).__name__}"))
-    dtypes = [p.dtype for p in network.parameters()]
-    if not x.is_floating_point() or (dtypes and x.dtype != dtypes[0]):
-        wanted = f"the network's dtype {dtypes[0]}" if dtypes else "a floating-point tensor"
-        raise InputTypeError(expected("x", wanted, f"dtype {x.dtype}"))
-
-
 def _normalized_from(network: nnj.Sequential, x: Tensor) -> int | None:
-    """Where the layers begin that only normalise, or pass on what came in, up to the end; ``None`` without any norm."""
+    """Return where the layers begin that only normalise or pass on their input, up to the end; ``None`` without any."""
     with torch.no_grad():
         shapes = [value.shape for value in feature_maps(list(network), x[:1])]
     found = None
@@ -207,3 +197,88 @@ def _normalized_from(network: nnj.Sequential, x: Tensor) -> int | None:
         if isinstance(network[k], L2Norm):
             found = k
     return found
+
+
+def _weight_hessian(
+    network: nn.Sequential, x: Tensor, hessian: OutputHessian, shape: str, speed: str
+) -> Tensor | list[Tensor]:
+    """Return ``J^T H J`` for the trainable parameters; see :meth:`HessianCalculator.compute_hessian`."""
+    wanted = [k for k, layer in enumerate(network) if any(p.requires_grad for p in layer.parameters())]
+    if (shape == "block" or speed == "fast") and not set(wanted) <= set(owners(network)):
+        msg = (
+            f"speed={speed!r}, shape={shape!r}: a parameter is shared between layers, and belongs to "
+            "the block of none. Use speed='half' with shape='diagonal' or 'full'."
+        )
+        raise UnsupportedError(msg)
+    if not len(x) or not wanted:
+        total = sum(p.numel() for p in network.parameters() if p.requires_grad)
+        sizes = [sum(p.numel() for p in network[k].parameters() if p.requires_grad) for k in wanted]
+        if shape == "block":
+            return [x.new_zeros(size, size) for size in sizes]
+        return x.new_zeros(total) if shape == "diagonal" else x.new_zeros(total, total)
+    if speed != "fast" and shape != "block":
+        kind = LayerwisePullback if speed == "slow" else StochManPullback
+        structure = Structure.DIAG if shape == "diagonal" else Structure.FULL
+        pullback = kind(Encoder(network, x[:8]))
+        # The run tells how many points a tile of cross terms may have.
+        return pullback.curvature(pullback.forward(x)[1], hessian, structure)
+    # Cross terms need the Jacobians of all points, which have the blocks for nothing.
+    sweeps = speed == "fast" or (speed == "half" and not hessian.coupled)
+    found = _sweep(network, x, hessian, shape, speed, wanted)[0] if sweeps else {}
+    for k, value in found.items():
+        flags = [torch.full((p.numel(),), p.requires_grad, device=p.device) for p in network[k].parameters()]
+        chosen = torch.cat(flags)
+        found[k] = value[chosen] if shape == "diagonal" else value[chosen][:, chosen]
+    parts = [found[k] if k in found else _block(network, k, x, hessian) for k in wanted]
+    return torch.cat(parts) if shape == "diagonal" else parts
+
+
+def _block(network: nn.Sequential, k: int, x: Tensor, hessian: OutputHessian) -> Tensor:
+    """Return the matrix of the trainable parameters of one layer, by the code for any network."""
+    encoder, mine = Encoder(network, x[:8]), {id(p) for p in network[k].parameters()}
+    names = {name for name, p in encoder.named_parameters() if id(p) in mine and p.requires_grad}
+    return ModulePullback(encoder, only=names).curvature(x, hessian, Structure.FULL)
+
+
+def _input_hessian(network: nn.Sequential, x: Tensor, hessian: OutputHessian, shape: str, speed: str) -> Tensor:
+    """Return ``J^T H J`` for the inputs of every point.
+
+    Points that a fix couples meet off the diagonal blocks alone, so only ``"full"`` has their terms.
+    """
+    if shape == "full":
+        j = _input_jacobian(network, x)
+        n, dim, size = j.shape
+        curved = torch.einsum("iajb,jbl->iajl", hessian.dense().view(n, dim, n, dim), j)
+        return torch.einsum("iak,iajl->ikjl", j, curved).reshape(n * size, n * size)
+    if speed != "slow" and len(x) and len(network):
+        found = _sweep(network, x, hessian, shape, speed, [-1])[1]
+        if found is not None:
+            return found.view_as(x) if shape == "diagonal" else found
+    j = _input_jacobian(network, x)
+    curved = hessian.blocks.matmul(j)
+    return (j * curved).sum(1).view_as(x) if shape == "diagonal" else j.mT @ curved
+
+
+def _sweep(
+    network: nn.Sequential, x: Tensor, hessian: OutputHessian, shape: str, speed: str, wanted: list[int]
+) -> tuple[dict[int, Tensor], Tensor | None]:
+    """Return what StochMan's rules give (:meth:`Sweep.run`); refuse ``"fast"`` where one of them is missing."""
+    fast, blocks = speed == "fast", hessian.blocks
+    # For this distance the released code normalises in the network: its sweep has cut off-diagonals there already.
+    diagonal = fast and hessian.distance is Distance.EUCLIDEAN
+    sweep = Sweep(list(network), x, wanted, shape=shape, approximate=fast, diagonal=diagonal)
+    if fast and sweep.reasons:
+        msg = f"speed='fast': {next(iter(sweep.reasons.values()))}. Use speed='half', which takes any layer."
+        raise UnsupportedError(msg)
+    return sweep.run(x, lambda rows: blocks[rows].diagonal() if diagonal else blocks[rows].dense())
+
+
+def _input_jacobian(network: nn.Sequential, x: Tensor) -> Tensor:
+    """Return the Jacobian by autograd, shape (N, D, I)."""
+    with torch.inference_mode(False), torch.enable_grad():
+        x = x.detach().clone().requires_grad_()
+        z = network(x)
+        if not z.requires_grad:
+            return x.new_zeros(*z.shape, x.shape[1:].numel())
+        rows = [torch.autograd.grad(z[:, k].sum(), x, retain_graph=True)[0] for k in range(z.shape[1])]
+    return torch.stack(rows, dim=1).flatten(2)

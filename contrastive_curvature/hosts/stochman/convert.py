@@ -42,7 +42,7 @@ def to_nnj(module: nn.Module) -> nnj.Sequential:
 
 
 def leaves(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Names and layers that a module runs one after another, nested sequences taken apart."""
+    """Yield names and layers that a module runs one after another, nested sequences taken apart."""
     if isinstance(module, nn.Sequential) and type(module).forward in _PLAIN_FORWARD:
         _check_hooks(module, name)
         for key, child in module._modules.items():
@@ -53,21 +53,13 @@ def leaves(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]
 
 
 def refuse(name: str, module: nn.Module, why: str) -> NoReturn:
-    """Say that a layer cannot be used.
-
-    Raises:
-        UnsupportedError: Always.
-    """
+    """Raise an error that names a layer, says why it is refused, and names another backend."""
     msg = f"StochMan: the layer {name or 'model'!r} ({type(module).__name__}) {why}. {_INSTEAD}"
     raise UnsupportedError(msg)
 
 
 def counterpart(module: Any, name: str) -> nn.Module:
-    """A layer of StochMan with the same parameters.
-
-    Raises:
-        UnsupportedError: See :func:`to_nnj`.
-    """
+    """Return a layer of StochMan with the same parameters; see :func:`to_nnj`."""
     _check_hooks(module, name)
     kind = type(module)
     if kind is L2Norm:
@@ -89,7 +81,7 @@ def counterpart(module: Any, name: str) -> nn.Module:
 
 
 def _share(module: Any, kind: Any) -> nn.Module:
-    """The same settings, parameters and buffers under another class, in dictionaries of its own."""
+    """Return the same settings, parameters and buffers under another class, in dictionaries of its own."""
     if kind is nnj.Identity:
         return nnj.Identity()
     made: nn.Module = kind.__new__(kind)

@@ -44,17 +44,14 @@ class _InTypeOf(TorchFunctionMode):
 
 
 def find_rule(of: str, layer: nn.Module, x: Tensor, *, diag_inp: bool, diag_out: bool) -> Rule:
-    """StochMan's rule for ``J^T M J``.
+    """Return StochMan's rule for ``J^T M J``, compared with autograd on the first point of ``x`` and on random ones.
 
     Args:
-        of: ``"input"`` or ``"weight"``: what the Jacobian is of; all parameters of the layer, in their order.
+        of: ``"input"`` or ``"weight"``: the variables of the Jacobian; all parameters of the layer, in their order.
         layer: A layer of StochMan, private to the caller: pooling layers keep the indices of their last run.
-        x: Inputs (B, *input) of it; the rule is compared with autograd on the first and on random ones.
+        x: Inputs (B, *input) of it.
         diag_inp: Whether ``M`` is given by its diagonal.
         diag_out: Whether only the diagonal of the result is wanted.
-
-    Returns:
-        The layer's sandwich; for inputs of an elementwise layer that has none, the one with StochMan's derivative.
 
     Raises:
         RefusedError: There is no rule, or none that agrees with autograd.
@@ -107,7 +104,7 @@ def _in_type(rule: Rule) -> Rule:
 
 
 def _wrong_for_some(layer: nn.Module) -> str | None:
-    """What is wrong with a rule for some inputs only, so that a few points may not show it."""
+    """Return what is wrong with a rule for some inputs only, so that a few points may not show it."""
     if isinstance(layer, nn.MaxPool2d):
         sizes = [nn.modules.utils._pair(size) for size in (layer.stride, layer.kernel_size, layer.dilation)]
         if any(stride <= dilation * (kernel - 1) for stride, kernel, dilation in zip(*sizes, strict=True)):
@@ -122,7 +119,7 @@ def _wrong_for_some(layer: nn.Module) -> str | None:
 
 
 def _compare(rule: Rule, layer: nn.Module, x: Tensor, of: str, diag_inp: bool, diag_out: bool) -> str | None:
-    """Why a rule cannot be used, or ``None``."""
+    """Return why a rule cannot be used, or ``None``."""
     val = layer(x)
     size = val[0].numel()
     generator = torch.Generator().manual_seed(0)
@@ -153,7 +150,7 @@ def _compare(rule: Rule, layer: nn.Module, x: Tensor, of: str, diag_inp: bool, d
 
 
 def _products(layer: nn.Module, point: Tensor, axes: Tensor, of: str) -> Tensor:
-    """``J^T v`` of one point by autograd for vectors (K, O): (K, I), or (K, P)."""
+    """Return ``J^T v`` of one point by autograd for vectors (K, O): (K, I), or (K, P)."""
     with torch.inference_mode(False), torch.enable_grad():
         point = point.detach().clone().requires_grad_()
         params = {name: p.detach().clone().requires_grad_() for name, p in layer.named_parameters()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contrastive_curvature.hosts.curvlinops.pullback import CurvlinopsPullback
+from contrastive_curvature.hosts.curvlinops.kfac import CurvlinopsPullback
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.pullback import Pullback

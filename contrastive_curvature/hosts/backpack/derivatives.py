@@ -1,4 +1,4 @@
-"""A pair loss as BackPACK sees a loss: square roots, products and sums of its output Hessian."""
+"""Second derivatives of a pair loss and of the l2-normalisation, in the form that BackPACK asks for."""
 
 from __future__ import annotations
 
@@ -6,28 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from backpack.core.derivatives.basederivatives import BaseLossDerivatives
+from backpack.core.derivatives.basederivatives import BaseDerivatives, BaseLossDerivatives
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.hessian.node_blocks import NodeBlocks
 from contrastive_curvature.hessian.output import OutputHessian
+from contrastive_curvature.hessian.sphere import norms
 from contrastive_curvature.options import Distance
 
-__all__ = ["PairLossDerivatives", "check_unit_inputs", "hessian_of"]
+__all__ = ["L2NormDerivatives", "PairLossDerivatives", "check_unit_inputs", "hessian_of"]
 
 
 def hessian_of(module: Any) -> OutputHessian:
-    """The output Hessian of an extended loss, at its last call.
-
-    Args:
-        module: The loss, with BackPACK's stored inputs.
-
-    Returns:
-        The Hessian, without a graph.
-
-    Raises:
-        UnsupportedError: Labels or pairs of this call are not known any more.
-    """
+    """Return the output Hessian of an extended loss at its last call, without a graph."""
     # BackPACK stores positional inputs only, and of the last call that it saw. Labels of another call than the
     # embeddings' would be worse than none.
     labels, pairs = module.given_with(module.input0) or (getattr(module, "input1", None), None)
@@ -48,17 +40,11 @@ def check_unit_inputs(module: Any, keeps_residual: bool) -> None:
     Gauss-Newton keeps ``a P / n^2`` of an ``arccos`` block and loses ``(u t^T + t u^T) / n^2``, so there only
     ``euclidean``, whose blocks ``d P / n^2`` come out whole, is what it is documented to be. A Hessian adds the second
     derivative of the layer, which completes ``arccos`` and is what ``euclidean`` leaves out.
-
-    Args:
-        module: The extended loss.
-        keeps_residual: Whether the extension adds the second derivatives of layers.
-
-    Raises:
-        UnsupportedError: The inputs are unit vectors and the distance is the other one.
+    ``keeps_residual`` tells whether the extension adds that second derivative.
     """
     z, distance = module.input0.detach(), module.distance
-    norms = z.norm(dim=-1)
-    if z.ndim != 2 or z.shape[1] < 2 or not len(z) or bool(((norms - 1).abs() > 64 * torch.finfo(z.dtype).eps).any()):
+    lengths = z.norm(dim=-1)
+    if z.ndim != 2 or z.shape[1] < 2 or not len(z) or bool(((lengths - 1).abs() > 64 * torch.finfo(z.dtype).eps).any()):
         return
     if distance is (Distance.EUCLIDEAN if keeps_residual else Distance.ARCCOS):
         other = "arccos" if keeps_residual else "euclidean"
@@ -78,19 +64,15 @@ class PairLossDerivatives(BaseLossDerivatives):
     """
 
     def hessian_is_psd(self) -> bool:
-        """Not for every option; the module extensions ask :meth:`require_psd` about the loss at hand."""
+        """Return that the loss is not convex for every option; ``require_psd`` knows about the loss at hand."""
         return False
 
     def hessian_is_zero(self, module: nn.Module) -> bool:
-        """No."""
+        """Return that it is not."""
         return False
 
     def require_uncoupled(self, module: Any) -> OutputHessian:
-        """The Hessian of a fix without cross terms.
-
-        Raises:
-            UnsupportedError: The fix couples the points.
-        """
+        """Return the Hessian of a fix without cross terms, or refuse one that couples the points."""
         hessian = hessian_of(module)
         if hessian.coupled:
             msg = (
@@ -102,11 +84,7 @@ class PairLossDerivatives(BaseLossDerivatives):
         return hessian
 
     def require_psd(self, module: Any) -> OutputHessian:
-        """The Hessian of a fix without cross terms, positive semidefinite.
-
-        Raises:
-            UnsupportedError: The fix couples the points, or a block has a negative eigenvalue.
-        """
+        """Return the Hessian if it has a square root of every point, or refuse it."""
         hessian = self.require_uncoupled(module)
         if not hessian.is_psd():
             msg = (
@@ -121,12 +99,14 @@ class PairLossDerivatives(BaseLossDerivatives):
     def _sqrt_hessian(self, module: Any, g_inp: Any, g_out: Any, subsampling: list[int] | None = None) -> Tensor:
         # The root is symmetric, so its rows may stand as BackPACK's columns.
         root = self.require_psd(module).blocks.factor()
-        return _active(root, subsampling).transpose(0, 1).to(module.input0.dtype)
+        active = root if subsampling is None else root[subsampling]
+        return active.transpose(0, 1).to(module.input0.dtype)
 
     def _sqrt_hessian_sampled(
         self, module: Any, g_inp: Any, g_out: Any, mc_samples: int = 1, subsampling: list[int] | None = None
     ) -> Tensor:
-        root = _active(self.require_psd(module).blocks.factor(), subsampling)
+        root = self.require_psd(module).blocks.factor()
+        root = root if subsampling is None else root[subsampling]
         # Random signs are the noise of unit covariance with the smallest fourth moment.
         noise = torch.randint(0, 2, (mc_samples, *root.shape[:2]), device=root.device).to(root.dtype) * 2 - 1
         return torch.einsum("nde,mne->mnd", root, noise / mc_samples**0.5).to(module.input0.dtype)
@@ -143,5 +123,58 @@ class PairLossDerivatives(BaseLossDerivatives):
         return self.require_uncoupled(module).blocks.total().to(module.input0.dtype)
 
 
-def _active(root: Tensor, subsampling: list[int] | None) -> Tensor:
-    return root if subsampling is None else root[subsampling]
+class L2NormDerivatives(BaseDerivatives):
+    """First and second derivative of :class:`~contrastive_curvature.L2Norm` on inputs (N, ..., D).
+
+    With ``u = z / n`` the Jacobian is ``P / n``, and a gradient ``g`` at the output contributes the residual
+    ``-((g . u) P + P g u^T + u (P g)^T) / n^2``.
+    """
+
+    def hessian_is_zero(self, module: nn.Module) -> bool:
+        """Return that it is not."""
+        return False
+
+    def hessian_is_diagonal(self, module: nn.Module) -> bool:
+        """Return that it is not: the outputs of a point depend on all its inputs."""
+        return False
+
+    def residual_blocks(self, module: nn.Module, g_out: tuple[Tensor, ...]) -> NodeBlocks:
+        """Return ``sum_k g_k d^2 u_k / dz^2`` of every point with inputs (N, D)."""
+        u, n = _direction(module)
+        g, n = g_out[0].detach(), n.squeeze(-1)
+        # An arccos block is the same second derivative, of the neighbour sum -g.
+        return NodeBlocks.from_sums(u, n, torch.zeros_like(n), -g, Distance.ARCCOS)
+
+    def ea_jac_t_mat_jac_prod(self, module: nn.Module, g_inp: Any, g_out: Any, mat: Tensor) -> Tensor:
+        """Return ``1/N sum_i J_i^T mat J_i`` (D, D), for KFRA."""
+        u, n = _direction(module)
+        eye = torch.eye(u.shape[-1], dtype=u.dtype, device=u.device)
+        jacobian = (eye - u.unsqueeze(-1) * u.unsqueeze(-2)) / n.unsqueeze(-1)
+        return torch.einsum("nki,kl,nlj->ij", jacobian, mat, jacobian) / u.shape[0]
+
+    def _jac_mat_prod(self, module: nn.Module, g_inp: Any, g_out: Any, mat: Tensor) -> Tensor:
+        return self._jac_t_mat_prod(module, g_inp, g_out, mat)
+
+    def _jac_t_mat_prod(
+        self, module: nn.Module, g_inp: Any, g_out: Any, mat: Tensor, subsampling: list[int] | None = None
+    ) -> Tensor:
+        u, n = _direction(module)
+        if subsampling is not None:
+            u, n = u[subsampling], n[subsampling]
+        return (mat - u * (u * mat).sum(-1, keepdim=True)) / n
+
+    def _residual_mat_prod(self, module: nn.Module, g_inp: Any, g_out: Any, mat: Tensor) -> Tensor:
+        u, n = _direction(module)
+        g = g_out[0].detach()
+        radial = (u * g).sum(-1, keepdim=True)
+        tangent = g - u * radial
+        along = (u * mat).sum(-1, keepdim=True)
+        moved = radial * (mat - u * along) + tangent * along + u * (tangent * mat).sum(-1, keepdim=True)
+        return -moved / n / n
+
+
+def _direction(module: Any) -> tuple[Tensor, Tensor]:
+    """Return outputs and norms (..., 1); a row of zeros, which the module passes on, counts as norm one."""
+    z = module.input0.detach()
+    n = norms(z).unsqueeze(-1)
+    return module.forward(z), torch.where(n > 0, n, torch.ones_like(n))
