@@ -15,7 +15,7 @@ class TestTorchFunc(BackendContract):
 
 class TestBackPack(BackendContract):
     backend = BackPackContrastiveGGN
-    refused = frozenset({"softplus", "gelu", "layernorm", "attention", "shared", "residual", "embedding"})
+    refused = frozenset({"softplus", "gelu", "layernorm", "attention", "shared", "residual"})
 
 
 class TestStochMan(BackendContract):
