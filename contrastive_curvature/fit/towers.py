@@ -25,7 +25,7 @@ from contrastive_curvature.hessian.derivatives import CosineDerivatives, PartOfD
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.rows import RowLoss
-from contrastive_curvature.losses.towers import joined_towers
+from contrastive_curvature.losses.sides import joined_towers
 from contrastive_curvature.network.inputs import input_length
 from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.network.loader import joined_inputs

@@ -10,7 +10,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.errors import UnsupportedError, expected
+from contrastive_curvature.hessian.blocks import UnrepresentableError
 from contrastive_curvature.hessian.cross import CrossRoots
 from contrastive_curvature.hessian.moments import Moments
 from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS
@@ -67,6 +68,18 @@ class NodeSums:
         zero = self.neighbors.new_zeros(()).double()
         along = sum(((a.double() * b.double()).sum() for a, b in pairs), start=zero)
         return Totals(self.degree.double().sum(), along, self.value)
+
+
+    def checked(self, loss: str, hint: str = "") -> NodeSums:
+        """Return these sums, if they are finite, as outputs are; the error names the loss and the points."""
+        finite = self.degree.isfinite() & self.neighbors.isfinite().all(1)
+        if self.moments is not None:
+            finite &= self.moments.bound().isfinite()
+        if not bool(finite.all()):
+            came = f"NaN or infinity at the points {(~finite).nonzero().flatten()[:5].tolist()}"
+            wanted = f"finite derivatives in {self.neighbors.dtype}"
+            raise UnrepresentableError(expected(loss, wanted, came, hint))
+        return self
 
 
 class CosineDerivatives(ABC):

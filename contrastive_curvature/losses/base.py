@@ -1,20 +1,21 @@
-"""Losses of pairs of embeddings: what they share, and what one of them has to say."""
+"""Losses of pairs of embeddings: the shared part, and the two rules that each of them has."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, ClassVar, NamedTuple, Self
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.hessian.dataset import DatasetHessian
 from contrastive_curvature.hessian.output import OutputHessian
-from contrastive_curvature.hessian.sphere import check_outputs, normalize
-from contrastive_curvature.losses.cosine import CosineLoss
+from contrastive_curvature.hessian.sphere import normalize
+from contrastive_curvature.losses.cosine import CosineLoss, check_block
 from contrastive_curvature.losses.derivatives import PairDerivatives
-from contrastive_curvature.losses.last_call import LastCall
-from contrastive_curvature.losses.rules import value_of
 from contrastive_curvature.losses.weighting import PairFactors, Shares, count_shares, pair_totals
 from contrastive_curvature.options import Distance, Normalization, PDFix, check_negative_weight, parse_option
 from contrastive_curvature.pairs import Pairs, make_relation
@@ -22,6 +23,11 @@ from contrastive_curvature.pairs.edges import EdgeRelation
 from contrastive_curvature.pairs.relation import Relation, RelationFunction, make_target_relation
 
 __all__ = ["PairLoss", "Terms"]
+
+
+def _weight(value: float) -> float:
+    check_negative_weight(value)
+    return float(value)
 
 
 class Terms(NamedTuple):
@@ -64,6 +70,12 @@ class PairLoss(CosineLoss):
     value_from_sums: ClassVar[bool] = False
     """Whether the value follows from the sums over neighbours, so that :meth:`_value` is not needed for a data set."""
 
+    _options: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
+        **CosineLoss._options,
+        "negative_weight": _weight,
+        "normalization": partial(parse_option, Normalization, "normalization"),
+    }
+
     def __init__(
         self,
         negative_weight: float = 0.5,
@@ -73,8 +85,7 @@ class PairLoss(CosineLoss):
         pd_fix: PDFix | str = PDFix.FIXED,
     ) -> None:
         super().__init__(distance=distance, pd_fix=pd_fix)
-        check_negative_weight(negative_weight)
-        self.negative_weight = float(negative_weight)
+        self.negative_weight = _weight(negative_weight)
         self.normalization = parse_option(Normalization, "normalization", normalization)
 
     @property
@@ -84,7 +95,7 @@ class PairLoss(CosineLoss):
 
     @abstractmethod
     def _value(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Tensor:
-        """Value of a block of pairs, differentiable by autograd.
+        """Compute the value of a block of pairs, differentiable by autograd.
 
         Args:
             cosine: ``s``, shape (B, M), or (K,) for listed pairs.
@@ -97,60 +108,62 @@ class PairLoss(CosineLoss):
 
     @abstractmethod
     def _terms(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Terms:
-        """Derivatives of :meth:`_value` in the cosines; arguments as there."""
+        """Compute the derivatives of :meth:`_value` in the cosines; arguments as there."""
 
-    def forward(self, z: Tensor, labels: Tensor | None = None, *, pairs: Pairs | None = None) -> Tensor:
-        """Compute the loss of a batch.
-
-        Args:
-            z: Raw or normalised embeddings, shape (N, D); half precision is computed in float32.
-            labels: Integer class labels, shape (N,), for all pairs of the batch.
-            pairs: Instead: index tuples, masks or a callable, see :func:`contrastive_curvature.pairs.make_relation`.
-
-        Returns:
-            A scalar; zero, with a zero gradient, when there is no pair.
-
-        Raises:
-            InputError: Embeddings, labels or pairs are malformed.
-        """
-        if isinstance(z, Tensor) and z.requires_grad and torch.is_grad_enabled():
-            self._last_call = LastCall(z, labels, pairs)
-        z = check_outputs(z)
-        relation = make_relation(z.shape[0], z.device, labels, pairs)
+    def _at(self, u: Tensor, relation: Relation) -> Tensor:
         counts = relation.counts()
-        shares = count_shares(*counts, self.normalization, z.dtype, pair_totals(*counts))
-        u, _ = normalize(z)
+        shares = count_shares(*counts, self.normalization, u.dtype, pair_totals(*counts))
         if isinstance(relation, EdgeRelation):
             i, j = relation.i, relation.j
             weights = self.factors.weigh(relation.positive, relation.negative, shares[i], shares[j])
             # From the difference: its gradient keeps the digits of points that are close together.
-            return value_of(self, 1 - (u[i] - u[j]).square().sum(1) / 2, *weights)
-        return self._all_pairs(u, relation, shares)
+            return self._checked_value(1 - (u[i] - u[j]).square().sum(1) / 2, *weights)
+        if relation.n == 0:
+            return u.sum()
+        # In float64, since a data set has many pairs.
+        total = u.new_zeros((), dtype=torch.float64)
+        for rows, positive, negative in relation.row_blocks():
+            weights = self.factors.weigh(positive, negative, shares[rows], shares)
+            # Every unordered pair stands in the matrix twice.
+            total = total + self._checked_value(u[rows] @ u.T, *weights).double() / 2
+        return total.to(u.dtype)
+
+    def _checked_value(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Tensor:
+        """Return what :meth:`_value` gives, if it is one number."""
+        value = self._value(cosine, attract, repel)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            name, wanted = f"{type(self).__name__}._value", "the sum over the block, a tensor with one number"
+            came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise InputError(expected(name, wanted, came))
+        return value.reshape(())
+
+    def _checked_terms(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Terms:
+        """Return what :meth:`_terms` gives, each of the shape of the cosines."""
+        name, terms = f"{type(self).__name__}._terms", self._terms(cosine, attract, repel)
+        if not isinstance(terms, tuple) or len(terms) != 2:
+            raise InputTypeError(expected(name, "Terms(first, second)", f"a {type(terms).__name__}"))
+        first, second = terms
+        if (second is None) != self.linear:
+            wanted = "None as second derivatives" if self.linear else "second derivatives"
+            came = "None" if second is None else f"a {type(second).__name__}"
+            hint = "Where they are zero, set linear = True in the class, and give None."
+            raise InputError(expected(name, wanted, came, hint))
+        first = check_block(f"{name}: first", first, cosine)
+        return Terms(first, None if second is None else check_block(f"{name}: second", second, cosine))
 
     def relate(self, z: Tensor, labels: Tensor | None, pairs: Pairs | None) -> Relation:
         """See :meth:`CosineLoss.relate`."""
         return make_relation(z.shape[0], z.device, labels, pairs)
 
-    def derivatives(
-        self,
-        relation: Relation,
-        u: Tensor,
-        *,
-        attracting_only: bool | None = None,
-        shares: Shares | None = None,
-    ) -> PairDerivatives:
-        """Derivatives of this loss in the cosines of N points.
+    def derivatives(self, relation: Relation, u: Tensor, *, shares: Shares | None = None) -> PairDerivatives:
+        """Return the derivatives of this loss in the cosines of N points.
 
         Args:
             relation: Which pairs are positive and negative.
             u: Unit embeddings, shape (N, D).
-            attracting_only: Whether the first derivatives are those of the positive pairs only (Eq. 109); ``None``: as
-                this loss's ``pd_fix`` has it.
             shares: Of the points, for a batch that stands for a data set; ``None`` counts the pairs of ``relation``.
         """
-        only = self.pd_fix.attracting_only if attracting_only is None else attracting_only
-        second_only = self.pd_fix.second_only
-        return PairDerivatives(self, relation, u, attracting_only=only, second_only=second_only, shares=shares)
+        return PairDerivatives(self, relation, u, shares)
 
     def data_hessian(self, z: Tensor, relation: Relation, shares: Shares | None = None) -> OutputHessian:
         """Return the Hessian of a batch as its part of a data set's (paper, Proposition B.1).
@@ -167,24 +180,10 @@ class PairLoss(CosineLoss):
         """Return the Hessian over all pairs of a data set, with checked raw outputs (N, D)."""
         return DatasetHessian(z, self.derivatives(relation, normalize(z)[0]), self.distance, self.pd_fix)
 
-    def replaced(self, *, negative_weight: float | None = None, **options: Any) -> Self:
-        """This loss with other values of the options that all losses have; ``None`` keeps a value.
-
-        Args:
-            negative_weight: See the class.
-            **options: ``distance``, ``pd_fix`` or ``normalization``.
-        """
-        kinds: dict[str, Any] = {"distance": Distance, "pd_fix": PDFix, "normalization": Normalization}
-        given: dict[str, Any] = {n: parse_option(kinds[n], n, v) for n, v in options.items() if v is not None}
-        if negative_weight is not None:
-            check_negative_weight(negative_weight)
-            given["negative_weight"] = float(negative_weight)
-        return self._with(given)
-
     def mine(
         self, z: Tensor, targets: Tensor, relation: RelationFunction | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The pairs of a batch to train on: all of them, each once.
+        """Return the pairs of a batch to train on: all of them, each once.
 
         Args:
             z: Raw outputs, shape (N, D).
@@ -199,14 +198,3 @@ class PairLoss(CosineLoss):
         a1, p = positive.triu(1).nonzero().unbind(1)
         a2, n = negative.triu(1).nonzero().unbind(1)
         return a1, p, a2, n
-
-    def _all_pairs(self, u: Tensor, relation: Relation, shares: Shares) -> Tensor:
-        if relation.n == 0:
-            return u.sum()
-        # In float64, since a data set has many pairs.
-        total = u.new_zeros((), dtype=torch.float64)
-        for rows, positive, negative in relation.row_blocks():
-            weights = self.factors.weigh(positive, negative, shares[rows], shares)
-            # Every unordered pair stands in the matrix twice.
-            total = total + value_of(self, u[rows] @ u.T, *weights).double() / 2
-        return total.to(u.dtype)

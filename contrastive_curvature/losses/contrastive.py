@@ -92,17 +92,9 @@ class ContrastiveLoss(PairLoss):
         inside = repel if self.threshold is None else repel * (cosine > self.threshold)
         return Terms((inside - attract).expand_as(cosine), None)
 
-    def derivatives(
-        self,
-        relation: Relation,
-        u: Tensor,
-        *,
-        attracting_only: bool | None = None,
-        shares: Shares | None = None,
-    ) -> ContrastiveDerivatives:
+    def derivatives(self, relation: Relation, u: Tensor, *, shares: Shares | None = None) -> ContrastiveDerivatives:
         """See :meth:`PairLoss.derivatives`."""
-        only = self.pd_fix.attracting_only if attracting_only is None else attracting_only
-        return ContrastiveDerivatives(self, relation, u, attracting_only=only, shares=shares)
+        return ContrastiveDerivatives(self, relation, u, shares)
 
     def loss_and_cost(self, totals: Totals, attract: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the value of the loss, and its non-negative version, counting repelling pairs from the margin.
@@ -175,7 +167,7 @@ class ContrastiveDerivatives(PairDerivatives):
                 ClassTable.of(self.u, labels, unit=True),
                 self.u.dtype,
                 [LabelledPoints(self.u, labels)],
-                attracting_only=self.attracting_only,
+                attracting_only=self.loss.pd_fix.attracting_only,
                 shares=ClassShares(labels, self.shares),
             )
         return self._found

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor
 from torch.nn.modules.loss import _Loss
 
@@ -14,12 +18,25 @@ from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.hessian.derivatives import CosineDerivatives
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
-from contrastive_curvature.losses.last_call import LastCall
 from contrastive_curvature.options import Distance, PDFix, parse_option
 from contrastive_curvature.pairs import Pairs
 from contrastive_curvature.pairs.relation import Relation
 
-__all__ = ["CosineLoss"]
+__all__ = ["CosineLoss", "check_block"]
+
+
+class _LastCall:
+    """Labels and pairs of a call, kept as long as the embeddings of that call; a copy or a saved file has none."""
+
+    def __init__(self, z: Tensor | None = None, labels: Any = None, pairs: Any = None) -> None:
+        self.given = labels, pairs
+        self.z = None if z is None else weakref.ref(z, self._forget)
+
+    def _forget(self, _: Any) -> None:
+        self.given = None, None
+
+    def __reduce__(self) -> Any:
+        return _LastCall, ()
 
 
 class CosineLoss(_Loss, ABC):
@@ -59,33 +76,59 @@ class CosineLoss(_Loss, ABC):
     linear: ClassVar[bool] = False
     """Whether the loss is piecewise linear in the cosines, so that its second derivatives are zero."""
 
+    _options: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
+        "distance": partial(parse_option, Distance, "distance"),
+        "pd_fix": partial(parse_option, PDFix, "pd_fix"),
+    }
+    """How the options that :meth:`replaced` takes are parsed."""
+
     def __init__(self, *, distance: Distance | str, pd_fix: PDFix | str) -> None:
         # Hosts read this as a sum over pairs; options of the loss set the divisor.
         super().__init__(reduction="sum")
         self.distance = parse_option(Distance, "distance", distance)
         self.pd_fix = parse_option(PDFix, "pd_fix", pd_fix)
         self._check_fix()
-        self._last_call = LastCall()
+        self._last_call = _LastCall()
 
     @property
     def coupled(self) -> bool:
-        """Whether the Hessian with this loss's fix has cross terms between two points."""
+        """Return whether the Hessian with this loss's fix has cross terms between two points."""
         return self.couples and self.pd_fix.coupled
 
-    @abstractmethod
     def forward(self, z: Tensor, labels: Tensor | None = None, *, pairs: Pairs | None = None) -> Tensor:
-        """Compute the loss of a batch of raw or normalised embeddings (N, D); a scalar."""
+        """Compute the loss of a batch.
+
+        Args:
+            z: Raw or normalised embeddings, shape (N, D); half precision is computed in float32.
+            labels: Integer class labels, shape (N,); of a loss of graded pairs ``None``.
+            pairs: Instead: what the loss takes (``docs/losses.md``), among it index tuples, masks or a callable, see
+                :func:`contrastive_curvature.pairs.make_relation`.
+
+        Returns:
+            A scalar; zero, with a zero gradient, where there is nothing to compare.
+
+        Raises:
+            InputError: Embeddings, labels or pairs are malformed.
+        """
+        if isinstance(z, Tensor) and z.requires_grad and torch.is_grad_enabled():
+            self._last_call = _LastCall(z, labels, pairs)
+        z = check_outputs(z)
+        return self._at(normalize(z)[0], self.relate(z, labels, pairs))
+
+    @abstractmethod
+    def _at(self, u: Tensor, relation: Any) -> Tensor:
+        """Compute the loss of unit embeddings (N, D), differentiable by autograd, from what :meth:`relate` gives."""
 
     @abstractmethod
     def relate(self, z: Tensor, labels: Tensor | None, pairs: Pairs | None) -> Relation:
-        """Which pairs of checked outputs (N, D) are positive and negative, from what the user gave."""
+        """Return which pairs of checked outputs (N, D) are positive and negative, from what the user gave."""
 
     @abstractmethod
     def derivatives(self, relation: Relation, u: Tensor) -> CosineDerivatives:
-        """Derivatives of this loss in the cosines of N points with unit embeddings ``u`` (N, D)."""
+        """Return the derivatives of this loss in the cosines of N points with unit embeddings ``u`` (N, D)."""
 
     def data_hessian(self, z: Tensor, relation: Relation) -> OutputHessian:
-        """The Hessian at checked raw outputs (N, D) as the part of a batch in that of a data set."""
+        """Return the Hessian at checked raw outputs (N, D) as the part of a batch in that of a data set."""
         return self.hessian_of(z, self.derivatives(relation, normalize(z)[0]))
 
     def check_dataset(self, negatives_per_anchor: int | None = None) -> None:
@@ -101,15 +144,12 @@ class CosineLoss(_Loss, ABC):
         raise UnsupportedError(msg)
 
     def given_with(self, z: Tensor) -> tuple[Tensor | None, Pairs | None] | None:
-        """Labels and pairs of the last differentiable call, for hosts that come back to it in the backward pass.
+        """Return labels and pairs of the last differentiable call, for hosts that need them in the backward pass.
 
-        Args:
-            z: The embeddings of that call, the same tensor object.
-
-        Returns:
-            Both, or ``None`` where the last call was with other embeddings. They are kept as long as the embeddings.
+        ``None`` where that call was with other embeddings than this very tensor. They are kept as long as it is.
         """
-        return self._last_call.of(z)
+        last = self._last_call
+        return last.given if last.z is not None and last.z() is z else None
 
     def output_hessian(
         self,
@@ -120,7 +160,7 @@ class CosineLoss(_Loss, ABC):
         distance: Distance | str | None = None,
         pd_fix: PDFix | str | None = None,
     ) -> OutputHessian:
-        """Hessian of this loss with respect to raw outputs.
+        """Return the Hessian of this loss with respect to raw outputs.
 
         Args:
             z: Raw outputs, before any l2-normalisation, shape (N, D); half precision is lifted to float32.
@@ -141,28 +181,24 @@ class CosineLoss(_Loss, ABC):
         return chosen.hessian_at(z, chosen.relate(z, labels, pairs))
 
     def hessian_at(self, z: Tensor, relation: Relation) -> OutputHessian:
-        """The Hessian at checked raw outputs (N, D) for a relation of the same points."""
+        """Return the Hessian at checked raw outputs (N, D) for a relation of the same points."""
         return self.hessian_of(z, self.derivatives(relation, normalize(z)[0]))
 
     def hessian_of(self, z: Tensor, derivatives: CosineDerivatives) -> OutputHessian:
-        """The Hessian at checked raw outputs (N, D) from derivatives of the same points, with this loss's options."""
+        """Return the Hessian at checked raw outputs (N, D) from derivatives of the same points."""
         return OutputHessian(z, derivatives, self.distance, self.pd_fix)
 
     def replaced(self, **options: Any) -> Self:
-        """This loss with other values of the options that all losses have; ``None`` keeps a value.
+        """Return this loss with other values of the options that all losses of its kind have; ``None`` keeps a value.
 
         Args:
-            **options: ``distance`` or ``pd_fix``.
+            **options: ``distance`` or ``pd_fix``; of a loss of pairs also ``normalization`` and ``negative_weight``.
         """
-        kinds: dict[str, Any] = {"distance": Distance, "pd_fix": PDFix}
-        foreign = sorted(set(options) - set(kinds))
+        foreign = sorted(set(options) - set(self._options))
         if foreign:
             hint = f"Make another {type(self).__name__} for its other options."
-            raise InputError(expected("replaced", "distance or pd_fix", str(foreign), hint))
-        return self._with({n: parse_option(kinds[n], n, v) for n, v in options.items() if v is not None})
-
-    def _with(self, given: dict[str, Any]) -> Self:
-        """This loss with other attributes, checked."""
+            raise InputError(expected("replaced", " or ".join(self._options), str(foreign), hint))
+        given = {name: self._options[name](value) for name, value in options.items() if value is not None}
         if all(getattr(self, name) == value for name, value in given.items()):
             return self
         made = copy.copy(self)
@@ -190,7 +226,7 @@ class CosineLoss(_Loss, ABC):
 
     @classmethod
     def arguments(cls) -> dict[str, inspect.Parameter]:
-        """The arguments of the constructor by name, with those that ``**options`` hands to the base classes."""
+        """Return the arguments of the constructor by name, with those that ``**options`` hands to the base classes."""
         found: dict[str, inspect.Parameter] = {}
         for kind in (kind for kind in cls.__mro__ if "__init__" in vars(kind)):
             given = inspect.signature(vars(kind)["__init__"]).parameters
@@ -201,7 +237,7 @@ class CosineLoss(_Loss, ABC):
         return found
 
     def extra_repr(self) -> str:
-        """The options: every argument of the constructor that the loss keeps under the same name.
+        """Return the options: every argument of the constructor that the loss keeps under the same name.
 
         Saved posteriors contain this text, and load into an object whose loss has the same.
         """
@@ -210,3 +246,18 @@ class CosineLoss(_Loss, ABC):
         given = {name: vars(self)[name] for name in names if name in vars(self)}
         plain = {name: str(value) if isinstance(value, str) else value for name, value in given.items()}
         return ", ".join(f"{name}={value!r}" for name, value in plain.items())
+
+
+def check_block(name: str, value: object, cosine: Tensor) -> Tensor:
+    """Return what a rule gave for a block of cosines, of the same shape and type; one zero stands for zeros."""
+    if isinstance(value, Tensor) and (value.dtype, value.device) == (cosine.dtype, cosine.device):
+        if value.shape == cosine.shape:
+            return value
+        if value.ndim == 0 and not bool(value):
+            # No pair of one kind counts, so that its weights are a single zero.
+            return value.expand_as(cosine)
+    wanted = f"a tensor of {cosine.dtype} on {cosine.device}, of the shape of the cosines, {tuple(cosine.shape)}"
+    came = f"a {type(value).__name__}"
+    if isinstance(value, Tensor):
+        came = f"one of {value.dtype} on {value.device}, of shape {tuple(value.shape)}"
+    raise InputError(expected(name, wanted, came, "Call .expand_as(cosine) if it broadcasts."))

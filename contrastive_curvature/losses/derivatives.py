@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.hessian.derivatives import DatasetDerivatives, NodeSums, Totals
-from contrastive_curvature.hessian.moments import DenseMoments, MomentPart, Moments, PairMoments
-from contrastive_curvature.losses.rules import check_sums, terms_of, value_of
+from contrastive_curvature.hessian.moments import DenseMoments, MomentPart, PairMoments
 from contrastive_curvature.losses.weighting import ClassShares, Shares, count_shares, pair_totals
+from contrastive_curvature.options import PDFix
 from contrastive_curvature.pairs.edges import EdgeRelation
 from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS, LabelRelation, Relation, TargetRelation
 from contrastive_curvature.progress import LongRunWarning
@@ -33,33 +33,18 @@ class PairDerivatives(DatasetDerivatives):
     """``y`` and ``c`` (N, N) of a pair loss: symmetric, with a zero diagonal.
 
     Args:
-        loss: The loss.
+        loss: The loss; with its ``positive`` fix ``y`` keeps the positive pairs only (Eq. 109), with ``ggn`` none.
         relation: Which pairs are positive and negative.
         u: Unit embeddings, shape (N, D).
-        attracting_only: Whether ``y`` keeps the positive pairs only (the ``positive`` fix, Eq. 109).
-        second_only: Whether ``y`` is zero (the ``ggn`` fix).
         shares: Of the points; ``None`` counts the pairs of ``relation``.
     """
 
-    def __init__(
-        self,
-        loss: PairLoss,
-        relation: Relation,
-        u: Tensor,
-        *,
-        attracting_only: bool = False,
-        second_only: bool = False,
-        shares: Shares | None = None,
-    ) -> None:
-        self.loss = loss
-        self.relation = relation
-        self.u = u
+    def __init__(self, loss: PairLoss, relation: Relation, u: Tensor, shares: Shares | None = None) -> None:
+        self.loss, self.relation, self.u = loss, relation, u
         self.n = self.anchors = relation.n
-        self.attracting_only, self.second_only = attracting_only, second_only
-        positive, negative = relation.counts()
-        self.totals = pair_totals(positive, negative)
-        counted = count_shares(positive, negative, loss.normalization, u.dtype, self.totals)
-        self.shares = counted if shares is None else shares
+        counts = relation.counts()
+        self.totals = pair_totals(*counts)
+        self.shares = shares or count_shares(*counts, loss.normalization, u.dtype, self.totals)
         self._class_shares: ClassShares | None = None
         if len(u) ** 2 * u.shape[1] >= _MANY_PRODUCTS and self.forms_pairs():
             warnings.warn(
@@ -76,18 +61,12 @@ class PairDerivatives(DatasetDerivatives):
     def node_sums(self) -> NodeSums:
         """See :meth:`CosineDerivatives.node_sums`."""
         if isinstance(self.relation, EdgeRelation):
-            sums = self._listed_sums(self.relation)
-        else:
-            parts = [self._row_sums(block) for _, block in self._blocks(value=not self.loss.value_from_sums)]
-            sums = _joined(parts, self.u, None if self.loss.linear else self._moments(self.rows))
-        return check_sums(self.loss, sums)
+            return self._listed_sums(self.relation)
+        return self._sums(self.n, lambda start, stop, value: self._rows(start, stop, value=value))
 
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
         """See :meth:`CosineDerivatives.rows`."""
-        positive, negative = self.relation.rows(start, stop, columns)
-        cosine = self.u[start:stop] @ self.u[columns].T
-        cosine.diagonal(start - columns.indices(self.n)[0]).zero_()
-        return self._block(positive, negative, cosine, self.shares[start:stop], self.shares[columns])[:2]
+        return self._rows(start, stop, columns)[:2]
 
     def dense(self) -> tuple[Tensor, Tensor | None]:
         """See :meth:`CosineDerivatives.dense`."""
@@ -130,7 +109,8 @@ class PairDerivatives(DatasetDerivatives):
         """See :meth:`DatasetDerivatives.sums_for`."""
         relation, shares = self._target_relation(), self.shares_for(targets)
 
-        def block(rows: slice, value: bool = False) -> _Block:
+        def block(start: int, stop: int, value: bool) -> _Block:
+            rows = slice(start, stop)
             masks, cosine = relation.relate(targets[rows], relation.targets), u[rows] @ self.u.T
             for mask, related in zip(masks, relation.self_relation(targets[rows]), strict=True):
                 points = related.nonzero().squeeze(1)
@@ -141,11 +121,7 @@ class PairDerivatives(DatasetDerivatives):
             cosine.masked_fill_(~(masks[0] | masks[1]), 0)
             return self._block(*masks, cosine, shares[rows], self.shares, value)
 
-        step = max(1, BLOCK_ELEMENTS // max(1, self.n))
-        value = not self.loss.value_from_sums
-        parts = [self._row_sums(block(slice(k, k + step), value)) for k in range(0, u.shape[0], step)]
-        moments = None if self.loss.linear else self._moments(lambda a, b: block(slice(a, b))[:2], u.shape[0])
-        return check_sums(self.loss, _joined(parts, u, moments))
+        return self._sums(len(u), block)
 
     def between(
         self, u_a: Tensor, targets_a: Tensor, u_b: Tensor, targets_b: Tensor, itself: Tensor
@@ -169,10 +145,10 @@ class PairDerivatives(DatasetDerivatives):
         """See :meth:`DatasetDerivatives.among`."""
         relation = self._target_relation().of(targets)
         shares = self.shares_for(targets).standing_for(self.totals, pair_totals(*relation.counts()))
-        return self.loss.derivatives(relation, u, attracting_only=self.attracting_only, shares=shares)
+        return self.loss.derivatives(relation, u, shares=shares)
 
     def shares_for(self, targets: Tensor) -> Shares:
-        """Shares of points of this set, recognised by their targets."""
+        """Return the shares of points of this set, recognised by their targets."""
         relation = self._target_relation()
         if isinstance(relation, LabelRelation):
             if self._class_shares is None:
@@ -188,13 +164,11 @@ class PairDerivatives(DatasetDerivatives):
         return count_shares(positive, negative, self.loss.normalization, self.u.dtype, self.totals)
 
     def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
-        """See :meth:`CosineDerivatives.loss_and_cost`.
-
-        ``attracting_only`` drops the repelling pairs from the curvature, not from the loss.
-        """
-        if self.attracting_only:
-            every = self.loss.derivatives(self.relation, self.u, attracting_only=False, shares=self.shares)
-            return every.loss_and_cost()
+        """See :meth:`CosineDerivatives.loss_and_cost`."""
+        if self.loss.pd_fix.attracting_only:
+            # The repelling pairs are left out of the curvature, not of the loss.
+            every = self.loss.replaced(pd_fix=PDFix.FULL)
+            return every.derivatives(self.relation, self.u, shares=self.shares).loss_and_cost()
         return self._loss_and_cost(totals or self.node_sums().totals(self.u))
 
     def _loss_and_cost(self, totals: Totals) -> tuple[Tensor, Tensor]:
@@ -210,39 +184,39 @@ class PairDerivatives(DatasetDerivatives):
         columns: Shares,
         value: bool = False,
     ) -> _Block:
-        attract, repel = self.loss.factors.weigh(positive, negative, rows, columns)
-        nothing = cosine.new_zeros(())
-        if self.attracting_only and self.loss.linear:
-            repel = nothing
-        first, second = terms_of(self.loss, cosine, attract, repel)
-        if self.attracting_only and not self.loss.linear:
-            first, _ = terms_of(self.loss, cosine, attract, nothing)
-        value_of_block = value_of(self.loss, cosine, attract, repel) if value else nothing
-        return torch.zeros_like(first) if self.second_only else -first, second, value_of_block
+        """Return ``y``, ``c`` and, if asked for, the value of pairs with given multiplicities and cosines."""
+        loss, nothing = self.loss, cosine.new_zeros(())
+        attract, repel = loss.factors.weigh(positive, negative, rows, columns)
+        first, second = loss._checked_terms(cosine, attract, repel)
+        if loss.pd_fix.attracting_only:
+            first = loss._checked_terms(cosine, attract, nothing).first
+        elif loss.pd_fix.second_only:
+            first = torch.zeros_like(first)
+        return -first, second, loss._checked_value(cosine, attract, repel) if value else nothing
 
-    def _blocks(self, width: int = 1, value: bool = False) -> Iterator[tuple[slice, _Block]]:
-        for rows, positive, negative in self.relation.row_blocks(width):
-            cosine = self.u[rows] @ self.u.T
-            # No rule of a loss sees a point with itself, where derivatives may be infinite.
-            cosine.diagonal(rows.start).zero_()
-            yield rows, self._block(positive, negative, cosine, self.shares[rows], self.shares, value)
+    def _rows(self, start: int, stop: int, columns: slice = slice(None), value: bool = False) -> _Block:
+        positive, negative = self.relation.rows(start, stop, columns)
+        cosine = self.u[start:stop] @ self.u[columns].T
+        # No rule of a loss sees a point with itself, where derivatives may be infinite.
+        cosine.diagonal(start - columns.indices(self.n)[0]).zero_()
+        return self._block(positive, negative, cosine, self.shares[start:stop], self.shares[columns], value)
 
-    def _row_sums(self, block: _Block) -> NodeSums:
-        """Sums of a block of rows (B, N), without the moments."""
-        y, _, value = block
-        return NodeSums(y.sum(1), y @ self.u, None, value.double() / 2)
-
-    def _moments(
-        self, rows: Callable[[int, int], tuple[Tensor, Tensor | None]], count: int | None = None
-    ) -> PairMoments:
-        """Moments of points whose rows of ``c`` are asked for when they are needed."""
-
-        def weigh(start: int, stop: int) -> tuple[Tensor, None]:
-            return cast("Tensor", rows(start, stop)[1]), None
-
-        n = self.n if count is None else count
-        none = self.u.new_zeros(0, n, self.u.shape[1])
-        return PairMoments([MomentPart(0, n, weigh, self.u)], none.new_zeros(0), none)
+    def _sums(self, count: int, block: Callable[[int, int, bool], _Block]) -> NodeSums:
+        """Return sums over the neighbours of points whose rows ``block(start, stop, with_value)`` are (B, N)."""
+        dim, step = self.u.shape[1], max(1, BLOCK_ELEMENTS // max(1, self.n))
+        degree, neighbors = self.u.new_zeros(count), self.u.new_zeros(count, dim)
+        value = self.u.new_zeros((), dtype=torch.float64)
+        for start in range(0, count, step):
+            here = slice(start, min(start + step, count))
+            y, _, part = block(here.start, here.stop, not self.loss.value_from_sums)
+            degree[here], neighbors[here] = y.sum(1), y @ self.u
+            value = value + part.double() / 2
+        moments = None
+        if not self.loss.linear:
+            none = self.u.new_zeros(0, count, dim)
+            weigh = MomentPart(0, count, lambda a, b: (cast("Tensor", block(a, b, False)[1]), None), self.u)
+            moments = PairMoments([weigh], none.new_zeros(0), none)
+        return NodeSums(degree, neighbors, moments, value).checked(type(self.loss).__name__)
 
     def _listed_sums(self, relation: EdgeRelation) -> NodeSums:
         n, dim = self.u.shape
@@ -259,12 +233,13 @@ class PairDerivatives(DatasetDerivatives):
                 if moments is not None and c is not None:
                     outer = self.u[b].unsqueeze(2) * self.u[b].unsqueeze(1)
                     moments.index_add_(0, a, c.view(-1, 1, 1) * outer)
-        return NodeSums(degree, neighbors, None if moments is None else DenseMoments(moments), value)
+        held = None if moments is None else DenseMoments(moments)
+        return NodeSums(degree, neighbors, held, value).checked(type(self.loss).__name__)
 
     def _listed(
         self, relation: EdgeRelation, width: int | None = None, value: bool = False
     ) -> Iterator[tuple[Tensor, Tensor, _Block]]:
-        """Chunks of the listed pairs: their points and their block, each (K,)."""
+        """Iterate over chunks of the listed pairs: their points and their block, each (K,)."""
         step = max(1, BLOCK_ELEMENTS // max(1, width or 1, self.u.shape[1]))
         for start in range(0, relation.i.numel(), step):
             chunk = slice(start, start + step)
@@ -282,16 +257,3 @@ class PairDerivatives(DatasetDerivatives):
             msg = "Points of a listed or masked relation have no target to be recognised by."
             raise TypeError(msg)
         return self.relation
-
-
-def _joined(parts: list[NodeSums], u: Tensor, moments: Moments | None) -> NodeSums:
-    """The sums of all rows, from those of blocks of rows."""
-    zero = u.new_zeros((), dtype=torch.float64)
-    if not parts:
-        return NodeSums(u.new_zeros(0), torch.zeros_like(u), None, zero)
-    return NodeSums(
-        torch.cat([part.degree for part in parts]),
-        torch.cat([part.neighbors for part in parts]),
-        moments,
-        sum((part.value for part in parts), start=zero),
-    )

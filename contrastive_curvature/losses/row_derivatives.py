@@ -12,8 +12,6 @@ from torch import Tensor
 from contrastive_curvature.hessian.cross import CrossRoots, RootSide
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums, Totals
 from contrastive_curvature.hessian.moments import MomentPart, PairMoments
-from contrastive_curvature.losses.row_rules import row_numbers, row_terms
-from contrastive_curvature.losses.rules import check_sums
 from contrastive_curvature.losses.sides import Side, Sides
 from contrastive_curvature.pairs.relation import Relation
 
@@ -110,7 +108,7 @@ class RowDerivatives(CosineDerivatives):
             signs = torch.cat([self.signs, self.u.new_tensor([1.0, -1.0])]) if shifted else self.signs
             moments = self._moments = PairMoments(list(self._parts()), signs, vectors)
         sums = NodeSums(degree, neighbors, moments, degree.new_zeros((), dtype=torch.float64))
-        return check_sums(loss, sums)
+        return sums.checked(type(loss).__name__)
 
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
         """See :meth:`CosineDerivatives.rows`."""
@@ -190,8 +188,8 @@ class RowDerivatives(CosineDerivatives):
                         continue
                     related = rows.side.related(self.relation, start, stop, self.u.dtype)
                     positive, negative = (part[kept] for part in related)
-                    values = self.loss._value(self._cosine(rows, start, stop)[kept], positive, negative)
-                    values = row_numbers(self.loss, "_value", values, len(positive))
+                    cosine = self._cosine(rows, start, stop)[kept]
+                    values = self.loss._checked("_value", cosine, positive, negative)
                     total = total + values.double().sum()
                     least = least + self.loss._least(positive, negative).double().sum()
             cost = (self.scale * (total - least)).clamp(min=0)
@@ -210,14 +208,13 @@ class RowDerivatives(CosineDerivatives):
         holds = count * many <= _HELD_ELEMENTS
         for start, stop in side.row_blocks(3):
             positive, negative = side.related(self.relation, start, stop, self.u.dtype)
-            mine = row_numbers(loss, "_counts", loss._counts(positive, negative), stop - start) > 0
+            mine = loss._has_terms(positive, negative)
             kept[start:stop] = mine
             cosine = self.u[side.anchors][start:stop] @ self.u[side.candidates].T
-            counts = row_numbers(loss, "_counts_at", loss._counts_at(cosine, positive, negative), stop - start)
-            self._terms_counted += float(counts.sum())
+            self._terms_counted += float(loss._checked("_counts_at", cosine, positive, negative).sum())
             statistics = loss._statistics(cosine, positive, negative)
             found.append(statistics)
-            terms = row_terms(loss, cosine, positive, negative, statistics, mine)
+            terms = loss._checked_terms(cosine, positive, negative, statistics, mine)
             if terms.second is not None and many:
                 top[start:stop] = terms.second.argmax(1)
                 for r, root in enumerate(terms.roots):
@@ -247,7 +244,7 @@ class RowDerivatives(CosineDerivatives):
         positive, negative = rows.side.related(self.relation, start, stop, self.u.dtype, columns)
         cosine = self._cosine(rows, start, stop, columns)
         statistics, kept = rows.statistics[start:stop], rows.kept[start:stop]
-        return _scaled(row_terms(self.loss, cosine, positive, negative, statistics, kept), self.scale)
+        return _scaled(self.loss._checked_terms(cosine, positive, negative, statistics, kept), self.scale)
 
     def _attracting_sums(self) -> tuple[Tensor, Tensor]:
         """Sums over pairs that attract, both directions of a pair together."""

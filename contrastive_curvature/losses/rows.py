@@ -1,4 +1,4 @@
-"""Losses that compare all candidates of an anchor with each other: what they share, and what one has to say."""
+"""Losses that compare all candidates of an anchor with each other: the shared part, and the four rules of each."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.hessian.output import OutputHessian
-from contrastive_curvature.hessian.sphere import check_outputs, normalize
-from contrastive_curvature.losses.cosine import CosineLoss
-from contrastive_curvature.losses.last_call import LastCall
+from contrastive_curvature.hessian.sphere import normalize
+from contrastive_curvature.losses.cosine import CosineLoss, check_block
 from contrastive_curvature.losses.row_derivatives import RowDerivatives
-from contrastive_curvature.losses.row_rules import row_numbers
-from contrastive_curvature.losses.sides import Sides
-from contrastive_curvature.losses.towers import joined_towers
+from contrastive_curvature.losses.sides import Sides, joined_towers
 from contrastive_curvature.options import Distance, PDFix
 from contrastive_curvature.pairs import Pairs, make_relation
 from contrastive_curvature.pairs.relation import Relation
@@ -92,12 +89,12 @@ class RowLoss(CosineLoss):
 
     @property
     def averages(self) -> bool:
-        """Whether the loss is a mean."""
+        """Return whether the loss is a mean."""
         return self.reduction == "mean"
 
     @abstractmethod
     def _counts(self, positive: Tensor, negative: Tensor) -> Tensor:
-        """How many terms of the loss every anchor has, shape (B,); an anchor with zero is left out.
+        """Return how many terms of the loss every anchor has, shape (B,); an anchor with zero is left out.
 
         Args:
             positive: How often each candidate counts as a positive, shape (B, M); zero for the anchor itself.
@@ -105,18 +102,12 @@ class RowLoss(CosineLoss):
         """
 
     def _counts_at(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        """How many terms a mean is over, shape (B,), where that depends on the cosines; otherwise :meth:`_counts`.
-
-        Args:
-            cosine: See :meth:`_value`; without a graph.
-            positive: See :meth:`_counts`.
-            negative: See :meth:`_counts`.
-        """
+        """Return how many terms a mean is over, (B,), where that depends on the cosines; otherwise :meth:`_counts`."""
         return self._counts(positive, negative)
 
     @abstractmethod
     def _value(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        """Loss of every anchor, summed over its terms, differentiable by autograd.
+        """Compute the loss of every anchor, summed over its terms, differentiable by autograd.
 
         Args:
             cosine: ``s``, shape (B, M), with all candidates of an anchor in its row.
@@ -128,13 +119,12 @@ class RowLoss(CosineLoss):
         """
 
     def _least(self, positive: Tensor, negative: Tensor) -> Tensor:
-        """What no embeddings make the loss of an anchor fall below, shape (B,); zero for most losses."""
-        del negative
+        """Return a bound below the loss of an anchor at any embeddings, shape (B,); zero for most losses."""
         return positive.new_zeros(len(positive))
 
     @abstractmethod
     def _statistics(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        """What :meth:`_terms` needs to know of a whole row; arguments as in :meth:`_value`.
+        """Compute what :meth:`_terms` needs to know of a whole row; arguments as in :meth:`_value`.
 
         Returns:
             Shape (B, K), best with a K that does not depend on the number of candidates.
@@ -142,7 +132,7 @@ class RowLoss(CosineLoss):
 
     @abstractmethod
     def _terms(self, cosine: Tensor, positive: Tensor, negative: Tensor, statistics: Tensor) -> RowTerms:
-        """Derivatives of :meth:`_value` in some of the candidates.
+        """Compute the derivatives of :meth:`_value` in some of the candidates.
 
         Args:
             cosine: ``s``, shape (B, C), with C of the M candidates.
@@ -169,31 +159,13 @@ class RowLoss(CosineLoss):
             return make_targets(pairs, z.shape[0], z.device)
         return make_relation(z.shape[0], z.device, labels, pairs)
 
-    def forward(self, z: Tensor, labels: Tensor | None = None, *, pairs: Pairs | None = None) -> Tensor:
-        """Compute the loss of a batch.
-
-        Args:
-            z: Raw or normalised embeddings, shape (N, D); half precision is computed in float32.
-            labels: Integer class labels, shape (N,): points of the same class are each other's positives.
-            pairs: Instead: index tuples, masks or a callable, see :func:`contrastive_curvature.pairs.make_relation`;
-                the index of each point's partner, whole numbers (N,); or targets (N, N), how much of an anchor's target
-                each candidate is, rows that sum to one.
-
-        Returns:
-            A scalar; zero, with a zero gradient, when no anchor has a term.
-
-        Raises:
-            InputError: Embeddings, labels or pairs are malformed.
-        """
-        if isinstance(z, Tensor) and z.requires_grad and torch.is_grad_enabled():
-            self._last_call = LastCall(z, labels, pairs)
-        z = check_outputs(z)
-        return self._value_of(normalize(z)[0], self.relate(z, labels, pairs), Sides.one_tower(len(z)))
+    def _at(self, u: Tensor, relation: Relation) -> Tensor:
+        return self._value_of(u, relation, Sides.one_tower(len(u)))
 
     def derivatives(
         self, relation: Relation, u: Tensor, *, as_data: bool = False, negative_share: float = 1.0
     ) -> RowDerivatives:
-        """Derivatives of this loss in the cosines of N points.
+        """Return the derivatives of this loss in the cosines of N points.
 
         Args:
             relation: Which pairs are positive and negative.
@@ -205,29 +177,16 @@ class RowLoss(CosineLoss):
         return RowDerivatives(self, relation, u, sides, as_data=as_data)
 
     def data_hessian(self, z: Tensor, relation: Relation, negative_share: float = 1.0) -> OutputHessian:
-        """See :meth:`CosineLoss.data_hessian`: a mean over terms counts times its number of anchors.
-
-        Args:
-            z: See there.
-            relation: See there.
-            negative_share: How much a negative counts, where only a part of the negatives stood beside an anchor.
-        """
+        """See :meth:`CosineLoss.data_hessian`: a mean over terms counts times its number of anchors."""
         made = self.derivatives(relation, normalize(z)[0], as_data=True, negative_share=negative_share)
         return self.hessian_of(z, made)
 
     def between_towers(self, relation: Relation, u: Tensor, first: int, *, as_data: bool = False) -> RowDerivatives:
-        """The same with two towers, where a point has candidates of the other tower only.
-
-        Args:
-            relation: Of all N + M points, those of the first tower in front.
-            u: Unit embeddings of both towers, shape (N + M, D).
-            first: Number N of points of the first tower.
-            as_data: See :meth:`derivatives`.
-        """
+        """Return the same for two towers, N points of the first in front, whose candidates are those of the other."""
         return RowDerivatives(self, relation, u, Sides.two_towers(first, len(u), self.directions), as_data=as_data)
 
     def between(self, z_a: Tensor, z_b: Tensor, labels: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """The loss of two towers.
+        """Compute the loss of two towers.
 
         Args:
             z_a: Raw or normalised embeddings of the first tower, shape (N, D).
@@ -249,17 +208,54 @@ class RowLoss(CosineLoss):
         for side in sides:
             for start, stop in side.row_blocks():
                 positive, negative = side.related(relation, start, stop, u.dtype)
-                kept = row_numbers(self, "_counts", self._counts(positive, negative), stop - start) > 0
+                kept = self._has_terms(positive, negative)
                 if bool(kept.any()):
                     cosine = u[side.anchors][start:stop][kept] @ u[side.candidates].T
-                    values = self._value(cosine, positive[kept], negative[kept])
-                    total = total + row_numbers(self, "_value", values, len(cosine)).double().sum()
-                    terms += float(self._counts_at(cosine.detach(), positive[kept], negative[kept]).sum())
+                    positive, negative = positive[kept], negative[kept]
+                    total = total + self._checked("_value", cosine, positive, negative).double().sum()
+                    terms += float(self._counts_at(cosine.detach(), positive, negative).sum())
         scale = self._scale(terms, sides, 0, as_data=False)
         return (scale * total).to(u.dtype) + 0 * u.sum()
 
+    def _has_terms(self, positive: Tensor, negative: Tensor) -> Tensor:
+        """Return which anchors have a term, shape (B,)."""
+        return self._checked("_counts", positive, negative) > 0
+
+    def _checked(self, rule: str, *given: Tensor) -> Tensor:
+        """Return what a rule gives of blocks (B, M), if it is one number for each anchor, shape (B,)."""
+        found, rows = getattr(self, rule)(*given), len(given[0])
+        name = f"{type(self).__name__}.{rule}"
+        if not isinstance(found, Tensor) or tuple(found.shape) != (rows,):
+            came = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            raise InputError(expected(name, f"one number for each of {rows} anchors, shape ({rows},)", came))
+        if bool(found.detach().isnan().any()):
+            raise InputError(expected(name, "numbers", "NaN"))
+        return found
+
+    def _checked_terms(
+        self, cosine: Tensor, positive: Tensor, negative: Tensor, statistics: Tensor, kept: Tensor
+    ) -> RowTerms:
+        """Return what :meth:`_terms` gives, each (B, C), with zeros where an anchor has no term (``kept``, (B,))."""
+        name, terms = f"{type(self).__name__}._terms", self._terms(cosine, positive, negative, statistics)
+        if not isinstance(terms, tuple) or len(terms) != 3:
+            raise InputTypeError(expected(name, "RowTerms(first, second, roots)", f"a {type(terms).__name__}"))
+        if (terms.second is None) != self.linear:
+            wanted = "None as second derivatives" if self.linear else "second derivatives"
+            came = "None" if terms.second is None else "a Tensor"
+            raise InputError(expected(name, f"{wanted}, as linear = {self.linear} says", came))
+        if len(terms.roots) != len(self.root_signs):
+            raise InputError(expected(name, f"{len(self.root_signs)} roots, as root_signs says", len(terms.roots)))
+        everything, row = bool(kept.all()), kept.unsqueeze(1)
+
+        def only(part: Tensor) -> Tensor:
+            part = check_block(name, part, cosine)
+            return part if everything else torch.where(row, part, 0.0)
+
+        second = None if terms.second is None else only(terms.second)
+        return RowTerms(only(terms.first), second, tuple(only(root) for root in terms.roots))
+
     def _scale(self, terms: float, sides: Sides, anchors: int, *, as_data: bool) -> float:
-        """By what the sum over all anchors of all sides is multiplied.
+        """Return the factor of the sum over all anchors of all sides.
 
         Args:
             terms: Number of terms.

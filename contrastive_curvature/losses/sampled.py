@@ -16,7 +16,6 @@ from torch import Tensor
 
 from contrastive_curvature.hessian.derivatives import DatasetDerivatives, NodeSums, refuse_sampled
 from contrastive_curvature.hessian.moments import MomentPart, Moments, PairMoments
-from contrastive_curvature.losses.rules import check_sums, terms_of, value_of
 from contrastive_curvature.losses.weighting import ClassShares, find_classes
 
 if TYPE_CHECKING:
@@ -235,7 +234,7 @@ class SampledPairDerivatives(DatasetDerivatives):
                 moments = MomentPart(0, len(rows), partial(_second, pairs), others.u)
                 parts.append((rows, PairMoments([moments], signs, x.new_zeros(0, len(rows), x.shape[1]))))
         spread = None if self.loss.linear else SpreadMoments(parts, len(x), u.dtype, bound)
-        return check_sums(self.loss, NodeSums(degree, neighbors, spread, value))
+        return NodeSums(degree, neighbors, spread, value).checked(type(self.loss).__name__)
 
     def _pairs(
         self, x: Tensor, index: Tensor, place: Tensor, others: Candidates, start: int, stop: int
@@ -249,10 +248,12 @@ class SampledPairDerivatives(DatasetDerivatives):
         counts = ((same & ~itself).double(), nothing) if others.positives else (nothing, stands_for)
         attract, repel = self.loss.factors.weigh(*counts, self.shares[index], self.shares[others.index])
         cosine = (x @ others.u.T).masked_fill(itself, 0.0)
-        first, second = terms_of(self.loss, cosine, attract, repel)
+        first, second = self.loss._checked_terms(cosine, attract, repel)
         if self.loss.pd_fix.second_only:
             first = torch.zeros_like(first)
-        value = cosine.new_zeros(()) if self.loss.value_from_sums else value_of(self.loss, cosine, attract, repel)
+        value = cosine.new_zeros(())
+        if not self.loss.value_from_sums:
+            value = self.loss._checked_value(cosine, attract, repel)
         return first, second, value
 
 

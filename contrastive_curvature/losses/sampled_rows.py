@@ -11,8 +11,6 @@ from torch.nn import functional as F
 
 from contrastive_curvature.hessian.derivatives import DatasetDerivatives, NodeSums, Totals, refuse_sampled
 from contrastive_curvature.hessian.moments import MomentPart, PairMoments
-from contrastive_curvature.losses.row_rules import row_numbers, row_terms
-from contrastive_curvature.losses.rules import check_sums
 from contrastive_curvature.losses.sampled import BankedPoints, Candidates, SpreadMoments, ranges, unit
 from contrastive_curvature.losses.sides import Sides
 from contrastive_curvature.losses.weighting import find_classes
@@ -108,7 +106,7 @@ class SampledRowDerivatives(DatasetDerivatives):
         if not self.loss.linear:
             parts = [(rows, self._moments(rows, pairs, vectors)) for rows, pairs in met]
             moments = SpreadMoments(parts, len(x), u.dtype, bound + vectors.square().sum((0, 2)))
-        return check_sums(self.loss, NodeSums(degree, neighbors, moments, degree.new_zeros(())))
+        return NodeSums(degree, neighbors, moments, degree.new_zeros(())).checked(type(self.loss).__name__)
 
     def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
         """See :meth:`CosineDerivatives.loss_and_cost`; the cost is the loss above the least that it can be."""
@@ -181,13 +179,11 @@ class _Anchors:
             positive[some - start, some] = 0.0
             negative = (~equal & ~own) * (self.share * points.weight[same.index[some]].unsqueeze(1))
             cosine, positive, negative = (F.pad(part, pad) for part in (same.u[some] @ u.T, positive, negative))
-            kept = row_numbers(loss, "_counts", loss._counts(positive, negative), len(some)) > 0
-            counts = row_numbers(loss, "_counts_at", loss._counts_at(cosine, positive, negative), len(some))
-            self.terms += float(counts.sum())
+            kept = loss._has_terms(positive, negative)
+            self.terms += float(loss._checked("_counts_at", cosine, positive, negative).sum())
             self.statistics[place], self.kept[place] = loss._statistics(cosine, positive, negative), kept
             if bool(kept.any()):
-                values = loss._value(cosine[kept], positive[kept], negative[kept])
-                self.total += row_numbers(loss, "_value", values, int(kept.sum())).sum()
+                self.total += loss._checked("_value", cosine[kept], positive[kept], negative[kept]).sum()
                 self.least += loss._least(positive[kept], negative[kept]).sum()
 
     def _whole_rows(self, size: int) -> Tensor:
@@ -263,8 +259,8 @@ class _Pairs:
             related = known.share * (~equal).double()
             times = points.weight[index].unsqueeze(1)
             as_anchor, as_candidate = (nothing, times * related), (nothing.T, related.T)
-        mine = row_terms(loss, cosine, *as_anchor, known.statistics[place], known.kept[place])
-        theirs = row_terms(loss, cosine.T, *as_candidate, *known.of(others))
+        mine = loss._checked_terms(cosine, *as_anchor, known.statistics[place], known.kept[place])
+        theirs = loss._checked_terms(cosine.T, *as_candidate, *known.of(others))
         y = -self.scale * (mine.first + times * theirs.first.T)
         if mine.second is None or theirs.second is None:
             return _PairTerms(y, None, (), cosine)

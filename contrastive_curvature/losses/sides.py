@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS, Relation
+from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.hessian.sphere import check_outputs
+from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS, LabelRelation, Relation, check_labels
 
-__all__ = ["Side", "Sides"]
+__all__ = ["Side", "Sides", "joined_towers"]
 
 
 @dataclass(frozen=True)
@@ -29,15 +31,11 @@ class Side:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Numbers A of anchors and M of candidates."""
+        """Return the numbers A of anchors and M of candidates."""
         return self.anchors.stop - self.anchors.start, self.candidates.stop - self.candidates.start
 
     def row_blocks(self, width: int = 1) -> Iterator[tuple[int, int]]:
-        """Ranges of anchors, counted from the first one, in blocks of bounded size.
-
-        Args:
-            width: How many numbers the caller stores for every pair.
-        """
+        """Iterate over ranges of anchors, in blocks of pairs for which the caller stores ``width`` numbers each."""
         count, candidates = self.shape
         step = max(1, BLOCK_ELEMENTS // max(1, candidates * width))
         for start in range(0, count, step):
@@ -46,7 +44,7 @@ class Side:
     def related(
         self, relation: Relation, start: int, stop: int, dtype: torch.dtype, columns: slice | None = None
     ) -> tuple[Tensor, Tensor]:
-        """How often candidates count as positives and as negatives, each (stop - start, C).
+        """Return how often candidates count as positives and as negatives, each (stop - start, C).
 
         Args:
             relation: Of all N points.
@@ -75,18 +73,12 @@ class Sides:
 
     @classmethod
     def one_tower(cls, n: int, negative_share: float = 1.0) -> Sides:
-        """Every point is an anchor, and a candidate of all others."""
+        """Make every point an anchor, and a candidate of all others."""
         return cls((Side(slice(0, n), slice(0, n), negative_share),))
 
     @classmethod
     def two_towers(cls, first: int, n: int, directions: str = "both") -> Sides:
-        """Points of one tower are the candidates of the other.
-
-        Args:
-            first: How many of the N points are of tower a.
-            n: N.
-            directions: Which tower has the anchors: ``"both"``, ``"a"`` or ``"b"``.
-        """
+        """Make points of tower a, the ``first`` of n, and of tower b each other's candidates, in some directions."""
         a, b = slice(0, first), slice(first, n)
         sides = {"a": Side(a, b), "b": Side(b, a)}
         return cls((sides["a"], sides["b"]) if directions == "both" else (sides[directions],))
@@ -96,3 +88,32 @@ class Sides:
 
     def __len__(self) -> int:
         return len(self.all)
+
+
+def joined_towers(
+    z_a: Tensor, z_b: Tensor, labels: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, LabelRelation, int]:
+    """Put the outputs of two towers after each other.
+
+    Args:
+        z_a: Raw outputs of the first tower, shape (N, D).
+        z_b: Of the second tower, shape (M, D).
+        labels: Labels of both, (N,) and (M,); ``None`` where ``z_a[i]`` belongs to ``z_b[i]``.
+
+    Returns:
+        Outputs (N + M, D), which of them belong together, and N.
+    """
+    z_a, z_b = check_outputs(z_a, "z_a"), check_outputs(z_b, "z_b")
+    if z_a.shape[1] != z_b.shape[1]:
+        wanted = f"as many dimensions as the first tower, {z_a.shape[1]}"
+        raise InputError(expected("z_b", wanted, z_b.shape[1], "Cosines are between vectors of one space."))
+    if (z_a.dtype, z_a.device) != (z_b.dtype, z_b.device):
+        raise InputTypeError(expected("z_b", f"{z_a.dtype} on {z_a.device}", f"{z_b.dtype} on {z_b.device}"))
+    if labels is None:
+        if len(z_a) != len(z_b):
+            hint = "z_a[i] belongs to z_b[i]; pass labels where that is not so."
+            raise InputError(expected("z_b", f"as many points as the first tower, {len(z_a)}", len(z_b), hint))
+        both = torch.arange(len(z_a), device=z_a.device).repeat(2)
+    else:
+        both = torch.cat([check_labels(labels[0], len(z_a)), check_labels(labels[1], len(z_b))]).to(z_a.device)
+    return torch.cat([z_a, z_b]), LabelRelation(both), len(z_a)

@@ -24,8 +24,6 @@ from contrastive_curvature.losses import (
     SupConLoss,
     TripletLoss,
 )
-from contrastive_curvature.losses.row_rules import row_numbers, row_terms
-from contrastive_curvature.losses.rules import terms_of
 from contrastive_curvature.options import Distance, PDFix, Structure
 from contrastive_curvature.testing.cases import Case, close
 from contrastive_curvature.testing.contract_base import ContractBase, make_backend
@@ -215,13 +213,13 @@ def _check_terms(loss: Any, random: torch.Generator, device: str) -> None:
     slope = torch.autograd.functional.jacobian(value, cosine)
     bend = torch.as_tensor(torch.autograd.functional.hessian(value, cosine)).reshape(28, 28)
     if of_pairs:
-        first, second = terms_of(loss, cosine, *masks)
+        first, second = loss._checked_terms(cosine, *masks)
     else:
-        kept = row_numbers(loss, "_counts", loss._counts(*masks), 4) > 0
-        row_numbers(loss, "_value", loss._value(cosine, *masks), 4)
+        kept = loss._has_terms(*masks)
+        loss._checked("_value", cosine, *masks)
         statistics = loss._statistics(cosine, *masks)
-        first, second, roots = row_terms(loss, cosine, *masks, statistics, kept)
-        some = row_terms(loss, cosine[:, ::2], masks[0][:, ::2], masks[1][:, ::2], statistics, kept)
+        first, second, roots = loss._checked_terms(cosine, *masks, statistics, kept)
+        some = loss._checked_terms(cosine[:, ::2], masks[0][:, ::2], masks[1][:, ::2], statistics, kept)
         same = close(some.first, first[:, ::2], 1.0)
         assert same, f"{name}._terms: other derivatives where it is called with some of the columns only."
         slope, bend = slope * kept.unsqueeze(1), bend * kept.repeat_interleave(7).unsqueeze(1)

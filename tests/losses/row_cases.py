@@ -12,7 +12,7 @@ from strategies import Case, close
 from torch import Tensor
 
 from contrastive_curvature.losses.rows import RowLoss
-from contrastive_curvature.losses.towers import joined_towers
+from contrastive_curvature.losses.sides import joined_towers
 from contrastive_curvature.testing import list_pairs
 
 __all__ = [

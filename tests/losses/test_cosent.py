@@ -16,7 +16,7 @@ from strategies import DISTANCES, close
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.losses import pair_ends
+from contrastive_curvature.losses import cosent
 from contrastive_curvature.losses.cosent import CoSENTLoss
 from contrastive_curvature.pairs import make_relation
 from contrastive_curvature.pairs.graded import GradedPairs
@@ -210,8 +210,8 @@ def test_parts_of_the_blocks_agree_with_the_whole(drawn: Drawn, device: str) -> 
     whole = loss.output_hessian(z, pairs=pairs).blocks
     dense, rows = whole.dense(), slice(1, len(z) - 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pair_ends, "_ROWS", 3)
-        patch.setattr(pair_ends, "BLOCK_ELEMENTS", 1)
+        patch.setattr(cosent, "_ROWS", 3)
+        patch.setattr(cosent, "BLOCK_ELEMENTS", 1)
         found = loss.output_hessian(z, pairs=pairs).blocks
         assert close(found.dense(), dense, drawn.size, 1e-13)
         assert close(found[rows].dense(), dense[rows], drawn.size, 1e-13)
