@@ -12,7 +12,7 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
-__all__ = ["choice", "count", "dense", "flag", "generator", "number"]
+__all__ = ["choice", "count", "dense", "flag", "generator", "number", "tensor"]
 
 
 def count(argument: str, value: object) -> int:
@@ -78,6 +78,35 @@ def dense(argument: str, value: Tensor) -> None:
     """
     if value.layout != torch.strided:
         raise InputTypeError(expected(argument, "a dense tensor", f"layout {value.layout}", "Call .to_dense() on it."))
+
+
+def tensor(argument: str, value: object, shape: tuple[int | str, ...], like: Tensor | None = None) -> Tensor:
+    """Return ``value`` if it is a dense tensor of finite floating-point numbers.
+
+    Args:
+        argument: Name of the argument, for the error messages.
+        value: What the caller gave.
+        shape: The sizes that it must have; a letter is any size.
+        like: A tensor with the dtype and on the device that it must have.
+
+    Raises:
+        InputTypeError: It is no floating-point tensor.
+        InputError: A size, the dtype or the device differs, or a number is NaN or infinite.
+    """
+    wanted = f"shape ({', '.join(map(str, shape))})"
+    if not isinstance(value, Tensor):
+        raise InputTypeError(expected(argument, f"a torch.Tensor, {wanted}", f"a {type(value).__name__}"))
+    dense(argument, value)
+    if not value.is_floating_point():
+        raise InputTypeError(expected(argument, "a floating-point tensor", f"{value.dtype}", "Call .float() on it."))
+    if len(shape) != value.ndim or any(n != m for n, m in zip(shape, value.shape, strict=True) if isinstance(n, int)):
+        raise InputError(expected(argument, wanted, f"shape {tuple(value.shape)}"))
+    if like is not None and (value.dtype, value.device) != (like.dtype, like.device):
+        raise InputError(expected(argument, f"{like.dtype} on {like.device}", f"{value.dtype} on {value.device}"))
+    bad = int((~value.detach().isfinite()).sum())
+    if bad:
+        raise InputError(expected(argument, "finite numbers", f"{bad} of {value.numel()} NaN or infinite"))
+    return value
 
 
 def generator(generator: object, device: torch.device) -> None:

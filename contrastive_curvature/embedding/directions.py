@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
-from contrastive_curvature.embedding.samples import sample_covariance
+from contrastive_curvature.embedding.spread import Diagonal, Samples, sample_covariance
 from contrastive_curvature.vmf._checks import check_real, unit
 
 __all__ = ["Directions", "directions"]
@@ -43,21 +43,19 @@ class Directions:
     covariance: Tensor | None = None
 
     def __getitem__(self, rows: Tensor | slice) -> Directions:
-        """The directions of some of the rows."""
-        covariance = None if self.covariance is None else self.covariance[rows]
-        return Directions(
-            self.mean[rows], self.lost[rows], self.diagonal[rows], self.axis[rows], self.tilt[rows], covariance
-        )
+        """Return the directions of some of the rows."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Directions(**{name: value if value is None else value[rows] for name, value in given.items()})
 
     def dense(self) -> Tensor:
-        """Covariances, shape (N, D, D)."""
+        """Return covariances, shape (N, D, D)."""
         if self.covariance is not None:
             return self.covariance
         cross = self.axis.unsqueeze(2) * self.tilt.unsqueeze(1)
         return torch.diag_embed(self.diagonal) + cross + cross.mT
 
     def along(self, vectors: Tensor) -> Tensor:
-        """Variances ``v^T Cov v`` along a vector (N, D) each, shape (N,)."""
+        """Return variances ``v^T Cov v`` along a vector (N, D) each, shape (N,)."""
         if self.covariance is not None:
             return (vectors * (self.covariance @ vectors.unsqueeze(2)).squeeze(2)).sum(1)
         across = (self.axis * vectors).sum(1) * (self.tilt * vectors).sum(1)
@@ -100,27 +98,23 @@ def directions(name: str, embeddings: EmbeddingDistribution | Tensor) -> Directi
         point, _ = unit(name, check_real(name, embeddings).double())
         nothing = torch.zeros_like(point)
         return Directions(point, nothing[:, 0], nothing, point, nothing)
-    if embeddings._samples is not None:
-        points, _ = unit(name, embeddings._samples.double())
-        nothing, spread = torch.zeros_like(points[0]), sample_covariance(points)
-        lost = spread.diagonal(dim1=1, dim2=2).sum(1) * (1 - 1 / len(points))
-        return Directions(points.mean(0), lost, nothing, nothing, nothing, spread)
+    if isinstance(embeddings.spread, Samples):
+        points, _ = unit(name, embeddings.spread.samples.double())
+        mean, spread = points.mean(1), sample_covariance(points)
+        lost = spread.diagonal(dim1=1, dim2=2).sum(1) * (1 - 1 / points.shape[1])
+        nothing = torch.zeros_like(mean)
+        return Directions(mean, lost, nothing, nothing, nothing, spread)
     u, norm = unit(name, embeddings.raw_mean.double())
-    if embeddings._variance is not None:
-        return _of_diagonal(u, _relative(embeddings._variance.double(), norm))
+    if isinstance(embeddings.spread, Diagonal):
+        return _of_diagonal(u, _relative(embeddings.variance.double(), norm))
     step = max(1, _ENTRIES // u.shape[1] ** 2)
     chunks = zip(*(value.split(step) for value in (u, norm, embeddings.covariance)), strict=True)
-    return _joined([_of_dense(v, _relative(spread.double(), n)) for v, n, spread in chunks])
-
-
-def _joined(parts: list[Directions]) -> Directions:
-    """Blocks of directions with dense covariances, one after another."""
-    names = ("mean", "lost", "diagonal", "axis", "tilt", "covariance")
-    return Directions(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+    parts = [_of_dense(v, _relative(spread.double(), n)) for v, n, spread in chunks]
+    return Directions(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Directions)))
 
 
 def _relative(spread: Tensor, norm: Tensor) -> Tensor:
-    """``V / n^2`` of spreads (N, D) or (N, D, D), each scaled down as a whole where the direction is random anyway."""
+    """Return ``V / n^2`` of spreads (N, D) or (N, D, D), scaled down as a whole where the direction is random."""
     shape = (-1, *([1] * (spread.ndim - 1)))
     size = spread.detach().abs().flatten(1).amax(1)
     size = torch.where(size > 0, size, torch.ones_like(size))
@@ -130,7 +124,7 @@ def _relative(spread: Tensor, norm: Tensor) -> Tensor:
 
 
 def _scalars(tau: Tensor, rho: Tensor, bend: Tensor, square: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``R``, ``(1 - R^2 - zeta) / tau``, ``zeta``, ``1 - |E[x]|^2`` of tau, rho, ``|c|^2`` and q, all of shape (N,)."""
+    """Return ``R``, ``(1 - R^2 - zeta) / tau``, ``zeta`` and ``1 - |E[x]|^2``, shape (N,) each."""
     tiny = torch.finfo(tau.dtype).tiny
     whole = 1 + tau
     # Divided by tau at once, because 1 - R^2 loses its digits where tau is small.

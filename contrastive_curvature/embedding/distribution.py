@@ -2,37 +2,88 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self
 
 import torch
 from torch import Tensor
 
-from contrastive_curvature import vmf
-from contrastive_curvature.embedding.axis_covariance import AxisCovariance
-from contrastive_curvature.embedding.checks import (
-    InvalidRowsError,
-    check_all_finite,
-    check_draw,
-    check_floats,
-    check_mean,
-    check_semidefinite,
-    check_spread,
-    check_typical_norm,
-)
+from contrastive_curvature import validate
 from contrastive_curvature.embedding.known import Judge
-from contrastive_curvature.embedding.p_values import EmbeddingKnown
-from contrastive_curvature.embedding.rows import EmbeddingRows
-from contrastive_curvature.embedding.samples import gaussian_samples, sample_covariance
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.fit.class_centres import ClassCentres
+from contrastive_curvature.embedding.spread import Axes, Dense, Diagonal, Joint, Samples, Spread, taken
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.fit.class_centres import ClassCentres, same_centres
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.vmf._checks import unit
-from contrastive_curvature.vmf.gaussian import concentration
 
-__all__ = ["EmbeddingDistribution"]
+__all__ = ["EmbeddingDistribution", "InvalidRowsError", "turning_angle", "with_invalid_rows"]
+
+_Arguments = ParamSpec("_Arguments")
 
 
-class EmbeddingDistribution(EmbeddingRows, EmbeddingKnown):
+class InvalidRowsError(InputError):
+    """Some inputs of a batch have no finite embedding.
+
+    Args:
+        message: The message.
+        rows: Which, booleans, shape (B,).
+    """
+
+    def __init__(self, message: str, rows: Tensor) -> None:
+        super().__init__(message)
+        self.rows = rows
+
+    def __reduce__(self) -> tuple[type[InvalidRowsError], tuple[str, Tensor]]:
+        return type(self), (str(self), self.rows)
+
+
+def turning_angle(
+    tangential: Tensor,
+    norm: Tensor,
+    typical_norm: float | Tensor | None = None,
+    between: Tensor | None = None,
+    arctan: Callable[[Tensor], Tensor] = torch.arctan,
+) -> Tensor:
+    """Return ``arctan(sqrt(V / n^2) sqrt(t / n) b)``, shape (B,); see :attr:`EmbeddingDistribution.uncertainty`.
+
+    Args:
+        tangential: Relative variances ``V / n^2``, shape (B,).
+        norm: Norms ``n`` of the raw outputs, shape (B,).
+        typical_norm: Typical norm ``t``; ``None``: without this factor.
+        between: Factors ``b`` by the position between classes, shape (B,); ``None``: without them.
+        arctan: For runtimes that have it in some dtypes only.
+    """
+    certain = tangential == 0
+    # Where there is no spread, the root has no derivative.
+    angle = torch.where(certain, 0, torch.where(certain, 1, tangential).sqrt())
+    if typical_norm is not None:
+        # The quotient first: either norm may be near the limits of its dtype.
+        angle = angle * (typical_norm / norm).sqrt().to(angle.dtype)
+    return arctan(angle if between is None else angle * between)
+
+
+def _of_valid_rows(
+    answer: Callable[Concatenate[EmbeddingDistribution, _Arguments], Tensor],
+) -> Callable[Concatenate[EmbeddingDistribution, _Arguments], Tensor]:
+    """Compute an answer (B, ...) without the rows of NaN (``on_invalid="nan"``), which are NaN or false in it."""
+
+    @functools.wraps(answer)
+    def run(self: EmbeddingDistribution, /, *args: _Arguments.args, **options: _Arguments.kwargs) -> Tensor:
+        valid = ~self.raw_mean.isnan().any(1)
+        if bool(valid.all()):
+            return answer(self, *args, **options)
+        found = answer(self[valid], *args, **options)
+        missing = False if found.dtype == torch.bool else torch.nan
+        out = found.new_full((len(valid), *found.shape[1:]), missing)
+        out[valid] = found
+        return out
+
+    return run
+
+
+class EmbeddingDistribution:
     """Distribution of B embeddings on the sphere; ``mu, kappa = distribution`` unpacks its von Mises-Fisher summary.
 
     Built from a Gaussian over the raw outputs (closed form), or from samples of the raw outputs (:meth:`from_samples`).
@@ -68,54 +119,32 @@ class EmbeddingDistribution(EmbeddingRows, EmbeddingKnown):
         joint_covariance: Tensor | None = None,
         typical_norm: float | None = None,
     ) -> None:
-        given = [
-            name
-            for name, value in (
-                ("variance", variance),
-                ("covariance", covariance),
-                ("joint_covariance", joint_covariance),
-            )
-            if value is not None
-        ]
+        spreads = {"variance": variance, "covariance": covariance, "joint_covariance": joint_covariance}
+        given = [name for name, value in spreads.items() if value is not None]
         if len(given) != 1:
             raise InputError(expected("variance, covariance, joint_covariance", "exactly one", str(given or "none")))
-        check_mean(raw_mean)
-        if variance is not None:
-            check_spread("variance", variance, raw_mean, raw_mean.shape)
-            if bool((variance < 0).any()):
-                raise InputError(
-                    expected("variance", "variances >= 0", f"a smallest variance of {float(variance.min())}")
-                )
-        elif covariance is not None:
-            check_spread("covariance", covariance, raw_mean, (*raw_mean.shape, raw_mean.shape[1]))
-            check_semidefinite("covariance", covariance)
-        elif joint_covariance is not None:
-            check_spread("joint_covariance", joint_covariance, raw_mean, (raw_mean.numel(), raw_mean.numel()))
-            check_semidefinite("joint_covariance", joint_covariance)
-        self._store(raw_mean, variance, covariance, joint_covariance)
+        n, dim = validate.tensor("raw_mean", raw_mean, ("B", "D")).shape
+        if dim < 2:
+            raise InputError(expected("raw_mean", "shape (B, D) with D >= 2", f"shape {tuple(raw_mean.shape)}"))
+        zero = (raw_mean.detach() == 0).all(1).nonzero().flatten()[:5].tolist()
+        if zero:
+            hint = "Zero has no direction."
+            raise InputError(expected("raw_mean", "rows that are not zero", f"zero rows {zero}", hint))
+        shape = {"variance": (n, dim), "covariance": (n, dim, dim), "joint_covariance": (n * dim, n * dim)}[given[0]]
+        checked = validate.tensor(given[0], spreads[given[0]], shape, raw_mean)
+        if variance is None:
+            _check_semidefinite(given[0], checked)
+        elif bool((variance < 0).any()):
+            raise InputError(expected("variance", "variances >= 0", f"a smallest variance of {float(variance.min())}"))
+        self._hold(raw_mean, _spread_of(raw_mean, variance, covariance, joint_covariance))
         self.relative_to(typical_norm)
 
-    def _store(
-        self,
-        raw_mean: Tensor,
-        variance: Tensor | None,
-        covariance: Tensor | AxisCovariance | None,
-        joint_covariance: Tensor | None,
-    ) -> None:
-        self.raw_mean = raw_mean
-        self._variance = variance
-        self._joint = joint_covariance
-        self._samples: Tensor | None = None
+    def _hold(self, raw_mean: Tensor, spread: Spread) -> Self:
+        self.raw_mean, self.spread = raw_mean, spread
         self._judge: Judge | None = None
         self._typical_norm: float | None = None
         self._class_centres: ClassCentres | None = None
-        if joint_covariance is not None:
-            n, dim = raw_mean.shape
-            points = torch.arange(n, device=raw_mean.device)
-            covariance = joint_covariance.view(n, dim, n, dim)[points, :, points, :]
-        # Their dense form is made when it is asked for.
-        self._axes = covariance if isinstance(covariance, AxisCovariance) else None
-        self._covariance = None if isinstance(covariance, AxisCovariance) else covariance
+        return self
 
     @classmethod
     def trusted(
@@ -123,7 +152,7 @@ class EmbeddingDistribution(EmbeddingRows, EmbeddingKnown):
         raw_mean: Tensor,
         *,
         variance: Tensor | None = None,
-        covariance: Tensor | AxisCovariance | None = None,
+        covariance: Tensor | Axes | None = None,
         joint_covariance: Tensor | None = None,
     ) -> EmbeddingDistribution:
         """Build a distribution without checking symmetry and sign, for the library's own posteriors.
@@ -131,29 +160,14 @@ class EmbeddingDistribution(EmbeddingRows, EmbeddingKnown):
         Rounding alone could fail these checks: a covariance computed as a difference of large matrices has the rounding
         errors of the large matrices, which a tolerance relative to the small difference does not cover. The checks
         would also need a matrix decomposition for every prediction.
-
-        Args:
-            raw_mean: Mean of the raw outputs, shape (B, D), finite.
-            variance: Variances of the raw outputs, shape (B, D).
-            covariance: Covariances of the raw outputs, shape (B, D, D), or their parts.
-            joint_covariance: Covariance of all raw outputs together, shape (B D, B D).
-
-        Raises:
-            InputError: The given spread is not finite.
         """
-        for name, spread in (
-            ("variance", variance),
-            ("covariance", covariance),
-            ("joint_covariance", joint_covariance),
-        ):
-            if spread is not None and not _is_finite(spread):
-                bad = ~_finite_rows(spread, len(raw_mean))
-                hint = "The prior precision or the temperature may be too small, or an input's Jacobian too large."
-                received = f"NaN or infinity in rows {bad.nonzero().flatten()[:5].tolist()}"
-                raise InvalidRowsError(expected(f"la(x): {name}", "finite numbers", received, hint), bad)
-        out = cls.__new__(cls)
-        out._store(raw_mean, variance, covariance, joint_covariance)
-        return out
+        spread = _spread_of(raw_mean, variance, covariance, joint_covariance)
+        bad = ~spread.finite()
+        if bool(bad.any()):
+            hint = "The prior precision or the temperature may be too small, or an input's Jacobian too large."
+            received = f"NaN or infinity in rows {bad.nonzero().flatten()[:5].tolist()}"
+            raise InvalidRowsError(expected(f"la(x): {spread.kind}", "finite numbers", received, hint), bad)
+        return cls.__new__(cls)._hold(raw_mean, spread)
 
     @classmethod
     def from_samples(cls, samples: Tensor) -> EmbeddingDistribution:
@@ -170,21 +184,14 @@ class EmbeddingDistribution(EmbeddingRows, EmbeddingKnown):
             InputTypeError: ``samples`` is not a floating-point tensor.
             InputError: The shape is wrong, there are fewer than two samples, or an entry is not finite.
         """
-        hint = "Sample s comes from one network for all B inputs, as la.functional_samples(x, joint=True) gives them."
-        wanted = "shape (S, B, D) with S >= 2 and D >= 2"
-        check_floats("samples", samples, wanted)
-        if samples.ndim != 3 or samples.shape[0] < 2 or samples.shape[2] < 2:
+        validate.tensor("samples", samples, ("S", "B", "D"))
+        if samples.shape[0] < 2 or samples.shape[2] < 2:
+            hint = "Sample s comes from one network for all inputs, as la.functional_samples(x, joint=True) gives them."
+            wanted = "shape (S, B, D) with S >= 2 and D >= 2"
             raise InputError(expected("samples", wanted, f"shape {tuple(samples.shape)}", hint))
-        check_all_finite("samples", samples)
-        out = cls.__new__(cls)
-        # The covariance is computed on request only: for very large outputs it overflows.
-        out._store(samples.mean(0), None, None, None)
-        out._samples = samples
-        return out
+        return cls.__new__(cls)._hold(samples.mean(0), Samples(samples.transpose(0, 1).contiguous()))
 
-    def relative_to(
-        self, typical_norm: float | None, class_centres: ClassCentres | None = None
-    ) -> EmbeddingDistribution:
+    def relative_to(self, typical_norm: float | None, class_centres: ClassCentres | None = None) -> Self:
         """This object, with what :attr:`uncertainty` compares it with.
 
         Args:
@@ -195,27 +202,25 @@ class EmbeddingDistribution(EmbeddingRows, EmbeddingKnown):
             InputTypeError: The norm is no number.
             InputError: The norm is not positive.
         """
-        check_typical_norm(typical_norm)
+        if typical_norm is not None:
+            validate.number("typical_norm", typical_norm, positive=True)
         self._typical_norm, self._class_centres = typical_norm, class_centres
         return self
 
     @property
+    @_of_valid_rows
     def mu(self) -> Tensor:
         """Mean directions on the sphere, shape (B, D)."""
-        if self._samples is not None:
-            return vmf.fit(self._samples)[0]
-        # An output of zeros has none, which is an error here.
-        unit("raw_mean", self.raw_mean)
-        return normalize(self.raw_mean)[0]
+        return self.spread.direction(self.raw_mean)
 
     @property
+    @_of_valid_rows
     def kappa(self) -> Tensor:
         """Concentrations, shape (B,): in closed form to second order in the spread, or estimated from the samples."""
-        if self._samples is not None:
-            return vmf.fit(self._samples)[1]
-        return concentration(self.tangential_variance, self.raw_mean.shape[1])
+        return self.spread.concentration(self.raw_mean)
 
     @property
+    @_of_valid_rows
     def uncertainty(self) -> Tensor:
         """How far the embedding may turn: an angle in radians, in [0, pi / 2].
 
@@ -232,50 +237,27 @@ class EmbeddingDistribution(EmbeddingRows, EmbeddingKnown):
         its own centre. Without a typical norm, and without class centres, these factors are 1.
         """
         # Finite numbers whose quotient overflows make NaN; such an output may point anywhere.
-        spread = self.tangential_variance.nan_to_num(nan=torch.inf, posinf=torch.inf)
-        # Where there is none, the root has no derivative.
-        angle = torch.where(spread > 0, spread, 1).sqrt() * (spread > 0)
-        if self._typical_norm is not None:
-            # The quotient first: either norm may be near the limits of its dtype.
-            angle = angle * (self._typical_norm / unit("raw_mean", self.raw_mean)[1]).sqrt()
-        if self._class_centres is not None:
-            angle = angle * self._class_centres.factor(self.raw_mean)
-        return angle.arctan()
+        tangential = self.tangential_variance.nan_to_num(nan=torch.inf, posinf=torch.inf)
+        between = None if self._class_centres is None else self._class_centres.factor(self.raw_mean)
+        return turning_angle(tangential, unit("raw_mean", self.raw_mean)[1], self._typical_norm, between)
 
     @property
+    @_of_valid_rows
     def tangential_variance(self) -> Tensor:
         """Variance perpendicular to the mean, over the squared norm of the mean, shape (B,), in squared radians."""
-        if self._variance is not None:
-            return vmf.tangential_variance(self.raw_mean, variance=self._variance)
-        if self._samples is not None:
-            samples, mean, _ = self._scaled_samples()
-            return vmf.tangential_variance(mean, covariance=sample_covariance(samples))
-        if self._axes is not None:
-            u, norm = unit("raw_mean", self.raw_mean)
-            size, total, radial = self._axes.total_and_radial(u.double())
-            # Divided twice, because the square of a tiny or huge norm underflows or overflows.
-            return ((total - radial).clamp(min=0) * (size / norm / norm)).to(u.dtype)
-        return vmf.tangential_variance(self.raw_mean, covariance=self._covariance)
+        return self.spread.tangential(self.raw_mean)
 
     @property
+    @_of_valid_rows
     def covariance(self) -> Tensor:
         """Covariance of the raw outputs, shape (B, D, D)."""
-        if self._axes is not None and self._covariance is None:
-            self._covariance = self._axes.dense()
-        if self._covariance is not None:
-            return self._covariance
-        if self._samples is not None:
-            return sample_covariance(self._samples)
-        return torch.diag_embed(self.variance)
+        return self.spread.covariance
 
     @property
+    @_of_valid_rows
     def variance(self) -> Tensor:
         """Variances of the raw outputs, shape (B, D)."""
-        if self._variance is not None:
-            return self._variance
-        if self._axes is not None:
-            return self._axes.variance()
-        return self.covariance.diagonal(dim1=1, dim2=2)
+        return self.spread.variance
 
     @property
     def joint_covariance(self) -> Tensor:
@@ -284,10 +266,7 @@ class EmbeddingDistribution(EmbeddingRows, EmbeddingKnown):
         Raises:
             UnsupportedError: The prediction was requested without ``joint=True``.
         """
-        if self._joint is None:
-            msg = "joint_covariance: this distribution holds one marginal an input. Call la(x, joint=True)."
-            raise UnsupportedError(msg)
-        return self._joint
+        return self.spread.joint_covariance
 
     def raw_samples(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
         """Draw raw outputs.
@@ -306,28 +285,210 @@ class EmbeddingDistribution(EmbeddingRows, EmbeddingKnown):
             InputError: ``n_samples`` is not a positive whole number, or exceeds the number of samples that the
                 distribution was built from; or ``generator`` lives on another device.
         """
-        check_draw(n_samples, generator, self.raw_mean.device)
-        if self._samples is not None:
-            if n_samples > self._samples.shape[0]:
-                hint = "This distribution was built from those samples; request more of them in the prediction."
-                raise InputError(expected("n_samples", f"at most {self._samples.shape[0]}", n_samples, hint))
-            return self._samples[:n_samples]
-        if self._joint is not None:
-            flat = gaussian_samples(self.raw_mean.reshape(1, -1), None, self._joint.unsqueeze(0), n_samples, generator)
-            return flat.view(n_samples, *self.raw_mean.shape)
-        covariance = self.covariance if self._variance is None else None
-        return gaussian_samples(self.raw_mean, self._variance, covariance, n_samples, generator)
+        validate.count("n_samples", n_samples)
+        validate.generator(generator, self.raw_mean.device)
+        return self._samples_by_row(n_samples, generator).transpose(0, 1)
+
+    @_of_valid_rows
+    def _samples_by_row(self, n_samples: int, generator: torch.Generator | None) -> Tensor:
+        return self.spread.sample(self.raw_mean, n_samples, generator).transpose(0, 1)
 
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
         """Draw embeddings: :meth:`raw_samples`, each divided by its norm. Shape (S, B, D)."""
-        raw = self.raw_samples(n_samples, generator)
-        return normalize(raw.flatten(0, 1))[0].view_as(raw)
+        return normalize(self.raw_samples(n_samples, generator))[0]
+
+    @property
+    @_of_valid_rows
+    def novelty(self) -> Tensor:
+        """How unlike the known inputs an input is, float64, shape (B,); larger is less like them, without a unit.
+
+        It ranks inputs as :attr:`p_value` does, in reverse, and tells apart those that are further out than all known
+        inputs, where p-values end. See :func:`contrastive_curvature.embedding.known.components` for what it
+        is made of. The posterior of a last layer needs no calibration for it.
+
+        Raises:
+            UnsupportedError: This is no plain prediction ``la(x)``.
+            NotFittedError: The posterior is not calibrated, and has no training inputs to compare with.
+            InputError: The posterior has changed since this prediction.
+        """
+        return self._asked("novelty").novelty(self)
+
+    @property
+    @_of_valid_rows
+    def p_value(self) -> Tensor:
+        """Conformal p-values of "this input is of the kind that the encoder knows", float64, shape (B,), in (0, 1].
+
+        The share of known inputs, the input itself counted in, that are at least as unlike the others. Of new known
+        inputs at most a share alpha has a p-value of at most alpha (``la.calibrate``), so a small one says "unknown".
+        Before ``la.calibrate(loader)``, the posterior of a last layer compares with inputs of its fit and says once,
+        with an :class:`OptimisticPValueWarning`, that this is optimistic.
+
+        Raises:
+            UnsupportedError: This is no plain prediction ``la(x)``.
+            NotFittedError: The posterior is not calibrated and has no training inputs to compare with, or was
+                calibrated for another prior precision, temperature or encoder.
+            InputError: The posterior has changed since this prediction.
+        """
+        return self._asked("p_value").p_value(self)
+
+    @_of_valid_rows
+    def is_known(self, alpha: float = 0.01) -> Tensor:
+        """Whether inputs are of the kind that the encoder knows: ``p_value > alpha``.
+
+        Args:
+            alpha: Share of known inputs that may be flagged, in (0, 1).
+
+        Returns:
+            Booleans, shape (B,).
+
+        Raises:
+            InputTypeError: ``alpha`` is no number.
+            InputError: ``alpha`` is not in (0, 1), or too small for the number of calibration inputs.
+            UnsupportedError: As for :attr:`p_value`, like the following.
+            NotFittedError: The posterior is not calibrated, or for another posterior.
+        """
+        return self._asked("is_known").is_known(self, alpha)
+
+    def _asked(self, question: str) -> Judge:
+        if self._judge is None:
+            msg = (
+                f"{question}: only a plain prediction la(x) of a fitted posterior can be compared with known inputs. A "
+                "distribution that was built by hand, from samples or with joint=True or diagonal_output=True, a copy, "
+                "and a concatenation with one of these or of predictions of two states of a posterior cannot. Call "
+                f"la(x).{question}."
+            )
+            raise UnsupportedError(msg)
+        return self._judge
+
+    def __len__(self) -> int:
+        """Number B of embeddings."""
+        return len(self.raw_mean)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Unpacking gives two tensors: ``mu, kappa = distribution``. For single embeddings, take indices."""
+        return iter((self.mu, self.kappa))
+
+    def __getitem__(self, rows: int | slice | Sequence[int] | Sequence[bool] | Tensor) -> Self:
+        """The distribution of some of the embeddings, with everything it can be asked, also ``p_value``.
+
+        Args:
+            rows: An integer, which gives a distribution of one embedding; a slice; a list or tensor of integers, or of
+                B booleans.
+
+        Raises:
+            InputTypeError: It is something else.
+            IndexError: There is no such row.
+        """
+        every = torch.arange(len(self), device=self.raw_mean.device)
+        if isinstance(rows, slice):
+            return self._select(every[list(range(len(self)))[rows]])
+        given = torch.as_tensor(rows, device=every.device)
+        if not given.numel():
+            given = given.long()
+        is_mask = given.dtype == torch.bool
+        if isinstance(rows, tuple) or given.ndim > 1 or not torch.can_cast(given.dtype, torch.int64):
+            wanted = "an integer, a slice, or a list or tensor of integers or booleans"
+            raise InputTypeError(expected("index", wanted, repr(rows)))
+        if is_mask and given.shape != every.shape:
+            raise InputError(expected("index", f"{len(every)} booleans, one an embedding", tuple(given.shape)))
+        return self._select(every[given if is_mask else given.long()].reshape(-1))
+
+    def _select(self, rows: Tensor) -> Self:
+        """Return the embeddings with these numbers, int64, shape (N,); -1 is a row of NaN."""
+        judge = None if self._judge is None else self._judge.rows(rows)
+        return self._changed(taken(self.raw_mean, rows), self.spread.rows(rows), judge)
+
+    @classmethod
+    def cat(cls, distributions: Sequence[EmbeddingDistribution]) -> EmbeddingDistribution:
+        """Concatenate distributions, as ``torch.cat`` does with tensors: of the batches of a data set, say.
+
+        Args:
+            distributions: One or more, of one kind (``variance``, covariances, or samples of the same number), one
+                dimension D, dtype and device.
+
+        Returns:
+            The distribution of all their embeddings, in order. ``uncertainty``, ``p_value`` and ``novelty`` are those
+            of the parts; the latter two are refused where a part is no plain prediction ``la(x)``, or the parts are of
+            different states of a posterior. Of samples, sample s of the result is of one network only where the parts
+            were drawn with generators of one seed; ``mu`` and ``kappa`` do not depend on that.
+
+        Raises:
+            InputTypeError: It is no sequence of distributions.
+            InputError: There are none; or kind, dimension, dtype, device, typical norm or class centres differ.
+            UnsupportedError: They hold joint covariances: between the parts there is none.
+        """
+        parts = [] if isinstance(distributions, EmbeddingDistribution) else list(distributions)
+        if not parts or not all(isinstance(part, EmbeddingDistribution) for part in parts):
+            wanted = "a list of EmbeddingDistributions, such as [la(x) for x in batches]"
+            raise InputTypeError(expected("distributions", wanted, f"a {type(distributions).__name__}"))
+        first, *others = parts
+        for number, part in enumerate(others, 1):
+            for what, has, now in (
+                ("class", type(first).__name__, type(part).__name__),
+                ("kind of spread", first.spread.kind, part.spread.kind),
+                ("dimension", first.raw_mean.shape[1], part.raw_mean.shape[1]),
+                ("dtype", first.raw_mean.dtype, part.raw_mean.dtype),
+                ("device", first.raw_mean.device, part.raw_mean.device),
+                ("typical_norm", first._typical_norm, part._typical_norm),
+            ):
+                if has != now:
+                    wanted = f"parts of one {what}, that of the first, {has}"
+                    raise InputError(expected(f"distributions[{number}]", wanted, now))
+            if isinstance(part.spread, Joint):
+                msg = (
+                    "distributions: joint covariances cannot be concatenated, because between the parts there is none. "
+                    "Call la(x, joint=True) with all inputs at once, or leave out joint=True."
+                )
+                raise UnsupportedError(msg)
+            if not same_centres(first._class_centres, part._class_centres):
+                hint = "The uncertainties of the parts were compared with different ones."
+                raise InputError(expected(f"distributions[{number}]", "the class centres of the first", "others", hint))
+        judges = [part._judge for part in parts]
+        judge = None if judges[0] is None else judges[0].joined(judges, parts)
+        mean = torch.cat([part.raw_mean for part in parts])
+        return first._changed(mean, first.spread.cat([part.spread for part in others]), judge)
+
+    def to(
+        self, device: torch.device | str | int | torch.dtype | None = None, dtype: torch.dtype | None = None
+    ) -> Self:
+        """The same distribution on another device or in another dtype, as ``torch.Tensor.to``.
+
+        ``p_value``, ``novelty`` and ``is_known`` stay what they are. In another dtype everything else is computed from
+        the rounded mean and spread.
+
+        Args:
+            device: The device; or the dtype.
+            dtype: A floating-point dtype; None leaves it.
+
+        Raises:
+            InputTypeError: The dtype is no floating-point dtype.
+        """
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise InputTypeError(expected("dtype", "a floating-point dtype", f"{dtype!r}"))
+        judge = self._judge
+        if judge is not None and dtype not in (None, self.raw_mean.dtype):
+            judge = judge.fixed(self)
+        mean = self.raw_mean.to(device=device, dtype=dtype)
+        return self._changed(mean, self.spread.to(mean.device, dtype), judge)
+
+    def cpu(self) -> Self:
+        """The same distribution on the CPU."""
+        return self.to("cpu")
+
+    def _changed(self, raw_mean: Tensor, spread: Spread, judge: Judge | None) -> Self:
+        out = copy(self)
+        out.raw_mean, out.spread, out._judge = raw_mean, spread, judge
+        return out
 
     def __repr__(self) -> str:
         """Number and dimension of the embeddings, and the kind of the distribution."""
         n, dim = self.raw_mean.shape
-        kind = {"samples": "samples", "joint covariance": "joint Gaussian"}.get(self._kind, "Gaussian")
-        return f"EmbeddingDistribution({n} embeddings in {dim} dimensions, from {kind})"
+        gaussian = {"variance": "Gaussian", "covariance": "Gaussian", "joint_covariance": "joint Gaussian"}
+        text = f"{n} embeddings in {dim} dimensions, from {gaussian.get(self.spread.kind, self.spread.kind)}"
+        missing = int(self.raw_mean.isnan().any(1).sum())
+        return f"EmbeddingDistribution({text}{f', {missing} of them NaN' if missing else ''})"
 
     if not TYPE_CHECKING:  # a type checker then refuses ``mean`` itself
 
@@ -341,37 +502,43 @@ class EmbeddingDistribution(EmbeddingRows, EmbeddingKnown):
         """What is copied and pickled: all but the posterior behind :attr:`p_value`, which holds the encoder."""
         return {**self.__dict__, "_judge": None}
 
-    @property
-    def _kind(self) -> str:
-        """What the spread is given by."""
-        if self._samples is not None:
-            return "samples"
-        if self._joint is not None:
-            return "joint covariance"
-        return "covariance" if self._variance is None else "variance"
 
-    def _scaled_samples(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Samples (S, B, D) and their mean (B, D), both divided by each input's largest entry, and that entry (B,)."""
-        if self._samples is None:
-            msg = "this distribution was not built from samples"
-            raise TypeError(msg)
-        scale = self._samples.detach().abs().amax((0, 2))
-        scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-        samples = self._samples / scale.unsqueeze(1)
-        return samples, samples.mean(0), scale
+def with_invalid_rows(good: EmbeddingDistribution, valid: Tensor) -> EmbeddingDistribution:
+    """Return embeddings with rows of NaN between them, where ``valid`` (B,) is false."""
+    valid = valid.to(good.raw_mean.device)
+    return good._select(torch.where(valid, valid.cumsum(0) - 1, -1))
 
 
-def _is_finite(spread: Tensor | AxisCovariance) -> bool:
-    return spread.isfinite() if isinstance(spread, AxisCovariance) else bool(spread.detach().isfinite().all())
+def _spread_of(
+    mean: Tensor, variance: Tensor | None, covariance: Tensor | Axes | None, joint_covariance: Tensor | None
+) -> Spread:
+    """Return the one of three spreads that is given."""
+    if variance is not None:
+        return Diagonal(variance)
+    if joint_covariance is not None:
+        return Joint(joint_covariance.view(*mean.shape, *mean.shape))
+    return covariance if isinstance(covariance, Axes) else Dense(covariance)  # type: ignore[arg-type]
 
 
-def _finite_rows(spread: Tensor | AxisCovariance, n: int) -> Tensor:
-    """Which of n embeddings have finite variances, shape (n,); of a joint covariance, their own come first."""
-    if isinstance(spread, AxisCovariance):
-        return spread.variance().detach().isfinite().all(1)
-    finite = spread.detach().isfinite()
-    if spread.ndim != 2 or len(spread) == n:
-        return finite.flatten(1).all(1)
-    dim, points = len(spread) // n, torch.arange(n, device=spread.device)
-    own = finite.view(n, dim, n, dim)[points, :, points].flatten(1).all(1)
-    return own if not bool(own.all()) else finite.view(n, -1).all(1)
+def _check_semidefinite(name: str, matrices: Tensor) -> None:
+    """Raise for matrices (..., D, D) that are not symmetric positive semidefinite up to the rounding of sums."""
+    matrices, eps = matrices.detach(), torch.finfo(matrices.dtype).eps
+    if not matrices.numel():
+        return
+    if matrices.dtype in (torch.float16, torch.bfloat16):
+        matrices = matrices.float()
+    dim = matrices.shape[-1]
+    rounding = eps**0.5 + 16 * dim * eps
+    size = matrices.abs().amax((-2, -1), keepdim=True)
+    # Scaled first: products of very large or very small entries would overflow or underflow.
+    scaled = matrices / torch.where(size > 0, size, 1)
+    apart = (scaled - scaled.mT).abs().amax((-2, -1))
+    if bool((apart > rounding).any()):
+        worst = float((apart * size.flatten().view_as(apart)).max())
+        received, hint = f"entries that differ from the transposed ones by {worst:.3g}", "Pass (V + V.mT) / 2."
+        raise InputError(expected(name, "a symmetric matrix", received, hint))
+    eye = torch.eye(dim, dtype=scaled.dtype, device=scaled.device)
+    failed = torch.linalg.cholesky_ex((scaled + scaled.mT) / 2 + 2 * rounding * eye).info != 0
+    if bool(failed.any()):
+        where = f" at rows {failed.nonzero().flatten()[:5].tolist()}" if failed.ndim else ""
+        raise InputError(expected(name, "a positive semidefinite matrix", f"one with a negative eigenvalue{where}"))

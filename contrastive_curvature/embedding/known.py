@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 
 __all__ = [
+    "BELOW",
+    "ROUNDING",
     "Judge",
     "OptimisticPValueWarning",
     "Reference",
@@ -35,10 +37,10 @@ _WITH_FEATURES = ("log V/|phi|", "log V/|phi|^2", "-log n")
 _WITHOUT = ("log V", "log V/n^2", "-log n")
 """Names of the components."""
 
-_BELOW = 0.5
+BELOW = 0.5
 """Weight of the first component below its median, relative to that above. Measured: ``docs/defaults.md``."""
 
-_ROUNDING = 3e-5
+ROUNDING = 3e-5
 """How far the components of one input may lie apart, in float32: products of matrices round differently in batches of
 another size."""
 
@@ -53,39 +55,31 @@ _NORMAL = 1.4826
 
 _TINY = torch.finfo(torch.float64).tiny
 
-_ENTRIES = 2**22
-
 
 class OptimisticPValueWarning(UserWarning):
     """A p-value is relative to inputs that the encoder was trained on, so it is too small for other known inputs."""
 
 
 class Judge(Protocol):
-    """What an embedding asks for its p-value; a posterior gives one to each of its predictions."""
+    """Answers what an embedding is asked about known inputs; a posterior gives one to each of its predictions."""
 
     def novelty(self, embedding: EmbeddingDistribution) -> Tensor:
-        """The statistic, shape (B,)."""
-        ...
+        """Return the statistic, shape (B,)."""
 
     def p_value(self, embedding: EmbeddingDistribution) -> Tensor:
-        """P-values, shape (B,)."""
-        ...
+        """Return p-values, shape (B,)."""
 
     def is_known(self, embedding: EmbeddingDistribution, alpha: float) -> Tensor:
-        """Whether the p-values are above ``alpha``, shape (B,)."""
-        ...
+        """Return whether the p-values are above ``alpha``, shape (B,)."""
 
     def rows(self, rows: Tensor) -> Judge:
-        """The judge of some of the embeddings, by their indices."""
-        ...
+        """Return the judge of some of the embeddings; -1 is a row of NaN."""
 
     def fixed(self, embedding: EmbeddingDistribution) -> Judge:
-        """The same judge, which no longer looks at the embedding: it is about to be rounded."""
-        ...
+        """Return a judge that no longer looks at the embedding, which is about to be rounded."""
 
     def joined(self, judges: Sequence[Judge | None], embeddings: Sequence[EmbeddingDistribution]) -> Judge | None:
-        """The judge of a concatenation, whose first part this one is of; ``None`` where there is none of all parts."""
-        ...
+        """Return the judge of a concatenation that begins with this one's embedding, if there is one of all parts."""
 
 
 def statistic_name(with_features: bool) -> tuple[str, int]:
@@ -117,16 +111,20 @@ def components(embedding: EmbeddingDistribution, feature_norm: Tensor | None = N
     Returns:
         Shape (B, 3), float64.
     """
-    mean = embedding.raw_mean.detach().double()
-    size = mean.abs().amax(1).clamp(min=_TINY)
-    scaled = mean / size.unsqueeze(1)
-    norm = torch.linalg.vector_norm(scaled, dim=1)
-    spread = _log_tangential(embedding, scaled / norm.clamp(min=_TINY).unsqueeze(1))
-    length = (_log(norm) + size.log()).clamp(min=math.log(_TINY))
-    if feature_norm is None:
-        return torch.stack([spread, spread - 2 * length, -length], dim=1)
-    features = _log(feature_norm)
-    return torch.stack([spread - features, spread - 2 * features, -length], dim=1)
+    with torch.no_grad():
+        mean, least = embedding.raw_mean.double(), math.log(_TINY)
+        size = mean.abs().amax(1).clamp(min=_TINY)
+        scaled = mean / size.unsqueeze(1)
+        norm = torch.linalg.vector_norm(scaled, dim=1)
+        scale, total, radial = embedding.spread.across(scaled / norm.clamp(min=_TINY).unsqueeze(1))
+        rounding = mean.shape[1] * torch.finfo(embedding.raw_mean.dtype).eps
+        across = torch.maximum(total - radial, rounding * total)
+        spread = (_log(across) + 2 * _log(scale)).clamp(min=least)
+        length = (_log(norm) + size.log()).clamp(min=least)
+        if feature_norm is None:
+            return torch.stack([spread, spread - 2 * length, -length], dim=1)
+        features = _log(feature_norm)
+        return torch.stack([spread - features, spread - 2 * features, -length], dim=1)
 
 
 def combine(standardised: Tensor) -> Tensor:
@@ -141,7 +139,7 @@ def combine(standardised: Tensor) -> Tensor:
     Returns:
         Shape (B,), larger for inputs less like the known ones.
     """
-    below = -_BELOW * standardised[:, :1]
+    below = -BELOW * standardised[:, :1]
     return torch.logsumexp(2 * torch.cat([standardised, below], dim=1), dim=1) / 2
 
 
@@ -195,7 +193,7 @@ class Reference:
         """
         found = self.standard.statistic(values.to(self.statistics.device)).contiguous()
         n = len(self.statistics)
-        below = torch.searchsorted(self.statistics, found - _ROUNDING / self.standard.scale.min())
+        below = torch.searchsorted(self.statistics, found - ROUNDING / self.standard.scale.min())
         return ((1 + n - below).double() / (n + 1)).to(values.device)
 
 
@@ -253,31 +251,4 @@ def _for_scale(n: int) -> int:
 
 
 def _log(value: Tensor) -> Tensor:
-    return value.detach().double().clamp(min=_TINY, max=torch.finfo(torch.float64).max).log()
-
-
-def _log_tangential(embedding: EmbeddingDistribution, u: Tensor) -> Tensor:
-    """Logarithm of ``tr Cov - u^T Cov u``, at least its own rounding, for directions u (B, D); float64, shape (B,)."""
-    if embedding._axes is not None:
-        size, total, radial = embedding._axes.detach().total_and_radial(u)
-        return _log_across(size, total, radial, u.shape[1] * torch.finfo(embedding._axes.dtype).eps)
-    spread = (embedding.covariance if embedding._variance is None else embedding._variance).detach()
-    step = max(1, _ENTRIES // max(1, spread[:1].numel()))
-    parts = [_total_and_radial(*pair) for pair in zip(spread.split(step), u.split(step), strict=True)]
-    size, total, radial = (torch.cat(part) for part in zip(*parts, strict=True))
-    return _log_across(size, total, radial, u.shape[1] * torch.finfo(spread.dtype).eps)
-
-
-def _log_across(size: Tensor, total: Tensor, radial: Tensor, rounding: float) -> Tensor:
-    """Logarithm of ``size * (total - radial)``, where the difference is at least ``rounding * total``."""
-    return (_log(torch.maximum(total - radial, rounding * total)) + _log(size)).clamp(min=math.log(_TINY))
-
-
-def _total_and_radial(spread: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Largest entry of variances (C, D) or covariances (C, D, D); with it divided out, ``tr Cov`` and ``u^T Cov u``."""
-    # Divided first, and in float64: sums of the largest entries would overflow.
-    size = spread.abs().flatten(1).amax(1) if len(spread) else spread.new_zeros(0)
-    wide = spread.double() / torch.where(size > 0, size, 1).double().view(-1, *([1] * (spread.ndim - 1)))
-    if spread.ndim == 2:
-        return size, wide.sum(1), (wide * u.square()).sum(1)
-    return size, wide.diagonal(dim1=1, dim2=2).sum(1), torch.einsum("bd,bde,be->b", u, wide, u)
+    return value.double().clamp(min=_TINY, max=torch.finfo(torch.float64).max).log()

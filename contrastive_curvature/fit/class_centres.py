@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,7 +11,16 @@ from torch import Tensor
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.hessian.sphere import normalize
 
-__all__ = ["CAP", "MOST_NUMBERS", "WEIGHT", "ClassCentres", "add_sums", "same_centres"]
+__all__ = [
+    "CAP",
+    "MOST_NUMBERS",
+    "NEAREST",
+    "WEIGHT",
+    "ClassCentres",
+    "between_classes",
+    "nearest_ratio",
+    "same_centres",
+]
 
 WEIGHT = 3.0
 """How strongly the position between classes counts: the factor of an angle is ``exp(WEIGHT (r - typical r))``.
@@ -21,6 +29,9 @@ Measured: ``docs/defaults.md``."""
 CAP = 0.85
 """Largest ratio that counts. An embedding of none of the classes is nearly as far from the second centre as from the
 first, and which of the two is nearer says nothing about it."""
+
+NEAREST = 4
+"""Centres whose distances are computed exactly: products of matrices may be rounded to 10 bits (TF32)."""
 
 MOST_NUMBERS = 2**24
 """Largest K times D: more would take longer than the forward pass of many encoders."""
@@ -31,9 +42,6 @@ _SAMPLE = 2000
 _ROWS = 4096
 _ALONE = 1e-3
 """Norm of a sum of unit vectors below which it has no direction."""
-
-_NEAREST = 4
-"""Centres whose distances are computed exactly: products of matrices may be rounded to 10 bits (TF32)."""
 
 _ENTRIES = 2**24
 """Cosines in memory at once."""
@@ -60,25 +68,19 @@ class ClassCentres:
 
     @classmethod
     def of(cls, outputs: Tensor, labels: Tensor) -> ClassCentres | None:
-        """The centres of labelled inputs.
-
-        Args:
-            outputs: Raw outputs, shape (N, D).
-            labels: Class labels, int64, shape (N,).
-
-        Returns:
-            ``None`` where they cost too much: more than :data:`MOST_NUMBERS` numbers.
-        """
+        """Return the centres of raw outputs (N, D) with int64 labels (N,); ``None`` where they cost too much."""
         kinds, rows = labels.unique(return_inverse=True)
         if len(kinds) * outputs.shape[1] > MOST_NUMBERS:
             return None
+        sums = torch.zeros(len(kinds), outputs.shape[1], dtype=torch.float64, device=outputs.device)
+        for part, into in zip(outputs.detach().split(_ROWS), rows.split(_ROWS), strict=True):
+            sums.index_add_(0, into, normalize(part)[0].double())
         some = torch.randperm(len(outputs), generator=torch.Generator().manual_seed(0))[:_SAMPLE].to(outputs.device)
-        sums = _sums_of_rows(outputs, rows, len(kinds))
         return cls.from_sums(kinds, sums, outputs[some], labels[some], len(outputs))
 
     @classmethod
     def from_sums(cls, labels: Tensor, sums: Tensor, sample: Tensor, of: Tensor, n: int) -> ClassCentres | None:
-        """The centres of classes whose sums are known; see :meth:`of`.
+        """Return the centres of classes whose sums are known; ``None`` where they cost too much.
 
         Args:
             labels: Different class labels, ascending, shape (K,).
@@ -92,25 +94,27 @@ class ClassCentres:
         return cls(labels, sums, 0.0, n, (normalize(sample.detach())[0], of))._measured()
 
     def merged(self, other: ClassCentres) -> ClassCentres | None:
-        """The centres of both data sets, and what is typical for them; ``None`` where they are too many.
+        """Return the centres of both data sets, measured anew; ``None`` where they are too many.
 
         Where one of the two has no sample, as after loading, that of the other says what is typical.
         """
-        labels, sums = add_sums([(self.labels, self.sums), (other.labels.to(self.labels), other.sums.to(self.sums))])
+        labels, rows = torch.cat([self.labels, other.labels.to(self.labels)]).unique(return_inverse=True)
+        every = torch.cat([self.sums, other.sums.to(self.sums)])
+        sums = every.new_zeros(len(labels), every.shape[1]).index_add_(0, rows, every)
         n, parts = self.n + other.n, []
         for part in (self, other):
             if part.sample is not None:
                 units, of = part.sample
-                rows = torch.randperm(len(of), generator=torch.Generator().manual_seed(0)).to(of.device)
-                rows = rows[: max(1, _SAMPLE * part.n // n)]
-                parts.append((units[rows].to(sums.device), of[rows].to(labels)))
+                some = torch.randperm(len(of), generator=torch.Generator().manual_seed(0)).to(of.device)
+                some = some[: max(1, _SAMPLE * part.n // n)]
+                parts.append((units[some].to(sums.device), of[some].to(labels)))
         if sums.numel() > MOST_NUMBERS or not parts:
             return None
         units, of = (torch.cat(some) for some in zip(*parts, strict=True))
         return ClassCentres(labels, sums, 0.0, n, (units, of))._measured()
 
     def _measured(self) -> ClassCentres:
-        """The same with what is typical for its sample."""
+        """Return the same with what is typical for its sample."""
         if self.sample is None or len(self.labels) < 2:
             return self
         units, own = self.sample[0], torch.searchsorted(self.labels, self.sample[1])
@@ -119,102 +123,79 @@ class ClassCentres:
         # In float32, the cap itself would be rounded up.
         return replace(self, typical=min(CAP, float(torch.cat(parts).double().clamp(max=CAP).mean())))
 
-    def ratio(self, outputs: Tensor) -> Tensor:
-        """Distance to the nearest centre over that to the second, on the sphere; 0 at a centre, 1 between two.
-
-        Args:
-            outputs: Outputs of any norm but zero, shape (B, D).
-
-        Returns:
-            Shape (B,), in [0, 1].
-
-        Raises:
-            InputError: They have another dimension.
-
-        Source: Lowe (2004), "Distinctive image features from scale-invariant keypoints", section 7.1: the ratio that
-        tells right matches from wrong ones.
-        """
-        if outputs.shape[1] != self.sums.shape[1]:
-            wanted = f"D = {self.sums.shape[1]}, that of the embeddings"
-            raise InputError(expected("class_centres", wanted, f"outputs of D = {outputs.shape[1]}"))
-        units, centres = normalize(outputs)[0], self._directions(outputs)
-        return torch.cat([_ratio(part, centres) for part in units.split(max(1, _ENTRIES // len(centres)))])
-
     def _left_out(self, units: Tensor, own: Tensor) -> Tensor:
-        """The ratio of unit embeddings (B, D) of the classes with rows ``own`` (B,), each left out of its own centre.
+        """Return the ratio of unit embeddings (B, D) of the classes ``own`` (B,), each left out of its own centre.
 
         A new input is part of no centre. In a class of few, an input is much nearer to a centre that it is part of.
         """
         rest = self.sums[own] - units.double()
-        # What rounding leaves of a class of one is no direction.
-        alone = rest.norm(dim=1) < _ALONE
-        left = normalize(torch.where(alone.unsqueeze(1), 1.0, rest))[0].to(units)
-        return _ratio(units, self._directions(units), own, left.masked_fill(alone.unsqueeze(1), torch.nan))
+        # What rounding leaves of a class of one is no direction: the opposite is farther than any other centre.
+        alone = (rest.norm(dim=1) < _ALONE).unsqueeze(1)
+        left = normalize(torch.where(alone, -units.double(), rest))[0].to(units)
+        centres = self.centres.to(units)
+        with torch.autocast(units.device.type, enabled=False):
+            cosine = (units @ centres.T).scatter(1, own.unsqueeze(1), -torch.inf)
+        others = centres[cosine.topk(min(NEAREST, len(centres) - 1), dim=1).indices]
+        ratio = _ratio(units, torch.cat([left.unsqueeze(1), others], 1))
+        return ratio if len(centres) > 2 else torch.where(alone[:, 0], 1.0, ratio)
+
+    @cached_property
+    def centres(self) -> Tensor:
+        """Directions of the sums (K, D); a sum of zero has none, and is at a right angle to everything."""
+        norms = self.sums.norm(dim=1, keepdim=True)
+        return self.sums / torch.where(norms > 0, norms, 1)
+
+    def ratio(self, outputs: Tensor) -> Tensor:
+        """Return :func:`nearest_ratio` of outputs (B, D) of any norm but zero, shape (B,)."""
+        if outputs.shape[1] != self.sums.shape[1]:
+            wanted = f"D = {self.sums.shape[1]}, that of the embeddings"
+            raise InputError(expected("class_centres", wanted, f"outputs of D = {outputs.shape[1]}"))
+        units, centres = normalize(outputs)[0], self.centres.to(outputs)
+        with torch.autocast(units.device.type, enabled=False):
+            blocks = units.split(max(1, _ENTRIES // len(centres)))
+            return torch.cat([nearest_ratio(block, centres) for block in blocks])
 
     def factor(self, outputs: Tensor) -> Tensor:
-        """What angles are multiplied with, shape (B,): 1 for a typical input, more between two classes, less near one.
+        """Return what angles of outputs (B, D) are multiplied with, shape (B,)."""
+        return between_classes(self.ratio(outputs), self.typical)
 
-        Args:
-            outputs: As for :meth:`ratio`.
-        """
-        return (WEIGHT * (self.ratio(outputs).clamp(max=CAP) - self.typical)).exp()
 
-    def _directions(self, like: Tensor) -> Tensor:
-        """Centres (K, D); a sum of zero has no direction, and is at a right angle to everything."""
-        kept: Tensor | None = self.__dict__.get("_kept")
-        if kept is None or kept.dtype != like.dtype or kept.device != like.device:
-            # A tensor that is made in inference mode would stay out of later gradients.
-            with torch.inference_mode(False), torch.no_grad():
-                sums = self.sums.clone() if self.sums.is_inference() else self.sums
-                norms = sums.norm(dim=1, keepdim=True)
-                kept = (sums / torch.where(norms > 0, norms, 1)).to(like.dtype).to(like.device)
-            # The division takes longer than a prediction where there are many classes.
-            object.__setattr__(self, "_kept", kept)
-        return kept
+def between_classes(ratio: Tensor, typical: float | Tensor) -> Tensor:
+    """Return the factor of an angle: 1 for a typical ratio, more between two classes, less near one."""
+    return (WEIGHT * (ratio.clamp(max=CAP) - typical)).exp()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What is copied and pickled: all but the directions, which follow from the sums."""
-        return {name: value for name, value in self.__dict__.items() if name != "_kept"}
+
+def nearest_ratio(units: Tensor, centres: Tensor) -> Tensor:
+    """Return the distance to the nearest centre over that to the second, on the sphere; 0 at a centre, 1 between two.
+
+    Args:
+        units: Unit vectors, shape (B, D).
+        centres: Centres of classes, shape (K, D), K >= 2.
+
+    Returns:
+        Shape (B,), in [0, 1].
+
+    Source: Lowe (2004), "Distinctive image features from scale-invariant keypoints", section 7.1: the ratio that tells
+    right matches from wrong ones.
+    """
+    cosine = units.detach() @ centres.T
+    return _ratio(units, centres[cosine.topk(min(NEAREST, len(centres)), dim=1).indices])
+
+
+def _ratio(units: Tensor, near: Tensor) -> Tensor:
+    """Return the quotient (B,) of the two smallest distances to some centres (B, C, D) each."""
+    # Differences, because 1 - cosine loses all digits near a centre.
+    apart = (units.unsqueeze(1) - near).norm(dim=2)
+    first, second = apart.topk(2, dim=1, largest=False).values.unbind(1)
+    # Two centres in one place: the embedding is as much between two as it can be.
+    together = second == 0
+    return torch.where(together, 1.0, first / torch.where(together, 1, second))
 
 
 def same_centres(one: ClassCentres | None, other: ClassCentres | None) -> bool:
-    """Whether embeddings are compared with the same classes."""
+    """Return whether embeddings are compared with the same classes."""
     if one is other or one is None or other is None:
         return one is other
     if (one.typical, one.n, one.sums.shape) != (other.typical, other.n, other.sums.shape):
         return False
     return torch.equal(one.labels, other.labels.to(one.labels)) and torch.equal(one.sums, other.sums.to(one.sums))
-
-
-def _sums_of_rows(outputs: Tensor, rows: Tensor, n_classes: int) -> Tensor:
-    """Sums of the unit embeddings of the classes with the rows (B,) of the result, float64, shape (K, D)."""
-    sums = torch.zeros(n_classes, outputs.shape[1], dtype=torch.float64, device=outputs.device)
-    for part, into in zip(outputs.detach().split(_ROWS), rows.split(_ROWS), strict=True):
-        sums.index_add_(0, into, normalize(part)[0].double())
-    return sums
-
-
-def add_sums(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Labels and sums of several sets of inputs together."""
-    labels, inverse = torch.cat([labels for labels, _ in parts]).unique(return_inverse=True)
-    every = torch.cat([sums for _, sums in parts])
-    return labels, every.new_zeros(len(labels), every.shape[1]).index_add_(0, inverse, every)
-
-
-def _ratio(units: Tensor, centres: Tensor, own: Tensor | None = None, left: Tensor | None = None) -> Tensor:
-    """Ratio of the two smallest distances; in each row, the centre ``own`` (B,) is replaced by ``left`` (B, D)."""
-    with torch.autocast(units.device.type, enabled=False):
-        cosine = units.detach() @ centres.T
-    if own is not None and left is not None:
-        # A centre that is not there is the last one.
-        cosine = cosine.scatter(1, own.unsqueeze(1), (units * left).sum(1, keepdim=True).nan_to_num(nan=-2.0))
-    nearest = cosine.topk(min(_NEAREST, len(centres)), dim=1).indices
-    near = centres[nearest]
-    if own is not None and left is not None:
-        near = torch.where((nearest == own.unsqueeze(1)).unsqueeze(2), left.unsqueeze(1), near)
-    # Differences, because 1 - cosine loses all digits near a centre.
-    apart = (units.unsqueeze(1) - near).norm(dim=2).nan_to_num(nan=torch.inf)
-    first, second = apart.topk(2, largest=False).values.unbind(1)
-    # Two centres in one place, or one alone: the embedding is as much between two as it can be.
-    between = (second == 0) | second.isinf()
-    return torch.where(between, 1.0, first / torch.where(between, 1, second)).clamp(max=1)

@@ -28,6 +28,7 @@ from contrastive_curvature.embedding.known import (
     components,
     split,
 )
+from contrastive_curvature.embedding.spread import taken
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, expected
 from contrastive_curvature.fit.feature_sample import FeatureSample
 from contrastive_curvature.laplace.confirmed import Confirmed
@@ -143,10 +144,10 @@ class _Prediction:
         return reference.p_value(self._components(embedding)).to(embedding.raw_mean.device) > alpha
 
     def rows(self, rows: Tensor) -> _Prediction:
-        def taken(value: Tensor | None) -> Tensor | None:
-            return None if value is None else value[rows.to(value.device)]
+        def of_rows(value: Tensor | None) -> Tensor | None:
+            return None if value is None else taken(value, rows.to(value.device))
 
-        return replace(self, feature_norm=taken(self.feature_norm), values=taken(self.values))
+        return replace(self, feature_norm=of_rows(self.feature_norm), values=of_rows(self.values))
 
     def fixed(self, embedding: EmbeddingDistribution) -> _Prediction:
         return replace(self, values=self._components(embedding))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.embedding.checks import InvalidRowsError
+from contrastive_curvature.embedding.distribution import InvalidRowsError
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.network.inputs import Inputs
 

@@ -6,14 +6,14 @@ import torch
 from laplace.utils.matrix import KronDecomposed
 from torch import Tensor
 
-from contrastive_curvature.embedding.axis_covariance import AxisCovariance
+from contrastive_curvature.embedding.spread import Axes
 from contrastive_curvature.network.full_precision import full_precision
 
 __all__ = ["dense_last_layer_covariance", "kron_last_layer_covariance"]
 
 
 @full_precision
-def kron_last_layer_covariance(phi: Tensor, precision: KronDecomposed) -> AxisCovariance:
+def kron_last_layer_covariance(phi: Tensor, precision: KronDecomposed) -> Axes:
     """Covariance under the precision ``G (x) A + delta I`` of the weight, and ``G_b + delta_b I`` of the bias.
 
     Args:
@@ -34,7 +34,7 @@ def kron_last_layer_covariance(phi: Tensor, precision: KronDecomposed) -> AxisCo
     if len(precision.eigenvalues) > 1:
         q, values = precision.eigenvectors[1][0], precision.eigenvalues[1][0]
         common = (q / (values + precision.deltas[1])) @ q.T
-    return AxisCovariance(q_g, along, common, phi.dtype)
+    return Axes(q_g, along, common, phi.dtype)
 
 
 @full_precision

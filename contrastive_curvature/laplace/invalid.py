@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.embedding.checks import InvalidRowsError
-from contrastive_curvature.embedding.distribution import EmbeddingDistribution
-from contrastive_curvature.embedding.invalid import WithInvalidRows
+from contrastive_curvature.embedding.distribution import EmbeddingDistribution, InvalidRowsError, with_invalid_rows
 from contrastive_curvature.laplace.calibration import judged
 from contrastive_curvature.network.inputs import Inputs, input_length
 
@@ -48,8 +46,8 @@ def with_nan_rows(
             valid = torch.ones_like(bad) if valid is None else valid
             valid[valid.nonzero().flatten()[bad]] = False
         else:
-            return found if valid is None else WithInvalidRows(found, valid)
-    return WithInvalidRows(nothing().relative_to(la.typical_norm, la.class_centres), valid)
+            return found if valid is None else with_invalid_rows(found, valid)
+    return with_invalid_rows(nothing().relative_to(la.typical_norm, la.class_centres), valid)
 
 
 def no_rows(la: Any, n_samples: int | None, joint: bool, diagonal: bool) -> EmbeddingDistribution:

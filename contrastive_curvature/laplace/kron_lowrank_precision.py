@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from contrastive_curvature.embedding.axis_covariance import AxisCovariance
+from contrastive_curvature.embedding.spread import Axes
 from contrastive_curvature.fit.nystrom import LowRankMoment
 from contrastive_curvature.network.full_precision import full_precision
 
@@ -126,11 +126,11 @@ class KronLowRankPrecision:
         return jacobians @ self.bmm(jacobians, -1).mT
 
     @full_precision
-    def output_covariance(self, phi: Tensor) -> AxisCovariance:
+    def output_covariance(self, phi: Tensor) -> Axes:
         """Covariances of the outputs at features (B, F)."""
         wide = self._as_factors(phi)
         values, common = self._axis_variance(wide), self._bias_covariance(wide.dtype)
-        return AxisCovariance(self.curvature.vectors, values, common, phi.dtype)
+        return Axes(self.curvature.vectors, values, common, phi.dtype)
 
     @full_precision
     def joint_covariance(self, phi: Tensor) -> Tensor:

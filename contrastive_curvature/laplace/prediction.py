@@ -15,8 +15,8 @@ import torch
 from laplace.utils.enums import LinkApprox, PredType
 from torch import Tensor
 
-from contrastive_curvature.embedding.axis_covariance import AxisCovariance
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
+from contrastive_curvature.embedding.spread import Axes
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.laplace.checks import check_finite_outputs, check_output_shape
 from contrastive_curvature.network.encoder import evaluation_mode
@@ -88,7 +88,7 @@ def to_device(la: Any, x: Inputs) -> Inputs:
     return {k: v.to(la._device) if isinstance(v, Tensor) else v for k, v in x.items()}
 
 
-def distribution(z: Tensor, covariance: Tensor | AxisCovariance, diagonal: bool) -> EmbeddingDistribution:
+def distribution(z: Tensor, covariance: Tensor | Axes, diagonal: bool) -> EmbeddingDistribution:
     """The distribution of embeddings, from means (B, D) and covariances (B, D, D) of the raw outputs.
 
     Args:
@@ -101,8 +101,8 @@ def distribution(z: Tensor, covariance: Tensor | AxisCovariance, diagonal: bool)
     """
     if not diagonal:
         return EmbeddingDistribution.trusted(z, covariance=covariance)
-    if isinstance(covariance, AxisCovariance):
-        return EmbeddingDistribution.trusted(z, variance=covariance.variance())
+    if isinstance(covariance, Axes):
+        return EmbeddingDistribution.trusted(z, variance=covariance.variance)
     return EmbeddingDistribution.trusted(z, variance=covariance.diagonal(dim1=1, dim2=2))
 
 

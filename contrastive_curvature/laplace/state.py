@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.embedding.checks import check_typical_norm
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.checks import check_prior_mean, check_prior_precision, check_temperature
@@ -117,7 +117,8 @@ def check_norm(state: Mapping[str, Any]) -> None:
         InputError: Not a positive, finite number.
     """
     try:
-        check_typical_norm(state.get("typical_norm"))
+        if state.get("typical_norm") is not None:
+            validate.number("typical_norm", state["typical_norm"], positive=True)
     except InputError as error:
         msg = f"state_dict: {error}"
         raise InputError(msg) from None

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.serving.centres import BetweenCentres
+from contrastive_curvature.embedding.distribution import turning_angle
+from contrastive_curvature.fit.class_centres import between_classes, nearest_ratio
 from contrastive_curvature.serving.parts import Parts
 from contrastive_curvature.serving.ranks import PValue
 from contrastive_curvature.serving.spread import make_spread
@@ -32,14 +33,18 @@ class ScoreHead(nn.Module):
 
     tiny: Tensor
     typical_norm: Tensor | None
+    centres: Tensor | None
+    typical_ratio: Tensor | None
 
     def __init__(self, parts: Parts) -> None:
         super().__init__()
         arrays = parts.arrays
         self.spread = make_spread(parts.form, arrays)
-        self.between = BetweenCentres(arrays["centres"], arrays["typical_ratio"]) if "centres" in arrays else None
         self.ranks = PValue(arrays) if "statistics" in arrays else None
         self.register_buffer("typical_norm", arrays.get("typical_norm"))
+        self.register_buffer("centres", arrays.get("centres"))
+        typical = arrays.get("typical_ratio")
+        self.register_buffer("typical_ratio", None if typical is None else typical.to(arrays["weight"].dtype))
         # A tensor, because ONNX would round a plain number to float32 first.
         self.register_buffer("tiny", torch.tensor(_TINY, dtype=torch.float64, device=arrays["weight"].device))
         self.float32_arctan = False
@@ -66,12 +71,11 @@ class ScoreHead(nn.Module):
         mu, norm = (scaled / divisor.unsqueeze(1)).to(z.dtype), divisor * size
         # Divided twice, because the square of a tiny or huge norm underflows or overflows.
         tangential = ((total - radial).clamp(min=0) / norm / norm).to(z.dtype)
-        angle = tangential.sqrt()
-        if self.typical_norm is not None:
-            angle = angle * (self.typical_norm / norm).sqrt().to(z.dtype)
-        if self.between is not None:
-            angle = angle * self.between(mu)
-        out = (mu, concentration(tangential, z.shape[1]), self._arctan(angle))
+        between = None
+        if self.centres is not None and self.typical_ratio is not None:
+            between = between_classes(nearest_ratio(mu, self.centres), self.typical_ratio)
+        angle = turning_angle(tangential, norm, self.typical_norm, between, self._arctan)
+        out = (mu, concentration(tangential, z.shape[1]), angle)
         if self.ranks is None:
             return out
         rounding = z.shape[1] * torch.finfo(z.dtype).eps

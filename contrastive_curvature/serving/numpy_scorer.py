@@ -128,12 +128,9 @@ class Scorer:
             norm = np.where(length > 0, length * size, np.nan)
             mu = (scaled / np.where(length > 0, length, np.nan)[:, None]).astype(z.dtype)
             tangential = (np.maximum(total - radial, 0) / norm / norm).astype(z.dtype)
-            angle = np.sqrt(tangential)
-            if "typical_norm" in a:
-                angle = angle * np.sqrt(a["typical_norm"] / norm).astype(z.dtype)
-            if "centres" in a:
-                angle = angle * self._between(mu)
-            out = (mu, _kappa(tangential, z.shape[1]), np.arctan(angle).astype(z.dtype))
+            between = self._between(mu) if "centres" in a else None
+            angle = turning_angle(tangential, norm, a.get("typical_norm"), between)
+            out = (mu, _kappa(tangential, z.shape[1]), angle.astype(z.dtype))
             if not self.n:
                 return out
             least = z.shape[1] * np.finfo(z.dtype).eps * total
@@ -194,7 +191,7 @@ class Scorer:
         apart = np.sort(np.sqrt(np.square(mu[:, None] - centres[nearest]).sum(2)), axis=1)
         first, second = apart[:, 0], apart[:, 1]
         ratio = np.where(second == 0, 1, first / np.where(second == 0, 1, second))
-        return np.exp(WEIGHT * (np.minimum(ratio, CAP) - self._arrays["typical_ratio"])).astype(mu.dtype)
+        return between_classes(ratio, self._arrays["typical_ratio"]).astype(mu.dtype)
 
     def _p_value(self, spread: Array, length: Array, phi: Array) -> Array:
         a = self._arrays
@@ -206,6 +203,19 @@ class Scorer:
         found = (largest + np.log(np.exp(powers - largest[:, None]).sum(1))) / 2
         below = np.searchsorted(a["statistics"], found - ROUNDING / a["scale"].min())
         return (1 + self.n - below) / (self.n + 1)
+
+
+def turning_angle(tangential: Array, norm: Array, typical_norm: Any = None, between: Array | None = None) -> Array:
+    """``arctan(sqrt(V / n^2) sqrt(t / n) b)``: the library's function of this name."""
+    angle = np.sqrt(tangential)
+    if typical_norm is not None:
+        angle = angle * np.sqrt(typical_norm / norm).astype(angle.dtype)
+    return np.asarray(np.arctan(angle if between is None else angle * between))
+
+
+def between_classes(ratio: Array, typical: Any) -> Array:
+    """Factors of angles: the library's function of this name."""
+    return np.asarray(np.exp(WEIGHT * (np.minimum(ratio, CAP) - typical)))
 
 
 def _kappa(tangential: Array, dim: int) -> Array:

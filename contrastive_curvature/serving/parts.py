@@ -110,7 +110,7 @@ def parts_of(la: Any, p_value: bool | None = None) -> Parts:
     if la.typical_norm is not None:
         arrays["typical_norm"] = torch.tensor(la.typical_norm, dtype=torch.float64, device=layer.weight.device)
     if la.class_centres is not None:
-        arrays["centres"] = la.class_centres._directions(weight)
+        arrays["centres"] = la.class_centres.centres.to(weight)
         arrays["typical_ratio"] = torch.tensor(
             la.class_centres.typical, dtype=torch.float64, device=layer.weight.device
         )

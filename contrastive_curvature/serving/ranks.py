@@ -8,8 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.embedding.known import _ROUNDING as ROUNDING
-from contrastive_curvature.embedding.known import combine
+from contrastive_curvature.embedding.known import ROUNDING, combine
 
 __all__ = ["PValue"]
 

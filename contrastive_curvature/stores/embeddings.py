@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
+from contrastive_curvature.embedding.spread import Diagonal
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.metrics._checks import check_embeddings, check_scores
 
 __all__ = ["StoredEmbeddings", "read_embeddings"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Stored(Diagonal):
+    """Equal variances in all directions, and the numbers (N,) that they come from."""
+
+    kappa: Tensor
+    uncertainty: Tensor
+
+    def concentration(self, mean: Tensor) -> Tensor:
+        """Return the concentrations as they were given."""
+        return self.kappa
 
 
 class StoredEmbeddings(EmbeddingDistribution):
@@ -29,7 +44,7 @@ class StoredEmbeddings(EmbeddingDistribution):
         InputError: Shapes or devices disagree, a number is not finite or is negative, or a row of ``mu`` is zero.
     """
 
-    _rowwise = (*EmbeddingDistribution._rowwise, "_kappa", "_uncertainty")
+    spread: _Stored
 
     def __init__(self, mu: Tensor, kappa: Tensor, uncertainty: Tensor) -> None:
         checked = check_embeddings("mu", mu)
@@ -38,10 +53,10 @@ class StoredEmbeddings(EmbeddingDistribution):
         if checked.dtype in (torch.float16, torch.bfloat16):
             checked = checked.float()
         direction = normalize(checked)[0]
-        self._kappa = _not_negative("kappa", kappa, direction)
-        self._uncertainty = _not_negative("uncertainty", uncertainty, direction)
-        each = tangential_variance_of(self._kappa, direction.shape[1]) / (direction.shape[1] - 1)
+        numbers = _not_negative("kappa", kappa, direction), _not_negative("uncertainty", uncertainty, direction)
+        each = tangential_variance_of(numbers[0], direction.shape[1]) / (direction.shape[1] - 1)
         super().__init__(direction, variance=each.to(direction).unsqueeze(1).expand_as(direction))
+        self.spread = _Stored(self.variance, *numbers)
 
     @classmethod
     def of(cls, embeddings: EmbeddingDistribution) -> StoredEmbeddings:
@@ -66,14 +81,9 @@ class StoredEmbeddings(EmbeddingDistribution):
             return cls(mu, kappa, embeddings.uncertainty)
 
     @property
-    def kappa(self) -> Tensor:
-        """Concentrations as they were given, shape (N,)."""
-        return self._kappa
-
-    @property
     def uncertainty(self) -> Tensor:
         """Uncertainties as they were given, shape (N,)."""
-        return self._uncertainty
+        return self.spread.uncertainty
 
     @property
     def mu(self) -> Tensor:

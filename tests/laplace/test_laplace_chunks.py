@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature import progress
+from contrastive_curvature.embedding.spread import Diagonal
 from contrastive_curvature.laplace import kernel, prediction, sampling
 from contrastive_curvature.network import pullback
 from contrastive_curvature.progress import LongRunWarning
@@ -64,7 +65,7 @@ def test_bounded_chunks_change_nothing(
     truth = jacobian @ covariance @ jacobian.mT
     assert close(la(x).covariance, truth)
     diagonal = la(x, diagonal_output=True)
-    assert diagonal._covariance is None
+    assert isinstance(diagonal.spread, Diagonal)
     assert close(diagonal.variance, truth.diagonal(dim1=1, dim2=2))
     flat = jacobian.flatten(0, 1)
     assert close(la(x, joint=True).joint_covariance, flat @ covariance @ flat.T)

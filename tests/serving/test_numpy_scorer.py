@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 from serving_cases import STRUCTURES, assert_same, fitted, inputs, truth
 
 from contrastive_curvature.embedding import known
+from contrastive_curvature.embedding.distribution import turning_angle
 from contrastive_curvature.fit import class_centres
 from contrastive_curvature.serving import Scorer, numpy_scorer
 
@@ -74,9 +75,23 @@ def test_the_file_alone_without_torch(device: str, tmp_path: Path) -> None:
 
 def test_the_constants_are_those_of_the_library(device: str) -> None:
     del device
-    ours = (class_centres.CAP, class_centres.WEIGHT, class_centres._NEAREST, known._BELOW, known._ROUNDING)
+    ours = (class_centres.CAP, class_centres.WEIGHT, class_centres.NEAREST, known.BELOW, known.ROUNDING)
     s = numpy_scorer
     assert ours == (s.CAP, s.WEIGHT, s.NEAREST, s.BELOW, s.ROUNDING)
+
+
+@given(seed=st.integers(0, 999), norm=st.booleans(), between=st.booleans())
+def test_the_uncertainty_is_that_of_the_library(device: str, seed: int, norm: bool, between: bool) -> None:
+    del device
+    generator = torch.Generator().manual_seed(seed)
+    variance, length, typical, ratio = 2 * torch.rand(4, 9, generator=generator, dtype=torch.float64)
+    variance[0] = 0
+    ours = class_centres.between_classes(ratio, 0.4)
+    theirs = numpy_scorer.between_classes(ratio.numpy(), 0.4)
+    np.testing.assert_allclose(theirs, ours.numpy(), rtol=1e-14)
+    given_ = (variance, length, typical[0] if norm else None, ours if between else None)
+    plain = (value if value is None else value.numpy() for value in given_)
+    np.testing.assert_allclose(numpy_scorer.turning_angle(*plain), turning_angle(*given_).numpy(), rtol=1e-14)
 
 
 def test_rows_that_are_not_finite_and_outputs_of_zeros(device: str, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from laplace import Laplace
 from serving_cases import INPUTS, STRUCTURES, assert_same, fitted, inputs, truth
 from torch import Tensor, nn
 
-import contrastive_curvature as cc
+from contrastive_curvature.fit.class_centres import ClassCentres
 from contrastive_curvature.serving import ServedEncoder
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -73,7 +73,7 @@ def test_class_centres_without_a_direction_and_in_one_place(device: str) -> None
     la, x = fitted("diag", device=device), inputs(8, 4, device=device)
     sums = la.class_centres.sums
     for changed in (torch.cat([sums[:1] * 0, sums[1:]]), torch.cat([sums[:1], sums[:1], sums[:1]])):
-        la.class_centres = cc.class_centres.ClassCentres(la.class_centres.labels, changed, 0.5, 48)
+        la.class_centres = ClassCentres(la.class_centres.labels, changed, 0.5, 48)
         assert_same(ServedEncoder(la)(x), truth(la, x), 1e-12)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from laplace import Laplace
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.embedding.axis_covariance import AxisCovariance
+from contrastive_curvature.embedding.spread import Axes
 
 pytestmark = [
     pytest.mark.parametrize("device", DEVICES),
@@ -44,7 +45,7 @@ def build(kind: str, device: str, n: int = N, seed: int = 0) -> cc.EmbeddingDist
         return cc.StoredEmbeddings(mean, 3 + root[:, 0, 0].abs(), root[:, 0, 1].abs())
     axes = torch.linalg.qr(draw(D, D, seed=9).to(device)).Q
     common = torch.eye(D, dtype=torch.float64, device=device)
-    parts = AxisCovariance(axes, root[:, 0].square(), common, torch.float64)
+    parts = Axes(axes, root[:, 0].square(), common, torch.float64)
     return cc.EmbeddingDistribution.trusted(mean, covariance=parts).relative_to(1.5)
 
 
@@ -116,7 +117,7 @@ def test_a_concatenation_answers_what_its_parts_answer(kind: str, device: str, s
     assert len(found) == sum(sizes)
     check(found, {name: torch.cat([answers(part)[name] for part in parts]) for name in answers(parts[0])})
     # The axes are shared, so no dense covariance was made for them.
-    assert (found._axes is not None) == (kind == "axes")
+    assert isinstance(found.spread, Axes) == (kind == "axes")
     if kind == "samples":
         assert torch.equal(found.raw_samples(7), torch.cat([part.raw_samples(7) for part in parts], 1))
 
@@ -190,24 +191,21 @@ def test_p_values_of_another_state_are_refused(fitted: Any, device: str) -> None
 @pytest.mark.parametrize(
     ("rows", "kind", "words"),
     [
-        (5, IndexError, "rows of 5 embeddings"),
+        (5, IndexError, "size 5"),
         (-6, IndexError, "-6"),
         ([0, 9], IndexError, "9"),
-        ([True, False], IndexError, "5 booleans"),
-        (1.0, TypeError, "float"),
-        (True, TypeError, "True"),
-        (None, TypeError, "None"),
-        ("mu", TypeError, "mu"),
-        ((0, 1), TypeError, "Rows alone"),
-        (torch.ones(2), TypeError, "float32"),
-        (torch.zeros(2, 2).long(), TypeError, "shape"),
-        ([0.5], TypeError, "float"),
+        ([True, False], cc.InputError, "5 booleans"),
+        (1.0, TypeError, "1.0"),
+        (True, cc.InputError, "5 booleans"),
+        ((0, 1), TypeError, "(0, 1)"),
+        (torch.ones(2), TypeError, "integers or booleans"),
+        (torch.zeros(2, 2).long(), TypeError, "integers or booleans"),
+        ([0.5], TypeError, "0.5"),
     ],
 )
 def test_wrong_indices(rows: Any, kind: type[Exception], words: str, device: str) -> None:
-    with pytest.raises(cc.InputError, match=words) as caught:
+    with pytest.raises(kind, match=re.escape(words)):
         build("variance", device)[rows]
-    assert isinstance(caught.value, kind)
 
 
 def test_parts_that_do_not_fit_are_refused(device: str) -> None:
@@ -219,33 +217,22 @@ def test_parts_that_do_not_fit_are_refused(device: str) -> None:
         ([wide], "dimension"),
         ([one.to(torch.float32)], "dtype"),
         ([one[:0], one[:1].relative_to(3.0)], "typical_norm"),
-        ([3], "int"),
+        ([3], "list of EmbeddingDistributions"),
     ):
         with pytest.raises(cc.InputError, match=words):
             cc.EmbeddingDistribution.cat([one, *others])  # type: ignore[list-item]
-    for bad, words in (([], "empty"), (one, "EmbeddingDistribution"), (draw(2, 3), "Tensor"), (3, "int")):
-        with pytest.raises(cc.InputError, match=words):
+    for bad in ([], one, draw(2, 3)):
+        with pytest.raises(cc.InputError, match="list of EmbeddingDistributions"):
             cc.EmbeddingDistribution.cat(bad)  # type: ignore[arg-type]
     with pytest.raises(cc.UnsupportedError, match="joint=True"):
         cc.EmbeddingDistribution.cat([build("joint", device)] * 2)
     samples = build("samples", device)
     fewer = cc.EmbeddingDistribution.from_samples(samples.raw_samples(6)).relative_to(2.0)
-    with pytest.raises(cc.InputError, match="number of samples"):
+    with pytest.raises(cc.InputError, match="7 samples"):
         cc.EmbeddingDistribution.cat([samples, fewer])
-    for place, words in (
-        (torch.int64, "floating-point"),
-        (torch.float8_e5m2, "floating-point"),
-        ("float16", r"device: .*Pass torch\.float16"),
-        ("nonsense", "device: .*'nonsense'"),
-        (-1, "device: .*-1"),
-        (2**70, "device: .*1180"),
-        (True, "device: .*bool"),
-        (1.5, "device: .*float"),
-    ):
-        with pytest.raises(cc.InputError, match=words):
-            one.to(place)  # type: ignore[arg-type]
-    with pytest.raises(cc.InputError, match=r"dtype: .*'float16'"):
-        one.to(dtype="float16")  # type: ignore[arg-type]
+    for dtype in (torch.int64, "float16"):
+        with pytest.raises(cc.InputError, match=r"dtype: .*floating-point"):
+            one.to(dtype=dtype)  # type: ignore[arg-type]
     assert one.to(torch.device(device)).raw_mean.device.type == torch.device(device).type
 
 

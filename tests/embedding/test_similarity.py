@@ -146,11 +146,7 @@ def test_blocks_rows_sides_and_bounds_agree(device, kinds, n, m, dim, size, entr
         out = build(kind, count, dim, seed + shift, size)
         if isinstance(out, Tensor):
             return out.to(device, torch.float32 if single else DOUBLE)
-        spread = {"variance": out._variance} if kind == "diagonal" else {"covariance": out._covariance}
-        if out._samples is not None:
-            return EmbeddingDistribution.from_samples(out._samples.to(device, torch.float32 if single else DOUBLE))
-        moved = {k: v.to(device, torch.float32 if single else DOUBLE) for k, v in spread.items() if v is not None}
-        return EmbeddingDistribution.trusted(out.raw_mean.to(device, torch.float32 if single else DOUBLE), **moved)
+        return out.to(device, torch.float32 if single else DOUBLE)
 
     a, b = side(kinds[0], n, 0), side(kinds[1], m, 50)
     eps = 1e-5 if single else 1e-13

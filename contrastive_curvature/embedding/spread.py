@@ -1,0 +1,351 @@
+"""How raw outputs spread around their mean: each kind keeps what it was given, and answers for B outputs at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature import vmf
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.hessian.sphere import normalize
+from contrastive_curvature.vmf._checks import unit
+from contrastive_curvature.vmf.gaussian import concentration
+
+__all__ = ["Axes", "Dense", "Diagonal", "Joint", "Samples", "Spread", "taken"]
+
+_ENTRIES = 2**22
+"""Numbers of a block of dense covariances that is converted to float64 at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """Spread of B raw outputs of dimension D.
+
+    The answers here come from the covariances; a kind that knows more gives its own. The fields are tensors with one
+    row an output, unless a kind says otherwise.
+    """
+
+    @property
+    def kind(self) -> str:
+        """What parts of a concatenation have in common."""
+        raise NotImplementedError
+
+    @property
+    def covariance(self) -> Tensor:
+        """Covariances, shape (B, D, D)."""
+        raise NotImplementedError
+
+    @property
+    def variance(self) -> Tensor:
+        """Variances, shape (B, D)."""
+        return self.covariance.diagonal(dim1=1, dim2=2)
+
+    @property
+    def joint_covariance(self) -> Tensor:
+        """Covariance of all outputs together, shape (B D, B D)."""
+        msg = "joint_covariance: this distribution holds one marginal an input. Call la(x, joint=True)."
+        raise UnsupportedError(msg)
+
+    def finite(self) -> Tensor:
+        """Return which outputs have a finite spread, booleans, shape (B,)."""
+        return self.covariance.isfinite().flatten(1).all(1)
+
+    def across(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the trace of the covariance, and the variance along directions.
+
+        Args:
+            u: Unit vectors, float64, shape (B, D).
+
+        Returns:
+            The root of the largest entry, without a graph; ``tr Cov`` and ``u^T Cov u`` divided by its square. Float64,
+            shape (B,) each.
+        """
+        step = max(1, _ENTRIES // u.shape[1] ** 2)
+        parts = []
+        for covariance, v in zip(self.covariance.split(step), u.split(step), strict=True):
+            scale, wide = _scaled(covariance)
+            total = wide.diagonal(dim1=1, dim2=2).sum(1)
+            parts.append((scale, total, torch.einsum("bd,bde,be->b", v, wide, v)))
+        scale, total, radial = (torch.cat(part) for part in zip(*parts, strict=True))
+        return scale, total, radial
+
+    def tangential(self, mean: Tensor) -> Tensor:
+        """Return the variance perpendicular to means (B, D), over their squared norm, shape (B,)."""
+        u, norm = unit("raw_mean", mean)
+        scale, total, radial = self.across(u.double())
+        rounding = 64 * u.shape[1] * torch.finfo(u.dtype).eps * total.detach()
+        if bool(((total - radial < -rounding) | (radial < -rounding)).any()):
+            received = f"u^T V u = {float(radial.min()):.3g}, tr V - u^T V u = {float((total - radial).min()):.3g}"
+            raise InputError(expected("covariance", "a positive semidefinite matrix", received))
+        # The quotient first: the square of a tiny or huge norm underflows or overflows.
+        return ((total - radial).clamp(min=0) * (scale / norm).square()).to(u.dtype)
+
+    def direction(self, mean: Tensor) -> Tensor:
+        """Return mean directions, shape (B, D)."""
+        # An output of zeros has none, which is an error here.
+        unit("raw_mean", mean)
+        return normalize(mean)[0]
+
+    def concentration(self, mean: Tensor) -> Tensor:
+        """Return the concentrations of directions, shape (B,)."""
+        return concentration(self.tangential(mean), mean.shape[1])
+
+    def sample(self, mean: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
+        """Draw raw outputs around means (B, D), shape (S, B, D)."""
+        noise = _noise(mean, n_samples, generator)
+        values, vectors = torch.linalg.eigh(self.covariance.to(noise.dtype))
+        root = vectors * values.clamp(min=0).sqrt().unsqueeze(-2)
+        return (mean + torch.einsum("bde,sbe->sbd", root, noise)).to(mean.dtype)
+
+    def rows(self, rows: Tensor) -> Self:
+        """Return the spread of some of the outputs; -1 is an output of NaN."""
+        return self._mapped(lambda value: taken(value, rows))
+
+    def to(self, device: Any, dtype: torch.dtype | None) -> Self:
+        """Return the same spread on another device or in another dtype."""
+        return self._mapped(lambda value: value.to(device=device, dtype=dtype))
+
+    def cat(self, others: Sequence[Any]) -> Spread:
+        """Return the spread of these outputs and of others, which are of the same kind."""
+        parts = (self, *others)
+        return replace(self, **{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(self)})
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
+        return replace(self, **{field.name: change(getattr(self, field.name)) for field in fields(self)})
+
+
+@dataclass(frozen=True, eq=False)
+class Diagonal(Spread):
+    """Variances of independent outputs, shape (B, D)."""
+
+    values: Tensor
+    kind = "variance"
+
+    @property
+    def covariance(self) -> Tensor:
+        """Covariances, shape (B, D, D)."""
+        return torch.diag_embed(self.values)
+
+    @property
+    def variance(self) -> Tensor:
+        """The variances."""
+        return self.values
+
+    def finite(self) -> Tensor:
+        """See :meth:`Spread.finite`."""
+        return self.values.isfinite().all(1)
+
+    def across(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See :meth:`Spread.across`."""
+        scale, wide = _scaled(self.values)
+        return scale, wide.sum(1), (wide * u.square()).sum(1)
+
+    def sample(self, mean: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
+        """See :meth:`Spread.sample`."""
+        noise = _noise(mean, n_samples, generator)
+        return (mean + noise * self.values.to(noise.dtype).sqrt()).to(mean.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Spread):
+    """Covariances, shape (B, D, D)."""
+
+    matrices: Tensor
+    kind = "covariance"
+
+    @property
+    def covariance(self) -> Tensor:
+        """The covariances."""
+        return self.matrices
+
+    def cat(self, others: Sequence[Spread]) -> Dense:
+        """See :meth:`Spread.cat`; covariances along axes become dense."""
+        return Dense(torch.cat([part.covariance for part in (self, *others)]))
+
+
+@dataclass(frozen=True, eq=False)
+class Axes(Spread):
+    """Covariances ``U diag(v_b) U^T + C``, kept as their parts: B matrices may take longer than the encoder itself.
+
+    A Kronecker-factored posterior of a last layer gives them.
+
+    Attributes:
+        axes: ``U``, orthonormal columns, shape (D, D).
+        values: ``v``, not negative, shape (B, D).
+        common: ``C``, positive semidefinite, shape (D, D), or ``None`` for zero.
+        dtype: Of the covariances.
+    """
+
+    axes: Tensor
+    values: Tensor
+    common: Tensor | None
+    dtype: torch.dtype
+    kind = "covariance"
+
+    @property
+    def covariance(self) -> Tensor:
+        """Covariances, shape (B, D, D)."""
+        with torch.autocast(self.values.device.type, enabled=False):
+            out = (self.axes * self.values.unsqueeze(1)) @ self.axes.T
+            return (out if self.common is None else out + self.common).to(self.dtype)
+
+    @property
+    def variance(self) -> Tensor:
+        """Variances, shape (B, D)."""
+        with torch.autocast(self.values.device.type, enabled=False):
+            out = self.values @ self.axes.square().T
+            return (out if self.common is None else out + self.common.diagonal()).to(self.dtype)
+
+    def finite(self) -> Tensor:
+        """See :meth:`Spread.finite`."""
+        finite = self.values.isfinite().all(1)
+        return finite if self.common is None else finite & self.common.isfinite().all()
+
+    def across(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See :meth:`Spread.across`."""
+        axes, values = self.axes.double(), self.values.double()
+        size = values.detach().amax(1)
+        common = None if self.common is None else self.common.double()
+        if common is not None:
+            size = torch.maximum(size, common.detach().abs().amax())
+        size = torch.where(size > 0, size, 1)
+        values = values / size.unsqueeze(1)
+        total = values @ axes.square().sum(0)
+        radial = (values * (u @ axes).square()).sum(1)
+        if common is not None:
+            total = total + common.diagonal().sum() / size
+            radial = radial + ((u @ common) * u).sum(1) / size
+        return size.sqrt(), total, radial
+
+    def rows(self, rows: Tensor) -> Axes:
+        """See :meth:`Spread.rows`."""
+        return replace(self, values=taken(self.values, rows))
+
+    def to(self, device: Any, dtype: torch.dtype | None) -> Axes:
+        """See :meth:`Spread.to`; the parts keep their dtype."""
+        common = None if self.common is None else self.common.to(device)
+        return Axes(self.axes.to(device), self.values.to(device), common, dtype or self.dtype)
+
+    def cat(self, others: Sequence[Spread]) -> Spread:
+        """See :meth:`Spread.cat`; other axes make the covariances dense."""
+        same = [part for part in others if isinstance(part, Axes) and self._shares_axes(part)]
+        if len(same) < len(others):
+            return Dense(self.covariance).cat(others)
+        return replace(self, values=torch.cat([self.values, *(part.values for part in same)]))
+
+    def _shares_axes(self, other: Axes) -> bool:
+        if self.dtype != other.dtype or (self.common is None) != (other.common is None):
+            return False
+        common = self.common is None or other.common is None or _equal(self.common, other.common)
+        return _equal(self.axes, other.axes) and common
+
+
+@dataclass(frozen=True, eq=False)
+class Joint(Spread):
+    """Covariances between all outputs, shape (B, D, B, D)."""
+
+    blocks: Tensor
+    kind = "joint_covariance"
+
+    @property
+    def covariance(self) -> Tensor:
+        """Covariances of single outputs, shape (B, D, D)."""
+        points = torch.arange(len(self.blocks), device=self.blocks.device)
+        return self.blocks[points, :, points]
+
+    @property
+    def joint_covariance(self) -> Tensor:
+        """See :attr:`Spread.joint_covariance`."""
+        n, dim = self.blocks.shape[:2]
+        return self.blocks.reshape(n * dim, n * dim)
+
+    def finite(self) -> Tensor:
+        """See :meth:`Spread.finite`; an output that is finite alone counts as such where another one is not."""
+        own = super().finite()
+        return own if not bool(own.all()) else self.blocks.isfinite().flatten(1).all(1)
+
+    def sample(self, mean: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
+        """See :meth:`Spread.sample`; the outputs of a sample are those of one network."""
+        whole = Dense(self.joint_covariance.unsqueeze(0))
+        return whole.sample(mean.reshape(1, -1), n_samples, generator).view(n_samples, *mean.shape)
+
+    def rows(self, rows: Tensor) -> Joint:
+        """See :meth:`Spread.rows`."""
+        return Joint(taken(taken(self.blocks, rows).transpose(0, 2), rows).transpose(0, 2))
+
+
+@dataclass(frozen=True, eq=False)
+class Samples(Spread):
+    """Samples of the outputs, shape (B, S, D); sample s of all outputs comes from one network."""
+
+    samples: Tensor
+
+    @property
+    def kind(self) -> str:
+        """The number of samples."""
+        return f"{self.samples.shape[1]} samples"
+
+    @property
+    def covariance(self) -> Tensor:
+        """Sample covariances, shape (B, D, D)."""
+        return sample_covariance(self.samples)
+
+    def across(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See :meth:`Spread.across`; it takes no covariance."""
+        centred = self.samples - self.samples.mean(1, keepdim=True)
+        scale = centred.detach().abs().amax((1, 2)).double()
+        scale = torch.where(scale > 0, scale, 1)
+        wide = centred.double() / scale.view(-1, 1, 1)
+        others = centred.shape[1] - 1
+        return scale, wide.square().sum((1, 2)) / others, (wide @ u.unsqueeze(2)).square().sum((1, 2)) / others
+
+    def direction(self, mean: Tensor) -> Tensor:
+        """See :meth:`Spread.direction`; of the normalised samples."""
+        return vmf.fit(self.samples.transpose(0, 1))[0]
+
+    def concentration(self, mean: Tensor) -> Tensor:
+        """See :meth:`Spread.concentration`; of the normalised samples."""
+        return vmf.fit(self.samples.transpose(0, 1))[1]
+
+    def sample(self, mean: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
+        """See :meth:`Spread.sample`; the first of the given samples."""
+        most = self.samples.shape[1]
+        if n_samples > most:
+            hint = "This distribution was built from those samples; request more of them in the prediction."
+            raise InputError(expected("n_samples", f"at most {most}", n_samples, hint))
+        return self.samples[:, :n_samples].transpose(0, 1)
+
+
+def taken(values: Tensor, rows: Tensor) -> Tensor:
+    """Return rows of values (B, ...); for the row -1, NaN."""
+    if bool((rows < 0).any()):
+        values = torch.cat([values, values.new_full((1, *values.shape[1:]), torch.nan)])
+    return values[rows]
+
+
+def sample_covariance(samples: Tensor) -> Tensor:
+    """Return the covariances (B, D, D) of samples (B, S, D)."""
+    centred = (samples - samples.mean(1, keepdim=True)).mT
+    return centred @ centred.mT / (samples.shape[1] - 1)
+
+
+def _scaled(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the roots (B,) of the largest entries, and the values (B, ...) divided by these entries, in float64."""
+    # Divided, because sums of the largest numbers would overflow.
+    size = values.detach().abs().flatten(1).amax(1).double()
+    size = torch.where(size > 0, size, 1)
+    return size.sqrt(), values.double() / size.view(-1, *([1] * (values.ndim - 1)))
+
+
+def _noise(mean: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
+    # There is no decomposition in half precision.
+    wide = torch.promote_types(mean.dtype, torch.float32)
+    return torch.randn(n_samples, *mean.shape, dtype=wide, device=mean.device, generator=generator)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one is other or (one.shape == other.shape and one.device == other.device and torch.equal(one, other))
