@@ -370,7 +370,7 @@ def _reference_of(la: Any, quiet: bool, stamp: Stamp) -> Reference:
             "p_value: la is not calibrated, so p-values are relative to inputs that the encoder was trained on. They "
             f"are optimistic: of other known inputs, more than a share alpha may fall below alpha. {_CALIBRATE}"
         )
-        warnings.warn(msg, OptimisticPValueWarning, stacklevel=5)
+        warnings.warn(msg, OptimisticPValueWarning, stacklevel=6)
     return Reference.of(Standard.of(known), known)
 
 
