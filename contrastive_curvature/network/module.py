@@ -1,9 +1,14 @@
-"""The pullback to all trainable parameters of any module, by ``torch.func``."""
+"""The pullback to all trainable parameters of any module, or to some of their entries, by ``torch.func``.
+
+While ``torch.func.functional_call`` runs, it replaces the parameters of the module for every thread: another thread
+that runs the model at that time would get outputs of other weights. So it is called on a copy of the modules.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from types import FunctionType
 from typing import Any
 
@@ -21,136 +26,6 @@ from contrastive_curvature.network.pullback import Pullback, own_name
 from contrastive_curvature.network.threads import private_copy
 from contrastive_curvature.options import Structure
 
-__all__ = [
-    "FunctionalEncoder",
-    "MathAttention",
-    "ModulePullback",
-    "SubnetworkPullback",
-    "math_attention",
-    "parameter_places",
-]
-
-
-def math_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """``F.scaled_dot_product_attention`` in plain operations, which support vmap and second derivatives."""
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        # The plain operations add the mask to the scores, so a boolean mask would add ones and zeros.
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
-    out: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-    )[0]
-    return out
-
-
-def _with_math_attention(function: Any) -> Any:
-    """A copy of a function of ``torch.nn.functional`` that calls :func:`math_attention` for attention."""
-    names = {**function.__globals__, F.scaled_dot_product_attention.__name__: math_attention}
-    copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    copied.__kwdefaults__ = function.__kwdefaults__
-    return copied
-
-
-_REPLACEMENTS: dict[Any, Any] = {
-    F.scaled_dot_product_attention: math_attention,
-    F.multi_head_attention_forward: _with_math_attention(F.multi_head_attention_forward),
-}
-
-
-class MathAttention(TorchFunctionMode):
-    """Computes attention in plain operations, in this thread only; torch's own settings hold for the whole process.
-
-    Args:
-        originals: Tensors to watch for, by their ``id``.
-
-    Attributes:
-        original_used: Whether an operation has used one of these tensors.
-    """
-
-    def __init__(self, originals: dict[int, Tensor] | None = None) -> None:
-        super().__init__()
-        self._originals = originals or {}
-        self.original_used = False
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run a function of torch, or its replacement."""
-        kwargs = kwargs or {}
-        for argument in (*args, *kwargs.values()):
-            if id(argument) in self._originals or isinstance(argument, (list, tuple)):
-                # Reading an attribute such as the shape does not count.
-                self.original_used |= self._uses_original(argument) and getattr(func, "__name__", "") != "__get__"
-        return _REPLACEMENTS.get(func, func)(*args, **kwargs)
-
-    def _uses_original(self, argument: Any) -> bool:
-        if isinstance(argument, (list, tuple)):
-            return any(self._uses_original(a) for a in argument)
-        return id(argument) in self._originals
-
-
-class FunctionalEncoder:
-    """Raw outputs of an encoder at given values of its parameters.
-
-    Args:
-        encoder: The analysed encoder. If its modules cannot be copied, or a copy still uses an original parameter, the
-            modules themselves are used, and no other thread may run the modules at the same time.
-    """
-
-    def __init__(self, encoder: Encoder) -> None:
-        self._encoder = encoder
-        self._originals: dict[int, Tensor] = {id(p): p for p in encoder.parameters()}
-        self._free_copies: list[Encoder] = []
-        self._can_be_copied = True
-
-    def __call__(self, values: dict[str, Tensor], x: Inputs) -> Tensor:
-        """Run the encoder.
-
-        Args:
-            values: Values of all parameters and buffers, under every name that each of them has.
-            x: A batch of N points.
-
-        Returns:
-            Raw outputs, shape (N, D).
-        """
-        own = self._free_copy()
-        if own is not None:
-            watching = MathAttention(self._originals)
-            try:
-                out = _call(watching, own, values, x)
-            finally:
-                self._free_copies.append(own)
-            if not watching.original_used:
-                return out
-            self._can_be_copied = False
-        return _call(MathAttention(), self._encoder, values, x)
-
-    def _free_copy(self) -> Encoder | None:
-        """A copy that no thread runs at the moment; ``None`` if the encoder cannot be copied."""
-        if not self._can_be_copied:
-            return None
-        try:
-            return self._free_copies.pop()
-        except IndexError:
-            pass
-        try:
-            return private_copy(self._encoder)
-        except Exception:
-            self._can_be_copied = False
-            return None
-
-
-def _call(mode: MathAttention, encoder: Encoder, values: dict[str, Tensor], x: Inputs) -> Tensor:
-    with mode:
-        # Tied by torch, a module with two names would keep the replaced tensors afterwards.
-        return torch.func.functional_call(encoder, values, (x,), tie_weights=False)
-
 
 class ModulePullback(Pullback):
     """All trainable parameters of any module, or some of their entries, by ``torch.func``.
@@ -167,26 +42,25 @@ class ModulePullback(Pullback):
         if indices is not None:
             only, indices = _touched(trainable, indices)
         self.params = {name: p.detach() for name, p in trainable.items() if only is None or name in only}
-        rest = {name: p.detach() for name, p in encoder.named_parameters() if name not in self.params}
-        self.constants = rest
+        self._constants = {name: p.detach() for name, p in encoder.named_parameters() if name not in self.params}
         self._buffers = dict(encoder.named_buffers())
         self._places = parameter_places(encoder)
-        self._outputs = FunctionalEncoder(encoder)
+        self._outputs = _FunctionalEncoder(encoder)
         self.indices = indices
         self._vectorizes = True
         self._width = sum(p.numel() for p in self.params.values())
         self.n_params = self._width if indices is None else indices.numel()
 
-    def keep_values(self) -> None:
-        """Hold on to the present values of parameters and buffers, whatever becomes of the encoder's."""
-        self.params = {k: p.clone() for k, p in self.params.items()}
-        self.constants = {k: p.clone() for k, p in self.constants.items()}
-        self._buffers = {k: b.clone() for k, b in self._buffers.items()}
-
     @property
     def width(self) -> int:
         """See :class:`Pullback`."""
         return self._width
+
+    def keep_values(self) -> None:
+        """Hold on to the present values of parameters and buffers, whatever becomes of the encoder's."""
+        self.params = {k: p.clone() for k, p in self.params.items()}
+        self._constants = {k: p.clone() for k, p in self._constants.items()}
+        self._buffers = {k: b.clone() for k, b in self._buffers.items()}
 
     def named_sizes(self) -> list[tuple[str, int]]:
         """See :meth:`Pullback.named_sizes`; of all parameters that the entries lie in."""
@@ -209,6 +83,7 @@ class ModulePullback(Pullback):
         """See :meth:`Pullback.vjp`."""
         if not cotangents.shape[0]:
             return cotangents.new_zeros(0, cotangents.shape[1], self.n_params)
+        flat: Tensor | None = None
         if self._vectorizes:
             try:
                 flat = self._vjp_vectorized(context, cotangents)
@@ -220,13 +95,13 @@ class ModulePullback(Pullback):
                 self._vectorizes = False
                 reason = str(error).splitlines()[0]
                 warnings.warn(f"Jacobians are taken point by point, which is slow: {reason}", stacklevel=2)
-        else:
+        if flat is None:
             flat = self._vjp_one_by_one(context, cotangents)
         return flat if self.indices is None else flat[..., self.indices]
 
     def outputs_at(self, x: Inputs, theta: Tensor) -> Tensor:
-        """Raw outputs (N, D) at other values (P,) of all trainable parameters."""
-        return self._function(x)(self._split(theta))
+        """Return raw outputs (N, D) at other values (P,) of all trainable parameters."""
+        return self._at(x, self._split(theta))
 
     def jvp(self, x: Inputs, v: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Pullback.jvp`: the derivative of a reverse pass with respect to its cotangent.
@@ -253,18 +128,20 @@ class ModulePullback(Pullback):
         return flat if self.indices is None else flat[self.indices]
 
     def _graph(self, x: Inputs) -> tuple[Tensor, list[Tensor]]:
-        """Raw outputs with a graph to copies of the parameters, and those."""
+        """Return raw outputs with a graph to copies of the parameters, and those."""
         params = {k: p.clone().requires_grad_() for k, p in self.params.items()}
         with torch.enable_grad():
-            return self._function(x)(params), list(params.values())
+            return self._at(x, params), list(params.values())
 
     @staticmethod
     def _pull(z: Tensor, params: list[Tensor], cotangents: Tensor, create_graph: bool = False) -> list[Tensor]:
-        """``J^T v`` by parameter; zero where the outputs do not depend on it."""
+        """Return ``J^T v`` by parameter, zero where the outputs do not depend on it."""
         if not z.requires_grad:
             return [torch.zeros_like(p) for p in params]
-        found = torch.autograd.grad(z, params, cotangents, allow_unused=True, create_graph=create_graph)
-        return [torch.zeros_like(p) if g is None else g for g, p in zip(found, params, strict=True)]
+        found = torch.autograd.grad(
+            z, params, cotangents, allow_unused=True, materialize_grads=True, create_graph=create_graph
+        )
+        return list(found)
 
     def _split(self, flat: Tensor) -> dict[str, Tensor]:
         pieces = flat.split([p.numel() for p in self.params.values()])
@@ -282,40 +159,31 @@ class ModulePullback(Pullback):
         def one(point: dict[str, Tensor], v: Tensor) -> Tensor:
             single = {k: t.unsqueeze(0) for k, t in point.items()}
             x = {**single, **others} if isinstance(context, Mapping) else single["x"]
-            return self._flat_vjp(x, v.unsqueeze(1))
+            pull = torch.func.vjp(lambda params: self._at(x, params), self.params)[1]
+            (gradients,) = torch.func.vmap(pull)(v.unsqueeze(1))
+            return torch.cat([g.unsqueeze(-1).flatten(1) for g in gradients.values()], dim=1)
 
         return torch.func.vmap(one)(tensors, cotangents)
 
     def _vjp_one_by_one(self, context: Any, cotangents: Tensor) -> Tensor:
-        """For modules that cannot be vectorised over points; as exact, and slower."""
-        rows = range(cotangents.shape[0])
-        return torch.stack(
-            [
-                torch.stack([self._flat_vjp_single(slice_inputs(context, slice(i, i + 1)), v) for v in cotangents[i]])
-                for i in rows
-            ]
-        )
+        """Compute :meth:`vjp` of modules that cannot be vectorised over points; as exact, and slower."""
+        keep_graph = torch.is_grad_enabled()
+        points: list[Tensor] = []
+        for i, rows in enumerate(cotangents):
+            x = slice_inputs(context, slice(i, i + 1))
+            found = (self._pull(*self._graph(x), v.unsqueeze(0), create_graph=keep_graph) for v in rows)
+            points.append(torch.stack([torch.cat([g.flatten() for g in gradients]) for gradients in found]))
+        return torch.stack(points)
 
-    def _function(self, x: Inputs) -> Any:
-        def outputs(params: dict[str, Tensor]) -> Tensor:
-            values = {**params, **self.constants}
-            everywhere = {place: value for name, value in values.items() for place in self._places[name]}
-            return self._outputs({**everywhere, **self._buffers}, x)
-
-        return outputs
-
-    def _flat_vjp(self, x: Inputs, v: Tensor) -> Tensor:
-        pull = torch.func.vjp(self._function(x), self.params)[1]
-        (gradients,) = torch.func.vmap(pull)(v)
-        return torch.cat([g.unsqueeze(-1).flatten(1) for g in gradients.values()], dim=1)
-
-    def _flat_vjp_single(self, x: Inputs, v: Tensor) -> Tensor:
-        found = self._pull(*self._graph(x), v.unsqueeze(0), create_graph=torch.is_grad_enabled())
-        return torch.cat([g.flatten() for g in found])
+    def _at(self, x: Inputs, params: Mapping[str, Tensor]) -> Tensor:
+        """Run the encoder at some values of the parameters."""
+        values = {**params, **self._constants}
+        everywhere = {place: value for name, value in values.items() for place in self._places[name]}
+        return self._outputs({**everywhere, **self._buffers}, x)
 
 
 def parameter_places(module: nn.Module) -> dict[str, list[str]]:
-    """Every place of a parameter by its first name, each module counted once however many names it has."""
+    """Return every place of a parameter by its first name, each module counted once however many names it has."""
     first = {id(p): name for name, p in module.named_parameters()}
     out: dict[str, list[str]] = {name: [] for name in first.values()}
     for prefix, part in module.named_modules():
@@ -325,7 +193,7 @@ def parameter_places(module: nn.Module) -> dict[str, list[str]]:
 
 
 def _touched(params: dict[str, nn.Parameter], indices: Tensor) -> tuple[set[str], Tensor]:
-    """Names of the parameters that hold some of the flat indices, and the indices within those alone."""
+    """Return names of the parameters that hold some of the flat indices, and the indices within those alone."""
     names, moved, start, kept = set(), torch.empty_like(indices), 0, 0
     for name, p in params.items():
         mine = (indices >= start) & (indices < start + p.numel())
@@ -338,7 +206,7 @@ def _touched(params: dict[str, nn.Parameter], indices: Tensor) -> tuple[set[str]
 
 
 class SubnetworkPullback(Pullback):
-    """Some entries of the parameters of another pullback.
+    """Some entries of the parameters of another pullback, for a host library that only knows whole modules.
 
     Args:
         inner: All trainable parameters.
@@ -346,9 +214,7 @@ class SubnetworkPullback(Pullback):
     """
 
     def __init__(self, inner: Pullback, indices: Tensor) -> None:
-        self.inner = inner
-        self.encoder = inner.encoder
-        self.indices = indices
+        self.inner, self.encoder, self.indices = inner, inner.encoder, indices
         self.n_params = indices.numel()
 
     @property
@@ -392,3 +258,112 @@ class SubnetworkPullback(Pullback):
     def tile_size(self, structure: Structure, dim: int) -> int:
         """See :meth:`Pullback.tile_size`."""
         return self.inner.tile_size(structure, dim)
+
+
+class _FunctionalEncoder:
+    """Raw outputs of an encoder at given values of its parameters, computed on copies of its modules.
+
+    If its modules cannot be copied, or a copy still uses an original parameter, the modules themselves are used, and no
+    other thread may run the modules at the same time.
+    """
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+        self._originals = {id(p): p for p in encoder.parameters()}
+        self._free_copies: list[Encoder] = []
+        self._can_be_copied = True
+
+    def __call__(self, values: dict[str, Tensor], x: Inputs) -> Tensor:
+        """Run the encoder with values of all parameters and buffers, under every name that each of them has."""
+        own = self._free_copy()
+        if own is not None:
+            watching = MathAttention(self._originals)
+            try:
+                out = _call(watching, own, values, x)
+            finally:
+                self._free_copies.append(own)
+            if not watching.original_used:
+                return out
+            self._can_be_copied = False
+        return _call(MathAttention(), self._encoder, values, x)
+
+    def _free_copy(self) -> Encoder | None:
+        """Return a copy that no thread runs at the moment; ``None`` if the encoder cannot be copied."""
+        with suppress(IndexError):
+            return self._free_copies.pop() if self._can_be_copied else None
+        try:
+            return private_copy(self._encoder)
+        except Exception:
+            self._can_be_copied = False
+            return None
+
+
+def _call(mode: MathAttention, encoder: Encoder, values: dict[str, Tensor], x: Inputs) -> Tensor:
+    with mode:
+        # Tied by torch, a module with two names would keep the replaced tensors afterwards.
+        return torch.func.functional_call(encoder, values, (x,), tie_weights=False)
+
+
+class MathAttention(TorchFunctionMode):
+    """Computes attention in plain operations, in this thread only; torch's own settings hold for the whole process.
+
+    Args:
+        originals: Tensors to watch for, by their ``id``.
+
+    Attributes:
+        original_used: Whether an operation has used one of these tensors.
+    """
+
+    def __init__(self, originals: Mapping[int, Tensor] | None = None) -> None:
+        super().__init__()
+        self._originals = originals or {}
+        self.original_used = False
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Run a function of torch, or its replacement."""
+        kwargs = kwargs or {}
+        # Reading an attribute such as the shape does not count.
+        if self._originals and getattr(func, "__name__", "") != "__get__":
+            self.original_used |= self._uses_original((*args, *kwargs.values()))
+        return _REPLACEMENTS.get(func, func)(*args, **kwargs)
+
+    def _uses_original(self, argument: Any) -> bool:
+        if isinstance(argument, (list, tuple)):
+            return any(self._uses_original(a) for a in argument)
+        return id(argument) in self._originals
+
+
+def _math_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute ``F.scaled_dot_product_attention`` by plain operations, which have vmap and second derivatives."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        # The plain operations add the mask to the scores, so a boolean mask would add ones and zeros.
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+    out: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+    )[0]
+    return out
+
+
+def with_globals(function: Any, **names: Any) -> Any:
+    """Return a copy of a function that finds other objects under some global names."""
+    names = {**function.__globals__, **names}
+    copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+_REPLACEMENTS: dict[Any, Any] = {
+    F.scaled_dot_product_attention: _math_attention,
+    F.multi_head_attention_forward: with_globals(
+        F.multi_head_attention_forward, scaled_dot_product_attention=_math_attention
+    ),
+}

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+from contrastive_curvature.network.module import with_globals
 
 __all__ = ["Fold", "Layout", "Recorder", "Run", "Selection", "Use", "by_point", "candidates", "fits", "separates"]
 
@@ -279,15 +280,8 @@ def _never(_: Any) -> bool:
     return False
 
 
-def _look_inside(function: Any) -> Any:
-    """A copy of a function of ``torch.nn.functional`` whose body runs under a mode, which then sees its calls."""
-    names = {**function.__globals__, "has_torch_function": _never}
-    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
-
-
-_ATTENTION = _look_inside(F.multi_head_attention_forward)
+# Its body runs under a mode then, which sees its calls.
+_ATTENTION = with_globals(F.multi_head_attention_forward, has_torch_function=_never)
 
 _CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _PAIR = ("input", "other")
