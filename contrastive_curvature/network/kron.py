@@ -157,7 +157,7 @@ class ModuleKron:
                 for k, p in enumerate(self.params):
                     if not self._is_block(k) and k not in self._matrices and k not in self.pullback.by_func:
                         out[k][1] += _identity(p, len(tape.z) / n_data).to(tape.z)
-                for group, s in self.pullback.backward_together(tape, v, signs):
+                for group, s in self.pullback.backward(tape, v, signs):
                     self._add_curvature(out, group, s)
             return [self._zeros(k, p) for k, p in enumerate(self.params)] if out is None else out
 
@@ -195,7 +195,7 @@ class ModuleKron:
         return self.pullback.run_layers(x, lambda: self._runs(x))
 
     def _runs(self, x: Inputs) -> dict[int, LayerRun]:
-        tape = self.pullback.tape(x)
+        tape = self.pullback.tape(x, prove=True)
         axes = torch.eye(tape.z.shape[1], dtype=tape.z.dtype, device=tape.z.device)
         self._shared.clear()
         places = {piece.number: {id(run) for run in piece.runs} for piece in tape.pieces}

@@ -7,24 +7,28 @@ functions. From these and from the inputs the diagonal follows exactly
 
 A parameter without a rule (a function changes it before it is applied, its layer runs in another thread or in a script)
 goes through ``torch.func`` instead, that parameter alone, with one warning. It is noticed where a function without a
-rule takes a parameter, by a comparison with autograd on a few points, once, and by two more backward passes of every
-batch (:mod:`contrastive_curvature.network.layer_proof`).
+rule takes a parameter, in every batch, and by a comparison with autograd
+(:mod:`contrastive_curvature.network.layer_proof`): of a few points, of the first batches, and of random ones of
+the later, more and more seldom. Where every output has a backward pass of its own, which costs much more than the
+comparison, every batch is compared.
 """
 
 from __future__ import annotations
 
+import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import repeat
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.hessian.blocks import Blocks
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.hessian.blocks import Blocks, SignedFactor
 from contrastive_curvature.hessian.cross import CrossBlocks, tangent_axes
+from contrastive_curvature.hessian.node_blocks import NodeBlocks
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs, input_length
@@ -36,24 +40,13 @@ from contrastive_curvature.network.layer_proof import (
     find_layouts,
     refuse_gradients,
     unproven,
-    with_layouts,
 )
-from contrastive_curvature.network.layer_tape import (
-    NotVerifiedError,
-    Piece,
-    Tape,
-    check_alike,
-    cross_diagonals,
-    make_pieces,
-    shared_columns,
-)
+from contrastive_curvature.network.layer_tape import Gradients, NotVerifiedError, Piece, Tape, make_pieces
 from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.network.pullback import KronFactors, own_name
 from contrastive_curvature.network.recorder import Recorder
 from contrastive_curvature.network.threads import private_copy
 from contrastive_curvature.options import Structure
-
-__all__ = ["LayerwisePullback"]
 
 _T = TypeVar("_T")
 
@@ -63,11 +56,20 @@ _CHUNK_ELEMENTS = 2**25
 _COLUMN_ELEMENTS = 2**21
 """Numbers that the gradients of several columns may hold together: where one has more, stacking them gains nothing."""
 
+_HELD_ELEMENTS = 2**27
+"""Numbers that the gradients of all outputs at some layers may hold: 512 MiB in float32; fewer need more passes."""
+
+_PROOFS = 4
+"""The first runs that are compared with autograd, and of every later run k this share 4 / k."""
+
 _TILE_POINTS = 2048
 """Of a tile of cross terms, where points are small: the pairs of a tile are held too."""
 
 Columns = Callable[[slice], tuple[Tensor, Tensor]]
 """Cotangents ``v`` (K, n, D) and their signs (K, n) of the points in some rows."""
+
+_disproven: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+"""Parameters of encoders that a later batch of a fit used in another way than the first, for the next fit."""
 
 
 class LayerwisePullback(ModulePullback):
@@ -79,6 +81,10 @@ class LayerwisePullback(ModulePullback):
         encoder: The analysed encoder, in evaluation mode.
         only: Names of the parameters to take; ``None`` takes all trainable ones.
 
+    Attributes:
+        by_func: Numbers of the parameters that go through ``torch.func``.
+        layouts: What a few points told about the layers; ``None`` before the first batch.
+
     Raises:
         UnsupportedError: Gradients of a parameter are no derivatives.
     """
@@ -88,13 +94,15 @@ class LayerwisePullback(ModulePullback):
         refuse_gradients(encoder)
         self.names = list(self.params)
         self.trainable = [p for name, p in encoder.named_parameters() if name in self.params]
-        self._layouts: Layouts | None = None
+        self.layouts: Layouts | None = None
         self._example: Inputs | None = None
-        self._by_func: set[int] = set()
+        self.by_func: set[int] = set()
         self.general: ModulePullback | None = None
         self._values_kept = False
         self._kinds: list[str] | None = None
         self._running = _without_backward_hooks(encoder)
+        self._random = random.Random(0)
+        self._runs, self._trusted = 0, False
 
     def keep_values(self) -> None:
         """See :meth:`ModulePullback.keep_values`; from then on, everything is computed there."""
@@ -103,7 +111,7 @@ class LayerwisePullback(ModulePullback):
 
     def forward(self, x: Inputs) -> tuple[Tensor, Any]:
         """See :meth:`Pullback.forward`."""
-        if self._layouts is None and input_length(x):
+        if self.layouts is None and input_length(x):
             self._example = few_points(x)
         return super().forward(x)
 
@@ -112,19 +120,24 @@ class LayerwisePullback(ModulePullback):
         if structure is not Structure.DIAG or self._values_kept:
             return super().block_term(context, blocks, structure)
 
-        def columns(rows: slice) -> tuple[Tensor, Tensor]:
-            factor = blocks[rows].signed_factor()
-            return factor.columns, factor.signs
+        def compute() -> Tensor:
+            out: Tensor | None = None
+            for rows, tape in self.tapes(context):
+                factor = blocks[rows].signed_factor()
+                if out is None:
+                    out = factor.columns.new_zeros(self.n_params)
+                self._add_squares(out, tape, factor.columns, factor.signs)
+            return blocks.u.new_zeros(self.n_params) if out is None else out
 
-        out = self.run_layers(context, lambda: self._diagonal(context, columns))
-        self.insert_general(out, lambda general: general.block_term(context, blocks, structure))
+        out = self.run_layers(context, compute)
+        self._insert_general(out, lambda general: general.block_term(context, blocks, structure))
         return out
 
     def curvature(self, context: Any, hessian: OutputHessian, structure: Structure) -> Tensor:
         """See :meth:`Pullback.curvature`; in one tile, blocks and cross terms share their backward passes."""
         n = len(hessian)
         diagonal = structure is Structure.DIAG and hessian.coupled and n > 0 and not self._values_kept
-        shared = shared_columns(hessian) if diagonal and n <= self.tile_size(structure, hessian.z.shape[1]) else None
+        shared = _shared_columns(hessian) if diagonal and n <= self.tile_size(structure, hessian.z.shape[1]) else None
         if shared is None:
             return super().curvature(context, hessian, structure)
         columns, weight, rest = shared
@@ -132,51 +145,35 @@ class LayerwisePullback(ModulePullback):
         def compute() -> Tensor:
             out = hessian.z.new_zeros(self.n_params)
             pieces = self.split(out)
-            tape = self.tape(context)
-            for piece, b, _ in self.backward(tape, columns, columns[..., 0]):
-                _add(pieces[piece.number], piece, piece.part.weighted(b, piece.part, b, weight))
-            for piece, b, signs in self.backward(tape, rest.columns, rest.signs):
-                _add(pieces[piece.number], piece, piece.part.diagonal(b, signs))
+            tape = self.tape(context, prove=True)
+            for group, _ in self.backward(tape, columns, columns[..., 0]):
+                for piece, b in group:
+                    _add(pieces[piece.number], piece, piece.part.weighted(b, piece.part, b, weight))
+            self._add_squares(out, tape, rest.columns, rest.signs)
             return out
 
         out = self.run_layers(context, compute)
-        self.insert_general(out, lambda general: general.curvature(context, hessian, structure))
+        self._insert_general(out, lambda general: general.curvature(context, hessian, structure))
         return out
 
     def cross_term(self, rows_context: Any, columns_context: Any, cross: CrossBlocks, structure: Structure) -> Tensor:
         """See :meth:`Pullback.cross_term`; the diagonal without a Jacobian of the network."""
         if structure is not Structure.DIAG or self._values_kept:
             return super().cross_term(rows_context, columns_context, cross, structure)
+        if not all(cross.shape):
+            return cross.u_rows.new_zeros(self.n_params)
 
         def compute() -> Tensor:
             out = cross.u_rows.new_zeros(self.n_params)
             pieces = self.split(out)
-            left = self.tape(rows_context)
-            right = left if cross.symmetric else self.tape(columns_context)
-            if cross.c is None and cross.roots is None:
-                # One axis at a time; the gradients of all axes at all layers are never held.
-                check_alike(left, right)
-                axes = [tangent_axes(cross.u_rows, cross.n_rows).transpose(0, 1)]
-                if right is not left:
-                    axes.append(tangent_axes(cross.u_columns, cross.n_columns).transpose(0, 1))
-                for k in range(axes[0].shape[0]):
-                    one = left.by_piece(axes[0][k : k + 1])
-                    other = repeat(None) if right is left else right.by_piece(axes[1][k : k + 1])
-                    for (piece, a), right_side in zip(one, other, strict=False):
-                        other_piece, b = (piece, a) if right_side is None else right_side
-                        if other_piece.number != piece.number:
-                            raise NotVerifiedError({piece.number, other_piece.number})
-                        found = piece.part.weighted(a, other_piece.part, b, -cross.y)
-                        _add(pieces[piece.number], piece, found)
-                return out
-            for piece, found in cross_diagonals(left, right, cross):
+            left = self.tape(rows_context, prove=True)
+            right = left if cross.symmetric else self.tape(columns_context, prove=True)
+            for piece, found in _cross_diagonals(left, right, cross):
                 _add(pieces[piece.number], piece, found)
             return out
 
-        if not all(cross.shape):
-            return cross.u_rows.new_zeros(self.n_params)
         out = self.run_layers(rows_context, compute)
-        self.insert_general(out, lambda general: general.cross_term(rows_context, columns_context, cross, structure))
+        self._insert_general(out, lambda general: general.cross_term(rows_context, columns_context, cross, structure))
         return out
 
     def kron_factors(self, context: Any, blocks: Blocks, n_data: int) -> KronFactors:
@@ -209,15 +206,13 @@ class LayerwisePullback(ModulePullback):
         if self._values_kept:
             return super().output_covariance(context, variance)
         dim = self.encoder.dim
-        own = list(variance.split([p.numel() for p in self.trainable]))
+        own = self.split(variance)
 
         def compute() -> Tensor:
             out = []
-            for rows in self._row_chunks(input_length(context), dim):
-                tape = self.tape(self.slice_context(context, rows))
+            for _, tape in self.tapes(context, columns=dim, prove=True):
                 covariance = tape.z.new_zeros(len(tape.z), dim, dim)
-                axes = torch.eye(dim, dtype=tape.z.dtype, device=tape.z.device)
-                found = tape.gradients(axis.expand(len(tape.z), -1) for axis in axes)
+                found = _axes(tape)
                 for piece in tape.pieces:
                     b = piece.gradients(found, len(tape.z), tape.z.dtype)
                     if b is not None:
@@ -228,17 +223,17 @@ class LayerwisePullback(ModulePullback):
 
         covariance = self.run_layers(context, compute)
         if self.general is not None:
-            mine = torch.cat([own[k] for k in sorted(self._by_func)])
+            mine = torch.cat([own[k] for k in sorted(self.by_func)])
             with torch.no_grad():
                 covariance += self.general.output_covariance(context, mine)
         return covariance
 
     def tile_size(self, structure: Structure, dim: int) -> int:
         """See :meth:`Pullback.tile_size`; for diagonals as many points as one graph may have."""
-        if structure is not Structure.DIAG or self._values_kept or (self._layouts is None and self._example is None):
+        if structure is not Structure.DIAG or self._values_kept or (self.layouts is None and self._example is None):
             return super().tile_size(structure, dim)
         with _gradients():
-            layouts = self._verified(self._example)
+            layouts = self._layouts_of(self._example)
         if self.general is not None:
             return min(_TILE_POINTS, self.general.tile_size(structure, dim))
         return max(1, min(_TILE_POINTS, 4 * _CHUNK_ELEMENTS // (layouts.inputs + 2 * layouts.gradients)))
@@ -248,123 +243,130 @@ class LayerwisePullback(ModulePullback):
         with _gradients():
             while True:
                 if input_length(context):
-                    self._verified(context)
+                    self._layouts_of(context)
                 try:
                     with torch.no_grad():
                         return compute()
                 except NotVerifiedError as error:
                     self._give_up(error.numbers)
 
-    def tapes(self, context: Any) -> Iterator[tuple[slice, Tape]]:
-        """Runs of chunks of points, of bounded memory."""
-        for rows in self._row_chunks(input_length(context), 1):
-            yield rows, self.tape(self.slice_context(context, rows))
+    def tapes(self, context: Any, columns: int = 1, prove: bool = False) -> Iterator[tuple[slice, Tape]]:
+        """Yield runs of chunks of points, of bounded memory, for gradients of some columns at once."""
+        n = input_length(context)
+        size = 1 if self.layouts is None else self.layouts.inputs + (1 + columns) * self.layouts.gradients
+        step = max(1, _CHUNK_ELEMENTS * (1 if columns == 1 else 2) // max(1, size))
+        for start in range(0, n, step):
+            rows = slice(start, min(start + step, n))
+            yield rows, self.tape(self.slice_context(context, rows), prove)
 
-    def backward(self, tape: Tape, columns: Tensor, signs: Tensor) -> Iterator[tuple[Piece, Tensor, Tensor]]:
-        """Pieces with the gradients of columns (K, n, D) and with the signs (K, n), several columns at a time."""
-        for group, s in self.backward_together(tape, columns, signs):
-            for piece, b in group:
-                yield piece, b, s
-
-    def backward_together(
+    def backward(
         self, tape: Tape, columns: Tensor, signs: Tensor
     ) -> Iterator[tuple[Iterator[tuple[Piece, Tensor]], Tensor]]:
-        """The gradients of all pieces, several columns at a time."""
-        n = len(tape.z)
-        size = 1 if self._layouts is None else self._layouts.gradients
-        step = max(1, _COLUMN_ELEMENTS // max(1, n * size))
+        """Yield the gradients of all pieces for columns (K, n, D) and the signs (K, n), several columns at a time."""
+        size = 1 if self.layouts is None else self.layouts.gradients
+        step = max(1, _COLUMN_ELEMENTS // max(1, len(tape.z) * size))
         for v, s in zip(columns.split(step), signs.split(step), strict=True):
             yield tape.by_piece(v), s
 
-    def tape(self, context: Any) -> Tape:
-        """One run of the encoder.
+    def tape(self, context: Any, prove: bool = False) -> Tape:
+        """Run the encoder once, and compare with autograd where that is asked for or due.
 
         Raises:
-            NotVerifiedError: It uses parameters in another way than the batch that was compared with autograd.
-            UnsupportedError: The encoder puts out something else where no gradients are asked for.
+            NotVerifiedError: It uses parameters in another way than the batch before, or disagrees with autograd.
+            UnsupportedError: The encoder puts out something else where no gradients are asked for; or batches that were
+                not compared with autograd may be wrong.
         """
-        layouts = self._verified(context)
+        tape = self._record(context)
+        self._runs += 1
+        if not prove and self._random.random() * self._runs >= _PROOFS:
+            self._trusted = True
+            return tape
+        wrong = unproven(tape, self.trainable, self.by_func)
+        if not wrong:
+            return tape
+        if self._trusted:
+            self._refuse_sum(wrong)
+        raise NotVerifiedError(wrong)
+
+    def split(self, flat: Tensor) -> Sequence[Tensor]:
+        """Return views of a vector (P,), one a parameter."""
+        return flat.split([p.numel() for p in self.trainable])
+
+    def _record(self, context: Any) -> Tape:
+        layouts = self._layouts_of(context)
         x = _plain(context)
         with torch.enable_grad(), Recorder(list(self.trainable), layouts.lookups) as recorder:
             z = self._running(x)
         check_fast_path(self._running, x, z)
-        if recorder.unknown - self._by_func:
-            raise NotVerifiedError(recorder.unknown - self._by_func)
-        uses = with_layouts(recorder.uses, layouts.places, len(z), frozenset(self._by_func))
-        pieces, failed = make_pieces(uses, len(z), z.dtype)
-        if failed:
-            raise NotVerifiedError(failed)
-        tape = Tape(z, pieces)
-        wrong = unproven(tape, self.trainable, self._by_func)
-        if wrong:
-            raise NotVerifiedError(wrong)
-        return tape
+        if recorder.unknown - self.by_func:
+            raise NotVerifiedError(recorder.unknown - self.by_func)
+        return Tape(z, make_pieces(recorder.uses, layouts.places, z, self.by_func))
 
-    def split(self, flat: Tensor) -> Sequence[Tensor]:
-        """Views of a vector (P,), one a parameter."""
-        return flat.split([p.numel() for p in self.trainable])
+    def _refuse_sum(self, numbers: set[int]) -> None:
+        """Refuse sums over batches that may be wrong, and remember the parameters for the next fit.
 
-    def insert_general(self, flat: Tensor, compute: Callable[[ModulePullback], Tensor]) -> None:
+        Raises:
+            UnsupportedError: Always.
+        """
+        names = {self.names[k] for k in numbers}
+        _disproven.setdefault(self.encoder.model, set()).update(names)
+        msg = (
+            f"model: a later batch uses {_listed(names)} in another way than the first, as an encoder does that sorts "
+            "points or branches on their values, and the sums over the batches before may be wrong. Fit once more: the "
+            "Jacobians of these parameters are then taken point by point, which is exact and slow."
+        )
+        raise UnsupportedError(msg)
+
+    def _add_squares(self, out: Tensor, tape: Tape, columns: Tensor, signs: Tensor) -> None:
+        """Add ``sum_ki sign_ki (J_i^T v_ki)^2`` of columns (K, n, D)."""
+        pieces = self.split(out)
+        for group, s in self.backward(tape, columns, signs):
+            for piece, b in group:
+                _add(pieces[piece.number], piece, piece.part.diagonal(b, s))
+
+    def _insert_general(self, flat: Tensor, compute: Callable[[ModulePullback], Tensor]) -> None:
         """Put what ``torch.func`` computes in the places of its parameters."""
         if self.general is None:
             return
         with torch.no_grad():
             found = compute(self.general)
-        start, taken = 0, 0
-        for number, p in enumerate(self.trainable):
-            if number in self._by_func:
-                flat[start : start + p.numel()] = found[taken : taken + p.numel()]
-                taken += p.numel()
-            start += p.numel()
+        pieces, mine = self.split(flat), sorted(self.by_func)
+        for number, values in zip(mine, found.split([self.trainable[k].numel() for k in mine]), strict=True):
+            pieces[number].copy_(values)
 
-    @property
-    def by_func(self) -> frozenset[int]:
-        """Numbers of the parameters that go through ``torch.func``."""
-        return frozenset(self._by_func)
-
-    @property
-    def layouts(self) -> Layouts | None:
-        """What the comparison with autograd told, once there was one."""
-        return self._layouts
-
-    def _diagonal(self, context: Any, columns: Columns) -> Tensor:
-        out: Tensor | None = None
-        for rows, tape in self.tapes(context):
-            v, signs = columns(rows)
-            if out is None:
-                out = v.new_zeros(self.n_params)
-                pieces = self.split(out)
-            for piece, b, s in self.backward(tape, v, signs):
-                _add(pieces[piece.number], piece, piece.part.diagonal(b, s))
-        return columns(slice(0, 0))[0].new_zeros(self.n_params) if out is None else out
-
-    def _row_chunks(self, n: int, columns: int) -> Iterator[slice]:
-        size = 1 if self._layouts is None else self._layouts.inputs + (1 + columns) * self._layouts.gradients
-        step = max(1, _CHUNK_ELEMENTS * (1 if columns == 1 else 2) // max(1, size))
-        for start in range(0, n, step):
-            yield slice(start, min(start + step, n))
-
-    def _verified(self, context: Any) -> Layouts:
-        """Once, with the first batch: compare with autograd."""
-        if self._layouts is None:
-            self._layouts = find_layouts(self._running, self.trainable, _plain(few_points(context)))
-            if self._layouts.lacking:
-                self._give_up(set(self._layouts.lacking))
-        return self._layouts
+    def _layouts_of(self, context: Any) -> Layouts:
+        """Analyse the layers with a few points of the first batch."""
+        if self.layouts is None:
+            few = _plain(few_points(context))
+            self.layouts = find_layouts(self._running, self.trainable, few)
+            known = _disproven.get(self.encoder.model, set())
+            self.by_func = {*self.layouts.lacking, *(k for k, name in enumerate(self.names) if name in known)}
+            try:
+                wrong = unproven(self._record(few), self.trainable, self.by_func)
+            except NotVerifiedError as error:
+                wrong = error.numbers
+            lacking, self.by_func = self.by_func | wrong, set()
+            if lacking:
+                self._give_up(lacking)
+        return self.layouts
 
     def _give_up(self, numbers: set[int]) -> None:
         """Take parameters through ``torch.func`` from now on."""
-        new = numbers - self._by_func
-        self._by_func |= numbers
-        names = {self.names[k] for k in self._by_func}
-        self.general = ModulePullback(self.encoder, only=names)
-        layers = list(dict.fromkeys(own_name(self.names[k]) for k in sorted(new)))
-        shown = ", ".join(repr(name) for name in layers[:5]) + (", ..." if len(layers) > 5 else "")
+        new = numbers - self.by_func
+        self.by_func |= numbers
+        self._runs = 0
+        self.general = ModulePullback(self.encoder, only={self.names[k] for k in self.by_func})
         msg = (
-            f"model: the Jacobians of {len(layers)} parameters ({shown}) are taken point by point, which is exact and "
-            "slow: they are applied in a way that the layer-by-layer computation does not know."
+            f"model: the Jacobians of {_listed([self.names[k] for k in sorted(new)])} are taken point by point, which "
+            "is exact and slow: they are applied in a way that the layer-by-layer computation does not know."
         )
         warnings.warn(msg, UserWarning, stacklevel=2)
+
+
+def _listed(names: Iterable[str]) -> str:
+    own = list(dict.fromkeys(own_name(name) for name in names))
+    shown = ", ".join(repr(name) for name in own[:5]) + (", ..." if len(own) > 5 else "")
+    return f"{len(own)} parameters ({shown})"
 
 
 def _add(target: Tensor, piece: Piece, found: Tensor) -> None:
@@ -375,7 +377,7 @@ def _add(target: Tensor, piece: Piece, found: Tensor) -> None:
 
 
 def _without_backward_hooks(encoder: Encoder) -> Encoder:
-    """The encoder, or a copy where hooks would compute for the user in every backward pass (BackPACK's do)."""
+    """Return the encoder, or a copy where hooks would compute for the user in every backward pass (BackPACK's do)."""
     if not any(module._backward_hooks or module._backward_pre_hooks for module in encoder.modules()):
         return encoder
     try:
@@ -391,7 +393,89 @@ def _gradients() -> Iterator[None]:
 
 
 def _plain(x: Any) -> Any:
-    """A batch that autograd can work with."""
+    """Return a batch that autograd can work with."""
     if isinstance(x, Tensor):
         return x.clone() if x.is_inference() else x
     return {k: _plain(v) if isinstance(v, Tensor) else v for k, v in x.items()}
+
+
+def _shared_columns(hessian: OutputHessian) -> tuple[Tensor, Tensor, SignedFactor] | None:
+    """Split a coupled Hessian of N points into columns that all points share, and columns of each point.
+
+    ``H_ij = sum_k w_ij a_ki a_kj^T + [i = j] sum_c sign_ci v_ci v_ci^T`` with the tangent axes
+    ``a_ki = P_i e_k / n_i``: the multiple of the projector in the diagonal blocks is one more weight of these axes, so
+    that two columns stay for the rest of the blocks.
+
+    Returns:
+        The columns ``a`` (D, N, D), the weights ``w`` (N, N) and the other columns; ``None`` for another Hessian.
+    """
+    blocks = hessian.blocks
+    everything = slice(0, len(hessian))
+    cross = hessian.cross(everything, everything)
+    if not isinstance(blocks, NodeBlocks) or cross.c is not None or cross.roots is not None:
+        return None
+    weight = -cross.y
+    weight.diagonal().add_(blocks.c * hessian.n.square())
+    plane = torch.stack([blocks.r, blocks.q, blocks.q, blocks.p], dim=1).view(-1, 2, 2)
+    values, turn = torch.linalg.eigh(plane)
+    vectors = torch.stack([blocks.u, blocks.t], dim=2) @ (turn * values.abs().sqrt().unsqueeze(1))
+    rest = SignedFactor(vectors.permute(2, 0, 1), values.sign().T)
+    return tangent_axes(hessian.u, hessian.n).transpose(0, 1), weight, rest
+
+
+def _cross_diagonals(left: Tape, right: Tape, cross: CrossBlocks) -> Iterator[tuple[Piece, Tensor]]:
+    """Yield diagonals of ``sum_ij J_i^T H_ij J_j`` in parts, of points i and j; both sides may be the same object.
+
+    Raises:
+        NotVerifiedError: The two sides use the parameters in different ways.
+    """
+    numbers = [[piece.number for piece in tape.pieces] for tape in (left, right)]
+    if numbers[0] != numbers[1]:
+        raise NotVerifiedError({*numbers[0], *numbers[1]})
+    if cross.c is None and cross.roots is None:
+        # One axis at a time; the gradients of all axes at all layers are never held.
+        sides = [(left, tangent_axes(cross.u_rows, cross.n_rows).transpose(0, 1))]
+        if right is not left:
+            sides.append((right, tangent_axes(cross.u_columns, cross.n_columns).transpose(0, 1)))
+        for k in range(left.z.shape[1]):
+            for pair in zip(*(tape.by_piece(axes[k : k + 1]) for tape, axes in sides), strict=False):
+                (piece, a), (other, b) = pair[0], pair[-1]
+                if other.number != piece.number:
+                    raise NotVerifiedError({piece.number, other.number})
+                yield piece, piece.part.weighted(a, other.part, b, -cross.y)
+        return
+    pairs = list(zip(left.pieces, right.pieces, strict=True))
+    points = len(left.z) + (0 if right is left else len(right.z))
+    for group in _groups(pairs, left.z.shape[1] * points // max(1, len(left.z))):
+        of_left = _axes(left, [a for a, _ in group])
+        of_right = of_left if right is left else _axes(right, [b for _, b in group])
+        for one, other in group:
+            rows = one.gradients(of_left, len(left.z), left.z.dtype)
+            columns = rows if right is left else other.gradients(of_right, len(right.z), right.z.dtype)
+            if rows is not None and columns is not None:
+                yield one, one.part.cross(rows, other.part, columns, cross)
+
+
+def _axes(tape: Tape, pieces: Sequence[Piece] | None = None) -> Gradients:
+    """Return the gradients of every output at the runs of some pieces, or of all."""
+    axes = torch.eye(tape.z.shape[1], dtype=tape.z.dtype, device=tape.z.device)
+    return tape.gradients((axis.expand(len(tape.z), -1) for axis in axes), pieces)
+
+
+def _groups(pairs: list[tuple[Piece, Piece]], copies: int) -> Iterator[list[tuple[Piece, Piece]]]:
+    """Yield pieces whose gradients fit into memory together, from the last layers, whose passes are short, on."""
+    group: list[tuple[Piece, Piece]] = []
+    runs: set[int] = set()
+    held = 0
+    for pair in reversed(pairs):
+        new = {id(run): run for run in pair[0].runs if id(run) not in runs}
+        size = copies * sum(run.shape.numel() for run in new.values())
+        if group and held + size > _HELD_ELEMENTS:
+            yield group
+            group, runs, held = [], set(), 0
+            size = copies * sum(run.shape.numel() for run in pair[0].runs)
+        group.append(pair)
+        runs.update(id(run) for run in pair[0].runs)
+        held += size
+    if group:
+        yield group

@@ -8,7 +8,7 @@ themselves are not touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -20,8 +20,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from contrastive_curvature.network.module import with_globals
-
-__all__ = ["Fold", "Layout", "Recorder", "Run", "Selection", "Use", "by_point", "candidates", "fits", "separates"]
 
 
 class Fold(Enum):
@@ -44,8 +42,11 @@ class Layout(NamedTuple):
     fold: Fold = Fold.NONE
 
 
+_IN_FRONT = Layout(0)
+
+
 def by_point(t: Tensor, layout: Layout, n: int) -> Tensor:
-    """A tensor as (n, positions of a folded axis or 1, *the other axes)."""
+    """Reshape a tensor to (n, positions of a folded axis or 1, *the other axes)."""
     axis, fold = layout
     if fold is Fold.NONE:
         return (t.movedim(axis, 0) if axis else t).unsqueeze(1)
@@ -55,14 +56,14 @@ def by_point(t: Tensor, layout: Layout, n: int) -> Tensor:
 
 
 def candidates(shape: torch.Size, axes: tuple[int, ...], n: int) -> list[Layout]:
-    """Layouts that a tensor of this shape may have, the likely ones first."""
+    """Return the layouts that a tensor of this shape may have, the likely ones first."""
     folded = [j for j in axes if shape[j] > n and shape[j] % n == 0]
     found = [Layout(j) for j in axes if shape[j] == n]
     return found + [Layout(j, fold) for fold in (Fold.MAJOR, Fold.MINOR) for j in folded]
 
 
 def fits(shape: torch.Size, layout: Layout, n: int) -> bool:
-    """Whether a tensor of another batch can have this layout."""
+    """Return whether a tensor of another batch can have this layout."""
     if layout.axis >= len(shape):
         return False
     size = shape[layout.axis]
@@ -70,7 +71,7 @@ def fits(shape: torch.Size, layout: Layout, n: int) -> bool:
 
 
 def separates(layout: Layout, n: int, of_first: Tensor, of_others: Tensor) -> bool:
-    """Whether gradients that start from the first point's output alone, and from all others', lie where they should."""
+    """Return whether gradients of the first point's output alone, and of all others', lie in the rows of the layout."""
     first, others = by_point(of_first, layout, n), by_point(of_others, layout, n)
     return not bool(first[1:].any()) and not bool(others[0].any())
 
@@ -88,7 +89,7 @@ class Selection:
     entries: Tensor | None = None
 
     def indices(self, shape: torch.Size) -> Tensor:
-        """The entries as indices, in the shape of the tensor."""
+        """Return the entries as indices, in the shape of the tensor."""
         return torch.arange(shape.numel()).view(shape) if self.entries is None else self.entries
 
 
@@ -123,19 +124,22 @@ class Use:
         source: What the entries are multiplied with: the input of a linear layer or a convolution, the tokens of an
             embedding, the other factor of an ``entrywise`` product (``None``: a sum).
         options: Of the function.
+        version: Of the source, when the function ran.
+        layout: Where the points lie, once that is known.
     """
 
     run: Run
     selection: Selection
     kind: str
     shape: torch.Size
-    source: Tensor | None = None
+    source: Any = None
     options: dict[str, Any] = field(default_factory=dict)
     version: int = 0
+    layout: Layout = _IN_FRONT
 
     def intact(self) -> bool:
-        """Whether nothing has overwritten the source since."""
-        return self.source is None or self.source._version == self.version
+        """Return whether nothing has overwritten the source since."""
+        return self.source is None or bool(self.source._version == self.version)
 
 
 class Recorder(TorchFunctionMode):
@@ -192,8 +196,7 @@ class Recorder(TorchFunctionMode):
         if first is None or len(found) != 1 or not all(isinstance(part, Tensor) for part in parts):
             return False
         if func in _KEEPING:
-            self._tracked[id(out)] = first
-            self._kept.append(out)
+            self._track(out, first)
             return True
         try:
             moved = func(first.indices(args[0].shape), *_on_cpu(args[1:]), **kwargs)
@@ -201,22 +204,20 @@ class Recorder(TorchFunctionMode):
             # A view that needs the parameter's own order of memory.
             return False
         for part, entries in zip(parts, [moved] if isinstance(moved, Tensor) else moved, strict=True):
-            self._tracked[id(part)] = Selection(first.number, entries)
-            self._kept.append(part)
+            self._track(part, Selection(first.number, entries))
         return True
 
     def _apply(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Tensor) -> int:
-        """Note a function that applies parameters to its inputs; for how many of its arguments there is a rule."""
-        names = _SIGNATURES.get(func)
-        if names is None or len(args) > len(names):
+        """Note a function that applies parameters; return for how many of its arguments there is a rule."""
+        kind, names = _RULES.get(func, ("", ()))
+        if not kind or len(args) > len(names):
             return 0
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        kind = _KINDS[func]
         if kind == "linear" and given["weight"].ndim != 2:
             return 0
         if kind == "entrywise":
             return self._entrywise(func, given, out)
-        run = Run(get_gradient_edge(out), out.shape, _point_axes(kind, given, out), out.device, out.dtype)
+        run = _run(out, _point_axes(kind, given, out))
         noted = 0
         for name in ("weight", "bias"):
             selection = self._selection(given.get(name))
@@ -225,20 +226,17 @@ class Recorder(TorchFunctionMode):
             if name == "weight" and kind == "embedding" and selection.number in self._lookups:
                 indices = selection.indices(given["weight"].shape)
                 moved = F.embedding(given["input"].cpu(), indices.double()).long()
-                self._tracked[id(out)] = Selection(selection.number, moved)
-                self._kept.append(out)
+                self._track(out, Selection(selection.number, moved))
             elif name == "weight" and kind in ("linear", "convolution", "embedding"):
                 self._add(run, selection, kind, given[name].shape, given["input"], given)
-            elif kind in ("embedding", *_NORMS):
-                source = None if name == "bias" else _normalized(kind, given)
-                self._add(run, selection, "entrywise", _aligned(kind, given[name], out), source)
             else:
-                self._add(run, selection, "entrywise", _aligned(kind, given[name], out))
+                source = _normalized(func, given) if name == "weight" else None
+                self._add(run, selection, "entrywise", _aligned(kind, given[name], out), source)
             noted += 1
         return noted
 
     def _entrywise(self, func: Any, given: dict[str, Any], out: Tensor) -> int:
-        """Note a sum or a product of a parameter with a tensor, or a parameter that is repeated for every point."""
+        """Note a sum or a product with a parameter, or a parameter that is repeated for every point."""
         if func in _REPEATING:
             selection, value, other = self._selection(given["input"]), given["input"], None
         else:
@@ -255,8 +253,7 @@ class Recorder(TorchFunctionMode):
         if any(size not in (1, whole) for size, whole in zip(aligned, out.shape, strict=True)):
             return 0
         axes = tuple(j for j, size in enumerate(aligned) if size == 1)
-        run = Run(get_gradient_edge(out), out.shape, axes, out.device, out.dtype)
-        self._add(run, selection, "entrywise", aligned, other if func in _PRODUCTS else None)
+        self._add(_run(out, axes), selection, "entrywise", aligned, other if func in _PRODUCTS else None)
         return 1
 
     def _add(
@@ -272,6 +269,10 @@ class Recorder(TorchFunctionMode):
         version = 0 if source is None else source._version
         self.uses.append(Use(run, selection, kind, shape, source, options or {}, version))
 
+    def _track(self, t: Tensor, selection: Selection) -> None:
+        self._tracked[id(t)] = selection
+        self._kept.append(t)
+
     def _selection(self, value: Any) -> Selection | None:
         return self._tracked.get(id(value)) if isinstance(value, Tensor) else None
 
@@ -283,56 +284,28 @@ def _never(_: Any) -> bool:
 # Its body runs under a mode then, which sees its calls.
 _ATTENTION = with_globals(F.multi_head_attention_forward, has_torch_function=_never)
 
-_CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-_PAIR = ("input", "other")
+_CONVOLUTION = ("convolution", ("input", "weight", "bias", "stride", "padding", "dilation", "groups"))
+_EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+_BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 _SUMS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
 _IN_PLACE = (Tensor.add_, Tensor.__iadd__)
 _PRODUCTS = (torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__)
 _REPEATING = (Tensor.expand, Tensor.expand_as, Tensor.repeat, torch.broadcast_to, Tensor.broadcast_to)
-_NORMS = ("layer norm", "rms norm", "group norm", "batch norm", "instance norm")
 
-_KINDS: dict[Any, str] = {
-    F.linear: "linear",
-    F.conv1d: "convolution",
-    F.conv2d: "convolution",
-    F.embedding: "embedding",
-    F.layer_norm: "layer norm",
-    F.rms_norm: "rms norm",
-    F.group_norm: "group norm",
-    F.batch_norm: "batch norm",
-    F.instance_norm: "instance norm",
-    **dict.fromkeys((*_SUMS, *_IN_PLACE, *_PRODUCTS, *_REPEATING), "entrywise"),
-}
-_SIGNATURES: dict[Any, tuple[str, ...]] = {
-    F.linear: ("input", "weight", "bias"),
+_RULES: dict[Any, tuple[str, tuple[str, ...]]] = {
+    F.linear: ("linear", ("input", "weight", "bias")),
     F.conv1d: _CONVOLUTION,
     F.conv2d: _CONVOLUTION,
-    F.embedding: (
-        "input",
-        "weight",
-        "padding_idx",
-        "max_norm",
-        "norm_type",
-        "scale_grad_by_freq",
-        "sparse",
-    ),
-    F.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
-    F.rms_norm: ("input", "normalized_shape", "weight", "eps"),
-    F.group_norm: ("input", "num_groups", "weight", "bias", "eps"),
-    F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
-    F.instance_norm: (
-        "input",
-        "running_mean",
-        "running_var",
-        "weight",
-        "bias",
-        "use_input_stats",
-        "momentum",
-        "eps",
-    ),
-    **dict.fromkeys((*_SUMS, *_IN_PLACE, *_PRODUCTS), _PAIR),
-    **dict.fromkeys(_REPEATING, ("input", *("size",) * 8)),
+    F.embedding: ("embedding", _EMBEDDING),
+    F.layer_norm: ("layer norm", ("input", "normalized_shape", "weight", "bias", "eps")),
+    F.rms_norm: ("layer norm", ("input", "normalized_shape", "weight", "eps")),
+    F.group_norm: ("norm", ("input", "num_groups", "weight", "bias", "eps")),
+    F.batch_norm: ("norm", _BATCH_NORM),
+    F.instance_norm: ("norm", (*_BATCH_NORM[:5], "use_input_stats", *_BATCH_NORM[6:])),
+    **dict.fromkeys((*_SUMS, *_IN_PLACE, *_PRODUCTS), ("entrywise", ("input", "other"))),
+    **dict.fromkeys(_REPEATING, ("entrywise", ("input", *("size",) * 8))),
 }
+"""Kinds of the functions that have a rule, and the names of their arguments."""
 
 _KEEPING = (Tensor.contiguous, Tensor.float, Tensor.double, Tensor.type_as, Tensor.to, Tensor.clone)
 """They change neither the shape nor the order of the entries."""
@@ -366,31 +339,30 @@ def _on_cpu(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(a.cpu() if isinstance(a, Tensor) else (_on_cpu(a) if isinstance(a, tuple) else a) for a in args)
 
 
+def _run(out: Tensor, axes: tuple[int, ...]) -> Run:
+    return Run(get_gradient_edge(out), out.shape, axes, out.device, out.dtype)
+
+
 def _point_axes(kind: str, given: dict[str, Any], out: Tensor) -> tuple[int, ...]:
     if kind in ("linear", "embedding"):
         return tuple(range(out.ndim - 1))
-    if kind in ("layer norm", "rms norm"):
+    if kind == "layer norm":
         return tuple(range(out.ndim - len(given["normalized_shape"])))
-    whole = given["weight"].ndim if kind == "convolution" else 2
-    return (0,) if out.ndim == whole or (kind != "convolution" and out.ndim > whole) else ()
+    if kind == "convolution":
+        return (0,) if out.ndim == given["weight"].ndim else ()
+    return (0,) if out.ndim >= 2 else ()
 
 
 def _aligned(kind: str, value: Tensor, out: Tensor) -> torch.Size:
-    """Shape of a scale or a bias, such that it is broadcast to the output."""
-    if kind in ("linear", "layer norm", "rms norm"):
+    """Return the shape of a scale or a bias, such that it is broadcast to the output."""
+    if kind in ("linear", "layer norm"):
         return torch.Size((1,) * (out.ndim - value.ndim) + tuple(value.shape))
     return torch.Size((1, value.numel()) + (1,) * (out.ndim - 2))
 
 
-def _normalized(kind: str, given: dict[str, Any]) -> Tensor:
-    """What a norm multiplies with its scale."""
+def _normalized(norm: Any, given: dict[str, Any]) -> Tensor:
+    """Return what a norm multiplies with its scale."""
     plain = {k: v.detach() if isinstance(v, Tensor) else v for k, v in given.items() if k not in ("weight", "bias")}
     with torch.no_grad():
-        functions: dict[str, Callable[..., Tensor]] = {
-            "layer norm": F.layer_norm,
-            "rms norm": F.rms_norm,
-            "group norm": F.group_norm,
-            "batch norm": F.batch_norm,
-            "instance norm": F.instance_norm,
-        }
-        return functions[kind](**plain)
+        out: Tensor = norm(**plain)
+    return out

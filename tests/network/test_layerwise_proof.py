@@ -169,6 +169,34 @@ def test_covariances_of_a_later_batch(kind: str, device: str) -> None:
             assert close(found, (jacobian * variance) @ jacobian.mT, tolerance=1e-9)
 
 
+@pytest.mark.parametrize("sorted_batches", [1, 3, 6, 9, 20])
+def test_another_order_in_later_batches_gives_no_wrong_sum(sorted_batches: int, device: str) -> None:
+    """The first batches are in order already, so that nothing shows there; a random later look notices it."""
+    torch.manual_seed(0)
+    model = Lambda(sorted_points, a=nn.Linear(4, 4), c=nn.Linear(4, 3)).double().to(device)
+    x = torch.randn(8, 4, dtype=torch.float64, device=device)
+    ordered = x[x[:, 0].argsort()]
+    batches = [ordered] * sorted_batches + [x] * sorted_batches
+    hessian = cc.output_hessian(model(x).detach(), LABELS.to(device), margin=None)
+
+    def fit() -> Tensor:
+        pullback = LayerwisePullback(Encoder(model, ordered))
+        with torch.no_grad():
+            return sum(pullback.block_term(batch, hessian.blocks, Structure.DIAG) for batch in batches)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*exact and slow")
+        if sorted_batches > 3:
+            with pytest.raises(cc.UnsupportedError, match=r"'c.bias'.* Fit once more"):
+                fit()
+        found = fit()
+    truth = torch.zeros_like(found)
+    for batch in batches:
+        jacobian = dense_jacobian(model, batch).view(8, 3, -1)
+        truth += (jacobian * hessian.blocks.matmul(jacobian)).sum((0, 1))
+    assert close(found, truth, tolerance=1e-9)
+
+
 def test_ordinary_networks_keep_their_speed(device: str) -> None:
     """Every row is its point's own: no warning, whatever the number of points."""
     torch.manual_seed(0)
