@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from contrastive_curvature.errors import UnsupportedError
 
@@ -146,14 +147,14 @@ def private_copy(module: _Module, *, backward_hooks: bool = True) -> _Module:
         UnsupportedError: The module has a ``__deepcopy__`` that copies its parameters.
         Exception: An object in the module cannot be copied; the error is that of its class.
     """
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    memo: dict[int, Any] = {}
     for part in module.modules():
-        # A list, because another thread may set an attribute or register a hook during the iteration.
-        for name, value in list(vars(part).items()):
-            if isinstance(value, Tensor):
-                # An activation that a forward pass stored has a graph, and cannot be copied.
-                memo[id(value)] = value
-            elif isinstance(value, OrderedDict) and "_hooks" in name:
+        # A copy, because another thread may set an attribute or register a hook during the iteration.
+        attributes = vars(part).copy()
+        # Activations that a forward pass stored have a graph, and cannot be copied either.
+        memo.update((id(t), t) for t in tree_leaves(list(attributes.values())) if isinstance(t, Tensor))
+        for name, value in attributes.items():
+            if isinstance(value, OrderedDict) and "_hooks" in name:
                 kept = name.startswith("_forward") or (backward_hooks and name.startswith("_backward"))
                 # The hooks themselves are not copied: a hook may refer to objects that cannot be copied.
                 hooks = ((key, hook) for key, hook in value.copy().items() if not isinstance(hook, OwnThreadHook))
