@@ -26,26 +26,27 @@ def count(argument: str, value: object) -> int:
     return value
 
 
-def number(argument: str, value: object, *, positive: bool = False) -> float:
+def number(argument: str, value: object, *, positive: bool = False, signed: bool = False) -> float:
     """Return ``value`` if it is a finite number that is not negative.
 
     Args:
         argument: Name of the argument, for the error messages.
         value: What the caller gave.
         positive: Whether zero is refused, too.
+        signed: Whether negative numbers are accepted.
 
     Raises:
         InputTypeError: ``value`` is not an int or a float.
-        InputError: It is negative, NaN or infinite; or zero, where ``positive``.
+        InputError: It is NaN or infinite; negative, unless ``signed``; or zero, where ``positive``.
     """
-    wanted = f"a finite number {'>' if positive else '>='} 0"
+    wanted = "a finite number" + ("" if signed else " > 0" if positive else " >= 0")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InputTypeError(expected(argument, wanted, f"a {type(value).__name__}"))
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if not math.isfinite(number) or number < 0 or (positive and number == 0):
+    if not math.isfinite(number) or (number < 0 and not signed) or (positive and number == 0):
         raise InputError(expected(argument, wanted, number))
     return number
 

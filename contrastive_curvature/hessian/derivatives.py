@@ -69,7 +69,6 @@ class NodeSums:
         along = sum(((a.double() * b.double()).sum() for a, b in pairs), start=zero)
         return Totals(self.degree.double().sum(), along, self.value)
 
-
     def checked(self, loss: str, hint: str = "") -> NodeSums:
         """Return these sums, if they are finite, as outputs are; the error names the loss and the points."""
         finite = self.degree.isfinite() & self.neighbors.isfinite().all(1)

@@ -19,7 +19,7 @@ from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.sides import joined_towers
 from contrastive_curvature.options import Distance, PDFix
 from contrastive_curvature.pairs import Pairs
-from contrastive_curvature.pairs.graded import GradedPairs
+from contrastive_curvature.pairs.edges import GradedPairs, placed
 from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS, Relation
 
 __all__ = ["CoSENTDerivatives", "CoSENTLoss", "ListedMoments", "ListedVectors", "PairEnds"]
@@ -171,9 +171,8 @@ class CoSENTDerivatives(CosineDerivatives):
         """See :meth:`CosineDerivatives.rows`; ``c`` is zero, since all second derivatives are in :meth:`roots`."""
         first, last, _ = columns.indices(self.n)
         y = self.u.new_zeros(stop - start, max(0, last - first))
-        for here, there in ((self.i, self.j), (self.j, self.i)):
-            inside = (here >= start) & (here < stop) & (there >= first) & (there < last)
-            y[here[inside] - start, there[inside] - first] = self.y[inside]
+        for inside, place in placed(self.i, self.j, slice(start, stop), slice(first, last)):
+            y[place] = self.y[inside]
         return y, torch.zeros_like(y)
 
     def matmul(self, x: Tensor) -> Tensor:

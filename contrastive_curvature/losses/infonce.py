@@ -8,8 +8,7 @@ from torch.nn import functional as F
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.losses._numbers import check_temperature
-from contrastive_curvature.losses.rows import RowLoss, RowTerms
+from contrastive_curvature.losses.rows import RowLoss, RowTerms, check_temperature
 from contrastive_curvature.options import Distance, PDFix
 
 __all__ = ["InfoNCELoss"]
@@ -111,8 +110,7 @@ def _temperature(temperature: float | None, scale: float | None) -> float:
         came = f"temperature={temperature!r} and scale={scale!r}"
         raise InputError(expected("temperature, scale", "one of both", came, "scale is 1 / temperature."))
     if scale is not None:
-        inverse = 1 / validate.number("scale", scale, positive=True)
-        return check_temperature(validate.number("1 / scale", inverse, positive=True))
+        return check_temperature(1 / validate.number("scale", scale, positive=True))
     return check_temperature(_TEMPERATURE if temperature is None else temperature)
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature import validate
 from contrastive_curvature.losses.base import PairLoss, Terms
 from contrastive_curvature.options import Distance, Normalization, PDFix
 
@@ -49,13 +47,8 @@ class LogisticLoss(PairLoss):
         pd_fix: PDFix | str = PDFix.FIXED,
     ) -> None:
         super().__init__(negative_weight, normalization, distance=distance, pd_fix=pd_fix)
-        for name, value in (("scale", scale), ("bias", bias)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise InputTypeError(expected(name, "a number", f"a {type(value).__name__}"))
-            if not math.isfinite(value) or (name == "scale" and value <= 0):
-                wanted = "a finite positive number" if name == "scale" else "a finite number"
-                raise InputError(expected(name, wanted, value))
-        self.scale, self.bias = float(scale), float(bias)
+        self.scale = validate.number("scale", scale, positive=True)
+        self.bias = validate.number("bias", bias, signed=True)
 
     def _value(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Tensor:
         logit = self.scale * cosine + self.bias

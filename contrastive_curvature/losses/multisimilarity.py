@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.losses._numbers import check_finite_number
 from contrastive_curvature.losses.rows import RowLoss, RowTerms
 from contrastive_curvature.options import Distance, PDFix
 
@@ -59,7 +58,7 @@ class MultiSimilarityLoss(RowLoss):
         super().__init__(reduction, directions, distance=distance, pd_fix=pd_fix)
         self.alpha = validate.number("alpha", alpha, positive=True)
         self.beta = validate.number("beta", beta, positive=True)
-        self.base = check_finite_number("base", base)
+        self.base = validate.number("base", base, signed=True)
 
     def _counts(self, positive: Tensor, negative: Tensor) -> Tensor:
         return ((positive > 0) | (negative > 0)).any(1).to(positive.dtype)

@@ -20,7 +20,10 @@ from contrastive_curvature.pairs import Pairs, make_relation
 from contrastive_curvature.pairs.relation import Relation
 from contrastive_curvature.pairs.targets import make_targets
 
-__all__ = ["RowLoss", "RowTerms"]
+__all__ = ["RowLoss", "RowTerms", "check_temperature"]
+
+_SMALLEST_TEMPERATURE = 1e-6
+"""Curvatures go with the inverse square of a temperature; at a smaller one float32 has no digits of a cosine left."""
 
 
 class RowTerms(NamedTuple):
@@ -266,3 +269,11 @@ class RowLoss(CosineLoss):
         if not self.averages:
             return 1 / len(sides)
         return (anchors / len(sides) if as_data else 1.0) / terms if terms else 0.0
+
+
+def check_temperature(value: object) -> float:
+    """Return ``value`` if it is a temperature that cosines can be divided by."""
+    number = validate.number("temperature", value, positive=True)
+    if number < _SMALLEST_TEMPERATURE:
+        raise InputError(expected("temperature", f"a number of at least {_SMALLEST_TEMPERATURE:g}", number))
+    return number

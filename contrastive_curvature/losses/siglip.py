@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from contrastive_curvature import validate
-from contrastive_curvature.losses._numbers import check_finite_number
 from contrastive_curvature.losses.rows import RowLoss, RowTerms
 from contrastive_curvature.options import Distance, PDFix
 
@@ -57,7 +56,7 @@ class SigLIPLoss(RowLoss):
     ) -> None:
         super().__init__(reduction, directions, distance=distance, pd_fix=pd_fix)
         self.scale = validate.number("scale", scale, positive=True)
-        self.bias = check_finite_number("bias", bias)
+        self.bias = validate.number("bias", bias, signed=True)
 
     def _counts(self, positive: Tensor, negative: Tensor) -> Tensor:
         return ((positive > 0) | (negative > 0)).any(1).to(positive.dtype)

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 from contrastive_curvature import validate
 from contrastive_curvature.errors import expected
 from contrastive_curvature.hessian.blocks import UnrepresentableError
-from contrastive_curvature.losses._numbers import check_finite_number
 from contrastive_curvature.losses.base import PairLoss, Terms
 from contrastive_curvature.options import Distance, Normalization, PDFix
 
@@ -69,7 +68,7 @@ class SoftContrastiveLoss(PairLoss):
     ) -> None:
         super().__init__(negative_weight, normalization, distance=distance, pd_fix=pd_fix)
         self.a = validate.number("a", a, positive=True)
-        self.b = check_finite_number("b", b)
+        self.b = validate.number("b", b, signed=True)
         validate.flag("squared", squared)
         self.squared = self.convex = squared
         self._check_fix()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contrastive_curvature.losses._numbers import check_temperature
-from contrastive_curvature.losses.rows import RowLoss, RowTerms
+from contrastive_curvature.losses.rows import RowLoss, RowTerms, check_temperature
 from contrastive_curvature.options import Distance, PDFix
 
 __all__ = ["SupConLoss"]

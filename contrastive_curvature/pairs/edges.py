@@ -1,6 +1,8 @@
-"""Listed pairs: index tuples as a miner returns them."""
+"""Listed pairs: index tuples as a miner returns them, and pairs with a grade each."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -8,7 +10,9 @@ from torch import Tensor
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS, Relation
 
-__all__ = ["EdgeRelation"]
+__all__ = ["EdgeRelation", "GradedPairs", "placed"]
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class EdgeRelation(Relation):
@@ -22,10 +26,6 @@ class EdgeRelation(Relation):
         n: Number of points.
         device: Device of the points.
 
-    Raises:
-        InputTypeError: A tensor does not hold integers.
-        InputError: The lengths differ, a tensor is not one-dimensional, or an index is outside ``0..n-1``.
-
     Attributes:
         i: Smaller index of every distinct pair, shape (K,).
         j: Larger index of every distinct pair, shape (K,).
@@ -34,9 +34,7 @@ class EdgeRelation(Relation):
     """
 
     def __init__(self, tuples: tuple[Tensor, ...], n: int, device: torch.device) -> None:
-        for tensor in tuples:
-            _check_indices(tensor, n)
-        tensors = [tensor.to(device=device, dtype=torch.int64) for tensor in tuples]
+        tensors = [_indices("pairs", tensor, n, device) for tensor in tuples]
         a1, p, a2, neg = (tensors[0], tensors[1], tensors[0], tensors[2]) if len(tensors) == 3 else tensors
         if a1.shape != p.shape or a2.shape != neg.shape:
             lengths = [t.numel() for t in tensors]
@@ -56,7 +54,7 @@ class EdgeRelation(Relation):
         self.device = device
 
     def counts(self) -> tuple[Tensor, Tensor]:
-        """Number of positive and of negative listings at every point, each (n,) int64."""
+        """See :meth:`Relation.counts`."""
         out = []
         for weight in (self.positive, self.negative):
             count = torch.zeros(self.n, dtype=torch.int64, device=self.device)
@@ -64,15 +62,59 @@ class EdgeRelation(Relation):
         return out[0], out[1]
 
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """How often pairs of points ``start..stop`` with those of ``columns`` are listed, see :meth:`Relation.rows`."""
+        """See :meth:`Relation.rows`."""
         first, last, _ = columns.indices(self.n)
         positive = torch.zeros(stop - start, max(0, last - first), dtype=torch.int64, device=self.device)
         negative = torch.zeros_like(positive)
-        for here, there in ((self.i, self.j), (self.j, self.i)):
-            inside = (here >= start) & (here < stop) & (there >= first) & (there < last)
-            place = here[inside] - start, there[inside] - first
+        for inside, place in placed(self.i, self.j, slice(start, stop), slice(first, last)):
             positive[place], negative[place] = self.positive[inside], self.negative[inside]
         return positive, negative
+
+
+class GradedPairs(Relation):
+    """K pairs of points in an order of similarity. None of them is positive or negative by itself.
+
+    Args:
+        a: First point of every pair, integers, shape (K,).
+        b: Second point, shape (K,). A point may be in several pairs, and a pair may be listed several times.
+        grades: How similar they are, finite numbers on any scale, shape (K,); only their order counts.
+        n: Number of points.
+        device: Device of the points.
+    """
+
+    def __init__(self, a: Tensor, b: Tensor, grades: Tensor, n: int, device: torch.device) -> None:
+        self.a, self.b = _indices("pairs (a)", a, n, device), _indices("pairs (b)", b, n, device)
+        if not isinstance(grades, Tensor) or grades.layout != torch.strided or grades.is_complex():
+            came = f"dtype {grades.dtype}, {grades.layout}" if isinstance(grades, Tensor) else type(grades).__name__
+            raise InputTypeError(expected("pairs (grades)", "a dense tensor of numbers", came))
+        if grades.ndim != 1:
+            raise InputError(expected("pairs (grades)", "shape (K,)", f"shape {tuple(grades.shape)}"))
+        self.grades, self.n, self.device = grades.to(device), n, device
+        if not self.a.shape == self.b.shape == grades.shape:
+            lengths = [len(part) for part in (a, b, grades)]
+            raise InputError(expected("pairs", "a, b and grades of equal length", f"lengths {lengths}"))
+        same = (self.a == self.b).nonzero().flatten()[:5].tolist()
+        if same:
+            hint = "Its cosine is 1 for every encoder. Leave such pairs out."
+            raise InputError(expected("pairs", "two points in every pair", f"one point twice in pairs {same}", hint))
+        wrong = (~self.grades.isfinite()).nonzero().flatten()[:5].tolist()
+        if wrong:
+            raise InputError(expected("pairs (grades)", "finite numbers", f"NaN or infinity in pairs {wrong}"))
+
+    def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """See :meth:`Relation.rows`; all of them are positives."""
+        first, last, _ = columns.indices(self.n)
+        listed = torch.zeros(stop - start, max(0, last - first), dtype=torch.int64, device=self.device)
+        for _, place in placed(self.a, self.b, slice(start, stop), slice(first, last)):
+            listed.index_put_(place, torch.ones_like(place[0]), accumulate=True)
+        return listed, torch.zeros_like(listed)
+
+
+def placed(i: Tensor, j: Tensor, rows: slice, columns: slice) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
+    """Iterate over both orders of pairs (i, j), each (K,): which lie in a block of pairs, and where they lie."""
+    for here, there in ((i, j), (j, i)):
+        inside = (here >= rows.start) & (here < rows.stop) & (there >= columns.start) & (there < columns.stop)
+        yield inside, (here[inside] - rows.start, there[inside] - columns.start)
 
 
 def _pair_keys(a: Tensor, b: Tensor, n: int) -> Tensor:
@@ -81,16 +123,14 @@ def _pair_keys(a: Tensor, b: Tensor, n: int) -> Tensor:
     return torch.minimum(a, b) * n + torch.maximum(a, b)
 
 
-def _check_indices(tensor: object, n: int) -> None:
-    kinds = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-    if not isinstance(tensor, Tensor) or tensor.dtype not in kinds or tensor.layout != torch.strided:
-        received = f"a {type(tensor).__name__}"
-        if isinstance(tensor, Tensor):
-            received = f"dtype {tensor.dtype}, {tensor.layout}"
-        raise InputTypeError(expected("pairs", "integer index tensors", received))
+def _indices(argument: str, tensor: object, n: int, device: torch.device) -> Tensor:
+    """Return checked indices of n points, int64, shape (K,)."""
+    if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGERS or tensor.layout != torch.strided:
+        came = f"dtype {tensor.dtype}, {tensor.layout}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+        raise InputTypeError(expected(argument, "integer index tensors", came))
     if tensor.ndim != 1:
-        raise InputError(expected("pairs", "index tensors of shape (K,)", f"shape {tuple(tensor.shape)}"))
+        raise InputError(expected(argument, "index tensors of shape (K,)", f"shape {tuple(tensor.shape)}"))
     low, high = (int(end) for end in tensor.aminmax()) if tensor.numel() else (0, -1)
     if low < 0 or high >= n:
-        received = f"{low}..{high}"
-        raise InputError(expected("pairs", f"indices in 0..{n - 1} for {n} points", received))
+        raise InputError(expected(argument, f"indices in 0..{n - 1} for {n} points", f"{low}..{high}"))
+    return tensor.to(device=device, dtype=torch.int64)

@@ -47,7 +47,7 @@ class Relation(ABC):
 
     @abstractmethod
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """How often each pair of points ``start..stop`` with some of the points is listed.
+        """Return how often each pair of points ``start..stop`` with some of the points is listed.
 
         Args:
             start: First point.
@@ -60,13 +60,10 @@ class Relation(ABC):
         """
 
     def row_blocks(self, width: int = 1) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Iterate over all rows in blocks of bounded size.
+        """Iterate over all rows, ``(rows, positive, negative)``, in blocks of bounded size.
 
         Args:
             width: How many numbers the caller stores for every pair.
-
-        Yields:
-            The rows as a slice, and their positive and negative multiplicities.
         """
         step = max(1, BLOCK_ELEMENTS // max(1, self.n * width))
         for start in range(0, self.n, step):
@@ -74,7 +71,7 @@ class Relation(ABC):
             yield slice(start, stop), *self.rows(start, stop)
 
     def counts(self) -> tuple[Tensor, Tensor]:
-        """Number of positive and of negative listings at every point, each (n,) int64."""
+        """Return the number of positive and of negative listings at every point, each (n,) int64."""
         positive = torch.zeros(self.n, dtype=torch.int64, device=self.device)
         negative = torch.zeros_like(positive)
         for rows, pos, neg in self.row_blocks():
@@ -106,14 +103,14 @@ class TargetRelation(Relation):
 
     @abstractmethod
     def self_relation(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """The relation of every given point to itself: boolean positives and negatives, each (B,)."""
+        """Return the relation of every given point to itself: boolean positives and negatives, each (B,)."""
 
     @abstractmethod
     def of(self, targets: Tensor) -> TargetRelation:
-        """The same relation between other points, given by their targets, shape (B, ...)."""
+        """Return the same relation between other points, given by their targets, shape (B, ...)."""
 
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """Which pairs of points ``start..stop`` with those of ``columns`` are positive and negative, each (rows, C)."""
+        """See :meth:`Relation.rows`."""
         positive, negative = self.relate(self.targets[start:stop], self.targets[columns])
         first, last, _ = columns.indices(self.n)
         itself = torch.arange(max(start, first), max(start, first, min(stop, last)), device=self.device)
@@ -131,25 +128,24 @@ class LabelRelation(TargetRelation):
 
     def __init__(self, labels: Tensor) -> None:
         self.targets = labels
-        self.n = labels.shape[0]
-        self.device = labels.device
+        self.n, self.device = labels.shape[0], labels.device
 
     def relate(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether labels (A,) and (B,) are equal, and whether they differ, each (A, B)."""
+        """Return whether labels (A,) and (B,) are equal, and whether they differ, each (A, B)."""
         same = a.unsqueeze(1) == b.unsqueeze(0)
         return same, ~same
 
     def self_relation(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """All true, and all false: every point has its own label. Each (B,)."""
+        """Return all true, and all false: every point has its own label. Each (B,)."""
         same = torch.ones(targets.shape[0], dtype=torch.bool, device=self.device)
         return same, ~same
 
     def of(self, targets: Tensor) -> LabelRelation:
-        """The relation of other points with these class labels, shape (B,)."""
+        """See :meth:`TargetRelation.of`."""
         return LabelRelation(targets)
 
     def counts(self) -> tuple[Tensor, Tensor]:
-        """Number of positive and of negative pairs at every point, each (n,) int64, from the sizes of the classes."""
+        """See :meth:`Relation.counts`; from the sizes of the classes."""
         _, inverse, sizes = self.targets.unique(return_inverse=True, return_counts=True)
         own = sizes[inverse]
         return own - 1, self.n - own
@@ -169,38 +165,30 @@ class CallableRelation(TargetRelation):
     """
 
     def __init__(self, targets: Tensor, function: RelationFunction) -> None:
-        self.targets = targets
-        self.function = function
-        self.n = targets.shape[0]
-        self.device = targets.device
+        self.targets, self.function = targets, function
+        self.n, self.device = targets.shape[0], targets.device
         probe = targets[: min(self.n, 256)]
         for name, mask in zip(("positives", "negatives"), self.relate(probe, probe), strict=True):
             if not torch.equal(mask, mask.T):
                 raise InputError(expected("pairs", "a symmetric relation", f"a callable with asymmetric {name}"))
 
     def of(self, targets: Tensor) -> CallableRelation:
-        """The relation of other points with these targets, shape (B, ...)."""
+        """See :meth:`TargetRelation.of`."""
         return CallableRelation(targets, self.function)
 
     def self_relation(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether the function calls each point positive, and whether negative, to itself. Each (B,)."""
+        """See :meth:`TargetRelation.self_relation`."""
         positive, negative = self.relate(targets, targets)
         return positive.diagonal(), negative.diagonal()
 
     def relate(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Call the function on targets (A, ...) and (B, ...), and check its two masks, each (A, B)."""
-        shape = (a.shape[0], b.shape[0])
-        try:
-            masks = self.function(a, b)
-        except TypeError as error:
-            received = f"one that raised TypeError ({error})"
-            raise InputTypeError(expected("pairs", "a callable (targets_a, targets_b)", received)) from error
+        masks = self.function(a, b)
         if not (isinstance(masks, tuple) and len(masks) == 2):
-            raise InputTypeError(
-                expected("pairs", "a callable that returns (positives, negatives)", f"a {type(masks).__name__}")
-            )
+            wanted = "a callable that returns (positives, negatives)"
+            raise InputTypeError(expected("pairs", wanted, f"a {type(masks).__name__}"))
         for name, mask in zip(("positives", "negatives"), masks, strict=True):
-            _check_mask(mask, shape, f"pairs (callable, {name})")
+            _check_mask(mask, (len(a), len(b)), f"pairs (callable, {name})")
         _check_disjoint(*masks)
         return masks[0].clone(), masks[1].clone()
 
@@ -222,22 +210,14 @@ class MaskRelation(Relation):
         for name, mask in (("positive", positive), ("negative", negative)):
             _check_mask(mask, (n, n), f"pairs ({name} mask)")
             if not torch.equal(mask & off_diagonal, mask.T & off_diagonal):
-                raise InputError(
-                    expected(
-                        f"pairs ({name} mask)",
-                        "a symmetric mask, since a pair has no order",
-                        "an asymmetric one",
-                        "Use mask | mask.T, or index tuples to list pairs one by one.",
-                    )
-                )
-        self._positive = positive & off_diagonal
-        self._negative = negative & off_diagonal
+                wanted, hint = "a symmetric mask, since a pair has no order", "Use mask | mask.T, or index tuples."
+                raise InputError(expected(f"pairs ({name} mask)", wanted, "an asymmetric one", hint))
+        self._positive, self._negative = positive & off_diagonal, negative & off_diagonal
         _check_disjoint(self._positive, self._negative)
-        self.n = n
-        self.device = positive.device
+        self.n, self.device = n, positive.device
 
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """Which pairs of points ``start..stop`` with those of ``columns`` are positive and negative, each (rows, C)."""
+        """See :meth:`Relation.rows`."""
         return self._positive[start:stop, columns], self._negative[start:stop, columns]
 
 
@@ -271,27 +251,12 @@ def make_target_relation(
 
 
 def check_labels(labels: object, n: int | None = None) -> Tensor:
-    """Check class labels.
-
-    Args:
-        labels: Integer tensor of shape (N,).
-        n: Number of embeddings that they must match, or ``None``.
-
-    Returns:
-        The labels.
-
-    Raises:
-        InputTypeError: ``labels`` is not an integer tensor.
-        InputError: The shape is not (N,), or N is not the number of embeddings.
-    """
+    """Return class labels as int64, if they are integers of shape (N,), one for each of ``n`` embeddings."""
     if not isinstance(labels, Tensor):
         raise InputTypeError(expected("labels", "an integer tensor of shape (N,)", f"a {type(labels).__name__}"))
     if labels.is_floating_point() or labels.is_complex():
-        raise InputTypeError(
-            expected(
-                "labels", "integer class labels", f"dtype {labels.dtype}", "Call .long() if they are whole numbers."
-            )
-        )
+        hint = "Call .long() if they are whole numbers."
+        raise InputTypeError(expected("labels", "integer class labels", f"dtype {labels.dtype}", hint))
     validate.dense("labels", labels)
     if labels.ndim != 1:
         raise InputError(expected("labels", "shape (N,)", f"shape {tuple(labels.shape)}"))
@@ -311,6 +276,5 @@ def _check_mask(mask: object, shape: tuple[int, int], argument: str) -> None:
 def _check_disjoint(positive: Tensor, negative: Tensor) -> None:
     both = int((positive & negative).sum())
     if both:
-        raise InputError(
-            expected("pairs", "each pair positive or negative or neither", f"{both} entries that are both")
-        )
+        wanted = "each pair positive or negative or neither"
+        raise InputError(expected("pairs", wanted, f"{both} entries that are both"))

@@ -19,9 +19,6 @@ class PartnerRelation(Relation):
 
     Args:
         partner: Index of the positive of every point, shape (N,); no point is its own.
-
-    Raises:
-        InputError: An index is out of range, or a point is its own partner.
     """
 
     def __init__(self, partner: Tensor) -> None:
@@ -47,9 +44,6 @@ class TargetMatrix(Relation):
 
     Args:
         targets: Shape (N, N), not negative, with rows that sum to one; the diagonal is zero.
-
-    Raises:
-        InputError: A number is negative or not finite, a row does not sum to one, or the diagonal is not zero.
     """
 
     def __init__(self, targets: Tensor) -> None:
@@ -75,17 +69,7 @@ class TargetMatrix(Relation):
 
 
 def make_targets(pairs: Tensor, n: int, device: torch.device) -> Relation:
-    """The relation of a single tensor.
-
-    Args:
-        pairs: Partners, whole numbers (N,), or targets (N, N).
-        n: Number N of points.
-        device: Of the points.
-
-    Raises:
-        InputTypeError: Another type of numbers.
-        InputError: Another shape, or malformed.
-    """
+    """Return the relation of a single tensor: partners, whole numbers (N,), or targets (N, N)."""
     wanted = f"the index of the partner of each of the {n} points, shape ({n},), or targets of shape ({n}, {n})"
     whole = not (pairs.is_floating_point() or pairs.is_complex() or pairs.dtype == torch.bool)
     if (pairs.ndim == 1 and not whole) or (pairs.ndim == 2 and not pairs.is_floating_point()):

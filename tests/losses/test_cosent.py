@@ -19,7 +19,7 @@ import contrastive_curvature as cc
 from contrastive_curvature.losses import cosent
 from contrastive_curvature.losses.cosent import CoSENTLoss
 from contrastive_curvature.pairs import make_relation
-from contrastive_curvature.pairs.graded import GradedPairs
+from contrastive_curvature.pairs.edges import GradedPairs
 from contrastive_curvature.testing import dense_jacobian
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 
 from contrastive_curvature.losses.infonce import InfoNCELoss
 from contrastive_curvature.losses.rows import RowLoss
-from contrastive_curvature.losses.siglip import SigLIPLoss
 from contrastive_curvature.losses.sides import joined_towers
+from contrastive_curvature.losses.siglip import SigLIPLoss
 from contrastive_curvature.two_towers import TwoTowers
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)

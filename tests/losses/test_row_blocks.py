@@ -14,9 +14,9 @@ from contrastive_curvature.losses import row_derivatives, sides
 from contrastive_curvature.losses.infonce import InfoNCELoss
 from contrastive_curvature.losses.multisimilarity import MultiSimilarityLoss
 from contrastive_curvature.losses.rows import RowLoss
+from contrastive_curvature.losses.sides import joined_towers
 from contrastive_curvature.losses.siglip import SigLIPLoss
 from contrastive_curvature.losses.supcon import SupConLoss
-from contrastive_curvature.losses.sides import joined_towers
 from contrastive_curvature.losses.triplet_hinge import TripletLoss
 from contrastive_curvature.pairs.relation import MaskRelation, Relation
 
