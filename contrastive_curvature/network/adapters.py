@@ -106,7 +106,7 @@ class WithLastLayer(nn.Module):
     def forward(self, x: Inputs) -> Tensor:
         """Raw outputs, shape (N, D)."""
         encoder, name = self.encoder, self.replaced
-        phi = encoder(x) if name is None else encoder.input_of(encoder.model.get_submodule(name), x)
+        phi = encoder(x) if name is None else encoder.passed(encoder.model.get_submodule(name), x)[0]
         out: Tensor = self.last_layer(phi)
         return out
 

@@ -41,31 +41,25 @@ from contrastive_curvature.network.raw_outputs import (
     is_same,
     trace,
 )
-from contrastive_curvature.network.threads import evaluation_mode, watched
-
-__all__ = [
-    "Encoder",
-    "at_least_float32",
-    "evaluation_mode",
-    "flatten_parameters",
-    "weight_norms",
-]
+from contrastive_curvature.network.threads import evaluation_mode as evaluation_mode
+from contrastive_curvature.network.threads import watched
 
 
 def flatten_parameters(parameters: Iterable[Tensor]) -> Tensor:
-    """All entries as one vector, shape (P,), in the order of their indices.
-
-    torch's ``parameters_to_vector`` refuses weights in other memory formats, such as channels_last.
-    """
+    """Return all entries as one vector, shape (P,), in the order of their indices."""
+    # torch's parameters_to_vector refuses weights in other memory formats, such as channels_last.
     return torch.cat([p.reshape(-1) for p in parameters])
 
 
 def weight_norms(model: nn.Module) -> Tensor:
-    """Norms of all parameters, float64 on the CPU: enough to distinguish one trained encoder from another.
-
-    The norms are sorted, because wrappers around an encoder may list its modules in another order.
-    """
+    """Return the norms of all parameters, float64 on the CPU: enough to tell one trained encoder from another."""
+    # Sorted, because wrappers around an encoder may list its modules in another order.
     return torch.stack([p.detach().norm().cpu().double() for p in model.parameters()]).sort().values
+
+
+def at_least_float32(t: Tensor) -> Tensor:
+    """Return half precision (an encoder's, or autocast's) as float32: sums of curvatures need that precision."""
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
 
 
 class Encoder(nn.Module):
@@ -128,7 +122,7 @@ class Encoder(nn.Module):
             self._stand_in(probe, last_layer_name)
 
     def _stand_in(self, probe: Any, last_layer_name: str | None) -> None:
-        """Take what the analysis found when the features were written, in the place of one."""
+        """Take what the analysis found when the features were written."""
         if self._check_source is None:
             raise refuse_features()
         source = source_of(probe)
@@ -139,16 +133,12 @@ class Encoder(nn.Module):
         self.require_last_layer()
 
     def _kept(self, outputs: int) -> int:
-        """Number of outputs that are embeddings: sentence-transformers' ``encode`` cuts what ``forward`` returns."""
+        """Return how many outputs are embeddings: sentence-transformers' ``encode`` cuts what ``forward`` returns."""
         cut = getattr(self.model, "truncate_dim", None)
         return min(outputs, cut) if isinstance(cut, int) and hasattr(self.model, "encode") else outputs
 
     def _see_inputs(self, x: Inputs) -> None:
-        """Analyse the encoder with its first inputs, where only features have been there before.
-
-        Raises:
-            InputError: The last layer is not the one whose features were taken.
-        """
+        """Analyse the encoder with its first inputs, where only features have been there before."""
         if self._saw_inputs:
             return
         with evaluation_mode(self.model):
@@ -159,61 +149,59 @@ class Encoder(nn.Module):
         records, out = trace(self.model, self.call, probe)
         self._probe_points = describe_points(probe)
         self.dim = self._kept(out.shape[1])
-        _check_finite(out)
+        if not bool(out.isfinite().all()):
+            rows = (~out.isfinite().all(dim=1)).nonzero().flatten()[:5].tolist()
+            raise InputError(expected("model(x)", "finite embeddings", f"NaN or infinity in rows {rows}"))
         few = slice_inputs(probe, slice(0, 2))
 
         def made_of(record: Record) -> bool:
             place = (record.module, record.run, record.key)
             return carries(self.model, lambda: self.call(self.model, few), place, feeds, direction_only=True)
 
+        def same(values: Tensor, raw: Tensor) -> bool:
+            return is_same(at_least_float32(values), raw)
+
+        def gives_the_raw_outputs(record: Record) -> bool:
+            place = (record.module, record.run, record.key)
+            return carries(self.model, lambda: self._raw_outputs(few), place, same, direction_only=False)
+
         raw = find_raw(self.model, records, out, made_of)
         self.normalization, self.normalization_run = raw.normalization, raw.run
         self._entry, self._normalized_entry = raw.entry, raw.normalized_entry
         self._source, self.normalized = raw.source, raw.normalized
         layers = [
-            r
+            r.module
             for r in records
-            if isinstance(r.module, nn.Linear) and is_same(r.output, raw.values) and self._ends_in(r, few)
+            if isinstance(r.module, nn.Linear) and is_same(r.output, raw.values) and gives_the_raw_outputs(r)
         ]
         named = dict(self.model.named_modules())
-        if last_layer_name is not None and not isinstance(named.get(last_layer_name), nn.Linear):
-            linear = [name for name, module in named.items() if isinstance(module, nn.Linear)]
-            raise InputError(
-                expected("last_layer_name", f"the name of a linear layer, one of {linear}", last_layer_name)
-            )
-        if last_layer_name is not None and not any(r.module is named[last_layer_name] for r in layers):
-            hint = "Its output must be the raw embedding, which only an l2-normalisation may follow."
-            raise InputError(
-                expected("last_layer_name", "the layer that computes the raw outputs", last_layer_name, hint)
-            )
-        if layers:
-            module = layers[-1].module if last_layer_name is None else named[last_layer_name]
+        module = layers[-1] if layers else None
+        if last_layer_name is not None:
+            module = named.get(last_layer_name)
+            if not isinstance(module, nn.Linear):
+                linear = [name for name, other in named.items() if isinstance(other, nn.Linear)]
+                wanted = f"the name of a linear layer, one of {linear}"
+                raise InputError(expected("last_layer_name", wanted, last_layer_name))
+            if module not in layers:
+                hint = "Its output must be the raw embedding, which only an l2-normalisation may follow."
+                raise InputError(
+                    expected("last_layer_name", "the layer that computes the raw outputs", last_layer_name, hint)
+                )
+        if module is not None:
             self.last_layer_name = next(name for name, other in named.items() if other is module)
             self._runs = sum(r.module is module for r in records)
             refuse_compiled_layer(self.model, self.last_layer_name)
 
-    def _ends_in(self, record: Record, few: Inputs) -> bool:
-        """Whether the raw outputs are what a layer puts out, whatever it puts out."""
-
-        def same(values: Tensor, raw: Tensor) -> bool:
-            return is_same(at_least_float32(values), raw)
-
-        place = (record.module, record.run, record.key)
-        return carries(self.model, lambda: self._raw_outputs(few), place, same, direction_only=False)
-
     @property
     def last_layer(self) -> nn.Linear | None:
-        """The linear layer that computes the raw outputs."""
+        """Return the linear layer that computes the raw outputs."""
         if self.last_layer_name is None:
             return None
-        layer = self.model.get_submodule(self.last_layer_name)
-        if not isinstance(layer, nn.Linear):
-            msg = f"{self.last_layer_name} was a linear layer when the encoder was analysed, and is now a {type(layer)}"
-            raise TypeError(msg)
+        layer: Any = self.model.get_submodule(self.last_layer_name)
         return layer
 
     def require_last_layer(self) -> nn.Linear:
-        """The last layer, if a last-layer curvature of it is exact.
+        """Return the last layer, if a last-layer curvature of it is exact.
 
         Raises:
             UnsupportedError: There is no last layer, the last layer runs more than once, or its weight is
@@ -240,7 +228,7 @@ class Encoder(nn.Module):
         return layer
 
     def forward(self, x: Inputs) -> Tensor:
-        """Raw outputs, shape (N, D).
+        """Return raw outputs, shape (N, D).
 
         Raises:
             InputError: The model raises an error for inputs of another shape or dtype than the probe.
@@ -253,11 +241,12 @@ class Encoder(nn.Module):
 
     def _raw_outputs(self, x: Inputs) -> Tensor:
         if self._source is not None:
-            z = self._output_of(self._source, x)
+            name, run, key = self._source
+            _, z = self.passed(self.model.get_submodule(name), x, run, key=key)
         elif self.normalization is None:
             z = at_least_float32(self._run(x))
         else:
-            z = self.input_of(self.normalization, x, self.normalization_run, self._entry)
+            z, _ = self.passed(self.normalization, x, self.normalization_run, self._entry, self._normalized_entry)
         return z[..., : self.dim]
 
     @property
@@ -266,7 +255,7 @@ class Encoder(nn.Module):
         return self._source is not None
 
     def embeddings(self, z: Tensor) -> Tensor:
-        """What the model makes of raw outputs (N, D): they themselves, or normalised."""
+        """Return what the model makes of raw outputs (N, D): they themselves, or normalised."""
         if self._source is not None:
             return nn.functional.normalize(z, dim=1)
         if self.normalization is None:
@@ -277,7 +266,7 @@ class Encoder(nn.Module):
         return entry_of(self.normalization({self._entry: z}), self._normalized_entry)
 
     def features(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        """Raw outputs (N, D), and the inputs of the last layer, (N, F).
+        """Return raw outputs (N, D), and the inputs of the last layer, (N, F).
 
         Raises:
             InputError: Saved features of another encoder, or of another shape.
@@ -292,64 +281,40 @@ class Encoder(nn.Module):
             # The outputs are those of the encoder, so a layer in half precision computes them as it does for inputs.
             return at_least_float32(layer(phi.to(layer.weight.dtype))), phi
         self._see_inputs(x)
-        return self._output_and_input(self.require_last_layer(), x)
+        phi, z = self.passed(self.require_last_layer(), x)
+        return z, phi
 
-    def _output_and_input(self, module: nn.Module, x: Inputs) -> tuple[Tensor, Tensor]:
-        """Output and input of the first run of a layer; copies, because a later in-place operation may change them."""
-        outputs: list[Tensor] = []
-        inputs: list[Tensor] = []
-        with watched(
-            [module],
-            before=lambda _, args, kwargs: inputs.append(_copied(args[0] if args else kwargs["input"])),
-            after=lambda _, __, out: outputs.append(_copied(out)),
-        ):
-            embeddings = self._run(x)
-        if not outputs:
-            raise UnsupportedError(self._why_not(module))
-        if self._source is not None:
-            check_feeds(outputs[0], embeddings)
-        return outputs[0], inputs[0]
-
-    def input_of(self, module: nn.Module, x: Inputs, run: int = 0, entry: Key = None) -> Tensor:
-        """Return what a module of the encoder takes in, a copy.
+    def passed(
+        self, module: nn.Module, x: Inputs, run: int = 0, entry: Key = None, key: Key = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return what a module of the encoder takes in and puts out for a batch, copies.
 
         Args:
             module: The module.
-            x: The batch that the encoder is run on.
+            x: The batch.
             run: Which run of the module, counted from zero.
-            entry: Name of the tensor in the mapping that the module takes; ``None`` where it takes a tensor.
+            entry: Name of the tensor in a mapping that the module takes.
+            key: Name of the tensor in a mapping that it puts out.
 
         Raises:
-            UnsupportedError: The module did not run in this thread.
+            UnsupportedError: The module did not run in this thread, or its output is not what ``forward`` normalises.
         """
-        inputs: list[Tensor] = []
+        inputs: list[Any] = []
+        outputs: list[Any] = []
 
         def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = args[0] if args else next(iter(kwargs.values()))
-            inputs.append(_copied(given if entry is None else entry_of(given, entry)))
+            inputs.append(_copied(args[0] if args else next(iter(kwargs.values())), entry))
 
-        with watched([module], before=note):
-            self._run(x)
-        if len(inputs) <= run:
-            raise UnsupportedError(self._why_not(module))
-        return inputs[run]
-
-    def _output_of(self, source: Source, x: Inputs) -> Tensor:
-        """What the module puts out whose output ``forward`` normalises, a copy."""
-        module, outputs = self.model.get_submodule(source.module), list[Tensor]()
-
-        def note(_: nn.Module, __: tuple[Any, ...], out: Any) -> None:
-            outputs.append(_copied(out if source.key is None else entry_of(out, source.key)))
-
-        with watched([module], after=note):
+        with watched([module], before=note, after=lambda _, __, out: outputs.append(_copied(out, key))):
             embeddings = self._run(x)
-        if len(outputs) <= source.run:
+        if len(outputs) <= run:
             raise UnsupportedError(self._why_not(module))
-        check_feeds(outputs[source.run], embeddings)
-        return outputs[source.run]
+        if self._source is not None and module in (self.last_layer, self.model.get_submodule(self._source.module)):
+            check_feeds(outputs[run], embeddings)
+        return inputs[run], outputs[run]
 
     def _why_not(self, module: nn.Module) -> str:
-        """Why a module may not have run in this thread."""
+        """Say why a module may not have run in this thread."""
         name = next((name for name, other in self.model.named_modules() if other is module), "")
         which = (
             f"model: layer {name!r} ({type(module).__name__}), which made the outputs of the first batch, did not run"
@@ -363,21 +328,12 @@ class Encoder(nn.Module):
         )
 
     def _run(self, x: Inputs) -> Tensor:
-        """The outputs of the model; an error that ``x`` causes inside the model becomes one that names ``x``."""
+        """Run the model; an error that ``x`` causes inside it becomes one that names ``x``."""
         with naming_the_input(x, self._probe_points):
             return self.call(self.model, x)
 
 
-def at_least_float32(t: Tensor) -> Tensor:
-    """Half precision (an encoder's, or autocast's) becomes float32, because sums of curvatures need that precision."""
-    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
-
-
-def _check_finite(out: Tensor) -> None:
-    if not bool(out.isfinite().all()):
-        rows = (~out.isfinite().all(dim=1)).nonzero().flatten()[:5].tolist()
-        raise InputError(expected("model(x)", "finite embeddings", f"NaN or infinity in rows {rows}"))
-
-
-def _copied(t: Tensor) -> Tensor:
-    return at_least_float32(t.clone())
+def _copied(value: Any, entry: Key) -> Any:
+    """Copy a tensor, or the one under a name: a later in-place operation may change it."""
+    found = value if entry is None else entry_of(value, entry)
+    return at_least_float32(found.clone()) if isinstance(found, Tensor) else found

@@ -11,20 +11,6 @@ from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
-__all__ = [
-    "Inputs",
-    "asks_for_example",
-    "check_inputs",
-    "input_length",
-    "is_texts",
-    "made_up_inputs",
-    "move_inputs",
-    "same_tokens",
-    "slice_inputs",
-    "tokenized",
-    "tokenized_batch",
-]
-
 Inputs = Tensor | Mapping[str, Any]
 """A batch: a tensor whose first axis is the batch, or a mapping whose tensors all have that first axis."""
 
@@ -81,6 +67,17 @@ def slice_inputs(x: Inputs, rows: slice) -> Inputs:
         return x[rows]
     n = input_length(x)
     return {k: v[rows] if isinstance(v, Tensor) and v.ndim and v.shape[0] == n else v for k, v in x.items()}
+
+
+def few_points(x: Inputs, count: int = 5) -> Inputs:
+    """Return some points of a batch, repeated where there are too few; a prime, as few axes of positions have."""
+    n = input_length(x)
+    if isinstance(x, Tensor):
+        return x[torch.arange(count, device=x.device) % n]
+    return {
+        k: v[torch.arange(count, device=v.device) % n] if isinstance(v, Tensor) and v.ndim and v.shape[0] == n else v
+        for k, v in x.items()
+    }
 
 
 def made_up_inputs(x: Inputs, n: int = 2) -> Inputs:

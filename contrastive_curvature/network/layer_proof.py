@@ -19,14 +19,11 @@ from torch import Tensor, nn
 
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.network.encoder import Encoder
-from contrastive_curvature.network.inputs import Inputs, input_length
+from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.layer_parts import MatrixPart, Part
 from contrastive_curvature.network.layer_tape import Gradients, NotVerifiedError, Tape, gradients_at, make_pieces
 from contrastive_curvature.network.pullback import own_name
 from contrastive_curvature.network.recorder import Layout, Recorder, Run, Use, by_point, candidates, separates
-
-_POINTS = 5
-"""A prime, so that an axis of this length is rarely one of positions."""
 
 _LEVELS = 16
 """Different multiples, powers of two, so that no rounding changes: from 1 to 2^-15. Up to 16 points all differ."""
@@ -61,24 +58,13 @@ class Layouts:
     lacking: frozenset[int]
 
 
-def few_points(x: Inputs) -> Inputs:
-    """Return some points of a batch, repeated where there are too few."""
-    n = input_length(x)
-    if isinstance(x, Tensor):
-        return x[torch.arange(_POINTS, device=x.device) % n]
-    return {
-        k: v[torch.arange(_POINTS, device=v.device) % n] if isinstance(v, Tensor) and v.ndim and v.shape[0] == n else v
-        for k, v in x.items()
-    }
-
-
 def find_layouts(encoder: Encoder, params: Sequence[Tensor], few: Inputs) -> Layouts:
     """Run a few points, and see where the gradients of one of them arrive.
 
     Args:
         encoder: The analysed encoder, in evaluation mode; gradients are enabled.
         params: Its trainable parameters.
-        few: From :func:`few_points`.
+        few: From :func:`.few_points`.
     """
     every = frozenset(range(len(params)))
     lookups: frozenset[int] = frozenset()

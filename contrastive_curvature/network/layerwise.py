@@ -31,12 +31,11 @@ from contrastive_curvature.hessian.cross import CrossBlocks, tangent_axes
 from contrastive_curvature.hessian.node_blocks import NodeBlocks
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.network.encoder import Encoder
-from contrastive_curvature.network.inputs import Inputs, input_length
+from contrastive_curvature.network.inputs import Inputs, few_points, input_length
 from contrastive_curvature.network.kron import ModuleKron, refuse_kron
 from contrastive_curvature.network.layer_proof import (
     Layouts,
     check_fast_path,
-    few_points,
     find_layouts,
     refuse_gradients,
     unproven,

@@ -1,4 +1,10 @@
-"""Where an encoder's raw outputs are, before the l2-normalisation at its end."""
+"""Where an encoder's raw outputs are, before the l2-normalisation at its end.
+
+One run of the encoder on a probe is recorded, and followed back from the output. Equal numbers alone may be a
+coincidence: an adapter that starts at zero adds nothing to a layer's output, and a momentum copy of a layer puts out
+the same. Only the layer whose output the embeddings are made of carries other values on to them, and nothing else has a
+gradient then (:func:`carries`).
+"""
 
 from __future__ import annotations
 
@@ -14,368 +20,13 @@ from torch import Tensor, nn
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.network.call import ModelCall, check_output, eager, entry_of, named_entries, naming_the_input
-from contrastive_curvature.network.inputs import Inputs, slice_inputs
+from contrastive_curvature.network.inputs import Inputs, few_points, made_up_inputs, slice_inputs
 from contrastive_curvature.network.threads import evaluation_mode, users_hooks, watched
-
-__all__ = [
-    "Key",
-    "RawOutputs",
-    "Record",
-    "Source",
-    "carries",
-    "check_feeds",
-    "feeds",
-    "find_raw",
-    "has_constant_norm",
-    "has_unit_norm",
-    "is_same",
-    "other_values",
-    "substituted",
-    "trace",
-]
 
 Key = str | int | None
 """Name of an entry of a mapping that a module takes and returns; ``None`` where it takes and returns tensors."""
 
-
-def carries(
-    model: nn.Module,
-    run: Callable[[], Tensor],
-    place: tuple[nn.Module, int, Key],
-    matches: Callable[[Tensor, Tensor], bool],
-    *,
-    direction_only: bool,
-) -> bool:
-    """Whether the result of a run comes from one output of a module, and from nothing beside it.
-
-    Args:
-        model: The encoder.
-        run: Runs it on a few points.
-        place: The module, which run of it, and the name of the tensor among its outputs.
-        matches: Whether the values in the place of that output (N, D), and the result (N, D), belong together.
-        direction_only: Whether parameters that change nothing but the norms of the result may lie beside it, such as a
-            learned temperature.
-
-    An encoder with hooks of the user's runs without a graph, so that only the values are compared.
-    """
-    put = list[Tensor]()
-
-    def passes() -> Tensor | None:
-        put.clear()
-        with evaluation_mode(model), eager(model), substituted(*place, put):
-            out = run()
-        return out if put and matches(put[0], out.detach()) else None
-
-    # A hook, such as those of a module that BackPACK extended, may keep what belongs to the user's own backward pass.
-    hooked = any(users_hooks(m) or m._backward_hooks or m._backward_pre_hooks for m in model.modules())
-    try:
-        with torch.set_grad_enabled(not hooked), _attributes_kept(model):
-            out = passes()
-            found = out is not None and not _has_gradient(model, out, direction_only)
-        del out
-    except UnsupportedError:
-        found = False
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
-        # Some encoders run without a graph only, and have no gradients that could go astray.
-        with torch.no_grad(), suppress(UnsupportedError):
-            return passes() is not None
-        return False
-    # A module may keep what it computed last: other values, with a graph that cannot be copied.
-    with torch.no_grad(), evaluation_mode(model), eager(model):
-        run()
-    return found
-
-
-@contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Remove attributes that a run gives the modules, such as the tensors that BackPACK's extensions keep of it."""
-    before = {module: set(vars(module)) for module in model.modules()}
-    try:
-        yield
-    finally:
-        for module, names in before.items():
-            for name in set(vars(module)) - names:
-                with suppress(AttributeError):  # another thread was faster
-                    delattr(module, name)
-
-
-@contextmanager
-def substituted(module: nn.Module, run: int, key: Key, put: list[Tensor]) -> Iterator[None]:
-    """Put other values in the place of one output of a module, and append them to ``put``."""
-    runs, generator = Counter[int](), torch.Generator().manual_seed(0)
-
-    def replace(_: nn.Module, __: tuple[Any, ...], out: Any) -> Any:
-        runs[0] += 1
-        if runs[0] != run + 1:
-            return None
-        put.append(other_values(entry_of(out, key) if key is not None else out, generator))
-        # A copy, because an in-place operation may change what goes on.
-        values = put[0].clone()
-        if key is None:
-            return values
-        if isinstance(out, MutableMapping):
-            out[key] = values
-            return None
-        return {**out, key: values}
-
-    with watched([module], after=replace):
-        yield
-
-
-def other_values(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Normal numbers of the shape, type and root mean square of a tensor, without a graph."""
-    size = like.detach().float().square().mean().sqrt()
-    size = torch.where(size.isfinite() & (size > 0), size, torch.ones_like(size))
-    return (torch.randn(like.shape, generator=generator).to(like.device) * size).to(like.dtype)
-
-
-def _has_gradient(model: nn.Module, out: Tensor, direction_only: bool) -> bool:
-    """Whether parameters change the result though what it should be made of is a constant."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if not out.requires_grad or not parameters:
-        return False
-    v = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.device)
-    if direction_only:
-        values = out.detach().float()
-        unit = nn.functional.normalize(values, dim=1)
-        v = nn.functional.normalize(v - (v * unit).sum(1, keepdim=True) * unit, dim=1)
-        v = v / values.norm(dim=1, keepdim=True).clamp(min=1e-12)
-    found = torch.autograd.grad(out, parameters, v.to(out.dtype), allow_unused=True)
-    # The gradient of a temperature is zero but for the rounding of v; that of a weight of a layer has no such excuse.
-    rounding = 32 * torch.finfo(out.dtype).eps if direction_only else 0.0
-    return any(
-        float(g.coalesce().values().norm() if g.is_sparse else g.norm()) > (rounding if g.numel() == 1 else 0.0)
-        for g in found
-        if g is not None
-    )
-
-
 _UNIT_TOLERANCE = 1e-4
-
-
-@dataclass
-class Record:
-    """A tensor that a run of a module put out, and what went in; copies, as in-place operations may change them.
-
-    Attributes:
-        module: The module.
-        run: How often the module had run before.
-        inputs: Tensors that it took, by their names.
-        key: Name of the tensor that it put out.
-        output: That tensor.
-    """
-
-    module: nn.Module
-    run: int
-    inputs: dict[Key, Tensor]
-    key: Key
-    output: Any
-
-    def rescaled(self) -> Key | bool:
-        """Name of the input whose rows are those of the output times a positive number; ``False``: there is none.
-
-        A module with parameters is no rescaling.
-        """
-        out = self.output
-        if not isinstance(out, Tensor) or next(self.module.parameters(), None) is not None:
-            return False
-        names = sorted(self.inputs, key=lambda name: name != self.key)
-        return next((name for name in names if _only_rescales(self.inputs[name], out)), False)
-
-
-def trace(model: nn.Module, call: ModelCall, probe: Inputs) -> tuple[list[Record], Tensor]:
-    """Run an encoder in evaluation mode.
-
-    Args:
-        model: The encoder.
-        call: How to call it.
-        probe: Some points.
-
-    Returns:
-        What its innermost modules did, in order, and the outputs (N, D). One point, or equal ones, of another
-        norm than one do not show whether the encoder gives all points that norm: then the rows of a second run, with
-        other values put out by all modules with parameters, follow those of the first.
-
-    Raises:
-        InputTypeError: The model does not return a tensor.
-        InputError: The model cannot process the probe, or does not return (N, D).
-        UnsupportedError: A point's output depends on the rest of its batch.
-    """
-    _refuse_batch_statistics(model)
-    records, out = _recorded(model, call, probe)
-    check_output(out)
-    with torch.no_grad(), evaluation_mode(model), eager(model):
-        _check_batch_independence(model, call, probe, out)
-    if bool((out[1:] != out[:1]).any()) or has_unit_norm(out) or not bool(out.isfinite().all()):
-        return records, out
-    try:
-        more, other = _recorded(model, call, probe, others=True)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:
-        # Not every module takes any values.
-        return records, out
-    alike = [(r.module, r.key, r.output.shape) for r in records] == [(r.module, r.key, r.output.shape) for r in more]
-    if not alike or other.shape != out.shape or not bool(other.isfinite().all()):
-        return records, out
-    return [_joined(one, two) for one, two in zip(records, more, strict=True)], torch.cat([out, other])
-
-
-def _recorded(model: nn.Module, call: ModelCall, probe: Inputs, *, others: bool = False) -> tuple[list[Record], Tensor]:
-    """What the innermost modules do in one run, and the outputs."""
-    running: dict[int, dict[Key, Tensor]] = {}
-    entered: dict[int, dict[Key, Tensor]] = {}
-    runs: Counter[int] = Counter()
-    records: list[Record] = []
-    places = {id(module): k for k, module in enumerate(model.modules())}
-
-    def other(module: nn.Module, _: tuple[Any, ...], output: Any) -> Any:
-        weighted = next(module.parameters(), None) is not None
-        if not weighted or not isinstance(output, Tensor) or output.is_nested or not output.is_floating_point():
-            return None
-        # One module puts out the same in all its runs, as it does for equal inputs.
-        return other_values(output, torch.Generator().manual_seed(places[id(module)]))
-
-    def start(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = (args or tuple(kwargs.values()))[:1]
-        entered[id(module)] = _tensors(given[0]) if given else {}
-        running[id(module)] = {name: t.clone() for name, t in entered[id(module)].items()}
-
-    def finish(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
-        inputs, before = running.pop(id(module)), entered.pop(id(module))
-        for key, value in _tensors(output).items():
-            # What a mapping only passes on is of the module that made it.
-            if key is None or value is not before.get(key):
-                records.append(Record(module, runs[id(module)], inputs, key, value.clone()))
-        runs[id(module)] += 1
-
-    leaves = [
-        module
-        for module in model.modules()
-        # Modules in script have no hooks.
-        if next(module.children(), None) is None and not isinstance(module, torch.jit.ScriptModule)
-    ]
-    with (
-        torch.no_grad(),
-        evaluation_mode(model),
-        eager(model),
-        watched(leaves if others else [], after=other),
-        watched(leaves, before=start, after=finish),
-        naming_the_input(probe),
-    ):
-        out = call(model, probe)
-    return records, out
-
-
-def _joined(one: Record, two: Record) -> Record:
-    """The rows of two runs after each other."""
-
-    def rows(a: Tensor, b: Tensor) -> Tensor:
-        fit = not a.is_nested and a.ndim > 0 and a.shape[1:] == b.shape[1:] and a.dtype == b.dtype
-        return torch.cat([a, b]) if fit else a
-
-    inputs = {name: rows(t, two.inputs[name]) if name in two.inputs else t for name, t in one.inputs.items()}
-    return Record(one.module, one.run, inputs, one.key, rows(one.output, two.output))
-
-
-def has_constant_norm(out: Tensor) -> bool:
-    """Whether all rows have norm one or, if there are two rows or more, one common norm."""
-    norms = out.float().norm(dim=1)
-    if not out.shape[0]:
-        return False
-    one, tolerance = has_unit_norm(out), _tolerance(out)
-    if not one and not bool((out[1:] != out[:1]).any()):
-        # Equal embeddings have equal norms, whatever the encoder.
-        return False
-    return one or (out.shape[0] > 1 and bool(((norms / norms[0] - 1).abs() < tolerance).all()))
-
-
-def has_unit_norm(out: Tensor) -> bool:
-    """Whether all rows have norm one."""
-    return bool(((out.float().norm(dim=1) - 1).abs() < _tolerance(out)).all())
-
-
-def _tolerance(out: Tensor) -> float:
-    """How far norms may be from one: an encoder in half precision rounds them, and then every entry."""
-    return max(_UNIT_TOLERANCE, 2 * torch.finfo(_precision(out)).eps) if out.is_floating_point() else _UNIT_TOLERANCE
-
-
-def _precision(out: Tensor) -> torch.dtype:
-    """The type in which numbers were computed: half precision that ``forward`` made float32 at its end is seen."""
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        if torch.finfo(dtype).eps >= torch.finfo(out.dtype).eps and torch.equal(out.to(dtype).to(out.dtype), out):
-            return dtype
-    return out.dtype
-
-
-def is_same(output: Any, raw: Tensor) -> bool:
-    """Whether a module put out these numbers; nested tensors, and those within ``torch.vmap``, have no ``equal``."""
-    if not isinstance(output, Tensor) or output.is_nested or output.shape != raw.shape:
-        return False
-    return torch.equal(output, raw)
-
-
-def feeds(output: Any, normalized: Tensor) -> bool:
-    """Whether ``normalized`` (N, D) is a module's output with every row divided by its norm, up to rounding."""
-    if not isinstance(output, Tensor) or output.is_nested or output.shape != normalized.shape:
-        return False
-    if not output.is_floating_point() or not normalized.numel():
-        return False
-    raw = output.detach().double()
-    one, other = (nn.functional.normalize(t, dim=1) for t in (raw, normalized.detach().double()))
-    # Rows of NaN, which somebody else reports, are equal.
-    apart = (one - other).masked_fill(one.isnan() & other.isnan(), 0).abs()
-    # Rounding is relative to an entry; the smallest numbers of half precision are rounded as if they were larger.
-    info = torch.finfo(_precision(normalized))
-    smallest = info.smallest_normal * info.eps * (1 + 1 / raw.norm(dim=1, keepdim=True).clamp(min=info.tiny))
-    return bool((apart <= 4 * info.eps * one.nan_to_num().abs() + 4 * smallest.nan_to_num()).all())
-
-
-def _tensors(value: Any) -> dict[Key, Tensor]:
-    """A tensor, or those of a mapping or an object that may be embeddings; others would take memory for nothing."""
-    if isinstance(value, Tensor):
-        return {None: value}
-    if not isinstance(value, Mapping):
-        return {}
-    return {name: t for name, t in named_entries(value) if isinstance(t, Tensor) and not t.is_nested and t.ndim == 2}
-
-
-def _only_rescales(z: Tensor, out: Tensor) -> bool:
-    """Whether every row of the output is a positive multiple of its input row."""
-    if z.shape != out.shape or not z.is_floating_point() or z.ndim != 2:
-        return False
-    if not bool((z != 0).any(dim=1).all()):
-        return True
-    aligned = (normalize(z.double())[0] * normalize(out.double())[0]).sum(1)
-    return bool((aligned > 1 - _UNIT_TOLERANCE).all())
-
-
-def _refuse_batch_statistics(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
-            msg = (
-                f"model: {name!r} normalises with the statistics of the batch even in evaluation mode, so a point has "
-                "no Jacobian of its own. Use track_running_stats=True, or LayerNorm."
-            )
-            raise UnsupportedError(msg)
-
-
-def _check_batch_independence(model: nn.Module, call: ModelCall, probe: Inputs, out: Tensor) -> None:
-    """Refuse an encoder whose output for a point depends on the rest of the batch."""
-    if out.shape[0] < 2:
-        return
-    alone = call(model, slice_inputs(probe, slice(0, 1)))
-    size = float(out.abs().max())
-    if float((alone - out[:1]).abs().max()) > 1e-2 * size:
-        msg = (
-            "model: in evaluation mode the embedding of a point depends on the rest of its batch (batch "
-            "normalisation without running statistics?), so a point has no Jacobian of its own. Use "
-            "track_running_stats=True, or LayerNorm."
-        )
-        raise UnsupportedError(msg)
-
 
 _LAYER_NORM = (0.97, 1.001)
 """Norm of a row of a layer norm with scale one, divided by the root of its length: less than 1 by the added epsilon."""
@@ -419,14 +70,13 @@ class RawOutputs:
 
 
 def find_raw(model: nn.Module, records: Sequence[Record], out: Tensor, made_of: Callable[[Record], bool]) -> RawOutputs:
-    """Go back from the output through normalisations, and through modules that return their input unchanged.
+    """Go back from the output (N, D) through normalisations, and through modules that return their input unchanged.
 
     Args:
         model: The encoder.
         records: What its innermost modules did, in order.
-        out: Its output, shape (N, D).
-        made_of: Whether the directions of the output are those of a record's output, for all values of both; that two
-            are equal on some points may be a coincidence.
+        out: Its output.
+        made_of: Returns whether the directions of the output are those of a record's output, for all values of both.
 
     Raises:
         UnsupportedError: The output is normalised inside ``forward``, and by no module's output.
@@ -458,12 +108,33 @@ def find_raw(model: nn.Module, records: Sequence[Record], out: Tensor, made_of: 
     return found
 
 
-def check_feeds(raw: Tensor, out: Tensor) -> None:
-    """Refuse a batch that ``forward`` treats in another way than the first one.
+def _last(
+    records: Sequence[Record],
+    matches: Callable[[Any, Tensor], bool],
+    values: Tensor,
+    made_of: Callable[[Record], bool],
+) -> int:
+    """Return the number of the last record whose output matches, and is what the values are made of, or -1."""
+    numbers = reversed(range(len(records)))
+    return next((i for i in numbers if matches(records[i].output, values) and made_of(records[i])), -1)
 
-    Raises:
-        UnsupportedError: The output is not the normalised output of the module.
-    """
+
+def _refuse_hidden_normalization(out: Tensor) -> None:
+    """Refuse outputs of one norm that no module makes, except those of a layer norm whose scale is still one."""
+    norm, of_layer_norm = float(out.float().norm(dim=1).mean()), out.shape[1] ** 0.5
+    if _LAYER_NORM[0] * of_layer_norm < norm < _LAYER_NORM[1] * of_layer_norm:
+        return
+    msg = (
+        f"model: the encoder normalises its output inside forward (every output of the first batch has norm {norm:.4g},"
+        " and no module at its end does it). The curvature needs the Jacobian of the raw outputs, which are hidden "
+        "there. Remove F.normalize from forward and end the encoder in the module contrastive_curvature.L2Norm(), or "
+        "in no normalisation at all: the predictions and the curvature are those of the unit embeddings either way."
+    )
+    raise UnsupportedError(msg)
+
+
+def check_feeds(raw: Tensor, out: Tensor) -> None:
+    """Refuse a batch whose output ``out`` is not the normalised output ``raw`` of a layer, as that of the first one."""
     vectorised: Any = torch._C._functorch
     # A graph that is traced, and a function that is vectorised, are of inputs that were compared before.
     if torch.compiler.is_compiling() or vectorised.is_functorch_wrapped_tensor(out):
@@ -477,30 +148,301 @@ def check_feeds(raw: Tensor, out: Tensor) -> None:
         raise UnsupportedError(msg)
 
 
-def _last(
-    records: Sequence[Record],
-    matches: Callable[[Any, Tensor], bool],
-    values: Tensor,
-    made_of: Callable[[Record], bool],
-) -> int:
-    """Number of the last record whose output matches, and is what the values are made of; -1: there is none."""
-    numbers = reversed(range(len(records)))
-    return next((i for i in numbers if matches(records[i].output, values) and made_of(records[i])), -1)
+@dataclass
+class Record:
+    """A tensor that a run of a module put out, and what went in; copies, as in-place operations may change them.
+
+    Attributes:
+        module: The module.
+        run: How often the module had run before.
+        inputs: Tensors that it took, by their names.
+        key: Name of the tensor that it put out.
+        output: That tensor.
+    """
+
+    module: nn.Module
+    run: int
+    inputs: dict[Key, Tensor]
+    key: Key
+    output: Any
+
+    def rescaled(self) -> Key | bool:
+        """Return the name of the input whose rows are positive multiples of the output's; ``False``: there is none."""
+        out = self.output
+        # A module with parameters is no rescaling.
+        if not isinstance(out, Tensor) or next(self.module.parameters(), None) is not None:
+            return False
+        names = sorted(self.inputs, key=lambda name: name != self.key)
+        return next((name for name in names if _only_rescales(self.inputs[name], out)), False)
 
 
-def _refuse_hidden_normalization(out: Tensor) -> None:
-    """Refuse outputs of one norm that no module makes, except those of a layer norm whose scale is still one.
+def trace(model: nn.Module, call: ModelCall, probe: Inputs) -> tuple[list[Record], Tensor]:
+    """Run an encoder in evaluation mode; return what its innermost modules did, in order, and the outputs (N, D).
+
+    One point, or equal ones, of another norm than one do not show whether the encoder gives all points that norm: then
+    made-up points take their place, where the encoder takes them.
 
     Raises:
-        UnsupportedError: They have another norm.
+        InputTypeError: The model does not return a tensor.
+        InputError: The model cannot process the probe, or does not return (N, D).
+        UnsupportedError: A point's output depends on the rest of its batch.
     """
-    norm, of_layer_norm = float(out.float().norm(dim=1).mean()), out.shape[1] ** 0.5
-    if _LAYER_NORM[0] * of_layer_norm < norm < _LAYER_NORM[1] * of_layer_norm:
+    _refuse_batch_statistics(model)
+    records, out = _recorded(model, call, probe)
+    check_output(out)
+    with torch.no_grad(), evaluation_mode(model), eager(model):
+        _check_batch_independence(model, call, probe, out)
+    if bool((out[1:] != out[:1]).any()) or has_unit_norm(out) or not bool(out.isfinite().all()):
+        return records, out
+    try:
+        more, other = _recorded(model, call, made_up_inputs(few_points(probe, 2)))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        return records, out
+    return (more, other) if bool(other.isfinite().all()) else (records, out)
+
+
+def _recorded(model: nn.Module, call: ModelCall, probe: Inputs) -> tuple[list[Record], Tensor]:
+    """Return what the innermost modules do in one run, and the outputs."""
+    running: dict[int, dict[Key, Tensor]] = {}
+    entered: dict[int, dict[Key, Tensor]] = {}
+    runs: Counter[int] = Counter()
+    records: list[Record] = []
+
+    def start(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = (args or tuple(kwargs.values()))[:1]
+        entered[id(module)] = _tensors(given[0]) if given else {}
+        running[id(module)] = {name: t.clone() for name, t in entered[id(module)].items()}
+
+    def finish(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
+        inputs, before = running.pop(id(module)), entered.pop(id(module))
+        for key, value in _tensors(output).items():
+            # What a mapping only passes on is of the module that made it.
+            if key is None or value is not before.get(key):
+                records.append(Record(module, runs[id(module)], inputs, key, value.clone()))
+        runs[id(module)] += 1
+
+    # Modules in script have no hooks.
+    leaves = [m for m in model.modules() if not any(m.children()) and not isinstance(m, torch.jit.ScriptModule)]
+    with (
+        torch.no_grad(),
+        evaluation_mode(model),
+        eager(model),
+        watched(leaves, before=start, after=finish),
+        naming_the_input(probe),
+    ):
+        out = call(model, probe)
+    return records, out
+
+
+def _refuse_batch_statistics(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
+            msg = (
+                f"model: {name!r} normalises with the statistics of the batch even in evaluation mode, so a point has "
+                "no Jacobian of its own. Use track_running_stats=True, or LayerNorm."
+            )
+            raise UnsupportedError(msg)
+
+
+def _check_batch_independence(model: nn.Module, call: ModelCall, probe: Inputs, out: Tensor) -> None:
+    """Refuse an encoder whose output for a point depends on the rest of the batch."""
+    if out.shape[0] < 2:
         return
-    msg = (
-        f"model: the encoder normalises its output inside forward (every output of the first batch has norm {norm:.4g},"
-        " and no module at its end does it). The curvature needs the Jacobian of the raw outputs, which are hidden "
-        "there. Remove F.normalize from forward and end the encoder in the module contrastive_curvature.L2Norm(), or "
-        "in no normalisation at all: the predictions and the curvature are those of the unit embeddings either way."
+    alone = call(model, slice_inputs(probe, slice(0, 1)))
+    size = float(out.abs().max())
+    if float((alone - out[:1]).abs().max()) > 1e-2 * size:
+        msg = (
+            "model: in evaluation mode the embedding of a point depends on the rest of its batch (batch "
+            "normalisation without running statistics?), so a point has no Jacobian of its own. Use "
+            "track_running_stats=True, or LayerNorm."
+        )
+        raise UnsupportedError(msg)
+
+
+def has_constant_norm(out: Tensor) -> bool:
+    """Return whether all rows have norm one or, if there are two rows or more, one common norm."""
+    norms = out.float().norm(dim=1)
+    if not out.shape[0]:
+        return False
+    one, tolerance = has_unit_norm(out), _tolerance(out)
+    if not one and not bool((out[1:] != out[:1]).any()):
+        # Equal embeddings have equal norms, whatever the encoder.
+        return False
+    return one or (out.shape[0] > 1 and bool(((norms / norms[0] - 1).abs() < tolerance).all()))
+
+
+def has_unit_norm(out: Tensor) -> bool:
+    """Return whether all rows have norm one."""
+    return bool(((out.float().norm(dim=1) - 1).abs() < _tolerance(out)).all())
+
+
+def _tolerance(out: Tensor) -> float:
+    """Return how far norms may be from one: an encoder in half precision rounds them, and then every entry."""
+    return max(_UNIT_TOLERANCE, 2 * torch.finfo(_precision(out)).eps) if out.is_floating_point() else _UNIT_TOLERANCE
+
+
+def _precision(out: Tensor) -> torch.dtype:
+    """Return the type in which numbers were computed, also where ``forward`` made them float32 at its end."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        if torch.finfo(dtype).eps >= torch.finfo(out.dtype).eps and torch.equal(out.to(dtype).to(out.dtype), out):
+            return dtype
+    return out.dtype
+
+
+def is_same(output: Any, raw: Tensor) -> bool:
+    """Return whether a module put out these numbers."""
+    # Nested tensors, and those within torch.vmap, have no equal.
+    if not isinstance(output, Tensor) or output.is_nested or output.shape != raw.shape:
+        return False
+    return torch.equal(output, raw)
+
+
+def feeds(output: Any, normalized: Tensor) -> bool:
+    """Return whether ``normalized`` (N, D) is a module's output with every row divided by its norm, up to rounding."""
+    if not isinstance(output, Tensor) or output.is_nested or not output.is_floating_point():
+        return False
+    if output.shape != normalized.shape:
+        return False
+    raw = output.detach().double()
+    one, other = (nn.functional.normalize(t, dim=1) for t in (raw, normalized.detach().double()))
+    # Rows of NaN, which somebody else reports, are equal.
+    apart = (one - other).masked_fill(one.isnan() & other.isnan(), 0).abs()
+    # Rounding is relative to an entry; the smallest numbers of half precision are rounded as if they were larger.
+    info = torch.finfo(_precision(normalized))
+    smallest = info.smallest_normal * info.eps * (1 + 1 / raw.norm(dim=1, keepdim=True).clamp(min=info.tiny))
+    return bool((apart <= 4 * info.eps * one.nan_to_num().abs() + 4 * smallest.nan_to_num()).all())
+
+
+def _tensors(value: Any) -> dict[Key, Tensor]:
+    """Return a tensor, or those of a mapping that may be embeddings; others would take memory for nothing."""
+    if isinstance(value, Tensor):
+        return {None: value}
+    if not isinstance(value, Mapping):
+        return {}
+    return {name: t for name, t in named_entries(value) if isinstance(t, Tensor) and not t.is_nested and t.ndim == 2}
+
+
+def _only_rescales(z: Tensor, out: Tensor) -> bool:
+    """Return whether every row of the output is a positive multiple of its input row."""
+    if z.shape != out.shape or not z.is_floating_point() or z.ndim != 2:
+        return False
+    if not bool((z != 0).any(dim=1).all()):
+        return True
+    aligned = (normalize(z.double())[0] * normalize(out.double())[0]).sum(1)
+    return bool((aligned > 1 - _UNIT_TOLERANCE).all())
+
+
+def carries(
+    model: nn.Module,
+    run: Callable[[], Tensor],
+    place: tuple[nn.Module, int, Key],
+    matches: Callable[[Tensor, Tensor], bool],
+    *,
+    direction_only: bool,
+) -> bool:
+    """Return whether the result of a run comes from one output of a module, and from nothing else.
+
+    Other values are put in the place of that output. An encoder with hooks of the user's runs without a graph, so that
+    only values are compared.
+
+    Args:
+        model: The encoder.
+        run: Runs it on a few points.
+        place: The module, which run of it, and the name of the tensor among its outputs.
+        matches: Returns whether the values in that place (N, D) and the result (N, D) belong together.
+        direction_only: Whether other parameters may change the norms of the result, such as a learned temperature.
+    """
+    put = list[Tensor]()
+
+    def passes() -> Tensor | None:
+        put.clear()
+        with evaluation_mode(model), eager(model), _substituted(*place, put):
+            out = run()
+        return out if put and matches(put[0], out.detach()) else None
+
+    # A hook, such as those of a module that BackPACK extended, may keep what belongs to the user's own backward pass.
+    hooked = any(users_hooks(m) or m._backward_hooks or m._backward_pre_hooks for m in model.modules())
+    try:
+        with torch.set_grad_enabled(not hooked), _attributes_kept(model):
+            out = passes()
+            found = out is not None and not _has_gradient(model, out, direction_only)
+        del out
+    except UnsupportedError:
+        found = False
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        # Some encoders run without a graph only, and have no gradients that could go astray.
+        with torch.no_grad(), suppress(UnsupportedError):
+            return passes() is not None
+        return False
+    # A module may keep what it computed last: other values, with a graph that cannot be copied.
+    with torch.no_grad(), evaluation_mode(model), eager(model):
+        run()
+    return found
+
+
+@contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Remove attributes that a run gives the modules, such as the tensors that BackPACK's extensions keep of it."""
+    before = {module: set(vars(module)) for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, names in before.items():
+            for name in set(vars(module)) - names:
+                with suppress(AttributeError):  # another thread was faster
+                    delattr(module, name)
+
+
+@contextmanager
+def _substituted(module: nn.Module, run: int, key: Key, put: list[Tensor]) -> Iterator[None]:
+    """Put other values in the place of one output of a module, and append them to ``put``."""
+    runs, generator = Counter[int](), torch.Generator().manual_seed(0)
+
+    def replace(_: nn.Module, __: tuple[Any, ...], out: Any) -> Any:
+        runs[0] += 1
+        if runs[0] != run + 1:
+            return None
+        put.append(other_values(entry_of(out, key) if key is not None else out, generator))
+        # A copy, because an in-place operation may change what goes on.
+        values = put[0].clone()
+        if key is None:
+            return values
+        if isinstance(out, MutableMapping):
+            out[key] = values
+            return None
+        return {**out, key: values}
+
+    with watched([module], after=replace):
+        yield
+
+
+def other_values(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw normal numbers of the shape, type and root mean square of a tensor, without a graph."""
+    size = like.detach().float().square().mean().sqrt()
+    size = torch.where(size.isfinite() & (size > 0), size, torch.ones_like(size))
+    return (torch.randn(like.shape, generator=generator).to(like.device) * size).to(like.dtype)
+
+
+def _has_gradient(model: nn.Module, out: Tensor, direction_only: bool) -> bool:
+    """Return whether parameters change the result though the values that it should be made of are constants."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not out.requires_grad or not parameters:
+        return False
+    v = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.device)
+    if direction_only:
+        values = out.detach().float()
+        unit = nn.functional.normalize(values, dim=1)
+        v = nn.functional.normalize(v - (v * unit).sum(1, keepdim=True) * unit, dim=1)
+        v = v / values.norm(dim=1, keepdim=True).clamp(min=1e-12)
+    found = torch.autograd.grad(out, parameters, v.to(out.dtype), allow_unused=True)
+    # The gradient of a temperature is zero but for the rounding of v; that of a weight of a layer has no such excuse.
+    rounding = 32 * torch.finfo(out.dtype).eps if direction_only else 0.0
+    return any(
+        float(g.coalesce().values().norm() if g.is_sparse else g.norm()) > (rounding if g.numel() == 1 else 0.0)
+        for g in found
+        if g is not None
     )
-    raise UnsupportedError(msg)
