@@ -12,7 +12,7 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
-__all__ = ["choice", "count", "dense", "flag", "generator", "number", "tensor"]
+__all__ = ["choice", "count", "dense", "flag", "fraction", "generator", "number", "tensor"]
 
 
 def count(argument: str, value: object) -> int:
@@ -49,6 +49,20 @@ def number(argument: str, value: object, *, positive: bool = False, signed: bool
     if not math.isfinite(number) or (number < 0 and not signed) or (positive and number == 0):
         raise InputError(expected(argument, wanted, number))
     return number
+
+
+def fraction(argument: str, value: object) -> float:
+    """Return ``value`` if it is a number between 0 and 1, neither of them.
+
+    Raises:
+        InputTypeError: ``value`` is not an int or a float.
+        InputError: It is out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InputTypeError(expected(argument, "a number in (0, 1)", repr(value)))
+    if not 0 < value < 1:
+        raise InputError(expected(argument, "a number in (0, 1)", value))
+    return float(value)
 
 
 def choice(argument: str, value: object, known: tuple[str, ...]) -> None:

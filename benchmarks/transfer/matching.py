@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.transfer.content import FeatureFile
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.matching.features import Side, pair_features
+from contrastive_curvature.matching.probability import Side, pair_features
 from contrastive_curvature.matching.regression import Regression
 
 __all__ = [

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.spread import Diagonal, Samples, sample_covariance
+from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.vmf._checks import check_real, unit
 
-__all__ = ["Directions", "directions"]
+__all__ = ["Directions", "check_embeddings", "directions"]
 
 _MOST = 1e8
 """Largest sum of relative variances: there the direction is random, and powers of more would lose all digits."""
@@ -44,9 +45,10 @@ class Directions:
 
     def __getitem__(self, rows: Tensor | slice) -> Directions:
         """Return the directions of some of the rows."""
-        vectors = (self.mean, self.lost, self.diagonal, self.axis, self.tilt)
         covariance = None if self.covariance is None else self.covariance[rows]
-        return Directions(*(value[rows] for value in vectors), covariance)
+        return Directions(
+            self.mean[rows], self.lost[rows], self.diagonal[rows], self.axis[rows], self.tilt[rows], covariance
+        )
 
     def dense(self) -> Tensor:
         """Return covariances, shape (N, D, D)."""
@@ -61,6 +63,17 @@ class Directions:
             return (vectors * (self.covariance @ vectors.unsqueeze(2)).squeeze(2)).sum(1)
         across = (self.axis * vectors).sum(1) * (self.tilt * vectors).sum(1)
         return (self.diagonal * vectors.square()).sum(1) + 2 * across
+
+
+def check_embeddings(name: str, value: object) -> Tensor:
+    """Return the raw means (N, D), N >= 1, of a distribution or a tensor of embeddings; raise for anything else."""
+    if not isinstance(value, (EmbeddingDistribution, Tensor)):
+        wanted = "an EmbeddingDistribution, or a tensor of embeddings"
+        raise InputTypeError(expected(name, wanted, f"a {type(value).__name__}"))
+    mean = value if isinstance(value, Tensor) else value.raw_mean
+    if mean.ndim != 2 or not len(mean):
+        raise InputError(expected(name, "embeddings (N, D), N >= 1", f"shape {tuple(mean.shape)}"))
+    return mean
 
 
 def directions(name: str, embeddings: EmbeddingDistribution | Tensor) -> Directions:
@@ -82,14 +95,6 @@ def directions(name: str, embeddings: EmbeddingDistribution | Tensor) -> Directi
     ``u``, which starts with the second power, to that. Trace of the covariance and squared length of the mean add up to
     one, as for every unit vector, up to the second power of ``c``. With ``rho`` in it, the power keeps the mean inside
     the sphere, however large the spread.
-
-    Args:
-        name: Name of the argument, for error messages.
-        embeddings: A distribution over N embeddings of dimension D, or a tensor of shape (N, D).
-
-    Raises:
-        InputTypeError: A tensor is not of a floating-point dtype.
-        InputError: D < 2, an entry is not finite, or a row (of a sample) is zero.
 
     Source: derived for this library. Around the mean of the squared tangential length, ``|z|^2 = n^2 ((1 + r)^2 +
     tau)``, which is nearly constant in high dimension, the expansion in the rest converges also for large ``tau``; it

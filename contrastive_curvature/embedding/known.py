@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature import validate
+from contrastive_curvature.errors import InputError, expected
 
 if TYPE_CHECKING:
     from contrastive_curvature.embedding.distribution import EmbeddingDistribution
@@ -219,15 +220,12 @@ def check_alpha(alpha: object, n: int | None = None, splits: bool = False) -> fl
         InputTypeError: Not a number.
         InputError: Not in (0, 1), or smaller than ``1 / (n + 1)``, the smallest p-value there is.
     """
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
-        raise InputTypeError(expected("alpha", "a number in (0, 1)", repr(alpha)))
-    if not 0 < alpha < 1:
-        raise InputError(expected("alpha", "a number in (0, 1)", alpha))
-    if n is not None and alpha < 1 / (n + 1):
+    share = validate.fraction("alpha", alpha)
+    if n is not None and share < 1 / (n + 1):
         wanted = f"at least {1 / (n + 1):.2g}, the smallest p-value that {n} known inputs give"
-        hint = f"Call la.calibrate with at least {points_needed(alpha, splits):,} inputs, or use a larger alpha."
+        hint = f"Call la.calibrate with at least {points_needed(share, splits):,} inputs, or use a larger alpha."
         raise InputError(expected("alpha", wanted, alpha, hint))
-    return float(alpha)
+    return share
 
 
 def points_needed(alpha: float, splits: bool = False) -> int:

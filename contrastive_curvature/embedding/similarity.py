@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.embedding.directions import Directions, directions
+from contrastive_curvature.embedding.directions import Directions, check_embeddings, directions
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
@@ -128,38 +128,25 @@ def similarity(
             none; an entry is not finite; or a row is zero.
     """
     validate.flag("pairwise", pairwise)
-    for name, value in (("a", a), ("b", b)):
-        if not isinstance(value, (EmbeddingDistribution, Tensor)):
-            wanted = "an EmbeddingDistribution, or a tensor of embeddings"
-            raise InputTypeError(expected(name, wanted, f"a {type(value).__name__}"))
+    first, second = check_embeddings("a", a), check_embeddings("b", b)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         hint = "The cosine of two tensors is a number: torch.nn.functional.cosine_similarity(a, b)."
         raise InputTypeError(expected("a, b", "an EmbeddingDistribution for at least one of them", "two tensors", hint))
-    means = [value if isinstance(value, Tensor) else value.raw_mean for value in (a, b)]
-    for name, mean in zip("ab", means, strict=True):
-        if mean.ndim != 2 or not len(mean):
-            raise InputError(expected(name, "embeddings (N, D), N >= 1", f"shape {tuple(mean.shape)}"))
-    if means[0].device != means[1].device:
-        raise InputError(expected("b", f"device {means[0].device}, that of a", str(means[1].device)))
-    if means[0].shape[1] != means[1].shape[1]:
-        raise InputError(expected("b", f"D = {means[0].shape[1]}, that of a", f"D = {means[1].shape[1]}"))
-    if not pairwise and len(means[0]) != len(means[1]):
+    if first.device != second.device:
+        raise InputError(expected("b", f"device {first.device}, that of a", str(second.device)))
+    if first.shape[1] != second.shape[1]:
+        raise InputError(expected("b", f"D = {first.shape[1]}, that of a", f"D = {second.shape[1]}"))
+    if not pairwise and len(first) != len(second):
         hint = "For all pairs, pass pairwise=True."
-        raise InputError(expected("b", f"{len(means[0])} embeddings, as many as in a", len(means[1]), hint))
+        raise InputError(expected("b", f"{len(first)} embeddings, as many as in a", len(second), hint))
     out = cosine_distribution(directions("a", a), directions("b", b), pairwise=pairwise)
     # Half precision is lifted.
-    dtype = torch.promote_types(torch.promote_types(means[0].dtype, means[1].dtype), torch.float32)
+    dtype = torch.promote_types(torch.promote_types(first.dtype, second.dtype), torch.float32)
     return CosineDistribution(out.mean.to(dtype), out.variance.to(dtype), out.complement)
 
 
 def cosine_distribution(a: Directions, b: Directions, *, pairwise: bool) -> CosineDistribution:
-    """Compute :func:`similarity`, in float64, from the means and covariances of the directions.
-
-    Args:
-        a: Directions (N, D).
-        b: Directions (M, D); M = N unless ``pairwise``.
-        pairwise: All pairs, or row by row.
-    """
+    """Compute :func:`similarity` in float64 from directions (N, D) and (M, D); M = N unless ``pairwise``."""
     n, m, dim = len(a.mean), len(b.mean), a.mean.shape[1]
     width = dim if a.covariance is None and b.covariance is None else dim * dim
     if not pairwise:
@@ -177,12 +164,12 @@ def cosine_distribution(a: Directions, b: Directions, *, pairwise: bool) -> Cosi
 
 
 def _row_moments(a: Directions, b: Directions) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, variance and complement of row i with row i, shape (N,)."""
+    """Return mean, variance and complement of row i with row i, shape (N,)."""
     return _bounded(_complement(a.mean, a.lost, b.mean, b.lost), _variance(a, b, lambda x, y: (x * y).sum(-1)))
 
 
 def _pair_moments(a: Directions, b: Directions) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, variance and complement of all pairs, shape (N, M)."""
+    """Return mean, variance and complement of all pairs, shape (N, M)."""
     complement = 1 - a.mean @ b.mean.mT
     for few in (complement < _CANCELS).nonzero().split(max(1, _ENTRIES // a.mean.shape[1])):
         i, j = few.unbind(1)
@@ -191,20 +178,20 @@ def _pair_moments(a: Directions, b: Directions) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _complement(a: Tensor, lost_a: Tensor, b: Tensor, lost_b: Tensor) -> Tensor:
-    """``1 - a . b = (1 - |a|^2 + 1 - |b|^2 + |a - b|^2) / 2`` of rows (N, D) with their ``1 - |a|^2``, shape (N,)."""
+    """Return ``1 - a . b = (1 - |a|^2 + 1 - |b|^2 + |a - b|^2) / 2`` of rows (N, D), shape (N,)."""
     apart = (a - b).square().sum(1)
-    return (lost_a + lost_b + torch.where(apart > _EQUAL**2, apart, torch.zeros_like(apart))) / 2
+    return (lost_a + lost_b + torch.where(apart > _EQUAL**2, apart, 0)) / 2
 
 
 def _bounded(complement: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, variance and complement; a cosine of this mean cannot vary more."""
+    """Return mean, variance and complement; a cosine of this mean cannot vary more."""
     complement = complement.clamp(0, 2)
     variance = torch.minimum(variance.clamp(min=0), complement * (2 - complement))
     return 1 - complement, variance, complement
 
 
 def _variance(a: Directions, b: Directions, dot: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Variance; ``dot`` multiplies rows with rows, (N, K) and (M, K), to (N,) or (N, M)."""
+    """Return variances; ``dot`` multiplies rows with rows, (N, K) and (M, K), to (N,) or (N, M)."""
     return (_dense_variance if a.covariance is not None or b.covariance is not None else _thin_variance)(a, b, dot)
 
 

@@ -232,16 +232,12 @@ class Axes(Spread):
 
     def cat(self, others: Sequence[Spread]) -> Spread:
         """See :meth:`Spread.cat`; other axes make the covariances dense."""
-        same = [part for part in others if isinstance(part, Axes) and self._shares_axes(part)]
+        same = [
+            p for p in others if isinstance(p, Axes) and _equal(p.axes, self.axes) and _equal(p.common, self.common)
+        ]
         if len(same) < len(others):
             return Dense(self.covariance).cat(others)
         return replace(self, values=torch.cat([self.values, *(part.values for part in same)]))
-
-    def _shares_axes(self, other: Axes) -> bool:
-        if self.dtype != other.dtype or (self.common is None) != (other.common is None):
-            return False
-        common = self.common is None or other.common is None or _equal(self.common, other.common)
-        return _equal(self.axes, other.axes) and common
 
 
 @dataclass(frozen=True, eq=False)
@@ -347,5 +343,5 @@ def _noise(mean: Tensor, n_samples: int, generator: torch.Generator | None) -> T
     return torch.randn(n_samples, *mean.shape, dtype=wide, device=mean.device, generator=generator)
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one is other or (one.shape == other.shape and one.device == other.device and torch.equal(one, other))
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))

@@ -36,16 +36,16 @@ Radford et al., Learning Transferable Visual Models From Natural Language Superv
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.embedding.directions import Directions, directions
+from contrastive_curvature.embedding.directions import Directions, check_embeddings, directions
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.similarity import cosine_distribution
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.pairs.relation import check_labels
 
@@ -81,7 +81,7 @@ class ZeroShotClassifier:
     """
 
     def __init__(self, prompts: EmbeddingDistribution | Tensor, *, scale: float, labels: Tensor | None = None) -> None:
-        mean = _check_embeddings("prompts", prompts)
+        mean = check_embeddings("prompts", prompts)
         self.scale = validate.number("scale", scale, positive=True)
         if labels is None:
             labels = torch.arange(len(mean), device=mean.device)
@@ -100,7 +100,11 @@ class ZeroShotClassifier:
         centres = self._summed(found.mean, index) / counts / length
         self._centred = centres - centres.mean(0)
         # Of the prompts only their spread: the means are in the classes.
-        self._spread = None if isinstance(prompts, Tensor) else _without_mean(found)
+        self._spread = (
+            None
+            if isinstance(prompts, Tensor)
+            else replace(found, mean=torch.zeros_like(found.mean), lost=torch.ones_like(found.lost))
+        )
         self._index, self._share = index, (1 / (counts * length).square())[index, 0]
 
     def probabilities(self, images: EmbeddingDistribution | Tensor) -> Tensor:
@@ -167,13 +171,14 @@ class ZeroShotClassifier:
         return self.temperature
 
     def _logits(self, images: EmbeddingDistribution | Tensor) -> Tensor:
-        """Logits whose softmax are the probabilities at temperature 1, float64, shape (N, C)."""
-        mean = _check_embeddings("images", images)
+        """Return logits whose softmax are the probabilities at temperature 1, float64, shape (N, C)."""
+        mean = check_embeddings("images", images)
         if (mean.device, mean.shape[1]) != (self._centred.device, self._centred.shape[1]):
             wanted = f"D = {self._centred.shape[1]} on {self._centred.device}, as of the prompts"
             raise InputError(expected("images", wanted, f"D = {mean.shape[1]} on {mean.device}"))
         found = directions("images", images)
-        return torch.cat([self._logits_of(found[rows]) for rows in self._blocks(len(mean))])
+        step = max(1, _ENTRIES // len(self._index))
+        return torch.cat([self._logits_of(found[i : i + step]) for i in range(0, len(mean), step)])
 
     def _logits_of(self, images: Directions) -> Tensor:
         many = len(self.classes)
@@ -188,37 +193,15 @@ class ZeroShotClassifier:
         return self.scale * (images.mean @ self._centred.mT) / (1 + factor * variance).sqrt()
 
     def _summed(self, rows: Tensor, index: Tensor) -> Tensor:
-        """Sums of rows (P, K) over the prompts of every class, shape (C, K)."""
+        """Return sums of rows (P, K) over the prompts of every class, shape (C, K)."""
         return rows.new_zeros(len(self.classes), rows.shape[1]).index_add(0, index, rows)
-
-    def _blocks(self, n: int) -> Iterator[slice]:
-        step = max(1, _ENTRIES // len(self._index))
-        for start in range(0, n, step):
-            yield slice(start, start + step)
 
 
 _CANCELS = 1e-6
 """Length of the mean of unit vectors below which they are opposite."""
 
 
-def _check_embeddings(name: str, value: object) -> Tensor:
-    """The raw means of embeddings, shape (N, D), N >= 1."""
-    if not isinstance(value, (EmbeddingDistribution, Tensor)):
-        wanted = "an EmbeddingDistribution, or a tensor of embeddings"
-        raise InputTypeError(expected(name, wanted, f"a {type(value).__name__}"))
-    mean = value if isinstance(value, Tensor) else value.raw_mean
-    if mean.ndim != 2 or not len(mean):
-        raise InputError(expected(name, "embeddings (N, D), N >= 1", f"shape {tuple(mean.shape)}"))
-    return mean
-
-
 def _certain(mean: Tensor) -> Directions:
-    """Vectors (N, D) without spread, in the form of directions."""
+    """Return vectors (N, D) without spread, in the form of directions."""
     nothing = torch.zeros_like(mean)
     return Directions(mean, 1 - mean.square().sum(1), nothing, nothing, nothing)
-
-
-def _without_mean(found: Directions) -> Directions:
-    """The spread of directions alone."""
-    nothing = torch.zeros_like(found.mean)
-    return Directions(nothing, torch.ones_like(found.lost), found.diagonal, found.axis, found.tilt, found.covariance)

@@ -7,19 +7,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
+import torch
 from torch import Tensor
 
 from contrastive_curvature import metrics, validate
+from contrastive_curvature.embedding.directions import Directions, directions
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
-from contrastive_curvature.errors import InputError, NotFittedError, expected
-from contrastive_curvature.matching.checks import check_dim, check_same, read_whole, result_dtype
-from contrastive_curvature.matching.features import Side, check_sides, pair_features
+from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, expected
+from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.matching.regression import Regression
-from contrastive_curvature.metrics._checks import check_labels
+from contrastive_curvature.metrics._checks import check_embeddings, check_labels, check_tensor
 
-__all__ = ["MatchProbability", "NearestMatch"]
+__all__ = ["MatchProbability", "NearestMatch", "Side", "pair_features"]
 
 _Embeddings = EmbeddingDistribution | Tensor
+
+_EQUAL = 8 * torch.finfo(torch.float64).eps
+"""Between unit vectors that are no further apart, or from being opposite, no great circle is told from another."""
 
 _VERSION = 2
 """Of the features, in saved states; those of 0.1.0 had no number."""
@@ -75,8 +79,7 @@ class MatchProbability:
 
     def __init__(self, *, use_uncertainty: bool = True, curve: Literal["logistic", "isotonic"] = "logistic") -> None:
         validate.flag("use_uncertainty", use_uncertainty)
-        if not isinstance(curve, str) or curve not in ("logistic", "isotonic"):
-            raise InputError(expected("curve", "'logistic' or 'isotonic'", curve))
+        validate.choice("curve", curve, ("logistic", "isotonic"))
         self.use_uncertainty = use_uncertainty
         self.curve = curve
         self._fitted: dict[str, tuple[Regression, int]] = {}
@@ -99,9 +102,16 @@ class MatchProbability:
                 one class do not become more frequent as the cosine grows.
         """
         features, dim = self._pairs(a, b)
-        labels = check_same(same, len(features))
+        labels = check_tensor("same", same)
+        if labels.is_floating_point() or labels.is_complex():
+            raise InputTypeError(expected("same", "a bool tensor, or integers 0 and 1", str(labels.dtype)))
+        if tuple(labels.shape) != (len(features),):
+            raise InputError(expected("same", f"shape ({len(features)},)", f"shape {tuple(labels.shape)}"))
+        if not bool(((labels == 0) | (labels == 1)).all()):
+            hint = "Classes go into fit_retrieval; here, pass labels_a == labels_b."
+            raise InputError(expected("same", "a bool tensor, or integers 0 and 1", "other integers", hint))
         kinds = "pairs of one class and of two classes"
-        fitted = Regression.fit(features, labels, isotonic=self._isotonic, argument="same", kinds=kinds)
+        fitted = Regression.fit(features, labels.bool(), isotonic=self._isotonic, argument="same", kinds=kinds)
         self._fitted["pairs"] = (fitted, dim)
         return self
 
@@ -122,8 +132,8 @@ class MatchProbability:
         """
         regression, dim = self._need("pairs", "fit_pairs(a, b, same)")
         features, now = self._pairs(a, b)
-        check_dim("a, b", now, dim)
-        return regression(features).to(result_dtype(a))
+        _check_dim("a, b", now, dim)
+        return regression(features).to(_result_dtype(a))
 
     def fit_retrieval(
         self,
@@ -192,7 +202,7 @@ class MatchProbability:
         """
         self._need("retrieval", "fit_retrieval(queries, labels, gallery, gallery_labels)")
         asking, found, index, size = self._search(queries, gallery)
-        return NearestMatch(index, self._right(asking, found, size, "gallery").to(result_dtype(queries)))
+        return NearestMatch(index, self._right(asking, found, size, "gallery").to(_result_dtype(queries)))
 
     def hits(self, queries: _Embeddings, hits: _Embeddings, *, gallery_size: int) -> Tensor:
         """Probability that given best hits are right, as :meth:`nearest` gives it: for searches done elsewhere.
@@ -216,19 +226,15 @@ class MatchProbability:
                 The nearest of more points is nearer, whether right or wrong.
         """
         validate.count("gallery_size", gallery_size)
-        asking, found = (
-            Side.of(name, value, use_uncertainty=self.use_uncertainty)
-            for name, value in (("queries", queries), ("hits", hits))
-        )
-        check_sides(("queries", "hits"), asking, found)
+        asking, found = self._sides(queries=queries, hits=hits)
         if len(asking) != len(found):
             raise InputError(expected("hits", f"{len(asking)} embeddings, one for each query", len(found)))
-        return self._right(asking, found, gallery_size, "gallery_size").to(result_dtype(queries))
+        return self._right(asking, found, gallery_size, "gallery_size").to(_result_dtype(queries))
 
     def _right(self, asking: Side, found: Side, size: int, argument: str) -> Tensor:
-        """Probability that the nearest points of queries, found among ``size``, are right."""
+        """Return the probability that the nearest points of queries, found among ``size``, are right."""
         regression, dim = self._need("retrieval", "fit_retrieval(queries, labels, gallery, gallery_labels)")
-        check_dim("queries", asking.mu.shape[1], dim)
+        _check_dim("queries", asking.mu.shape[1], dim)
         if not self._gallery_size <= 2 * size <= 4 * self._gallery_size:
             text = (
                 f"{argument}: the probabilities were fitted with {self._gallery_size} points to search, {size} were "
@@ -256,23 +262,25 @@ class MatchProbability:
         Raises:
             InputError: It is not such a state, or was saved with other options. Then nothing is changed.
         """
-        if not isinstance(state, Mapping) or not {"use_uncertainty", "curve"} <= state.keys():
-            raise InputError(expected("state_dict", "what state_dict() gave", f"a {type(state).__name__}"))
-        if state.get("version") != _VERSION:
-            hint = "Other versions of the library have other features: fit it again."
-            raise InputError(expected("state_dict['version']", str(_VERSION), state.get("version"), hint))
-        for name in ("use_uncertainty", "curve"):
-            mine, saved = getattr(self, name), state[name]
-            if type(saved) is not type(mine) or saved != mine:
-                hint = f"Make the object with MatchProbability({name}=...) as it was saved."
-                raise InputError(expected(f"state_dict[{name!r}]", repr(mine), repr(saved), hint))
+        mine = {"version": _VERSION, "use_uncertainty": self.use_uncertainty, "curve": self.curve}
+        for name, value in mine.items():
+            saved = state.get(name) if isinstance(state, Mapping) else state
+            if type(saved) is not type(value) or saved != value:
+                hint = "Make the object with the options with which it was saved; of another version, fit it again."
+                raise InputError(expected(f"state_dict[{name!r}]", repr(value), repr(saved), hint))
         fitted = {}
         for question in ("pairs", "retrieval"):
             if f"{question}.dim" in state:
                 regression = Regression.from_state(state, f"{question}.", 4 if self.use_uncertainty else 1)
-                fitted[question] = (regression, read_whole(state, f"{question}.dim"))
-        size = read_whole(state, "retrieval.gallery_size") if "retrieval" in fitted else 0
-        self._fitted, self._gallery_size = fitted, size
+                fitted[question] = (
+                    regression,
+                    validate.count(f"state_dict['{question}.dim']", state[f"{question}.dim"]),
+                )
+        size = state.get("retrieval.gallery_size")
+        self._gallery_size = (
+            validate.count("state_dict['retrieval.gallery_size']", size) if "retrieval" in fitted else 0
+        )
+        self._fitted = fitted
 
     def __repr__(self) -> str:
         """The options, and what was fitted."""
@@ -289,26 +297,125 @@ class MatchProbability:
             raise NotFittedError(msg)
         return self._fitted[question]
 
-    def _pairs(self, a: object, b: object) -> tuple[Tensor, int]:
-        """Features of pairs, and the dimension of the embeddings."""
-        one, other = (
-            Side.of(name, value, use_uncertainty=self.use_uncertainty) for name, value in (("a", a), ("b", b))
+    def _sides(self, **embeddings: object) -> tuple[Side, Side]:
+        """Read the two sides of pairs, which have one dimension and device."""
+        (name, a), (other, b) = (
+            (name, Side.of(name, value, use_uncertainty=self.use_uncertainty)) for name, value in embeddings.items()
         )
-        check_sides(("a", "b"), one, other)
+        if a.mu.shape[1] != b.mu.shape[1]:
+            raise InputError(expected(other, f"D = {a.mu.shape[1]}, that of {name}", f"D = {b.mu.shape[1]}"))
+        if a.mu.device != b.mu.device:
+            raise InputError(expected(other, f"device {a.mu.device}, that of {name}", str(b.mu.device)))
+        return a, b
+
+    def _pairs(self, a: object, b: object) -> tuple[Tensor, int]:
+        """Return features of pairs, and the dimension of the embeddings."""
+        one, other = self._sides(a=a, b=b)
         if len(one) != len(other):
             raise InputError(expected("b", f"{len(one)} embeddings, as many as in a", len(other)))
         return pair_features(one, other, symmetric=True), one.mu.shape[1]
 
     def _search(self, queries: object, gallery: object) -> tuple[Side, Side, Tensor, int]:
-        """Queries, their neighbours, the neighbours' positions, and how many points were searched."""
-        asking = Side.of("queries", queries, use_uncertainty=self.use_uncertainty)
-        searched = asking
-        if gallery is not None:
-            searched = Side.of("gallery", gallery, use_uncertainty=self.use_uncertainty)
-            check_sides(("queries", "gallery"), asking, searched)
+        """Return queries, their neighbours, the neighbours' positions, and how many points were searched."""
+        if gallery is None:
+            asking = searched = Side.of("queries", queries, use_uncertainty=self.use_uncertainty)
+        else:
+            asking, searched = self._sides(queries=queries, gallery=gallery)
         size = len(searched) - (gallery is None)
         if size < 2:
             hint = "One point is no search: same(a, b) is for given pairs."
             raise InputError(expected("gallery", "at least two points to search", size, hint))
         index = metrics.nearest_neighbors(asking.mu, None if gallery is None else searched.mu, k=1).squeeze(1)
         return asking, searched[index], index, size
+
+
+def _result_dtype(embeddings: _Embeddings) -> torch.dtype:
+    """Return the dtype of probabilities: that of the embeddings, float32 for half precision."""
+    dtype = (embeddings if isinstance(embeddings, Tensor) else embeddings.raw_mean).dtype
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _check_dim(name: str, now: int, fitted: int) -> None:
+    if now != fitted:
+        raise InputError(expected(name, f"D = {fitted}, that of the fit", f"D = {now}"))
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of N pairs.
+
+    Attributes:
+        mu: Unit vectors, shape (N, D).
+        spread: Mean and covariance of the directions, or ``None`` if uncertainties are left out.
+        uncertainty: Shape (N,), or ``None``.
+    """
+
+    mu: Tensor
+    spread: Directions | None = None
+    uncertainty: Tensor | None = None
+
+    @classmethod
+    def of(cls, name: str, embeddings: object, *, use_uncertainty: bool) -> Side:
+        """Read what the features need of an EmbeddingDistribution, or without uncertainties of a tensor (N, D)."""
+        if isinstance(embeddings, Tensor) and not use_uncertainty:
+            checked = check_embeddings(name, embeddings)
+            return cls(normalize(checked.to(torch.promote_types(checked.dtype, torch.float32)))[0])
+        if not isinstance(embeddings, EmbeddingDistribution):
+            wanted = "an EmbeddingDistribution, such as la(x)" + ("" if use_uncertainty else ", or a tensor (N, D)")
+            hint = "MatchProbability(use_uncertainty=False) takes plain embeddings." if use_uncertainty else ""
+            raise InputTypeError(expected(name, wanted, f"a {type(embeddings).__name__}", hint))
+        if not len(embeddings):
+            raise InputError(expected(name, "at least one embedding", "none"))
+        with torch.no_grad():
+            if not use_uncertainty:
+                return cls(embeddings.mu)
+            uncertainty = embeddings.uncertainty.double()
+            if not bool(uncertainty.isfinite().all()):
+                raise InputError(expected(name, "finite uncertainties", "NaN or infinity"))
+            return cls(embeddings.mu, directions(name, embeddings), uncertainty)
+
+    def __len__(self) -> int:
+        """Number of embeddings."""
+        return len(self.mu)
+
+    def __getitem__(self, rows: Tensor) -> Side:
+        """Return some of the embeddings."""
+        if self.spread is None or self.uncertainty is None:
+            return Side(self.mu[rows])
+        return Side(self.mu[rows], self.spread[rows], self.uncertainty[rows])
+
+
+def pair_features(a: Side, b: Side, *, symmetric: bool) -> Tensor:
+    """Return features of row i of ``a`` with row i of ``b``.
+
+    Args:
+        a: N embeddings.
+        b: N embeddings.
+        symmetric: Whether exchanging the sides must not matter; then the larger of two uncertainties comes first.
+
+    Returns:
+        Float64, shape (N, 4): the cosine, the log of the variance of the angle between the two, and the logs of both
+        uncertainties. Without uncertainties shape (N, 1).
+    """
+    cosine = (a.mu.double() * b.mu.double()).sum(1, keepdim=True)
+    if a.spread is None or b.spread is None or a.uncertainty is None or b.uncertainty is None:
+        return cosine
+    angle = _along(a.mu, a.spread, b.mu) + _along(b.mu, b.spread, a.mu)
+    both = torch.stack([a.uncertainty, b.uncertainty], 1)
+    if symmetric:
+        both = both.sort(1, descending=True).values
+    return torch.cat([cosine, angle.unsqueeze(1).log(), both.log()], 1)
+
+
+def _along(mu: Tensor, spread: Directions, towards: Tensor) -> Tensor:
+    """Return the variance (N,) of directions along the great circle to other ones; of equal ones, its mean over all.
+
+    The sum of both sides' is the variance of the angle between the two, to first order. Unlike the variance of the
+    cosine, it says nothing of the angle itself.
+    """
+    u = normalize(mu.double())[0]
+    apart = normalize(towards.double())[0] - u
+    tangent = apart - (apart * u).sum(1, keepdim=True) * u
+    length = tangent.norm(dim=1, keepdim=True)
+    mean = (spread.lost - spread.along(u)) / (u.shape[1] - 1)
+    return torch.where(length[:, 0] > _EQUAL, spread.along(tangent / length.clamp(min=_EQUAL)), mean).clamp(min=0)

@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from contrastive_curvature import InputError, InputTypeError, RetrievalUncertainty, metrics
-from contrastive_curvature.embedding.gallery_labels import GalleryClasses
+from contrastive_curvature.embedding.gallery import _nearest_other
 
 KNOWN = torch.arange(5.0)
 """Novelties of which none is above the threshold of a share of 0.2, nor is 0."""
@@ -131,7 +131,7 @@ def test_blocks_of_queries_are_put_together_in_their_order(entries, monkeypatch)
     itself = torch.where(torch.arange(23) < 15, torch.arange(23), -1)
     score = RetrievalUncertainty(gallery, KNOWN, k=3, share=0.2, labels=labels)
     whole = score(queries, torch.zeros(23), itself)
-    monkeypatch.setattr("contrastive_curvature.embedding.gallery_labels._ENTRIES", entries)
+    monkeypatch.setattr("contrastive_curvature.embedding.gallery._ENTRIES", entries)
     torch.testing.assert_close(score(queries, torch.zeros(23), itself), whole, rtol=1e-12, atol=0)
 
 
@@ -146,9 +146,8 @@ def test_autocast_changes_nothing():
 def test_the_nearest_of_another_class_is_searched_beyond_the_k_nearest():
     angles = torch.tensor([0.1, 0.2, 0.3, 1.0, 2.0]).double()
     gallery = torch.stack([angles.cos(), angles.sin()], 1)
-    classes = GalleryClasses(torch.tensor([4, 4, 4, 9, 4]))
-    match, own = torch.tensor([0, 0, 1]), torch.tensor([-1, 3, -1])
-    found = classes._other(torch.tensor([[1.0, 0.0]] * 3).double(), gallery, match, own)
+    index, match, own = torch.tensor([0, 0, 0, 1, 0]), torch.tensor([0, 0, 1]), torch.tensor([-1, 3, -1])
+    found = _nearest_other(torch.tensor([[1.0, 0.0]] * 3).double(), gallery, index, match, own)
     # The second query is the only point of class 9 itself; the third has a match of that class.
     torch.testing.assert_close(found, torch.tensor([2 * math.sin(0.5), math.inf, 2 * math.sin(0.05)]).double())
 

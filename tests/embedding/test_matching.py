@@ -27,7 +27,7 @@ from contrastive_curvature import (
     metrics,
 )
 from contrastive_curvature.embedding.directions import directions
-from contrastive_curvature.matching.features import Side, pair_features
+from contrastive_curvature.matching.probability import Side, pair_features
 
 DOUBLE = torch.float64
 
@@ -388,9 +388,7 @@ def spoil(key: str, value: object) -> dict[str, Any]:
         ("pairs.shift", [0.0] * 4),
         ("pairs.shift", torch.zeros(4)),
         ("pairs.weight", torch.ones(4, dtype=DOUBLE)),
-        ("pairs.weight", -torch.ones(5, dtype=DOUBLE)),
         ("pairs.bias", torch.tensor(math.nan, dtype=DOUBLE)),
-        ("pairs.scale", torch.zeros(4, dtype=DOUBLE)),
         ("pairs.levels", torch.tensor([0.5], dtype=DOUBLE)),
         ("pairs.knots", torch.zeros(0, dtype=DOUBLE)),
     ],
