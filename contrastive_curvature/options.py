@@ -115,7 +115,7 @@ class Structure(_Option):
 
 
 class KFACApprox(_Option):
-    """How Kronecker factors treat the two points of a pair (:mod:`contrastive_curvature.fit.sharing`)."""
+    """How Kronecker factors treat the two points of a pair (:mod:`contrastive_curvature.fit.structured`)."""
 
     EXPAND = "expand"
     """Each point by itself: the cross terms of coupled fixes are dropped."""

@@ -1,143 +1,274 @@
-"""The curvature of a loss of anchors over a data set: the sum over its batches, in one pass.
+"""The curvature of a loss of anchors over a data set, with the candidates of each batch or of all the data.
 
-The candidates of an anchor are those of its batch, as in training. So nothing has to be known of other batches, inputs
-may be augmented anew, and the result does not change where a batch of the training size is used.
+Where the candidates of an anchor are those of its batch, as in training, nothing has to be known of other batches:
+inputs may be augmented anew, and one pass is enough. Where they are all points, the first pass keeps all outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from contrastive_curvature.fit.anchor_sums import AnchorSums, check_anchors, finished_anchors, note_skipped
-from contrastive_curvature.fit.dataset import DatasetCurvature
-from contrastive_curvature.fit.sampling import BlockSampler
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.fit.class_centres import ClassCentres
+from contrastive_curvature.fit.dataset import note_skipped
+from contrastive_curvature.fit.loop import DatasetCurvature, Problem, Seen, embedded, finished, raw_curvature
+from contrastive_curvature.fit.options import CurvatureOptions
+from contrastive_curvature.fit.passes import PassRecord, check_same_outputs
+from contrastive_curvature.fit.readers import Batch, Reader, compared_everywhere
 from contrastive_curvature.hessian.output import OutputHessian
-from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.cosine import CosineLoss
-from contrastive_curvature.network.inputs import Inputs
+from contrastive_curvature.losses.row_derivatives import RowDerivatives
+from contrastive_curvature.losses.rows import RowLoss
+from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.pullback import Pullback
-from contrastive_curvature.options import KFACApprox, Structure
-from contrastive_curvature.pairs import Pairs
-from contrastive_curvature.parts.share import Share
-from contrastive_curvature.parts.state import State
+from contrastive_curvature.options import Structure
+from contrastive_curvature.parts.state import Sums
 from contrastive_curvature.progress import Progress
 
-__all__ = ["AnchorBatch", "AnchorReader", "anchors_curvature", "anchors_of_part", "note_skipped"]
+__all__ = [
+    "MOST_COUPLED",
+    "AllCandidatesFit",
+    "AnchorData",
+    "AnchorFit",
+    "anchors_seen",
+    "check_compared",
+    "collect_anchors",
+]
+
+MOST_COUPLED = 2048
+"""Points whose cross terms through all anchors are computed."""
+
+_ANCHORS, _SKIPPED = "anchors", "skipped"
 
 
-class AnchorBatch(NamedTuple):
-    """A batch of n points with what the loss takes besides their embeddings.
+class AnchorFit(Problem):
+    """A loss of anchors with the candidates of their batch: the sum over batches as they are."""
+
+    records: ClassVar[bool] = False
+
+    def hessian(self, z: Tensor, context: Any, batch: Batch) -> Seen:
+        """Return the Hessian of a batch as its part of the data set's."""
+        del context
+        return anchors_seen(self.loss.data_hessian(z, self.loss.relate(z, batch.labels, batch.pairs)))
+
+    def finish(self, sums: Sums) -> DatasetCurvature:
+        """Return the sum over all batches."""
+        check_compared(sums)
+        return finished(self.pullback, sums)
+
+
+def anchors_seen(hessian: OutputHessian) -> Seen:
+    """Return what a batch of anchors adds: its Hessian, and how many anchors it has compared."""
+    derivatives = hessian.derivatives
+    counts = {_ANCHORS: torch.tensor(derivatives.anchors), _SKIPPED: torch.tensor(derivatives.skipped)}
+    return Seen.of(hessian, **counts)
+
+
+def check_compared(sums: Sums, *, changes: bool = True) -> None:
+    """Say how many anchors had nothing to be compared with.
 
     Args:
-        x: The points.
-        labels: Class labels, shape (n,), or ``None``.
-        pairs: See the loss, or ``None``.
-        classes: Class labels that are not only those of views of one input, for the centres of the classes.
-    """
-
-    x: Inputs
-    labels: Tensor | None
-    pairs: Pairs | None
-    classes: Tensor | None
-
-
-AnchorReader = Callable[[Any], AnchorBatch]
-"""Converts what the loader yields into a batch on the model's device."""
-
-
-def anchors_curvature(
-    pullback: Pullback,
-    loader: Iterable[Any],
-    read: AnchorReader,
-    loss: CosineLoss,
-    structure: Structure,
-    progress: Progress | bool | None = None,
-    kfac_approx: KFACApprox = KFACApprox.EXPAND,
-    sampler: BlockSampler | None = None,
-    *,
-    whole: bool = True,
-) -> DatasetCurvature:
-    """Sum of the curvatures of all batches, unclamped; a mean over anchors counts times their number.
-
-    Args:
-        pullback: Pullback to the parameters.
-        loader: Batches, iterated once.
-        read: Takes a batch apart.
-        loss: The loss, with the distance and the fix of its curvature.
-        structure: ``diag``, ``full`` or ``kron``.
-        progress: Progress of the whole fit, or whether to show progress.
-        kfac_approx: How ``kron`` treats points that are coupled.
-        sampler: Samples the blocks of the Hessian for an estimate; ``None`` uses the exact blocks.
-        whole: Whether these are all batches, so that something has to be compared in them.
-
-    Returns:
-        The sum. If a single point contributes most of it, there is a warning.
+        sums: Of all batches.
+        changes: Whether to refuse data in which nothing is compared.
 
     Raises:
-        InputError: The loader is empty, no anchor has a positive, a batch is malformed, or a curvature is not finite.
-        UnsupportedError: ``kron`` is requested for a layer that has no Kronecker factors.
+        InputError: None had, there was no batch, or the curvature is zero everywhere.
     """
-    state = anchors_of_part(pullback, loader, read, loss, structure, progress, kfac_approx, sampler)
-    if whole:
-        check_anchors(state)
-    return finished_anchors(pullback, state, structure)
+    if not sums.n:
+        raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+    note_skipped(int(sums.sums[_ANCHORS]), int(sums.sums[_SKIPPED]))
+    found = raw_curvature(sums)
+    parts = [found] if isinstance(found, Tensor) else [factors[0] for factors in found]
+    if changes and not any(bool(part.any()) for part in parts):
+        hint = (
+            "In a batch of one input nothing has to be told apart; triplets outside their margin, pairs of equal "
+            "grades, and comparisons that float32 takes for certain add nothing either. Use larger batches, or the "
+            "pair loss."
+        )
+        wanted = "batches in which the loss changes with the embeddings"
+        raise InputError(expected("train_loader", wanted, "a curvature that is zero everywhere", hint))
 
 
-def anchors_of_part(
-    pullback: Pullback,
-    loader: Iterable[Any],
-    read: AnchorReader,
-    loss: CosineLoss,
-    structure: Structure,
-    progress: Progress | bool | None = None,
-    kfac_approx: KFACApprox = KFACApprox.EXPAND,
-    sampler: BlockSampler | None = None,
-    *,
-    identity: Mapping[str, str] | None = None,
-    part: tuple[int, int] = (0, 1),
-) -> State:
-    """What the batches of a part of the data add to the sum; see :func:`anchors_curvature`.
+@dataclass(frozen=True)
+class AnchorData:
+    """Output Hessian of a data set, in the order of its loader: of one batch with all points, or of its batches.
+
+    It stands for an :class:`.OutputHessian` in products.
 
     Args:
-        pullback: Pullback to the parameters.
-        loader: Batches, iterated once.
-        read: Takes a batch apart.
+        z: Raw outputs of all N points, shape (N, D).
+        parts: Hessians of consecutive points, none of which is coupled with those of another part.
+        classes: Centres of the classes, where there are labels.
+    """
+
+    z: Tensor
+    parts: list[OutputHessian]
+    classes: ClassCentres | None
+
+    def matvec(self, v: Tensor) -> Tensor:
+        """Return ``H v`` for ``v`` of shape (N, D) or (N, D, K)."""
+        return torch.cat([part.matvec(v[rows]) for rows, part in self._placed()])
+
+    def block_products(self, v: Tensor) -> Tensor:
+        """Return ``H_ii v_i`` for ``v`` of shape (N, D)."""
+        return torch.cat([part.blocks.matmul(v[rows]) for rows, part in self._placed()])
+
+    def loss_and_cost(self) -> tuple[Tensor, Tensor]:
+        """Return the value of the loss over the data set, without a graph, and its non-negative version."""
+        found = [part.loss_and_cost() for part in self.parts]
+        value, cost = (torch.stack([pair[k].double() for pair in found]).sum().to(self.z.dtype) for k in (0, 1))
+        return value, cost
+
+    def _placed(self) -> Iterator[tuple[slice, OutputHessian]]:
+        start = 0
+        for part in self.parts:
+            yield slice(start, start + len(part)), part
+            start += len(part)
+
+
+def collect_anchors(
+    encoder: Encoder,
+    reader: Reader,
+    loss: CosineLoss,
+    candidates: str,
+    negatives_per_anchor: int | None,
+    progress: Progress,
+) -> AnchorData:
+    """Return raw outputs of all points, and the Hessian.
+
+    Args:
+        encoder: The analysed encoder, in evaluation mode.
+        reader: Batches in an order that later passes repeat.
         loss: The loss, with the distance and the fix of its curvature.
-        structure: ``diag``, ``full`` or ``kron``.
-        progress: Progress of the whole fit, or whether to show progress.
-        kfac_approx: How ``kron`` treats points that are coupled.
-        sampler: Samples the blocks of the Hessian for an estimate; ``None`` uses the exact blocks.
-        identity: See :class:`~contrastive_curvature.parts.State`.
-        part: Index of the part and number of all parts.
+        candidates: Of an anchor: those of its ``"batch"``, or of the whole ``"dataset"``.
+        negatives_per_anchor: How many negatives an anchor had in training: of the N - 1 others each counts as much
+            less. ``None`` counts all.
+        progress: Of the whole fit.
 
     Raises:
-        InputError: A batch is malformed, or a curvature is not finite.
-        UnsupportedError: ``kron`` is requested for a layer that has no Kronecker factors.
+        InputError: The loader is empty or malformed, or no anchor has a positive.
+        UnsupportedError: Listed pairs, which are of a batch, with candidates from the data set.
     """
-    index, count = part
-    sums = AnchorSums(pullback, structure, kfac_approx, sampler, index if count > 1 else -1)
-    for number, (batch, numbers) in enumerate(Progress.of(progress).over(Share(loader, index), "[curvature]")):
-        given = read(batch)
-        z, context = pullback.forward(given.x)
-        z = check_outputs(z, f"model(x) of batch {number} (counted from 0)")
-        # Of two views of an input both are points.
-        views, rest = divmod(len(z), len(numbers)) if len(numbers) else (0, len(z))
-        of_points = None if rest else torch.cat([views * numbers + view for view in range(views)])
-        sums.add(context, batch_of_data(loss, z, given.labels, given.pairs), given.classes, of_points)
-    return sums.state(identity, part)
+    parts: list[OutputHessian] = []
+    outputs: list[Tensor] = []
+    labels: list[Any] = []
+    classes: list[Tensor] | None = []
+    pairs: Any = None
+    for batch, z in embedded(encoder, reader, progress):
+        outputs.append(z)
+        classes = None if classes is None or batch.classes is None else [*classes, batch.classes]
+        if candidates == "dataset":
+            labels.append(compared_everywhere(batch, loss).labels)
+            pairs = batch.pairs
+            continue
+        parts.append(loss.data_hessian(z, loss.relate(z, batch.labels, batch.pairs)))
+        derivatives = parts[-1].derivatives
+        if isinstance(derivatives, RowDerivatives):
+            # All batches stay: what is large is computed again when it is asked for.
+            derivatives.release()
+    if not outputs:
+        raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+    z = torch.cat(outputs)
+    if candidates == "dataset":
+        relation = loss.relate(z, torch.cat(labels), pairs)
+        if negatives_per_anchor is None or not isinstance(loss, RowLoss):
+            parts = [loss.data_hessian(z, relation)]
+        else:
+            parts = [loss.data_hessian(z, relation, min(1.0, negatives_per_anchor / max(1, len(z) - 1)))]
+    note_skipped(sum(p.derivatives.anchors for p in parts), sum(p.derivatives.skipped for p in parts))
+    return AnchorData(z, parts, None if classes is None else ClassCentres.of(z, torch.cat(classes)))
 
 
-def batch_of_data(loss: CosineLoss, z: Tensor, labels: Tensor | None, pairs: Pairs | None) -> OutputHessian:
-    """The Hessian of a batch as its part of a data set.
+class AllCandidatesFit(Problem):
+    """A loss of anchors that are compared with all points of the data set, in the order of a reader.
 
-    Args:
-        loss: The loss.
-        z: Checked raw outputs, shape (n, D).
-        labels: See the loss.
-        pairs: See the loss.
+    The outputs of all points (``data``) take the place of a first pass.
+
+    Raises:
+        UnsupportedError: Every anchor couples all pairs of its candidates, and there are too many.
     """
-    return loss.data_hessian(z, loss.relate(z, labels, pairs))
+
+    records: ClassVar[bool] = False
+    sums_classes: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        pullback: Pullback,
+        structure: Structure,
+        options: CurvatureOptions,
+        progress: Progress,
+        data: AnchorData,
+    ) -> None:
+        super().__init__(encoder, pullback, structure, options, progress)
+        self._data, (self._hessian,), self._at = data, data.parts, 0
+        hessian = self._hessian
+        rooted = isinstance(hessian.derivatives, RowDerivatives) and len(hessian.derivatives.signs) > 0
+        if hessian.coupled and rooted and self.structure is not Structure.KRON and len(data.z) > MOST_COUPLED:
+            msg = (
+                f"candidates='dataset' with pd_fix={str(hessian.pd_fix)!r}: every anchor couples all pairs of its "
+                f"candidates, which takes N^3 steps, and these are {len(data.z)} points (at most {MOST_COUPLED}). Use "
+                "pd_fix='psd_parts' or 'ggn_fixed', which couple no points, or candidates='batch'."
+            )
+            raise UnsupportedError(msg)
+
+    def hessian(self, z: Tensor, context: Any, batch: Batch) -> Seen:
+        """Return the blocks of the next points of the data set."""
+        del context, batch
+        rows = slice(self._at, self._at + len(z))
+        _check_place(z, self._data.z[rows])
+        self._at = rows.stop
+        return Seen(z, self._hessian.blocks[rows])
+
+    def check_same(self, again: PassRecord | None) -> None:
+        """See :meth:`Problem.check_same`."""
+        del again
+        _check_all(self._at, len(self._data.z))
+
+    def remaining(self, reader: Reader) -> dict[str, Tensor]:
+        """Return the cross terms, from a pass over the data for every batch."""
+        if not self._hessian.coupled or self.structure is Structure.KRON:
+            return {}
+        total: Any = 0
+        with self.progress.bar("[cross terms]", total=len(self._data.z) ** 2) as bar:
+            for rows, left in self._placed(reader):
+                for columns, right in self._placed(reader):
+                    cross = self._hessian.cross(rows, columns)
+                    mine = left if rows == columns else right
+                    total = total + self.pullback.cross_term(left, mine, cross, self.structure)
+                    bar.update(cross.y.numel())
+        return {"curvature": total}
+
+    def finish(self, sums: Sums) -> DatasetCurvature:
+        """Return the curvature of all points."""
+        loss, cost = self._hessian.loss_and_cost()
+        return replace(finished(self.pullback, sums), loss=loss, cost=cost, classes=self._data.classes)
+
+    def _placed(self, reader: Reader) -> Iterator[tuple[slice, Any]]:
+        """Batches as their place among all points and their context; they must be those of before."""
+        start = 0
+        for batch in reader:
+            z, context = self.pullback.forward(batch.x)
+            rows = slice(start, start + len(z))
+            _check_place(z, self._data.z[rows])
+            yield rows, context
+            start = rows.stop
+        _check_all(start, len(self._data.z))
+
+
+def _check_place(again: Tensor, known: Tensor) -> None:
+    hint = (
+        "With candidates='dataset' every pass needs the same points: build the loader with shuffle=False and "
+        "without augmentation, or use candidates='batch', which takes each batch once."
+    )
+    check_same_outputs(again, known, "train_loader", hint)
+
+
+def _check_all(seen: int, n: int) -> None:
+    if seen != n:
+        raise InputError(expected("train_loader", f"{n} points in every pass", str(seen)))

@@ -9,11 +9,9 @@ from torch import Tensor, nn
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.fit.accumulate import clamp_curvature, clamp_factors
-from contrastive_curvature.fit.finite import check_finite
+from contrastive_curvature.fit.finite import check_finite, clamp_curvature, clamp_factors
 from contrastive_curvature.fit.options import check_mc_samples, parse_kfac_approx
-from contrastive_curvature.fit.sampling import BlockSampler
-from contrastive_curvature.fit.sharing import structured_curvature
+from contrastive_curvature.fit.structured import BlockSampler, structured_curvature
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.choice import DISTANCE, MARGIN, NEGATIVE_WEIGHT, NORMALIZATION, PD_FIX, choose_loss
 from contrastive_curvature.losses.cosine import CosineLoss
@@ -64,7 +62,7 @@ def ggn(
 
     ``diag`` and ``full`` are exact for every distance and fix. ``kron`` is the K-FAC approximation
     (:mod:`contrastive_curvature.network.kron`); ``kfac_approx`` says how it treats the cross terms of ``positive`` and
-    ``full`` (:mod:`contrastive_curvature.fit.sharing`).
+    ``full`` (:mod:`contrastive_curvature.fit.structured`).
 
     Args:
         model: Any module that maps ``x`` to (N, D); an l2-normalisation module at its end is looked through.

@@ -10,14 +10,19 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.hessian.sphere import normalize
+from contrastive_curvature.parts.class_table import ClassTable, ClassTableCollector
+from contrastive_curvature.parts.rows import RowCollector, Rows
 
 __all__ = [
     "CAP",
     "MOST_NUMBERS",
     "NEAREST",
+    "TYPICAL",
     "WEIGHT",
     "ClassCentres",
+    "ClassSums",
     "between_classes",
+    "centres_of",
     "nearest_ratio",
     "same_centres",
 ]
@@ -38,6 +43,9 @@ MOST_NUMBERS = 2**24
 
 _SAMPLE = 2000
 """Inputs that say which ratio is typical."""
+
+TYPICAL = "typical"
+"""Name of the points that say which position between classes is typical."""
 
 _ROWS = 4096
 _ALONE = 1e-3
@@ -199,3 +207,60 @@ def same_centres(one: ClassCentres | None, other: ClassCentres | None) -> bool:
     if (one.typical, one.n, one.sums.shape) != (other.typical, other.n, other.sums.shape):
         return False
     return torch.equal(one.labels, other.labels.to(one.labels)) and torch.equal(one.sums, other.sums.to(one.sums))
+
+
+class ClassSums:
+    """Makes the :class:`ClassCentres` of a stream of labelled outputs; they need not be in memory together.
+
+    Args:
+        limited: Whether sums of too many numbers for centres are given up.
+    """
+
+    def __init__(self, *, limited: bool = True) -> None:
+        self._table, self._typical = ClassTableCollector(), RowCollector(_SAMPLE)
+        self._limited, self._n = limited, 0
+        self._too_many = False
+
+    def add(self, outputs: Tensor, labels: Tensor, numbers: Tensor | None = None) -> None:
+        """Take a batch into account.
+
+        Args:
+            outputs: Raw outputs, shape (B, D).
+            labels: Class labels, shape (B,).
+            numbers: Of the points, shape (B,); ``None`` counts them.
+        """
+        if self._too_many:
+            return
+        self._table.add(outputs, labels)
+        if numbers is None:
+            numbers = torch.arange(self._n, self._n + len(outputs))
+        self._typical.add(numbers, {"outputs": outputs, "targets": labels})
+        self._n += len(outputs)
+        # More classes only follow.
+        self._too_many = self._limited and self._table.size > MOST_NUMBERS
+
+    def found(self) -> tuple[ClassTable | None, Rows]:
+        """Numbers and sums of all classes, and the points that say what is typical."""
+        table = None if self._too_many else self._table.table()
+        if self._limited and table is not None and table.sums.numel() > MOST_NUMBERS:
+            table = None
+        return table, self._typical.rows()
+
+    def centres(self) -> ClassCentres | None:
+        """The centres, or ``None``, see :meth:`ClassCentres.of`."""
+        return centres_of(*self.found())
+
+
+def centres_of(table: ClassTable | None, typical: Rows) -> ClassCentres | None:
+    """Centres of classes; ``None`` where there are none, or they say nothing or cost too much.
+
+    Args:
+        table: Numbers and sums of all classes.
+        typical: Some of the points.
+    """
+    if table is None or not len(typical):
+        return None
+    columns = typical.columns
+    return ClassCentres.from_sums(
+        table.labels, table.sums, columns["outputs"], columns["targets"], int(table.counts.sum())
+    )

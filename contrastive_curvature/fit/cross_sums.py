@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.fit.passes import PassRecord
-from contrastive_curvature.fit.statistics import BatchReader, check_targets
+from contrastive_curvature.fit.readers import Reader
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.cross import CrossBlocks
 from contrastive_curvature.hessian.dataset import ClassCoupling, DatasetHessian, HessianPart, HessianPoints
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.losses.contrastive_classes import LabelledPoints, SampledContrastive
 from contrastive_curvature.losses.cosine import CosineLoss
-from contrastive_curvature.network.inputs import Inputs, input_length, slice_inputs
+from contrastive_curvature.network.inputs import slice_inputs
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.options import Structure
 from contrastive_curvature.progress import Progress
@@ -38,47 +39,47 @@ _BY_CLASS, _BY_SAMPLE = "cross/classes", "cross/sample"
 """Names of sums over points: of the rows of ``J`` of every class, and of terms with sampled points."""
 
 
-class CrossSums(Protocol):
-    """Sums over points that the cross terms follow from."""
+class CrossSums(ABC):
+    """The cross terms of some points with all others, while their batches pass by."""
 
-    def add(self, context: Any, part: HessianPoints) -> Blocks:
-        """Take a batch into account.
+    @abstractmethod
+    def of_batch(self, context: Any, part: HessianPoints) -> tuple[Blocks, dict[str, Tensor]]:
+        """Return sums of a batch, and its blocks without the cross terms of its points with themselves in the sums."""
 
-        Returns:
-            Its diagonal blocks, minus what the sums have where its points meet themselves.
-        """
-
-    def sums(self, loader: Iterable[Any], read: BatchReader | None, progress: Progress) -> dict[str, Tensor]:
-        """All sums of these points; what the loader gives again is the same as what was added."""
+    def remaining(self, reader: Reader, progress: Progress) -> dict[str, Tensor]:
+        """Return what takes further passes over the data."""
+        del reader, progress
+        return {}
 
 
-def make_cross(pullback: Pullback, points: DatasetPoints, structure: Structure, parts: int) -> CrossSums:
-    """What computes the cross terms of some points with all others.
+def make_cross(pullback: Pullback, points: DatasetPoints, structure: Structure, *, alone: bool) -> CrossSums:
+    """Return what computes the cross terms of some points with all others.
 
     Args:
         pullback: Pullback to the parameters.
         points: Result of the first pass.
         structure: ``diag`` or ``full``.
-        parts: In how many parts the points come.
+        alone: Whether all points come in one part.
 
     Raises:
         UnsupportedError: The other points of a pair may be in another part, or are too many.
     """
-    coupling = _coupling(points)
-    sampled = isinstance(points.hessian.derivatives, SampledContrastive)
+    coupling, derivatives = _coupling(points), points.hessian.derivatives
     if coupling is not None:
         numbers = coupling.classes.numel() * points.dim * pullback.n_params
         if numbers <= _CLASS_SUM_ELEMENTS:
             by_class = _ByClass(pullback, coupling)
-            return _WithSample(pullback, points, structure, by_class) if derivatives_sample(points) else by_class
-        if sampled:
+            if not isinstance(derivatives, SampledContrastive) or derivatives.of_classes.pairs_by_class:
+                return by_class
+            return _WithSample(pullback, points, derivatives, structure, by_class)
+        if isinstance(derivatives, SampledContrastive):
             msg = (
                 f"pd_fix={str(points.hessian.pd_fix)!r}: sums over {coupling.classes.numel()} classes of "
                 f"{points.dim} rows of {pullback.n_params} parameters have {numbers:.2g} numbers. Use pd_fix='psd' or "
                 "'fixed', which couple no points, or negative_samples=None."
             )
             raise UnsupportedError(msg)
-    if parts > 1:
+    if not alone:
         refuse_in_parts(points.hessian)
     return _Streamed(pullback, points, structure)
 
@@ -97,28 +98,11 @@ def refuse_in_parts(fixed: CosineLoss | DatasetHessian) -> NoReturn:
     raise UnsupportedError(msg)
 
 
-def derivatives_sample(points: DatasetPoints) -> LabelledPoints | None:
-    """The points that stand for all negatives; ``None`` where all have been counted."""
-    derivatives = points.hessian.derivatives
-    if not isinstance(derivatives, SampledContrastive) or derivatives.of_classes.pairs_by_class:
-        return None
-    return derivatives.sample
-
-
 def finished_cross(sums: Mapping[str, Tensor], points: DatasetPoints, structure: Structure) -> Tensor | int:
-    """The cross terms, from sums over all points.
-
-    Args:
-        sums: Of all parts.
-        points: Result of the first pass.
-        structure: ``diag`` or ``full``.
-    """
+    """Return the cross terms from sums over all points, in ``diag`` or ``full``."""
     total: Tensor | int = 0
-    if _BY_CLASS in sums:
-        coupling = _coupling(points)
-        if coupling is None:
-            msg = "sums over classes without weights between classes"
-            raise RuntimeError(msg)
+    coupling = _coupling(points)
+    if _BY_CLASS in sums and coupling is not None:
         total = _of_classes(sums[_BY_CLASS], coupling, structure)
     if _BY_SAMPLE in sums:
         part = sums[_BY_SAMPLE]
@@ -131,16 +115,9 @@ def _coupling(points: DatasetPoints) -> ClassCoupling | None:
     """Pair weights between classes; of a sample those of the positive pairs, whose weights no margin decides."""
     coupling, derivatives = points.hessian.class_coupling(), points.hessian.derivatives
     if coupling is None and isinstance(derivatives, SampledContrastive):
-        return ClassCoupling(*_attracting(derivatives))
+        found = derivatives.of_classes.class_weights(attracting=True)
+        return None if found is None else ClassCoupling(*found)
     return coupling
-
-
-def _attracting(derivatives: SampledContrastive) -> tuple[Tensor, Tensor]:
-    found = derivatives.of_classes.class_weights(attracting=True)
-    if found is None:
-        msg = "positive pairs have weights between classes"
-        raise RuntimeError(msg)
-    return found
 
 
 def _of_classes(sums: Tensor, coupling: ClassCoupling, structure: Structure) -> Tensor:
@@ -152,89 +129,77 @@ def _of_classes(sums: Tensor, coupling: ClassCoupling, structure: Structure) -> 
         return sums.flatten(0, 1).T @ weighted.flatten(0, 1)
 
 
-class _ByClass:
+class _ByClass(CrossSums):
     """For pair weights that depend on the classes only: one sum of rows per class."""
 
     def __init__(self, pullback: Pullback, coupling: ClassCoupling) -> None:
         self.pullback, self.coupling = pullback, coupling
-        self._sums: Tensor | None = None
 
-    def add(self, context: Any, part: HessianPoints) -> Blocks:
+    def of_batch(self, context: Any, part: HessianPoints) -> tuple[Blocks, dict[str, Tensor]]:
         index = torch.searchsorted(self.coupling.classes, part.targets)
         sums = self.pullback.class_sums(context, part.tangent_axes(), index, self.coupling.classes.numel())
-        self._sums = sums if self._sums is None else self._sums + sums
         y = self.coupling.y if self.coupling.y.ndim == 1 else self.coupling.y.diagonal()
-        return part.blocks.add_projector(y[index] / part.n / part.n)
-
-    def sums(self, loader: Iterable[Any], read: BatchReader | None, progress: Progress) -> dict[str, Tensor]:
-        del loader, read, progress
-        return {} if self._sums is None else {_BY_CLASS: self._sums}
+        return part.blocks.add_projector(y[index] / part.n / part.n), {_BY_CLASS: sums}
 
 
-class _WithSample:
+class _WithSample(CrossSums):
     """The positives by class; the negatives of a point among the sampled ones, which stand for all."""
 
-    def __init__(self, pullback: Pullback, points: DatasetPoints, structure: Structure, by_class: _ByClass) -> None:
+    def __init__(
+        self,
+        pullback: Pullback,
+        points: DatasetPoints,
+        derivatives: SampledContrastive,
+        structure: Structure,
+        by_class: _ByClass,
+    ) -> None:
         self.pullback, self.points, self.structure, self.by_class = pullback, points, structure, by_class
-        self._columns = list(self._sampled())
-        self._sum: Tensor | None = None
+        self.of_classes = derivatives.of_classes
+        self._columns: list[tuple[Any, HessianPart]] = []
 
-    def add(self, context: Any, part: HessianPoints) -> Blocks:
-        blocks = self.by_class.add(context, part)
-        derivatives = self.points.hessian.derivatives
-        if not isinstance(derivatives, SampledContrastive):
-            msg = "a sample of other derivatives"
-            raise TypeError(msg)
+    def of_batch(self, context: Any, part: HessianPoints) -> tuple[Blocks, dict[str, Tensor]]:
+        self._columns = self._columns or list(self._sampled())
+        blocks, sums = self.by_class.of_batch(context, part)
         step = self.pullback.tile_size(self.structure, part.u.shape[1])
+        total: Any = 0
         for start in range(0, len(part.u), step):
             rows = slice(start, start + step)
             u, n, mine = part.u[rows], part.n[rows], self.pullback.slice_context(context, rows)
             for column, other in self._columns:
-                y = derivatives.of_classes.repelling(u, part.targets[rows], LabelledPoints(other.u, other.targets))
+                y = self.of_classes.repelling(u, part.targets[rows], LabelledPoints(other.u, other.targets))
                 cross = CrossBlocks(u, n, other.u, other.n, y, None)
-                term = self.pullback.cross_term(mine, column, cross, self.structure)
-                self._sum = term if self._sum is None else self._sum + term
-        return blocks
-
-    def sums(self, loader: Iterable[Any], read: BatchReader | None, progress: Progress) -> dict[str, Tensor]:
-        found = self.by_class.sums(loader, read, progress)
-        return found if self._sum is None else {**found, _BY_SAMPLE: self._sum}
+                total = total + self.pullback.cross_term(mine, column, cross, self.structure)
+        return blocks, {**sums, _BY_SAMPLE: total}
 
     def _sampled(self) -> Iterator[tuple[Any, HessianPart]]:
-        inputs, targets = self.points.sampled_inputs, self.points.sampled_targets
-        if inputs is None or targets is None:
-            msg = "the inputs of the sampled points were not kept"
-            raise RuntimeError(msg)
+        inputs, targets = self.points.sampled_inputs()
         step = self.pullback.tile_size(self.structure, self.points.dim)
         for start in range(0, len(targets), step):
             rows = slice(start, start + step)
-            some: Inputs = slice_inputs(inputs, rows)
-            z, context = self.pullback.forward(some)
+            z, context = self.pullback.forward(slice_inputs(inputs, rows))
             yield context, HessianPart(*normalize(check_outputs(z, "model(x)")), targets[rows])
 
 
-class _Streamed:
+class _Streamed(CrossSums):
     """Block by block: a block of points i stays in memory during a pass over all points j."""
 
     def __init__(self, pullback: Pullback, points: DatasetPoints, structure: Structure) -> None:
         self.pullback, self.points, self.structure = pullback, points, structure
         self._order: Tensor | None = None
 
-    def add(self, context: Any, part: HessianPoints) -> Blocks:
-        """Do nothing: :meth:`sums` computes all cross terms, without pairs of a point with itself."""
+    def of_batch(self, context: Any, part: HessianPoints) -> tuple[Blocks, dict[str, Tensor]]:
         del context
-        return part.blocks
+        return part.blocks, {}
 
-    def sums(self, loader: Iterable[Any], read: BatchReader | None, progress: Progress) -> dict[str, Tensor]:
-        if read is None:
-            msg = "blocks of points are computed for one part only"
-            raise RuntimeError(msg)
+    def remaining(self, reader: Reader, progress: Progress) -> dict[str, Tensor]:
+        """Return all cross terms, without pairs of a point with itself."""
+        batches = reader.in_fixed_order()
         total: Any = 0
         entries = self.points.n**2
         started, done = time.monotonic(), 0
         with progress.bar("[cross terms]", total=entries) as bar:
-            for block in _grouped(self._parts(loader, read)):
-                for context, columns, others in self._parts(loader, read):
+            for block in _grouped(self._parts(batches)):
+                for context, columns, others in self._parts(batches):
                     for row_context, rows, numbers in block:
                         cross = self.points.hessian.cross(rows, columns, numbers.unsqueeze(1) == others)
                         total = total + self.pullback.cross_term(row_context, context, cross, self.structure)
@@ -243,15 +208,14 @@ class _Streamed:
                         progress.extrapolate(started, done, entries, "The cross terms between all points")
         return {"curvature": torch.as_tensor(total)}
 
-    def _parts(self, loader: Iterable[Any], read: BatchReader) -> Iterator[_Placed]:
+    def _parts(self, batches: Reader) -> Iterator[_Placed]:
         """One pass over the data, which must be the data of the first pass."""
         record, n, hessian = PassRecord(), self.points.n, self.points.hessian
         found: list[Tensor] = []
         seen = torch.zeros(n, dtype=torch.int64, device=hessian.derivatives.u.device)
-        for batch in loader:
-            x, y = read(batch)
-            y = check_targets(y, input_length(x), self.points.function)
-            z, context = self.pullback.forward(x)
+        for batch in batches:
+            y: Any = batch.labels
+            z, context = self.pullback.forward(batch.x)
             z = check_outputs(z, "model(x)")
             record.add(z, y)
             step = self.pullback.tile_size(self.structure, z.shape[1])

@@ -1,60 +1,66 @@
-"""The exact parameter curvature of a whole data set, over all its pairs and not only those inside batches.
+"""The exact curvature of a data set over all its pairs, not only those inside batches, in two passes in any order.
 
-It needs two passes over the data, in any order. The first (:mod:`contrastive_curvature.fit.statistics`) finds what a
-point has to know of all others: all outputs, or sums over classes and a sample that stands for all. The second
-(:mod:`contrastive_curvature.fit.second_pass`) computes ``J_i^T H_ii J_i`` for every point i, batch by batch, and the
-cross terms ``J_i^T H_ij J_j`` of coupled fixes. Both give states that merge, so the data may come in parts.
+The first pass finds what a point has to know of all others: all outputs, or sums over classes and a sample that stands
+for all. The second computes ``J_i^T H_ii J_i`` for every point i, and the cross terms ``J_i^T H_ij J_j`` of coupled
+fixes.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.fit.class_centres import ClassCentres
-from contrastive_curvature.fit.class_sums import TYPICAL, centres_of
-from contrastive_curvature.fit.feature_sample import FeatureSample
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.fit.class_centres import TYPICAL, ClassCentres, ClassSums, centres_of
+from contrastive_curvature.fit.cross_sums import CrossSums, finished_cross, make_cross, refuse_in_parts
+from contrastive_curvature.fit.loop import DatasetCurvature, Problem, Seen, embedded, finished
+from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.passes import PassRecord
-from contrastive_curvature.fit.statistics import (
-    POINTS,
-    SAMPLE,
-    BatchReader,
-    Collected,
-    Plan,
-    check_targets,
-    collect_statistics,
-    numbered,
-    sampled_inputs,
-)
+from contrastive_curvature.fit.readers import Batch, Reader, compared_everywhere
+from contrastive_curvature.fit.standard_error import StandardError, relative_error
 from contrastive_curvature.hessian.dataset import DatasetHessian
-from contrastive_curvature.hessian.sphere import normalize
+from contrastive_curvature.hessian.derivatives import Totals
 from contrastive_curvature.losses.base import PairLoss
-from contrastive_curvature.losses.cosine import CosineLoss
-from contrastive_curvature.losses.sampled_data import sampled_hessian
+from contrastive_curvature.losses.contrastive import ContrastiveLoss
+from contrastive_curvature.losses.sampled_data import (
+    MANY_POINTS,
+    NEGATIVE_SAMPLES,
+    check_samplable,
+    needs_points,
+    sampled_hessian,
+    sampled_unasked,
+    sums_suffice,
+    without_cross_terms,
+)
+from contrastive_curvature.losses.sampled_rows import SampledRowDerivatives
 from contrastive_curvature.losses.weighting import class_pairs
-from contrastive_curvature.network.encoder import Encoder
-from contrastive_curvature.network.inputs import Inputs
+from contrastive_curvature.network.inputs import Inputs, input_length
+from contrastive_curvature.options import Structure
 from contrastive_curvature.pairs import RelationFunction, make_relation
-from contrastive_curvature.parts.rows import Rows
-from contrastive_curvature.parts.share import Share
-from contrastive_curvature.parts.state import Origin, State
-from contrastive_curvature.progress import Progress
+from contrastive_curvature.parts.rows import RowCollector, Rows
+from contrastive_curvature.parts.state import Origin, Sums
 
 __all__ = [
-    "BatchReader",
-    "DatasetCurvature",
+    "DatasetFit",
     "DatasetPoints",
     "check_fittable",
-    "check_targets",
-    "collect_points",
-    "mean_norm",
-    "points_of",
+    "expected_points",
+    "note_skipped",
+    "samples_of",
+    "tell_samples",
 ]
+
+_log = logging.getLogger("contrastive_curvature")
+
+_POINTS, _SAMPLE, _INPUT = "points", "sample", "input"
+"""Names of what is kept: all points, or those that stand for all negatives; and of their inputs."""
+
+_TOTALS = ("degree", "along", "value")
 
 
 @dataclass(frozen=True)
@@ -63,212 +69,260 @@ class DatasetPoints:
 
     Args:
         hessian: Output Hessian of all N points.
-        function: The callable that relates targets; ``None`` for class labels.
-        record: Summary of the points of this part, to check that later passes see the same data; ``None`` where another
-            process ran the first pass.
-        state: Of all parts.
+        n: Number N of points.
+        relation: The callable that relates targets; ``None`` for class labels.
+        record: Of the points of this part; ``None`` where another process ran the first pass.
         classes: Centres of the classes; ``None`` where targets are no class labels.
         sampled: Points that stand for all negatives; ``None`` where all have been counted.
     """
 
     hessian: DatasetHessian
-    function: RelationFunction | None
+    n: int
+    relation: RelationFunction | None
     record: PassRecord | None
-    state: State
     classes: ClassCentres | None = None
     sampled: Rows | None = None
-
-    @property
-    def n(self) -> int:
-        """Number of points."""
-        return self.state.n
 
     @property
     def dim(self) -> int:
         """Number D of outputs."""
         return self.hessian.derivatives.u.shape[1]
 
-    @property
-    def typical_norm(self) -> Tensor:
-        """Mean norm of the raw outputs, one number, float64."""
-        norms = sum(origin.norm for origin in self.state.origins.values())
-        return torch.tensor(norms / self.n, dtype=torch.float64, device=self.hessian.derivatives.u.device)
-
-    @property
-    def sampled_inputs(self) -> Inputs | None:
-        """Inputs of the points that stand for all negatives, where they were kept."""
-        return None if self.sampled is None else sampled_inputs(self.sampled)
-
-    @property
-    def sampled_targets(self) -> Tensor | None:
-        """Their targets."""
-        return None if self.sampled is None else self.sampled.columns["targets"]
-
-    def check_same(self, record: PassRecord, part: int = 0) -> None:
-        """Refuse a later pass over other data.
-
-        Args:
-            record: Of the later pass, after its last batch.
-            part: Index of the part that it was over.
+    def check_same(self, again: PassRecord | None) -> None:
+        """Refuse a later pass over other data, where this process has seen the first one.
 
         Raises:
             InputError: It saw other points than the first pass.
         """
-        if self.record is not None:
-            self.record.check_same(record)
-            return
-        self.check_origin(record.origin(), part, "loader")
+        if self.record is not None and again is not None:
+            self.record.check_same(again)
 
-    def check_origin(self, again: Origin, part: int, argument: str) -> None:
-        """Refuse what comes from other points than the first pass.
+    def sampled_inputs(self) -> tuple[Inputs, Tensor]:
+        """Return inputs and targets of the points that stand for all negatives, which were kept for cross terms."""
+        columns = {} if self.sampled is None else self.sampled.columns
+        found = {name: part for name, part in columns.items() if name.split("/")[0] == _INPUT}
+        if set(found) == {_INPUT}:
+            return found[_INPUT], columns["targets"]
+        return {name.removeprefix(f"{_INPUT}/"): part for name, part in found.items()}, columns["targets"]
+
+
+class DatasetFit(Problem):
+    """All pairs of a data set; of a loss of anchors, whose candidates are the data set, with a sample of them."""
+
+    sums_classes: ClassVar[bool] = False
+
+    _points: DatasetPoints
+    _cross: CrossSums | None
+    _error: StandardError | None
+
+    def first_pass(self, reader: Reader, *, everything: bool = False) -> Sums:
+        """Return numbers and sums of the classes, and all points, or a sample of them.
 
         Args:
-            again: Which points.
-            part: Index of the part that they are.
-            argument: Name of where they come from, for the message.
+            reader: The data.
+            everything: Whether all points are kept in any case, for products with the Hessian of all of them.
 
         Raises:
-            InputError: The first pass saw other points.
+            InputError: Outputs or targets are malformed.
+            UnsupportedError: Inputs cannot be kept.
         """
-        before = self.state.origins.get(part)
-        if before is None:
-            raise InputError(expected("part", f"one of {sorted(self.state.origins)}", str(part)))
+        loss, options = self.loss, self.options
+        if not everything and isinstance(options.negative_samples, int):
+            check_samplable(loss, self.structure)
+        size, inputs = (None, False) if everything else self._kept()
+        self.record, classes, points = PassRecord(), ClassSums(limited=False), RowCollector(size)
+        labelled, n = True, 0
+        for batch, z in embedded(self.encoder, reader, self.progress):
+            if not isinstance(loss, PairLoss):
+                batch = compared_everywhere(batch, loss)
+            targets: Any = batch.labels
+            self.record.add(z, targets)
+            if options.relation is None:
+                classes.add(z, targets, batch.numbers)
+            points.add(batch.numbers, {"outputs": z, "targets": targets, **(_columns(batch.x) if inputs else {})})
+            # Inputs of their own are no classes with a centre.
+            labelled, n = labelled and batch.classes is not None, n + len(z)
+        table, typical = classes.found()
+        if not labelled:
+            typical = Rows(typical.size, torch.zeros(0, dtype=torch.int64), {})
+        return Sums(n, {}, {_POINTS if size is None else _SAMPLE: points.rows(), TYPICAL: typical}, table)
+
+    def points(self, statistics: Sums, *, keeps: bool = False) -> DatasetPoints:
+        """Return the output Hessian of the data set.
+
+        Args:
+            statistics: Of the first passes over all parts.
+            keeps: Whether products with the Hessian of all points will be asked for.
+
+        Raises:
+            InputError: A point is in two parts; there is no point, one only, or no positive pair.
+            UnsupportedError: The loss has no sample of the negatives.
+        """
+        loss, relation, n = self.loss, self.options.relation, statistics.n
+        samples = samples_of(self.options, n)
+        if not keeps and samples is not None and needs_points(loss):
+            check_samplable(loss, self.structure)
+            # Kronecker factors leave the cross terms out, which a sample does not give.
+            loss = without_cross_terms(loss)
+        if not n:
+            raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+        kept, table = statistics.kept, statistics.classes
+        centres = centres_of(table, kept[TYPICAL])
+        rows = kept[_POINTS].in_order() if _POINTS in kept else None
+        _check_different(kept[_SAMPLE].in_order() if rows is None else rows)
+        if rows is None and samples is None and len(kept[_SAMPLE]) == n:
+            # Of few points the sample has all.
+            rows = kept[_SAMPLE].in_order()
+        if table is not None and isinstance(loss, PairLoss):
+            check_fittable(n, class_pairs(table.counts)[2][0])
+        elif n < 2:
+            check_fittable(n, 1.0)
+        if table is not None and (rows is None or samples is not None or not isinstance(loss, PairLoss)):
+            like = (kept[TYPICAL] if rows is None else rows).columns["outputs"]
+            sampled = None if samples is None else (kept[_SAMPLE] if rows is None else rows).first(samples)
+            per_anchor = self.options.negatives_per_anchor
+            hessian = sampled_hessian(loss, table, rows, sampled, keeps, like, per_anchor)
+            return DatasetPoints(hessian, n, relation, self.record, centres, sampled)
+        assert rows is not None
+        assert isinstance(loss, PairLoss)
+        z, targets = rows.columns["outputs"], rows.columns["targets"]
+        related = make_relation(n, z.device, targets, relation)
+        if relation is not None:
+            check_fittable(n, float(related.counts()[0].sum()))
+        return DatasetPoints(loss.dataset_hessian(z, related), n, relation, self.record, centres)
+
+    def begin(self, statistics: Sums) -> None:
+        """Make the Hessian of all points, and what observes the second pass."""
+        self._points = points = self.points(statistics)
+        derivatives = points.hessian.derivatives
+        if isinstance(derivatives, SampledRowDerivatives):
+            note_skipped(derivatives.anchors, derivatives.skipped)
+        coupled = points.hessian.coupled and self.structure is not Structure.KRON
+        self._cross = make_cross(self.pullback, points, self.structure, alone=self.alone) if coupled else None
+        # Cross terms are sampled, too, and would have to be known for each half of the sample.
+        sampled = points.sampled is not None and not coupled
+        self._error = StandardError(self.pullback, points.n) if sampled else None
+        if points.sampled is not None:
+            self.title = f"[curvature, {len(points.sampled):,} negatives]"
+
+    def hessian(self, z: Tensor, context: Any, batch: Batch) -> Seen:
+        """Return the blocks of some points over all pairs of the data set."""
+        targets: Any = batch.labels
+        found = self._points.hessian.at(z, targets)
+        terms = {name: getattr(found.totals, name) for name in _TOTALS}
+        if self._error is not None:
+            terms |= self._error.terms(self._points.hessian, z, targets, context, batch.numbers)
+        blocks = found.blocks
+        if self._cross is not None:
+            blocks, more = self._cross.of_batch(context, found)
+            terms |= more
+        return Seen(z, blocks, None, terms)
+
+    def check_same(self, again: PassRecord | None) -> None:
+        """See :meth:`Problem.check_same`."""
+        self._points.check_same(again)
+
+    def check_origin(self, before: Origin | None, again: Origin, part: int, argument: str) -> None:
+        """See :meth:`Problem.check_origin`."""
         # Extremes tell samples of one distribution apart, whose sums are nearly equal.
-        extremes_differ = before.extremes and not before.same_points(again)
-        if not before.same(again) or extremes_differ:
-            hint = "Give each part the same points in both passes, and use the same encoder."
-            came = f"{again.n} points for {before.n}" if again.n != before.n else "other points, targets or outputs"
-            raise InputError(expected(argument, f"the points of part {part} of the statistics", came, hint))
+        if before is not None and before.same(again) and (not before.extremes or before.same_points(again)):
+            return
+        n = 0 if before is None else before.n
+        hint = "Give each part the same points in both passes, and use the same encoder."
+        came = f"{again.n} points for {n}" if again.n != n else "other points, targets or outputs"
+        raise InputError(expected(argument, f"the points of part {part} of the statistics", came, hint))
+
+    def remaining(self, reader: Reader) -> dict[str, Tensor]:
+        """Return the cross terms that the loop has not summed."""
+        return {} if self._cross is None else self._cross.remaining(reader, self.progress)
+
+    def finish(self, sums: Sums) -> DatasetCurvature:
+        """Return the curvature of all parts."""
+        points, found = self._points, sums.sums
+        tell_samples(self.options, points.n)
+        cross = 0 if self._cross is None else finished_cross(found, points, self.structure)
+        curvature = finished(self.pullback, sums, cross)
+        # The sums over all pairs, the expensive part of the loss, are in the totals.
+        loss, cost = points.hessian.loss_and_cost(Totals(*(found[name] for name in _TOTALS)))
+        error = None if points.sampled is None else relative_error(found, len(points.sampled), points.n)
+        return replace(curvature, loss=loss, cost=cost, classes=points.classes, error=error)
+
+    def check_adds_up(self) -> None:
+        """Refuse cross terms between different parts of the data, before anything is computed.
+
+        Raises:
+            UnsupportedError: They follow neither from sums over classes nor from a sample.
+        """
+        loss = self.loss
+        if self.alone or not loss.coupled or self.structure is Structure.KRON:
+            return
+        by_class = isinstance(loss, ContrastiveLoss) and (loss.pd_fix.attracting_only or sums_suffice(loss))
+        if self.options.relation is not None or not (by_class or samples_of(self.options) is not None):
+            refuse_in_parts(loss)
+
+    def _kept(self) -> tuple[int | None, bool]:
+        """How many points the first pass keeps, ``None`` for all, and whether their inputs, too."""
+        options, loss = self.options, self.loss
+        if options.relation is not None or needs_points(loss):
+            return None, False
+        if sums_suffice(loss):
+            # Cross terms of very many classes are computed from the points, where they are in one part.
+            return (None if loss.coupled and self.alone else 0), False
+        # How many points there are is not known yet: of fewer all are kept.
+        wanted = samples_of(options, MANY_POINTS)
+        if wanted is None:
+            return None, False
+        if options.negative_samples == "auto":
+            return MANY_POINTS - 1, False
+        crosses = loss.coupled and not loss.pd_fix.attracting_only and self.structure is not Structure.KRON
+        return wanted, crosses
 
 
-@dataclass(frozen=True)
-class DatasetCurvature:
-    """Unclamped curvature of a data set.
-
-    Args:
-        curvature: (P,), (P, P), Kronecker factors, or eigenvectors and eigenvalues.
-        loss: Value of the loss.
-        cost: Value of the non-negative loss, see :meth:`DatasetHessian.loss_and_cost`.
-        n: Number of points.
-        features: A sample of the features of a last layer, where the second pass saw them.
-        typical_norm: Mean norm of the raw outputs, one number.
-        classes: Centres of the classes, where targets are class labels.
-        error: Relative standard error of the curvature, where the negatives are a sample.
-    """
-
-    curvature: Any
-    loss: Tensor
-    cost: Tensor
-    n: int
-    features: FeatureSample | None = None
-    typical_norm: Tensor | None = None
-    classes: ClassCentres | None = None
-    error: float | None = None
+def samples_of(options: CurvatureOptions, n: int = 0) -> int | None:
+    """Return the number of points that stand for all negatives of ``n`` points; ``None`` counts all."""
+    if isinstance(options.negative_samples, int):
+        return None if sums_suffice(options.loss) else options.negative_samples
+    many = n >= MANY_POINTS and options.relation is None and sampled_unasked(options.loss)
+    return NEGATIVE_SAMPLES if many and options.negative_samples == "auto" else None
 
 
-def collect_points(
-    encoder: Encoder,
-    loader: Iterable[Any],
-    read: BatchReader,
-    loss: PairLoss,
-    relation: RelationFunction | None = None,
-    progress: Progress | bool | None = None,
-    samples: int | None = None,
-) -> DatasetPoints:
-    """First pass of one process over all points, whose raw outputs and targets are kept.
-
-    Args:
-        encoder: The analysed encoder, in evaluation mode.
-        loader: Batches.
-        read: Converts what the loader yields into inputs and targets.
-        loss: The loss, with the distance and the fix of its curvature.
-        relation: ``None`` for class labels, or a callable on targets.
-        progress: Progress of the whole fit, or whether to show progress.
-        samples: Number of points that stand for all negatives; ``None`` counts all of them.
-
-    Returns:
-        The output Hessian, stored in O(N D) numbers.
-
-    Raises:
-        InputError: The loader is empty, has one point only, or has no positive pair; or outputs or targets are
-            malformed.
-    """
-    progress = Progress.of(progress)
-
-    found = collect_statistics(encoder, Share(loader), numbered(read), Plan(), relation, progress)
-    return points_of(found.state, loss, relation, samples, found, keeps=True)
+def tell_samples(options: CurvatureOptions, n: int) -> None:
+    """Say in the log whether a sample stood for all negatives, where the user left it open."""
+    if sums_suffice(options.loss):
+        if isinstance(options.negative_samples, int):
+            _log.info("negative_samples is of no effect: sums over classes say everything about the negatives")
+    elif options.negative_samples == "auto" and samples_of(options, n) is None:
+        _log.info("negative_samples='auto': all pairs of %d points count", n)
+    elif options.negative_samples == "auto":
+        _log.warning(
+            "negative_samples='auto': of %d points, %d drawn at random stand for all negatives, as from %d points "
+            "on; backend_kwargs=dict(negative_samples=None) counts all pairs",
+            n,
+            NEGATIVE_SAMPLES,
+            MANY_POINTS,
+        )
 
 
-def points_of(
-    state: State,
-    loss: CosineLoss,
-    relation: RelationFunction | None,
-    samples: int | None,
-    found: Collected | None = None,
-    *,
-    keeps: bool = False,
-    negatives_per_anchor: int | None = None,
-) -> DatasetPoints:
-    """The output Hessian of a data set, from the statistics of all its parts.
-
-    Args:
-        state: Of all parts.
-        loss: The loss, with the distance and the fix of its curvature.
-        relation: ``None`` for class labels, or a callable on targets.
-        samples: Number of points that stand for all negatives; ``None`` counts all of them.
-        found: Of the part of this process, where it ran the first pass.
-        keeps: Whether products with the Hessian of all points will be asked for.
-        negatives_per_anchor: See the backend.
+def note_skipped(anchors: int, skipped: int) -> None:
+    """Say how many anchors had nothing to be compared with.
 
     Raises:
-        InputError: A part is missing; a point is in two parts; there is no point, one only, or no positive pair.
+        InputError: None had.
     """
-    state.check_complete()
-    if not state.n:
-        raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
-    record = None if found is None else found.record
-    classes = centres_of(state.classes, state.kept[TYPICAL])
-    rows = state.kept[POINTS].in_order() if POINTS in state.kept else None
-    _check_different(rows, state.kept.get(SAMPLE))
-    if rows is None and samples is None and len(state.kept[SAMPLE]) == state.n:
-        # Of few points the sample has all.
-        rows = state.kept[SAMPLE].in_order()
-    if state.classes is not None and isinstance(loss, PairLoss):
-        check_fittable(state.n, class_pairs(state.classes.counts)[2][0])
-    elif state.n < 2:
-        check_fittable(state.n, 1.0)
-    if rows is None or samples is not None or not isinstance(loss, PairLoss):
-        if state.classes is None:
-            msg = "a sample of the negatives of points without class labels"
-            raise RuntimeError(msg)
-        like = (state.kept[TYPICAL] if rows is None else rows).columns["outputs"]
-        sampled = None if samples is None else (state.kept[SAMPLE] if rows is None else rows).first(samples)
-        hessian = sampled_hessian(loss, state.classes, rows, sampled, keeps, like, negatives_per_anchor)
-        return DatasetPoints(hessian, relation, record, state, classes, sampled)
-    z, targets = rows.columns["outputs"], rows.columns["targets"]
-    related = make_relation(len(z), z.device, targets, relation)
-    if relation is not None:
-        check_fittable(len(z), float(related.counts()[0].sum()))
-    return DatasetPoints(loss.dataset_hessian(z, related), relation, record, state, classes)
-
-
-def _check_different(*kept: Rows | None) -> None:
-    for rows in kept:
-        numbers = torch.zeros(0) if rows is None else rows.in_order().numbers
-        same = (numbers[1:] == numbers[:-1]).nonzero().flatten()
-        if len(same):
-            came = f"point {int(numbers[same[0]])} twice"
-            hint = "Give every part points of its own; loader.numbers says which points of the data set they are."
-            raise InputError(expected("statistics", "every point in one part", came, hint))
-
-
-def mean_norm(z: Tensor) -> Tensor:
-    """Mean norm of raw outputs (N, D), float64 and without a graph; in it no sum of float32 norms overflows."""
-    return normalize(z.detach())[1].double().mean()
+    if not anchors:
+        hint = "An anchor needs a positive among the candidates of its batch: larger batches, or several of each class."
+        wanted = "at least one anchor with positives and candidates as the loss compares them"
+        raise InputError(expected("train_loader", wanted, f"none of {skipped}", hint))
+    if skipped:
+        _log.info(
+            "%d of %d anchors had no positive, or nothing to be compared with, and add nothing to the curvature",
+            skipped,
+            anchors + skipped,
+        )
 
 
 def expected_points(loader: Iterable[Any]) -> int:
-    """Number of points of a loader's data set, or 0 if it is unknown."""
+    """Return the number of points of a loader's data set, or 0 if it is unknown."""
     try:
         return len(loader.dataset)  # type: ignore[attr-defined]
     except (AttributeError, TypeError):  # a list of batches; a data set without a length
@@ -282,9 +336,31 @@ def check_fittable(n: int, positives: float) -> None:
         InputError: There is one point only, or no positive pair.
     """
     if n < 2:
-        raise InputError(
-            expected("train_loader", "at least two points, because the loss is a sum over pairs", f"{n} point")
-        )
+        wanted = "at least two points, because the loss is a sum over pairs"
+        raise InputError(expected("train_loader", wanted, f"{n} point"))
     if not positives:
         hint = "The positive part of the curvature is a sum over positive pairs. Check the labels."
         raise InputError(expected("train_loader", "at least one positive pair", "none", hint))
+
+
+def _check_different(rows: Rows) -> None:
+    same = (rows.numbers[1:] == rows.numbers[:-1]).nonzero().flatten()
+    if len(same):
+        came = f"point {int(rows.numbers[same[0]])} twice"
+        hint = "Give every part points of its own; loader.numbers says which points of the data set they are."
+        raise InputError(expected("statistics", "every point in one part", came, hint))
+
+
+def _columns(x: Inputs) -> dict[str, Tensor]:
+    """Inputs as columns of kept points."""
+    if isinstance(x, Tensor):
+        return {_INPUT: x}
+    n = input_length(x)
+    whole = [name for name, part in x.items() if not isinstance(part, Tensor) or not part.ndim or part.shape[0] != n]
+    if whole:
+        msg = (
+            f"negative_samples with cross terms between points: the inputs {whole} have no row for every point, so "
+            "those of the sampled points cannot be kept. Use pd_fix='psd' or 'fixed', or negative_samples=None."
+        )
+        raise UnsupportedError(msg)
+    return {f"{_INPUT}/{name}": part for name, part in x.items()}

@@ -43,12 +43,11 @@ class Dominance:
     Args:
         pullback: Pullback to the parameters.
         structure: Structure of the curvature.
-        n_data: Number of points over which the input factors of ``kron`` are averaged.
         part: Index of the part of the data; -1 for all of it.
     """
 
-    def __init__(self, pullback: Pullback, structure: Structure, n_data: int, part: int = -1) -> None:
-        self._pullback, self._structure, self._n_data, self._part = pullback, structure, n_data, part
+    def __init__(self, pullback: Pullback, structure: Structure, part: int = -1) -> None:
+        self._pullback, self._structure, self._part = pullback, structure, part
         self._total: Tensor | None = None
         self._count = self._batches = 0
         self._first: _Batch | None = None
@@ -89,11 +88,6 @@ class Dominance:
         names = tuple(self._part_name(k) for k in range(len(self._total)))
         return Contributions(self._count, tuple(self._total.tolist()), names, self._dominating, self._inputs)
 
-    def warn(self) -> None:
-        """Warn if a few points contribute most of the curvature, and name them."""
-        if self._count >= FEWEST_POINTS:
-            self.contributions().warn()
-
     def _search_batch(self, batch: _Batch) -> None:
         if self._total is None:
             return
@@ -119,7 +113,7 @@ class Dominance:
 
     def _measure(self, context: Any, blocks: Blocks) -> Tensor | KronFactors:
         if self._structure is Structure.KRON:
-            return self._pullback.kron_factors(context, blocks, self._n_data)
+            return self._pullback.kron_factors(context, blocks, 1)
         return self._pullback.block_term(context, blocks, Structure.DIAG)
 
     def _part_name(self, part: int) -> str:

@@ -1,4 +1,4 @@
-"""The check that every curvature is finite; its error names the layer and the batch."""
+"""Curvatures as numbers: finite or refused by layer and batch, decomposed, and clamped once at the end."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.network.full_precision import full_precision
 from contrastive_curvature.network.pullback import KronFactors, Pullback
 
-__all__ = ["check_finite", "is_finite"]
+__all__ = ["check_finite", "clamp_curvature", "clamp_factors", "eigenpairs", "is_finite", "per_point"]
 
 
 def is_finite(curvature: Tensor | KronFactors) -> Tensor:
@@ -53,3 +54,63 @@ def check_finite(curvature: Tensor | KronFactors, pullback: Pullback, where: str
 
 def _tensors(curvature: Tensor | KronFactors) -> list[Tensor]:
     return [curvature] if isinstance(curvature, Tensor) else [factor for group in curvature for factor in group]
+
+
+def eigenpairs(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of a symmetric matrix; only the upper triangle is read.
+
+    Args:
+        matrix: Shape (P, P).
+
+    Returns:
+        Eigenvalues in ascending order, shape (P,), and eigenvectors as columns, shape (P, P).
+
+    Raises:
+        InputError: An entry is not finite, or the decomposition fails even in float64.
+    """
+    if not bool(matrix.isfinite().all()):
+        raise InputError(expected("curvature", "finite numbers", "NaN or infinity"))
+    for dtype in (matrix.dtype, torch.float64):
+        try:
+            values, vectors = torch.linalg.eigh(matrix.to(dtype), UPLO="U")
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+            continue
+        values, vectors = values.to(matrix.dtype), vectors.to(matrix.dtype)
+        if bool(values.isfinite().all() & vectors.isfinite().all()):
+            return values, vectors
+    received = f"one of shape {tuple(matrix.shape)} with entries up to {float(matrix.abs().max()):.3g}"
+    hint = "Scale the inputs, or use hessian_structure='diag', which needs no eigenvalues."
+    raise InputError(expected("curvature", "a matrix whose eigenvalues can be computed", received, hint))
+
+
+@full_precision
+def clamp_curvature(curvature: Tensor) -> Tensor:
+    """Make an accumulated curvature positive semidefinite, once, at the end.
+
+    Args:
+        curvature: A diagonal (P,) or a symmetric matrix (P, P).
+
+    Returns:
+        The diagonal with negative entries set to zero (paper, Eq. 108 and Proposition F.1), or the matrix with negative
+        eigenvalues set to zero: an element-wise ReLU would not make a matrix positive semidefinite.
+
+    Raises:
+        InputError: A matrix is not finite, or its eigenvalues cannot be computed.
+    """
+    if curvature.ndim == 1:
+        return curvature.clamp(min=0)
+    symmetric = (curvature + curvature.T) / 2
+    values, vectors = eigenpairs(symmetric)
+    if not values.numel() or values[0] >= 0:
+        return symmetric
+    return (vectors * values.clamp(min=0)) @ vectors.T
+
+
+def clamp_factors(factors: KronFactors) -> KronFactors:
+    """Set the negative eigenvalues of the curvature factors to zero; the input factors have none."""
+    return [[clamp_curvature(f[0]), *f[1:]] for f in factors]
+
+
+def per_point(factors: KronFactors, n: float) -> KronFactors:
+    """Factors whose input factors are means over ``n`` points, from those whose input factors are sums."""
+    return [[f[0], *(part / n for part in f[1:])] for f in factors]

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -18,13 +17,13 @@ from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.fit.anchor_data import AnchorData
-from contrastive_curvature.fit.dataset import BatchReader, DatasetPoints
-from contrastive_curvature.fit.dominance import FEWEST_POINTS, MOST, warn_of_point
+from contrastive_curvature.fit.anchors import AnchorData
 from contrastive_curvature.fit.finite import check_finite
 from contrastive_curvature.fit.passes import check_same_outputs
 from contrastive_curvature.hessian.output import OutputHessian
+from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.pullback import Pullback
+from contrastive_curvature.parts.contributions import FEWEST_POINTS, MOST, warn_of_point
 from contrastive_curvature.progress import Progress
 
 DENSE_PARAMETERS = 256
@@ -36,8 +35,7 @@ __all__ = ["DENSE_PARAMETERS", "curvature_product", "leading_eigenpairs"]
 def curvature_product(
     pullback: Pullback,
     hessian: OutputHessian | AnchorData,
-    loader: Iterable[Any],
-    read: BatchReader,
+    inputs: Callable[[], Iterable[Inputs]],
     v: Tensor,
     argument: str = "train_loader",
 ) -> Tensor:
@@ -46,8 +44,7 @@ def curvature_product(
     Args:
         pullback: All trainable parameters.
         hessian: Output Hessian of all N points, in the order of the loader.
-        loader: The same data in the same order.
-        read: Takes a batch apart.
+        inputs: Gives the same batches in the same order, whenever it is called.
         v: Shape (P,), or (P, K) for K vectors in one pass; N D K numbers are held.
         argument: Name of the loader for error messages.
 
@@ -60,8 +57,7 @@ def curvature_product(
     single = v.ndim == 1
     columns = v.unsqueeze(1) if single else v
     moved, start = [], 0
-    for batch in loader:
-        x, _ = read(batch)
+    for x in inputs():
         products = [pullback.jvp(x, column) for column in columns.T]
         z = products[0][0]
         stop = start + z.shape[0]
@@ -78,8 +74,7 @@ def curvature_product(
         raise InputError(expected(argument, f"{len(hessian.z)} points in every pass", str(start), hint))
     curved = hessian.matvec(torch.cat(moved))
     out, start = torch.zeros_like(columns), 0
-    for number, batch in enumerate(loader):
-        x, _ = read(batch)
+    for number, x in enumerate(inputs()):
         stop = start + moved.pop(0).shape[0]
         for k in range(columns.shape[1]):
             out[:, k] += pullback.vjp_sum(x, curved[start:stop, :, k])
@@ -94,19 +89,17 @@ def _batch(count: int) -> str:
 
 def leading_eigenpairs(
     pullback: Pullback,
-    points: DatasetPoints | AnchorData,
-    loader: Iterable[Any],
-    read: BatchReader,
+    hessian: OutputHessian | AnchorData,
+    inputs: Callable[[], Iterable[Inputs]],
     rank: int,
-    progress: Progress | bool | None = None,
+    progress: Progress,
 ) -> tuple[Tensor, Tensor]:
     """Largest positive eigenvalues of the curvature and their eigenvectors.
 
     Args:
         pullback: All trainable parameters.
-        points: What the first pass over the data left.
-        loader: The same data in the same order.
-        read: Takes a batch apart.
+        hessian: Output Hessian of all points, in their order.
+        inputs: Gives the same batches in the same order, whenever it is called.
         rank: How many to look for; fewer are returned when fewer are positive.
         progress: Of the fit that this is part of; one step a product.
 
@@ -115,20 +108,15 @@ def leading_eigenpairs(
         where a single point carries most of them.
 
     Raises:
-        InputError: The loader has another order in every pass, or the rank is out of range.
+        InputError: The loader has another order in every pass.
     """
-    if rank < 1:
-        raise InputError(expected("rank", "a positive whole number", rank))
-    total = pullback.n_params
-    z = points.hessian.z
-    hessian = points.hessian.whole()
-    progress = Progress.of(progress)
+    total, z = pullback.n_params, hessian.z
     with progress.bar("[eigenpairs]") as bar:
 
         def product(v: np.ndarray) -> np.ndarray:
             bar.update()
             vector = torch.as_tensor(np.ascontiguousarray(v).reshape(-1), dtype=z.dtype, device=z.device)
-            return curvature_product(pullback, hessian, loader, read, vector).double().cpu().numpy()
+            return curvature_product(pullback, hessian, inputs, vector).double().cpu().numpy()
 
         if rank >= total - 1 or total <= DENSE_PARAMETERS:
             # Lanczos cannot give all of them, and a matrix of few parameters is no burden.
@@ -162,23 +150,23 @@ def leading_eigenpairs(
     pair = (torch.as_tensor(array, dtype=z.dtype, device=z.device) for array in (vectors, values))
     eigenvectors, eigenvalues = next(pair), next(pair)
     if eigenvalues.numel() and len(z) >= FEWEST_POINTS:
-        _warn_of_point(pullback, hessian, loader, read, eigenvectors[:, 0], eigenvalues)
+        _warn_of_point(pullback, hessian, inputs, eigenvectors[:, 0], eigenvalues)
     return eigenvectors, eigenvalues
 
 
 def _warn_of_point(
     pullback: Pullback,
     hessian: OutputHessian | AnchorData,
-    loader: Iterable[Any],
-    read: BatchReader,
+    inputs: Callable[[], Iterable[Inputs]],
     vector: Tensor,
     values: Tensor,
 ) -> None:
     """Warn where the leading eigenvalue is most of the curvature that was found, and comes from one point."""
     if float(values[0]) <= MOST * float(values.sum()):
         return
-    moved = torch.cat([pullback.jvp(read(batch)[0], vector)[1] for batch in loader])
-    parts = (moved * hessian.blocks.matmul(moved)).sum(1).abs()
+    moved = torch.cat([pullback.jvp(x, vector)[1] for x in inputs()])
+    curved = hessian.block_products(moved) if isinstance(hessian, AnchorData) else hessian.blocks.matmul(moved)
+    parts = (moved * curved).sum(1).abs()
     share = float(parts.max() / parts.sum())
     if share > MOST:
         warn_of_point(share, f"point {int(parts.argmax())} of the data", "leading eigenvalue")

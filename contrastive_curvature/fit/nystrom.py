@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.fit.spectrum import eigenpairs
+from contrastive_curvature.fit.finite import eigenpairs
 from contrastive_curvature.network.sketch import EXACT_WIDTH, MOST_RANK, sketch_matrix
 
 __all__ = ["LEFT_OVER", "LowRankMoment", "choose_rank", "low_rank_moment"]

@@ -67,14 +67,24 @@ class PassRecord:
             received = "the same outputs with other targets, so inputs and labels are not paired in the same way"
         raise different_data(received)
 
+    def check_same_targets(self, again: PassRecord) -> None:
+        """Refuse a later pass over other targets, whatever their outputs.
+
+        Raises:
+            InputError: There are more or fewer of one.
+        """
+        mine, theirs = self._joined()[0], again._joined()[0]
+        if len(mine) != len(theirs) or not torch.equal(mine.sort().values, theirs.to(mine.device).sort().values):
+            received = "other targets"
+            raise different_data(received)
+
     def add_targets(self, targets: Tensor) -> None:
         """Record the targets of a batch, shape (B, ...), without outputs."""
         self._targets.append(_target_keys(targets))
 
     def origin(self) -> Origin:
         """The same in a few numbers."""
-        targets = torch.cat(self._targets) if self._targets else torch.zeros(0, dtype=torch.int64)
-        numbers = torch.cat(self._numbers) if self._numbers else torch.zeros(0, 2, dtype=torch.float64)
+        targets, numbers = self._joined()
         along, norm = numbers.sum(0).tolist()
         k = min(_EXTREMES, len(numbers))
         extremes = torch.cat([numbers.topk(k, 0, largest=largest).values.flatten() for largest in (False, True)])
@@ -85,9 +95,8 @@ class PassRecord:
         return Origin(len(targets), int(keys.sum()), along, norm, bound, extreme, _rounding(numbers, self._coarse))
 
     def _joined(self) -> tuple[Tensor, Tensor]:
-        if not self._targets:
-            return torch.zeros(0, dtype=torch.int64), torch.zeros(0, 2, dtype=torch.float64)
-        return torch.cat(self._targets), torch.cat(self._numbers)
+        numbers = torch.cat(self._numbers) if self._numbers else torch.zeros(0, 2, dtype=torch.float64)
+        return torch.cat(self._targets) if self._targets else torch.zeros(0, dtype=torch.int64), numbers
 
 
 def check_same_outputs(again: Tensor, known: Tensor, argument: str, hint: str) -> None:

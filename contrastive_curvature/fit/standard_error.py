@@ -27,7 +27,7 @@ _MEAN, _DIFFERENCE = "error/mean", "error/difference"
 
 
 class StandardError:
-    """Collects the diagonal of the curvature of some points, and its difference between two halves of the sample.
+    """The diagonal of the curvature of some points, and its difference between two halves of the sample.
 
     Args:
         pullback: Pullback to the parameters.
@@ -39,11 +39,11 @@ class StandardError:
         share = min(1.0, _MOST_POINTS / max(1, n))
         # Keys are spread over all whole numbers of 64 bits.
         self._bound = None if share >= 1 else int(-(2**63) + share * 2**64)
-        self._mean: Tensor | None = None
-        self._difference: Tensor | None = None
 
-    def add(self, hessian: DatasetHessian, z: Tensor, targets: Tensor, context: Any, numbers: Tensor) -> None:
-        """Take a batch into account.
+    def terms(
+        self, hessian: DatasetHessian, z: Tensor, targets: Tensor, context: Any, numbers: Tensor
+    ) -> dict[str, Tensor]:
+        """Return what a batch adds to the sums that :func:`relative_error` takes.
 
         Args:
             hessian: Of the data set.
@@ -57,23 +57,16 @@ class StandardError:
             # The first rows of a batch, as many as the share says: contexts are cut by ranges.
             stop = int((point_keys(numbers, _SEED) < self._bound).sum())
             if not stop:
-                return
+                return {}
         rows = slice(0, stop)
         found = hessian.estimates_at(z[rows], targets[rows])
         if len(found) < 2:
-            return
+            return {}
         some = context if stop == len(z) else self._pullback.slice_context(context, rows)
         first, second = found
         difference = self._pullback.block_term(some, _Combined(first.u, first, second, -1.0), Structure.DIAG)
         mean = self._pullback.block_term(some, _Combined(first.u, first, second, 1.0), Structure.DIAG)
-        self._mean = mean if self._mean is None else self._mean + mean
-        self._difference = difference if self._difference is None else self._difference + difference
-
-    def sums(self) -> dict[str, Tensor]:
-        """What adds up over parts of the data."""
-        if self._mean is None or self._difference is None:
-            return {}
-        return {_MEAN: self._mean, _DIFFERENCE: self._difference}
+        return {_MEAN: mean, _DIFFERENCE: difference}
 
 
 def relative_error(sums: Mapping[str, Tensor], sampled: int, n: int) -> float | None:
@@ -83,7 +76,7 @@ def relative_error(sums: Mapping[str, Tensor], sampled: int, n: int) -> float | 
     since a sample of all N points is exact.
 
     Args:
-        sums: Of all parts, see :meth:`StandardError.sums`.
+        sums: Of all parts, see :meth:`StandardError.terms`.
         sampled: Number M of sampled points.
         n: Number N of points.
 

@@ -7,22 +7,24 @@ the Hessian of the data set.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.fit.dataset import BatchReader, DatasetPoints, check_targets
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.fit.dataset import DatasetPoints, note_skipped
 from contrastive_curvature.fit.passes import PassRecord
+from contrastive_curvature.fit.readers import Reader
 from contrastive_curvature.hessian.sphere import check_outputs
+from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs, input_length, same_tokens
 from contrastive_curvature.progress import Progress
 
-__all__ = ["HessianSubset", "concatenated", "selected_rows", "subset_hessian"]
+__all__ = ["HessianSubset", "anchor_subset", "subset_hessian"]
 
 
 @dataclass(frozen=True)
@@ -59,59 +61,108 @@ class HessianSubset:
 
 
 def subset_hessian(
-    encoder: Encoder,
-    loader: Iterable[Any],
-    read: BatchReader,
-    points: DatasetPoints,
-    size: int,
-    seed: int = 0,
-    progress: Progress | bool | None = None,
+    encoder: Encoder, reader: Reader, points: DatasetPoints, size: int, seed: int, progress: Progress
 ) -> HessianSubset:
     """Draw points without replacement, and compute a square root of their Hessian.
 
     Args:
         encoder: The analysed encoder, in evaluation mode.
-        loader: The same data as in the first pass, in any order.
-        read: Converts what the loader yields into inputs and targets.
+        reader: The same data as in the first pass, in any order.
         points: Result of the first pass.
         size: Number M of points.
         seed: Seed of the random draw.
-        progress: Progress of the whole fit, or whether to show progress.
+        progress: Of the whole fit.
 
     Returns:
         The points, and the factor times the square root of N / M.
 
     Raises:
-        InputError: The data set has fewer than M points, or the loader gave other data than in the first pass.
+        InputError: The data set has fewer than M points, or the reader gave other data than in the first pass.
         UnsupportedError: The Hessian is not positive semidefinite.
     """
-    if size > points.n:
-        raise InputError(expected("n_subset", f"at most the {points.n} points of the data", size))
-    generator = torch.Generator().manual_seed(seed)
-    chosen = torch.zeros(points.n, dtype=torch.bool)
-    chosen[torch.randperm(points.n, generator=generator)[:size]] = True
-    hessian = points.hessian
+    chosen, hessian = _drawn(points.n, size, seed), points.hessian
     parts, outputs, targets, start = [], [], [], 0
     record = PassRecord()
-    for batch in Progress.of(progress).over(loader, "[inducing points]"):
-        x, y = read(batch)
-        y = check_targets(y, input_length(x), points.function)
-        z = check_outputs(encoder(x), "model(x)")
+    for batch in progress.over(reader, "[inducing points]"):
+        y: Any = batch.labels
+        z = check_outputs(encoder(batch.x), "model(x)")
         record.add(z, y)
-        in_subset = chosen[start : start + input_length(x)].to(y.device)
-        start += input_length(x)
-        if len(in_subset) == len(z) and bool(in_subset.any()):
-            parts.append(selected_rows(x, in_subset))
-            outputs.append(z[in_subset])
-            targets.append(y[in_subset])
+        rows = chosen[start : start + len(z)].to(y.device)
+        start += len(z)
+        if len(rows) == len(z) and bool(rows.any()):
+            parts.append(_selected(batch.x, rows))
+            outputs.append(z[rows])
+            targets.append(y[rows])
     points.check_same(record)
-    inputs, z, y = concatenated(parts), torch.cat(outputs), torch.cat(targets)
+    inputs, z, y = _concatenated(parts), torch.cat(outputs), torch.cat(targets)
     if hessian.coupled:
         return HessianSubset(inputs, hessian.among(z, y).factor(), coupled=True)
     return HessianSubset(inputs, (points.n / size) ** 0.5 * hessian.at(z, y).blocks.factor(), coupled=False)
 
 
-def selected_rows(x: Inputs, rows: Tensor) -> Inputs:
+def anchor_subset(
+    encoder: Encoder, reader: Reader, loss: CosineLoss, size: int, seed: int, progress: Progress
+) -> tuple[HessianSubset, Tensor, Tensor, int]:
+    """Draw points that are each other's candidates, two views of an input together, and take the root of their Hessian.
+
+    Args:
+        encoder: The analysed encoder, in evaluation mode.
+        reader: Batches; iterated twice.
+        loss: Of anchors, with the distance and the fix of its curvature.
+        size: Number M of points.
+        seed: Seed of the random draw.
+        progress: Of the whole fit.
+
+    Returns:
+        The points, with the factor times the square root of N / M; N / M times their loss and cost; and N.
+
+    Raises:
+        InputError: The data set has fewer than M points, or no anchor among them has a positive.
+        UnsupportedError: The Hessian is not positive semidefinite, or the loss is of listed pairs.
+    """
+    n, by_views = 0, False
+    for batch in progress.over(reader, "[targets]"):
+        if batch.labels is None:
+            msg = "hessian_structure='gp': a loss of listed pairs has no subset of points. Use 'diag' or 'kron'."
+            raise UnsupportedError(msg)
+        n += input_length(batch.x)
+        by_views = by_views or (batch.classes is None and batch.pairs is None)
+    # Numbers of inputs: of two views each, where the views are all that belongs together.
+    views = 2 if by_views else 1
+    chosen = _drawn(n, size, seed, views)
+    parts, labels, relation, start = [], [], None, 0
+    for batch in progress.over(reader, "[inducing points]"):
+        y: Any = batch.labels
+        count = input_length(batch.x)
+        rows = chosen[start : start + count // views].repeat(views).to(y.device)
+        if len(rows) != count:
+            raise InputError(expected("train_loader", "the same number of points in every pass", "others"))
+        if bool(rows.any()):
+            parts.append(_selected(batch.x, rows))
+            labels.append(y[rows] + (start if by_views else 0))
+        relation, start = batch.pairs, start + count // views
+    x = _concatenated(parts)
+    with torch.no_grad():
+        z = check_outputs(encoder(x), "model(x)")
+    hessian = loss.data_hessian(z, loss.relate(z, torch.cat(labels), relation))
+    note_skipped(hessian.derivatives.anchors, hessian.derivatives.skipped)
+    scale = n / len(z)
+    factor = hessian.factor() if hessian.coupled else hessian.blocks.factor()
+    value, cost = hessian.loss_and_cost()
+    return HessianSubset(x, scale**0.5 * factor, hessian.coupled), scale * value, scale * cost, n
+
+
+def _drawn(n: int, size: int, seed: int, views: int = 1) -> Tensor:
+    """Which of ``n`` points are drawn, boolean; of inputs with several views, which inputs."""
+    if size > n:
+        raise InputError(expected("n_subset", f"at most the {n} points of the data", size))
+    chosen = torch.zeros(n // views, dtype=torch.bool)
+    order = torch.randperm(n // views, generator=torch.Generator().manual_seed(seed))
+    chosen[order[: max(1, size // views)]] = True
+    return chosen
+
+
+def _selected(x: Inputs, rows: Tensor) -> Inputs:
     """The points of a batch where ``rows`` (B,) is true."""
     if isinstance(x, Tensor):
         return x[rows]
@@ -119,7 +170,7 @@ def selected_rows(x: Inputs, rows: Tensor) -> Inputs:
     return {k: v[rows] if isinstance(v, Tensor) and v.ndim and v.shape[0] == n else v for k, v in x.items()}
 
 
-def concatenated(parts: list[Inputs]) -> Inputs:
+def _concatenated(parts: list[Inputs]) -> Inputs:
     """Batches after each other, of texts with one padding.
 
     Raises:

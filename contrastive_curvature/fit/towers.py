@@ -9,33 +9,135 @@ it, with all that couples its points. The blocks between the towers have a part 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.fit.anchor_sums import AnchorSums, check_anchors, finished_anchors
-from contrastive_curvature.fit.dataset import DatasetCurvature
+from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.fit.anchors import anchors_seen, check_compared
 from contrastive_curvature.fit.finite import check_finite
-from contrastive_curvature.fit.sampling import BlockSampler
-from contrastive_curvature.fit.tower_batch import TowerBatch
+from contrastive_curvature.fit.loop import CurvatureSum, DatasetCurvature, Seen, add_up, finished
+from contrastive_curvature.fit.readers import Batch, check_usable
+from contrastive_curvature.fit.structured import BlockSampler
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, PartOfDerivatives
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.losses.sides import joined_towers
-from contrastive_curvature.network.inputs import input_length
+from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.network.last_layer import LastLayerPullback
-from contrastive_curvature.network.loader import joined_inputs
+from contrastive_curvature.network.loader import joined_inputs, read_views
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.options import KFACApprox, Structure
+from contrastive_curvature.pairs.relation import check_labels
 from contrastive_curvature.progress import Progress
 
-__all__ = ["TowerReader", "towers_curvature", "towers_product"]
+__all__ = ["TowerBatch", "TowerReader", "read_towers", "towers_curvature", "towers_product"]
 
 _log = logging.getLogger("contrastive_curvature")
+
+_FORMS = "batches (a, b), ((a, b), labels), (a, b, labels) or (a, b, (labels of a, labels of b))"
+
+
+class TowerBatch(NamedTuple):
+    """A batch of two towers.
+
+    Args:
+        a: N inputs of the first tower.
+        b: M inputs of the second.
+        labels: Class labels of both, (N,) and (M,); ``None`` where ``a[i]`` belongs to ``b[i]``.
+        grades: How similar ``a[i]`` and ``b[i]`` are, shape (N,), for a loss of graded pairs.
+    """
+
+    a: Inputs
+    b: Inputs
+    labels: tuple[Tensor, Tensor] | None
+    grades: Tensor | None = None
+
+    @property
+    def compares(self) -> bool:
+        """Whether some inputs belong together less than others do."""
+        if self.grades is not None:
+            return bool((self.grades != self.grades[0]).any())
+        if self.labels is None:
+            return input_length(self.a) > 1
+        both = torch.cat(self.labels)
+        return bool((both != both[0]).any())
+
+
+def read_towers(batch: Any, device: torch.device, loss: CosineLoss, positives: str | None = None) -> TowerBatch:
+    """Take apart what a loader yields, and bring it to a device.
+
+    Args:
+        batch: ``(a, b)`` where ``a[i]`` belongs to ``b[i]``; ``((a, b), labels)`` and ``(a, b, labels)`` with one label
+            a pair, or those of all N inputs of a and then of all M of b; ``(a, b, (labels of a, labels of b))``. For a
+            loss of graded pairs, ``(a, b, grades)``.
+        device: Where to bring it.
+        loss: Of both towers.
+        positives: ``"labels"``: inputs of the same label belong together; ``"views"``: a[i] and b[i] alone. ``None``
+            takes labels of both towers, and asks the loss where there is one label a pair: losses of classes take it,
+            InfoNCE and SigLIP were trained with the pairs.
+
+    Raises:
+        InputTypeError: Something else, or labels that are no whole numbers.
+        InputError: A batch without a point, or with a wrong number of labels.
+    """
+    if isinstance(batch, Mapping) or not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
+        came = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
+        hint = "An encoder that takes a mapping gets one of its own: yield ({'pixel_values': ...}, {'input_ids': ...})."
+        raise InputTypeError(expected("train_loader", _FORMS, came, hint))
+    if len(batch) == 3 and isinstance(batch[2], (tuple, list)):
+        batch = (batch[0], batch[1], _joined_labels(batch))
+    if len(batch) == 2 and isinstance(batch[0], (tuple, list)) and len(batch[0]) == 2 and _of_both(batch[1]):
+        batch = (*batch[0], _joined_labels((*batch[0], batch[1])))
+    views = read_views(batch, device, argument="train_loader", towers=True)
+    check_usable(views, loss, positives)
+    second: Any = views.second
+    counts = input_length(views.first), input_length(second)
+    if loss.graded:
+        if views.targets is None or counts[0] != counts[1] or len(views.targets) != counts[0]:
+            grades = "" if views.targets is None else f" with {len(views.targets)} grades"
+            came = f"{counts[0]} and {counts[1]} inputs{grades}"
+            hint = f"{type(loss).__name__} compares pairs of known similarity."
+            raise InputError(expected("train_loader", "(a, b, grades) with a grade for every pair", came, hint))
+        return TowerBatch(views.first, second, None, views.targets)
+    labels = views.targets
+    a_pair = labels is not None and counts[0] == counts[1] == len(labels)
+    if labels is None or positives == "views" or (positives is None and a_pair and not loss.supervised):
+        if positives == "labels":
+            raise InputError(expected("train_loader", "(a, b, labels) for positives='labels'", "no labels"))
+        return TowerBatch(views.first, second, None)
+    if a_pair:
+        labels = torch.cat([labels, labels])
+    if len(labels) != sum(counts):
+        wanted = f"{sum(counts)} labels, of {counts[0]} inputs of the first tower and then of {counts[1]} of the second"
+        if counts[0] == counts[1]:
+            wanted = f"{counts[0]} labels, one a pair"
+        raise InputError(expected("train_loader", wanted, len(labels)))
+    labels = check_labels(labels, sum(counts))
+    return TowerBatch(views.first, second, (labels[: counts[0]], labels[counts[0] :]))
+
+
+def _of_both(labels: Any) -> bool:
+    """Whether these are the labels of each tower."""
+    return isinstance(labels, (tuple, list)) and any(isinstance(part, Tensor) for part in labels)
+
+
+def _joined_labels(batch: Any) -> Tensor:
+    """Labels of both towers after each other, each as many as it has inputs."""
+    a, b, labels = batch
+    if len(labels) != 2 or not all(isinstance(part, Tensor) and part.ndim == 1 for part in labels):
+        came = f"a {type(labels).__name__} of {len(labels)}, not two tensors"
+        hint = "One label a pair is a tensor (N,), too."
+        raise InputTypeError(expected("train_loader", "(labels of a, labels of b), tensors (N,) and (M,)", came, hint))
+    for name, x, part in zip("ab", (a, b), labels, strict=True):
+        if isinstance(x, (Tensor, Mapping)) and len(part) != input_length(x):
+            raise InputError(expected("train_loader", f"{input_length(x)} labels of {name}", len(part)))
+    return torch.cat([labels[0], labels[1].to(labels[0].device)])
+
 
 TowerReader = Callable[[Any], TowerBatch]
 """Converts what the loader yields into a batch on the model's device."""
@@ -47,11 +149,11 @@ def towers_curvature(
     read: TowerReader,
     loss: CosineLoss,
     structure: Structure,
-    progress: Progress | bool | None = None,
+    progress: Progress,
     kfac_approx: KFACApprox = KFACApprox.EXPAND,
     sampler: BlockSampler | None = None,
 ) -> list[DatasetCurvature]:
-    """Sum of the curvatures of all batches, unclamped; a mean over anchors counts times their number.
+    """Sum the curvatures of all batches, unclamped; a mean over anchors counts times their number.
 
     Args:
         pullbacks: To the parameters of the first tower and to those of the second; or one, of a module that both are.
@@ -59,7 +161,7 @@ def towers_curvature(
         read: Takes a batch apart.
         loss: Of anchors or of graded pairs, with the distance and the fix of its curvature.
         structure: ``diag``, ``full`` or ``kron``.
-        progress: Progress of the whole fit, or whether to show progress.
+        progress: Of the whole fit.
         kfac_approx: How ``kron`` treats points that are coupled.
         sampler: Samples the blocks of the Hessian for an estimate; ``None`` uses the exact blocks.
 
@@ -72,31 +174,41 @@ def towers_curvature(
             curvature is not finite.
         UnsupportedError: ``kron`` is requested for a layer that has no Kronecker factors.
     """
-    sums = [AnchorSums(pullback, structure, kfac_approx, sampler) for pullback in pullbacks]
+    totals = [CurvatureSum(pullback, structure, kfac_approx, sampler) for pullback in pullbacks]
     batches = without = 0
-    for batch in Progress.of(progress).over(loader, "[curvature]"):
-        given = read(batch)
+    # Of each tower, points so far.
+    seen = [0] * len(totals)
+
+    def look(raw: Any, where: str) -> list[tuple[Any, Seen, Batch]]:
+        nonlocal batches, without
+        del where
+        given = read(raw)
+        batches, without = batches + 1, without + int(not given.compares)
         z_a, z_b, contexts = _outputs(pullbacks, given)
         z, first, whole = _derivatives(loss, z_a, z_b, given)
-        batches, without = batches + 1, without + int(not given.compares)
         node_sums = whole.node_sums()
         ranges = [slice(0, first), slice(first, len(z))] if len(pullbacks) == 2 else [slice(0, len(z))]
         labels = None if given.labels is None else torch.cat(given.labels)
-        for into, context, rows in zip(sums, contexts, ranges, strict=True):
+        found = []
+        for k, (context, rows) in enumerate(zip(contexts, ranges, strict=True)):
             hessian = loss.hessian_of(z[rows], PartOfDerivatives(whole, rows, node_sums))
-            into.add(context, hessian, None if labels is None else labels[rows])
-    states = [into.state() for into in sums]
-    check_anchors(states[0], changes=False)
+            numbers = torch.arange(seen[k], seen[k] + len(hessian))
+            points = Batch({}, None, None, None if labels is None else labels[rows], numbers)
+            seen[k] += len(hessian)
+            found.append((context, anchors_seen(hessian), points))
+        return found
+
+    add_up(totals, loader, look, progress, "[curvature]")
+    sums = [total.sums() for total in totals]
+    check_compared(sums[0], changes=False)
     if without == batches:
         hint = "An anchor is told apart from the inputs of its batch that do not belong to it: use larger batches."
         came = f"{batches} batches whose inputs all belong together" + (", or as much" if loss.graded else "")
         raise InputError(expected("train_loader", "batches of two pairs or more", came, hint))
     if without:
         _log.info("%d of %d batches had no inputs that belong together less than others", without, batches)
-    share = 1 / len(sums)
-    return [
-        finished_anchors(pullback, state, structure, share) for pullback, state in zip(pullbacks, states, strict=True)
-    ]
+    out = [finished(pullback, part) for pullback, part in zip(pullbacks, sums, strict=True)]
+    return [replace(part, loss=part.loss / len(out), cost=part.cost / len(out)) for part in out]
 
 
 def towers_product(
@@ -162,12 +274,5 @@ def _derivatives(
     u = normalize(z)[0]
     if isinstance(loss, RowLoss):
         return z, first, loss.between_towers(relation, u, first, as_data=True)
-    index = torch.arange(len(z), device=z.device)
-    return z, first, loss.derivatives(loss.relate(z, None, (index[:first], index[first:], _grades(given))), u)
-
-
-def _grades(given: TowerBatch) -> Tensor:
-    if given.grades is None:
-        msg = "a batch of a loss of graded pairs has grades"
-        raise RuntimeError(msg)
-    return given.grades
+    index, grades = torch.arange(len(z), device=z.device), cast("Tensor", given.grades)
+    return z, first, loss.derivatives(loss.relate(z, None, (index[:first], index[first:], grades)), u)

@@ -21,12 +21,11 @@ from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.fit.class_centres import ClassCentres
-from contrastive_curvature.fit.dataset import DatasetCurvature
+from contrastive_curvature.fit.loop import DatasetCurvature
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.laplace import calibration, fitting, prediction, sampling, saving, tuning
 from contrastive_curvature.laplace.advice import LabelRange, advise_on_labels, advise_on_prior
-from contrastive_curvature.laplace.backends.base import ContrastiveBackend
-from contrastive_curvature.laplace.backends.torch_func import ContrastiveGGN
+from contrastive_curvature.laplace.backends.base import ContrastiveBackend, ContrastiveGGN
 from contrastive_curvature.laplace.forms import CurvatureForm
 from contrastive_curvature.laplace.invalid import no_rows, with_nan_rows
 from contrastive_curvature.laplace.options import CONTRASTIVE, arguments_by_name, check_arguments, check_options

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from laplace.utils.matrix import KronDecomposed
 
-from contrastive_curvature.fit.spectrum import eigenpairs
+from contrastive_curvature.fit.finite import eigenpairs
 from contrastive_curvature.network.pullback import KronFactors
 
 __all__ = ["decompose_factors"]

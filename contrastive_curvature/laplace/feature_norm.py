@@ -15,7 +15,7 @@ from scipy.stats import spearmanr
 from torch import Tensor
 from torch.nn.functional import linear
 
-from contrastive_curvature.fit.dataset import DatasetCurvature
+from contrastive_curvature.fit.loop import DatasetCurvature
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.laplace.forms import DiagonalForm
 from contrastive_curvature.network.last_layer import diag_last_layer_variance

@@ -13,18 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.fit.class_centres import MOST_NUMBERS, ClassCentres
-from contrastive_curvature.fit.class_sums import ClassSums
+from contrastive_curvature.fit.class_centres import MOST_NUMBERS, ClassCentres, ClassSums
 from contrastive_curvature.hessian.sphere import check_outputs
-from contrastive_curvature.laplace.backends.base import ContrastiveBackend
-from contrastive_curvature.laplace.backends.torch_func import ContrastiveGGN
+from contrastive_curvature.laplace.backends.base import ContrastiveBackend, ContrastiveGGN
 from contrastive_curvature.laplace.options import CONTRASTIVE
 from contrastive_curvature.laplace.state import unchanged_on_error
 from contrastive_curvature.network.encoder import evaluation_mode, flatten_parameters
 from contrastive_curvature.network.inputs import Inputs, slice_inputs, tokenized_batch
 from contrastive_curvature.network.loader import check_loader, check_whole, read_views
 from contrastive_curvature.pairs.relation import check_labels
-from contrastive_curvature.parts.exchange import Alone, Exchange, check_agreed, present_exchange
+from contrastive_curvature.parts.exchange import ProcessGroup, check_agreed, present_exchange
 from contrastive_curvature.progress import Progress
 
 __all__ = [
@@ -71,11 +69,11 @@ def begin(la: Any, loader: Iterable[Any]) -> None:
 
     def first() -> Inputs | None:
         check_loader(loader)
-        if exchange.count == 1:
+        if exchange is None:
             check_whole(loader)
         return first_inputs(la, loader)
 
-    probe = first() if exchange.count == 1 else shared_inputs(exchange, first, la._device)
+    probe = first() if exchange is None else shared_inputs(exchange, first, la._device)
     if probe is None:
         raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
     look_at(la, probe)
@@ -95,7 +93,7 @@ def in_all_processes(la: Any, *, override: bool) -> Iterator[None]:
         ProcessError: Another process has failed, or gone.
     """
     exchange = _exchange_of(la)
-    if exchange.count == 1:
+    if exchange is None:
         yield
         return
     with unchanged_on_error(la), exchange.together():
@@ -127,11 +125,11 @@ _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 
 def is_alone(la: Any) -> bool:
     """Whether a fit runs in one process, which has all the data."""
-    return _exchange_of(la).count == 1
+    return _exchange_of(la) is None
 
 
-def _exchange_of(la: Any) -> Exchange:
-    return present_exchange() if la.fits_in_parts else Alone()
+def _exchange_of(la: Any) -> ProcessGroup | None:
+    return present_exchange() if la.fits_in_parts else None
 
 
 def first_inputs(la: Any, loader: Iterable[Any]) -> Inputs | None:
@@ -143,7 +141,7 @@ def first_inputs(la: Any, loader: Iterable[Any]) -> Inputs | None:
     return None
 
 
-def shared_inputs(exchange: Exchange, make: Callable[[], Inputs | None], device: torch.device) -> Inputs | None:
+def shared_inputs(exchange: ProcessGroup, make: Callable[[], Inputs | None], device: torch.device) -> Inputs | None:
     """Those of this process, or of the first one that has any.
 
     Args:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.fit.dataset import DatasetCurvature
+from contrastive_curvature.fit.finite import eigenpairs
+from contrastive_curvature.fit.loop import DatasetCurvature
 from contrastive_curvature.fit.nystrom import low_rank_moment
-from contrastive_curvature.fit.spectrum import eigenpairs
 from contrastive_curvature.laplace import effective
 from contrastive_curvature.laplace.forms import CurvatureForm, merge_factors, warn_of_nothing
 from contrastive_curvature.laplace.kron_lowrank_precision import KronLowRank

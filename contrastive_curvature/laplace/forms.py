@@ -11,8 +11,8 @@ import torch
 from laplace.utils import Kron
 from torch import Tensor
 
-from contrastive_curvature.fit.accumulate import clamp_curvature, clamp_factors
-from contrastive_curvature.fit.dataset import DatasetCurvature
+from contrastive_curvature.fit.finite import clamp_curvature, clamp_factors
+from contrastive_curvature.fit.loop import DatasetCurvature
 from contrastive_curvature.laplace import effective
 from contrastive_curvature.laplace.decompose import decompose_factors
 from contrastive_curvature.laplace.kernel import kernel_product

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.fit.dataset import mean_norm
-from contrastive_curvature.fit.spectrum import eigenpairs
+from contrastive_curvature.fit.finite import eigenpairs
+from contrastive_curvature.fit.loop import mean_norm
 from contrastive_curvature.laplace import fitting
 from contrastive_curvature.laplace.base import ContrastiveLaplace
 from contrastive_curvature.laplace.checks import check_finite_outputs, check_output_shape

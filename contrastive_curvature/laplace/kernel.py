@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.fit.dominance import FEWEST_POINTS, MOST, warn_of_point
 from contrastive_curvature.fit.finite import check_finite
 from contrastive_curvature.fit.subset import HessianSubset
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import input_length
 from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS
+from contrastive_curvature.parts.contributions import FEWEST_POINTS, MOST, warn_of_point
 
 __all__ = [
     "held_jacobians",

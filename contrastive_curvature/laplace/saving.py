@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from contrastive_curvature.laplace.advice import LabelRange
-from contrastive_curvature.laplace.backends.base import ContrastiveBackend
-from contrastive_curvature.laplace.backends.torch_func import ContrastiveGGN
+from contrastive_curvature.laplace.backends.base import ContrastiveBackend, ContrastiveGGN
 from contrastive_curvature.laplace.state import (
     check_class,
     check_error,

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.fit.tower_batch import TowerBatch, read_towers
-from contrastive_curvature.fit.towers import towers_curvature, towers_product
+from contrastive_curvature.fit.towers import TowerBatch, read_towers, towers_curvature, towers_product
 from contrastive_curvature.laplace import calibration, fitting
 from contrastive_curvature.laplace.base import ContrastiveLaplace
 from contrastive_curvature.laplace.options import CONTRASTIVE

@@ -294,7 +294,7 @@ class RowDerivatives(CosineDerivatives):
             anchors, candidates = rows.side.anchors, rows.side.candidates
             if anchors.start <= start and stop <= anchors.stop:
                 ours = start - anchors.start, stop - anchors.start
-                part = self._as_anchors(rows, *ours)
+                part = self._as_batch(rows, *ours)
                 out = part if out is None else out + part
                 cosine = rows.cosine if rows.cosine is None else rows.cosine[slice(*ours)]
             if candidates.start <= start and stop <= candidates.stop:
@@ -305,7 +305,7 @@ class RowDerivatives(CosineDerivatives):
             raise RuntimeError(msg)
         return out, cosine
 
-    def _as_anchors(self, rows: _Rows, start: int, stop: int) -> Tensor:
+    def _as_batch(self, rows: _Rows, start: int, stop: int) -> Tensor:
         second = self._of(rows, start, stop).second
         if second is None:
             msg = "a linear loss has no moments"

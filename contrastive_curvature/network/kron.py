@@ -7,7 +7,7 @@ is exact for one point, or where all points share the inputs or the blocks. Bias
 block of what is kept.
 
 Fixes whose output Hessian couples points have cross terms besides, which are left out here;
-:mod:`contrastive_curvature.fit.sharing` has approximations that keep them.
+:mod:`contrastive_curvature.fit.structured` has approximations that keep them.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.fit.accumulate import clamp_curvature, clamp_factors
-from contrastive_curvature.fit.dataset import DatasetCurvature
+from contrastive_curvature.fit.finite import clamp_curvature, clamp_factors
+from contrastive_curvature.fit.loop import DatasetCurvature
 
 __all__ = ["DiscountedCurvature"]
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import DivergenceError, InputError, InputTypeError, expected
-from contrastive_curvature.fit.dataset import DatasetCurvature
 from contrastive_curvature.fit.finite import is_finite
-from contrastive_curvature.fit.views import as_anchors
+from contrastive_curvature.fit.loop import DatasetCurvature
+from contrastive_curvature.fit.readers import as_batch
 from contrastive_curvature.hessian.blocks import UnrepresentableError
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.laplace import ContrastiveLaplace
@@ -222,7 +222,7 @@ class OnlineLaplace(nn.Module):
         """
         backend = self._posterior.backend
         device, related = next(self.encoder.parameters()).device, backend.options.relation is not None
-        given = as_anchors(
+        given = as_batch(
             read_views(tokenized_batch(self.encoder, batch), device, dict_key_y, related=related),
             backend.loss,
             backend.options.relation,

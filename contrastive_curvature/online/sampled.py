@@ -14,8 +14,8 @@ from torch.func import functional_call
 from torch.nn.functional import linear
 
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.fit.dataset import DatasetCurvature, mean_norm
-from contrastive_curvature.fit.sharing import structured_curvature
+from contrastive_curvature.fit.loop import DatasetCurvature, mean_norm
+from contrastive_curvature.fit.structured import structured_curvature
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.contrastive import ContrastiveLoss

@@ -1,6 +1,6 @@
 """A fit in parts: what a part of the data adds, how parts merge, and what several processes tell each other."""
 
-from contrastive_curvature.parts.exchange import Alone, Exchange, ProcessGroup, present_exchange
+from contrastive_curvature.parts.exchange import ProcessGroup, present_exchange
 from contrastive_curvature.parts.files import load_state, save_state
 from contrastive_curvature.parts.rows import RowCollector, Rows
 from contrastive_curvature.parts.share import Share
@@ -9,8 +9,6 @@ from contrastive_curvature.parts.state import CURVATURE, STATISTICS, Origin, Sta
 __all__ = [
     "CURVATURE",
     "STATISTICS",
-    "Alone",
-    "Exchange",
     "Origin",
     "ProcessGroup",
     "RowCollector",

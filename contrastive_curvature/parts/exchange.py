@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
+import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,9 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, ProcessError, expected
-from contrastive_curvature.parts.interrupts import interrupts_later
 
-__all__ = ["Alone", "Exchange", "ProcessGroup", "check_agreed", "present_exchange"]
+__all__ = ["ProcessGroup", "check_agreed", "present_exchange"]
 
 _log = logging.getLogger("contrastive_curvature")
 
@@ -31,73 +31,33 @@ _WAIT_QUIETLY = 30.0
 _LONGEST_SLEEP = 0.01
 
 
-class Exchange(ABC):
-    """The processes of one fit.
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Ctrl-C inside takes effect at the end; a second one at once.
 
-    Attributes:
-        rank: Of this one.
-        count: How many there are.
+    Python delivers it to the main thread only, so elsewhere there is nothing to do.
     """
-
-    rank: int
-    count: int
-
-    @abstractmethod
-    def gather(self, make: Callable[[], bytes]) -> list[bytes]:
-        """What every process made, in the order of the ranks; in every process. For a few numbers or inputs.
-
-        Args:
-            make: Makes that of this process.
-
-        Raises:
-            ProcessError: It failed in another process, or one has gone. What fails in this process is raised as it is,
-                after the others were told.
-        """
-
-    @abstractmethod
-    def each(self, content: bytes, take: Callable[[bytes], None]) -> None:
-        """Take what every process has, in the order of the ranks, one after the other; in every process.
-
-        Args:
-            content: That of this process.
-            take: Called with that of each. At no time more than one of them is in memory besides the own one.
-
-        Raises:
-            ProcessError: See :meth:`gather`.
-        """
-
-    @abstractmethod
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """What is done inside succeeds in all processes or fails in all of them.
-
-        Raises:
-            ProcessError: It failed in another process, or one has gone; perhaps at the end only, so that what was done
-                inside has to be undone.
-        """
-        yield  # pragma: no cover
-
-
-class Alone(Exchange):
-    """One process."""
-
-    rank, count = 0, 1
-
-    def gather(self, make: Callable[[], bytes]) -> list[bytes]:
-        """See :meth:`Exchange.gather`."""
-        return [make()]
-
-    def each(self, content: bytes, take: Callable[[bytes], None]) -> None:
-        """See :meth:`Exchange.each`."""
-        take(content)
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """See :meth:`Exchange.together`."""
+    before = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    if not callable(before):
         yield
+        return
+    asked: list[Any] = []
+
+    def later(number: int, frame: Any) -> None:
+        if asked:
+            before(number, frame)
+        asked.append(frame)
+
+    signal.signal(signal.SIGINT, later)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if asked:
+        before(signal.SIGINT, asked[0])
 
 
-class ProcessGroup(Exchange):
+class ProcessGroup:
     """The processes of torch's default group, as ``torchrun`` starts them.
 
     Every exchange begins with one number of each process: how many bytes follow, or that it has failed. So a process
@@ -110,7 +70,12 @@ class ProcessGroup(Exchange):
         self._inside = self._over = self._lost = False
 
     def gather(self, make: Callable[[], bytes]) -> list[bytes]:
-        """See :meth:`Exchange.gather`."""
+        """Return what every process made, in the order of the ranks; in every process. For a few numbers or inputs.
+
+        Raises:
+            ProcessError: It failed in another process, or one has gone. What fails in this process is raised as it is,
+                after the others were told.
+        """
         with self._telling():
             content = make()
             lengths = self._lengths(len(content))
@@ -123,13 +88,17 @@ class ProcessGroup(Exchange):
             return [_bytes(part[:n]) for part, n in zip(found, lengths, strict=True)]
 
     def each(self, content: bytes, take: Callable[[bytes], None]) -> None:
-        """See :meth:`Exchange.each`."""
+        """Take what every process has, in the order of the ranks; only one of them is in memory besides the own one.
+
+        Raises:
+            ProcessError: See :meth:`gather`.
+        """
         with self._telling():
             lengths = self._lengths(len(content))
             buffer = torch.empty(max(1, *lengths), dtype=torch.uint8, device=self._device)
             self._lengths(0)
             failure: BaseException | None = None
-            with interrupts_later():
+            with _interrupts_later():
                 for source, length in enumerate(lengths):
                     part = buffer[:length]
                     try:
@@ -150,7 +119,12 @@ class ProcessGroup(Exchange):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """See :meth:`Exchange.together`."""
+        """Let what is done inside succeed in all processes or fail in all of them.
+
+        Raises:
+            ProcessError: It failed in another process, or one has gone; perhaps at the end only, so that what was done
+                inside has to be undone.
+        """
         if self._inside:
             yield
             return
@@ -204,7 +178,7 @@ class ProcessGroup(Exchange):
         return numbers
 
     def _all(self, found: list[Tensor], mine: Tensor) -> None:
-        with interrupts_later():
+        with _interrupts_later():
             self._wait(dist.all_gather, found, mine)
 
     def _wait(self, operation: Callable[..., Any], *arguments: Any) -> None:
@@ -237,20 +211,20 @@ class ProcessGroup(Exchange):
             raise
 
 
-_running: ContextVar[Exchange | None] = ContextVar("contrastive_curvature_exchange", default=None)
+_running: ContextVar[ProcessGroup | None] = ContextVar("contrastive_curvature_exchange", default=None)
 """The exchange of a fit that is under way."""
 
 
-def present_exchange() -> Exchange:
-    """The processes that this one belongs to: those of ``torch.distributed`` where its default group is initialised."""
+def present_exchange() -> ProcessGroup | None:
+    """Return the processes of ``torch.distributed``'s default group; ``None`` where this one is alone."""
     running = _running.get()
     if running is not None:
         return running
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return ProcessGroup() if several else Alone()
+    return ProcessGroup() if several else None
 
 
-def check_agreed(exchange: Exchange, facts: Mapping[str, str]) -> None:
+def check_agreed(exchange: ProcessGroup, facts: Mapping[str, str]) -> None:
     """Refuse to fit together what differs between the processes.
 
     Args:
@@ -260,8 +234,6 @@ def check_agreed(exchange: Exchange, facts: Mapping[str, str]) -> None:
     Raises:
         InputError: Two processes differ; in all of them.
     """
-    if exchange.count == 1:
-        return
     every = [json.loads(text) for text in exchange.gather(lambda: json.dumps(dict(facts)).encode())]
     for rank, other in enumerate(every):
         for name in dict.fromkeys([*every[0], *other]):

@@ -58,7 +58,7 @@ class Share:
     """
 
     def __init__(self, loader: Any, index: int = 0) -> None:
-        self.loader, self._start = loader, index * _FAR
+        self.loader, self.start = loader, index * _FAR
         self._numbers: Tensor | None = None
         self._real: Tensor | None = None
         self.claim: Claim | None = None
@@ -108,7 +108,7 @@ class Share:
         for batch in self.loader:
             count = _length(batch) or 0
             if self._numbers is None:
-                first = self._start + start
+                first = self.start + start
                 yield batch, torch.arange(first, first + count)
                 start += count
                 continue

@@ -70,6 +70,25 @@ class Origin:
 
 
 @dataclass(frozen=True)
+class Sums:
+    """What a pass over points adds up, and a sample of them; it merges in any order, up to the rounding of sums.
+
+    Args:
+        n: Number of points.
+        sums: Tensors that add up.
+        kept: Points that are kept.
+        classes: Numbers and sums of embeddings of every class; ``None`` where targets are no class labels.
+        contributions: Which points dominate; ``None`` for statistics.
+    """
+
+    n: int = 0
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    kept: Mapping[str, Rows] = field(default_factory=dict)
+    classes: ClassTable | None = None
+    contributions: Contributions | None = None
+
+
+@dataclass(frozen=True)
 class State:
     """Of one part of a data set, or of several that are merged.
 
@@ -100,6 +119,11 @@ class State:
     def n(self) -> int:
         """Number of points."""
         return sum(origin.n for origin in self.origins.values())
+
+    @property
+    def total(self) -> Sums:
+        """What has been summed, without where it comes from."""
+        return Sums(self.n, self.sums, self.kept, self.classes, self.contributions)
 
     @property
     def missing(self) -> list[int]:

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.fit.accumulate import clamp_curvature
+from contrastive_curvature.fit.finite import clamp_curvature
 from contrastive_curvature.laplace.backends import ContrastiveGGN
 from contrastive_curvature.options import Structure
 from contrastive_curvature.testing.cases import Case, close

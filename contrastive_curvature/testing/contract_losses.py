@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputTypeError, UnsupportedError, expected
-from contrastive_curvature.fit.accumulate import clamp_curvature
+from contrastive_curvature.fit.finite import clamp_curvature
 from contrastive_curvature.laplace.backends import ContrastiveGGN
 from contrastive_curvature.losses import (
     CosineLoss,
@@ -102,7 +102,7 @@ class LossContract(ContractBase):
             assert close(made.diag(x, y, N=len(x))[1].cpu(), want.diagonal(), scale * size)
             assert close(made.full(x, y, N=len(x))[1].cpu(), want, scale * size)
             loader = list(zip(x.split(step), y.split(step), strict=True))
-            some = [] if of_pairs else [batch for batch in loader if self._has_anchors(loss, model, *batch)]
+            some = [] if of_pairs else [batch for batch in loader if self._has_batch(loss, model, *batch)]
             batches = [made.full(a, b, N=len(x))[1] for a, b in some]
             # Pairs are those of the whole data set, candidates those of a batch.
             together = want if of_pairs else torch.as_tensor(sum(batches)) if batches else None
@@ -138,7 +138,7 @@ class LossContract(ContractBase):
             for group, other in zip(found, want, strict=True):
                 assert all(close(f, g, tolerance=1e-8) for f, g in zip(group, other, strict=True))
 
-    def _has_anchors(self, loss: CosineLoss, model: Any, x: Any, y: Any) -> bool:
+    def _has_batch(self, loss: CosineLoss, model: Any, x: Any, y: Any) -> bool:
         z = model(x).detach()
         return bool(loss.output_hessian(z, y).derivatives.anchors)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.fit.accumulate import clamp_curvature
+from contrastive_curvature.fit.finite import clamp_curvature
 from contrastive_curvature.laplace.backends import ContrastiveBackend
 from contrastive_curvature.options import Distance, PDFix, Structure
 from contrastive_curvature.testing.cases import FIXES, close

@@ -15,8 +15,7 @@ from torch import Tensor
 
 import contrastive_curvature as cc
 from contrastive_curvature.fit import class_centres
-from contrastive_curvature.fit.class_centres import CAP, WEIGHT, ClassCentres
-from contrastive_curvature.fit.class_sums import ClassSums
+from contrastive_curvature.fit.class_centres import CAP, WEIGHT, ClassCentres, ClassSums
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 

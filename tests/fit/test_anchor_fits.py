@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import contrastive_curvature as cc
-from contrastive_curvature.fit.accumulate import clamp_curvature
+from contrastive_curvature.fit.finite import clamp_curvature
 from contrastive_curvature.options import Structure
 from contrastive_curvature.testing.cases import close
 
@@ -528,7 +528,7 @@ def test_targets_of_a_relation_may_look_like_inputs(device: str) -> None:
 
 def test_cross_terms_of_many_points_are_refused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, y = problem(device)
-    monkeypatch.setattr(importlib.import_module("contrastive_curvature.fit.anchor_data"), "MOST_COUPLED", 11)
+    monkeypatch.setattr(importlib.import_module("contrastive_curvature.fit.anchors"), "MOST_COUPLED", 11)
     for fix in ("ggn", "full"):
         options = {"loss": cc.SupConLoss(0.2, pd_fix=fix), "candidates": "dataset"}
         with pytest.raises(cc.UnsupportedError, match=r"N\^3.*12 points.*psd_parts"):
@@ -539,7 +539,8 @@ def test_cross_terms_of_many_points_are_refused(device: str, monkeypatch: pytest
 def test_products_over_batches_hold_no_pairs(device: str) -> None:
     model, x, y = problem(device)
     backend = cc.ContrastiveGGN(model, loss=cc.InfoNCELoss(0.2, pd_fix="full"))
-    data = backend._anchors(backend.encoder(x), [(x[:6], y[:6]), (x[6:], y[6:])], cc.progress.Progress(False))
+    reader = backend._reader([(x[:6], y[:6]), (x[6:], y[6:])])
+    data = backend._anchors(backend.encoder(x), reader, cc.progress.Progress(False))
     assert all(rows.held is None for part in data.parts for rows in part.derivatives._rows)  # type: ignore[attr-defined]
 
 

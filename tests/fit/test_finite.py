@@ -11,7 +11,7 @@ from laplace import Laplace
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.fit.spectrum import eigenpairs
+from contrastive_curvature.fit.finite import eigenpairs
 from contrastive_curvature.laplace.decompose import decompose_factors
 
 N, WIDTH, D = 24, 6, 3

@@ -13,8 +13,8 @@ from strategies import NETWORKS, Case, close, network_cases
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.fit import accumulate
-from contrastive_curvature.fit.accumulate import clamp_curvature
+from contrastive_curvature.fit import finite
+from contrastive_curvature.fit.finite import clamp_curvature
 from contrastive_curvature.network import last_layer, pullback
 from contrastive_curvature.testing import dense_ggn, dense_jacobian, dense_output_hessian
 
@@ -250,7 +250,7 @@ def test_one_point_or_no_pair_gives_zeros(device: str) -> None:
 def test_clamp_of_a_matrix_is_the_nearest_psd_matrix(device: str) -> None:
     matrix = torch.tensor([[1.0, 2.0], [2.0, 1.0]], dtype=torch.float64, device=device)
     assert torch.allclose(clamp_curvature(matrix), torch.full((2, 2), 1.5, dtype=torch.float64, device=device))
-    assert accumulate.clamp_curvature(torch.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]
+    assert finite.clamp_curvature(torch.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]
 
 
 def test_normalisation_in_place_is_looked_through(device: str) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
 from contrastive_curvature.errors import InputError, UnsupportedError
-from contrastive_curvature.laplace.backends import fits, steps
+from contrastive_curvature.fit import dataset
 from contrastive_curvature.losses.logistic import LogisticLoss
 
 pytestmark = [
@@ -111,8 +111,7 @@ def batches(n: int, device: str) -> list[tuple[Tensor, Tensor]]:
 
 
 def as_if_many(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
-    for module in (fits, steps):
-        monkeypatch.setattr(module, "MANY_POINTS", n)
+    monkeypatch.setattr(dataset, "MANY_POINTS", n)
 
 
 def test_from_thirty_thousand_points_on_a_sample_stands_for_all_negatives(
@@ -122,7 +121,7 @@ def test_from_thirty_thousand_points_on_a_sample_stands_for_all_negatives(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """On every machine, however fast."""
-    assert (fits.MANY_POINTS, fits.NEGATIVE_SAMPLES) == (30_000, 2000)
+    assert (dataset.MANY_POINTS, dataset.NEGATIVE_SAMPLES) == (30_000, 2000)
     as_if_many(monkeypatch, 2100)
     given, la = batches(2100, device), make(device, margin=0.9)
     with caplog.at_level(logging.INFO, LOGGER):
@@ -168,7 +167,7 @@ def test_losses_of_anchors_are_sampled_too(device: str, monkeypatch: pytest.Monk
     x, y = data(200, device)
     loss = {"loss": cc.InfoNCELoss(0.5), "candidates": "dataset"}
     as_if_many(monkeypatch, 200)
-    monkeypatch.setattr(fits, "NEGATIVE_SAMPLES", 50)
+    monkeypatch.setattr(dataset, "NEGATIVE_SAMPLES", 50)
     for given in (DataLoader(TensorDataset(x, y), batch_size=60), list(zip(x.split(60), y.split(60), strict=True))):
         la, explicit = (fitted(device, given, **loss, negative_samples=m) for m in ("auto", 50))
         assert torch.equal(la.H, explicit.H)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from contrastive_curvature.fit.dataset import DatasetCurvature
+from contrastive_curvature.fit.loop import DatasetCurvature
 from contrastive_curvature.online.discount import DiscountedCurvature
 
 

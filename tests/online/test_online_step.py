@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import contrastive_curvature as cc
-from contrastive_curvature.fit.accumulate import clamp_curvature, clamp_factors
+from contrastive_curvature.fit.finite import clamp_curvature, clamp_factors
 from contrastive_curvature.online import OnlineLaplace
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)

@@ -16,10 +16,10 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Tenso
 
 import contrastive_curvature as cc
 from contrastive_curvature.fit.passes import PassRecord
-from contrastive_curvature.laplace.backends.shares import Head, all_the_same, check_shares
+from contrastive_curvature.fit.together import Head, all_the_same, check_shares
 from contrastive_curvature.parts import Share
-from contrastive_curvature.parts.exchange import Alone, _exchange_device, check_agreed, present_exchange
-from contrastive_curvature.parts.interrupts import interrupts_later
+from contrastive_curvature.parts.exchange import _exchange_device, present_exchange
+from contrastive_curvature.parts.exchange import _interrupts_later as interrupts_later
 from contrastive_curvature.parts.share import Claim, sum_of_keys
 from contrastive_curvature.parts.state import Origin
 
@@ -182,14 +182,7 @@ def test_what_is_exchanged_is_where_the_backend_works(config: str, kind: str, de
 
 def test_one_process_alone(device: str) -> None:
     del device
-    exchange = present_exchange()
-    assert isinstance(exchange, Alone)
-    taken: list[bytes] = []
-    with exchange.together():
-        assert exchange.gather(lambda: b"mine") == [b"mine"]
-        exchange.each(b"mine", taken.append)
-        check_agreed(exchange, {"anything": "else"})
-    assert taken == [b"mine"]
+    assert present_exchange() is None
 
 
 def test_interrupts_wait_and_do_not_wait_twice(device: str) -> None:

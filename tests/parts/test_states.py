@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
-from contrastive_curvature.laplace.backends import fits, steps
+from contrastive_curvature.fit import dataset
 from contrastive_curvature.parts import State
 from contrastive_curvature.parts.files import from_bytes, to_bytes
 
@@ -110,9 +110,8 @@ def test_a_fit_in_parts_is_that_of_the_whole(
 def test_the_number_of_all_points_decides_in_parts_as_in_one_process(
     many: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (fits, steps):
-        monkeypatch.setattr(module, "MANY_POINTS", many)
-    monkeypatch.setattr(fits, "NEGATIVE_SAMPLES", 7)
+    monkeypatch.setattr(dataset, "MANY_POINTS", many)
+    monkeypatch.setattr(dataset, "NEGATIVE_SAMPLES", 7)
     case = "as the number of points has it"
     parts = [batches_of(case, device, [5, 2], torch.arange(7)), batches_of(case, device, [5], torch.arange(7, N))]
     la, whole = fit_in_parts(case, device, parts)[0], make(case, device)

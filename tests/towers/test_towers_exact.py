@@ -75,7 +75,7 @@ def test_kronecker_factors_of_the_last_layer(fix: str, device: str) -> None:
     data = batches(device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        la = posterior(a, b, "last_layer", "kron", LOSSES["infonce"](pd_fix=fix))
+        la = posterior(a, b, "last_layer", "kron", LOSSES["infonce"](pd_fix=fix), rank="full")
         la.fit(data)
         small = posterior(a, b, "last_layer", "kron_lowrank", LOSSES["infonce"](pd_fix=fix))
         small.fit(data)
@@ -95,7 +95,7 @@ def test_reduced_kronecker_factors_of_one_input(device: str) -> None:
     a, b = encoders(device)
     x_a, x_b = batches(device)[0]
     data = [(x_a[:1].repeat(4, 1), x_b[:1].repeat(4, 1))]
-    la = posterior(a, b, "last_layer", "kron", LOSSES["siglip"](pd_fix="ggn"), kfac_approx="reduce")
+    la = posterior(a, b, "last_layer", "kron", LOSSES["siglip"](pd_fix="ggn"), kfac_approx="reduce", rank="full")
     full = posterior(a, b, "last_layer", "full", LOSSES["siglip"](pd_fix="ggn"))
     for one in (la, full):
         with warnings.catch_warnings():

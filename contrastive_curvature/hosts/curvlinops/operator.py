@@ -126,7 +126,7 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         step = max(1, _TANGENT_ELEMENTS // max(1, self.hessian.z.numel()))
         with evaluation_mode(self._model), torch.no_grad():
             parts = [
-                curvature_product(self._pullback, self.hessian, self._data, self._read, chunk, "data")
+                curvature_product(self._pullback, self.hessian, self._inputs, chunk, "data")
                 for chunk in flat.split(step, dim=1)
             ]
         pieces = torch.cat(parts, dim=1).split([p.numel() for p in self._pullback.params.values()])
@@ -149,6 +149,10 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         if not listed and not all(isinstance(y, Tensor) for y in targets):
             raise InputTypeError(expected("data", "labels as tensors", "others", "Pass pairs=... without labels."))
         return self.loss.output_hessian(z, None if listed else torch.cat(targets), pairs=pairs)
+
+    def _inputs(self) -> Iterator[Inputs]:
+        for batch in self._data:
+            yield self._read(batch)[0]
 
     def _read(self, batch: Any) -> tuple[Inputs, Any]:
         def moved(value: Any) -> Any:

@@ -13,6 +13,9 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -20,31 +23,58 @@ from laplace.curvature.curvature import GGNInterface
 from laplace.utils import Kron
 from torch import Tensor, nn
 
-from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.fit.accumulate import per_point
-from contrastive_curvature.fit.anchors import AnchorBatch, anchors_curvature
-from contrastive_curvature.fit.api import check_encoder, check_trainable
-from contrastive_curvature.fit.batches import batch_curvature
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.fit.anchors import AllCandidatesFit, AnchorData, AnchorFit, collect_anchors
+from contrastive_curvature.fit.api import check_encoder, check_trainable, make_pullback
+from contrastive_curvature.fit.batches import BatchFit
+from contrastive_curvature.fit.class_centres import ClassCentres
+from contrastive_curvature.fit.dataset import DatasetFit, expected_points, samples_of, tell_samples
 from contrastive_curvature.fit.finite import check_finite
-from contrastive_curvature.fit.options import CurvatureOptions
-from contrastive_curvature.fit.views import as_anchors
+from contrastive_curvature.fit.loop import DatasetCurvature, Problem, fit, mean_norm, second_pass
+from contrastive_curvature.fit.lowrank import curvature_product, leading_eigenpairs
+from contrastive_curvature.fit.options import CurvatureOptions, check_mc_samples
+from contrastive_curvature.fit.readers import Batch, Reader, as_batch, labelled_batch
+from contrastive_curvature.fit.structured import BlockSampler, structured_curvature
+from contrastive_curvature.fit.subset import HessianSubset, anchor_subset, subset_hessian
+from contrastive_curvature.fit.together import curvature_of, finish_parts, fit_together, statistics_of
+from contrastive_curvature.hessian.derivatives import refuse_sampled
+from contrastive_curvature.hessian.output import OutputHessian
+from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.laplace.advice import LabelRange
-from contrastive_curvature.laplace.backends.fits import DatasetFits
 from contrastive_curvature.losses.base import PairLoss
+from contrastive_curvature.losses.weighting import lone_shares
 from contrastive_curvature.network.digest import encoder_digest
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, slice_inputs, tokenized_batch
 from contrastive_curvature.network.last_layer import LastLayerPullback
-from contrastive_curvature.network.loader import Views, check_model, has_views, read_batch, read_views
+from contrastive_curvature.network.loader import (
+    Views,
+    check_loader,
+    check_model,
+    check_whole,
+    has_views,
+    in_fixed_order,
+    read_batch,
+    read_views,
+)
 from contrastive_curvature.network.module import SubnetworkPullback
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.network.sketch import sketch_size
-from contrastive_curvature.options import Structure
+from contrastive_curvature.options import Normalization, Structure
+from contrastive_curvature.pairs import make_relation
+from contrastive_curvature.parts.exchange import check_agreed, present_exchange
+from contrastive_curvature.parts.state import State, check_identity, digest_of
+from contrastive_curvature.progress import Progress
 
-__all__ = ["ContrastiveBackend"]
+__all__ = ["ContrastiveBackend", "ContrastiveGGN"]
+
+_FASTER = (
+    "Faster: a random part of the data; margin=None, which needs sums over classes only (with class labels); "
+    "pairs='batch', which takes the pairs inside a batch; subset_of_weights='last_layer'; or a GPU."
+)
 
 
-class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
+class ContrastiveBackend(GGNInterface, ABC):
     """Generalised Gauss-Newton of the contrastive loss, for laplace-torch.
 
     Args:
@@ -206,22 +236,14 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
         msg = "gradients: a loss of pairs has no gradient per point. Use diag, full or kron."
         raise UnsupportedError(msg)
 
-    def read_anchors(self, batch: Any) -> AnchorBatch:
-        """Take apart what a loader yields for a loss of anchors; see :func:`read_views`."""
-        device, related = next(self.model.parameters()).device, self.options.relation is not None
-        batch = tokenized_batch(self.model, batch)
-        views = read_views(batch, device, self.dict_key_y, related=related)
-        found = as_anchors(views, self.loss, self.options.relation, self.options.positives)
-        self.labels_seen.note(found.classes)
-        return found
-
     def read(self, batch: Any) -> tuple[Inputs, Tensor]:
-        """Take apart what a loader yields, and bring it to the model's device; see :func:`read_batch`."""
+        """Take apart a batch ``(x, labels)`` or a mapping, and bring it to the model's device."""
         batch = tokenized_batch(self.model, batch)
-        if has_views(batch) and self.options.relation is None and not isinstance(self.loss, PairLoss):
-            msg = "loader: batches of two views. This needs labelled points: yield (x, labels)."
-            raise UnsupportedError(msg)
-        if has_views(batch) and self.options.relation is None:
+        related = self.options.relation is not None
+        if has_views(batch) and not related:
+            if not isinstance(self.loss, PairLoss):
+                msg = "loader: batches of two views. This needs labelled points: yield (x, labels)."
+                raise UnsupportedError(msg)
             msg = (
                 f"train_loader: batches of two views, and {type(self.loss).__name__} is a loss of labelled points. Use "
                 "backend_kwargs=dict(loss=contrastive_curvature.InfoNCELoss()) for views without labels, or yield "
@@ -229,12 +251,22 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
             )
             raise UnsupportedError(msg)
         x, y = read_batch(batch, next(self.model.parameters()).device, self.dict_key_y)
-        if self.options.relation is None:
+        if not related:
             self.labels_seen.note(y)
         return x, y
 
+    def points_of(self, batch: Any) -> Batch:
+        """Take apart what a loader yields, as the loss takes it."""
+        if isinstance(self.loss, PairLoss):
+            return labelled_batch(*self.read(batch), self.options.relation)
+        device, related = next(self.model.parameters()).device, self.options.relation is not None
+        views = read_views(tokenized_batch(self.model, batch), device, self.dict_key_y, related=related)
+        found = as_batch(views, self.loss, self.options.relation, self.options.positives)
+        self.labels_seen.note(found.classes)
+        return found
+
     def identity(self, structure: Structure) -> dict[str, str]:
-        """See :meth:`DatasetFits.identity`."""
+        """Return what parts of one fit have in common: the encoder and all options."""
         names = ("pairs", "candidates", "negatives_per_anchor", "positives", "rank", "mc_samples", "negative_samples")
         options: dict[str, Any] = {name: getattr(self.options, name) for name in names}
         indices = self.subnetwork_indices
@@ -252,36 +284,373 @@ class ContrastiveBackend(DatasetFits, GGNInterface, ABC):
             ),
         }
 
+    def fit(self, loader: Iterable[Any], structure: Structure, progress: bool | None = None) -> DatasetCurvature:
+        """Unclamped curvature of a data set, times its scale.
+
+        Inside an initialised ``torch.distributed`` process group, every process gives its share of the data, and all
+        get the curvature of all of it.
+
+        Args:
+            loader: Batches ``(x, labels)`` or mappings.
+            structure: ``diag``, ``full`` or ``kron``.
+            progress: Whether to show progress bars; ``None`` shows them from the tenth second on.
+
+        Returns:
+            Curvature, loss and number of points. With ``normalization="type"``, a mean over pairs, both are multiplied
+            by N / 2, so that they grow with the data; on classes of equal size this equals ``"anchor"``.
+
+        Raises:
+            InputError: See :meth:`~contrastive_curvature.laplace.base.ContrastiveLaplace.fit`.
+            ProcessError: Another process of the group has failed.
+        """
+        exchange = present_exchange()
+        if exchange is None:
+            check_loader(loader)
+            check_whole(loader)
+            with self._ready(loader) as (encoder, pullback):
+                out = self._fit_alone(encoder, pullback, loader, structure, Progress(progress, _FASTER))
+            return self.at_data_scale(out)
+        with exchange.together():
+            check_loader(loader)
+            with self._ready(loader) as (encoder, pullback):
+                identity = self.identity(structure)
+                check_agreed(exchange, {**identity, "backend": type(self).__name__})
+                self.check_parts()
+                # One process shows its progress for all.
+                shown = Progress(progress if exchange.rank == 0 else False, _FASTER)
+                part = exchange.rank, exchange.count
+                reader = self._reader(loader, exchange.rank)
+                found = fit_together(
+                    self._problem(encoder, pullback, structure, shown, part), reader, exchange, identity
+                )
+                if found is None:
+                    found = self._fit_alone(encoder, pullback, loader, structure, shown)
+        return self.at_data_scale(found)
+
+    def _fit_alone(
+        self, encoder: Encoder, pullback: Pullback, loader: Any, structure: Structure, progress: Progress
+    ) -> DatasetCurvature:
+        """The curvature of all data of a loader, in this process."""
+        reader = self._reader(loader)
+        if not self._compares_all:
+            return fit(self._problem(encoder, pullback, structure, progress), reader)
+        options = self.options
+        if samples_of(options, expected_points(loader)) is not None:
+            # A sample of the candidates makes it a sum over points in any order.
+            sampled = DatasetFit(encoder, pullback, structure, options, progress)
+            statistics = sampled.first_pass(reader)
+            if samples_of(options, statistics.n) is not None:
+                sampled.begin(statistics)
+                return sampled.finish(second_pass(sampled, reader)[0])
+        data = self._anchors(encoder, reader, progress)
+        if samples_of(options, len(data.z)) is not None:
+            return fit(DatasetFit(encoder, pullback, structure, options, progress), reader)
+        tell_samples(options, len(data.z))
+        return fit(AllCandidatesFit(encoder, pullback, structure, options, progress, data), reader)
+
+    def fit_part(
+        self,
+        loader: Iterable[Any],
+        structure: Structure,
+        part: tuple[int, int],
+        statistics: State | None,
+        progress: bool | None,
+    ) -> State:
+        """One of the two passes over a part of the data.
+
+        Args:
+            loader: The batches of the part.
+            structure: ``diag``, ``full`` or ``kron``.
+            part: Index of the part and number of all parts.
+            statistics: Of all parts, for the second pass; ``None`` for the first.
+            progress: Whether to show progress bars; ``None`` shows them from the tenth second on.
+
+        Raises:
+            InputError: See :meth:`fit`; or the statistics lack a part, or are of other options.
+            UnsupportedError: The fit does not come in parts.
+        """
+        self.check_parts()
+        identity = self.identity(structure)
+        if statistics is not None:
+            check_identity(statistics, identity)
+            identity = {**identity, "statistics": digest_of(statistics)}
+        with self._ready(loader) as (encoder, pullback):
+            problem = self._problem(encoder, pullback, structure, Progress(progress, _FASTER), part)
+            problem.check_adds_up()
+            reader = self._reader(loader, part[0])
+            if statistics is None:
+                return statistics_of(problem, reader, identity)
+            return curvature_of(problem, reader, identity, statistics.to(next(encoder.parameters()).device))
+
+    def fit_of_parts(
+        self, structure: Structure, statistics: State, curvature: State, probe: Inputs
+    ) -> DatasetCurvature:
+        """The curvature of a data set from what :meth:`fit_part` gave for all its parts.
+
+        Args:
+            structure: ``diag``, ``full`` or ``kron``.
+            statistics: Of the first pass, merged.
+            curvature: Of the second pass, merged.
+            probe: A batch of inputs.
+
+        Raises:
+            InputError: A part is missing, or the states are of other options, another encoder or other data.
+        """
+        self.check_parts()
+        identity = self.identity(structure)
+        check_identity(statistics, identity)
+        check_identity(curvature, {**identity, "statistics": digest_of(statistics)})
+        with evaluation_mode(self.model), torch.no_grad():
+            encoder, pullback = self.encoder(probe), self.pullback(probe)
+            device = next(encoder.parameters()).device
+            part = 0, statistics.count
+            problem = self._problem(encoder, pullback, structure, Progress(False, _FASTER), part)
+            out = finish_parts(problem, statistics.to(device), curvature.to(device))
+        return self.at_data_scale(out)
+
+    def check_parts(self) -> None:
+        """Refuse options with which a fit does not come in parts.
+
+        Raises:
+            UnsupportedError: Every part would have to know all others.
+        """
+        if self._compares_all and not isinstance(self.options.negative_samples, int):
+            msg = (
+                f"candidates='dataset' in parts: every anchor of {type(self.loss).__name__} is compared with "
+                "the points of all parts. Add backend_kwargs=dict(negative_samples=2000), or use candidates='batch'."
+            )
+            raise UnsupportedError(msg)
+
+    def fit_lowrank(self, loader: Iterable[Any], progress: bool | None = None) -> DatasetCurvature:
+        """Leading eigenvectors (P, R) and eigenvalues (R,) over all pairs of a data set, times its scale.
+
+        Args:
+            loader: Batches, always in the same order; of a shuffling ``DataLoader`` the data set in its own order.
+            progress: Whether to show progress bars; ``None`` shows them from the tenth second on.
+
+        Returns:
+            The pair of them as curvature, loss and number of points.
+
+        Raises:
+            UnsupportedError: ``pairs="batch"``; or a sample stands for all negatives, and the fix couples points or the
+                loss is one of anchors.
+            InputError: The backend has no rank.
+        """
+        if self.options.pairs == "batch":
+            msg = (
+                "pairs='batch': the low-rank structure has no batch estimate, since eigenpairs of batches do not add "
+                "up. Use pairs='dataset', or the structure 'diag'."
+            )
+            raise UnsupportedError(msg)
+        if self.options.rank is None:
+            raise InputError(expected("rank", "a positive whole number", None))
+        self._check_products()
+        reader = self._ordered_reader(loader)
+        with self._ready(loader) as (encoder, pullback):
+            shown = Progress(progress, _FASTER)
+            hessian, classes = self._all_points(encoder, pullback, reader, shown)
+            vectors, values = leading_eigenpairs(pullback, hessian, reader.inputs, self.options.rank, shown)
+        n, norm = len(hessian.z), mean_norm(hessian.z)
+        loss, cost = hessian.loss_and_cost()
+        scale = self._data_scale(n)
+        return DatasetCurvature((vectors, scale * values), scale * loss, scale * cost, n, None, norm, classes)
+
+    def matvec(self, loader: Iterable[Any], v: Tensor) -> Tensor:
+        """``J^T H J v`` over all pairs of a data set, unclamped, times its scale; no matrix is formed.
+
+        Args:
+            loader: Batches, always in the same order; of a shuffling ``DataLoader`` the data set in its own order.
+            v: Shape (P,).
+
+        Returns:
+            Shape (P,).
+
+        Raises:
+            UnsupportedError: A sample stands for all negatives, and does not give the product.
+        """
+        self._check_products()
+        reader = self._ordered_reader(loader)
+        with self._ready(loader) as (encoder, pullback):
+            hessian, _ = self._all_points(encoder, pullback, reader, Progress(None, _FASTER))
+            product = curvature_product(pullback, hessian, reader.inputs, v)
+        return self._data_scale(len(hessian.z)) * product
+
+    def fit_subset(
+        self, loader: Iterable[Any], size: int, seed: int = 0, progress: bool | None = None
+    ) -> tuple[HessianSubset, Tensor, Tensor, int]:
+        """Some points of a data set, with a square root of their output Hessian, times the data set's scale.
+
+        Args:
+            loader: Batches.
+            size: Number of points.
+            seed: Of the draw.
+            progress: Whether to show progress bars; ``None`` shows them from the tenth second on.
+
+        Returns:
+            The points; loss, cost and number of points of the whole data set.
+
+        Raises:
+            UnsupportedError: ``pairs="batch"``, or the Hessian is not positive semidefinite.
+        """
+        if self.options.pairs == "batch":
+            msg = "pairs='batch': a subset of the points takes the pairs of the data set. Use pairs='dataset'."
+            raise UnsupportedError(msg)
+        check_loader(loader)
+        check_whole(loader)
+        with self._ready(loader) as (encoder, pullback):
+            reader, shown = self._reader(loader), Progress(progress, _FASTER)
+            if not isinstance(self.loss, PairLoss):
+                if self._compares_all:
+                    msg = (
+                        "candidates='dataset': the points that hessian_structure='gp' draws are each other's "
+                        "candidates. Leave candidates out, or use 'diag', 'kron' or 'full'."
+                    )
+                    raise UnsupportedError(msg)
+                return anchor_subset(encoder, reader, self.loss, size, seed, shown)
+            problem = DatasetFit(encoder, pullback, Structure.DIAG, self.options, shown)
+            points = problem.points(problem.first_pass(reader, everything=True), keeps=True)
+            subset = subset_hessian(encoder, reader, points, size, seed, shown)
+        scale = self._data_scale(points.n)
+        loss, cost = points.hessian.loss_and_cost()
+        return replace(subset, factor=scale**0.5 * subset.factor), scale * loss, scale * cost, points.n
+
+    def eig_lowrank(self, data_loader: Iterable[Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """The host's form of :meth:`fit_lowrank`: eigenvectors, eigenvalues and loss."""
+        out = self.fit_lowrank(data_loader)
+        vectors, values = out.curvature
+        return vectors, values, out.loss
+
     def _batch(self, x: Inputs, y: Tensor, n_data: int | None, structure: Structure) -> tuple[Tensor, Any]:
+        """Loss and curvature that a batch of a data set of ``n_data`` points stands for."""
+        options, loss = self.options, self.loss
         with evaluation_mode(self.model), torch.no_grad():
             pullback = self.pullback(x)
             n_data = y.shape[0] if n_data is None else n_data
-            if not isinstance(self.loss, PairLoss):
-                return self._anchor_batch(pullback, x, y, n_data, structure)
-            term = batch_curvature(
-                pullback,
-                x,
-                y,
-                self.loss,
-                structure,
-                n_data,
-                relation=self.options.relation,
-                kfac_approx=self.options.kfac_approx,
-                sampler=self.sampler(structure),
-            )
-            check_finite(term.curvature, pullback, "this batch")
-        scaled = self.at_data_scale(term)
+            z, context = pullback.forward(x)
+            z = check_outputs(z, "model(x)")
+            if isinstance(loss, PairLoss):
+                relation = make_relation(len(z), z.device, y, options.relation)
+                hessian = loss.data_hessian(z, relation, lone_shares(relation, loss.normalization, z.dtype, n_data))
+            else:
+                given = as_batch(Views(x, None, y), loss, options.relation, options.positives)
+                hessian = loss.data_hessian(z, loss.relate(z, given.labels, given.pairs))
+            sampler = self.sampler(structure)
+            found = structured_curvature(pullback, context, hessian, structure, n_data, options.kfac_approx, sampler)
+            check_finite(found, pullback, "this batch")
+            scaled = self.at_data_scale(DatasetCurvature(found, *hessian.loss_and_cost(), n_data))
         return scaled.loss, scaled.curvature
 
-    def _anchor_batch(
-        self, pullback: Pullback, x: Inputs, y: Tensor, n_data: int, structure: Structure
-    ) -> tuple[Tensor, Any]:
-        given = as_anchors(Views(x, None, y), self.loss, self.options.relation, self.options.positives)
-        approx, sampler = self.options.kfac_approx, self.sampler(structure)
-        term = anchors_curvature(
-            pullback, [given], lambda batch: batch, self.loss, structure, None, approx, sampler, whole=False
-        )
-        if structure is Structure.KRON:
-            # Of N points, of which others come in other batches.
-            return term.loss, per_point(term.curvature, n_data / term.n)
-        return term.loss, term.curvature
+    def sampler(self, structure: Structure) -> BlockSampler | None:
+        """Return what ``mc_samples`` asks for, with the seed 0; ``None`` for exact blocks.
+
+        Raises:
+            UnsupportedError: The structure has no such estimate.
+        """
+        check_mc_samples(self.options.mc_samples, self.loss.coupled, structure)
+        return None if self.options.mc_samples is None else BlockSampler(self.options.mc_samples)
+
+    @property
+    def _compares_all(self) -> bool:
+        """Whether the anchors of a loss are compared with all points of the data set."""
+        return not isinstance(self.loss, PairLoss) and self.options.together == "dataset"
+
+    def _problem(
+        self,
+        encoder: Encoder,
+        pullback: Pullback,
+        structure: Structure,
+        progress: Progress,
+        part: tuple[int, int] | None = None,
+    ) -> Problem:
+        """The loss over the data that the options ask for."""
+        check_mc_samples(self.options.mc_samples, self.loss.coupled, structure)
+        if self.options.together == "dataset":
+            kind: type[Problem] = DatasetFit
+        else:
+            kind = BatchFit if isinstance(self.loss, PairLoss) else AnchorFit
+        return kind(encoder, pullback, structure, self.options, progress, part)
+
+    def _reader(self, loader: Any, part: int = 0) -> Reader:
+        # Views of one input have its place in the loader as their label.
+        ordered = in_fixed_order(loader) if self._compares_all else loader
+        return Reader(ordered, self.points_of, part, across=self._compares_all)
+
+    def _ordered_reader(self, loader: Any) -> Reader:
+        check_loader(loader)
+        check_whole(loader)
+        return Reader(in_fixed_order(loader), self.points_of, across=self._compares_all)
+
+    def _all_points(
+        self, encoder: Encoder, pullback: Pullback, reader: Reader, progress: Progress
+    ) -> tuple[OutputHessian | AnchorData, ClassCentres | None]:
+        """The Hessian at the outputs of a whole data set, in the order of its reader."""
+        if isinstance(self.loss, PairLoss):
+            problem = DatasetFit(encoder, pullback, Structure.DIAG, self.options, progress)
+            points = problem.points(problem.first_pass(reader, everything=True), keeps=True)
+            return points.hessian.whole(), points.classes
+        data = self._anchors(encoder, reader, progress)
+        return data, data.classes
+
+    def _anchors(self, encoder: Encoder, reader: Reader, progress: Progress) -> AnchorData:
+        options = self.options
+        return collect_anchors(encoder, reader, self.loss, options.together, options.negatives_per_anchor, progress)
+
+    @contextmanager
+    def _ready(self, loader: Iterable[Any]) -> Iterator[tuple[Encoder, Pullback]]:
+        """The encoder in evaluation mode, and the pullback."""
+        # An encoder that is analysed already may have a part of the data without a point.
+        probe = {} if self._encoder is not None else self._probe(loader)
+        with evaluation_mode(self.model), torch.no_grad():
+            yield self.encoder(probe), self.pullback(probe)
+
+    def _probe(self, loader: Iterable[Any]) -> Inputs:
+        for batch in loader:
+            return self.points_of(batch).x
+        raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+
+    def _check_products(self) -> None:
+        """Refuse products with the Hessian of all points where a sample does not give them.
+
+        Raises:
+            UnsupportedError: It has cross terms, or is of a loss of anchors.
+        """
+        if samples_of(self.options) is None:
+            return
+        if not isinstance(self.loss, PairLoss):
+            msg = (
+                "negative_samples: the low-rank structure takes all candidates of a loss of anchors. Use "
+                "hessian_structure='diag' or 'kron', or negative_samples=None."
+            )
+            raise UnsupportedError(msg)
+        if self.loss.coupled:
+            refuse_sampled(
+                f"pd_fix={str(self.loss.pd_fix)!r} couples points, and this structure multiplies with all pairs"
+            )
+
+    def _data_scale(self, n: int) -> float:
+        mean = isinstance(self.loss, PairLoss) and self.loss.normalization is Normalization.TYPE
+        return n / 2 if mean else 1.0
+
+    def at_data_scale(self, out: DatasetCurvature) -> DatasetCurvature:
+        """Times N / 2 where the loss is a mean over pairs, so that it grows with the data; see :meth:`fit`."""
+        scale = self._data_scale(out.n)
+        if isinstance(out.curvature, Tensor):
+            scaled: Any = scale * out.curvature
+        else:
+            # The scale goes to the curvature factor alone: the other is a mean of inputs.
+            scaled = [[scale * f[0], *f[1:]] for f in out.curvature]
+        return replace(out, curvature=scaled, loss=scale * out.loss, cost=scale * out.cost)
+
+
+class ContrastiveGGN(ContrastiveBackend):
+    """Generalised Gauss-Newton of a pair loss through any module, by torch alone; see :class:`ContrastiveBackend`."""
+
+    keeps_graph: ClassVar[bool] = True
+
+    def all_parameters(self, encoder: Encoder) -> Pullback:
+        """See :meth:`ContrastiveBackend.all_parameters`."""
+        return make_pullback(encoder, "all")
+
+    def subnetwork_parameters(self, encoder: Encoder, indices: Tensor) -> Pullback:
+        """Differentiates only the parameters that the entries lie in."""
+        return make_pullback(encoder, indices)

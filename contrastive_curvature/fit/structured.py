@@ -1,4 +1,6 @@
-"""Kronecker factors that keep the cross terms of a pair: its two points as an axis that shares a layer's weight.
+"""The curvature of points that are there at once, in any structure, and its estimates.
+
+Kronecker factors can keep the cross terms of a pair: its two points as an axis that shares a layer's weight.
 
 The exact block of a layer's weight over the pairs of a coupled fix is
 ``sum_{i<j} (B_i (x) a_i, B_j (x) a_j)^T H^{ij} (B_i (x) a_i, B_j (x) a_j)`` with the inputs ``a``, the Jacobians ``B``
@@ -17,13 +19,14 @@ K-FAC-expand. Biases and other vectors get their exact block with ``reduce``.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.fit.sampling import BlockSampler
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.hessian.blocks import Blocks, SampledBlocks
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.network.kron import LayerRun, ModuleKron, sandwich
 from contrastive_curvature.network.last_layer import LastLayerPullback
@@ -31,7 +34,45 @@ from contrastive_curvature.network.layerwise import LayerwisePullback
 from contrastive_curvature.network.pullback import KronFactors, Pullback
 from contrastive_curvature.options import KFACApprox, Structure
 
-__all__ = ["pair_moment", "paired", "shared_factors", "structured_curvature"]
+__all__ = ["BlockSampler", "structured_curvature"]
+
+
+@dataclass
+class BlockSampler:
+    """Replaces the blocks of the output Hessian by sampled ones, for an unbiased ``diag`` or ``kron``.
+
+    Args:
+        mc_samples: Number K of samples; ``None`` keeps the exact blocks.
+        generator: Source of randomness on the CPU; ``None`` takes a fresh one with the seed 0.
+    """
+
+    mc_samples: int | None = None
+    generator: torch.Generator | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        if self.generator is None:
+            self.generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, blocks: Blocks, pullback: Pullback) -> Blocks:
+        """The blocks to pull back through a network.
+
+        Raises:
+            UnsupportedError: The parameters have a closed form, or another host's rules.
+            InputError: As many samples as outputs, or more.
+        """
+        if self.mc_samples is None or self.generator is None:
+            return blocks
+        if not isinstance(pullback, LayerwisePullback):
+            msg = (
+                "mc_samples: it saves backward passes through a whole network, and these parameters need none, or "
+                "belong to another host. Leave it out, or use backend=ContrastiveGGN with all parameters."
+            )
+            raise UnsupportedError(msg)
+        dim = blocks.u.shape[1]
+        if self.mc_samples >= dim:
+            wanted = f"fewer samples than the {dim} outputs, whose backward passes give the exact curvature"
+            raise InputError(expected("mc_samples", wanted, self.mc_samples, "Leave it out."))
+        return SampledBlocks(blocks, self.mc_samples, self.generator)
 
 
 def structured_curvature(
@@ -61,7 +102,7 @@ def structured_curvature(
         UnsupportedError: ``kron`` for parameters that have no factors.
     """
     if approx is not KFACApprox.EXPAND:
-        return shared_factors(pullback, context, hessian, n_data)
+        return _shared_factors(pullback, context, hessian, n_data)
     blocks = hessian.blocks if sampler is None else sampler(hessian.blocks, pullback)
     if structure is Structure.KRON:
         return pullback.kron_factors(context, blocks, n_data)
@@ -70,7 +111,7 @@ def structured_curvature(
     return pullback.curvature(context, hessian, structure)
 
 
-def shared_factors(pullback: Pullback, context: Any, hessian: OutputHessian, n_data: int) -> KronFactors:
+def _shared_factors(pullback: Pullback, context: Any, hessian: OutputHessian, n_data: int) -> KronFactors:
     """Kronecker factors of a batch with its cross terms (``reduce``).
 
     Args:
@@ -89,7 +130,7 @@ def shared_factors(pullback: Pullback, context: Any, hessian: OutputHessian, n_d
     share = len(hessian) / n_data
 
     def weight(run: LayerRun) -> list[Tensor]:
-        return [sandwich(run.jacobian, hessian.matvec), share * pair_moment(run.inputs, together)]
+        return [sandwich(run.jacobian, hessian.matvec), share * _pair_moment(run.inputs, together)]
 
     def bias(run: LayerRun) -> Tensor:
         return sandwich(run.jacobian.sum(2, keepdim=True), hessian.matvec)
@@ -98,7 +139,7 @@ def shared_factors(pullback: Pullback, context: Any, hessian: OutputHessian, n_d
         dim = hessian.z.shape[1]
         eye = torch.eye(dim, dtype=hessian.z.dtype, device=hessian.z.device).view(1, dim, 1, dim)
         run = LayerRun(context.unsqueeze(1), eye.expand(len(hessian), -1, -1, -1))
-        moment = pullback.input_moment(context, paired(context, together))
+        moment = pullback.input_moment(context, _paired(context, together))
         of_weight = [sandwich(run.jacobian, hessian.matvec), *(share * part for part in moment)]
         return [of_weight, [bias(run)]] if pullback.bias else [of_weight]
     if not isinstance(pullback, LayerwisePullback):
@@ -115,7 +156,7 @@ def shared_factors(pullback: Pullback, context: Any, hessian: OutputHessian, n_d
     return kron.assemble(kron.run(context), weight, bias, vector)
 
 
-def pair_moment(a: Tensor, together: Tensor) -> Tensor:
+def _pair_moment(a: Tensor, together: Tensor) -> Tensor:
     """Second moment of the mean inputs of pairs.
 
     Args:
@@ -127,10 +168,10 @@ def pair_moment(a: Tensor, together: Tensor) -> Tensor:
         so that averages over batches stay averages.
     """
     flat = a.transpose(0, 1).reshape(a.shape[1], a.shape[0], -1)
-    return torch.einsum("tnf,tng->fg", flat, paired(flat, together)) / a.shape[1]
+    return torch.einsum("tnf,tng->fg", flat, _paired(flat, together)) / a.shape[1]
 
 
-def paired(flat: Tensor, together: Tensor) -> Tensor:
+def _paired(flat: Tensor, together: Tensor) -> Tensor:
     """The inputs of every point plus those of its partners, weighted: ``flat^T paired`` is the moment of mean inputs.
 
     Args:

@@ -1,0 +1,377 @@
+"""One fit: the loop over the data, what it adds up, and the curvature that comes of it.
+
+A fit is ``J^T H J`` summed over points, with the Hessian ``H`` of the loss in the outputs. :func:`fit` is all of it: a
+first pass finds what a point has to know of all others, the loss makes its Hessian of that, and a second pass adds the
+curvature of every batch. A :class:`Problem` says which loss over which data this is:
+
+- pairs of the whole data set, of all points or of a sample (:mod:`contrastive_curvature.fit.dataset`);
+- pairs inside batches, weighted to stand for all (:mod:`contrastive_curvature.fit.batches`);
+- anchors with the candidates of their batch, or of the data set (:mod:`contrastive_curvature.fit.anchors`);
+- two towers, each with a curvature of its own (:mod:`contrastive_curvature.fit.towers`).
+
+All of them read batches from a :class:`~contrastive_curvature.fit.readers.Reader`. What is summed merges, so several
+processes or jobs may each take a part of the data (:mod:`contrastive_curvature.fit.together`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.fit.class_centres import TYPICAL, ClassCentres, ClassSums, centres_of
+from contrastive_curvature.fit.dominance import Dominance
+from contrastive_curvature.fit.feature_sample import FeatureSample
+from contrastive_curvature.fit.finite import check_finite, per_point
+from contrastive_curvature.fit.options import CurvatureOptions
+from contrastive_curvature.fit.passes import PassRecord
+from contrastive_curvature.fit.readers import Batch, Reader
+from contrastive_curvature.fit.structured import BlockSampler, structured_curvature
+from contrastive_curvature.hessian.blocks import Blocks
+from contrastive_curvature.hessian.output import OutputHessian
+from contrastive_curvature.hessian.sphere import check_outputs, normalize
+from contrastive_curvature.network.encoder import Encoder
+from contrastive_curvature.network.pullback import KronFactors, Pullback
+from contrastive_curvature.options import KFACApprox, Structure
+from contrastive_curvature.parts.state import Origin, Sums
+from contrastive_curvature.progress import Progress
+
+__all__ = [
+    "CurvatureSum",
+    "DatasetCurvature",
+    "Problem",
+    "Seen",
+    "add_up",
+    "embedded",
+    "finished",
+    "fit",
+    "mean_norm",
+    "raw_curvature",
+    "second_pass",
+]
+
+VALUE, COST = "value", "cost"
+"""Names of sums over batches: the loss, and its non-negative version."""
+
+_B = TypeVar("_B")
+Look = Callable[[_B, str], Sequence[tuple[Any, "Seen", Batch]]]
+"""From a batch and its name to what each sum adds: context of the pullback, Hessian and points."""
+
+_CURVATURE, _FACTOR, _FEATURES, _NORMS = "curvature", "factor/", "features", "norms"
+
+
+@dataclass(frozen=True)
+class DatasetCurvature:
+    """Unclamped curvature of a data set.
+
+    Args:
+        curvature: (P,), (P, P), Kronecker factors, or eigenvectors and eigenvalues.
+        loss: Value of the loss.
+        cost: Value of the non-negative loss, see :meth:`DatasetHessian.loss_and_cost`.
+        n: Number of points.
+        features: A sample of the features of a last layer, where the second pass saw them.
+        typical_norm: Mean norm of the raw outputs, one number.
+        classes: Centres of the classes, where targets are class labels.
+        error: Relative standard error of the curvature, where the negatives are a sample.
+    """
+
+    curvature: Any
+    loss: Tensor
+    cost: Tensor
+    n: int
+    features: FeatureSample | None = None
+    typical_norm: Tensor | None = None
+    classes: ClassCentres | None = None
+    error: float | None = None
+
+
+def fit(problem: Problem, reader: Reader) -> DatasetCurvature:
+    """Return the unclamped curvature of all data of a reader; warns of a point that contributes most of it.
+
+    Raises:
+        InputError: The reader is empty, gives other data in the second pass, or the curvature is not finite.
+        UnsupportedError: ``kron`` for a layer that has no Kronecker factors.
+    """
+    problem.begin(problem.first_pass(reader))
+    return problem.finish(second_pass(problem, reader)[0])
+
+
+def second_pass(problem: Problem, reader: Reader) -> tuple[Sums, PassRecord | None]:
+    """Return the curvature of all batches of a reader, as a sum that merges, and which points they were."""
+    total = problem.new_sum()
+    add_up([total], reader, problem.look, problem.progress, problem.title)
+    problem.check_same(total.record)
+    return total.sums(problem.remaining(reader)), total.record
+
+
+def add_up(
+    totals: Sequence[CurvatureSum], batches: Iterable[_B], look: Look[_B], progress: Progress, title: str
+) -> None:
+    """Add every batch to the sum of each set of parameters: of one encoder, or of two towers."""
+    for number, batch in enumerate(progress.over(batches, title)):
+        for total, seen in zip(totals, look(batch, f"batch {number} (counted from 0)"), strict=True):
+            total.add(*seen)
+
+
+class Seen(NamedTuple):
+    """The Hessian at the points of a batch.
+
+    Args:
+        z: Raw outputs, shape (n, D).
+        blocks: Hessian blocks of single points.
+        together: Where the points are coupled with each other alone: the Hessian with its cross terms.
+        terms: Further numbers to be summed, by name.
+    """
+
+    z: Tensor
+    blocks: Blocks
+    together: OutputHessian | None = None
+    terms: Mapping[str, Tensor] = {}
+
+    @classmethod
+    def of(cls, hessian: OutputHessian, **terms: Tensor) -> Seen:
+        """Return what a batch adds whose points are compared with each other alone."""
+        value, cost = hessian.loss_and_cost()
+        terms |= {VALUE: value.double(), COST: cost.double()}
+        return cls(hessian.z, hessian.blocks, hessian if hessian.coupled else None, terms)
+
+
+class CurvatureSum:
+    """What a pass over points adds up: their curvature, and what a posterior keeps of them.
+
+    Args:
+        pullback: Pullback to the parameters.
+        structure: ``diag``, ``full`` or ``kron``.
+        approx: How ``kron`` treats points that are coupled.
+        sampler: Samples the blocks of the Hessian for an estimate; ``None`` uses the exact blocks.
+        part: Index of the part of the data; -1 for all of it.
+        record: Takes note of the points, so that other passes can be compared.
+        classes: Whether sums of embeddings by class are wanted.
+    """
+
+    def __init__(
+        self,
+        pullback: Pullback,
+        structure: Structure,
+        approx: KFACApprox = KFACApprox.EXPAND,
+        sampler: BlockSampler | None = None,
+        part: int = -1,
+        record: PassRecord | None = None,
+        *,
+        classes: bool = True,
+    ) -> None:
+        self.pullback, self.structure, self.approx, self.sampler = pullback, structure, approx, sampler
+        self.record = record
+        self._dominance, self._features = Dominance(pullback, structure, part), FeatureSample.of(pullback)
+        self._classes: ClassSums | None = ClassSums() if classes else None
+        self._sums: dict[str, Tensor] = {}
+        self._batches = self._n = 0
+
+    def add(self, context: Any, seen: Seen, batch: Batch) -> None:
+        """Add a batch.
+
+        Args:
+            context: Of the pullback.
+            seen: The Hessian at its points.
+            batch: The points.
+
+        Raises:
+            InputError: The curvature is not finite.
+            UnsupportedError: ``kron`` for a layer that has no Kronecker factors.
+        """
+        term, alone = self._curvature(context, seen)
+        check_finite(term, self.pullback, f"batch {self._batches} (counted from 0)")
+        z = seen.z
+        if alone is not None:
+            self._dominance.add(context, len(z), seen.blocks, alone)
+        if self._features is not None:
+            self._features.add(context, batch.numbers)
+        if batch.classes is None:
+            self._classes = None
+        elif self._classes is not None:
+            self._classes.add(z, batch.classes, batch.numbers)
+        if self.record is not None:
+            self.record.add(z, torch.zeros(len(z)) if batch.labels is None else batch.labels)
+        named = {_CURVATURE: term} if isinstance(term, Tensor) else _named(term)
+        for name, part in {**named, **seen.terms, _NORMS: len(z) * mean_norm(z)}.items():
+            self._sums[name] = self._sums[name] + part if name in self._sums else part
+        self._batches, self._n = self._batches + 1, self._n + len(z)
+
+    def _curvature(self, context: Any, seen: Seen) -> tuple[Any, Any]:
+        """The unclamped curvature of a batch, and that of its points each by itself, where it is known."""
+        if seen.together is None:
+            blocks = seen.blocks if self.sampler is None else self.sampler(seen.blocks, self.pullback)
+            if self.structure is Structure.KRON:
+                found: Any = self.pullback.kron_factors(context, blocks, 1)
+            else:
+                found = self.pullback.block_term(context, blocks, self.structure)
+            return found, found
+        found = structured_curvature(
+            self.pullback, context, seen.together, self.structure, 1, self.approx, self.sampler
+        )
+        if self.approx is not KFACApprox.EXPAND:
+            return found, None
+        if self.structure is Structure.KRON:
+            return found, found
+        # Cross terms nearly cancel the terms of single points, so points are compared without cross terms.
+        return found, self.pullback.block_term(context, seen.blocks, Structure.DIAG)
+
+    def sums(self, more: Mapping[str, Tensor] | None = None) -> Sums:
+        """Return all sums, with further ones."""
+        table, kept = None, {}
+        if self._classes is not None and self._batches:
+            table, kept[TYPICAL] = self._classes.found()
+        if self._features is not None and len(self._features):
+            kept[_FEATURES] = self._features.kept()
+        sums = dict(self._sums)
+        for name, part in (more or {}).items():
+            sums[name] = sums[name] + part if name in sums else part
+        return Sums(self._n, sums, kept, table, self._dominance.contributions())
+
+
+class Problem:
+    """A loss over data: what a first pass finds, the Hessian at a batch, and what comes of the sums.
+
+    Args:
+        encoder: The analysed encoder, in evaluation mode.
+        pullback: Pullback to the parameters.
+        structure: ``diag``, ``full`` or ``kron``.
+        options: The loss, and what it is summed over.
+        progress: Of the whole fit.
+        part: Index of the part of the data and number of all parts; ``None`` for a fit of all data in one process.
+    """
+
+    title: str = "[curvature]"
+    records: ClassVar[bool] = True
+    """Whether the points of different passes have to be the same."""
+
+    sums_classes: ClassVar[bool] = True
+    """Whether the second pass sums embeddings by class, as the first did not."""
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        pullback: Pullback,
+        structure: Structure,
+        options: CurvatureOptions,
+        progress: Progress,
+        part: tuple[int, int] | None = None,
+    ) -> None:
+        self.encoder, self.pullback, self.structure = encoder, pullback, structure
+        self.options, self.loss, self.progress, self.part = options, options.loss, progress, part
+        self.record: PassRecord | None = None
+        """Of the points of the first pass, where this process has run it."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether all data are in one part."""
+        return self.part is None or self.part[1] == 1
+
+    def new_sum(self) -> CurvatureSum:
+        """Return an empty sum."""
+        index = 0 if self.part is None else self.part[0]
+        mc_samples, sampler = self.options.mc_samples, None
+        if mc_samples is not None:
+            # Different in every part.
+            sampler = BlockSampler(mc_samples, torch.Generator().manual_seed(index))
+        record = PassRecord() if self.records or self.part is not None else None
+        place = -1 if self.alone else index
+        options, wanted = self.options, self.sums_classes
+        return CurvatureSum(self.pullback, self.structure, options.kfac_approx, sampler, place, record, classes=wanted)
+
+    def first_pass(self, reader: Reader) -> Sums:
+        """Return what all batches have to know of this part of the data; by default nothing."""
+        del reader
+        return Sums()
+
+    def begin(self, statistics: Sums) -> None:
+        """Make the Hessian from what the first passes over all parts found."""
+
+    def look(self, batch: Batch, where: str) -> list[tuple[Any, Seen, Batch]]:
+        """Run the encoder on a batch, and return the context of the pullback, the Hessian and the points."""
+        z, context = self.pullback.forward(batch.x)
+        return [(context, self.hessian(check_outputs(z, f"model(x) of {where}"), context, batch), batch)]
+
+    def hessian(self, z: Tensor, context: Any, batch: Batch) -> Seen:
+        """Return the Hessian at the outputs (n, D) of a batch."""
+        raise NotImplementedError
+
+    def check_same(self, again: PassRecord | None) -> None:
+        """Refuse a second pass over other points than those of the first one."""
+
+    def check_adds_up(self) -> None:
+        """Refuse a curvature with cross terms between different parts of the data, before anything is computed."""
+
+    def check_origin(self, before: Origin | None, again: Origin, part: int, argument: str) -> None:
+        """Refuse sums of a part over other points than those that its first pass saw; ``argument`` holds them."""
+
+    def remaining(self, reader: Reader) -> dict[str, Tensor]:
+        """Return what the loop has not summed; by default nothing."""
+        del reader
+        return {}
+
+    def finish(self, sums: Sums) -> DatasetCurvature:
+        """Return the curvature of all parts."""
+        return finished(self.pullback, sums)
+
+
+def finished(pullback: Pullback, sums: Sums, more: Tensor | int = 0) -> DatasetCurvature:
+    """Return the curvature of all batches; warns of a point that contributes most of it.
+
+    Args:
+        pullback: Pullback to the parameters.
+        sums: Of all parts.
+        more: What is added to the curvature, of ``diag`` and ``full``.
+
+    Raises:
+        InputError: There are no points, or the sum is not finite.
+    """
+    found = sums.sums
+    if not sums.n:
+        raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+    raw = raw_curvature(sums)
+    curvature: Any = raw + more if isinstance(raw, Tensor) else per_point(raw, sums.n)
+    check_finite(curvature, pullback, "the sum over all batches")
+    if sums.contributions is not None:
+        sums.contributions.warn()
+    dtype = (curvature if isinstance(curvature, Tensor) else curvature[0][0]).dtype
+    value, cost = (found[name].to(dtype) if name in found else torch.zeros(()) for name in (VALUE, COST))
+    # Where a part had no sums of classes, those of the others do not say which classes there are.
+    complete = sums.classes is not None and int(sums.classes.counts.sum()) == sums.n and TYPICAL in sums.kept
+    centres = centres_of(sums.classes, sums.kept[TYPICAL]) if complete else None
+    features = FeatureSample.of_kept(sums.kept[_FEATURES]) if _FEATURES in sums.kept else None
+    return DatasetCurvature(curvature, value, cost, sums.n, features, found[_NORMS] / sums.n, centres)
+
+
+def embedded(encoder: Encoder, reader: Iterable[Batch], progress: Progress) -> Iterator[tuple[Batch, Tensor]]:
+    """Run the encoder over data, and give batches with their raw outputs (n, D)."""
+    for number, batch in enumerate(progress.over(reader, "[embedding]")):
+        with torch.no_grad():
+            z = encoder(batch.x)
+        yield batch, check_outputs(z, f"model(x) of batch {number} (counted from 0)")
+
+
+def mean_norm(z: Tensor) -> Tensor:
+    """Return the mean norm of raw outputs (N, D), float64 and without a graph; no sum of float32 norms overflows."""
+    return normalize(z.detach())[1].double().mean()
+
+
+def raw_curvature(sums: Sums) -> Tensor | KronFactors:
+    """Return the sum over all batches as it is; of Kronecker factors, those of inputs are sums over points."""
+    if _CURVATURE in sums.sums:
+        return sums.sums[_CURVATURE]
+    groups: dict[int, dict[int, Tensor]] = {}
+    for name, part in sums.sums.items():
+        if name.startswith(_FACTOR):
+            k, j = map(int, name.removeprefix(_FACTOR).split("/"))
+            groups.setdefault(k, {})[j] = part
+    return [[groups[k][j] for j in sorted(groups[k])] for k in sorted(groups)]
+
+
+def _named(factors: KronFactors) -> dict[str, Tensor]:
+    """Kronecker factors with a name each."""
+    return {f"{_FACTOR}{k}/{j}": part for k, group in enumerate(factors) for j, part in enumerate(group)}

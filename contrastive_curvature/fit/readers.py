@@ -1,0 +1,180 @@
+"""What a batch of a loader is for a loss: its points with their numbers, and which of them belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.losses.cosine import CosineLoss
+from contrastive_curvature.network.inputs import Inputs, input_length
+from contrastive_curvature.network.loader import Views, in_fixed_order, joined_inputs
+from contrastive_curvature.pairs import Pairs, RelationFunction
+from contrastive_curvature.pairs.relation import check_labels
+from contrastive_curvature.parts.share import Share
+
+__all__ = ["Batch", "Reader", "as_batch", "check_usable", "compared_everywhere", "labelled_batch"]
+
+
+class Batch(NamedTuple):
+    """A batch of n points with what the loss takes besides their embeddings.
+
+    Args:
+        x: The points.
+        labels: Class labels, numbers of inputs or targets of a relation, shape (n, ...), or ``None``.
+        pairs: See the loss, or ``None``.
+        classes: Class labels that are not only those of views of one input, for the centres of the classes.
+        numbers: Of the points, int64 on the CPU, shape (n,); a :class:`Reader` sets them.
+    """
+
+    x: Inputs
+    labels: Tensor | None
+    pairs: Pairs | None
+    classes: Tensor | None
+    numbers: Tensor = torch.zeros(0, dtype=torch.int64)
+
+
+class Reader:
+    """The batches of a loader as a loss takes them; it can be run over several times.
+
+    Args:
+        loader: Gives the same points in every pass.
+        read: Takes a batch apart and brings it to the model's device.
+        part: Index of the part of the data that the loader has.
+        across: Whether points of different batches are compared, so that views need labels of the whole data set.
+    """
+
+    def __init__(self, loader: Any, read: Callable[[Any], Batch], part: int = 0, *, across: bool = False) -> None:
+        self.loader, self.share, self._read, self._across = loader, Share(loader, part), read, across
+
+    def in_fixed_order(self) -> Reader:
+        """Return a reader of the same batches in every pass, see :func:`~.loader.in_fixed_order`."""
+        return Reader(in_fixed_order(self.loader), self._read, across=self._across)
+
+    def inputs(self) -> Iterator[Inputs]:
+        """Give the inputs of all batches."""
+        return (batch.x for batch in self)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        seen = self.share.start
+        for given, inputs in self.share:
+            batch = self._read(given)
+            n = input_length(batch.x)
+            views, rest = divmod(n, max(1, len(inputs)))
+            # Of two views of an input both are points.
+            numbers = torch.cat([views * inputs + view for view in range(views)])
+            if rest or len(numbers) != n:
+                numbers = torch.arange(seen, seen + n)
+            elif self._across and batch.classes is None and batch.pairs is None and batch.labels is not None:
+                batch = batch._replace(labels=inputs.to(batch.labels.device).repeat(views))
+            yield batch._replace(numbers=numbers)
+            seen += n
+
+
+def labelled_batch(x: Inputs, targets: Tensor, relation: RelationFunction | None) -> Batch:
+    """Return a batch of a loss of pairs; without a relation, targets are class labels.
+
+    Raises:
+        InputTypeError: There is no relation, and the targets are no whole numbers.
+        InputError: There is not one target for every point.
+    """
+    n = input_length(x)
+    if relation is None:
+        labels = check_labels(targets, n)
+        return Batch(x, labels, None, labels)
+    if not targets.ndim or targets.shape[0] != n:
+        wanted = f"one target for each of the {n} points of a batch"
+        raise InputError(expected("train_loader", wanted, f"shape {tuple(targets.shape)}"))
+    return Batch(x, targets, relation, None)
+
+
+def as_batch(
+    views: Views, loss: CosineLoss, relation: RelationFunction | None = None, positives: str | None = None
+) -> Batch:
+    """Turn a batch of one or two views into points, and what a loss of anchors takes besides them.
+
+    Args:
+        views: The batch.
+        loss: The loss.
+        relation: A callable on targets; ``None`` for class labels.
+        positives: Where there are two views and labels: ``"views"`` of one input belong together, or inputs with the
+            same of the ``"labels"``; ``None`` asks the loss.
+
+    Returns:
+        The points: the second views stand behind the first.
+
+    Raises:
+        InputTypeError: Targets have a wrong type.
+        InputError: There are no labels and one view only, or targets are malformed.
+    """
+    n, targets = input_length(views.first), views.targets
+    if views.second is None:
+        if positives == "views":
+            hint = "The loader has one view of each input. Leave positives out, or yield (view, view)."
+            raise InputError(expected("positives", "'labels' or nothing", positives, hint))
+        return _of_targets(views.first, targets, relation)
+    name = type(loss).__name__
+    if loss.needs_labels and targets is None:
+        hint = f"{name} compares with class weights, so two views do not say enough: yield ((view, view), labels)."
+        raise InputError(expected("train_loader", "class labels", views.unusable or "none", hint))
+    if loss.needs_labels and positives == "views":
+        hint = f"{name} compares with class weights. Leave positives out."
+        raise InputError(expected("positives", "'labels' or nothing", positives, hint))
+    check_usable(views, loss, positives)
+    x = joined_inputs(views.first, views.second)
+    if loss.graded:
+        if targets is None:
+            hint = f"{name} compares pairs of known similarity."
+            raise InputError(expected("train_loader", "(view, view, grades)", "no grades", hint))
+        first = torch.arange(n, device=targets.device)
+        return Batch(x, None, (first, first + n, targets), None)
+    if targets is None and (positives == "labels" or relation is not None):
+        hint = "Yield ((view, view), labels), or leave it out: views of one input belong together."
+        raise InputError(expected("train_loader", "two views and labels", "two views", hint))
+    by_views = positives == "views" or (positives is None and not (loss.supervised or relation is not None))
+    if targets is None or by_views:
+        device = next(iter(x.values())).device if not isinstance(x, Tensor) else x.device
+        return Batch(x, torch.arange(n, device=device).repeat(2), None, None)
+    return _of_targets(x, torch.cat([targets, targets]), relation)
+
+
+def check_usable(views: Views, loss: CosineLoss, positives: str | None) -> None:
+    """Refuse what stands in the place of labels that would be used; arguments as of :func:`as_batch`.
+
+    Raises:
+        InputTypeError: It is no tensor of one entry a point.
+    """
+    if views.unusable is not None and (positives == "labels" or (positives is None and loss.supervised)):
+        hint = "Yield labels as a tensor of whole numbers, or say positives='views' if they are not to be used."
+        raise InputTypeError(expected("train_loader", "labels as a tensor of one entry a point", views.unusable, hint))
+
+
+def compared_everywhere(batch: Batch, loss: CosineLoss) -> Batch:
+    """Return a batch whose points can be compared with those of other batches.
+
+    Raises:
+        UnsupportedError: The loss compares listed points of a batch.
+    """
+    if batch.labels is None or (batch.pairs is not None and not callable(batch.pairs)):
+        msg = f"candidates='dataset': {type(loss).__name__} compares listed pairs of a batch. Use candidates='batch'."
+        raise UnsupportedError(msg)
+    return batch
+
+
+def _of_targets(x: Inputs, targets: Any, relation: RelationFunction | None) -> Batch:
+    if relation is not None:
+        return Batch(x, targets, relation, None)
+    if targets.is_floating_point():
+        hint = (
+            "Known are (x, labels) with whole numbers as labels, (view, view), ((view, view), labels) and (view, view, "
+            "labels); two views have the same shape and type."
+        )
+        raise InputTypeError(expected("train_loader", "labels, or a second view", f"{targets.dtype}", hint))
+    labels = check_labels(targets, input_length(x))
+    return Batch(x, labels, None, labels)

@@ -1,0 +1,197 @@
+"""A fit of which several processes, or several jobs, have a part of the data each: the sums of one loop, merged."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.fit.loop import DatasetCurvature, Problem, second_pass
+from contrastive_curvature.fit.passes import PassRecord
+from contrastive_curvature.fit.readers import Reader
+from contrastive_curvature.parts.exchange import ProcessGroup
+from contrastive_curvature.parts.files import from_bytes, to_bytes
+from contrastive_curvature.parts.share import Claim, Share, sum_of_keys
+from contrastive_curvature.parts.state import CURVATURE, STATISTICS, Origin, State, Sums, merged
+
+__all__ = ["Head", "all_the_same", "check_shares", "curvature_of", "finish_parts", "fit_together", "statistics_of"]
+
+_log = logging.getLogger("contrastive_curvature")
+
+_GIVE = "Give every process its share: sampler=torch.utils.data.DistributedSampler(dataset, shuffle=False)."
+
+
+def statistics_of(problem: Problem, reader: Reader, identity: Mapping[str, str]) -> State:
+    """Return what the first pass over a part of the data finds."""
+    return _state(STATISTICS, problem, identity, problem.first_pass(reader), problem.record)
+
+
+def curvature_of(problem: Problem, reader: Reader, identity: Mapping[str, str], statistics: State) -> State:
+    """Return what a part of the data adds to the curvature, with the statistics of all parts.
+
+    Raises:
+        InputError: Its points are not those of the first pass.
+    """
+    statistics.check_complete()
+    problem.begin(statistics.total)
+    state = _state(CURVATURE, problem, identity, *second_pass(problem, reader))
+    if problem.record is None:
+        _check_origins(problem, statistics, state, "loader")
+    return state
+
+
+def finish_parts(problem: Problem, statistics: State, curvature: State) -> DatasetCurvature:
+    """Return the curvature of all parts.
+
+    Raises:
+        InputError: A part is missing, or the second pass was over other points than the first.
+    """
+    for state in (statistics, curvature):
+        state.check_complete()
+    problem.begin(statistics.total)
+    _check_origins(problem, statistics, curvature, "curvature")
+    return problem.finish(curvature.total)
+
+
+def fit_together(
+    problem: Problem, reader: Reader, exchange: ProcessGroup, identity: Mapping[str, str]
+) -> DatasetCurvature | None:
+    """Return the curvature of the parts of all processes; ``None`` where each of them has all the data.
+
+    Raises:
+        InputError: Two processes have the same points, or together not all of the data set.
+        ProcessError: Another process has failed.
+    """
+    device = next(problem.encoder.parameters()).device
+    statistics = _gathered(exchange, reader.loader, lambda: statistics_of(problem, reader, identity))
+    if statistics is None:
+        return None
+    statistics = statistics.to(device)
+    curvature = _gathered(exchange, reader.loader, lambda: curvature_of(problem, reader, identity, statistics))
+    if curvature is None:
+        return None
+    _check_origins(problem, statistics, curvature, "curvature")
+    return problem.finish(curvature.to(device).total)
+
+
+def _state(kind: str, problem: Problem, identity: Mapping[str, str], sums: Sums, record: PassRecord | None) -> State:
+    index, count = problem.part or (0, 1)
+    origin = Origin(0, 0, 0.0, 0.0) if record is None else record.origin()
+    return State(kind, identity, {index: origin}, count, sums.sums, sums.kept, sums.classes, sums.contributions)
+
+
+def _check_origins(problem: Problem, statistics: State, curvature: State, argument: str) -> None:
+    for part, origin in curvature.origins.items():
+        problem.check_origin(statistics.origins.get(part), origin, part, argument)
+
+
+def _gathered(exchange: ProcessGroup, loader: Any, make: Callable[[], State]) -> State | None:
+    """The state of all processes; ``None`` where every one has all the data."""
+    state = make()
+    heads = [Head.of_text(text) for text in exchange.gather(Head.of(state, loader, exchange.rank).text)]
+    if all_the_same(heads):
+        _log.warning(
+            "every process has the same points, so each fits alone; a DistributedSampler gives each a share of the work"
+        )
+        return None
+    check_shares(heads)
+    # One at a time, since the states of all together may be all embeddings of the data set, or many matrices.
+    found: list[State] = []
+
+    def take(content: bytes) -> None:
+        found[:] = [merged([*found, from_bytes(content)])]
+
+    exchange.each(to_bytes(state), take)
+    return found[0]
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a process says of its share.
+
+    Args:
+        origin: Which points it has seen.
+        claim: Which points its loader says that it gives.
+    """
+
+    origin: Origin
+    claim: Claim | None
+
+    @classmethod
+    def of(cls, state: State, loader: Any, rank: int) -> Head:
+        """Of the state of one process.
+
+        Args:
+            state: Of its share.
+            loader: The share.
+            rank: Of the process.
+        """
+        return cls(state.origins[rank], Share(loader, rank).claim)
+
+    def text(self) -> bytes:
+        """For other processes."""
+        return json.dumps([asdict(self.origin), None if self.claim is None else asdict(self.claim)]).encode()
+
+    @classmethod
+    def of_text(cls, text: bytes) -> Head:
+        """What :meth:`text` gave."""
+        origin, claim = json.loads(text)
+        return cls(
+            Origin(**{**origin, "extremes": tuple(origin["extremes"])}), None if claim is None else Claim(**claim)
+        )
+
+    @property
+    def empty(self) -> bool:
+        """Whether the share has no point, as far as that is known."""
+        return not (self.origin.n if self.claim is None else self.claim.n)
+
+    def same_points(self, other: Head) -> bool:
+        """Whether both surely have the same points."""
+        if self.claim is not None and other.claim is not None:
+            return (self.claim.n, self.claim.keys) == (other.claim.n, other.claim.keys)
+        return self.origin.same_points(other.origin)
+
+
+def all_the_same(heads: list[Head]) -> bool:
+    """Whether every process has all the data, instead of a part of it.
+
+    Raises:
+        InputError: Some processes, but not all, have the same points.
+    """
+    filled = [(rank, head) for rank, head in enumerate(heads) if not head.empty]
+    twins = [(a, b) for k, (a, one) in enumerate(filled) for b, other in filled[k + 1 :] if one.same_points(other)]
+    if not twins:
+        return False
+    if len(twins) == len(heads) * (len(heads) - 1) // 2:
+        return True
+    a, b = twins[0]
+    raise InputError(expected("train_loader", "other points in every process", f"the same in {a} and {b}", _GIVE))
+
+
+def check_shares(heads: list[Head]) -> None:
+    """Refuse samplers that leave points out, or give points to two processes.
+
+    Raises:
+        InputError: Their shares together are not the data set.
+    """
+    claims = [head.claim for head in heads if head.claim is not None]
+    sizes = {claim.points for claim in claims}
+    if len(claims) < len([head for head in heads if not head.empty]) or not claims or sizes == {None}:
+        return
+    hint = "Use the same data set, num_replicas, seed and epoch in all samplers, and another rank in each."
+    wanted = "samplers that give every point of the data set to one process"
+    points = next(iter(sizes))
+    if len(sizes) > 1 or points is None:
+        raise InputError(expected("train_loader", wanted, "data sets of different sizes", hint))
+    given = sum(claim.n for claim in claims)
+    if given != points:
+        raise InputError(expected("train_loader", wanted, f"{given} of {points} points", hint))
+    if sum_of_keys(range(points)) != _wrapped(sum(claim.keys for claim in claims)):
+        raise InputError(expected("train_loader", wanted, "some points twice and others not at all", hint))
+
+
+def _wrapped(total: int) -> int:
+    return (total + 2**63) % 2**64 - 2**63
