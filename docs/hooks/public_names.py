@@ -40,7 +40,7 @@ PUBLIC = (
 )
 """Packages whose ``__all__`` users may rely on, as paths below the package."""
 
-INTERNAL = ("cli", "feature_folder", "ggn", "hessian", "hosts", "network", "parts")
+INTERNAL = ("cli", "embedding", "feature_folder", "fit", "hessian", "hosts", "network", "parts")
 """Packages that may change without notice. What users need of them stands in the package itself."""
 
 NOT_SHOWN = frozenset({f"{NAME}.__version__"})
