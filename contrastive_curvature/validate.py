@@ -12,7 +12,7 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
-__all__ = ["choice", "count", "dense", "flag", "fraction", "generator", "number", "tensor"]
+__all__ = ["choice", "count", "dense", "flag", "fraction", "generator", "number", "real", "tensor"]
 
 
 def count(argument: str, value: object) -> int:
@@ -95,26 +95,29 @@ def dense(argument: str, value: Tensor) -> None:
         raise InputTypeError(expected(argument, "a dense tensor", f"layout {value.layout}", "Call .to_dense() on it."))
 
 
-def tensor(argument: str, value: object, shape: tuple[int | str, ...], like: Tensor | None = None) -> Tensor:
+def tensor(
+    argument: str, value: object, shape: tuple[int | str, ...] | None = None, like: Tensor | None = None
+) -> Tensor:
     """Return ``value`` if it is a dense tensor of finite floating-point numbers.
 
     Args:
         argument: Name of the argument, for the error messages.
         value: What the caller gave.
-        shape: The sizes that it must have; a letter is any size.
+        shape: The sizes that it must have; a letter is any size. ``None`` takes any shape.
         like: A tensor with the dtype and on the device that it must have.
 
     Raises:
         InputTypeError: It is no floating-point tensor.
         InputError: A size, the dtype or the device differs, or a number is NaN or infinite.
     """
-    wanted = f"shape ({', '.join(map(str, shape))})"
+    wanted = "any shape" if shape is None else f"shape ({', '.join(map(str, shape))})"
     if not isinstance(value, Tensor):
         raise InputTypeError(expected(argument, f"a torch.Tensor, {wanted}", f"a {type(value).__name__}"))
     dense(argument, value)
     if not value.is_floating_point():
         raise InputTypeError(expected(argument, "a floating-point tensor", f"{value.dtype}", "Call .float() on it."))
-    if len(shape) != value.ndim or any(n != m for n, m in zip(shape, value.shape, strict=True) if isinstance(n, int)):
+    sizes = value.shape if shape is None else shape
+    if len(sizes) != value.ndim or any(n != m for n, m in zip(sizes, value.shape, strict=True) if isinstance(n, int)):
         raise InputError(expected(argument, wanted, f"shape {tuple(value.shape)}"))
     if like is not None and (value.dtype, value.device) != (like.dtype, like.device):
         raise InputError(expected(argument, f"{like.dtype} on {like.device}", f"{value.dtype} on {value.device}"))
@@ -122,6 +125,12 @@ def tensor(argument: str, value: object, shape: tuple[int | str, ...], like: Ten
     if bad:
         raise InputError(expected(argument, "finite numbers", f"{bad} of {value.numel()} NaN or infinite"))
     return value
+
+
+def real(argument: str, value: object) -> Tensor:
+    """Return ``value`` as :func:`tensor` does, of any shape; half precision becomes float32."""
+    checked = tensor(argument, value)
+    return checked.float() if checked.dtype in (torch.float16, torch.bfloat16) else checked
 
 
 def generator(generator: object, device: torch.device) -> None:

@@ -164,10 +164,9 @@ GOOD = (torch.zeros(2, 3), torch.ones(2, 3))
         ((torch.zeros(2, 4), torch.ones(2, 4)), "one dimension D, got anchor 3, positive 4"),
         ((torch.zeros(4, 3), torch.ones(4, 3)), "shapes that broadcast"),
         ((torch.zeros(2, 3), -torch.ones(2, 3)), "variance of positive: expected variances >= 0, got -1.0"),
-        ((torch.full((2, 3), math.nan), torch.ones(2, 3)), "mean of positive: expected finite entries"),
-        ((torch.zeros(2, 3), torch.full((2, 3), math.inf)), "variance of positive: expected finite entries"),
+        ((torch.full((2, 3), math.nan), torch.ones(2, 3)), "mean of positive: expected finite"),
+        ((torch.zeros(2, 3), torch.full((2, 3), math.inf)), "variance of positive: expected finite"),
         ((torch.full((2, 3), 1e30), torch.ones(2, 3)), "overflows"),
-        ((torch.zeros(2, 3), torch.ones(2, 3, device="meta")), "variance of positive: expected a tensor on cpu"),
     ],
 )
 def test_bad_values(bad: Embedding, says: str) -> None:

@@ -151,8 +151,7 @@ TWO = (torch.ones(2, 3), torch.ones(2))
         ((torch.ones(2, 4), torch.ones(2)), "one dimension D, got anchor 3, positive 4"),
         ((torch.ones(4, 3), torch.ones(4)), "shapes that broadcast"),
         ((torch.ones(2, 3), -torch.ones(2)), "kappa of positive: expected >= 0"),
-        ((torch.ones(2, 3), torch.full((2,), math.nan)), "kappa of positive: expected finite entries"),
-        ((torch.ones(2, 3), torch.ones(2, device="meta")), "kappa of positive: expected a tensor on cpu"),
+        ((torch.ones(2, 3), torch.full((2,), math.nan)), "kappa of positive: expected finite"),
     ],
 )
 def test_bad_values(bad: Embedding, says: str) -> None:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.spread import Diagonal, Samples, sample_covariance
 from contrastive_curvature.errors import InputError, InputTypeError, expected
-from contrastive_curvature.vmf._checks import check_real, unit
+from contrastive_curvature.vmf.checks import unit
 
 __all__ = ["Directions", "check_embeddings", "directions"]
 
@@ -101,7 +102,7 @@ def directions(name: str, embeddings: EmbeddingDistribution | Tensor) -> Directi
     gives the limits of an isotropic Gaussian of infinite variance to order 1 / D.
     """
     if isinstance(embeddings, Tensor):
-        point, _ = unit(name, check_real(name, embeddings).double())
+        point, _ = unit(name, validate.real(name, embeddings).double())
         nothing = torch.zeros_like(point)
         return Directions(point, nothing[:, 0], nothing, point, nothing)
     if isinstance(embeddings.spread, Samples):

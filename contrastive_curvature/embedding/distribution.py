@@ -16,7 +16,7 @@ from contrastive_curvature.embedding.spread import Axes, Dense, Diagonal, Joint,
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.fit.class_centres import ClassCentres, same_centres
 from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.vmf._checks import unit
+from contrastive_curvature.vmf.checks import unit
 
 __all__ = ["EmbeddingDistribution", "InvalidRowsError", "turning_angle", "with_invalid_rows"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from contrastive_curvature import metrics, validate
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.metrics._checks import check_count, check_embeddings, check_labels, check_scores
+from contrastive_curvature.metrics._checks import check_embeddings, check_k, check_labels, check_scores
 from contrastive_curvature.metrics.neighbors import MORE, squared_distances
 
 __all__ = ["SHARE", "RetrievalUncertainty", "nearest_others", "neighbor_distance"]
@@ -76,7 +76,7 @@ class RetrievalUncertainty:
         labels: Tensor | None = None,
     ) -> None:
         self.gallery = check_embeddings("gallery", gallery)
-        self.k = check_count("k", k, 1, len(self.gallery), f"There are {len(self.gallery)} gallery points.")
+        self.k = check_k(k, len(self.gallery), f"There are {len(self.gallery)} gallery points.")
         validate.fraction("share", share)
         self._labels = None if labels is None else check_labels("labels", labels, len(self.gallery))
         known = check_scores("calibration", calibration)

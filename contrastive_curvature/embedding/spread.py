@@ -12,8 +12,8 @@ from torch import Tensor
 from contrastive_curvature import vmf
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.vmf._checks import unit
-from contrastive_curvature.vmf.gaussian import concentration
+from contrastive_curvature.vmf.checks import unit
+from contrastive_curvature.vmf.estimation import concentration_of_variance
 
 __all__ = ["Axes", "Dense", "Diagonal", "Joint", "Samples", "Spread", "taken"]
 
@@ -92,7 +92,7 @@ class Spread:
 
     def concentration(self, mean: Tensor) -> Tensor:
         """Return the concentrations of directions, shape (B,)."""
-        return concentration(self.tangential(mean), mean.shape[1])
+        return concentration_of_variance(self.tangential(mean), mean.shape[1])
 
     def sample(self, mean: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
         """Draw raw outputs around means (B, D), shape (S, B, D)."""

@@ -8,12 +8,21 @@ of two embeddings are broadcast. Half precision is converted to float32.
 
 from __future__ import annotations
 
-from contrastive_curvature.hedged.contrastive import hard_contrastive_loss, soft_contrastive_loss
-from contrastive_curvature.hedged.divergence import kl_bound, kl_estimate
-from contrastive_curvature.hedged.match import MatchParameters, match_logits, match_probability
-from contrastive_curvature.hedged.objective import match_loss, vib_objective
-from contrastive_curvature.hedged.sampling import stratified_samples
-from contrastive_curvature.hedged.uncertainty import self_mismatch
+from contrastive_curvature.hedged.match import (
+    MatchParameters,
+    match_logits,
+    match_probability,
+    self_mismatch,
+    stratified_samples,
+)
+from contrastive_curvature.hedged.objective import (
+    hard_contrastive_loss,
+    kl_bound,
+    kl_estimate,
+    match_loss,
+    soft_contrastive_loss,
+    vib_objective,
+)
 
 __all__ = [
     # points

@@ -1,4 +1,4 @@
-"""The probability that two embeddings match, a logistic function of their distance."""
+"""Samples of uncertain embeddings, and the probability of a match: a logistic function of their distance."""
 
 from __future__ import annotations
 
@@ -6,14 +6,60 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import logsigmoid, softplus
+from torch.nn.functional import softplus
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.hedged._checks import check_points, check_slope
-from contrastive_curvature.vmf._checks import broadcast_batch
+from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.vmf.checks import broadcast_batch, same_dim
 
-__all__ = ["MatchParameters", "inverse_softplus", "log_mean", "match_logits", "match_probability", "pair_logits"]
+__all__ = [
+    "MatchParameters",
+    "check_mixture",
+    "check_points",
+    "inverse_softplus",
+    "match_logits",
+    "match_probability",
+    "pair_logits",
+    "self_mismatch",
+    "stratified_samples",
+]
+
+
+def stratified_samples(
+    mean: Tensor, variance: Tensor, n_samples: int = 8, generator: torch.Generator | None = None
+) -> Tensor:
+    """Draw samples of mixtures of Gaussians, as many of each component.
+
+    A sample is ``mean + sqrt(variance) * noise``, so gradients flow to both. The mean of a function over the samples is
+    an unbiased estimate of its mean over the mixture with weights ``1 / C``, with a variance that is no larger than
+    that of as many independent samples.
+
+    Args:
+        mean: Means of the C components, shape (..., C, D); C = 1 is a single Gaussian.
+        variance: Variances > 0 of the same shape: the covariances are diagonal.
+        n_samples: Samples K of each mixture, a multiple of C. The default is the document's.
+        generator: Random generator on the device of ``mean``; torch's default one if not given.
+
+    Returns:
+        Shape (..., K, D), the K / C samples of one component after those of another.
+
+    Raises:
+        InputError: A shape does not fit, an entry is NaN or infinite, a variance is not positive,
+            or ``n_samples`` is not a positive multiple of C.
+
+    Source: "Hedged instance embedding", section 2.2. It prints a mixture without weights, whose integral is C; equal
+    numbers of samples imply weights of ``1 / C``. Its K = 8 samples are read as those of an image, not of a component.
+    """
+    centre, spread = check_mixture("mean", mean, "variance", variance)
+    validate.count("n_samples", n_samples)
+    components = centre.shape[-2]
+    if n_samples % components:
+        raise InputError(expected("n_samples", f"a multiple of the {components} components", n_samples))
+    validate.generator(generator, centre.device)
+    centre, spread = (t.repeat_interleave(n_samples // components, -2) for t in (centre, spread))
+    dtype = torch.promote_types(centre.dtype, spread.dtype)
+    noise = torch.randn(centre.shape, dtype=dtype, device=centre.device, generator=generator)
+    return centre + spread.sqrt() * noise
 
 
 def inverse_softplus(value: float) -> float:
@@ -31,7 +77,6 @@ class MatchParameters(nn.Module):
         b: First value of the intercept, any finite number. At distance ``b / a`` a match is as likely as not.
 
     Raises:
-        InputTypeError: One is not a number.
         InputError: One is not finite, or ``a`` is not positive, in torch's default dtype.
 
     Source: "Hedged instance embedding", Eq. 2, which asks for ``a > 0`` and does not say how. Neither does it give
@@ -65,8 +110,7 @@ def match_logits(z1: Tensor, z2: Tensor, a: float | Tensor, b: float | Tensor) -
         Logits with the broadcast batch shape. The gradient at distance 0 is 0.
 
     Raises:
-        InputTypeError: An argument has a wrong type.
-        InputError: A shape does not fit, the dimensions or devices differ, an entry is NaN or infinite, or ``a`` is
+        InputError: A shape does not fit, the dimensions differ, an entry is NaN or infinite, or ``a`` is
             not positive.
 
     Source: "Hedged instance embedding", Eq. 2, which prints ``a |z1 - z2| + b``: with ``a > 0`` the probability of a
@@ -74,30 +118,16 @@ def match_logits(z1: Tensor, z2: Tensor, a: float | Tensor, b: float | Tensor) -
     """
     check_slope(a, b)
     first, second = check_points("z1", z1), check_points("z2", z2)
-    _check_dims(z1=first, z2=second)
+    same_dim(z1=first, z2=second)
     broadcast_batch(z1=(first, 1), z2=(second, 1))
     return b - a * torch.linalg.vector_norm(first - second, dim=-1)
 
 
 def pair_logits(samples1: Tensor, samples2: Tensor, a: float | Tensor, b: float | Tensor) -> Tensor:
-    """Return the logits of all pairs of samples of two embeddings.
-
-    Args:
-        samples1: Samples of the first embedding, shape (..., K1, D).
-        samples2: Samples of the second, shape (..., K2, D), whose batch shape broadcasts.
-        a: Slope, > 0.
-        b: Intercept.
-
-    Returns:
-        Shape (..., K1, K2).
-
-    Raises:
-        InputTypeError: An argument has a wrong type.
-        InputError: As :func:`match_logits`.
-    """
+    """Return the logits (..., K1, K2) of all pairs of samples (..., K1, D) and (..., K2, D) of two embeddings."""
     check_slope(a, b)
     first, second = check_points("samples1", samples1, samples=True), check_points("samples2", samples2, samples=True)
-    _check_dims(samples1=first, samples2=second)
+    same_dim(samples1=first, samples2=second)
     broadcast_batch(samples1=(first, 2), samples2=(second, 2))
     # torch.cdist computes |x|^2 + |y|^2 - 2 x y for many samples, which cancels where they are close.
     return b - a * torch.linalg.vector_norm(first.unsqueeze(-2) - second.unsqueeze(-3), dim=-1)
@@ -121,8 +151,7 @@ def match_probability(samples1: Tensor, samples2: Tensor, a: float | Tensor, b: 
         embeddings.
 
     Raises:
-        InputTypeError: An argument has a wrong type.
-        InputError: A shape does not fit, the dimensions or devices differ, an entry is NaN or infinite, or ``a`` is
+        InputError: A shape does not fit, the dimensions differ, an entry is NaN or infinite, or ``a`` is
             not positive.
 
     Source: "Hedged instance embedding", Eq. 2, 4 and 5 (with the sign of :func:`match_logits`).
@@ -130,22 +159,83 @@ def match_probability(samples1: Tensor, samples2: Tensor, a: float | Tensor, b: 
     return torch.sigmoid(pair_logits(samples1, samples2, a, b)).mean((-2, -1))
 
 
-def log_mean(logits: Tensor, matches: Tensor) -> Tensor:
-    """Return the log of the mean probability of what is so, match or mismatch, over the last two axes.
+def self_mismatch(
+    mean: Tensor,
+    variance: Tensor,
+    a: float | Tensor,
+    b: float | Tensor,
+    *,
+    n_samples: int = 8,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Return the probability that two independent draws of one embedding do not match.
+
+    The mean of ``1 - sigmoid(-a |z - z'| + b)`` over all pairs of two independent sets of samples. Pairs inside one set
+    would hold each sample's pair with itself, whose distance is 0, and would say too little.
 
     Args:
-        logits: Logits of a match, shape (..., K1, K2).
-        matches: What is so, booleans (...).
+        mean: Means of the C components, shape (..., C, D); C = 1 is a single Gaussian.
+        variance: Variances > 0 of the same shape.
+        a: Slope per unit of distance, > 0.
+        b: Intercept.
+        n_samples: Samples in each of the two sets, a multiple of C.
+        generator: Random generator on the device of ``mean``; torch's default one if not given.
 
     Returns:
-        Shape (...), finite also where the probability itself is too small for its dtype.
+        Shape (...), from ``sigmoid(-b)``, which a point has, to 1.
+
+    Raises:
+        InputError: A shape does not fit, an entry is NaN or infinite, a variance or ``a`` is not
+            positive, or ``n_samples`` is no multiple of C.
+
+    Source: "Hedged instance embedding", Eq. 9 and 5.
     """
-    signed = torch.where(matches[..., None, None], logits, -logits)
-    return torch.logsumexp(logsigmoid(signed), (-2, -1)) - math.log(logits.shape[-1] * logits.shape[-2])
+    draws = [stratified_samples(mean, variance, n_samples, generator) for _ in range(2)]
+    return torch.sigmoid(-pair_logits(draws[0], draws[1], a, b)).mean((-2, -1))
 
 
-def _check_dims(**points: Tensor) -> None:
-    dims = {name: value.shape[-1] for name, value in points.items()}
-    if len(set(dims.values())) > 1:
-        shown = ", ".join(f"{name} {dim}" for name, dim in dims.items())
-        raise InputError(expected(", ".join(points), "one dimension D", shown))
+def _scalar(argument: str, value: object) -> float:
+    if isinstance(value, Tensor):
+        if value.ndim or not value.is_floating_point():
+            came = f"{value.dtype} of shape {tuple(value.shape)}"
+            raise InputError(expected(argument, "a number or a floating-point tensor without axes", came))
+        found = value.item()
+    elif isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InputTypeError(expected(argument, "a number or a tensor", f"a {type(value).__name__}"))
+    else:
+        found = float(value)
+    if not math.isfinite(found):
+        raise InputError(expected(argument, "a finite number", found))
+    return found
+
+
+def check_slope(a: object, b: object) -> None:
+    """Refuse parameters of the match probability that are no finite numbers, and a slope that is not positive."""
+    _scalar("b", b)
+    slope = _scalar("a", a)
+    if slope <= 0:
+        hint = "A network's output becomes positive by torch.nn.functional.softplus; MatchParameters has one."
+        raise InputError(expected("a", "a number > 0", slope, hint))
+
+
+def check_points(name: str, value: object, *, samples: bool = False) -> Tensor:
+    """Return finite points (..., D), or samples (..., K, D); half precision becomes float32."""
+    points = validate.real(name, value)
+    if points.ndim < 1 + samples or points.shape[-1] < 1 or (samples and points.shape[-2] < 1):
+        wanted = "shape (..., K, D) with K >= 1 and D >= 1" if samples else "shape (..., D) with D >= 1"
+        raise InputError(expected(name, wanted, tuple(points.shape)))
+    return points
+
+
+def check_mixture(mean_name: str, mean: object, variance_name: str, variance: object) -> tuple[Tensor, Tensor]:
+    """Return means and variances > 0 of a mixture, both (..., C, D); half precision becomes float32."""
+    centre, spread = validate.real(mean_name, mean), validate.real(variance_name, variance)
+    if centre.ndim < 2 or min(centre.shape[-2:]) < 1:
+        hint = "A single Gaussian is a mixture of one component: mean.unsqueeze(-2)."
+        raise InputError(expected(mean_name, "shape (..., C, D) with C >= 1 and D >= 1", tuple(centre.shape), hint))
+    if spread.shape != centre.shape:
+        raise InputError(expected(variance_name, f"shape {tuple(centre.shape)}", tuple(spread.shape)))
+    if bool((spread <= 0).any()):
+        hint = "A network's output becomes a variance by torch.nn.functional.softplus or torch.exp."
+        raise InputError(expected(variance_name, "variances > 0", float(spread.min()), hint))
+    return centre, spread

@@ -1,7 +1,8 @@
-"""The training objective of hedged embeddings: the variational information bottleneck for pairs."""
+"""Losses of pairs: of points with a soft or a hard threshold, and of uncertain embeddings with their divergences."""
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -9,13 +10,153 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputTypeError, expected
-from contrastive_curvature.hedged._checks import check_matches, check_mixture, reduced
-from contrastive_curvature.hedged.divergence import kl_bound, kl_estimate
-from contrastive_curvature.hedged.match import log_mean, pair_logits
-from contrastive_curvature.hedged.sampling import stratified_samples
+from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.hedged.match import (
+    check_mixture,
+    check_points,
+    match_logits,
+    pair_logits,
+    stratified_samples,
+)
+from contrastive_curvature.triplet.divergence import excess
+from contrastive_curvature.triplet.moments import check_pair
+from contrastive_curvature.vmf.checks import broadcast_batch, same_dim
 
-__all__ = ["match_loss", "vib_objective"]
+__all__ = ["hard_contrastive_loss", "kl_bound", "kl_estimate", "match_loss", "soft_contrastive_loss", "vib_objective"]
+
+
+def soft_contrastive_loss(
+    z1: Tensor,
+    z2: Tensor,
+    matches: Tensor,
+    a: float | Tensor,
+    b: float | Tensor,
+    *,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+) -> Tensor:
+    """Return the negative log-probability of what is so of each pair of points: that it matches, or that it does not.
+
+    With ``p = sigmoid(-a |z1 - z2| + b)``: ``-log p`` of a match, ``-log(1 - p)`` of a mismatch.
+
+    Args:
+        z1: Points, shape (..., D).
+        z2: Points, shape (..., D), whose batch shape broadcasts.
+        matches: Whether each pair matches, booleans that broadcast to the batch shape.
+        a: Slope per unit of distance, > 0.
+        b: Intercept.
+        reduction: ``"mean"`` or ``"sum"`` over the pairs, or ``"none"``.
+
+    Returns:
+        The loss (in nats): a scalar, or the batch shape with ``"none"``.
+
+    Raises:
+        InputError: A shape does not fit, the dimensions differ, an entry is NaN or infinite, ``a`` is not
+            positive, ``reduction`` is unknown, or the mean over no pairs is asked for.
+
+    Source: "Hedged instance embedding", Eq. 2 and 3 (with the sign of
+    :func:`~contrastive_curvature.hedged.match_logits`).
+    """
+    logits = match_logits(z1, z2, a, b)
+    so = _check_matches(matches, logits.shape)
+    return _reduced(-logsigmoid(torch.where(so, logits, -logits)), reduction)
+
+
+def hard_contrastive_loss(
+    z1: Tensor,
+    z2: Tensor,
+    matches: Tensor,
+    margin: float = 1.0,
+    *,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+) -> Tensor:
+    """Return the contrastive loss with a hard margin, of points that need not be on the sphere.
+
+    ``|z1 - z2|^2`` of a match, ``max(margin - |z1 - z2|, 0)^2`` of a mismatch.
+    :class:`~contrastive_curvature.losses.ContrastiveLoss`, the library's own, has unit vectors and another term for a
+    mismatch.
+
+    Args:
+        z1: Points, shape (..., D).
+        z2: Points, shape (..., D), whose batch shape broadcasts.
+        matches: Whether each pair matches, booleans that broadcast to the batch shape.
+        margin: Distance from which a mismatch costs nothing, > 0.
+        reduction: ``"mean"`` or ``"sum"`` over the pairs, or ``"none"``.
+
+    Returns:
+        The loss (in squared units of the embedding): a scalar, or the batch shape with ``"none"``. The gradient of a
+        mismatch at distance 0 is 0.
+
+    Raises:
+        InputError: A shape does not fit, the dimensions differ, an entry is NaN or infinite, ``margin`` is
+            not positive, ``reduction`` is unknown, or the mean over no pairs is asked for.
+
+    Source: "Hedged instance embedding", Eq. 1 (Hadsell et al. 2006).
+    """
+    margin = validate.number("margin", margin, positive=True)
+    first, second = check_points("z1", z1), check_points("z2", z2)
+    same_dim(z1=first, z2=second)
+    broadcast_batch(z1=(first, 1), z2=(second, 1))
+    between = first - second
+    so = _check_matches(matches, between.shape[:-1])
+    far = (margin - torch.linalg.vector_norm(between, dim=-1)).clamp(min=0)
+    return _reduced(torch.where(so, between.square().sum(-1), far.square()), reduction)
+
+
+def kl_bound(mean: Tensor, variance: Tensor) -> Tensor:
+    """Return the mean of the components' divergences to ``N(0, I)``: that of a Gaussian, a bound on that of a mixture.
+
+    ``1/(2 C) sum_c sum_d [variance - 1 - log(variance) + mean^2]``. The divergence of a mixture has no closed form.
+    It is convex in its first argument, so this is an upper bound, exact for C = 1; it is too large by at most
+    ``log C``.
+
+    Args:
+        mean: Means of the C components, shape (..., C, D).
+        variance: Variances > 0 of the same shape. The components weigh the same.
+
+    Returns:
+        Nats, shape (...).
+
+    Raises:
+        InputError: A shape does not fit, an entry is NaN or infinite, or a variance is not
+            positive.
+
+    Source: "Hedged instance embedding", Eq. 7 and 8, which do not say how the divergence of a mixture is computed. Its
+    appendix E bounds the objective from below; an upper bound on the divergence keeps that bound one.
+    """
+    centre, spread = check_mixture("mean", mean, "variance", variance)
+    return (excess(spread) + centre.square()).sum(-1).mean(-1) / 2
+
+
+def kl_estimate(samples: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    """Return the Monte Carlo estimate of the divergence of a mixture to ``N(0, I)``.
+
+    The mean of ``log p(z) - log N(z; 0, I)`` over samples of the mixture, with ``p`` the mean of the components'
+    densities. Unbiased; negative estimates occur. Gradients flow through the samples and through ``p``.
+
+    Args:
+        samples: Samples of the mixture, as many of each component, shape (..., K, D): those of
+            :func:`~contrastive_curvature.hedged.stratified_samples`.
+        mean: Means of the C components, shape (..., C, D).
+        variance: Variances > 0 of the same shape. The components weigh the same.
+
+    Returns:
+        Nats, shape (...).
+
+    Raises:
+        InputError: A shape does not fit, the dimensions differ, an entry is NaN or infinite, or a variance
+            is not positive.
+
+    Source: "Hedged instance embedding", Eq. 22: the divergence as a mean over the embedding.
+    """
+    centre, spread = check_mixture("mean", mean, "variance", variance)
+    drawn = check_points("samples", samples, samples=True)
+    same_dim(samples=drawn, mean=centre)
+    broadcast_batch(samples=(drawn, 2), mean=(centre, 2))
+    centre, spread = centre.unsqueeze(-3), spread.unsqueeze(-3)  # (..., 1, C, D) beside the samples' (..., K, 1, D)
+    exponents = ((drawn.unsqueeze(-2) - centre).square() / spread + torch.log(spread)).sum(-1) / -2
+    log_mixture = torch.logsumexp(exponents, -1) - math.log(centre.shape[-2])
+    # The factor (2 pi)^(-D/2) is in both densities.
+    return (log_mixture + drawn.square().sum(-1) / 2).mean(-1)
 
 
 def match_loss(
@@ -46,19 +187,18 @@ def match_loss(
         :func:`~contrastive_curvature.hedged.soft_contrastive_loss`, whatever ``average`` is.
 
     Raises:
-        InputTypeError: An argument has a wrong type.
-        InputError: A shape does not fit, the dimensions or devices differ, an entry is NaN or infinite, ``a`` is not
+        InputError: A shape does not fit, the dimensions differ, an entry is NaN or infinite, ``a`` is not
             positive, an option is unknown, or the mean over no pairs is asked for.
 
     Source: "Hedged instance embedding", first term of Eq. 8.
     """
     validate.choice("average", average, ("log", "probability"))
     logits = pair_logits(samples1, samples2, a, b)
-    so = check_matches(matches, logits.shape[:-2], logits.device)
+    so = _check_matches(matches, logits.shape[:-2])
     if average == "probability":
-        return reduced(-log_mean(logits, so), reduction)
+        return _reduced(-_log_mean(logits, so), reduction)
     signed = torch.where(so[..., None, None], logits, -logits)
-    return reduced(-logsigmoid(signed).mean((-2, -1)), reduction)
+    return _reduced(-logsigmoid(signed).mean((-2, -1)), reduction)
 
 
 def vib_objective(
@@ -96,8 +236,7 @@ def vib_objective(
         The loss (in nats): a scalar, or the batch shape with ``"none"``.
 
     Raises:
-        InputTypeError: An argument has a wrong type.
-        InputError: A shape does not fit, the dimensions or devices differ, an entry is NaN or infinite, a variance or
+        InputError: A shape does not fit, the dimensions differ, an entry is NaN or infinite, a variance or
             ``a`` is not positive, an option is unknown, ``n_samples`` is no multiple of C, or the mean over no pairs
             is asked for.
 
@@ -114,11 +253,39 @@ def vib_objective(
         both = kl_bound(mean1, variance1) + kl_bound(mean2, variance2)
     else:
         both = kl_estimate(samples1, mean1, variance1) + kl_estimate(samples2, mean2, variance2)
-    return reduced(losses + kl_weight * both, reduction)
+    return _reduced(losses + kl_weight * both, reduction)
 
 
 def _mixture(name: str, value: object) -> tuple[Tensor, Tensor]:
-    if not isinstance(value, tuple) or len(value) != 2:
-        received = f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
-        raise InputTypeError(expected(name, "a tuple (mean, variance) of two tensors", received))
-    return check_mixture(f"mean of {name}", value[0], f"variance of {name}", value[1])
+    mean, variance = check_pair(name, value)
+    return check_mixture(f"mean of {name}", mean, f"variance of {name}", variance)
+
+
+def _check_matches(matches: object, batch: torch.Size) -> Tensor:
+    """Return the indicator of matching pairs, expanded to the shape ``batch`` of the pairs."""
+    if not isinstance(matches, Tensor) or matches.dtype != torch.bool:
+        came = str(matches.dtype) if isinstance(matches, Tensor) else f"a {type(matches).__name__}"
+        raise InputTypeError(expected("matches", "a tensor of booleans", came, "Compare labels: labels1 == labels2."))
+    try:
+        fits = torch.broadcast_shapes(matches.shape, batch) == batch
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise InputError(expected("matches", f"a shape that broadcasts to {tuple(batch)}", tuple(matches.shape)))
+    return matches.expand(batch)
+
+
+def _reduced(losses: Tensor, reduction: str) -> Tensor:
+    """Return the mean or the sum of the losses, or the losses themselves."""
+    validate.choice("reduction", reduction, ("mean", "sum", "none"))
+    if reduction == "none":
+        return losses
+    if reduction == "mean" and not losses.numel():
+        raise InputError(expected("pairs", "at least one pair", "none", 'Or reduction="sum".'))
+    return losses.mean() if reduction == "mean" else losses.sum()
+
+
+def _log_mean(logits: Tensor, matches: Tensor) -> Tensor:
+    """Return the log of the mean probability of the truth over the last two axes, finite where that underflows."""
+    signed = torch.where(matches[..., None, None], logits, -logits)
+    return torch.logsumexp(logsigmoid(signed), (-2, -1)) - math.log(logits.shape[-1] * logits.shape[-2])

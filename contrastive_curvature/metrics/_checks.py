@@ -1,4 +1,4 @@
-"""Input checks of the metrics."""
+"""Checks of the metrics' arguments."""
 
 from __future__ import annotations
 
@@ -8,51 +8,46 @@ from torch import Tensor
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
-__all__ = ["check_count", "check_embeddings", "check_labels", "check_scores", "check_tensor"]
+__all__ = [
+    "check_embeddings",
+    "check_integers",
+    "check_k",
+    "check_labels",
+    "check_rows",
+    "check_scores",
+    "check_tensor",
+]
 
 
-def check_tensor(name: str, value: object) -> Tensor:
-    """Return ``value``, detached, if it is a tensor.
-
-    Raises:
-        InputTypeError: If ``value`` is not a tensor.
-    """
+def check_tensor(name: str, value: object, wanted: str = "a torch.Tensor", hint: str = "") -> Tensor:
+    """Return a dense tensor, detached."""
     if not isinstance(value, Tensor):
-        raise InputTypeError(expected(name, "a torch.Tensor", type(value).__name__))
+        raise InputTypeError(expected(name, wanted, f"a {type(value).__name__}", hint))
     validate.dense(name, value)
     return value.detach()
 
 
-def check_count(name: str, value: object, least: int, most: int | None = None, why: str = "") -> int:
-    """Return ``value`` if it is an int from ``least`` to ``most``.
+def check_integers(name: str, value: object, wanted: str = "an integer tensor", hint: str = "") -> Tensor:
+    """Return a tensor of an integer dtype, detached."""
+    checked = check_tensor(name, value, wanted, hint)
+    if checked.is_floating_point() or checked.is_complex() or checked.dtype == torch.bool:
+        came = f"{checked.dtype}, shape {tuple(checked.shape)}"
+        raise InputTypeError(expected(name, wanted, came, hint or "Convert it with .long()."))
+    return checked
 
-    Raises:
-        InputTypeError: If ``value`` is not an int.
-        InputError: If ``value`` is out of range.
-    """
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InputTypeError(expected(name, "an int", value))
-    if value < least or (most is not None and value > most):
-        wanted = f">= {least}" if most is None else f"between {least} and {most}"
-        raise InputError(expected(name, wanted, value, why))
-    return value
+
+def check_rows(name: str, value: Tensor, length: int | None) -> None:
+    """Refuse a tensor that is not of shape (N,), or (length,), or is empty."""
+    if value.ndim != 1 or value.numel() == 0 or (length is not None and len(value) != length):
+        wanted = "(N,)" if length is None else f"({length},)"
+        raise InputError(expected(name, f"shape {wanted}, not empty", tuple(value.shape)))
 
 
 def check_embeddings(name: str, value: object, zeros: bool = False) -> Tensor:
-    """Return embeddings (N, D) if they are finite, not empty and, unless ``zeros``, have no zero row.
-
-    Raises:
-        InputTypeError: If ``value`` is not a floating-point tensor.
-        InputError: If the shape is not (N, D), an entry is not finite, or a row is zero, which has no cosine
-            similarity.
-    """
-    checked = check_tensor(name, value)
-    if not checked.is_floating_point():
-        raise InputTypeError(expected(name, "a floating-point tensor", str(checked.dtype)))
+    """Return finite embeddings (N, D), detached, without a zero row unless ``zeros``."""
+    checked = validate.real(name, value).detach()
     if checked.ndim != 2 or checked.numel() == 0:
         raise InputError(expected(name, "shape (N, D), not empty", tuple(checked.shape)))
-    if not bool(torch.isfinite(checked).all()):
-        raise InputError(expected(name, "finite entries", "NaN or infinity"))
     zero_rows = 0 if zeros else int((checked == 0).all(1).sum())
     if zero_rows:
         hint = "A zero row has no cosine similarity."
@@ -61,35 +56,22 @@ def check_embeddings(name: str, value: object, zeros: bool = False) -> Tensor:
 
 
 def check_labels(name: str, value: object, length: int | None = None) -> Tensor:
-    """Return labels (N,) as int64.
-
-    Raises:
-        InputTypeError: If ``value`` is not a tensor of an integer dtype.
-        InputError: If ``value`` is not one-dimensional, is empty, or does not have ``length`` entries.
-    """
-    checked = check_tensor(name, value)
-    if checked.is_floating_point() or checked.is_complex() or checked.dtype == torch.bool:
-        raise InputTypeError(expected(name, "an integer tensor", str(checked.dtype), "Convert it with .long()."))
-    wanted = "(N,)" if length is None else f"({length},)"
-    if checked.ndim != 1 or checked.numel() == 0 or (length is not None and len(checked) != length):
-        raise InputError(expected(name, f"shape {wanted}, not empty", tuple(checked.shape)))
+    """Return labels (N,) as int64."""
+    checked = check_integers(name, value)
+    check_rows(name, checked, length)
     return checked.long()
 
 
 def check_scores(name: str, value: object, length: int | None = None) -> Tensor:
-    """Return finite scores (N,) in float64.
-
-    Raises:
-        InputTypeError: If ``value`` is not a real tensor.
-        InputError: If ``value`` is not one-dimensional, is empty, does not have ``length`` entries, or is not finite.
-    """
+    """Return finite scores (N,) in float64."""
     checked = check_tensor(name, value)
-    if checked.is_complex():
-        raise InputTypeError(expected(name, "a real tensor", str(checked.dtype)))
-    wanted = "(N,)" if length is None else f"({length},)"
-    if checked.ndim != 1 or checked.numel() == 0 or (length is not None and len(checked) != length):
-        raise InputError(expected(name, f"shape {wanted}, not empty", tuple(checked.shape)))
-    checked = checked.double()
-    if not bool(torch.isfinite(checked).all()):
-        raise InputError(expected(name, "finite scores", "NaN or infinity"))
-    return checked
+    check_rows(name, checked, length)
+    return validate.real(name, checked if checked.is_complex() else checked.double())
+
+
+def check_k(k: object, most: int, why: str) -> int:
+    """Return a number of neighbours from 1 to ``most``."""
+    count = validate.count("k", k)
+    if count > most:
+        raise InputError(expected("k", f"between 1 and {most}", k, why))
+    return count

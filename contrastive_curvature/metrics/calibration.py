@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, InputTypeError, expected
-from contrastive_curvature.metrics._checks import check_count, check_labels, check_tensor
+from contrastive_curvature import validate
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.metrics._checks import check_integers, check_labels
 from contrastive_curvature.metrics.neighbors import Backend, Metric
 from contrastive_curvature.metrics.votes import Samples, retrieval_votes
 
@@ -45,14 +46,7 @@ _HINT = (
 
 
 def _check_votes(votes: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    if not isinstance(votes, Tensor):
-        raise InputTypeError(
-            expected("votes", "an integer tensor of labels (S, N)", f"a {type(votes).__name__}", _HINT)
-        )
-    checked = check_tensor("votes", votes)
-    if checked.is_floating_point() or checked.is_complex() or checked.dtype == torch.bool:
-        received = f"{checked.dtype}, shape {tuple(checked.shape)}"
-        raise InputTypeError(expected("votes", "an integer tensor of labels (S, N)", received, _HINT))
+    checked = check_integers("votes", votes, "an integer tensor of labels (S, N)", _HINT)
     if checked.ndim != 2 or checked.numel() == 0:
         raise InputError(expected("votes", "shape (S, N), not empty", f"shape {tuple(checked.shape)}", _HINT))
     return checked.long(), check_labels("labels", labels, checked.shape[1]).to(checked.device)
@@ -81,13 +75,12 @@ def calibration_bins(votes: Tensor, labels: Tensor, n_bins: int = 10) -> Calibra
         The bins; ``.expected_calibration_error`` is their ECE.
 
     Raises:
-        InputTypeError: If ``votes`` or ``labels`` is not an integer tensor or ``n_bins`` not an int.
         InputError: If a shape is wrong or empty, or ``n_bins`` < 1.
 
     Source: Warburg et al. (2023), appendix G.3.
     """
     checked, truth = _check_votes(votes, labels)
-    n_bins = check_count("n_bins", n_bins, 1)
+    n_bins = validate.count("n_bins", n_bins)
     n_samples = len(checked)
     ordered, agree = _count_agreement(checked)
     # In a tie argmax gives the first position, which is the smallest label because the votes are sorted.
@@ -120,7 +113,6 @@ def brier_score(votes: Tensor, labels: Tensor) -> float:
         A number in [0, 2]; 0 is perfect.
 
     Raises:
-        InputTypeError: If ``votes`` or ``labels`` is not an integer tensor.
         InputError: If a shape is wrong or empty.
 
     Source: Brier (1950), Verification of forecasts expressed in terms of probability.
@@ -162,12 +154,11 @@ def retrieval_ece(
         A number in [0, 1]; 0 is perfectly calibrated.
 
     Raises:
-        InputTypeError: If an argument has a wrong type.
         InputError: For the reasons given in ``retrieval_votes`` and ``calibration_bins``.
 
     Source: Warburg et al. (2023), Eq. 121, with ``1/|B|`` corrected to ``|B|/N``.
     """
-    n_bins = check_count("n_bins", n_bins, 1)
+    n_bins = validate.count("n_bins", n_bins)
     votes = retrieval_votes(samples, labels, gallery, gallery_labels, backend=backend, metric=metric)
     return calibration_bins(votes, labels, n_bins).expected_calibration_error
 
@@ -195,7 +186,6 @@ def retrieval_brier(
         A number in [0, 2]; 0 is perfect. See ``brier_score``.
 
     Raises:
-        InputTypeError: If an argument has a wrong type.
         InputError: For the reasons given in ``retrieval_votes``.
     """
     votes = retrieval_votes(samples, labels, gallery, gallery_labels, backend=backend, metric=metric)

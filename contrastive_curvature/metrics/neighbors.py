@@ -11,7 +11,7 @@ from torch import Tensor
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.metrics._checks import check_count, check_embeddings
+from contrastive_curvature.metrics._checks import check_embeddings, check_k
 
 __all__ = ["MORE", "Backend", "Metric", "nearest_neighbors", "squared_distances"]
 
@@ -26,8 +26,7 @@ _ENTRIES = 2**24
 
 
 def _choose_backend(backend: str, double: bool) -> str:
-    if not isinstance(backend, str) or backend not in ("auto", "faiss", "sklearn"):
-        raise InputError(expected("backend", "'auto', 'faiss' or 'sklearn'", backend))
+    validate.choice("backend", backend, ("auto", "faiss", "sklearn"))
     installed = importlib.util.find_spec("faiss") is not None
     if backend == "faiss" and not installed:
         raise UnsupportedError(expected("backend", "an installed package", "'faiss'", "pip install faiss-cpu."))
@@ -119,7 +118,6 @@ def nearest_neighbors(
         int64 indices into the gallery, shape (N, k), nearest first, on the device of ``queries``.
 
     Raises:
-        InputTypeError: If the embeddings are not floating-point tensors or ``k`` is not an int.
         InputError: If a shape is wrong, an entry is not finite, a row is zero and has no cosine, D disagrees, ``k`` is
             too large, or ``metric`` is unknown.
         UnsupportedError: If ``backend="faiss"`` and faiss is not installed.
@@ -132,7 +130,7 @@ def nearest_neighbors(
     if searched_gallery.shape[1] != points.shape[1]:
         raise InputError(expected("gallery", f"D = {points.shape[1]}, that of queries", searched_gallery.shape[1]))
     available = len(searched_gallery) - leave_one_out
-    k = check_count("k", k, 1, available, f"There are {available} gallery points per query.")
+    check_k(k, available, f"There are {available} gallery points per query.")
     chosen_backend = _choose_backend(backend, points.dtype == torch.float64)
     given = [e.detach().to("cpu", torch.float64) for e in ((points,) if leave_one_out else (points, searched_gallery))]
     # For unit vectors the Euclidean order is the cosine order.

@@ -8,16 +8,9 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
-from contrastive_curvature.metrics._checks import check_count, check_labels, check_tensor
+from contrastive_curvature.metrics._checks import check_integers, check_k, check_labels, check_tensor
 
 __all__ = ["Ranking", "average_precision_at_k", "map_at_k", "rank_by_labels", "recall_at_k"]
-
-
-def _check_integers(name: str, value: object) -> Tensor:
-    checked = check_tensor(name, value)
-    if checked.is_floating_point() or checked.is_complex() or checked.dtype == torch.bool:
-        raise InputTypeError(expected(name, "an integer tensor", str(checked.dtype)))
-    return checked
 
 
 @dataclass(frozen=True)
@@ -30,8 +23,7 @@ class Ranking:
             metric leaves out queries without a positive, which no retrieval can answer.
 
     Raises:
-        InputTypeError: If ``relevant`` is not boolean or ``n_positives`` not integer.
-        InputError: If the shapes or devices disagree or are empty, a count is negative or smaller than the positives
+        InputError: If the shapes disagree or are empty, a count is negative or smaller than the positives
             retrieved, or no query has a positive.
     """
 
@@ -40,15 +32,13 @@ class Ranking:
 
     def __post_init__(self) -> None:
         """Check that the two fields fit together."""
-        relevant, counts = check_tensor("relevant", self.relevant), _check_integers("n_positives", self.n_positives)
+        relevant, counts = check_tensor("relevant", self.relevant), check_integers("n_positives", self.n_positives)
         if relevant.dtype != torch.bool:
             raise InputTypeError(expected("relevant", "a bool tensor", str(relevant.dtype)))
         if relevant.ndim != 2 or relevant.numel() == 0:
             raise InputError(expected("relevant", "shape (N, K), not empty", tuple(relevant.shape)))
         if counts.shape != relevant.shape[:1]:
             raise InputError(expected("n_positives", f"shape ({len(relevant)},)", tuple(counts.shape)))
-        if counts.device != relevant.device:
-            raise InputError(expected("n_positives", f"device {relevant.device}, that of relevant", str(counts.device)))
         if bool((counts < relevant.sum(1)).any()):
             raise InputError(expected("n_positives", "at least the positives retrieved", "fewer for some query"))
         if not bool((counts > 0).any()):
@@ -67,14 +57,13 @@ def rank_by_labels(neighbors: Tensor, labels: Tensor, gallery_labels: Tensor | N
         The ranking, on the device of ``labels``.
 
     Raises:
-        InputTypeError: If an argument is not an integer tensor.
         InputError: If a shape is wrong, an index is outside the gallery, a query retrieved itself (leave-one-out), or
             no query has a positive.
     """
     query_labels = check_labels("labels", labels)
     labels_in_gallery = query_labels if gallery_labels is None else check_labels("gallery_labels", gallery_labels)
     labels_in_gallery = labels_in_gallery.to(query_labels.device)
-    indices = _check_integers("neighbors", neighbors).to(query_labels.device).long()
+    indices = check_integers("neighbors", neighbors).to(query_labels.device).long()
     if indices.ndim != 2 or indices.numel() == 0 or len(indices) != len(query_labels):
         raise InputError(expected("neighbors", f"shape ({len(query_labels)}, K), K >= 1", tuple(indices.shape)))
     if bool(((indices < 0) | (indices >= len(labels_in_gallery))).any()):
@@ -95,9 +84,10 @@ def rank_by_labels(neighbors: Tensor, labels: Tensor, gallery_labels: Tensor | N
     return Ranking(labels_in_gallery[indices] == query_labels.unsqueeze(1), counts - int(gallery_labels is None))
 
 
-def _check_k(ranking: Ranking, k: int) -> int:
+def _first(ranking: Ranking, k: int) -> Tensor:
+    """Return which of the first k neighbours are positives, (N, k)."""
     most = ranking.relevant.shape[1]
-    return check_count("k", k, 1, most, f"Only {most} neighbours per query were retrieved.")
+    return ranking.relevant[:, : check_k(k, most, f"Only {most} neighbours per query were retrieved.")]
 
 
 def recall_at_k(ranking: Ranking, k: int) -> float:
@@ -113,13 +103,11 @@ def recall_at_k(ranking: Ranking, k: int) -> float:
         A number in [0, 1], over the queries that have a positive in the gallery.
 
     Raises:
-        InputTypeError: If ``k`` is not an int.
         InputError: If ``k`` is out of range.
 
     Source: Warburg et al. (2023), section 4.
     """
-    k = _check_k(ranking, k)
-    hit = ranking.relevant[:, :k].any(1)
+    hit = _first(ranking, k).any(1)
     return float(hit[ranking.n_positives > 0].double().mean())
 
 
@@ -141,14 +129,12 @@ def average_precision_at_k(ranking: Ranking, k: int) -> Tensor:
         float64, shape (N,), in [0, 1]; NaN for queries without any positive in the gallery.
 
     Raises:
-        InputTypeError: If ``k`` is not an int.
         InputError: If ``k`` is out of range.
 
     Source: https://github.com/FrederikWarburg/bayesian-metric-learning, ``src/evaluate/map.py`` (which gives 1 to a
         query without positives); Musgrave et al. (2020), MAP@R.
     """
-    k = _check_k(ranking, k)
-    hits = ranking.relevant[:, :k].double()
+    hits = _first(ranking, k).double()
     precision = hits.cumsum(1) / torch.arange(1, k + 1, device=hits.device, dtype=torch.float64)
     # 0 / 0 gives NaN for a query without positives, as documented.
     return (hits * precision).sum(1) / ranking.n_positives.clamp(max=k)
@@ -165,7 +151,6 @@ def map_at_k(ranking: Ranking, k: int) -> float:
         A number in [0, 1].
 
     Raises:
-        InputTypeError: If ``k`` is not an int.
         InputError: If ``k`` is out of range.
 
     Source: Warburg et al. (2023), section 4 and Table 2.

@@ -36,7 +36,6 @@ def auroc(uncertainty_id: Tensor, uncertainty_ood: Tensor) -> float:
         A number in [0, 1]; a random score has 0.5.
 
     Raises:
-        InputTypeError: If an argument is not a real tensor.
         InputError: If an argument is empty, not one-dimensional, or not finite.
 
     Source: Warburg et al. (2023), appendix G.3.
@@ -61,7 +60,6 @@ def auprc(uncertainty_id: Tensor, uncertainty_ood: Tensor) -> float:
         A number in (0, 1]; larger is better.
 
     Raises:
-        InputTypeError: If an argument is not a real tensor.
         InputError: If an argument is empty, not one-dimensional, or not finite.
 
     Source: Warburg et al. (2023), appendix G.3.
@@ -98,7 +96,6 @@ def sparsification_curve(uncertainty: Tensor, performance: Tensor) -> Sparsifica
         The curve over the queries that were not left out.
 
     Raises:
-        InputTypeError: If an argument is not a real tensor.
         InputError: If an argument is empty, not one-dimensional or of another length, ``uncertainty`` is not finite,
             ``performance`` is infinite, or every query is left out.
 
@@ -134,7 +131,6 @@ def ausc(uncertainty: Tensor, performance: Tensor) -> float:
         A number between the least and the greatest performance.
 
     Raises:
-        InputTypeError: If an argument is not a real tensor.
         InputError: For the reasons given in ``sparsification_curve``.
 
     Source: Warburg et al. (2023), appendix G.3 and Table 2; the authors' released code evaluates the

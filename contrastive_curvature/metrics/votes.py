@@ -87,7 +87,6 @@ def retrieval_votes(
         int64 labels, shape (S, N), on the device of ``labels``.
 
     Raises:
-        InputTypeError: If an argument has a wrong type.
         InputError: If a shape is wrong, there is no sample, an embedding is not finite, or zero and without a cosine,
             one of ``gallery`` and ``gallery_labels`` is missing, their numbers of samples differ, or ``metric`` is
             unknown.

@@ -14,7 +14,7 @@ from contrastive_curvature.fit.class_centres import between_classes, nearest_rat
 from contrastive_curvature.serving.parts import Parts
 from contrastive_curvature.serving.ranks import PValue
 from contrastive_curvature.serving.spread import make_spread
-from contrastive_curvature.vmf.gaussian import concentration
+from contrastive_curvature.vmf.estimation import concentration_of_variance
 
 __all__ = ["ScoreHead"]
 
@@ -75,7 +75,7 @@ class ScoreHead(nn.Module):
         if self.centres is not None and self.typical_ratio is not None:
             between = between_classes(nearest_ratio(mu, self.centres), self.typical_ratio)
         angle = turning_angle(tangential, norm, self.typical_norm, between, self._arctan)
-        out = (mu, concentration(tangential, z.shape[1]), angle)
+        out = (mu, concentration_of_variance(tangential, z.shape[1]), angle)
         if self.ranks is None:
             return out
         rounding = z.shape[1] * torch.finfo(z.dtype).eps

@@ -114,7 +114,7 @@ def read_embeddings(argument: str, value: object) -> StoredEmbeddings:
 
 
 def tangential_variance_of(kappa: Tensor, dim: int) -> Tensor:
-    """The tangential variance whose concentration is ``kappa``: the inverse of ``vmf.gaussian.concentration``.
+    """Return the tangential variance whose concentration is ``kappa``: the inverse of ``concentration_of_variance``.
 
     With ``s = sqrt(1 + tv)``, the concentration is ``(D s^2 - 1) / (s (s^2 - 1))``, which falls as s grows. The root is
     bracketed by halving in ``log(s - 1)``, where tiny variances keep their digits.

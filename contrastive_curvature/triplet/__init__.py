@@ -10,13 +10,10 @@ All work is done in float64 and returned in the dtype of the arguments; half pre
 
 from __future__ import annotations
 
-from contrastive_curvature.triplet.divergence import kl_to_normal
-from contrastive_curvature.triplet.likelihood import log_probability
+from contrastive_curvature.triplet.divergence import kl_to_normal, kl_to_uniform
 from contrastive_curvature.triplet.loss import bayesian_triplet_loss
-from contrastive_curvature.triplet.moments import TauMoments, tau_moments
-from contrastive_curvature.triplet.moments_vmf import tau_moments_vmf
-from contrastive_curvature.triplet.normal_tail import log_normal_cdf
-from contrastive_curvature.triplet.uniform import kl_to_uniform
+from contrastive_curvature.triplet.moments import TauMoments, tau_moments, tau_moments_vmf
+from contrastive_curvature.triplet.probability import log_normal_cdf, log_probability
 
 __all__ = [
     # three embeddings -> tau -> its probability

@@ -1,15 +1,20 @@
-"""Kullback-Leibler divergence of a Gaussian embedding to a Gaussian prior."""
+"""Kullback-Leibler divergences of an embedding to its prior: Gaussian, or uniform on the sphere."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.triplet._checks import Gaussian, check_gaussian
+from contrastive_curvature.triplet.moments import Gaussian, check_gaussian
+from contrastive_curvature.vmf.checks import check_dim, check_kappa
+from contrastive_curvature.vmf.density import of_kappa
 
-__all__ = ["excess", "kl_to_normal", "kl_to_normal_of"]
+__all__ = ["excess", "kl_to_normal", "kl_to_normal_of", "kl_to_uniform", "kl_to_uniform_of"]
+
 
 _SERIES_TERMS = 16  # with |x| <= 1/2 below, t^2 <= 1/9: the first term left out is below 1e-16 of the sum
 
@@ -26,11 +31,7 @@ def excess(ratio: Tensor) -> Tensor:
 
 
 def kl_to_normal_of(embedding: Gaussian, prior_variance: float, name: str = "variance") -> Tensor:
-    """Return the divergence for a checked embedding, in float64.
-
-    Raises:
-        InputError: A variance is zero.
-    """
+    """Return the divergence for a checked embedding, in float64."""
     mean, variance, _ = embedding
     zeros = int((variance == 0).sum())
     if zeros:
@@ -53,7 +54,6 @@ def kl_to_normal(mean: Tensor, variance: Tensor, prior_variance: float = 1.0) ->
         Divergences >= 0 (in nats), shape (...).
 
     Raises:
-        InputTypeError: An argument has a wrong type.
         InputError: A shape does not fit, an entry is NaN or infinite, or a variance is not positive.
 
     Source: Eq. 46 and listing 2 (lines 29 to 31) of the supplement of Warburg et al. (2021), whose lines 26 and 30
@@ -62,3 +62,78 @@ def kl_to_normal(mean: Tensor, variance: Tensor, prior_variance: float = 1.0) ->
     prior_variance = validate.number("prior_variance", prior_variance, positive=True)
     embedding = check_gaussian("mean", mean, "variance", variance)
     return kl_to_normal_of(embedding, prior_variance).to(embedding.dtype)
+
+
+_SERIES_TERMS = 20  # kappa^2 <= 2 D below, so that term k is at most 1 / k!
+
+
+def _log_growth(kappa: Tensor, dim: int) -> Tensor:
+    """Return ``log C_D(0) - log C_D(kappa)`` for kappa^2 <= 2 D, as a sum of positive terms."""
+    quarter = kappa.square() / 4
+    term, total = torch.ones_like(kappa), torch.zeros_like(kappa)
+    for k in range(1, _SERIES_TERMS + 1):
+        term = term * quarter / (k * (dim / 2 + k - 1))
+        total = total + term
+    return torch.log1p(total)
+
+
+class _Divergence(torch.autograd.Function):
+    """The divergence, whose derivative is ``kappa A'(kappa)``: autograd through the value would cancel."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(kappa: Tensor, dim: int) -> Tensor:
+        # Two forms of one value: the first cancels by a factor of two at most, but has a limited range; the second
+        # loses every digit as kappa goes to zero.
+        few = kappa.square() <= 2 * dim
+        small = torch.where(few, kappa, torch.zeros_like(kappa))
+        near = kappa * of_kappa(kappa, dim, "ratio") - _log_growth(small, dim)
+        return torch.where(few, near, of_kappa(kappa, dim, "gain") - kappa * of_kappa(kappa, dim, "complement"))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:  # noqa: ARG004  # torch's signature
+        kappa, ctx.dim = inputs
+        ctx.save_for_backward(kappa)
+        ctx.save_for_forward(kappa)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (kappa,) = ctx.saved_tensors
+        return grads[0] * kappa * of_kappa(kappa, ctx.dim, "slope"), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        (kappa,) = ctx.saved_tensors
+        tangent: Tensor = tangents[0]
+        return tangent * kappa * of_kappa(kappa, ctx.dim, "slope")
+
+
+def kl_to_uniform_of(kappa: Tensor, dim: int) -> Tensor:
+    """Return the divergence for checked arguments, in float64."""
+    value: Tensor = _Divergence.apply(kappa.double(), dim)
+    return value
+
+
+def kl_to_uniform(kappa: Tensor, dim: int) -> Tensor:
+    """Return the Kullback-Leibler divergence of a von Mises-Fisher distribution to the uniform one.
+
+    ``kappa A_D(kappa) + log C_D(kappa) - log C_D(0)``, with the normaliser ``C_D`` and the mean resultant length
+    ``A_D`` of :mod:`contrastive_curvature.vmf`. It does not depend on the mean direction, is 0 at kappa = 0, close to
+    ``kappa^2 / (2 D)`` for small kappa, and grows like ``(D - 1)/2 log kappa`` for large kappa.
+
+    Args:
+        kappa: Concentrations, any shape, finite and >= 0, any floating dtype.
+        dim: Ambient dimension D >= 2.
+
+    Returns:
+        Divergences >= 0 (in nats) with the shape and dtype of ``kappa``, computed in float64 with a relative error
+        below 1e-12 for D up to 4096 and kappa up to 1e5; three times differentiable.
+
+    Raises:
+        InputError: ``kappa`` is negative, NaN or infinite, or ``dim`` < 2.
+
+    Source: what ``kappa - D log 2`` in listing 2 (line 42) of the supplement of Warburg et al. (2021) stands for.
+    """
+    checked, dim = check_kappa(kappa), check_dim(dim)
+    return kl_to_uniform_of(checked, dim).to(checked.dtype)

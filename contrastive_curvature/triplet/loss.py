@@ -9,12 +9,10 @@ from torch import Tensor
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.triplet._checks import Gaussian, Triplet, check_triplet
-from contrastive_curvature.triplet.divergence import kl_to_normal_of
-from contrastive_curvature.triplet.likelihood import log_probability_of, log_probability_with
-from contrastive_curvature.triplet.moments_vmf import Directed, moments_of_vmf, spread_of
-from contrastive_curvature.triplet.uniform import kl_to_uniform_of
-from contrastive_curvature.vmf._checks import check_dim, unit
+from contrastive_curvature.triplet.divergence import kl_to_normal_of, kl_to_uniform_of
+from contrastive_curvature.triplet.moments import Directed, Gaussian, Triplet, check_triplet, moments_of_vmf, spread_of
+from contrastive_curvature.triplet.probability import log_probability_of, log_probability_with
+from contrastive_curvature.vmf.checks import check_dim, unit
 
 __all__ = ["bayesian_triplet_loss"]
 
@@ -74,9 +72,8 @@ def bayesian_triplet_loss(
             ``moments="vmf"`` twice in the means and once in the variances.
 
     Raises:
-        InputTypeError: An argument has a wrong type.
         InputError: An option is unknown or has no effect, a shape does not fit, the batch shapes do not broadcast, the
-            dimensions or the devices differ, an entry is NaN or infinite, a variance is not positive, a mean is zero
+            dimensions or an entry is NaN or infinite, a variance is not positive, a mean is zero
             (with ``"vmf"``), or the mean over no triplets is asked for.
 
     Source: Eq. 37 to 46 and listings 1 and 2 of the supplement of Warburg et al. (2021).

@@ -8,8 +8,14 @@ are divided by their norm, and a zero vector is refused. Half precision is conve
 
 from __future__ import annotations
 
-from contrastive_curvature.vmf.approximations import log_normalizer_quadratic
-from contrastive_curvature.vmf.density import kl_divergence, log_prob
+from contrastive_curvature.vmf.density import (
+    kl_divergence,
+    log_density_at_mode,
+    log_normalizer,
+    log_normalizer_quadratic,
+    log_prob,
+    mean_resultant_length,
+)
 from contrastive_curvature.vmf.distances import (
     bhattacharyya_distance,
     cosine_distance,
@@ -19,13 +25,15 @@ from contrastive_curvature.vmf.distances import (
     kl_distance_printed,
     squared_euclidean_distance,
 )
-from contrastive_curvature.vmf.estimation import concentration, fit, mean_direction
-from contrastive_curvature.vmf.expected_likelihood import el_nivmf_distance, el_nivmf_logits
-from contrastive_curvature.vmf.gaussian import concentration_from_gaussian, tangential_variance
-from contrastive_curvature.vmf.nonisotropic import nivmf_distance, nivmf_log_prob
-from contrastive_curvature.vmf.normalizer import log_density_at_mode, log_normalizer, mean_resultant_length
-from contrastive_curvature.vmf.reparameterized import rsample
-from contrastive_curvature.vmf.sampling import sample
+from contrastive_curvature.vmf.estimation import (
+    concentration,
+    concentration_from_gaussian,
+    fit,
+    mean_direction,
+    tangential_variance,
+)
+from contrastive_curvature.vmf.nonisotropic import el_nivmf_distance, el_nivmf_logits, nivmf_distance, nivmf_log_prob
+from contrastive_curvature.vmf.sampling import rsample, sample
 
 __all__ = [
     # samples or a Gaussian -> (mu, kappa)

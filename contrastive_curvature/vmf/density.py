@@ -1,22 +1,159 @@
-"""The von Mises-Fisher density, and the Kullback-Leibler divergence between two of them."""
+"""The density of the von Mises-Fisher distribution: its normaliser, its mean resultant length, its divergence."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.vmf._checks import broadcast_batch, check_kappa, unit
-from contrastive_curvature.vmf.normalizer import log_density_at_mode, of_kappa
+from contrastive_curvature.errors import UnsupportedError, expected
+from contrastive_curvature.vmf.bessel import bessel_derivatives, bessel_values
+from contrastive_curvature.vmf.checks import broadcast_batch, check_dim, check_kappa, same_dim, unit
 
-__all__ = ["kl_divergence", "log_prob"]
+__all__ = [
+    "kl_divergence",
+    "log_density_at_mode",
+    "log_normalizer",
+    "log_normalizer_quadratic",
+    "log_prob",
+    "log_surface",
+    "mean_resultant_length",
+    "of_kappa",
+]
 
 
-def _same_dim(**tensors: Tensor) -> int:
-    dims = {name: t.shape[-1] for name, t in tensors.items()}
-    if len(set(dims.values())) > 1:
-        shown = ", ".join(f"{name} {dim}" for name, dim in dims.items())
-        raise InputError(expected("last axes", "one dimension D", shown))
-    return next(iter(dims.values()))
+# name -> (name of the derivative, its sign)
+_DERIVATIVE = {
+    "log_normalizer": ("ratio", -1.0),
+    "gain": ("complement", 1.0),
+    "ratio": ("slope", 1.0),
+    "complement": ("slope", -1.0),
+    "slope": ("curvature", 1.0),
+}
+
+
+class _OfKappa(torch.autograd.Function):
+    """A function of kappa whose derivative is another such function, evaluated directly and not by autograd.
+
+    Autograd through the recurrence would suffer from cancellation for large kappa; see ``bessel``.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(kappa: Tensor, dim: int, name: str) -> Tensor:
+        if name in ("slope", "curvature"):
+            value: Tensor = getattr(bessel_derivatives(kappa, dim), name)
+            return value
+        values = bessel_values(kappa, dim)
+        if name == "log_normalizer":
+            return values.gain - kappa
+        value = getattr(values, name)
+        return value
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int, str], output: Tensor) -> None:  # noqa: ARG004  # torch's signature
+        kappa, ctx.dim, ctx.name = inputs
+        ctx.save_for_backward(kappa)
+        ctx.save_for_forward(kappa)
+
+    @staticmethod
+    def _derivative(ctx: Any) -> Tensor:
+        if ctx.name not in _DERIVATIVE:
+            message = (
+                "von Mises-Fisher: the log-normaliser can be differentiated at most three times with respect to kappa."
+            )
+            raise UnsupportedError(message)
+        name, sign = _DERIVATIVE[ctx.name]
+        (kappa,) = ctx.saved_tensors
+        derivative: Tensor = _OfKappa.apply(kappa, ctx.dim, name)
+        return sign * derivative
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0] * _OfKappa._derivative(ctx), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        tangent: Tensor = tangents[0]
+        return tangent * _OfKappa._derivative(ctx)
+
+
+def of_kappa(kappa: Tensor, dim: int, name: str) -> Tensor:
+    """Evaluate one of the functions of ``bessel``, or the log-normaliser minus its value at 0, in float64."""
+    value: Tensor = _OfKappa.apply(kappa.double(), dim, name)
+    return value
+
+
+def log_surface(dim: int) -> float:
+    """Return ``-log C_D(0)``, the logarithm of the surface area of the unit sphere of R^D."""
+    return math.log(2.0) + dim / 2 * math.log(math.pi) - math.lgamma(dim / 2)
+
+
+def log_normalizer(kappa: Tensor, dim: int) -> Tensor:
+    """Return ``log C_D(kappa)``, the log-normaliser of the von Mises-Fisher density.
+
+    ``C_D(kappa) = kappa^(D/2-1) / ((2 pi)^(D/2) I_(D/2-1)(kappa))`` with respect to the surface measure; at kappa = 0
+    it is one over the surface area. Its derivative is ``-A_D(kappa)``, and it can be differentiated three times.
+
+    For large kappa it is close to ``-kappa``; ``log_density_at_mode`` gives densities near the mode without
+    cancellation.
+
+    Args:
+        kappa: Concentrations (dimensionless), any shape, finite and >= 0, any floating dtype and device with float64.
+        dim: Ambient dimension D >= 2.
+
+    Returns:
+        Log-normalisers with the shape, dtype and device of ``kappa``. The work is done in float64 whatever the dtype;
+        in float64 the error, relative to max(1, |value|), is below 1e-13 for D up to 4096 and kappa up to 1e8.
+
+    Raises:
+        InputError: If ``kappa`` is negative or not finite, or ``dim`` < 2.
+
+    Source: Sra (2012); appendix C of Warburg et al. (2023).
+    """
+    checked, dim = check_kappa(kappa), check_dim(dim)
+    return (of_kappa(checked, dim, "log_normalizer") - log_surface(dim)).to(checked.dtype)
+
+
+def log_density_at_mode(kappa: Tensor, dim: int) -> Tensor:
+    """Return ``log C_D(kappa) + kappa``, the log-density at ``z = mu``, without cancellation.
+
+    Args:
+        kappa: Concentrations, any shape, finite and >= 0.
+        dim: Ambient dimension D >= 2.
+
+    Returns:
+        Log-densities with the shape and dtype of ``kappa``; the derivative is ``1 - A_D(kappa)``, accurate even where
+        A_D rounds to 1.
+
+    Raises:
+        InputError: If ``kappa`` is negative or not finite, or ``dim`` < 2.
+    """
+    checked, dim = check_kappa(kappa), check_dim(dim)
+    return (of_kappa(checked, dim, "gain") - log_surface(dim)).to(checked.dtype)
+
+
+def mean_resultant_length(kappa: Tensor, dim: int) -> Tensor:
+    """Return ``A_D(kappa) = I_(D/2)(kappa) / I_(D/2-1)(kappa)``, the norm of the mean of the distribution.
+
+    Args:
+        kappa: Concentrations, any shape, finite and >= 0.
+        dim: Ambient dimension D >= 2.
+
+    Returns:
+        Lengths in [0, 1] with the shape and dtype of ``kappa``, computed in float64 with a relative error below 1e-13;
+        twice differentiable.
+
+    Raises:
+        InputError: If ``kappa`` is negative or not finite, or ``dim`` < 2.
+
+    Source: Sra (2012).
+    """
+    checked, dim = check_kappa(kappa), check_dim(dim)
+    return of_kappa(checked, dim, "ratio").to(checked.dtype)
 
 
 def log_prob(z: Tensor, mu: Tensor, kappa: Tensor) -> Tensor:
@@ -35,16 +172,15 @@ def log_prob(z: Tensor, mu: Tensor, kappa: Tensor) -> Tensor:
         Log-densities (in nats), with the broadcast batch shape.
 
     Raises:
-        InputTypeError: If an argument is not a floating-point tensor.
-        InputError: If a vector is zero or not finite, ``kappa`` is negative or not finite, D < 2 or disagrees, the
-            batch shapes do not broadcast, or the devices differ.
+        InputError: If a vector is zero or not finite, ``kappa`` is negative or not finite, D < 2 or disagrees, or
+            the batch shapes do not broadcast.
 
     Source: appendix C of Warburg et al. (2023), with its Eq. 41 corrected to ``|z - mu|^2 = 2 - 2 <z, mu>``.
     """
     u, _ = unit("z", z)
     m, _ = unit("mu", mu)
     checked = check_kappa(kappa)
-    dim = _same_dim(z=u, mu=m)
+    dim = same_dim(z=u, mu=m)
     broadcast_batch(z=(u, 1), mu=(m, 1), kappa=(checked, 0))
     return log_density_at_mode(checked, dim) - checked / 2 * (u - m).square().sum(-1)
 
@@ -65,17 +201,46 @@ def kl_divergence(mu: Tensor, kappa: Tensor, other_mu: Tensor, other_kappa: Tens
         Divergences (in nats), with the broadcast batch shape; zero up to rounding for equal arguments.
 
     Raises:
-        InputTypeError: If an argument is not a floating-point tensor.
         InputError: If a vector is zero or not finite, a concentration is negative or not finite, D < 2 or disagrees,
-            the batch shapes do not broadcast, or the devices differ.
+            or the batch shapes do not broadcast.
     """
     m, _ = unit("mu", mu)
     other_m, _ = unit("other_mu", other_mu)
     k, other_k = check_kappa(kappa), check_kappa(other_kappa)
-    dim = _same_dim(mu=m, other_mu=other_m)
+    dim = same_dim(mu=m, other_mu=other_m)
     broadcast_batch(mu=(m, 1), kappa=(k, 0), other_mu=(other_m, 1), other_kappa=(other_k, 0))
     at_modes = log_density_at_mode(k, dim) - log_density_at_mode(other_k, dim)
     spread = of_kappa(k, dim, "complement").to(k.dtype)
     turn = (m - other_m).square().sum(-1) / 2
     length = of_kappa(k, dim, "ratio").to(k.dtype)
     return at_modes + (other_k - k) * spread + other_k * length * turn
+
+
+# D -> the constant, the factor of kappa, the factor of kappa^2
+_FITS = {128: (127.0, -0.01909, -0.003355), 512: (868.0, -0.0002662, -0.0009685)}
+
+
+def log_normalizer_quadratic(kappa: Tensor, dim: int) -> Tensor:
+    """Return the document's quadratic fit of ``log C_D(kappa)``, made for kappa from 10 to 50.
+
+    Beyond it, the fit falls like ``-kappa^2`` and the log-normaliser like ``-kappa``: the fit is of no use for kappa
+    much above D.
+
+    Args:
+        kappa: Concentrations (dimensionless), any shape, finite and >= 0.
+        dim: Ambient dimension, 128 or 512, the two that the document gives.
+
+    Returns:
+        The fitted values, with the shape and dtype of ``kappa``.
+
+    Raises:
+        InputError: If ``kappa`` is negative or not finite, or ``dim`` < 2.
+        UnsupportedError: If ``dim`` is not one of the two.
+
+    Source: Eq. 12-13.
+    """
+    checked, dim = check_kappa(kappa), check_dim(dim)
+    if dim not in _FITS:
+        raise UnsupportedError(expected("dim", "128 or 512", dim, "log_normalizer is exact for every dimension."))
+    constant, linear, quadratic = _FITS[dim]
+    return constant + checked * (linear + quadratic * checked)

@@ -11,22 +11,93 @@ Source: Kirchhof et al. (2022), A Non-isotropic Probabilistic Take on Proxy-base
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from contrastive_curvature.vmf._checks import unit
-from contrastive_curvature.vmf._pairs import Pairs, check_same_space, checked_directions, make_pairs
-from contrastive_curvature.vmf.normalizer import log_surface, of_kappa
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.vmf.checks import check_kappa, same_dim, unit
+from contrastive_curvature.vmf.density import log_surface, of_kappa
 
 __all__ = [
     "bhattacharyya_distance",
+    "common_dtype",
+    "checked_directions",
     "cosine_distance",
     "expected_likelihood_distance",
     "from_embedding",
     "kl_distance",
     "kl_distance_printed",
     "squared_euclidean_distance",
+    "versine",
 ]
+
+
+class _Pairs(NamedTuple):
+    """What the distances of B embeddings to C proxies need.
+
+    Attributes:
+        versine: One minus the cosine, shape (B, C), float64.
+        kappa: Concentrations of the embeddings, shape (B, 1), float64.
+        proxy_kappa: Concentrations of the proxies, shape (1, C), float64.
+        dim: The dimension D.
+        dtype: The dtype of the result.
+    """
+
+    versine: Tensor
+    kappa: Tensor
+    proxy_kappa: Tensor
+    dim: int
+    dtype: torch.dtype
+
+
+def checked_directions(name: str, value: object) -> Tensor:
+    """Return the unit vectors of a matrix of directions, shape (rows, D)."""
+    directions, _ = unit(name, value)
+    if directions.ndim != 2:
+        raise InputError(expected(name, "shape (rows, D)", tuple(directions.shape)))
+    return directions
+
+
+def common_dtype(**tensors: Tensor) -> torch.dtype:
+    """Return the common dtype of tensors whose last axis is the dimension D."""
+    same_dim(**tensors)
+    return functools.reduce(torch.promote_types, (t.dtype for t in tensors.values()))
+
+
+def _within(value: Tensor, low: float, high: float) -> Tensor:
+    """Clamp the value and not the gradient.
+
+    A cosine that rounds above 1 belongs to two directions that are close, whose gradient is small and not zero.
+    """
+    return value + (value.clamp(low, high) - value).detach()
+
+
+def versine(cosine: Tensor) -> Tensor:
+    """Return ``1 - cosine`` in [0, 2]."""
+    return _within(1 - cosine, 0.0, 2.0)
+
+
+def _row_kappas(name: str, value: object, directions: Tensor) -> Tensor:
+    checked = check_kappa(value, name)
+    rows = directions.shape[0]
+    if tuple(checked.shape) not in ((), (rows,)):
+        wanted = f"shape ({rows},), one for each row of directions, or ()"
+        raise InputError(expected(name, wanted, tuple(checked.shape)))
+    return checked
+
+
+def _pairs(mu: object, kappa: object, proxy_mu: object, proxy_kappa: object) -> _Pairs:
+    """Check the arguments of a distance and pair every embedding with every proxy, by one matrix product."""
+    u, p = checked_directions("mu", mu), checked_directions("proxy_mu", proxy_mu)
+    dtype = common_dtype(mu=u, proxy_mu=p)
+    k, other = _row_kappas("kappa", kappa, u), _row_kappas("proxy_kappa", proxy_kappa, p)
+    apart = versine((u.to(dtype) @ p.to(dtype).T).double())
+    dtype = torch.promote_types(torch.promote_types(dtype, k.dtype), other.dtype)
+    column, row = k.double().expand(u.shape[0])[:, None], other.double().expand(p.shape[0])[None]
+    return _Pairs(apart, column, row, u.shape[1], dtype)
 
 
 def from_embedding(z: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,7 +110,6 @@ def from_embedding(z: Tensor) -> tuple[Tensor, Tensor]:
         Directions (..., D) of norm 1, and concentrations (...), the norms. Gradients flow through both.
 
     Raises:
-        InputTypeError: If ``z`` is not a floating-point tensor.
         InputError: If D < 2, an entry is not finite, or an embedding is zero.
     """
     return unit("z", z)
@@ -56,11 +126,10 @@ def cosine_distance(mu: Tensor, proxy_mu: Tensor) -> Tensor:
         Distances in [-1, 1], shape (B, C).
 
     Raises:
-        InputTypeError: If an argument is not a floating-point tensor.
-        InputError: If a shape or device disagrees, or a direction is zero or not finite.
+        InputError: If a shape disagrees, or a direction is zero or not finite.
     """
     u, p = checked_directions("mu", mu), checked_directions("proxy_mu", proxy_mu)
-    dtype = check_same_space(mu=u, proxy_mu=p)
+    dtype = common_dtype(mu=u, proxy_mu=p)
     return -(u.to(dtype) @ p.to(dtype).T)
 
 
@@ -77,18 +146,17 @@ def squared_euclidean_distance(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, prox
         Distances >= 0, shape (B, C), in squared units of the concentrations.
 
     Raises:
-        InputTypeError: If an argument is not a floating-point tensor.
-        InputError: If a shape or device disagrees, a direction is zero or not finite, or a concentration is negative
+        InputError: If a shape disagrees, a direction is zero or not finite, or a concentration is negative
             or not finite.
 
     Source: the law of cosines, before Eq. 44.
     """
-    pairs = make_pairs(mu, kappa, proxy_mu, proxy_kappa)
+    pairs = _pairs(mu, kappa, proxy_mu, proxy_kappa)
     k, other = pairs.kappa, pairs.proxy_kappa
     return ((k - other).square() + 2 * k * other * pairs.versine).to(pairs.dtype)
 
 
-def _sum_and_deficit(pairs: Pairs) -> tuple[Tensor, Tensor]:
+def _sum_and_deficit(pairs: _Pairs) -> tuple[Tensor, Tensor]:
     """Return ``s = |kappa mu + proxy_kappa proxy_mu|`` and ``kappa + proxy_kappa - s``, without cancellation."""
     k, other = pairs.kappa, pairs.proxy_kappa
     top = torch.maximum(k, other).detach()
@@ -118,13 +186,12 @@ def bhattacharyya_distance(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, proxy_ka
         Distances (in nats), shape (B, C): >= 0, and 0 for equal distributions, up to rounding.
 
     Raises:
-        InputTypeError: If an argument is not a floating-point tensor.
-        InputError: If a shape or device disagrees, a direction is zero or not finite, or a concentration is negative
+        InputError: If a shape disagrees, a direction is zero or not finite, or a concentration is negative
             or not finite.
 
     Source: Eq. 29.
     """
-    pairs = make_pairs(mu, kappa, proxy_mu, proxy_kappa)
+    pairs = _pairs(mu, kappa, proxy_mu, proxy_kappa)
     length, deficit = _sum_and_deficit(pairs)
     ends = (of_kappa(pairs.kappa, pairs.dim, "gain") + of_kappa(pairs.proxy_kappa, pairs.dim, "gain")) / 2
     return (of_kappa(length / 2, pairs.dim, "gain") - ends + deficit / 2).to(pairs.dtype)
@@ -146,13 +213,12 @@ def expected_likelihood_distance(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, pr
         Distances (in nats), shape (B, C).
 
     Raises:
-        InputTypeError: If an argument is not a floating-point tensor.
-        InputError: If a shape or device disagrees, a direction is zero or not finite, or a concentration is negative
+        InputError: If a shape disagrees, a direction is zero or not finite, or a concentration is negative
             or not finite.
 
     Source: Eq. 35.
     """
-    pairs = make_pairs(mu, kappa, proxy_mu, proxy_kappa)
+    pairs = _pairs(mu, kappa, proxy_mu, proxy_kappa)
     length, deficit = _sum_and_deficit(pairs)
     ends = of_kappa(pairs.kappa, pairs.dim, "gain") + of_kappa(pairs.proxy_kappa, pairs.dim, "gain")
     return (of_kappa(length, pairs.dim, "gain") - ends + deficit + log_surface(pairs.dim)).to(pairs.dtype)
@@ -174,13 +240,12 @@ def kl_distance(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, proxy_kappa: Tensor
         Divergences (in nats), shape (B, C): >= 0, and 0 for equal distributions, up to rounding.
 
     Raises:
-        InputTypeError: If an argument is not a floating-point tensor.
-        InputError: If a shape or device disagrees, a direction is zero or not finite, or a concentration is negative
+        InputError: If a shape disagrees, a direction is zero or not finite, or a concentration is negative
             or not finite.
 
     Source: Eq. 38, with the mean ``A(kappa) mu`` inserted.
     """
-    pairs = make_pairs(mu, kappa, proxy_mu, proxy_kappa)
+    pairs = _pairs(mu, kappa, proxy_mu, proxy_kappa)
     k, other, dim = pairs.kappa, pairs.proxy_kappa, pairs.dim
     modes = of_kappa(k, dim, "gain") - of_kappa(other, dim, "gain")
     spread, mean_length = of_kappa(k, dim, "complement"), of_kappa(k, dim, "ratio")
@@ -204,12 +269,11 @@ def kl_distance_printed(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, proxy_kappa
         Numbers (in nats) of either sign, shape (B, C).
 
     Raises:
-        InputTypeError: If an argument is not a floating-point tensor.
-        InputError: If a shape or device disagrees, a direction is zero or not finite, or a concentration is negative
+        InputError: If a shape disagrees, a direction is zero or not finite, or a concentration is negative
             or not finite.
 
     Source: Eq. 39.
     """
-    pairs = make_pairs(mu, kappa, proxy_mu, proxy_kappa)
+    pairs = _pairs(mu, kappa, proxy_mu, proxy_kappa)
     modes = of_kappa(pairs.kappa, pairs.dim, "gain") - of_kappa(pairs.proxy_kappa, pairs.dim, "gain")
     return (modes + pairs.proxy_kappa * pairs.versine).to(pairs.dtype)

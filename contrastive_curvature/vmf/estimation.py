@@ -1,17 +1,28 @@
-"""Estimate a von Mises-Fisher distribution from samples (Sra 2012; Warburg et al. 2023, Eq. 42-43)."""
+"""Estimate a von Mises-Fisher distribution from samples, or from a Gaussian vector whose direction it is.
+
+Source: Sra (2012); Warburg et al. (2023), Eq. 42-43.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.vmf._checks import check_dim, check_finite, check_real, unit
+from contrastive_curvature.vmf.checks import check_dim, unit
 
-__all__ = ["concentration", "fit", "mean_direction"]
+__all__ = [
+    "concentration",
+    "concentration_from_gaussian",
+    "concentration_of_variance",
+    "fit",
+    "mean_direction",
+    "tangential_variance",
+]
 
 
-def sra(rbar: Tensor, spread: Tensor, dim: int) -> Tensor:
+def _sra(rbar: Tensor, spread: Tensor, dim: int) -> Tensor:
     """Return Sra's estimate of kappa from ``rbar`` and ``spread = 1 - rbar^2``.
 
     ``spread`` is a separate argument because the difference would cancel for ``rbar`` near 1. It is clamped to at least
@@ -24,7 +35,7 @@ def sra(rbar: Tensor, spread: Tensor, dim: int) -> Tensor:
 
 
 def _mean(samples: Tensor, least: int) -> tuple[Tensor, Tensor]:
-    checked = check_real("samples", samples)
+    checked = validate.real("samples", samples)
     if checked.ndim < 2 or checked.shape[0] < least:
         raise InputError(expected("samples", f"shape (S, ..., D) with S >= {least}", tuple(checked.shape)))
     u, _ = unit("samples", checked)
@@ -50,7 +61,6 @@ def mean_direction(samples: Tensor) -> tuple[Tensor, Tensor]:
         samples have no mean direction, and ``mu`` is the first sample, so that it is always a unit vector.
 
     Raises:
-        InputTypeError: If ``samples`` is not a floating-point tensor.
         InputError: If the shape is not (S, ..., D), S < 1, D < 2, an entry is not finite, or a sample is zero.
 
     Source: Warburg et al. (2023), Eq. 42.
@@ -73,19 +83,17 @@ def concentration(rbar: Tensor, dim: int) -> Tensor:
         Concentrations >= 0 (dimensionless) with the shape and dtype of ``rbar``.
 
     Raises:
-        InputTypeError: If ``rbar`` is not a floating-point tensor or ``dim`` not an int.
         InputError: If ``rbar`` is outside [0, 1] or not finite, or ``dim`` < 2.
 
     Source: Sra (2012); Warburg et al. (2023), Eq. 43.
     """
-    checked, dim = check_real("rbar", rbar), check_dim(dim)
-    check_finite("rbar", checked)
+    checked, dim = validate.real("rbar", rbar), check_dim(dim)
     eps = torch.finfo(checked.dtype).eps
     outside = (checked < 0) | (checked > 1 + 8 * eps)
     if bool(outside.any()):
         raise InputError(expected("rbar", "values in [0, 1]", float(checked[outside].flatten()[0])))
     clamped = checked.clamp(max=1 - eps)
-    return sra(clamped, (1 - clamped) * (1 + clamped), dim)
+    return _sra(clamped, (1 - clamped) * (1 + clamped), dim)
 
 
 def fit(samples: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,7 +110,6 @@ def fit(samples: Tensor) -> tuple[Tensor, Tensor]:
         dtype, reached when all samples coincide; there the gradient is zero.
 
     Raises:
-        InputTypeError: If ``samples`` is not a floating-point tensor.
         InputError: If the shape is not (S, ..., D), S < 2 (one sample has no spread), D < 2, an entry is
             not finite, or a sample is zero.
 
@@ -111,4 +118,96 @@ def fit(samples: Tensor) -> tuple[Tensor, Tensor]:
     u, mean = _mean(samples, 2)
     mu, rbar = _direction(u, mean)
     spread = (u - mean).square().sum(-1).mean(0).clamp(max=1.0)
-    return mu, sra(rbar, spread, u.shape[-1])
+    return mu, _sra(rbar, spread, u.shape[-1])
+
+
+def _checked_spread(mean: Tensor, variance: Tensor | None, covariance: Tensor | None) -> Tensor:
+    if (variance is None) == (covariance is None):
+        received = "neither" if variance is None else "both"
+        raise InputError(expected("variance, covariance", "exactly one of the two", received))
+    name, given = ("variance", variance) if covariance is None else ("covariance", covariance)
+    checked = validate.real(name, given)
+    wanted = tuple(mean.shape) if covariance is None else (*mean.shape, mean.shape[-1])
+    if tuple(checked.shape) != wanted:
+        raise InputError(expected(name, f"shape {wanted} to fit mean {tuple(mean.shape)}", tuple(checked.shape)))
+    diagonal = checked if covariance is None else checked.diagonal(dim1=-2, dim2=-1)
+    if bool((diagonal < 0).any()):
+        raise InputError(expected(name, "variances >= 0", float(diagonal.min())))
+    return checked
+
+
+def tangential_variance(mean: Tensor, *, variance: Tensor | None = None, covariance: Tensor | None = None) -> Tensor:
+    """Return the variance of ``z ~ N(mean, V)`` perpendicular to its mean, divided by ``|mean|^2``.
+
+    ``tv = tr(P V P) / n^2 = (tr V - u^T V u) / n^2`` with ``n = |mean|``, ``u = mean / n`` and ``P = I - u u^T``. The
+    variance along ``u`` does not change the direction and does not count. The rounding error is of the order of eps
+    ``tr V / n^2``: a smaller tangential variance may be returned as zero.
+
+    Args:
+        mean: Raw encoder outputs (not normalised), shape (..., D), D >= 2, none zero.
+        variance: Diagonal of V, shape (..., D), >= 0, in squared units of ``mean``.
+        covariance: V, shape (..., D, D), positive semidefinite. Give exactly one of the two.
+
+    Returns:
+        Tangential variances (...) >= 0, in squared radians to first order.
+
+    Raises:
+        InputError: If both or neither of ``variance`` and ``covariance`` are given, a shape disagrees, an
+            entry is not finite, a variance is negative, ``covariance`` has a negative variance along or perpendicular
+            to the mean, a mean is zero, or D < 2.
+    """
+    u, norm = unit("mean", mean)
+    spread = _checked_spread(u, variance, covariance)
+    # Divided twice, because the square of a tiny or huge norm underflows or overflows.
+    if covariance is None:
+        relative = spread / norm.unsqueeze(-1) / norm.unsqueeze(-1)
+        total = relative.sum(-1)
+        radial = (relative * u * u).sum(-1)
+    else:
+        blocks = spread / norm[..., None, None] / norm[..., None, None]
+        total = blocks.diagonal(dim1=-2, dim2=-1).sum(-1)
+        radial = torch.einsum("...i,...ij,...j->...", u, blocks, u)
+    across = total - radial
+    rounding = 64 * u.shape[-1] * torch.finfo(u.dtype).eps * total.detach()
+    if bool((across < -rounding).any() | (radial < -rounding).any()):
+        received = f"u^T V u = {float(radial.min()):.3g}, tr V - u^T V u = {float(across.min()):.3g}"
+        raise InputError(expected("covariance", "a positive semidefinite matrix", received))
+    return across.clamp(min=0.0)
+
+
+def concentration_from_gaussian(
+    mean: Tensor, *, variance: Tensor | None = None, covariance: Tensor | None = None
+) -> Tensor:
+    """Return kappa of the direction of ``z ~ N(mean, V)``, over RAW outputs, in closed form.
+
+    The tangential variance tv gives ``Rbar = 1 / sqrt(1 + tv)``, and Sra's estimate gives kappa. ``1 - Rbar^2`` is
+    computed as ``tv / (1 + tv)`` without a subtraction, so kappa stays accurate for tiny tv, where it is ``(D - 1) /
+    tv`` to leading order.
+
+    This is a second-order result: relative to the exact distribution of ``z / |z|`` the error of ``1 - Rbar^2`` is of
+    the order of tv and of ``u^T V u / n^2``. It is accurate if the spread of z is small compared with ``|mean|``;
+    otherwise draw samples and use ``fit``.
+
+    Args:
+        mean: Raw encoder outputs, shape (..., D), D >= 2, none zero.
+        variance: Diagonal of V, shape (..., D), >= 0, in squared units of ``mean``.
+        covariance: V, shape (..., D, D), positive semidefinite. Give exactly one of the two.
+
+    Returns:
+        Concentrations (...), finite: at most ``(D - 1) / eps^2`` of the dtype, reached for tv = 0, where the gradient
+        is zero.
+
+    Raises:
+        InputError: For the reasons given in ``tangential_variance``.
+
+    Source: derived for this library, by projecting the Gaussian onto the tangent space at its mean; kappa from Rbar as
+    in Sra (2012).
+    """
+    return concentration_of_variance(
+        tangential_variance(mean, variance=variance, covariance=covariance), mean.shape[-1]
+    )
+
+
+def concentration_of_variance(tv: Tensor, dim: int) -> Tensor:
+    """Return concentrations (...) of tangential variances (...) in D = ``dim`` dimensions."""
+    return _sra((1 + tv).rsqrt(), tv / (1 + tv), dim)

@@ -11,10 +11,14 @@ not integrate to 1 (for ``K = kappa I`` it integrates to ``kappa^(D-1)``). It is
 
 Source: Kirchhof et al. (2022), A Non-isotropic Probabilistic Take on Proxy-based Deep Metric Learning, supplement, Eq.
 14-22; the surface factor is derived for this library.
+
+The expected likelihood of such a proxy under a von Mises-Fisher embedding is computed by Monte Carlo (EL-nivMF,
+Algorithm 1 there, which prints the likelihood of ``z``, the same for every sample; here it is that of the samples).
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -22,11 +26,12 @@ from torch import Tensor
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.vmf._checks import broadcast_batch, check_kappa, unit
-from contrastive_curvature.vmf._pairs import check_same_space, checked_directions, versine
-from contrastive_curvature.vmf.normalizer import log_density_at_mode
+from contrastive_curvature.vmf.checks import broadcast_batch, check_kappa, unit
+from contrastive_curvature.vmf.density import log_density_at_mode
+from contrastive_curvature.vmf.distances import checked_directions, common_dtype, versine
+from contrastive_curvature.vmf.sampling import rsample
 
-__all__ = ["nivmf_distance", "nivmf_log_prob"]
+__all__ = ["el_nivmf_distance", "el_nivmf_logits", "nivmf_distance", "nivmf_log_prob"]
 
 
 class _Terms(NamedTuple):
@@ -39,7 +44,7 @@ class _Terms(NamedTuple):
 
 
 def _axis_kappas(name: str, value: object) -> Tensor:
-    checked = check_kappa(value)
+    checked = check_kappa(value, name)
     if bool((checked <= 0).any()):
         hint = "An axis without concentration makes the map of the sphere singular; use a small value."
         raise InputError(expected(name, "> 0 for every axis", float(checked.min()), hint))
@@ -73,9 +78,8 @@ def nivmf_log_prob(x: Tensor, mu: Tensor, kappa: Tensor, *, normalized: bool = T
         Log-densities (in nats), with the broadcast batch shape.
 
     Raises:
-        InputTypeError: If an argument is not a floating-point tensor, or ``normalized`` not a bool.
         InputError: If a vector is zero or not finite, a concentration is not positive or not finite, D < 2 or
-            disagrees, the batch shapes do not broadcast, or the devices differ.
+            disagrees, or the batch shapes do not broadcast.
 
     Source: Eq. 22.
     """
@@ -85,7 +89,7 @@ def nivmf_log_prob(x: Tensor, mu: Tensor, kappa: Tensor, *, normalized: bool = T
     k = _axis_kappas("kappa", kappa)
     if k.ndim < 1:
         raise InputError(expected("kappa", "shape (..., D)", tuple(k.shape)))
-    dtype = check_same_space(x=u, mu=m, kappa=k)
+    dtype = common_dtype(x=u, mu=m, kappa=k)
     broadcast_batch(x=(u, 1), mu=(m, 1), kappa=(k, 1))
     terms = _terms(m.to(dtype), k.to(dtype), normalized)
     image, stretch = unit("kappa * x", terms.scaled * u.to(dtype))
@@ -93,7 +97,7 @@ def nivmf_log_prob(x: Tensor, mu: Tensor, kappa: Tensor, *, normalized: bool = T
     return log_prob - u.shape[-1] * stretch.log() if normalized else log_prob
 
 
-def all_pairs(u: Tensor, m: Tensor, kappa: Tensor, normalized: bool) -> Tensor:
+def _all_pairs(u: Tensor, m: Tensor, kappa: Tensor, normalized: bool) -> Tensor:
     """Return the log-densities of directions (M, D) under distributions (C, D), shape (M, C), for checked arguments."""
     terms = _terms(m, kappa, normalized)
     tiny = torch.finfo(u.dtype).tiny
@@ -103,7 +107,7 @@ def all_pairs(u: Tensor, m: Tensor, kappa: Tensor, normalized: bool) -> Tensor:
     return log_prob - u.shape[-1] * stretch.log() if normalized else log_prob
 
 
-def checked_proxies(u: Tensor, proxy_mu: object, proxy_kappa: object, normalized: object) -> tuple[Tensor, Tensor]:
+def _checked_proxies(u: Tensor, proxy_mu: object, proxy_kappa: object, normalized: object) -> tuple[Tensor, Tensor]:
     """Return directions and concentrations of nivMF proxies, both (C, D), in the space of the directions ``u``."""
     validate.flag("normalized", normalized)
     p = checked_directions("proxy_mu", proxy_mu)
@@ -111,7 +115,7 @@ def checked_proxies(u: Tensor, proxy_mu: object, proxy_kappa: object, normalized
     if k.shape != p.shape:
         hint = f"To use one concentration for all axes, call .expand({tuple(p.shape)}) on a column."
         raise InputError(expected("proxy_kappa", f"shape {tuple(p.shape)}, that of proxy_mu", tuple(k.shape), hint))
-    check_same_space(mu=u, proxy_mu=p, proxy_kappa=k)
+    common_dtype(mu=u, proxy_mu=p, proxy_kappa=k)
     return p, k
 
 
@@ -128,13 +132,110 @@ def nivmf_distance(mu: Tensor, proxy_mu: Tensor, proxy_kappa: Tensor, *, normali
         Distances (in nats), of either sign, shape (B, C). Rounding: about eps times the largest ``|K mu|``.
 
     Raises:
-        InputTypeError: If an argument is not a floating-point tensor, or ``normalized`` not a bool.
-        InputError: If a shape or device disagrees, a direction is zero or not finite, or a concentration is not
+        InputError: If a shape disagrees, a direction is zero or not finite, or a concentration is not
             positive or not finite.
 
     Source: Eq. 22.
     """
     u = checked_directions("mu", mu)
-    p, k = checked_proxies(u, proxy_mu, proxy_kappa, normalized)
+    p, k = _checked_proxies(u, proxy_mu, proxy_kappa, normalized)
     dtype = torch.promote_types(torch.promote_types(u.dtype, p.dtype), k.dtype)
-    return -all_pairs(u.to(dtype), p.to(dtype), k.to(dtype), normalized)
+    return -_all_pairs(u.to(dtype), p.to(dtype), k.to(dtype), normalized)
+
+
+def _log_likelihoods(
+    mu: Tensor,
+    kappa: Tensor,
+    proxy_mu: Tensor,
+    proxy_kappa: Tensor,
+    n_samples: int,
+    generator: torch.Generator | None,
+    normalized: bool,
+) -> Tensor:
+    """Return the log-likelihoods (n_samples, B, C) of samples of every embedding under every proxy."""
+    u = checked_directions("mu", mu)
+    p, k = _checked_proxies(u, proxy_mu, proxy_kappa, normalized)
+    rows = u.shape[0]
+    shape = tuple(check_kappa(kappa).shape)
+    if shape not in ((), (rows,)):
+        raise InputError(expected("kappa", f"shape ({rows},), one for each row of mu, or ()", shape))
+    dtype = torch.promote_types(torch.promote_types(u.dtype, p.dtype), k.dtype)
+    samples = rsample(u.to(dtype), kappa, n_samples, generator)
+    flat = samples.reshape(n_samples * rows, u.shape[1])
+    return _all_pairs(flat, p.to(dtype), k.to(dtype), normalized).reshape(n_samples, rows, p.shape[0])
+
+
+def el_nivmf_distance(
+    mu: Tensor,
+    kappa: Tensor,
+    proxy_mu: Tensor,
+    proxy_kappa: Tensor,
+    n_samples: int,
+    generator: torch.Generator | None = None,
+    *,
+    normalized: bool = True,
+) -> Tensor:
+    """Return ``-log`` of the mean likelihood of every proxy over samples of every embedding, d_EL-nivMF.
+
+    The mean is an unbiased estimate of the integral of the two densities' product; its logarithm is biased by half its
+    relative variance, which falls with ``1 / n_samples``. Gradients reach all four tensors, through the samples too
+    (``rsample``). The samples of an embedding are shared by all proxies.
+
+    Args:
+        mu: Directions of the embeddings, shape (B, D); normalised here.
+        kappa: Concentrations of the embeddings, shape (B,) or (), finite and >= 0.
+        proxy_mu: Directions of the proxies, shape (C, D); normalised here.
+        proxy_kappa: Concentrations of the proxies' axes, shape (C, D), finite and > 0.
+        n_samples: Samples of each embedding, >= 1; the document takes 5 to 20.
+        generator: Random generator on the device of ``mu``; torch's default one if not given.
+        normalized: As in ``nivmf_log_prob``; ``False`` is what the document trains with.
+
+    Returns:
+        Distances (in nats), of either sign, shape (B, C).
+
+    Raises:
+        InputError: If a shape disagrees, a direction is zero or not finite, a concentration is negative (an
+            axis': not positive) or not finite, or ``n_samples`` < 1.
+    """
+    log_likelihoods = _log_likelihoods(mu, kappa, proxy_mu, proxy_kappa, n_samples, generator, normalized)
+    return math.log(n_samples) - torch.logsumexp(log_likelihoods, 0)
+
+
+def el_nivmf_logits(
+    mu: Tensor,
+    kappa: Tensor,
+    proxy_mu: Tensor,
+    proxy_kappa: Tensor,
+    temperature: Tensor,
+    n_samples: int,
+    generator: torch.Generator | None = None,
+    *,
+    normalized: bool = True,
+) -> Tensor:
+    """Return Algorithm 1's similarities to the proxies, whose cross-entropy with the labels is its loss.
+
+    ``logsumexp over samples of (log-likelihood / temperature)``. At temperature 1 this is ``-el_nivmf_distance + log
+    n_samples``. At another it is not ``-el_nivmf_distance / temperature``: the power stands inside the mean.
+
+    Args:
+        mu: Directions of the embeddings, shape (B, D); normalised here.
+        kappa: Concentrations of the embeddings, shape (B,) or (), finite and >= 0.
+        proxy_mu: Directions of the proxies, shape (C, D); normalised here.
+        proxy_kappa: Concentrations of the proxies' axes, shape (C, D), finite and > 0.
+        temperature: One number > 0, shape () or (1,); it may be learned.
+        n_samples: Samples of each embedding, >= 1; the document takes 5 to 20.
+        generator: Random generator on the device of ``mu``; torch's default one if not given.
+        normalized: As in ``nivmf_log_prob``; ``False`` is what the document trains with.
+
+    Returns:
+        Logits, shape (B, C), with gradients to all five tensors.
+
+    Raises:
+        InputError: As in ``el_nivmf_distance``, or if ``temperature`` is not one positive finite number.
+    """
+    t = validate.real("temperature", temperature)
+    if t.numel() != 1 or t.ndim > 1 or not bool((t > 0).all()):
+        shown = float(t) if t.numel() == 1 else tuple(t.shape)
+        raise InputError(expected("temperature", "one finite number > 0, shape () or (1,)", shown))
+    log_likelihoods = _log_likelihoods(mu, kappa, proxy_mu, proxy_kappa, n_samples, generator, normalized)
+    return torch.logsumexp(log_likelihoods / t, 0)

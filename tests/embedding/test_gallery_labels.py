@@ -181,7 +181,7 @@ def test_gradients_are_finite_where_a_query_is_its_match():
     [
         (torch.zeros(5), InputTypeError, "an integer tensor"),
         (torch.zeros(5).bool(), InputTypeError, "an integer tensor"),
-        ([0] * 5, InputTypeError, "a torch.Tensor"),
+        ([0] * 5, InputTypeError, "an integer tensor"),
         (torch.arange(4), InputError, r"shape \(5,\)"),
         (torch.zeros(5, 1).long(), InputError, r"shape \(5,\)"),
         (torch.arange(0), InputError, r"shape \(5,\)"),

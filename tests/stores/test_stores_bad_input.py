@@ -31,13 +31,13 @@ def damaged(part: int, value: float, device: str) -> tuple[Any, ...]:
 
 
 ADDITIONS = [
-    ({"embeddings": (0, float("nan"))}, cc.InputError, "mu: expected finite entries"),
-    ({"embeddings": (0, float("inf"))}, cc.InputError, "mu: expected finite entries"),
+    ({"embeddings": (0, float("nan"))}, cc.InputError, "mu: expected finite"),
+    ({"embeddings": (0, float("inf"))}, cc.InputError, "mu: expected finite"),
     ({"embeddings": (0, 0.0)}, cc.InputError, "mu: expected non-zero rows"),
     ({"embeddings": (1, -1.0)}, cc.InputError, "kappa: expected numbers >= 0, got a smallest of -1"),
-    ({"embeddings": (1, float("nan"))}, cc.InputError, "kappa: expected finite scores"),
+    ({"embeddings": (1, float("nan"))}, cc.InputError, "kappa: expected finite"),
     ({"embeddings": (2, -0.5)}, cc.InputError, "uncertainty: expected numbers >= 0"),
-    ({"embeddings": (2, float("nan"))}, cc.InputError, "uncertainty: expected finite scores"),
+    ({"embeddings": (2, float("nan"))}, cc.InputError, "uncertainty: expected finite"),
     ({"ids": [41, 42]}, cc.InputError, "ids: expected 3, one for each embedding, got 2"),
     ({"ids": [41, 42, 41]}, cc.InputError, r"ids: expected identifiers that are all different, got \[41\] more"),
     ({"ids": [41, 7, 42]}, cc.InputError, r"ids: expected identifiers that are not in the store yet, got \[7\]"),
@@ -92,7 +92,7 @@ SEARCHES = [
     ({"where": "id = (3"}, (cc.InputError, cc.UnsupportedError), "where: expected"),
     ({"queries": torch.ones(2, 7)}, cc.InputError, "queries: expected D = 8, that of the store, got D = 7"),
     ({"queries": torch.zeros(2, 8)}, cc.InputError, "queries: expected non-zero rows"),
-    ({"queries": torch.full((2, 8), float("nan"))}, cc.InputError, "queries: expected finite entries"),
+    ({"queries": torch.full((2, 8), float("nan"))}, cc.InputError, "queries: expected finite"),
     ({"queries": torch.ones(0, 8)}, cc.InputError, "queries: expected shape"),
     ({"queries": [1, 2]}, cc.InputTypeError, "queries: expected a torch.Tensor"),
     ({"queries": (torch.ones(2, 8),)}, cc.InputTypeError, "queries: .* got a tuple of 1"),

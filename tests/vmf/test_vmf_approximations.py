@@ -7,7 +7,7 @@ import torch
 
 from contrastive_curvature import vmf
 from contrastive_curvature.errors import InputError, UnsupportedError
-from contrastive_curvature.vmf.approximations import log_normalizer_quadratic
+from contrastive_curvature.vmf.density import log_normalizer_quadratic
 
 
 def test_by_hand() -> None:

@@ -14,8 +14,7 @@ from torch import Tensor
 from contrastive_curvature import vmf
 from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.vmf.distances import expected_likelihood_distance
-from contrastive_curvature.vmf.expected_likelihood import el_nivmf_distance, el_nivmf_logits
-from contrastive_curvature.vmf.nonisotropic import nivmf_distance, nivmf_log_prob
+from contrastive_curvature.vmf.nonisotropic import el_nivmf_distance, el_nivmf_logits, nivmf_distance, nivmf_log_prob
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -138,12 +137,12 @@ def test_refusals(at: int, value: object, kind: type[Exception], message: str) -
 
 
 def test_refusals_of_samples_and_temperatures() -> None:
-    with pytest.raises(InputError, match="n_samples: expected >= 1"):
+    with pytest.raises(InputError, match="n_samples: expected a positive whole number"):
         el_nivmf_distance(*TENSORS, 0)
-    with pytest.raises(InputTypeError, match="n_samples: expected an int"):
+    with pytest.raises(InputError, match="n_samples: expected a positive whole number"):
         el_nivmf_distance(*TENSORS, 2.0)  # type: ignore[arg-type]
     for wrong in (torch.tensor(0.0), torch.tensor(torch.nan), torch.ones(2), torch.ones(1, 1)):
-        with pytest.raises(InputError, match="temperature: expected one finite number > 0"):
+        with pytest.raises(InputError, match="temperature: expected"):
             el_nivmf_logits(*TENSORS, wrong, 3)
     with pytest.raises(InputTypeError, match="temperature"):
         el_nivmf_logits(*TENSORS, 1.0, 3)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from scipy.stats import vonmises_fisher
 
 from contrastive_curvature import vmf
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
-from contrastive_curvature.vmf._bessel import bessel_derivatives, bessel_values
+from contrastive_curvature.vmf.bessel import bessel_derivatives, bessel_values
 
 DIMS = [2, 3, 4, 5, 8, 16, 32, 49, 50, 51, 128, 512, 2048, 4096]
 KAPPAS = [0.0, 1e-8, 1e-3, 0.1, 1.0, 10.0, 30.0, 100.0, 1e3, 1e4, 1e6, 1e8]

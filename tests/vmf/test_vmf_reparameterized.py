@@ -15,9 +15,8 @@ from test_vmf_distances import f64, random
 
 from contrastive_curvature import vmf
 from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.vmf._angle import angle_slope
-from contrastive_curvature.vmf._bessel import bessel_derivatives
-from contrastive_curvature.vmf.reparameterized import rsample
+from contrastive_curvature.vmf.bessel import bessel_derivatives
+from contrastive_curvature.vmf.sampling import angle_slope, rsample
 
 
 @pytest.mark.parametrize(("dim", "kappa"), [(2, 0.5), (2, 30.0), (4, 2.0), (10, 0.05), (10, 40.0)])

@@ -12,7 +12,7 @@ from contrastive_curvature.hedged.match import inverse_softplus
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.pairs import RelationFunction
 from contrastive_curvature.triplet import kl_to_normal, kl_to_uniform, log_normal_cdf, log_probability
-from contrastive_curvature.triplet.moments_vmf import Directed, Spread, moments_of_vmf, spread_of
+from contrastive_curvature.triplet.moments import Directed, Spread, moments_of_vmf, spread_of
 
 __all__ = ["BayesianStep", "TripletStep", "gaussians", "raw_outputs"]
 

@@ -1,5 +1,6 @@
-"""The logarithm of the normal distribution function, with derivatives that hold far into the tail.
+"""How probable it is that a triplet of Gaussian embeddings keeps its margin.
 
+The logarithm of the normal distribution function has derivatives that hold far into the tail.
 ``torch.special.log_ndtr`` has the right value. Its gradient ``exp(-log_ndtr(z) - z^2 / 2) / sqrt(2 pi)`` subtracts two
 numbers of size z^2 / 2: at z = -1e4 in float32 it is 6.5 times too large, at z = -1e10 in float64 it is infinite.
 """
@@ -12,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.vmf._checks import check_finite, check_real
+from contrastive_curvature.triplet.moments import TauMoments, Triplet, check_triplet, moments_of
 
-__all__ = ["log_cdf", "log_normal_cdf"]
+__all__ = ["log_normal_cdf", "log_probability", "log_probability_of", "log_probability_with"]
+
 
 # From here on outwards the continued fraction is used; measured with mpmath, _LEVELS of it err by less than 1e-15.
 _TAIL = 5.0
@@ -70,7 +73,7 @@ class _Tail(torch.autograd.Function):
         return tangent * _Tail._derivative(ctx)
 
 
-def log_cdf(z: Tensor) -> Tensor:
+def _log_cdf(z: Tensor) -> Tensor:
     """Return ``log Phi(z)`` for a float64 tensor, unchecked."""
     value: Tensor = _Tail.apply(z, "log")
     return value
@@ -88,17 +91,63 @@ def log_normal_cdf(z: Tensor) -> Tensor:
         -1e150 to 37; above, all three go to zero and underflow.
 
     Raises:
-        InputTypeError: ``z`` is not a floating-point tensor.
         InputError: An entry is NaN or infinite, or so far below zero that the value, about ``-z^2 / 2``, overflows the
             dtype.
         UnsupportedError: A third derivative is asked for.
     """
-    checked = check_real("z", z)
-    check_finite("z", checked)
-    value = log_cdf(checked.double()).to(checked.dtype)
+    checked = validate.real("z", z)
+    value = _log_cdf(checked.double()).to(checked.dtype)
     if not bool(torch.isfinite(value).all()):
         limit = -math.sqrt(2 * torch.finfo(checked.dtype).max)
         raise InputError(
             expected("z", f"entries above {limit:.3g}, where {checked.dtype} overflows", float(checked.min()))
         )
     return value
+
+
+def log_probability_of(triplet: Triplet, margin: float) -> Tensor:
+    """Return ``log P(tau < -margin)`` for checked arguments, in float64."""
+    return log_probability_with(moments_of(triplet), margin)
+
+
+def log_probability_with(moments: TauMoments, margin: float) -> Tensor:
+    """Return ``log P(tau < -margin)`` for a normal distribution of tau with these moments."""
+    mean, variance = moments
+    certain = int((variance == 0).sum())
+    if certain:
+        hint = "Without any variance the probability is 0 or 1, and has no useful gradient."
+        raise InputError(expected("variances", "Var[tau] > 0", f"{certain} triplets with Var[tau] = 0", hint))
+    return _log_cdf(-(mean + margin) / variance.sqrt())
+
+
+def log_probability(
+    anchor: tuple[Tensor, Tensor],
+    positive: tuple[Tensor, Tensor],
+    negative: tuple[Tensor, Tensor],
+    margin: float = 0.0,
+) -> Tensor:
+    """Return ``log P(|a - p|^2 + margin < |a - n|^2)`` for independent Gaussian embeddings.
+
+    ``log Phi(-(margin + E[tau]) / sd[tau])``: the exact moments of tau, and the normal distribution with them. Nothing
+    is added inside the logarithm, so that a triplet that is badly wrong keeps its gradient.
+
+    Args:
+        anchor: Mean (..., D) and variance (..., D) or (..., 1), the latter >= 0.
+        positive: The same for the embedding that should be close.
+        negative: The same for the embedding that should be far.
+        margin: ``m >= 0``, in squared units of the embedding.
+
+    Returns:
+        Log-probabilities (in nats) with the broadcast batch shape; twice differentiable.
+
+    Raises:
+        InputError: ``margin`` is negative or not finite, a shape does not fit, the dimensions differ,
+            the batch shapes do not broadcast, an entry is NaN or infinite, a variance is negative, a moment overflows,
+            or a variance of tau is zero.
+
+    Source: poster of Warburg et al. (2021), steps 3 to 6. Step 5 and the supplement's listing 2 (line 19) leave out a
+    part; see ``docs/bayesian_triplet.md``.
+    """
+    margin = validate.number("margin", margin)
+    triplet = check_triplet(anchor, positive, negative)
+    return log_probability_of(triplet, margin).to(triplet.dtype)
