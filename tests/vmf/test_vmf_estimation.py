@@ -181,7 +181,7 @@ def test_concentration_from_gaussian_agrees_with_samples(dim: int, device: str) 
         (lambda: vmf.fit(torch.ones(3)), InputError, "samples: expected shape"),
         (lambda: vmf.fit(torch.ones(4, 1)), InputError, "D >= 2"),
         (lambda: vmf.fit(torch.zeros(4, 3)), InputError, "4 zero vectors"),
-        (lambda: vmf.fit(torch.full((4, 3), torch.nan)), InputError, "12 NaN or infinite of 12"),
+        (lambda: vmf.fit(torch.full((4, 3), torch.nan)), InputError, "12 of 12 NaN or infinite"),
         (lambda: vmf.fit(torch.ones(4, 3).long()), InputTypeError, "floating-point"),
         (lambda: vmf.mean_direction([[1.0, 2.0]]), InputTypeError, "torch.Tensor"),
         (lambda: vmf.concentration(torch.tensor(1.1), 3), InputError, r"rbar: expected values in \[0, 1\]"),
