@@ -18,11 +18,12 @@ __all__ = [
     "concentration_of_variance",
     "fit",
     "mean_direction",
+    "sra",
     "tangential_variance",
 ]
 
 
-def _sra(rbar: Tensor, spread: Tensor, dim: int) -> Tensor:
+def sra(rbar: Tensor, spread: Tensor, dim: int) -> Tensor:
     """Return Sra's estimate of kappa from ``rbar`` and ``spread = 1 - rbar^2``.
 
     ``spread`` is a separate argument because the difference would cancel for ``rbar`` near 1. It is clamped to at least
@@ -93,7 +94,7 @@ def concentration(rbar: Tensor, dim: int) -> Tensor:
     if bool(outside.any()):
         raise InputError(expected("rbar", "values in [0, 1]", float(checked[outside].flatten()[0])))
     clamped = checked.clamp(max=1 - eps)
-    return _sra(clamped, (1 - clamped) * (1 + clamped), dim)
+    return sra(clamped, (1 - clamped) * (1 + clamped), dim)
 
 
 def fit(samples: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +119,7 @@ def fit(samples: Tensor) -> tuple[Tensor, Tensor]:
     u, mean = _mean(samples, 2)
     mu, rbar = _direction(u, mean)
     spread = (u - mean).square().sum(-1).mean(0).clamp(max=1.0)
-    return mu, _sra(rbar, spread, u.shape[-1])
+    return mu, sra(rbar, spread, u.shape[-1])
 
 
 def _checked_spread(mean: Tensor, variance: Tensor | None, covariance: Tensor | None) -> Tensor:
@@ -210,4 +211,4 @@ def concentration_from_gaussian(
 
 def concentration_of_variance(tv: Tensor, dim: int) -> Tensor:
     """Return concentrations (...) of tangential variances (...) in D = ``dim`` dimensions."""
-    return _sra((1 + tv).rsqrt(), tv / (1 + tv), dim)
+    return sra((1 + tv).rsqrt(), tv / (1 + tv), dim)
