@@ -73,7 +73,7 @@ def encoder_and_source(
             )
         if source.weight is None and not source.are_embeddings:
             hint = "Add them, or name the array embeddings if it holds the encoder's outputs."
-            raise BadInputError(expected(f"{path}", "weight and bias beside features", "none", hint))
+            raise BadInputError(expected(f"{path}", "weight (and bias, if there is one) beside features", "none", hint))
         if source.weight is None:
             console.warn(
                 f"{path}: the embeddings are taken as features of a last layer that is the identity, which the "

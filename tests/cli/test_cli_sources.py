@@ -92,7 +92,7 @@ def test_an_incomplete_feature_folder(run: Run) -> None:
         ({"features": np.ones((4, 12))}, "labels"),
         ({"labels": np.arange(4)}, "features"),
         ({"features": np.ones((4, 12)), "embeddings": np.ones((4, 12)), "labels": np.arange(4)}, "one of"),
-        ({"features": np.ones((4, 12)), "labels": np.arange(4)}, "weight and bias"),
+        ({"features": np.ones((4, 12)), "labels": np.arange(4)}, "weight (and bias"),
         ({"features": np.ones((4, 12)), "labels": np.arange(4), "bias": BIAS}, "weight"),
         ({"features": np.ones((4, 12)), "labels": np.arange(4), "weight": np.ones((4, 11))}, "(4, 11)"),
         ({"features": np.ones((4, 12)), "labels": np.arange(4), "weight": WEIGHT, "bias": BIAS[:2]}, "(2,)"),
