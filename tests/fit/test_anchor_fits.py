@@ -539,14 +539,9 @@ def test_cross_terms_of_many_points_are_refused(device: str, monkeypatch: pytest
 def test_products_over_batches_hold_no_pairs(device: str) -> None:
     model, x, y = problem(device)
     backend = cc.ContrastiveGGN(model, loss=cc.InfoNCELoss(0.2, pd_fix="full"))
-<<<<<<< HEAD
     reader = backend._reader([(x[:6], y[:6]), (x[6:], y[6:])])
     data = backend._anchors(backend.encoder(x), reader, cc.progress.Progress(False))
-    assert all(rows.held is None for part in data.parts for rows in part.derivatives._rows)  # type: ignore[attr-defined]
-=======
-    data = backend._anchors(backend.encoder(x), [(x[:6], y[:6]), (x[6:], y[6:])], cc.progress.Progress(False))
     assert all(known.held is None for part in data.parts for known in part.derivatives._sides)  # type: ignore[attr-defined]
->>>>>>> ca332e4 (The derivatives of a loss of anchors: what is known of a side's anchors is one object)
 
 
 def test_a_relation_beside_what_ignores_it(device: str) -> None:
