@@ -17,8 +17,6 @@ from contrastive_curvature.network.loader import check_model
 from contrastive_curvature.network.raw_outputs import other_values
 from contrastive_curvature.network.threads import watched
 
-__all__ = ["POOLINGS", "EncoderOutput", "WithLastLayer", "with_last_layer"]
-
 POOLINGS = ("mean", "first", "last")
 """How the vectors of tokens or places become one embedding."""
 
@@ -55,7 +53,7 @@ class EncoderOutput(nn.Module):
         self._call = ModelCall()
 
     def forward(self, x: Inputs) -> Tensor:
-        """Embeddings, shape (N, D)."""
+        """Return embeddings, shape (N, D)."""
         out = self._call.raw(self.model, x)
         found = out if self.output is None else entry_of(out, self.output)
         if not isinstance(found, Tensor):
@@ -88,15 +86,11 @@ class EncoderOutput(nn.Module):
 class WithLastLayer(nn.Module):
     """An encoder that ends in one linear layer; made by :func:`with_last_layer`.
 
-    Args:
+    Attributes:
         encoder: The analysed encoder.
-        last_layer: The layer.
+        last_layer: The linear layer.
         replaced: Name of the first module in ``encoder.model`` that the layer replaces, with everything behind it;
             ``None`` puts the layer behind the raw outputs.
-
-    Attributes:
-        last_layer: The linear layer.
-        replaced: See above.
     """
 
     def __init__(self, encoder: Encoder, last_layer: nn.Linear, replaced: str | None = None) -> None:
@@ -104,7 +98,7 @@ class WithLastLayer(nn.Module):
         self.encoder, self.last_layer, self.replaced = encoder, last_layer, replaced
 
     def forward(self, x: Inputs) -> Tensor:
-        """Raw outputs, shape (N, D)."""
+        """Return raw outputs, shape (N, D)."""
         encoder, name = self.encoder, self.replaced
         phi = encoder(x) if name is None else encoder.passed(encoder.model.get_submodule(name), x)[0]
         out: Tensor = self.last_layer(phi)
@@ -187,7 +181,7 @@ def _linear_end(encoder: Encoder, x: Inputs) -> tuple[str, Tensor, Tensor] | Non
 
 
 def _linear_from(encoder: Encoder, x: Inputs, module: nn.Module, like: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Matrix and bias from a module's input to the raw outputs; ``None`` where that is not linear, or not all."""
+    """Return matrix and bias from a module's input to the raw outputs; ``None`` where those are not linear in it."""
 
     def outputs(phi: Tensor) -> Tensor:
         with watched([module], before=lambda _, args, kwargs: ((phi.clone(), *args[1:]), kwargs)):

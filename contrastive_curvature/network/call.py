@@ -25,18 +25,6 @@ from contrastive_curvature.errors import (
 )
 from contrastive_curvature.network.inputs import Inputs
 
-__all__ = [
-    "ModelCall",
-    "describe_points",
-    "eager",
-    "entry_of",
-    "named_entries",
-    "naming_the_input",
-    "refuse_compiled",
-    "refuse_compiled_layer",
-    "uncompiled",
-]
-
 EMBEDDING_NAMES = ("sentence_embedding", "text_embeds", "image_embeds")
 """Names that sentence-transformers and transformers give to finished embeddings."""
 
@@ -62,23 +50,13 @@ class ModelCall:
             call.
     """
 
-    # Encoders that were pickled before there was another name know this one.
-    _labels = frozenset((_LABELS,))
-
     def __init__(self, label_key: str = _LABELS) -> None:
         self.output: str | None = None
         self._style: str | None = None
         self._labels = frozenset((_LABELS, label_key))
 
     def __call__(self, model: nn.Module, x: Inputs) -> Tensor:
-        """Run a model.
-
-        Args:
-            model: The same model in every call.
-            x: A batch.
-
-        Returns:
-            The embeddings; of any shape, where the model returns one tensor.
+        """Return the embeddings of a batch; of any shape, where the model, the same in every call, returns one tensor.
 
         Raises:
             InputTypeError: The model returns neither a tensor nor something with exactly one embedding.
@@ -96,26 +74,27 @@ class ModelCall:
         return found
 
     def raw(self, model: nn.Module, x: Inputs) -> Any:
-        """What the model returns."""
+        """Return what the model returns."""
         if not isinstance(x, Mapping):
             return model(x)
-        if self._style is None:
-            self._style = _style_of(model, x, self._labels)
-        if self._style == "either":
+        # Some modules write what they compute into their argument, hence the copies.
+        style = self._style or _style_of(model, x, self._labels)
+        if style == "either":
             try:
-                # Some modules write what they compute into their argument.
                 out = model(dict(x))
             except _WRONG_CALL:
-                out = model(**_keywords(model, x, self._labels))
-                self._style = "keywords"
+                style = "keywords"
             else:
                 self._style = "whole"
-            return out
-        return model(dict(x)) if self._style == "whole" else model(**_keywords(model, x, self._labels))
+                return out
+        out = model(dict(x)) if style == "whole" else model(**_keywords(model, x, self._labels))
+        if self._style is None:
+            self._style = style
+        return out
 
 
 def named_entries(out: Any) -> Iterator[tuple[str | int, Any]]:
-    """Names and values of what a model returns: of a mapping, a tuple or an object with attributes."""
+    """Yield names and values of what a model returns: of a mapping, a tuple or an object with attributes."""
     if isinstance(out, Mapping):
         yield from out.items()
     elif isinstance(out, (tuple, list)):
@@ -127,12 +106,12 @@ def named_entries(out: Any) -> Iterator[tuple[str | int, Any]]:
 
 
 def entry_of(out: Any, name: str | int | None) -> Any:
-    """One of the entries of what a model returns; ``None`` where there is none of that name."""
+    """Return one of the entries of what a model returns; ``None`` where there is none of that name."""
     return next((value for key, value in named_entries(out) if key == name), None)
 
 
 def embedding_name(out: Any) -> str:
-    """Name of the embeddings among the outputs of a model, where there can be no doubt.
+    """Return the name of the embeddings among the outputs of a model, where there can be no doubt.
 
     Raises:
         InputTypeError: There is no tensor (N, D), or there are several, or one that need not be the embedding.
@@ -161,7 +140,7 @@ def _what_to_type(entries: Mapping[str | int, Tensor], flat: list[str | int]) ->
 
 
 def _forward_of(model: nn.Module) -> Any:
-    """The method whose arguments count: that of the user's module within torch's wrappers."""
+    """Return the method whose arguments count: that of the user's module within torch's wrappers."""
     while True:
         inner: Any = getattr(model, "_orig_mod", None)
         if inner is None and type(model).__name__ in ("DataParallel", "DistributedDataParallel"):
@@ -179,7 +158,7 @@ def _parameters_of(model: nn.Module) -> dict[str, inspect.Parameter] | None:
 
 
 def _style_of(model: nn.Module, x: Mapping[str, Any], labels: frozenset[str]) -> str:
-    """``"whole"``, ``"keywords"``, or ``"either"`` where only running it tells."""
+    """Return ``"whole"``, ``"keywords"``, or ``"either"`` where only running it tells."""
     found = _parameters_of(model)
     if found is None:
         return "whole"
@@ -197,7 +176,7 @@ def _style_of(model: nn.Module, x: Mapping[str, Any], labels: frozenset[str]) ->
 
 
 def _keywords(model: nn.Module, x: Mapping[str, Any], labels: frozenset[str]) -> dict[str, Any]:
-    """The entries that ``forward`` names, or all where it takes any; without the labels."""
+    """Return the entries that ``forward`` names, or all where it takes any; without the labels."""
     found = _parameters_of(model) or {}
     named = [name for name, p in found.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_any = not found or any(p.kind is p.VAR_KEYWORD for p in found.values())
@@ -205,12 +184,7 @@ def _keywords(model: nn.Module, x: Mapping[str, Any], labels: frozenset[str]) ->
 
 
 def check_output(out: Any) -> None:
-    """Refuse outputs that are no embeddings.
-
-    Raises:
-        InputTypeError: No tensor of floating-point numbers.
-        InputError: Not of shape (N, D).
-    """
+    """Refuse outputs that are no embeddings: no tensor, or not of shape (N, D)."""
     if not isinstance(out, Tensor):
         raise InputTypeError(expected("model", "a module that returns a tensor (N, D)", f"a {type(out).__name__}"))
     if out.ndim != 2 or out.shape[1] == 0:
@@ -227,7 +201,7 @@ _HARDWARE_WORDS = ("out of memory", "allocat", "same device", "cuda error", "hip
 
 
 def describe_points(x: Any) -> str:
-    """Shape and dtype of one point of a batch."""
+    """Describe one point of a batch by shape and dtype."""
     if isinstance(x, Tensor):
         return f"shape {tuple(x.shape[1:])} and dtype {x.dtype}"
     if isinstance(x, Mapping):
@@ -273,7 +247,7 @@ def _is_hardware_error(error: Exception) -> bool:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """The module that ``torch.compile(module)`` was called with, of the same weights; any other as it is."""
+    """Return the module that ``torch.compile(module)`` was called with; any other as it is."""
     inside = model._modules.get("_orig_mod")
     return model if inside is None else inside
 
@@ -289,12 +263,9 @@ def eager(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """Refuse an encoder with compiled parts, of whose weights Jacobians will be needed; wrapped as a whole it may be.
+    """Refuse an encoder with compiled parts, of whose weights Jacobians will be needed; compiled as a whole it may be.
 
     ``torch.func`` traces them again for every batch and every direction, until torch gives up, and fails in some.
-
-    Raises:
-        UnsupportedError: There is one.
     """
     for name, module in uncompiled(model).named_modules():
         if how := _how(module):
@@ -308,15 +279,7 @@ def refuse_compiled(model: nn.Module) -> None:
 
 
 def refuse_compiled_layer(model: nn.Module, name: str) -> None:
-    """Refuse a last layer inside a compiled part of an encoder, where nothing can watch it.
-
-    Args:
-        model: The encoder.
-        name: Of the last layer.
-
-    Raises:
-        UnsupportedError: It is inside one.
-    """
+    """Refuse a last layer inside a compiled part of an encoder, where nothing can watch it."""
     parts = name.split(".") if name else []
     for depth in range(len(parts) + 1):
         outer = ".".join(parts[:depth])
@@ -332,7 +295,7 @@ def refuse_compiled_layer(model: nn.Module, name: str) -> None:
 
 
 def _how(module: nn.Module) -> str:
-    """What was called to compile a module; empty where nothing was."""
+    """Return what was called to compile a module, or an empty text."""
     if "_orig_mod" in module._modules:
         return "torch.compile(module)"
     return "module.compile()" if getattr(module, "_compiled_call_impl", None) is not None else ""

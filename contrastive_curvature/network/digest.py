@@ -1,30 +1,17 @@
-"""A short text that tells encoders apart, the same on every machine; and what of an encoder is its state."""
+"""Whether an encoder has the weights that it had: a digest of its state, the same on every machine."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "dense_parts",
-    "encoder_digest",
-    "encoder_fingerprint",
-    "is_transient",
-    "same_encoder",
-    "state_tensors",
-    "summary",
-    "tensor_bytes",
-    "trunk_fingerprint",
-    "trunk_tensors",
-]
-
 
 def encoder_digest(model: nn.Module) -> str:
-    """A short text that any change of a parameter or buffer changes, see :func:`state_tensors`."""
+    """Return a short text that any change of a parameter or buffer changes, see :func:`state_tensors`."""
     digest = hashlib.sha256()
     for _, tensor in state_tensors(model):
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -33,8 +20,40 @@ def encoder_digest(model: nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
+def trunk_digest(model: nn.Module, last_layer_name: str) -> str:
+    """Return a short text that changes with any number that the inputs of the last layer depend on.
+
+    It holds for the same numbers in any precision, and for wrappers that list the modules in another order.
+    """
+    parts = []
+    for tensor in trunk_tensors(model, last_layer_name):
+        digest = hashlib.sha256(str(tuple(tensor.shape)).encode())
+        for part in tensor_bytes(tensor.double() if tensor.is_floating_point() else tensor):
+            digest.update(part)
+        parts.append(digest.hexdigest())
+    return hashlib.sha256("".join(sorted(parts)).encode()).hexdigest()[:16]
+
+
+def versions(tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
+    """Return how often torch saw each tensor change, and where it is in memory: enough for the same objects."""
+
+    def address(t: Tensor) -> int:
+        return (t if t.layout is torch.strided else dense_parts(t)[-1]).data_ptr()
+
+    return tuple((0 if t.is_inference() else t._version, address(t)) for t in tensors)
+
+
+def trunk_tensors(model: nn.Module, last_layer_name: str) -> list[Tensor]:
+    """Return the parameters and buffers before the last layer; with a weight of it that another layer uses, too."""
+    prefix = f"{last_layer_name}." if last_layer_name else ""
+    named = list(model.named_parameters(remove_duplicate=False))
+    own = {id(p) for name, p in named if name in (f"{prefix}weight", f"{prefix}bias")}
+    shared = {id(p) for name, p in named if name not in (f"{prefix}weight", f"{prefix}bias")}
+    return [t for _, t in state_tensors(model) if id(t) not in own - shared]
+
+
 def state_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and values of the parameters, then of the buffers, each tensor once.
+    """Yield names and values of the parameters, then of the buffers, each tensor once.
 
     Buffers that ``state_dict`` leaves out (``persistent=False``) are left out here, too: they are made from the rest,
     often late and of the size of the inputs, as the tables of rotary positions are.
@@ -50,12 +69,12 @@ def state_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_transient(module: nn.Module, name: str) -> bool:
-    """Whether ``state_dict`` leaves this buffer of a module out."""
+    """Return whether ``state_dict`` leaves this buffer of a module out."""
     return name in getattr(module, "_non_persistent_buffers_set", ())
 
 
 def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensor itself, or the dense tensors that a sparse one consists of."""
+    """Return the tensor itself, or the dense tensors that a sparse one consists of."""
     tensor = tensor.detach()
     if tensor.layout is torch.strided:
         return (tensor,)
@@ -70,7 +89,7 @@ def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def tensor_bytes(tensor: Tensor) -> Iterator[memoryview]:
-    """The entries of a tensor as bytes, the same on every device."""
+    """Yield the entries of a tensor as bytes, the same on every device."""
     for part in dense_parts(tensor):
         yield part.cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
@@ -90,30 +109,6 @@ def encoder_fingerprint(model: nn.Module) -> Tensor:
     encoder may list in another one.
     """
     return summary([tensor for _, tensor in state_tensors(model)])
-
-
-def trunk_fingerprint(model: nn.Module, last_layer_name: str) -> Tensor:
-    """The same of everything but the last layer, which what the last layer takes in does not depend on.
-
-    A weight of the last layer that another layer uses, too, counts.
-
-    Args:
-        model: The encoder.
-        last_layer_name: Name of the last layer in ``model.named_modules()``.
-
-    Returns:
-        Shape (4,), float64 on the CPU.
-    """
-    return summary(trunk_tensors(model, last_layer_name))
-
-
-def trunk_tensors(model: nn.Module, last_layer_name: str) -> list[Tensor]:
-    """Parameters and buffers that :func:`trunk_fingerprint` summarises."""
-    prefix = f"{last_layer_name}." if last_layer_name else ""
-    named = list(model.named_parameters(remove_duplicate=False))
-    own = {id(p) for name, p in named if name in (f"{prefix}weight", f"{prefix}bias")}
-    shared = {id(p) for name, p in named if name not in (f"{prefix}weight", f"{prefix}bias")}
-    return [t for _, t in state_tensors(model) if id(t) not in own - shared]
 
 
 def same_encoder(first: Tensor, second: Tensor) -> bool:

@@ -9,14 +9,12 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["full_precision"]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
 def full_precision(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Run a function without autocast, on the device of its first tensor; one argument at least is a tensor."""
+    """Run a function without autocast, on the device of its first tensor."""
 
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:

@@ -1,8 +1,8 @@
-"""A batch of inputs: a tensor, or a mapping of tensors."""
+"""A batch of inputs: a tensor, a mapping of tensors, or texts, which the encoder's own tokenizer turns into one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,19 +19,7 @@ _MOST = 2**61
 
 
 def check_inputs(x: object, argument: str = "x") -> Inputs:
-    """Refuse anything that cannot be a batch of inputs.
-
-    Args:
-        x: The batch.
-        argument: Name for the error message.
-
-    Returns:
-        The batch.
-
-    Raises:
-        InputTypeError: ``x`` is neither a tensor nor a mapping, or holds a tensor that is not dense.
-        InputError: The batch is empty.
-    """
+    """Return a batch; refuse anything that cannot be a batch of dense inputs with at least one point."""
     wanted = "a tensor or a mapping of tensors, one point a row"
     if not isinstance(x, (Tensor, Mapping)):
         raise InputTypeError(expected(argument, wanted, f"a {type(x).__name__}"))
@@ -48,36 +36,35 @@ def check_inputs(x: object, argument: str = "x") -> Inputs:
 
 
 def input_length(x: Inputs) -> int:
-    """Number of points in a batch."""
+    """Return the number of points in a batch."""
     if isinstance(x, Mapping):
         return next((value.shape[0] for value in x.values() if isinstance(value, Tensor) and value.ndim), 0)
     return x.shape[0] if x.ndim else 0
 
 
 def move_inputs(x: Inputs, device: torch.device) -> Inputs:
-    """A batch on a device; entries of a mapping that are no tensors stay as they are."""
+    """Return a batch on a device; entries of a mapping that are no tensors stay as they are."""
     if isinstance(x, Mapping):
         return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in x.items()}
     return x.to(device)
 
 
 def slice_inputs(x: Inputs, rows: slice) -> Inputs:
-    """The points of a batch in the given rows; entries of a mapping without a batch axis stay whole."""
-    if not isinstance(x, Mapping):
-        return x[rows]
-    n = input_length(x)
-    return {k: v[rows] if isinstance(v, Tensor) and v.ndim and v.shape[0] == n else v for k, v in x.items()}
+    """Return the points of a batch in some rows; entries of a mapping without a batch axis stay whole."""
+    return _of_rows(x, lambda t: t[rows])
 
 
 def few_points(x: Inputs, count: int = 5) -> Inputs:
     """Return some points of a batch, repeated where there are too few; a prime, as few axes of positions have."""
     n = input_length(x)
-    if isinstance(x, Tensor):
-        return x[torch.arange(count, device=x.device) % n]
-    return {
-        k: v[torch.arange(count, device=v.device) % n] if isinstance(v, Tensor) and v.ndim and v.shape[0] == n else v
-        for k, v in x.items()
-    }
+    return _of_rows(x, lambda t: t[torch.arange(count, device=t.device) % n])
+
+
+def _of_rows(x: Inputs, take: Callable[[Tensor], Tensor]) -> Inputs:
+    if not isinstance(x, Mapping):
+        return take(x)
+    n = input_length(x)
+    return {k: take(v) if isinstance(v, Tensor) and v.ndim and v.shape[0] == n else v for k, v in x.items()}
 
 
 def made_up_inputs(x: Inputs, n: int = 2) -> Inputs:
@@ -86,10 +73,6 @@ def made_up_inputs(x: Inputs, n: int = 2) -> Inputs:
     Numbers lie between 0 and 1, whole numbers between 0 and the largest of these points, so that they are valid tokens.
     What is 0 or 1 everywhere, as a mask, becomes all ones, or all zeros. Of the entries of a mapping that are no
     tensors, only single values stay.
-
-    Args:
-        x: The batch.
-        n: Number of points.
     """
     few, draw = slice_inputs(x, slice(0, n)), torch.Generator().manual_seed(0)
 
@@ -113,11 +96,7 @@ def made_up_inputs(x: Inputs, n: int = 2) -> Inputs:
 
 @contextmanager
 def asks_for_example(example: object) -> Iterator[None]:
-    """Name the argument ``example`` where the encoder refuses :func:`made_up_inputs` and no example was given.
-
-    Raises:
-        InputError: It was not given, and what is done inside ``with`` raises.
-    """
+    """Name the argument ``example`` where the encoder refuses :func:`made_up_inputs` and no example was given."""
     try:
         yield
     except Exception as error:  # what an encoder raises at inputs of another kind has no common base
@@ -130,13 +109,10 @@ def asks_for_example(example: object) -> Iterator[None]:
 
 
 def same_tokens(parts: Sequence[Inputs]) -> list[Inputs]:
-    """Batches of tokens as mappings, padded to one number of tokens; others as they are.
+    """Pad batches of tokens, mappings with an ``attention_mask`` (N, T), to one length; return others as they are.
 
     The padding goes to the side where the masks have zeros already: an encoder may take its embedding from the first or
     the last token, and then it is not the same on both sides.
-
-    Args:
-        parts: Mappings with an ``attention_mask`` (N, T), whose zeros make the rest of the padding of no effect.
 
     Raises:
         InputError: No mask shows on which side the tokenizer pads.
@@ -170,24 +146,21 @@ def same_tokens(parts: Sequence[Inputs]) -> list[Inputs]:
 
 
 def _padded_side(mask: Tensor) -> str | None:
-    """``"left"`` or ``"right"``, where the zeros of a mask (N, T) are; ``None`` where it has none, or both."""
+    """Return ``"left"`` or ``"right"``, where the zeros of a mask (N, T) are; ``None`` where it has none, or both."""
     in_front, behind = bool((mask[:, :1] == 0).any()), bool((mask[:, -1:] == 0).any())
     return None if in_front == behind else "left" if in_front else "right"
 
 
 def is_texts(x: Any) -> bool:
-    """Whether this is a batch of texts: a list or tuple of strings, with one at least."""
+    """Return whether this is a batch of texts: a list or tuple of strings, with one at least."""
     return isinstance(x, (list, tuple)) and bool(x) and all(isinstance(text, str) for text in x)
 
 
 def tokenized(model: Any, x: Any, argument: str = "x") -> Any:
-    """Texts as what the encoder takes in; anything else as it is.
+    """Return texts as what the encoder takes in, anything else as it is.
 
-    Args:
-        model: The encoder. The first of its modules that has a method ``preprocess`` or ``tokenize``, as
-            sentence-transformers' models have, turns texts into a mapping.
-        x: A batch.
-        argument: Name for the error message.
+    The first module of the encoder that has a method ``preprocess`` or ``tokenize``, as sentence-transformers' models
+    have, turns texts into a mapping.
 
     Raises:
         InputTypeError: Texts, and the encoder has no tokenizer; or one text that is in no list.
@@ -212,7 +185,7 @@ def tokenized(model: Any, x: Any, argument: str = "x") -> Any:
 
 
 def tokenized_batch(model: Any, batch: Any, argument: str = "train_loader") -> Any:
-    """What a loader yields, with mappings in the place of texts.
+    """Return what a loader yields, with mappings in the place of texts.
 
     Args:
         model: The encoder; or those of two views, ``(encoder_a, encoder_b)``.
@@ -237,7 +210,7 @@ def tokenized_batch(model: Any, batch: Any, argument: str = "train_loader") -> A
 
 
 def _views(model: Any, views: Any, argument: str) -> tuple[Any, Any]:
-    """Two views, tokenised together where one encoder sees both, so that they have one length."""
+    """Tokenise two views, together where one encoder sees both, so that they have one length."""
     first, second = views
     argument = f"{argument}: inputs of a batch"
     if isinstance(model, tuple):
@@ -250,7 +223,7 @@ def _views(model: Any, views: Any, argument: str) -> tuple[Any, Any]:
 
 
 def _tokenizer_of(model: Any) -> tuple[Any, Any]:
-    """The module that can tokenise, and its method."""
+    """Return the module that can tokenise, and its method."""
     for module in model.modules() if isinstance(model, nn.Module) else ():
         for name in ("preprocess", "tokenize"):
             method = getattr(type(module), name, None)
@@ -260,6 +233,6 @@ def _tokenizer_of(model: Any) -> tuple[Any, Any]:
 
 
 def _prompt_of(owner: Any) -> str | None:
-    """The text that sentence-transformers' ``encode`` puts before every other by default."""
+    """Return the text that sentence-transformers' ``encode`` puts before every other by default."""
     prompts, name = getattr(owner, "prompts", None), getattr(owner, "default_prompt_name", None)
     return prompts.get(name) if isinstance(prompts, Mapping) and isinstance(name, str) else None

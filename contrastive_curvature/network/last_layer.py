@@ -19,8 +19,6 @@ from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS, KronFactor
 from contrastive_curvature.network.sketch import sketch_moment
 from contrastive_curvature.options import Structure
 
-__all__ = ["LastLayerPullback", "diag_last_layer_variance"]
-
 _PAIR_OVERHEAD = 40
 """Making the product phi_i phi_j of a pair costs about as much memory traffic as this many multiply-adds."""
 
@@ -36,8 +34,6 @@ class LastLayerPullback(Pullback):
         sketch: Number of columns of a sketch (:mod:`contrastive_curvature.network.sketch`) that takes the place of the
             input factor of Kronecker pairs; ``None`` for the factor itself.
 
-    Raises:
-        UnsupportedError: The encoder has no such layer.
     """
 
     def __init__(self, encoder: Encoder, sketch: int | None = None) -> None:
@@ -150,7 +146,7 @@ class LastLayerPullback(Pullback):
 
     @full_precision
     def input_moment(self, left: Tensor, right: Tensor) -> list[Tensor]:
-        """``left^T right`` for features (N, F), in the form that Kronecker factors have here."""
+        """Return ``left^T right`` for features (N, F), in the form that Kronecker factors have here."""
         return [left.T @ right] if self.sketch is None else sketch_moment(left, right, self.sketch)
 
     @full_precision
@@ -171,24 +167,16 @@ class LastLayerPullback(Pullback):
 
 @full_precision
 def diag_last_layer_variance(phi: Tensor, variance: Tensor, dim: int) -> Tensor:
-    """``v_k = sum_f var(W_kf) phi_f^2 + var(b_k)``.
-
-    Args:
-        phi: Features, shape (B, F), perhaps of another dtype, in an encoder that was converted after the fit.
-        variance: Posterior variances of ``[W.flatten(), b]``, shape (P,).
-        dim: Number D of outputs.
-
-    Returns:
-        Shape (B, D), of the dtype of the features.
-    """
+    """Return ``v_k = sum_f var(W_kf) phi_f^2 + var(b_k)`` (B, D), for variances (P,) of ``[W.flatten(), b]``."""
     weights = dim * phi.shape[1]
+    # An encoder that was converted after the fit has features of another type.
     variance = variance.to(phi.dtype)
     out = phi.square() @ variance[:weights].view(dim, -1).T
     return out + variance[weights:] if variance.numel() > weights else out
 
 
 def _cross_by_points(cross: CrossBlocks, left: Tensor, right: Tensor) -> Tensor:
-    """One quadratic form ``phi_f^T M_k phi_f`` an output, O(R C F D), for few outputs. Shape (D, F)."""
+    """Return one quadratic form ``phi_f^T M_k phi_f`` an output (D, F), in O(R C F D), for few outputs."""
     out = left.new_empty(cross.u_rows.shape[1], left.shape[1])
     cosine = cross.cosine()
     for k in range(out.shape[0]):
@@ -197,7 +185,7 @@ def _cross_by_points(cross: CrossBlocks, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _cross_by_pairs(cross: CrossBlocks, left: Tensor, right: Tensor, pairs: Tensor) -> Tensor:
-    """One (D, K) x (K, F) product over the pairs with a block, in chunks. Shape (D, F)."""
+    """Return a (D, K) x (K, F) product over the pairs with a block, in chunks."""
     out = left.new_zeros(cross.u_rows.shape[1], left.shape[1])
     step = max(1, _CHUNK_ELEMENTS // max(out.shape))
     for i, j in (chunk.unbind(1) for chunk in pairs.split(step)):

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from contrastive_curvature.hessian.cross import CrossBlocks
 
-__all__ = ["EmbeddingPart", "EntryPart", "MatrixPart", "Part"]
-
 _CACHE_ELEMENTS = 2**18
 """Numbers in a temporary Jacobian that is squared at once; more would leave the cache."""
 
@@ -30,7 +28,7 @@ Entries = slice | Tensor
 
 
 class Part(ABC):
-    """Some entries of one parameter and how they enter the network; n points.
+    """Some entries of one parameter, and how they enter the network; n points.
 
     Attributes:
         size: How many entries.
@@ -42,27 +40,22 @@ class Part(ABC):
 
     @abstractmethod
     def diagonal(self, b: Tensor, signs: Tensor) -> Tensor:
-        """``sum_ki sign_ki (J_i^T v_ki)^2``, shape (size,), from gradients ``b`` of K columns and ``signs`` (K, n)."""
+        """Return ``sum_ki sign_ki (J_i^T v_ki)^2`` (size,), from gradients ``b`` of K columns and ``signs`` (K, n)."""
 
     @abstractmethod
     def total(self, b: Tensor) -> Tensor:
-        """``sum_ki J_i^T v_ki``, shape (size,)."""
+        """Return ``sum_ki J_i^T v_ki``, shape (size,)."""
 
     @abstractmethod
     def magnitude(self, b: Tensor) -> float:
-        """The largest sum of absolute terms in an entry of :meth:`total`."""
+        """Return the largest sum of absolute terms in an entry of :meth:`total`."""
 
     @abstractmethod
     def jacobians(self, b: Tensor, points: int | None = None) -> Iterator[tuple[Entries, Tensor]]:
-        """``J_i^T v_ki`` in chunks of entries: places, and (n, K, entries).
-
-        Args:
-            b: Gradients of K columns.
-            points: Chunks are those of this many points, n by default.
-        """
+        """Yield ``J_i^T v_ki`` in chunks of entries, as small as for ``points`` points: places, and (n, K, entries)."""
 
     def cross(self, left: Tensor, right_part: Part, right: Tensor, blocks: CrossBlocks) -> Tensor:
-        """Diagonal of ``sum_ij J_i^T H_ij J_j``, from the gradients of the D axes at the rows i and the columns j."""
+        """Return the diagonal of ``sum_ij J_i^T H_ij J_j``, from gradients of the D axes at both sides."""
         out = left.new_zeros(self.size)
         if right is left:
             for entries, jacobian in self.jacobians(left):
@@ -75,17 +68,7 @@ class Part(ABC):
         return out
 
     def weighted(self, left: Tensor, right_part: Part, right: Tensor, weight: Tensor) -> Tensor:
-        """``sum_kij weight_ij (J_i^T v_ki) (J_j^T v_kj)`` of every entry, from gradients of K columns at both sides.
-
-        Args:
-            left: Gradients at R points.
-            right_part: The same part at the other points.
-            right: Gradients at C points; may be the same object.
-            weight: Shape (R, C).
-
-        Returns:
-            Shape (size,).
-        """
+        """Return ``sum_kij weight_ij (J_i^T v_ki) (J_j^T v_kj)`` (size,), from gradients of K columns at both sides."""
         out = left.new_zeros(self.size)
         # Small chunks: they are read four times.
         points = max(left.shape[1], right.shape[1]) * (_CHUNK_ELEMENTS // _CACHE_ELEMENTS)
@@ -96,7 +79,7 @@ class Part(ABC):
         return out
 
     def covariance(self, b: Tensor, variance: Tensor) -> Tensor:
-        """``J_i diag(variance) J_i^T``, shape (n, K, K), for variances (size,)."""
+        """Return ``J_i diag(variance) J_i^T``, shape (n, K, K), for variances (size,)."""
         out = b.new_zeros(b.shape[1], b.shape[0], b.shape[0])
         for entries, jacobian in self.jacobians(b):
             out += (jacobian * variance[entries]) @ jacobian.mT
@@ -246,7 +229,7 @@ class EntryPart(Part):
         self.factors, self.size, self.places, self.entries = factors, size, places, entries
 
     def gradients(self, b: Tensor) -> Tensor:
-        """``J_i^T v_ki``, shape (K, n, size)."""
+        """Return ``J_i^T v_ki``, shape (K, n, size)."""
         return self._gather(b if self.factors is None else b * self.factors)
 
     def diagonal(self, b: Tensor, signs: Tensor) -> Tensor:
@@ -298,7 +281,7 @@ class EmbeddingPart(Part):
         self._point, self._token = distinct // shape[0], distinct % shape[0]
 
     def _rows(self, b: Tensor) -> Tensor:
-        """Shape (K, U, E), a row of every point for each of its tokens."""
+        """Return a row of every point for each of its tokens, shape (K, U, E)."""
         flat = b.flatten(1, 2)[:, self._used]
         return flat.new_zeros(flat.shape[0], len(self._token), flat.shape[2]).index_add_(1, self._place, flat)
 
@@ -320,7 +303,7 @@ class EmbeddingPart(Part):
         return self._jacobians_of(b, self._token.unique(), self._points if points is None else points)
 
     def _jacobians_of(self, b: Tensor, tokens: Tensor, points: int) -> Iterator[tuple[Entries, Tensor]]:
-        """Jacobians of some tokens, sorted."""
+        """Yield Jacobians of some tokens, sorted."""
         rows, width = self._rows(b), self.shape[1]
         step = max(1, _CHUNK_ELEMENTS // max(1, b.shape[0] * points * width))
         for chosen in tokens.split(step) if len(tokens) else ():
@@ -352,7 +335,7 @@ class EmbeddingPart(Part):
     def _together(
         self, left: Tensor, right_part: EmbeddingPart, right: Tensor
     ) -> Iterator[tuple[Entries, Tensor, Tensor]]:
-        """Jacobians of two sets of points, of the tokens that both have."""
+        """Yield Jacobians of two sets of points, of the tokens that both have."""
         both = self._token.unique()
         both = both[torch.isin(both, right_part._token)]
         points = max(self._points, right_part._points)
@@ -362,17 +345,17 @@ class EmbeddingPart(Part):
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """``sum_nd a_ndk b_ndk``."""
+    """Return ``sum_nd a_ndk b_ndk``."""
     return (a * b).sum((0, 1))
 
 
 def _sum_of_outer(b: Tensor, a: Tensor) -> Tensor:
-    """``sum_nt b_ntc a_ntf`` of every group, flattened."""
+    """Return ``sum_nt b_ntc a_ntf`` of every group, flattened."""
     return torch.matmul(b.transpose(0, 1).flatten(1, 2).mT, a.transpose(0, 1).flatten(1, 2)).flatten()
 
 
 def _axes_second(b: Tensor) -> Tensor:
-    """Gradients (D, n, 1, 1, C) of the axes of a vector layer as (n, D, C)."""
+    """Return gradients (D, n, 1, 1, C) of the axes of a vector layer as (n, D, C)."""
     return b[:, :, 0, 0].transpose(0, 1)
 
 

@@ -1,4 +1,4 @@
-"""What everything that runs over data checks first: the model, the loader and every batch; and its order."""
+"""What a loader yields, taken apart; and what is checked of models and loaders before they are run over."""
 
 from __future__ import annotations
 
@@ -24,225 +24,6 @@ from contrastive_curvature.errors import InputError, InputTypeError, Unsupported
 from contrastive_curvature.network.inputs import Inputs, check_inputs, input_length, move_inputs, same_tokens
 from contrastive_curvature.two_towers import TwoTowers
 
-__all__ = [
-    "Views",
-    "check_batches",
-    "check_loader",
-    "check_model",
-    "check_one_encoder",
-    "check_whole",
-    "has_views",
-    "in_fixed_order",
-    "joined_inputs",
-    "loader_parts",
-    "read_batch",
-    "read_views",
-]
-
-
-def read_batch(
-    batch: Any, device: torch.device, label_key: str = "labels", argument: str = "train_loader"
-) -> tuple[Inputs, Tensor]:
-    """Take apart what a loader yields, and bring it to a device.
-
-    Args:
-        batch: ``(x, labels)``, or a mapping that holds the labels too and is given to the model whole.
-        device: Where to bring it.
-        label_key: Where a mapping keeps the labels.
-        argument: Name of the loader for the error message.
-
-    Returns:
-        The inputs and the labels.
-
-    Raises:
-        InputTypeError: Something else.
-        InputError: A batch without a point.
-    """
-    if isinstance(batch, Mapping):
-        if label_key not in batch:
-            wanted, hint = f"mappings with the labels under {label_key!r}", "Name the key with dict_key_y=..."
-            raise InputTypeError(expected(argument, wanted, f"the keys {sorted(batch)}", hint))
-        x, y = batch, batch[label_key]
-    elif isinstance(batch, (tuple, list)) and len(batch) == 2:
-        x, y = batch
-    else:
-        came = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
-        raise InputTypeError(expected(argument, "batches (x, labels) or mappings", came))
-    if not isinstance(y, Tensor):
-        raise InputTypeError(expected(argument, "labels as a tensor", f"a {type(y).__name__}"))
-    check_inputs(x, f"{argument}: inputs of a batch")
-    return move_inputs(x, device), y.to(device)
-
-
-def check_loader(loader: Any, argument: str = "train_loader") -> None:
-    """Refuse what cannot be run over twice.
-
-    Args:
-        loader: The loader.
-        argument: Name for the error message.
-
-    Raises:
-        InputTypeError: Not iterable, or an iterator that is used up by its first pass.
-    """
-    wanted = "something that can be iterated several times"
-    check_batches(loader, argument, wanted)
-    if isinstance(loader, Iterator):
-        raise InputTypeError(expected(argument, wanted, f"the iterator {type(loader).__name__}", _BATCHES))
-
-
-_BATCHES = "Pass a DataLoader or a list of batches, as DataLoader(TensorDataset(x, labels), batch_size=256)."
-
-
-def check_batches(loader: Any, argument: str, wanted: str = "batches (x, labels)") -> None:
-    """Refuse what cannot be run over, and what would give parts of itself.
-
-    Raises:
-        InputTypeError: Not iterable, a single array, a data set of single points, or text.
-    """
-    runs = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
-    points = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
-    # NumPy's numbers have an index operator.
-    if not runs or points or isinstance(loader, (str, bytes, Tensor, np.ndarray, Mapping, type, Number)):
-        raise InputTypeError(expected(argument, wanted, f"a {type(loader).__name__}", _BATCHES))
-
-
-def check_whole(loader: Any, argument: str = "train_loader") -> None:
-    """Refuse a loader that gives each of several processes its own part of the data, where all of it is needed.
-
-    Every process would get another result, and none the right one. The fits that put the results of several processes
-    together do not come here.
-
-    Args:
-        loader: The loader.
-        argument: Name for the error message.
-
-    Raises:
-        UnsupportedError: A sampler or the loader itself divides the data.
-    """
-    for part in loader_parts(loader):
-        # torch's and Lightning's samplers; Accelerate's shards, whose name a data set of the user's may have too.
-        shards = isinstance(part, (Sampler, IterableDataset)) or type(part).__module__.startswith("accelerate")
-        names = ("num_replicas", "num_processes") if shards else ("num_replicas",)
-        counts = [count for name in names if isinstance(count := getattr(part, name, None), int)]
-        if max(counts, default=1) > 1:
-            msg = (
-                f"{argument}: {type(part).__name__} gives each of {max(counts)} processes a part of the data, and this "
-                "takes all of it. Laplace.fit of the structures 'diag', 'kron', 'kron_lowrank' and 'full' puts the "
-                "parts together, where torch.distributed.init_process_group has been called in every process. Anything "
-                "else takes a loader over the whole data set, in one process that gives the others its state_dict(), "
-                "or in every process."
-            )
-            raise UnsupportedError(msg)
-
-
-def loader_parts(loader: Any) -> list[Any]:
-    """A loader and what it is made of: samplers, data sets, and loaders that it wraps under any name."""
-    parts: list[Any] = [loader]
-    for part in parts:
-        named = [getattr(part, name, None) for name in ("sampler", "batch_sampler", "dataset")]
-        wrapped = [v for v in getattr(part, "__dict__", {}).values() if isinstance(v, (DataLoader, Sampler))]
-        for inner in (*named, *wrapped):
-            # Bounded, as a property may make a new object whenever it is read.
-            if inner is not None and len(parts) < _MOST_PARTS and all(inner is not known for known in parts):
-                parts.append(inner)
-    return parts
-
-
-_MOST_PARTS = 32
-
-
-def in_fixed_order(loader: Any) -> Any:
-    """A loader of the same batches of points in every pass, in the order of the data set.
-
-    Args:
-        loader: Any loader.
-
-    Returns:
-        For a shuffling ``DataLoader`` a new one over the same data set, with the same batch size, workers and
-        ``collate_fn``. Everything else as it is: what a sampler or a loader of the user's own does in the next pass
-        shows in that pass only, and whoever needs the order compares.
-    """
-    # Subclasses may be built from other arguments.
-    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
-        return loader
-    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
-        return loader
-    if loader.drop_last:
-        # In a fixed order the same points would be missing in every pass, and nobody would see it.
-        return loader
-    sampler: Any = loader.sampler
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset):  # type: ignore[arg-type]
-        order: Any = SequentialSampler(loader.dataset)  # type: ignore[arg-type]
-    elif type(sampler) is SubsetRandomSampler:
-        order = sampler.indices
-    else:
-        return loader
-    workers = loader.num_workers > 0
-    return DataLoader(
-        loader.dataset,
-        batch_size=loader.batch_size,
-        sampler=order,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context if workers else None,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor if workers else None,
-        persistent_workers=loader.persistent_workers,
-    )
-
-
-_NO_HALF = (
-    "In half precision the gradients of a whole encoder lose the digits that a curvature needs. Call model.float() "
-    "first; or take the posterior of the last layer (subset_of_weights='last_layer'), which computes in float32 with "
-    "the encoder as it is."
-)
-
-
-def check_model(model: object, *, half: bool = False, instead: str = _NO_HALF) -> None:
-    """Refuse what cannot be an encoder.
-
-    Args:
-        model: The encoder.
-        half: Whether it may be in half precision.
-        instead: What the message advises where it is and may not be.
-
-    Raises:
-        InputTypeError: Not a module.
-        InputError: Without parameters, or in half precision where that is too little.
-    """
-    if not isinstance(model, nn.Module):
-        raise InputTypeError(expected("model", "a torch.nn.Module", f"a {type(model).__name__}"))
-    check_one_encoder(model)
-    if isinstance(model, torch.jit.ScriptModule):
-        hint = "Its layers cannot be looked into: pass the module that it was scripted from."
-        raise InputTypeError(expected("model", "a plain torch.nn.Module", "a ScriptModule", hint))
-    parameters = [p for p in model.parameters() if p.is_floating_point()]
-    if not parameters:
-        hint = "Quantised (int8) layers have none: fit the encoder as it was before it was quantised."
-        raise InputError(expected("model", "an encoder with parameters of a floating-point type", "one without", hint))
-    halves = {p.dtype for p in parameters} & {torch.float16, torch.bfloat16}
-    if halves and not half:
-        raise InputError(expected("model", "float32 or float64 parameters", f"{halves.pop()}", instead))
-
-
-def check_one_encoder(model: nn.Module) -> None:
-    """Refuse two towers where one encoder is meant.
-
-    Raises:
-        InputTypeError: A :class:`~contrastive_curvature.TwoTowers`, or a model of transformers that holds two encoders.
-    """
-    if hasattr(model, "get_image_features") and hasattr(model, "get_text_features"):
-        came = f"a {type(model).__name__}, which holds one of images and one of texts"
-        hint = "Pass one, such as CLIPVisionModelWithProjection, or contrastive_curvature.TwoTowers of both."
-        raise InputTypeError(expected("model", "one encoder", came, hint))
-    if isinstance(model, TwoTowers):
-        hint = "laplace.Laplace(..., likelihood='contrastive') takes both; here pass encoder_a or encoder_b."
-        raise InputTypeError(expected("model", "one encoder", "a TwoTowers", hint))
-
-
 _FORMS = "batches (x, labels), (view, view), ((view, view), labels), (view, view, labels) or mappings"
 
 
@@ -264,7 +45,7 @@ class Views(NamedTuple):
 
 
 def has_views(batch: Any) -> bool:
-    """Whether a batch holds two views of every input, and not one view and its labels."""
+    """Return whether a batch holds two views of every input, and not one view and its labels."""
     if not isinstance(batch, (tuple, list)):
         return False
     if len(batch) == 3:
@@ -295,17 +76,12 @@ def read_views(
 
     Args:
         batch: ``(x, labels)``; ``(view, view)``; ``((view, view), labels)``, whose labels may be anything, as they need
-            not be used; ``(view, view, labels)``; or a mapping that holds the labels too. A view is a tensor or a
-            mapping.
+            not be used; ``(view, view, labels)``; or a mapping that holds the labels too.
         device: Where to bring it.
         label_key: Where a mapping keeps the labels.
         argument: Name of the loader for the error message.
         towers: Whether a pair is always two views, as where two encoders wait for one each.
-        related: Whether a relation waits for targets, so that a pair of tensors is inputs and targets, whatever their
-            shapes.
-
-    Returns:
-        The views.
+        related: Whether a pair of tensors is inputs and targets, whatever their shapes.
 
     Raises:
         InputTypeError: Something else.
@@ -348,13 +124,42 @@ def read_views(
     return Views(views[0], views[1], None if y is None else _target(y, device, argument), unusable)
 
 
-def joined_inputs(first: Inputs, second: Inputs, argument: str = "train_loader") -> Inputs:
-    """Two batches after each other, for one encoder.
+def read_batch(
+    batch: Any, device: torch.device, label_key: str = "labels", argument: str = "train_loader"
+) -> tuple[Inputs, Tensor]:
+    """Take apart ``(x, labels)``, or a mapping that holds the labels too, and bring both to a device.
 
-    Args:
-        first: B inputs.
-        second: As many others, of the same shapes.
-        argument: Name of the loader for the error message.
+    Raises:
+        InputTypeError: Something else.
+        InputError: A batch without a point.
+    """
+    views = read_views(batch, device, label_key, argument, related=True)
+    if views.second is not None or views.targets is None:
+        raise InputTypeError(expected(argument, "batches (x, labels) or mappings", "two views of every input"))
+    return views.first, views.targets
+
+
+def _alike(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors look like two views."""
+    return second.ndim > 1 and second.shape == first.shape and second.dtype == first.dtype
+
+
+def _moved(x: Any, device: torch.device, argument: str) -> Inputs:
+    return move_inputs(check_inputs(x, f"{argument}: inputs of a batch"), device)
+
+
+def _target(y: Any, device: torch.device, argument: str) -> Tensor:
+    if not isinstance(y, Tensor):
+        hint = (
+            f"Known are {_FORMS}. Names of classes become numbers, once for the whole data set, by "
+            "torch.as_tensor(numpy.unique(names, return_inverse=True)[1])."
+        )
+        raise InputTypeError(expected(argument, "labels as a tensor", f"a {type(y).__name__}", hint))
+    return y.to(device)
+
+
+def joined_inputs(first: Inputs, second: Inputs, argument: str = "train_loader") -> Inputs:
+    """Join two batches of B inputs each, for one encoder.
 
     Raises:
         InputError: They do not fit together.
@@ -383,20 +188,132 @@ def joined_inputs(first: Inputs, second: Inputs, argument: str = "train_loader")
     return out
 
 
-def _alike(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors look like two views."""
-    return second.ndim > 1 and second.shape == first.shape and second.dtype == first.dtype
+def check_loader(loader: Any, argument: str = "train_loader") -> None:
+    """Refuse what cannot be run over twice."""
+    wanted = "something that can be iterated several times"
+    check_batches(loader, argument, wanted)
+    if isinstance(loader, Iterator):
+        raise InputTypeError(expected(argument, wanted, f"the iterator {type(loader).__name__}", _BATCHES))
 
 
-def _moved(x: Any, device: torch.device, argument: str) -> Inputs:
-    return move_inputs(check_inputs(x, f"{argument}: inputs of a batch"), device)
+_BATCHES = "Pass a DataLoader or a list of batches, as DataLoader(TensorDataset(x, labels), batch_size=256)."
 
 
-def _target(y: Any, device: torch.device, argument: str) -> Tensor:
-    if not isinstance(y, Tensor):
-        hint = (
-            f"Known are {_FORMS}. Names of classes become numbers, once for the whole data set, by "
-            "torch.as_tensor(numpy.unique(names, return_inverse=True)[1])."
-        )
-        raise InputTypeError(expected(argument, "labels as a tensor", f"a {type(y).__name__}", hint))
-    return y.to(device)
+def check_batches(loader: Any, argument: str, wanted: str = "batches (x, labels)") -> None:
+    """Refuse what cannot be run over, and what would give parts of itself: an array, text, a data set of points."""
+    runs = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    points = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
+    # NumPy's numbers have an index operator.
+    if not runs or points or isinstance(loader, (str, bytes, Tensor, np.ndarray, Mapping, type, Number)):
+        raise InputTypeError(expected(argument, wanted, f"a {type(loader).__name__}", _BATCHES))
+
+
+def check_whole(loader: Any, argument: str = "train_loader") -> None:
+    """Refuse a loader that gives each of several processes its own part of the data, where all of it is needed.
+
+    Every process would get another result, and none the right one. The fits that put the results of several processes
+    together do not come here.
+    """
+    for part in loader_parts(loader):
+        # torch's and Lightning's samplers; Accelerate's shards, whose name a data set of the user's may have too.
+        shards = isinstance(part, (Sampler, IterableDataset)) or type(part).__module__.startswith("accelerate")
+        names = ("num_replicas", "num_processes") if shards else ("num_replicas",)
+        counts = [count for name in names if isinstance(count := getattr(part, name, None), int)]
+        if max(counts, default=1) > 1:
+            msg = (
+                f"{argument}: {type(part).__name__} gives each of {max(counts)} processes a part of the data, and this "
+                "takes all of it. Laplace.fit of the structures 'diag', 'kron', 'kron_lowrank' and 'full' puts the "
+                "parts together, where torch.distributed.init_process_group has been called in every process. Anything "
+                "else takes a loader over the whole data set, in one process that gives the others its state_dict(), "
+                "or in every process."
+            )
+            raise UnsupportedError(msg)
+
+
+def loader_parts(loader: Any) -> list[Any]:
+    """Return a loader and what it is made of: samplers, data sets, and loaders that it wraps under any name."""
+    parts: list[Any] = [loader]
+    for part in parts:
+        named = [getattr(part, name, None) for name in ("sampler", "batch_sampler", "dataset")]
+        wrapped = [v for v in getattr(part, "__dict__", {}).values() if isinstance(v, (DataLoader, Sampler))]
+        for inner in (*named, *wrapped):
+            # Bounded, as a property may make a new object whenever it is read.
+            if inner is not None and len(parts) < _MOST_PARTS and all(inner is not known for known in parts):
+                parts.append(inner)
+    return parts
+
+
+_MOST_PARTS = 32
+
+
+def in_fixed_order(loader: Any) -> Any:
+    """Return a loader of the same batches in every pass for a shuffling ``DataLoader``, any other as it is.
+
+    What a sampler or a loader of the user's own does in the next pass shows in that pass only; callers that need the
+    order compare.
+    """
+    # Subclasses may be built from other arguments.
+    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+        return loader
+    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+        return loader
+    if loader.drop_last:
+        # In a fixed order the same points would be missing in every pass, and nobody would see it.
+        return loader
+    sampler: Any = loader.sampler
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset):  # type: ignore[arg-type]
+        order: Any = SequentialSampler(loader.dataset)  # type: ignore[arg-type]
+    elif type(sampler) is SubsetRandomSampler:
+        order = sampler.indices
+    else:
+        return loader
+    workers = loader.num_workers > 0
+    return DataLoader(
+        loader.dataset,
+        batch_size=loader.batch_size,
+        sampler=order,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context if workers else None,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor if workers else None,
+        persistent_workers=loader.persistent_workers,
+    )
+
+
+_NO_HALF = (
+    "In half precision the gradients of a whole encoder lose the digits that a curvature needs. Call model.float() "
+    "first; or take the posterior of the last layer (subset_of_weights='last_layer'), which computes in float32 with "
+    "the encoder as it is."
+)
+
+
+def check_model(model: object, *, half: bool = False, instead: str = _NO_HALF) -> None:
+    """Refuse what cannot be an encoder, or may not be in half precision; ``instead`` says what to do then."""
+    if not isinstance(model, nn.Module):
+        raise InputTypeError(expected("model", "a torch.nn.Module", f"a {type(model).__name__}"))
+    check_one_encoder(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        hint = "Its layers cannot be looked into: pass the module that it was scripted from."
+        raise InputTypeError(expected("model", "a plain torch.nn.Module", "a ScriptModule", hint))
+    parameters = [p for p in model.parameters() if p.is_floating_point()]
+    if not parameters:
+        hint = "Quantised (int8) layers have none: fit the encoder as it was before it was quantised."
+        raise InputError(expected("model", "an encoder with parameters of a floating-point type", "one without", hint))
+    halves = {p.dtype for p in parameters} & {torch.float16, torch.bfloat16}
+    if halves and not half:
+        raise InputError(expected("model", "float32 or float64 parameters", f"{halves.pop()}", instead))
+
+
+def check_one_encoder(model: nn.Module) -> None:
+    """Refuse two towers where one encoder is meant."""
+    if hasattr(model, "get_image_features") and hasattr(model, "get_text_features"):
+        came = f"a {type(model).__name__}, which holds one of images and one of texts"
+        hint = "Pass one, such as CLIPVisionModelWithProjection, or contrastive_curvature.TwoTowers of both."
+        raise InputTypeError(expected("model", "one encoder", came, hint))
+    if isinstance(model, TwoTowers):
+        hint = "laplace.Laplace(..., likelihood='contrastive') takes both; here pass encoder_a or encoder_b."
+        raise InputTypeError(expected("model", "one encoder", "a TwoTowers", hint))

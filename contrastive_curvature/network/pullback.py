@@ -23,14 +23,12 @@ from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.network.threads import watched
 from contrastive_curvature.options import Structure
 
-__all__ = ["JACOBIAN_ELEMENTS", "KronFactors", "Pullback", "own_name"]
-
 JACOBIAN_ELEMENTS = 2**25
 """Numbers that a chunk of Jacobians may hold: 128 MiB in float32."""
 
 
 def own_name(name: str) -> str:
-    """The name that a parameter of an analysed encoder has in the user's model."""
+    """Return the name that a parameter of an analysed encoder has in the user's model."""
     return name.removeprefix("model.")
 
 
@@ -57,18 +55,18 @@ class Pullback(ABC):
         return self.n_params
 
     def named_sizes(self) -> list[tuple[str, int]]:
-        """Name and number of entries of every parameter, in order; those of the user's model."""
+        """Return name and number of entries of every parameter, in order; those of the user's model."""
         if self.encoder is None:
             return [("parameters", self.n_params)]
         return [(own_name(name), p.numel()) for name, p in self.encoder.named_parameters() if p.requires_grad]
 
     def parameter_name(self, number: int) -> str:
-        """Name of a parameter by its number; of all together, where a pullback of the user's has no names."""
+        """Return the name of a parameter by its number; of all together, where a user's pullback has no names."""
         names = [name for name, _ in self.named_sizes()]
         return names[number] if number < len(names) else names[0]
 
     def parameter_at(self, position: int) -> str:
-        """Name of the parameter that an entry of the flat vector (P,) belongs to."""
+        """Return the name of the parameter that an entry of the flat vector (P,) belongs to."""
         for name, size in self.named_sizes():
             if position < size:
                 return name
@@ -77,7 +75,7 @@ class Pullback(ABC):
         raise IndexError(msg)
 
     def input_sizes(self, context: Any) -> dict[str, Tensor]:
-        """Sums of squares (N,), in float64, of what every layer with a matrix takes in of each point, by its name."""
+        """Return sums of squares (N,), in float64, of each point's inputs to every layer with a matrix, by its name."""
         if self.encoder is None:
             return {}
         names = {
@@ -103,26 +101,18 @@ class Pullback(ABC):
 
     @abstractmethod
     def forward(self, x: Inputs) -> tuple[Tensor, Any]:
-        """Raw outputs (N, D) without a graph, and the context that the products need."""
+        """Return raw outputs (N, D) without a graph, and the context that the products need."""
 
     @abstractmethod
     def slice_context(self, context: Any, rows: slice) -> Any:
-        """The context of some of the points."""
+        """Return the context of some of the points."""
 
     @abstractmethod
     def vjp(self, context: Any, cotangents: Tensor) -> Tensor:
-        """``J_i^T v_im`` for every point.
-
-        Args:
-            context: Of N points.
-            cotangents: ``v``, shape (N, M, D).
-
-        Returns:
-            Shape (N, M, P).
-        """
+        """Return ``J_i^T v_im`` (N, M, P) for every point, for cotangents (N, M, D)."""
 
     def jvp(self, x: Inputs, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Raw outputs (N, D) and ``J v`` (N, D) for a direction ``v`` (P,); by default from the Jacobians."""
+        """Return raw outputs (N, D) and ``J v`` (N, D) for a direction ``v`` (P,); by default from the Jacobians."""
         z, context = self.forward(x)
         moved = torch.empty_like(z)
         eye = torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
@@ -132,7 +122,7 @@ class Pullback(ABC):
         return z, moved
 
     def vjp_sum(self, x: Inputs, cotangents: Tensor) -> Tensor:
-        """``sum_i J_i^T v_i`` for cotangents (N, D), shape (P,); by default from one product a point."""
+        """Return ``sum_i J_i^T v_i`` (P,) for cotangents (N, D); by default from one product a point."""
         _, context = self.forward(x)
         out = cotangents.new_zeros(self.n_params)
         for rows, _ in self._chunks(cotangents.shape[0], 1):
@@ -140,16 +130,7 @@ class Pullback(ABC):
         return out
 
     def curvature(self, context: Any, hessian: OutputHessian, structure: Structure) -> Tensor:
-        """``J^T H J`` of points that are there at once, unclamped.
-
-        Args:
-            context: Of N points.
-            hessian: At their outputs.
-            structure: ``diag`` or ``full``.
-
-        Returns:
-            Shape (P,) or (P, P).
-        """
+        """Return ``J^T H J`` of points that are there at once, unclamped: its diagonal (P,) or the whole (P, P)."""
         numbers = hessian.z.numel() * self.width
         if hessian.coupled and structure is Structure.FULL and numbers <= JACOBIAN_ELEMENTS:
             # One product of large matrices instead of one for the blocks and one for the cross terms.
@@ -168,25 +149,24 @@ class Pullback(ABC):
         return out
 
     def jacobians(self, context: Any, like: Tensor) -> Tensor:
-        """Jacobians of N points, shape (N, D, P); ``like`` has the shape (N, D) and the type of the outputs."""
+        """Return Jacobians of N points (N, D, P); ``like`` has the shape (N, D) and the type of the outputs."""
         n, dim = like.shape
         return self.vjp(context, torch.eye(dim, dtype=like.dtype, device=like.device).expand(n, dim, dim))
 
     def block_term(self, context: Any, blocks: Blocks, structure: Structure) -> Tensor:
-        """``sum_i J_i^T H_ii J_i``: its diagonal (P,) or the whole (P, P)."""
+        """Return ``sum_i J_i^T H_ii J_i``: its diagonal (P,) or the whole (P, P)."""
         return self._block_diag(context, blocks) if structure is Structure.DIAG else self._block_full(context, blocks)
 
     def cross_term(self, rows: Any, columns: Any, cross: CrossBlocks, structure: Structure) -> Tensor:
-        """``sum_ij J_i^T H_ij J_j`` for points i and j: its diagonal or the whole.
+        """Return ``sum_ij J_i^T H_ij J_j`` for points i and j: its diagonal (P,) or the whole (P, P).
+
+        Only the sum over all tiles of a symmetric Hessian has a meaning.
 
         Args:
             rows: Context of R points.
             columns: Context of C points.
             cross: The blocks between them; ``cross.symmetric`` where both are the same points.
             structure: ``diag`` or ``full``.
-
-        Returns:
-            Shape (P,) or (P, P). Only the sum over all tiles of a symmetric Hessian has a meaning.
         """
         right = self.jacobians(columns, cross.u_columns)
         left = right if cross.symmetric else self.jacobians(rows, cross.u_rows)
@@ -196,15 +176,7 @@ class Pullback(ABC):
         return left.flatten(0, 1).T @ curved.flatten(0, 1)
 
     def output_covariance(self, context: Any, variance: Tensor) -> Tensor:
-        """Covariance of the linearised outputs of every point under independent parameters, ``J diag(v) J^T``.
-
-        Args:
-            context: Of N points.
-            variance: Variances of the parameters, shape (P,).
-
-        Returns:
-            Shape (N, D, D).
-        """
+        """Return covariances (N, D, D) of linearised outputs, ``J diag(v) J^T``, for variances (P,) of parameters."""
         dim = self._dim(context)
         out = variance.new_zeros(input_length(context), dim, dim)
         eye = torch.eye(dim, dtype=variance.dtype, device=variance.device)
@@ -216,15 +188,12 @@ class Pullback(ABC):
         return out
 
     def kron_factors(self, context: Any, blocks: Blocks, n_data: int) -> KronFactors:
-        """Kronecker factors of a set of points (:mod:`contrastive_curvature.network.kron`); those of batches add up.
+        """Return Kronecker factors (:mod:`contrastive_curvature.network.kron`) of some points; those of batches add up.
 
         Args:
             context: Of N points.
             blocks: Their Hessian blocks.
             n_data: Number of points over which the input factors are averaged.
-
-        Returns:
-            The factors.
 
         Raises:
             UnsupportedError: These parameters have none.
@@ -236,17 +205,7 @@ class Pullback(ABC):
         raise UnsupportedError(msg)
 
     def class_sums(self, context: Any, cotangents: Tensor, index: Tensor, n_classes: int) -> Tensor:
-        """``sum_{i in class} J_i^T v_ir``.
-
-        Args:
-            context: Of N points.
-            cotangents: ``v``, shape (N, R, D).
-            index: Class of every point, shape (N,).
-            n_classes: Number of classes.
-
-        Returns:
-            Shape (n_classes, R, P).
-        """
+        """Return ``sum_{i in class} J_i^T v_ir`` (n_classes, R, P), for cotangents (N, R, D) and classes (N,)."""
         n, many = cotangents.shape[:2]
         out = cotangents.new_zeros(n_classes, many, self.n_params)
         for rows, axes in self._chunks(n, many):
@@ -255,11 +214,11 @@ class Pullback(ABC):
         return out
 
     def tile_size(self, structure: Structure, dim: int) -> int:
-        """How many points with D outputs a tile of the cross terms may have on each side."""
+        """Return how many points with D outputs a tile of the cross terms may have on each side."""
         return max(1, JACOBIAN_ELEMENTS // max(1, self.width * dim))
 
     def _dim(self, context: Any) -> int:
-        """Number D of outputs."""
+        """Return the number D of outputs."""
         if self.encoder is not None:
             return self.encoder.dim
         return self.forward(context)[0].shape[1]
@@ -291,15 +250,11 @@ class Pullback(ABC):
             out += jacobian.flatten(0, 1).T @ blocks[rows].matmul(jacobian).flatten(0, 1)
         return out
 
-    def _axis_chunks(self, n: int, dim: int) -> Iterator[slice]:
-        step = min(dim, max(1, JACOBIAN_ELEMENTS // max(1, n * self.width)))
-        for start in range(0, dim, step):
-            yield slice(start, min(start + step, dim))
-
     def _chunks(self, n: int, dim: int) -> Iterator[tuple[slice, slice]]:
-        """Points by output axes, such that a chunk of Jacobian rows stays within bounds."""
+        """Yield points by output axes, such that a chunk of Jacobian rows stays within bounds."""
         step = max(1, JACOBIAN_ELEMENTS // max(1, self.width * dim))
         for start in range(0, n, step):
             rows = slice(start, min(start + step, n))
-            for axes in self._axis_chunks(rows.stop - start, dim):
-                yield rows, axes
+            few = min(dim, max(1, JACOBIAN_ELEMENTS // max(1, (rows.stop - start) * self.width)))
+            for first in range(0, dim, few):
+                yield rows, slice(first, min(first + few, dim))

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from contrastive_curvature.network.full_precision import full_precision
 
-__all__ = ["EXACT_WIDTH", "MOST_RANK", "sketch_matrix", "sketch_moment", "sketch_size"]
-
 MOST_RANK = 64
 """Largest rank that is chosen from the spectrum, above :data:`EXACT_WIDTH` (``docs/defaults.md``)."""
 
@@ -27,15 +25,10 @@ _SPARE = 8
 
 
 def sketch_size(width: int, rank: int | None) -> int:
-    """Number of columns of a sketch: twice the rank and a few more, as Tropp et al. (2017) advise.
+    """Return the number of columns of a sketch: twice the rank and a few more, as Tropp et al. (2017) advise.
 
-    Args:
-        width: Number F of features.
-        rank: Rank that the sketch is for; ``None`` for :data:`MOST_RANK`.
-
-    Returns:
-        F, for the matrix itself, where the sketch would have half as many columns or more, and without a rank up to
-        :data:`EXACT_WIDTH`.
+    It is F, for the matrix itself, where the sketch would have half as many columns or more, and without a rank up to
+    :data:`EXACT_WIDTH`.
     """
     if rank is None and width <= EXACT_WIDTH:
         return width
@@ -44,16 +37,9 @@ def sketch_size(width: int, rank: int | None) -> int:
 
 
 def sketch_matrix(width: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The test matrix of a sketch: independent Gaussian entries of variance 1 / F, always the same.
+    """Return the test matrix (F, size) of a sketch: independent Gaussian entries of variance 1 / F, always the same.
 
-    Args:
-        width: Number F of features.
-        size: Number of columns, smaller than F.
-        dtype: Of the result. The entries are those of float64, rounded.
-        device: Of the result. The entries are drawn on the CPU, so that devices agree.
-
-    Returns:
-        Shape (F, size); not to be changed.
+    The entries are those of float64 on the CPU, rounded, so that devices agree; they are not to be changed.
     """
     return _drawn(width, size, dtype, str(device))
 
@@ -69,16 +55,10 @@ def _drawn(width: int, size: int, dtype: torch.dtype, device: str) -> Tensor:
 
 @full_precision
 def sketch_moment(left: Tensor, right: Tensor, size: int) -> list[Tensor]:
-    """Sketch of ``left^T right``, which must be symmetric.
-
-    Args:
-        left: Shape (N, F).
-        right: Shape (N, F).
-        size: Number of columns of the sketch, from :func:`sketch_size`.
+    """Sketch ``left^T right`` (F, F), which must be symmetric, in ``size`` columns.
 
     Returns:
-        The product with the test matrix (F, size), or the matrix (F, F) itself where ``size`` is F; and the trace,
-        shape (1,).
+        The product with the test matrix (F, size), or the matrix itself where ``size`` is F; and the trace, shape (1,).
     """
     width = left.shape[1]
     trace = torch.linalg.vecdot(left, right).sum().reshape(1)
