@@ -24,12 +24,7 @@ _Arguments = ParamSpec("_Arguments")
 
 
 class InvalidRowsError(InputError):
-    """Some inputs of a batch have no finite embedding.
-
-    Args:
-        message: The message.
-        rows: Which, booleans, shape (B,).
-    """
+    """Some inputs of a batch have no finite embedding: ``rows``, booleans, shape (B,)."""
 
     def __init__(self, message: str, rows: Tensor) -> None:
         super().__init__(message)

@@ -84,7 +84,7 @@ class Judge(Protocol):
 
 
 def statistic_name(with_features: bool) -> tuple[str, int]:
-    """Name of the statistic and number K of its components.
+    """Return the name of the statistic and the number K of its components.
 
     Saved calibrations carry the name, so it must change whenever :func:`components` or :func:`combine` does.
     """
@@ -93,7 +93,7 @@ def statistic_name(with_features: bool) -> tuple[str, int]:
 
 
 def components(embedding: EmbeddingDistribution, feature_norm: Tensor | None = None) -> Tensor:
-    """K numbers for every embedding, each larger for inputs less like the known ones.
+    """Return K numbers for every embedding, each larger for inputs less like the known ones.
 
     With the tangential variance ``V = tr(P Cov P)`` of the raw outputs in their own units, the norm ``n`` of their mean
     and the norm ``|phi|`` of the features: the logarithms of ``V / |phi|``, ``V / |phi|^2`` and ``1 / n``, and without
@@ -129,16 +129,11 @@ def components(embedding: EmbeddingDistribution, feature_norm: Tensor | None = N
 
 
 def combine(standardised: Tensor) -> Tensor:
-    """The statistic: a soft maximum, ``log(sum_k exp(2 z_k) + exp(-z_1)) / 2``: one unusual component is enough.
+    """Return the statistic (B,) of components (B, K): ``log(sum_k exp(2 z_k) + exp(-z_1)) / 2``, a soft maximum.
 
-    The last term is the first component on its other side, ``-z_1``, with half its weight: inputs with too little
-    variance are rarer than those with too much, and known inputs are not symmetric around their median.
-
-    Args:
-        standardised: Components z, shape (B, K).
-
-    Returns:
-        Shape (B,), larger for inputs less like the known ones.
+    One unusual component is enough. The last term is the first component on its other side, ``-z_1``, with half its
+    weight: inputs with too little variance are rarer than those with too much, and known inputs are not symmetric
+    around their median.
     """
     below = -BELOW * standardised[:, :1]
     return torch.logsumexp(2 * torch.cat([standardised, below], dim=1), dim=1) / 2
@@ -158,7 +153,7 @@ class Standard:
 
     @classmethod
     def of(cls, known: Tensor) -> Standard:
-        """Median and median absolute deviation (the standard deviation where that is zero) of components (m, K)."""
+        """Return median and median absolute deviation (where that is zero, standard deviation) of components (m, K)."""
         location = known.median(0).values
         apart = (known - location).abs()
         robust = _NORMAL * apart.median(0).values
@@ -166,7 +161,7 @@ class Standard:
         return cls(location, scale.clamp(min=_LEAST_SPREAD))
 
     def statistic(self, values: Tensor) -> Tensor:
-        """The statistic (B,) of components (B, K)."""
+        """Return the statistic (B,) of components (B, K)."""
         return combine((values - self.location) / self.scale)
 
 
@@ -184,11 +179,11 @@ class Reference:
 
     @classmethod
     def of(cls, standard: Standard, known: Tensor) -> Reference:
-        """The reference that components (n, K) of known inputs give."""
+        """Return the reference that components (n, K) of known inputs give."""
         return cls(standard, standard.statistic(known).sort().values)
 
     def p_value(self, values: Tensor) -> Tensor:
-        """Conformal p-values ``(1 + #{known >= s}) / (n + 1)`` of components (B, K); float64, shape (B,).
+        """Return conformal p-values ``(1 + #{known >= s}) / (n + 1)`` of components (B, K); float64, shape (B,).
 
         Equal up to rounding counts as equal, or known inputs that repeat would be flagged all together, by chance.
         """
@@ -199,7 +194,7 @@ class Reference:
 
 
 def split(known: Tensor) -> tuple[Tensor, Tensor]:
-    """Two parts of components (n, K) of known inputs: a third to standardise with, and the others to compare with.
+    """Return two parts of components (n, K) of known inputs: a third to standardise with, the others to compare with.
 
     The permutation depends on n alone, so that the others stay exchangeable with new inputs.
     """
@@ -209,16 +204,9 @@ def split(known: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_alpha(alpha: object, n: int | None = None, splits: bool = False) -> float:
-    """Return the share of known inputs that may be flagged.
+    """Return the share of known inputs that may be flagged, in (0, 1), if ``n`` of them can give so small a p-value.
 
-    Args:
-        alpha: What the user passed.
-        n: Number of known inputs that are compared with; ``None`` leaves out whether there are enough.
-        splits: Whether more of them would be divided by :func:`split` first.
-
-    Raises:
-        InputTypeError: Not a number.
-        InputError: Not in (0, 1), or smaller than ``1 / (n + 1)``, the smallest p-value there is.
+    ``splits`` says whether :func:`split` would take some of further ones away.
     """
     share = validate.fraction("alpha", alpha)
     if n is not None and share < 1 / (n + 1):
@@ -229,12 +217,7 @@ def check_alpha(alpha: object, n: int | None = None, splits: bool = False) -> fl
 
 
 def points_needed(alpha: float, splits: bool = False) -> int:
-    """Smallest number of known inputs with a p-value of at most ``alpha``: ``1 / (n + 1)`` of n to compare with.
-
-    Args:
-        alpha: In (0, 1).
-        splits: Whether :func:`split` takes some of them away.
-    """
+    """Return how many known inputs give a p-value of at most ``alpha``: ``1 / (n + 1)`` of n to compare with."""
     n = max(1, math.ceil(1 / alpha) - 2)
     while 1 / (n + 1) > alpha:
         n += 1

@@ -61,15 +61,16 @@ class Spread:
             u: Unit vectors, float64, shape (B, D).
 
         Returns:
-            The root of the largest entry, without a graph; ``tr Cov`` and ``u^T Cov u`` divided by its square. Float64,
-            shape (B,) each.
+            The root of the largest variance, without a graph; ``tr Cov`` and ``u^T Cov u`` divided by its square.
+            Float64, shape (B,) each.
         """
         step = max(1, _ENTRIES // u.shape[1] ** 2)
         parts = []
         for covariance, v in zip(self.covariance.split(step), u.split(step), strict=True):
-            scale, wide = _scaled(covariance)
+            # No entry is larger than the largest variance.
+            scale, wide = _scaled(covariance, covariance.diagonal(dim1=1, dim2=2))
             total = wide.diagonal(dim1=1, dim2=2).sum(1)
-            parts.append((scale, total, torch.einsum("bd,bde,be->b", v, wide, v)))
+            parts.append((scale, total, ((wide @ v.unsqueeze(2)).squeeze(2) * v).sum(1)))
         scale, total, radial = (torch.cat(part) for part in zip(*parts, strict=True))
         return scale, total, radial
 
@@ -141,7 +142,7 @@ class Diagonal(Spread):
 
     def across(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See :meth:`Spread.across`."""
-        scale, wide = _scaled(self.values)
+        scale, wide = _scaled(self.values, self.values)
         return scale, wide.sum(1), (wide * u.square()).sum(1)
 
     def sample(self, mean: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
@@ -202,8 +203,9 @@ class Axes(Spread):
 
     def finite(self) -> Tensor:
         """See :meth:`Spread.finite`."""
-        finite = self.values.isfinite().all(1)
-        return finite if self.common is None else finite & self.common.isfinite().all()
+        # The largest of some numbers is NaN where one of them is.
+        finite = self.values.amax(1).isfinite()
+        return finite if self.common is None else finite & self.common.diagonal().isfinite().all()
 
     def across(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See :meth:`Spread.across`."""
@@ -329,10 +331,10 @@ def sample_covariance(samples: Tensor) -> Tensor:
     return centred @ centred.mT / (samples.shape[1] - 1)
 
 
-def _scaled(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the roots (B,) of the largest entries, and the values (B, ...) divided by these entries, in float64."""
+def _scaled(values: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the roots (B,) of the largest variances (B, D), and values (B, ...) divided by these, in float64."""
     # Divided, because sums of the largest numbers would overflow.
-    size = values.detach().abs().flatten(1).amax(1).double()
+    size = variances.detach().amax(1).double()
     size = torch.where(size > 0, size, 1)
     return size.sqrt(), values.double() / size.view(-1, *([1] * (values.ndim - 1)))
 

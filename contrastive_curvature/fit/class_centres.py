@@ -174,17 +174,10 @@ def between_classes(ratio: Tensor, typical: float | Tensor) -> Tensor:
 
 
 def nearest_ratio(units: Tensor, centres: Tensor) -> Tensor:
-    """Return the distance to the nearest centre over that to the second, on the sphere; 0 at a centre, 1 between two.
+    """Return the distance of unit vectors (B, D) to the nearest of K >= 2 centres over that to the second, shape (B,).
 
-    Args:
-        units: Unit vectors, shape (B, D).
-        centres: Centres of classes, shape (K, D), K >= 2.
-
-    Returns:
-        Shape (B,), in [0, 1].
-
-    Source: Lowe (2004), "Distinctive image features from scale-invariant keypoints", section 7.1: the ratio that tells
-    right matches from wrong ones.
+    It is 0 at a centre and 1 between two. Source: Lowe (2004), "Distinctive image features from scale-invariant
+    keypoints", section 7.1: the ratio that tells right matches from wrong ones.
     """
     cosine = units.detach() @ centres.T
     return _ratio(units, centres[cosine.topk(min(NEAREST, len(centres)), dim=1).indices])

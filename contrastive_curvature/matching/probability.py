@@ -342,13 +342,7 @@ def _check_dim(name: str, now: int, fitted: int) -> None:
 
 @dataclass(frozen=True)
 class Side:
-    """One side of N pairs.
-
-    Attributes:
-        mu: Unit vectors, shape (N, D).
-        spread: Mean and covariance of the directions, or ``None`` if uncertainties are left out.
-        uncertainty: Shape (N,), or ``None``.
-    """
+    """One side of N pairs: unit vectors (N, D), the moments of their directions, and uncertainties (N,)."""
 
     mu: Tensor
     spread: Directions | None = None
@@ -386,16 +380,10 @@ class Side:
 
 
 def pair_features(a: Side, b: Side, *, symmetric: bool) -> Tensor:
-    """Return features of row i of ``a`` with row i of ``b``.
+    """Return features of row i of ``a`` with row i of ``b``, float64, shape (N, 4), or (N, 1) without uncertainties.
 
-    Args:
-        a: N embeddings.
-        b: N embeddings.
-        symmetric: Whether exchanging the sides must not matter; then the larger of two uncertainties comes first.
-
-    Returns:
-        Float64, shape (N, 4): the cosine, the log of the variance of the angle between the two, and the logs of both
-        uncertainties. Without uncertainties shape (N, 1).
+    They are the cosine, the log of the variance of the angle between the two, and the logs of both uncertainties. Where
+    exchanging the sides must not matter (``symmetric``), the larger of the two uncertainties comes first.
     """
     cosine = (a.mu.double() * b.mu.double()).sum(1, keepdim=True)
     if a.spread is None or b.spread is None or a.uncertainty is None or b.uncertainty is None:

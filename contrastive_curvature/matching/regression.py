@@ -47,18 +47,10 @@ class Regression:
 
     @classmethod
     def fit(cls, features: Tensor, positive: Tensor, *, isotonic: bool, argument: str, kinds: str) -> Regression:
-        """Fit on examples.
+        """Fit features (N, F), float64, and outcomes (N,); error messages name ``argument`` and both ``kinds``.
 
-        Args:
-            features: Shape (N, F), float64. A log of zero, minus infinity, counts as the smallest other value.
-            positive: Outcomes, bool, shape (N,).
-            isotonic: Replace the logistic curve by an isotonic regression of the outcomes on the logit.
-            argument: Name of the argument with the outcomes, for error messages.
-            kinds: The two outcomes in words, positive first, for error messages.
-
-        Raises:
-            InputError: There are fewer than ten examples of a kind, or the outcomes do not become more often positive
-                as the cosine grows.
+        A log of zero, minus infinity, counts as the smallest other value. ``isotonic`` replaces the logistic curve by
+        an isotonic regression of the outcomes on the logit.
         """
         n_positive = int(positive.sum())
         n_negative = len(positive) - n_positive
