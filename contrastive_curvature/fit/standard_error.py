@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from contrastive_curvature.hessian.blocks import Blocks, DenseBlocks, SignedFactor
+from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.dataset import DatasetHessian
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.options import Structure
@@ -109,26 +109,3 @@ class _Combined(Blocks):
     def diagonal(self) -> Tensor:
         """See :meth:`Blocks.diagonal`."""
         return self.first.diagonal() + self.sign * self.second.diagonal()
-
-    def add_projector(self, weight: Tensor) -> Blocks:
-        """See :meth:`Blocks.add_projector`."""
-        return self._formed().add_projector(weight)
-
-    def eigenvalue_bounds(self) -> tuple[Tensor, Tensor]:
-        """See :meth:`Blocks.eigenvalue_bounds`."""
-        return self._formed().eigenvalue_bounds()
-
-    def project_psd(self) -> Blocks:
-        """See :meth:`Blocks.project_psd`."""
-        return self._formed().project_psd()
-
-    def factor(self) -> Tensor:
-        """See :meth:`Blocks.factor`."""
-        return self._formed().factor()
-
-    def signed_factor(self) -> SignedFactor:
-        """See :meth:`Blocks.signed_factor`."""
-        return self._formed().signed_factor()
-
-    def _formed(self) -> DenseBlocks:
-        return DenseBlocks(self.u, self.dense())

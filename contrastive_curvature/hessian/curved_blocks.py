@@ -40,7 +40,7 @@ class CurvedBlocks(Blocks):
 
     @property
     def u(self) -> Tensor:  # type: ignore[override]
-        """Unit embeddings, shape (N, D)."""
+        """Return the unit embeddings, shape (N, D)."""
         return self.first.u
 
     def __getitem__(self, rows: slice | Tensor) -> Blocks:
@@ -105,7 +105,7 @@ class ProjectedBlocks(Blocks):
 
     @property
     def u(self) -> Tensor:  # type: ignore[override]
-        """Unit embeddings, shape (N, D)."""
+        """Return the unit embeddings, shape (N, D)."""
         return self.exact.u
 
     def __getitem__(self, rows: slice | Tensor) -> Blocks:

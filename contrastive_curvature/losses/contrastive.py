@@ -73,7 +73,7 @@ class ContrastiveLoss(PairLoss):
 
     @property
     def threshold(self) -> float | None:
-        """A negative counts where ``u_i . u_j`` exceeds this; ``None`` lets all count."""
+        """Return the cosine above which a negative counts; ``None`` lets all count."""
         masks = self.margin is not None and self.margin < LARGEST_DISTANCE
         return 1 - self.margin**2 / 2 if masks else None  # type: ignore[operator]
 

@@ -81,15 +81,7 @@ class InsideColumns:
             self.extended = torch.cat([self.extended, shares[index[order]].unsqueeze(1) * self.extended], dim=1)
 
     def sums(self, u: Tensor, index: Tensor) -> Tensor:
-        """Return ``sum_j (r-_i + r-_j) / 2 [1, u_j]`` over the columns of other classes inside the margin.
-
-        Args:
-            u: Unit embeddings, shape (B, D).
-            index: Their classes, shape (B,).
-
-        Returns:
-            Float64, shape (B, 1 + D).
-        """
+        """Return ``sum_j (r-_i + r-_j) / 2 [1, u_j]`` over the columns inside the margin, but for their own class."""
         sums = self._inside(u, 0, self.u.shape[0])
         self._subtract_same(sums, u, index)
         own, width = self.shares[index].unsqueeze(1).double(), u.shape[1] + 1
@@ -168,16 +160,7 @@ class ContrastiveOfClasses:
         self._weighted = self.shares.shares.negative.double() @ self._class_sums
 
     def sums_for(self, u: Tensor, labels: Tensor, *, apart: bool = False) -> list[NodeSums]:
-        """Return sums over the neighbours of B points of this set, each without itself.
-
-        Args:
-            u: Unit embeddings, shape (B, D).
-            labels: Their labels, shape (B,).
-            apart: Whether to estimate them from each set alone, too.
-
-        Returns:
-            From all sets; then from each of them.
-        """
+        """Return sums over the neighbours of B points from all sets; if ``apart``, then from each set alone, too."""
         index = self.shares.find(labels)
         itself = torch.cat([torch.ones_like(u[:, :1]), u], dim=1).double()
         attract = self.factors.positive * self.shares.shares.positive[index].unsqueeze(1).double()
@@ -188,14 +171,7 @@ class ContrastiveOfClasses:
         return [NodeSums(sums[:, 0], sums[:, 1:], None, zero) for sums in found]
 
     def class_weights(self, *, attracting: bool = False) -> tuple[Tensor, Tensor] | None:
-        """Return the class labels (C,), and ``y`` between any two classes; ``None`` where a margin decides.
-
-        Args:
-            attracting: Whether only the positive pairs count.
-
-        Returns:
-            ``y`` of shape (C, C); or (C,), its diagonal, where only positive pairs count.
-        """
+        """Return the class labels (C,), and ``y`` between any two, (C, C), or its diagonal; ``None`` with a margin."""
         repels = self.repels and not attracting
         if repels and self.loss.threshold is not None:
             return None
@@ -212,16 +188,7 @@ class ContrastiveOfClasses:
         return not self.repels or self.loss.threshold is None
 
     def repelling(self, u: Tensor, labels: Tensor, among: LabelledPoints) -> Tensor:
-        """Return ``y`` of the negatives of points among those that stand for all, each times how many it stands for.
-
-        Args:
-            u: Unit embeddings, shape (B, D).
-            labels: Their labels, shape (B,).
-            among: Some of the points of the sets, M of them.
-
-        Returns:
-            Shape (B, M), not positive.
-        """
+        """Return ``y`` of the negatives of B points among M that stand for all, each times how many it stands for."""
         mine, theirs = self.shares.find(labels), self.shares.find(among.labels)
         negative = (mine.unsqueeze(1) != theirs).to(u.dtype)
         if self._columns:

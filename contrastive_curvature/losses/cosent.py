@@ -73,7 +73,7 @@ class CoSENTLoss(CosineLoss):
         return GradedPairs(*pairs, len(z), z.device)
 
     def between(self, z_a: Tensor, z_b: Tensor, grades: Tensor) -> Tensor:
-        """The loss of pairs of two towers.
+        """Compute the loss of pairs of two towers.
 
         Its output Hessian is that of ``torch.cat([z_a, z_b])`` with ``pairs=(arange(K), arange(K, 2 * K), grades)``.
 
@@ -93,15 +93,7 @@ class CoSENTLoss(CosineLoss):
         return self._at(normalize(z)[0], self.relate(z, None, (index[:count], index[count:], grades)))
 
     def derivatives(self, relation: Relation, u: Tensor) -> CoSENTDerivatives:
-        """Derivatives of this loss in the cosines of N points.
-
-        Args:
-            relation: Graded pairs, as :meth:`relate` gives them.
-            u: Unit embeddings, shape (N, D).
-
-        Raises:
-            InputError: The pairs have no grades.
-        """
+        """See :meth:`CosineLoss.derivatives`; of graded pairs."""
         if not isinstance(relation, GradedPairs):
             raise InputError(expected("relation", "graded pairs", f"a {type(relation).__name__}"))
         return CoSENTDerivatives(self, relation, u)
@@ -112,22 +104,14 @@ class CoSENTLoss(CosineLoss):
         return torch.cat([gaps.new_zeros(1), gaps]).logsumexp(0) + 0 * u.sum()
 
     def shares(self, cosine: Tensor, grades: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss as a softmax over comparisons of two pairs.
-
-        Args:
-            cosine: ``s``, shape (K,).
-            grades: ``y``, shape (K,).
-
-        Returns:
-            ``W_kl = e^(a (s_l - s_k)) / e^L`` where ``y_k > y_l``, shape (K, K); ``e^-L``, the share of the 1; and L.
-        """
+        """Return ``e^(a (s_l - s_k) - L)`` where ``y_k > y_l``, zero elsewhere, (K, K); ``e^-L``; and L."""
         gaps = (self.scale * (cosine - cosine.unsqueeze(1))).masked_fill(~_higher(grades), -torch.inf)
         value = torch.cat([gaps.new_zeros(1), gaps.flatten()]).logsumexp(0)
         return (gaps - value).exp(), (-value).exp(), value
 
 
 def _higher(grades: Tensor) -> Tensor:
-    """Whether pair k has a higher grade than pair l, shape (K, K)."""
+    """Return whether pair k has a higher grade than pair l, shape (K, K)."""
     return grades.unsqueeze(1) > grades
 
 
@@ -201,7 +185,7 @@ class CoSENTDerivatives(CosineDerivatives):
 
     @cached_property
     def _eigenvectors(self) -> tuple[Tensor, Tensor]:
-        """Signs (A,) and vectors (A, P) whose squares add up to ``C``; exactly zero at pairs that nothing moves."""
+        """Return signs (A,) and vectors (A, P) whose squares add up to ``C``; zero at pairs that nothing moves."""
         active = (self.c != 0).any(1).nonzero().flatten()
         values, vectors = torch.linalg.eigh(self.c[active][:, active])
         size = values.abs().max() if len(values) else values.sum()
@@ -212,14 +196,10 @@ class CoSENTDerivatives(CosineDerivatives):
 
 
 def _moments(shares: Tensor, none: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean (K,) and covariance (K, K) of ``e_l - e_k`` under the shares of the comparisons (k, l).
+    """Return mean (K,) and covariance (K, K) of ``e_l - e_k`` under the shares (K, K) of comparisons (k, l).
 
     The differences are counted from that of the largest share, so that a softmax that is nearly all one comparison
-    loses no digits.
-
-    Args:
-        shares: Shape (K, K).
-        none: Share of no comparison, whose difference is zero.
+    loses no digits; ``none`` is the share of no comparison, whose difference is zero.
     """
     count = len(shares)
     origin = shares.new_zeros(count)
@@ -260,13 +240,7 @@ class PairEnds:
 
     @classmethod
     def of(cls, i: Tensor, j: Tensor, u: Tensor) -> PairEnds:
-        """Both ends of P pairs.
-
-        Args:
-            i: Points, shape (P,).
-            j: The others, shape (P,).
-            u: Unit embeddings, shape (N, D).
-        """
+        """Make both ends of P pairs of points (i, j), each (P,), with unit embeddings (N, D)."""
         point, other = torch.cat([i, j]), torch.cat([j, i])
         order = point.argsort(stable=True)
         pair = torch.arange(len(i), device=i.device).repeat(2)
@@ -278,28 +252,28 @@ class PairEnds:
         return PairEnds(max(0, high - low), self.point[inside] - low, self.pair[inside], self.other[inside])
 
     def along(self, t: Tensor) -> Tensor:
-        """``o_e . t_ek`` for ``t`` of shape (R, D, K), shape (E, K)."""
+        """Return ``o_e . t_ek`` for ``t`` of shape (R, D, K), shape (E, K)."""
         found = [(self.other * t[self.point, :, k]).sum(1) for k in range(t.shape[2])]
         return torch.stack(found, dim=1) if found else self.other[:, :0]
 
     def spread(self, x: Tensor) -> Tensor:
-        """``sum_e x_ek o_e`` over the ends at every point, for ``x`` of shape (E, K); shape (R, D, K)."""
+        """Return ``sum_e x_ek o_e`` over the ends at every point, for ``x`` of shape (E, K); shape (R, D, K)."""
         out = x.new_zeros(self.points, self.other.shape[1], x.shape[1])
         for k in range(x.shape[1]):
             out[..., k].index_add_(0, self.point, x[:, k : k + 1] * self.other)
         return out
 
     def gathered(self, x: Tensor) -> Tensor:
-        """Sums over the ends at every point, from (A, E) to (A, R)."""
+        """Return sums over the ends at every point, from (A, E) to (A, R)."""
         return x.new_zeros(len(x), self.points).index_add_(1, self.point, x)
 
     def coupled(self, c: Tensor, x: Tensor) -> Tensor:
-        """``sum_f C_ef x_f`` over the ends f at the same point as e, for ``x`` of shape (E, K)."""
+        """Return ``sum_f C_ef x_f`` over the ends f at the same point as e, for ``x`` of shape (E, K)."""
         found = [block @ x[columns] for columns, block in self.couplings(c)]
         return torch.cat(found) if found else torch.zeros_like(x)
 
     def couplings(self, c: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """``C_ef`` where two ends are at the same point, zero elsewhere, in blocks of ends e: (ends f, numbers)."""
+        """Iterate over blocks of ends e: the ends f, and ``C_ef`` where both are at one point, zero elsewhere."""
         for start in range(0, len(self.point), _ROWS):
             rows = slice(start, min(start + _ROWS, len(self.point)))
             low, high = int(self.point[rows.start]), int(self.point[rows.stop - 1])
@@ -308,7 +282,7 @@ class PairEnds:
             yield columns, c[self.pair[rows].unsqueeze(1), self.pair[columns]] * here
 
     def _before(self, point: int) -> int:
-        """How many ends are at points in front of this one."""
+        """Return the number of ends at points in front of this one."""
         return int(torch.searchsorted(self.point, point))
 
 
@@ -377,7 +351,7 @@ class ListedVectors(PointVectors):
 
     @classmethod
     def at(cls, ends: PairEnds, vectors: Tensor, c: Tensor) -> ListedVectors:
-        """The same without the weights."""
+        """Make the same without the weights."""
         return cls(ends, vectors, c, ends.gathered(vectors[:, ends.pair].abs()))
 
     def along(self, t: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ def _temperature(temperature: float | None, scale: float | None) -> float:
 
 
 def _log_sum(logits: Tensor, negative: Tensor) -> Tensor:
-    """``log Z = log sum_n m_n exp(logit_n)`` over the negatives, shape (B,); minus infinity where there are none."""
+    """Return ``log Z = log sum_n m_n exp(logit_n)`` over the negatives, shape (B,); minus infinity without any."""
     weighted = torch.where(negative > 0, logits + negative.log(), -torch.inf)
     some = (negative > 0).any(1)
     # Kept out of the sum: the gradient of the logarithm of zero is NaN.

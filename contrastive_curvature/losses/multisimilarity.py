@@ -78,12 +78,12 @@ class MultiSimilarityLoss(RowLoss):
         return RowTerms(q - p, self.alpha * p + self.beta * q, roots)
 
     def _log_sums(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        """``log(1 + sum)`` over the positives and over the negatives, each (B,)."""
+        """Return ``log(1 + sum)`` over the positives and over the negatives, each (B,)."""
         over = cosine - self.base
         return _log_one_plus(-self.alpha * over, positive), _log_one_plus(self.beta * over, negative)
 
 
 def _log_one_plus(logits: Tensor, times: Tensor) -> Tensor:
-    """``log(1 + sum_j m_j exp(logit_j))``, shape (B,)."""
+    """Return ``log(1 + sum_j m_j exp(logit_j))``, shape (B,)."""
     weighted = torch.where(times > 0, logits + times.log(), -torch.inf)
     return torch.cat([weighted, torch.zeros_like(weighted[:, :1])], dim=1).logsumexp(1)

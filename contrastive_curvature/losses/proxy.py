@@ -133,16 +133,7 @@ class ProxyLoss(CosineLoss):
         return self.value(u, self.unit_proxies(u), relation.targets, self.weight(len(u)))
 
     def derivatives(self, relation: Relation, u: Tensor, *, as_data: bool = False) -> ProxyDerivatives:
-        """Derivatives of this loss in the cosines of N points and the proxies.
-
-        Args:
-            relation: With the class labels, as :meth:`relate` gives it.
-            u: Unit embeddings, shape (N, D).
-            as_data: Whether a mean is multiplied by its number of embeddings, as a fit has it.
-
-        Raises:
-            InputError: The relation has no class labels.
-        """
+        """See :meth:`CosineLoss.derivatives`; a fit multiplies a mean by its number of embeddings (``as_data``)."""
         if not isinstance(relation, TargetRelation):
             raise InputError(expected("relation", "one of class labels", f"a {type(relation).__name__}"))
         labels = self.relate(u, relation.targets, None).targets
@@ -159,22 +150,15 @@ class ProxyLoss(CosineLoss):
         return made
 
     def weight(self, count: int) -> float:
-        """By what the sum over ``count`` embeddings is multiplied."""
+        """Return the factor of the sum over ``count`` embeddings."""
         return 1 / max(1, count) if self.averages else 1.0
 
     def unit_proxies(self, like: Tensor) -> Tensor:
-        """The proxies on the unit sphere, shape (C, D), of the type and on the device of the embeddings ``like``."""
+        """Return the proxies on the unit sphere, (C, D), of the type and on the device of the embeddings ``like``."""
         return normalize(check_outputs(self.proxies, "proxies").to(like))[0]
 
     def value(self, u: Tensor, proxies: Tensor, labels: Tensor, weight: float) -> Tensor:
-        """The loss of unit embeddings (N, D), differentiable by autograd.
-
-        Args:
-            u: Unit embeddings, shape (N, D).
-            proxies: Unit proxies, shape (C, D).
-            labels: Shape (N,).
-            weight: See :meth:`weight`.
-        """
+        """Compute the loss of unit embeddings (N, D) and unit proxies (C, D), differentiable by autograd."""
         total, step = u.new_zeros((), dtype=torch.float64), max(1, BLOCK_ELEMENTS // len(proxies))
         for some, y in zip(u.split(step), labels.split(step), strict=True):
             each = nn.functional.cross_entropy(self.logits(some, proxies, y), y, reduction="none")
@@ -182,17 +166,12 @@ class ProxyLoss(CosineLoss):
         return (weight * total).to(u.dtype) + 0 * u.sum()
 
     def logits(self, u: Tensor, proxies: Tensor, labels: Tensor) -> Tensor:
-        """``a s_j``, and ``a phi(s_y)`` at the own proxy, shape (B, C); arguments as in :meth:`value`."""
+        """Return ``a s_j``, and ``a phi(s_y)`` at the own proxy, shape (B, C); arguments as in :meth:`value`."""
         own = self._own_logit(u, proxies[labels])
         return self.scale * (u @ proxies.T).scatter(1, labels.unsqueeze(1), own.unsqueeze(1))
 
     def slopes(self, u: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-        """``phi'`` and ``phi''`` in the cosine, each (B,).
-
-        Args:
-            u: Unit embeddings, shape (B, D).
-            own: Their own unit proxies, shape (B, D).
-        """
+        """Return ``phi'`` and ``phi''`` in the cosine of unit embeddings and their own unit proxies, each (B,)."""
         cosine = (u * own).sum(1)
         one, zero = torch.ones_like(cosine), torch.zeros_like(cosine)
         if self.convex:
@@ -202,7 +181,7 @@ class ProxyLoss(CosineLoss):
         return torch.where(near, first, one), torch.where(near, math.sin(self.margin) / sine**3, zero)
 
     def _own_logit(self, u: Tensor, own: Tensor) -> Tensor:
-        """``phi(s_y)``, shape (B,); arguments as in :meth:`slopes`."""
+        """Return ``phi(s_y)``, shape (B,); arguments as in :meth:`slopes`."""
         cosine = (u * own).sum(1)
         if self.kind != "arcface" or self.convex:
             return cosine - self.margin
@@ -210,7 +189,7 @@ class ProxyLoss(CosineLoss):
         return torch.where(cosine >= -turn, turn * cosine - rise * _sine(u, own), cosine - self.margin * rise)
 
     def extra_repr(self) -> str:
-        """The options, and of the proxies their shape and a checksum: others make another loss."""
+        """Return the options, and of the proxies their shape and a checksum: others make another loss."""
         data = self.proxies.detach().cpu().contiguous().view(torch.uint8)
         checksum = hashlib.sha256(data.numpy().tobytes()).hexdigest()[:12]
         reduction = "mean" if self.averages else "sum"
@@ -222,7 +201,7 @@ class ProxyLoss(CosineLoss):
 
 
 def _sine(u: Tensor, own: Tensor) -> Tensor:
-    """Sine of the angle between unit vectors (B, D), with all its digits at small angles, shape (B,)."""
+    """Return the sine of the angle between unit vectors (B, D), with all its digits at small angles, shape (B,)."""
     return (u - own).norm(dim=1) * (u + own).norm(dim=1) / 2
 
 
@@ -324,7 +303,7 @@ class ProxyDerivatives(CosineDerivatives):
         return _Block(p, own, label, rest, first.masked_fill(flat, 1.0), second.masked_fill(flat, 0.0))
 
     def _first_order(self, block: _Block) -> tuple[Tensor, Tensor]:
-        """Sums of ``y`` (B,) and of ``y w`` (B, D) over the proxies."""
+        """Return the sums of ``y`` (B,) and of ``y w`` (B, D) over the proxies."""
         size = self.weight * self.loss.scale
         attract = size * block.first * block.rest
         if self.fix.attracting_only:
@@ -333,7 +312,7 @@ class ProxyDerivatives(CosineDerivatives):
         return (size * (block.first - 1) * block.rest).squeeze(1), attract * block.own - size * others
 
     def _vectors(self, block: _Block) -> tuple[Tensor, Tensor]:
-        """Vectors of the moments, shape (5, B, D), and the sum of the weights that go with them, shape (B, 1).
+        """Return the vectors of the moments, (5, B, D), and the sum of the weights that go with them, shape (B, 1).
 
         The origin is the vector of the largest weight, whose share is then zero: a concentrated softmax loses no
         digits.
@@ -356,7 +335,7 @@ class ProxyDerivatives(CosineDerivatives):
         return factor**0.5 * torch.stack(out), factor * size
 
     def _others(self, block: _Block) -> tuple[Tensor, Tensor]:
-        """Softmax weights without the own and the largest one, (B, C), and where the largest is, (B, 1)."""
+        """Return the softmax weights but for the own and the largest one, (B, C), and where the largest is."""
         top = block.p.argmax(1, keepdim=True)
         return block.p.scatter(1, block.label, 0.0).scatter(1, top, 0.0), top
 

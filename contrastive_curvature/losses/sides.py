@@ -44,15 +44,7 @@ class Side:
     def related(
         self, relation: Relation, start: int, stop: int, dtype: torch.dtype, columns: slice | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return how often candidates count as positives and as negatives, each (stop - start, C).
-
-        Args:
-            relation: Of all N points.
-            start: First anchor, counted from the first of this side.
-            stop: One past the last.
-            dtype: Of the numbers.
-            columns: Some of the candidates, counted from the first of this side; ``None`` for all.
-        """
+        """Return how often candidates count as positives and as negatives for anchors of this side, each (B, C)."""
         first = self.candidates.start
         chosen = self.candidates if columns is None else slice(first + columns.start, first + columns.stop)
         rows = self.anchors.start + start, self.anchors.start + stop
@@ -93,16 +85,7 @@ class Sides:
 def joined_towers(
     z_a: Tensor, z_b: Tensor, labels: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, LabelRelation, int]:
-    """Put the outputs of two towers after each other.
-
-    Args:
-        z_a: Raw outputs of the first tower, shape (N, D).
-        z_b: Of the second tower, shape (M, D).
-        labels: Labels of both, (N,) and (M,); ``None`` where ``z_a[i]`` belongs to ``z_b[i]``.
-
-    Returns:
-        Outputs (N + M, D), which of them belong together, and N.
-    """
+    """Return the outputs of both towers (N + M, D), which of them belong together, and N."""
     z_a, z_b = check_outputs(z_a, "z_a"), check_outputs(z_b, "z_b")
     if z_a.shape[1] != z_b.shape[1]:
         wanted = f"as many dimensions as the first tower, {z_a.shape[1]}"

@@ -107,5 +107,5 @@ class SoftContrastiveLoss(PairLoss):
 
 
 def _meet(squared: Tensor) -> Tensor:
-    """Whether two embeddings are the same up to rounding, from their squared distance."""
+    """Return whether two embeddings are the same up to rounding, from their squared distance."""
     return squared <= _MEETING * torch.finfo(squared.dtype).eps

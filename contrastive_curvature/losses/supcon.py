@@ -86,16 +86,16 @@ class SupConLoss(RowLoss):
         return RowTerms(first, p / self.temperature**2, (p / self.temperature,))
 
     def _shares(self, cosine: Tensor, positive: Tensor, negative: Tensor, log_sum: Tensor) -> Tensor:
-        """The softmax of an anchor's candidates."""
+        """Return the softmax of an anchor's candidates."""
         weight = _candidate_weight(positive, negative)
         return torch.where(weight > 0, weight * (cosine / self.temperature - log_sum).exp(), 0.0)
 
 
 def _candidate_weight(positive: Tensor, negative: Tensor) -> Tensor:
-    """How often a candidate stands in the denominator: a positive once, a negative as often as it counts."""
+    """Return how often a candidate is in the denominator: a positive once, a negative as often as it counts."""
     return torch.where(positive > 0, 1.0, negative)
 
 
 def _log_sum(logits: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-    """``log sum_j w_j exp(logit_j)`` over the candidates, shape (B,)."""
+    """Return ``log sum_j w_j exp(logit_j)`` over the candidates, shape (B,)."""
     return (logits + _candidate_weight(positive, negative).log()).logsumexp(1)

@@ -129,7 +129,7 @@ class TripletLoss(RowLoss):
         return RowTerms(2 * (negative * of_negative - positive * of_positive), None)
 
     def _active(self, cosine: Tensor, positive: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor]:
-        """Active triplets of every anchor, shape (B,), and those of every candidate as a positive that counts once."""
+        """Return the active triplets of every anchor, (B,), and of every candidate as a positive that counts once."""
         many = (statistics.shape[1] - 2) // 4
         _, _, cosines, weights = statistics.split([many, many + 1, many, many + 1], dim=1)
         up_to = torch.searchsorted(cosines.contiguous(), (cosine - self.margin / 2).contiguous(), right=True)
@@ -138,7 +138,7 @@ class TripletLoss(RowLoss):
 
 
 def _sorted(numbers: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
-    """Those that count in rising order, filled up with infinity (B, M), and how many come before each (B, M + 1)."""
+    """Sort the numbers that count, filled up with infinity (B, M), and count how many come before each (B, M + 1)."""
     ordered, order = torch.where(times > 0, numbers, torch.inf).sort(dim=1)
     counted = times.gather(1, order).cumsum(1)
     return ordered, torch.cat([torch.zeros_like(counted[:, :1]), counted], dim=1)
@@ -182,13 +182,7 @@ class ListedTriplets(EdgeRelation):
 
 
 def listed_violations(relation: ListedTriplets, u: Tensor, margin: float) -> Tensor:
-    """``2 s_an - 2 s_ap + margin`` of every triplet, shape (T,).
-
-    Args:
-        relation: The triplets.
-        u: Unit embeddings, shape (N, D).
-        margin: In units of squared distance.
-    """
+    """Return ``2 s_an - 2 s_ap + margin`` of every triplet, shape (T,), for unit embeddings (N, D)."""
     return 2 * (u[relation.anchor] * (u[relation.far] - u[relation.near])).sum(1) + margin
 
 

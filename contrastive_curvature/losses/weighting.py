@@ -45,20 +45,15 @@ class Shares:
     negative: Tensor
 
     def __getitem__(self, rows: slice | Tensor) -> Shares:
-        """Shares of some of the points."""
+        """Return the shares of some of the points."""
         return Shares(self.positive[rows], self.negative[rows])
 
     def to(self, dtype: torch.dtype) -> Shares:
-        """The same in another floating-point type."""
+        """Return the same in another floating-point type."""
         return Shares(self.positive.to(dtype), self.negative.to(dtype))
 
     def standing_for(self, every: Sequence[float], some: Sequence[float]) -> Shares:
-        """The shares with which some of the pairs stand for all of them.
-
-        Args:
-            every: Number of all positive and of all negative pairs.
-            some: Number of those that carry the shares; a type without any stays zero.
-        """
+        """Return the shares with which ``some`` of the positive and negative pairs stand for ``every`` one."""
         positive, negative = (a / b if b else 0.0 for a, b in zip(every, some, strict=True))
         return Shares(positive * self.positive, negative * self.negative)
 
@@ -66,18 +61,7 @@ class Shares:
 def count_shares(
     positive: Tensor, negative: Tensor, normalization: Normalization, dtype: torch.dtype, totals: Sequence[float]
 ) -> Shares:
-    """Turn counts into shares.
-
-    Args:
-        positive: Number of positive listings at each point, shape (N,).
-        negative: Number of negative listings at each point, shape (N,).
-        normalization: See :class:`~contrastive_curvature.options.Normalization`.
-        dtype: Floating-point type of the shares.
-        totals: Number of positive and of negative listings in the whole set (each unordered listing once).
-
-    Returns:
-        The shares; a point or a type without any listing gets zero.
-    """
+    """Turn counts of positives and negatives at every point (N,), and in the whole set, into shares."""
 
     def share(count: Tensor, total: float) -> Tensor:
         if normalization is Normalization.SUM:
@@ -106,14 +90,7 @@ class ClassShares:
     def of_counts(
         cls, classes: Tensor, counts: Tensor, normalization: Normalization, dtype: torch.dtype
     ) -> ClassShares:
-        """From the number of points of every class.
-
-        Args:
-            classes: Different class labels, ascending, shape (C,).
-            counts: Number of points of each, shape (C,).
-            normalization: See :class:`~contrastive_curvature.options.Normalization`.
-            dtype: Floating-point type of the shares.
-        """
+        """Make the shares from the number of points (C,) of every class, ascending labels (C,)."""
         positive, negative, totals = class_pairs(counts)
         return cls(classes, count_shares(positive, negative, normalization, dtype, totals))
 
@@ -122,7 +99,7 @@ class ClassShares:
         return find_classes(self.classes, labels)
 
     def of(self, labels: Tensor) -> Shares:
-        """Shares of points with these labels."""
+        """Return the shares of points with these labels."""
         return self.shares[self.find(labels)]
 
 
@@ -137,14 +114,7 @@ def find_classes(classes: Tensor, labels: Tensor) -> Tensor:
 
 
 def class_pairs(counts: Tensor) -> tuple[Tensor, Tensor, tuple[float, float]]:
-    """Numbers of pairs of points with class labels.
-
-    Args:
-        counts: Number of points of each class, int64, shape (C,).
-
-    Returns:
-        Number of positive and of negative pairs at every point of a class, each (C,); and of both in the whole set.
-    """
+    """Return positive and negative pairs at a point of every class (C,), and in the whole set, from sizes (C,)."""
     positive, negative = counts - 1, counts.sum() - counts
     # As Python's whole numbers, which do not overflow.
     every = counts.tolist()
@@ -165,17 +135,7 @@ class PairFactors:
     negative: float
 
     def weigh(self, positive: Tensor, negative: Tensor, rows: Shares, columns: Shares) -> tuple[Tensor, Tensor]:
-        """How much each pair of a block counts as a positive, and how much as a negative.
-
-        Args:
-            positive: Multiplicities (A, B) or, for listed pairs, (K,).
-            negative: The same for the negatives.
-            rows: Shares that broadcast from the left: (A,) or (K,).
-            columns: Shares of the other side: (B,) or (K,).
-
-        Returns:
-            Two tensors of the same shape; a single zero where the factor is zero.
-        """
+        """Return how much each pair counts as a positive and as a negative; one zero where the factor is zero."""
 
         def weight(factor: float, a: Tensor, b: Tensor, count: Tensor) -> Tensor:
             if not factor:
@@ -188,18 +148,11 @@ class PairFactors:
 
 
 def lone_shares(relation: Relation, normalization: Normalization, dtype: torch.dtype, n_data: int) -> Shares:
-    """Shares of the pairs of a batch, where nothing else is known of the data set that it stands for.
+    """Return the shares of a batch's pairs, where nothing else is known of the data set of ``n_data`` points.
 
-    Args:
-        relation: Of the B points of the batch.
-        normalization: See :class:`~contrastive_curvature.options.Normalization`.
-        dtype: Floating-point type of the shares.
-        n_data: Number N of points of the data set.
-
-    Returns:
-        For ``anchor``, the points that have a positive in the batch stand for those that have none, and negatives
-        alike; but a miner lists all pairs that are to count, and a batch of all points has them. For ``type``, batches
-        count by their number of points. For ``sum``, there are N (N - 1) / (B (B - 1)) times the pairs of the batch.
+    For ``anchor``, the points that have a positive in the batch stand for those that have none, and negatives alike;
+    but a miner lists all pairs that are to count, and a batch of all points has them. For ``type``, batches count by
+    their number of points. For ``sum``, there are N (N - 1) / (B (B - 1)) times the pairs of the batch.
     """
     counts = relation.counts()
     shares = count_shares(*counts, normalization, dtype, pair_totals(*counts))
@@ -213,5 +166,5 @@ def lone_shares(relation: Relation, normalization: Normalization, dtype: torch.d
 
 
 def pair_totals(positive: Tensor, negative: Tensor) -> tuple[float, float]:
-    """Number of positive and of negative pairs of points with given numbers of each, both of shape (N,)."""
+    """Return the number of positive and of negative pairs, from their numbers at every point, both (N,)."""
     return float(positive.sum()) / 2, float(negative.sum()) / 2
