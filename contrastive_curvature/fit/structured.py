@@ -153,7 +153,7 @@ def _shared_factors(pullback: Pullback, context: Any, hessian: OutputHessian, n_
     def vector(p: nn.Parameter) -> Tensor:
         return kron.vector_pullback(p).curvature(context, hessian, Structure.FULL)
 
-    return kron.assemble(kron.run(context), weight, bias, vector)
+    return kron.coupled_factors(context, weight, bias, vector)
 
 
 def _pair_moment(a: Tensor, together: Tensor) -> Tensor:

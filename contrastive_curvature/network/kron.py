@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,17 +31,6 @@ from contrastive_curvature.options import Structure
 if TYPE_CHECKING:
     from contrastive_curvature.network.layerwise import LayerwisePullback
 
-__all__ = [
-    "BLOCK_ENTRIES",
-    "FACTOR_SIZE",
-    "LayerRun",
-    "ModuleKron",
-    "refuse_kron",
-    "sandwich",
-    "zero_factors",
-]
-
-
 BLOCK_ENTRIES = 4096
 """Entries of a parameter outside layers that gets its exact block: 64 MiB in float32, decomposed in seconds."""
 
@@ -50,9 +39,6 @@ FACTOR_SIZE = 16384
 
 _CHUNK_ELEMENTS = 2**23
 """Numbers in a chunk of Jacobians."""
-
-Columns = Callable[[slice], tuple[Tensor, Tensor]]
-"""Cotangents ``v`` (K, n, D) and their signs (K, n) of the points in some rows."""
 
 
 @dataclass(frozen=True)
@@ -78,95 +64,75 @@ class ModuleKron:
 
     Args:
         pullback: The layerwise pullback of the encoder.
-
-    Raises:
-        UnsupportedError: A factor would have more than :data:`FACTOR_SIZE` rows.
     """
 
     def __init__(self, pullback: LayerwisePullback) -> None:
-        self.encoder, self.pullback = pullback.encoder, pullback
-        self.params: list[nn.Parameter] = self.pullback.trainable
-        owners: dict[int, tuple[nn.Module, str]] = {}
-        for module in self.encoder.modules():
-            for name, p in module.named_parameters(recurse=False):
-                owners.setdefault(id(p), (module, name))
+        self.pullback = pullback
+        self.params: list[nn.Parameter] = pullback.trainable
+        owners: dict[int, nn.Module] = {}
+        for module in pullback.encoder.modules():
+            for p in module.parameters(recurse=False):
+                owners.setdefault(id(p), module)
         self.owners = [owners[id(p)] for p in self.params]
-        self._shared: set[int] = set()
-        self.layers = list(
-            {id(m): m for (m, _), p in zip(self.owners, self.params, strict=True) if p.ndim > 1}.values()
-        )
+
+    def kinds(self) -> list[str]:
+        """Return what the factors of every parameter are; those of batches add up where it stays the same."""
+        layouts, used = self.pullback.layouts, self._used()
+        matrices = frozenset() if layouts is None else layouts.matrices - self.pullback.by_func
+
+        def kind(number: int, p: Tensor) -> str:
+            if p.ndim > 1 and number in matrices:
+                return "matrix"
+            if p.ndim > 1 and number not in used:
+                return "none"
+            return "block" if p.ndim <= 1 or p.numel() <= BLOCK_ENTRIES else "entries"
+
+        return [kind(number, p) for number, p in enumerate(self.params)]
 
     def factors(self, x: Inputs, blocks: Blocks, n_data: int) -> KronFactors:
-        """Factors of a batch.
+        """Return the factors of a batch, whose ``A`` are averaged over ``n_data`` points; those of batches add up.
 
-        Args:
-            x: N points.
-            blocks: Their Hessian blocks.
-            n_data: Number of points over which the ``A`` are averaged.
-
-        Returns:
-            The factors; those of batches add up.
+        Raises:
+            UnsupportedError: A factor would have more than :data:`FACTOR_SIZE` rows.
         """
-
-        def columns(rows: slice) -> tuple[Tensor, Tensor]:
-            factor = blocks[rows].signed_factor()
-            return factor.columns, factor.signs
-
-        out = self.signed_factors(x, columns, n_data)
+        out = self.pullback.run_layers(x, lambda: self._layer_factors(x, blocks, n_data))
+        kinds = self.kinds()
         for number in sorted(self.pullback.by_func):
             p = self.params[number]
-            if self._is_block(number):
-                general = self.vector_pullback(p)
-                out[number] = [general.block_term(x, blocks, Structure.FULL)]
+            if kinds[number] == "block":
+                out[number] = [self.vector_pullback(p).block_term(x, blocks, Structure.FULL)]
             else:
-                run = self._run_of_entries(number, x)
+                run = self._run_of_entries(p, x)
                 out[number] = [sandwich(run.jacobian, blocks.matmul), _identity(p, len(blocks) / n_data)]
         return out
 
-    def kinds(self) -> list[str]:
-        """What the factors of every parameter are; those of batches add up where it stays the same."""
-        matrices = self._matrices
-        return [
-            "block" if self._is_block(k) else "matrix" if k in matrices else "entries" if k in self._used else "none"
-            for k in range(len(self.params))
-        ]
+    def _layer_factors(self, x: Inputs, blocks: Blocks, n_data: int) -> KronFactors:
+        """Return factors of all parameters that are seen in layers; those of the others are zero."""
+        out: KronFactors | None = None
+        for rows, tape in self.pullback.tapes(x):
+            kinds = self.kinds()
+            factor = blocks[rows].signed_factor()
+            if out is None:
+                out = [self._zeros(number, kind, tape.z) for number, kind in enumerate(kinds)]
+            for piece in tape.pieces:
+                if kinds[piece.number] == "matrix":
+                    a = _matrix(piece).inputs[:, 0].flatten(0, 1)
+                    out[piece.number][1].addmm_(a.mT, a, alpha=1 / (n_data * _matrix(piece).positions))
+            for number, p in enumerate(self.params):
+                if kinds[number] in ("entries", "none") and number not in self.pullback.by_func:
+                    out[number][1] += _identity(p, len(tape.z) / n_data).to(tape.z)
+            for group, signs in self.pullback.backward(tape, factor.columns, factor.signs):
+                self._add_curvature(out, group, signs, kinds)
+        if out is None:
+            out = [self._zeros(number, kind, blocks.u) for number, kind in enumerate(self.kinds())]
+        return out
 
-    def signed_factors(self, x: Inputs, columns: Callable[[slice], tuple[Tensor, Tensor]], n_data: int) -> KronFactors:
-        """Factors of all parameters that are seen in layers, those of the others are zero.
-
-        Args:
-            x: N points.
-            columns: Of the points in some rows: cotangents ``v`` (K, n, D) and their signs (K, n), such that the sum
-                over k of ``sign_ki v_ki v_ki^T`` is the block of point i.
-            n_data: Number of points over which the ``A`` are averaged.
-
-        Returns:
-            The factors.
-        """
-
-        def compute() -> KronFactors:
-            out: KronFactors | None = None
-            for rows, tape in self.pullback.tapes(x):
-                v, signs = columns(rows)
-                if out is None:
-                    out = [self._zeros(k, tape.z) for k in range(len(self.params))]
-                for piece in tape.pieces:
-                    if piece.number in self._matrices:
-                        a = _inputs(piece)
-                        out[piece.number][1].addmm_(a.mT, a, alpha=1 / (n_data * _positions(piece)))
-                for k, p in enumerate(self.params):
-                    if not self._is_block(k) and k not in self._matrices and k not in self.pullback.by_func:
-                        out[k][1] += _identity(p, len(tape.z) / n_data).to(tape.z)
-                for group, s in self.pullback.backward(tape, v, signs):
-                    self._add_curvature(out, group, s)
-            return [self._zeros(k, p) for k, p in enumerate(self.params)] if out is None else out
-
-        return self.pullback.run_layers(x, compute)
-
-    def _add_curvature(self, out: KronFactors, group: Iterable[tuple[Piece, Tensor]], signs: Tensor) -> None:
+    def _add_curvature(
+        self, out: KronFactors, group: Iterable[tuple[Piece, Tensor]], signs: Tensor, kinds: list[str]
+    ) -> None:
         parts: dict[int, list[tuple[Piece, Tensor]]] = {}
         for piece, b in group:
-            if piece.number in self._matrices:
+            if kinds[piece.number] == "matrix":
                 flat = b[:, :, 0]
                 signed = flat * signs[:, :, None, None]
                 out[piece.number][0].addmm_(signed.flatten(0, 2).mT, flat.flatten(0, 2))
@@ -174,7 +140,7 @@ class ModuleKron:
                 parts.setdefault(piece.number, []).append((piece, b))
         for number, found in parts.items():
             p = self.params[number]
-            rows = p.numel() if self._is_block(number) else _rows(p)
+            rows = p.numel() if kinds[number] == "block" else _rows(p)
             step = max(1, _CHUNK_ELEMENTS // max(1, p.numel() * signs.shape[0]))
             for start in range(0, signs.shape[1], step):
                 some = slice(start, start + step)
@@ -182,109 +148,85 @@ class ModuleKron:
                 weights = signs[:, some].T.unsqueeze(2).expand(-1, -1, p.numel() // max(1, rows)).flatten()
                 out[number][0].addmm_((jacobian * weights.unsqueeze(1)).mT, jacobian)
 
-    def run(self, x: Inputs) -> dict[int, LayerRun]:
-        """Run the encoder once and differentiate its outputs.
-
-        Args:
-            x: N points.
-
-        Returns:
-            By the ``id`` of every layer with a matrix; layers that never run are left out. By the ``id`` of the
-            parameter for other parameters of more than :data:`BLOCK_ENTRIES` entries.
-        """
-        return self.pullback.run_layers(x, lambda: self._runs(x))
-
-    def _runs(self, x: Inputs) -> dict[int, LayerRun]:
-        tape = self.pullback.tape(x, prove=True)
-        axes = torch.eye(tape.z.shape[1], dtype=tape.z.dtype, device=tape.z.device)
-        self._shared.clear()
-        places = {piece.number: {id(run) for run in piece.runs} for piece in tape.pieces}
-        runs: dict[int, LayerRun] = {}
-        for piece, b in tape.by_piece(axes.unsqueeze(1).expand(-1, len(tape.z), -1)):
-            if piece.number in self._matrices:
-                module, _ = self.owners[piece.number]
-                runs[id(module)] = LayerRun(_inputs(piece, flat=False), b[:, :, 0].transpose(0, 1))
-        for number, (module, _) in enumerate(self.owners):
-            weight = next((k for k in self._matrices if self.owners[k][0] is module), None)
-            if weight is not None and number in places and places[number] == places.get(weight):
-                self._shared.add(number)
-            if number not in self._matrices and not self._is_block(number):
-                runs[id(self.params[number])] = self._run_of_entries(number, x)
-        return runs
-
-    def assemble(
+    def coupled_factors(
         self,
-        runs: dict[int, LayerRun],
+        x: Inputs,
         of_weight: Callable[[LayerRun], list[Tensor]],
         of_bias: Callable[[LayerRun], Tensor],
         of_vector: Callable[[nn.Parameter], Tensor],
     ) -> KronFactors:
-        """Factors in the order of the parameters.
+        """Return factors that see all points of a batch at once.
 
         Args:
-            runs: From :meth:`run`.
-            of_weight: ``[G, A]`` of a layer.
-            of_bias: Block of its bias.
-            of_vector: Block of another parameter.
-
-        Returns:
-            The factors.
+            x: N points.
+            of_weight: Returns ``[G, A]`` of a layer.
+            of_bias: Returns the block of its bias.
+            of_vector: Returns the block of another parameter.
         """
+        return self.pullback.run_layers(x, lambda: self._coupled_factors(x, of_weight, of_bias, of_vector))
+
+    def _coupled_factors(
+        self,
+        x: Inputs,
+        of_weight: Callable[[LayerRun], list[Tensor]],
+        of_bias: Callable[[LayerRun], Tensor],
+        of_vector: Callable[[nn.Parameter], Tensor],
+    ) -> KronFactors:
+        tape = self.pullback.tape(x, prove=True)
+        kinds = self.kinds()
+        axes = torch.eye(tape.z.shape[1], dtype=tape.z.dtype, device=tape.z.device)
+        places = {piece.number: {id(run) for run in piece.runs} for piece in tape.pieces}
+        runs: dict[int, LayerRun] = {}
+        for piece, b in tape.by_piece(axes.unsqueeze(1).expand(-1, len(tape.z), -1)):
+            if kinds[piece.number] == "matrix":
+                runs[piece.number] = LayerRun(_matrix(piece).inputs[:, 0], b[:, :, 0].transpose(0, 1))
         factors: KronFactors = []
-        for number, ((module, _), p) in enumerate(zip(self.owners, self.params, strict=True)):
-            run = runs.get(id(p)) if number not in self._matrices else runs.get(id(module))
-            if run is not None:
-                factors.append(of_weight(run))
-            elif number in self._shared and id(module) in runs:
-                factors.append([of_bias(runs[id(module)])])
-            elif number in self._matrices or number not in self._used:
+        for number, p in enumerate(self.params):
+            same = (k for k in runs if self.owners[k] is self.owners[number] and places[k] == places.get(number))
+            weight = next(same, None)
+            if number in runs:
+                factors.append(of_weight(runs[number]))
+            elif kinds[number] in ("entries", "none"):
+                factors.append(of_weight(self._run_of_entries(p, x)))
+            elif weight is not None:
+                factors.append([of_bias(runs[weight])])
+            elif kinds[number] == "matrix" or number not in self._used():
                 # What the encoder never runs has no curvature.
-                factors.append(zero_factors(p))
+                factors.append(self._zeros(number, kinds[number], tape.z))
             else:
                 factors.append([of_vector(p)])
         return factors
 
     def vector_pullback(self, p: nn.Parameter) -> ModulePullback:
-        """The pullback to one parameter."""
-        name = next(name for name, other in self.encoder.named_parameters() if other is p)
-        return ModulePullback(self.encoder, only={name})
+        """Return the pullback to one parameter."""
+        name = next(name for name, other in self.pullback.encoder.named_parameters() if other is p)
+        return ModulePullback(self.pullback.encoder, only={name})
 
-    def _run_of_entries(self, number: int, x: Inputs) -> LayerRun:
-        """A parameter as a layer: its first axis in place of the outputs, its others in place of positions."""
-        p = self.params[number]
-        z, context = self.vector_pullback(p).forward(x)
-        jacobian = self.vector_pullback(p).jacobians(context, z)
+    def _run_of_entries(self, p: nn.Parameter, x: Inputs) -> LayerRun:
+        """Return a parameter as a layer: its first axis in place of the outputs, its others in place of positions."""
+        pullback = self.vector_pullback(p)
+        z, context = pullback.forward(x)
+        jacobian = pullback.jacobians(context, z)
         others = p.numel() // _rows(p)
         eye = torch.eye(others, dtype=z.dtype, device=z.device)
         return LayerRun(eye.expand(len(z), -1, -1), jacobian.unflatten(2, (_rows(p), others)).transpose(2, 3))
 
-    def _zeros(self, number: int, like: Tensor) -> list[Tensor]:
+    def _zeros(self, number: int, kind: str, like: Tensor) -> list[Tensor]:
         p = self.params[number]
-        if self._is_block(number):
-            sizes: tuple[int, ...] = (p.numel(),)
-        elif number in self._matrices or number not in self._used:
+        sizes: tuple[int, ...] = (_rows(p), p.numel() // _rows(p))
+        if kind == "block":
+            sizes = (p.numel(),)
+        elif kind in ("matrix", "none"):
             sizes = (len(p), p.shape[1:].numel())
-        else:
-            sizes = (_rows(p), p.numel() // _rows(p))
         if max(sizes) > FACTOR_SIZE:
             name = own_name(self.pullback.names[number])
             refuse_kron(f"the parameter {name!r}, shape {tuple(p.shape)}, has a factor of {max(sizes)} rows. Freeze it")
         return [like.new_zeros(size, size) for size in sizes]
 
-    @property
-    def _matrices(self) -> frozenset[int]:
+    def _used(self) -> set[int]:
+        """Return the numbers of the parameters that some function takes."""
         layouts = self.pullback.layouts
-        return frozenset() if layouts is None else layouts.matrices - self.pullback.by_func
-
-    @property
-    def _used(self) -> frozenset[int]:
-        layouts = self.pullback.layouts
-        return frozenset() if layouts is None else layouts.used | self.pullback.by_func
-
-    def _is_block(self, number: int) -> bool:
-        p = self.params[number]
-        other = number in self._used and number not in self._matrices
-        return p.ndim <= 1 or (other and p.numel() <= BLOCK_ENTRIES)
+        return {*self.pullback.by_func, *(() if layouts is None else layouts.used)}
 
 
 def refuse_kron(why: str) -> None:
@@ -297,56 +239,35 @@ def refuse_kron(why: str) -> None:
     raise UnsupportedError(msg)
 
 
-def zero_factors(p: Tensor) -> list[Tensor]:
-    """What a parameter without curvature has: ``[G, A]`` of a matrix, ``[block]`` of a vector."""
-    sizes = (p.numel(),) if p.ndim <= 1 else (len(p), p.shape[1:].numel())
-    return [p.new_zeros(size, size) for size in sizes]
-
-
 def sandwich(b: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """``sum_t b_t^T H b_t`` (C, C), every position t on its own.
+    """Return ``sum_t b_t^T H b_t`` (C, C), every position t on its own, of a Jacobian (N, D, T, C).
 
     Args:
-        b: Jacobian, shape (N, D, T, C).
+        b: The Jacobian.
         product: ``v -> H v`` for ``v`` of shape (N, D, K).
-
-    Returns:
-        The curvature of what the layer puts out.
     """
     curved = product(b.flatten(2)).view_as(b)
     return torch.einsum("ndtc,ndte->ce", b, curved)
 
 
 def _rows(p: Tensor) -> int:
-    """Length of the first axis that has one."""
+    """Return the length of the first axis that has one."""
     return next((size for size in p.shape if size > 1), 1)
 
 
 def _identity(p: Tensor, share: float) -> Tensor:
-    """Second moment of the unit vectors that stand for the inputs of a parameter outside layers."""
+    """Return the second moment of the unit vectors in the place of the inputs of a parameter outside layers."""
     others = p.numel() // _rows(p)
     return torch.eye(others, dtype=p.dtype, device=p.device) * (share / others)
 
 
 def _matrix(piece: Piece) -> MatrixPart:
-    if not isinstance(piece.part, MatrixPart):
-        msg = "this parameter is no matrix"
-        raise TypeError(msg)
-    return piece.part
-
-
-def _inputs(piece: Piece, flat: bool = True) -> Tensor:
-    """Inputs of a matrix, shape (n, positions, F) or (n * positions, F)."""
-    inputs = _matrix(piece).inputs[:, 0]
-    return inputs.flatten(0, 1) if flat else inputs
-
-
-def _positions(piece: Piece) -> int:
-    return _matrix(piece).positions
+    part: Any = piece.part
+    return part
 
 
 def _dense(found: list[tuple[Piece, Tensor]], size: int, rows: slice) -> Tensor:
-    """Jacobians of one parameter, shape (n, K, size), of some of the points."""
+    """Return Jacobians of one parameter, shape (n, K, size), of some of the points."""
     first = found[0][1]
     out: Tensor | None = None
     for piece, b in found:

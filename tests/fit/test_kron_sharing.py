@@ -147,6 +147,26 @@ def test_convolutions_take_positions_one_by_one_and_other_vectors_exactly(seed: 
         assert all(close(f, g, size) for f, g in zip(group, other, strict=True))
 
 
+def test_two_matrices_of_one_module_are_those_of_two_modules(device: str) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = nn.Linear(4, 3), nn.Linear(3, 2)
+            self.a, self.c, self.b, self.d = (p for layer in layers for p in layer.parameters())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(torch.tanh(nn.functional.linear(x, self.a, self.c)), self.b, self.d)
+
+    x, y = torch.randn(6, 4, dtype=torch.float64, device=device), torch.arange(6, device=device) % 2
+    kwargs = {"pd_fix": "full", "structure": "kron", "clamp": False, "kfac_approx": "reduce"}
+    torch.manual_seed(0)
+    one = Both().double().to(device)
+    torch.manual_seed(0)
+    two = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double().to(device)
+    for found, wanted in zip(cc.ggn(one, x, y, **kwargs), cc.ggn(two, x, y, **kwargs), strict=True):
+        assert all(close(f, w) for f, w in zip(found, wanted, strict=True))
+
+
 def test_batches_add_up(device: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double().to(device)
