@@ -25,7 +25,7 @@ from contrastive_curvature.testing.oracle import (
 
 if TYPE_CHECKING:
     from contrastive_curvature.testing.contract import BackendContract
-    from contrastive_curvature.testing.contract_losses import check_loss
+    from contrastive_curvature.testing.losses import check_loss
 
 __all__ = [
     "NETWORKS",
@@ -49,7 +49,7 @@ def __getattr__(name: str) -> Any:
 
         return BackendContract
     if name == "check_loss":
-        from contrastive_curvature.testing.contract_losses import check_loss
+        from contrastive_curvature.testing.losses import check_loss
 
         return check_loss
     msg = f"module {__name__!r} has no attribute {name!r}"

@@ -6,23 +6,63 @@ device there is.
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import pytest
 import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
-from contrastive_curvature.testing.contract_base import make_backend
-from contrastive_curvature.testing.contract_conduct import ConductContract
-from contrastive_curvature.testing.contract_exact import ExactnessContract
-from contrastive_curvature.testing.contract_losses import LossContract
-from contrastive_curvature.testing.contract_single import SinglePrecisionContract
+from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.hessian.sphere import L2Norm, normalize
+from contrastive_curvature.laplace.backends import ContrastiveBackend, ContrastiveGGN
+from contrastive_curvature.losses.contrastive import ContrastiveLoss
+from contrastive_curvature.network import pullback
+from contrastive_curvature.options import Structure
+from contrastive_curvature.testing.cases import Case, close, network_cases, truth_and_size
+from contrastive_curvature.testing.losses import (
+    LOSSES,
+    check_low_rank,
+    draw_loss_case,
+    fittable,
+    is_exact,
+    make_backend,
+    near,
+    parts_of,
+    size_of_terms,
+)
+from contrastive_curvature.testing.networks import NETWORKS, build_network, make_inputs, repeats_weights
+from contrastive_curvature.testing.oracle import dense_ggn, dense_jacobian, dense_output_hessian
 
 __all__ = ["DEVICES", "BackendContract", "make_backend"]
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 """The devices that tests run on."""
 
+# Every adapter inherits the same functions, which Hypothesis would report.
+_shared = settings(suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow], deadline=None)
+_few = settings(
+    suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow, HealthCheck.filter_too_much],
+    deadline=None,
+    max_examples=10,
+)
+
+_LEAST_NORM = 0.02
+"""Of raw outputs in float32. They are sums of numbers of about one, so shorter ones keep few digits of a direction."""
+
+_GAP = 1e-4
+"""Distance from the margin within which rounding to float32 may decide whether a pair counts."""
+
+_LEAST_ENTRY = 1e-15
+"""Of a curvature: float32 does not hold the squares of much smaller numbers, which saturated losses have."""
+
+_Drawn = tuple[nn.Module, Tensor, Case]
+"""A network, its inputs, and the pairs of its outputs."""
+
 
 @pytest.mark.parametrize("device", DEVICES)
-class BackendContract(ExactnessContract, SinglePrecisionContract, ConductContract, LossContract):
+class BackendContract:
     """Inherit, name the backend, and say which networks it refuses.
 
     Attributes:
@@ -32,3 +72,439 @@ class BackendContract(ExactnessContract, SinglePrecisionContract, ConductContrac
         refused_kron: Further kinds for which it has no Kronecker factors of all parameters.
         options: Backend options of its own.
     """
+
+    backend: ClassVar[type[ContrastiveBackend]]
+    refused: ClassVar[frozenset[str]] = frozenset()
+    refused_kron: ClassVar[frozenset[str]] = frozenset()
+    options: ClassVar[dict[str, Any]] = {}
+
+    # Numbers: everything that is called exact, against the oracle, for drawn networks, pairs and options.
+
+    @_shared
+    @given(data=st.data())
+    def test_diag_and_full_of_a_batch_are_exact(self, data: st.DataObject, device: str) -> None:
+        """All parameters, the last layer, and a subnetwork."""
+        drawn = self._draw(data)
+        truth, size, scale = self._truth(drawn)
+        for weights, part in parts_of(drawn[0], truth, data):
+            made, x, y = self._make(drawn, device, weights)
+            self._check_batch(made, x, y, scale * truth[part][:, part], scale * size)
+
+    @_shared
+    @given(data=st.data())
+    def test_data_sets_couple_across_batches(self, data: st.DataObject, device: str) -> None:
+        """A loader of small batches gives what all its points at once give; products with it too."""
+        drawn = self._draw(data, min_points=2)
+        if not fittable(drawn[2]):
+            return
+        truth, size, scale = self._truth(drawn)
+        step = data.draw(st.integers(1, len(drawn[1])))
+        for weights, part in parts_of(drawn[0], truth, data):
+            made, x, y = self._make(drawn, device, weights)
+            self._check_data(made, _batches(x, y, step), scale * truth[part][:, part], scale * size)
+
+    @_shared
+    @given(data=st.data())
+    def test_low_rank_of_full_rank_is_the_clamped_matrix(self, data: st.DataObject, device: str) -> None:
+        """Eigenpairs of all parameters, for every fix."""
+        drawn = self._draw(data, min_points=2)
+        if not fittable(drawn[2]):
+            return
+        truth, size, scale = self._truth(drawn)
+        made, x, y = self._make(drawn, device, "all", rank=len(truth))
+        check_low_rank(made, [(x, y)], scale * truth, scale * size)
+
+    @_shared
+    @given(data=st.data())
+    def test_kron_factors(self, data: st.DataObject, device: str) -> None:
+        """Exact where K-FAC is (one point; blocks), and everywhere the same factors as the reference backend's."""
+        drawn = self._draw(data, without=self.refused_kron)
+        truth, size, scale = self._truth(drawn)
+        model, points, case = drawn
+        made, x, y = self._make(drawn, device)
+        factors = made.kron(x, y, N=len(x))[1].kfacs
+        reference = make_backend(ContrastiveGGN, model, x, **self._options(case)).kron(x, y, N=len(x))[1].kfacs
+        self._check_factors(factors, reference, scale * size)
+        if case.options["pd_fix"] in ("positive", "full"):
+            return
+        start = 0
+        for p, group in zip((p for p in model.parameters() if p.requires_grad), factors, strict=True):
+            block = scale * truth[start : start + p.numel(), start : start + p.numel()]
+            start += p.numel()
+            if len(group) == 1:
+                assert near(group[0], block, scale * size)
+            elif len(points) == 1 and p.ndim == 2 and not repeats_weights(model):
+                assert near(torch.kron(*group), block, scale * size)
+
+    @_shared
+    @given(data=st.data())
+    def test_jacobians_are_those_of_the_raw_outputs(self, data: st.DataObject, device: str) -> None:
+        """Shape (N, D, P), and the outputs beside them."""
+        drawn = self._draw(data)
+        truth = dense_jacobian(drawn[0], drawn[1])
+        for weights, part in parts_of(drawn[0], truth.T, data):
+            made, x, _ = self._make(drawn, device, weights)
+            jacobians, outputs = made.jacobians(x)
+            assert near(jacobians.flatten(0, 1), truth[:, part], float(truth.abs().max()))
+            assert close(outputs.cpu(), drawn[2].z, tolerance=1e-13)
+
+    @_shared
+    @given(data=st.data())
+    def test_batch_estimates_are_the_references(self, data: st.DataObject, device: str) -> None:
+        """``pairs="batch"`` in every normalisation is that of the reference, whose weights have tests of their own."""
+        model, points, case = self._draw(data, min_points=4)
+        x, y = points.to(device), _targets(case).to(device)
+        loader = _batches(x, y, 3)
+        if not any(fittable(Case(part, part_y, case.pairs, case.options)) for part, part_y in loader):
+            return
+        for normalization in ("sum", "type", "anchor"):
+            case.options["normalization"] = normalization
+            kinds = (self.backend, ContrastiveGGN)
+            both = [make_backend(kind, model.to(device), x, **self._options(case), pairs="batch") for kind in kinds]
+            found, want = (b.fit(loader, Structure.FULL).curvature for b in both)
+            assert close(found, want, float(want.abs().max()) + float(want.norm()))
+
+    @_shared
+    @given(data=st.data())
+    def test_a_positive_semidefinite_fix_stays_so(self, data: st.DataObject, device: str) -> None:
+        """``psd``, and ``positive`` with ``euclidean``, in every structure, before any clamp."""
+        drawn = self._draw(data)
+        safe = data.draw(st.sampled_from(({"pd_fix": "psd"}, {"pd_fix": "positive", "distance": "euclidean"})))
+        drawn[2].options.update(safe)
+        _, size, scale = self._truth(drawn)
+        made, x, y = self._make(drawn, device)
+        full = made.full(x, y, N=len(x))[1]
+        floor = -1e-12 * max(scale * size, float(full.abs().max()))
+        assert float(torch.linalg.eigvalsh((full + full.T) / 2).min()) >= floor
+        assert float(made.diag(x, y, N=len(x))[1].min()) >= floor
+        factors = self._factors(made, x, y) if drawn[2].options["pd_fix"] == "psd" else None
+        for factor in (f for group in factors or [] for f in group):
+            lowest = torch.linalg.eigvalsh((factor + factor.mT) / 2).min()
+            assert float(lowest) >= -1e-12 * max(scale * size, float(factor.abs().max()))
+
+    # Losses: a backend knows nothing of them, so it is exact for every one.
+
+    @pytest.mark.parametrize("name", sorted(LOSSES))
+    @settings(_few, max_examples=8)
+    @given(data=st.data())
+    def test_every_loss_is_exact(self, name: str, data: st.DataObject, device: str) -> None:
+        """Against autograd, through all parameters, the last layer and a subnetwork; over batches, and products."""
+        drawn = draw_loss_case(data, self._accepted())
+        fixes = ("full", "fixed", "psd_parts", *(() if name == "triplet" else ("ggn", "ggn_fixed", "psd")))
+        options = {
+            "reduction": data.draw(st.sampled_from(("mean", "sum"))),
+            "distance": data.draw(st.sampled_from(("arccos", "euclidean"))),
+            "pd_fix": data.draw(st.sampled_from(fixes)),
+        }
+        is_exact(self.backend, LOSSES[name](**options), drawn, data, device, **self.options)
+
+    @pytest.mark.parametrize("name", sorted(LOSSES))
+    def test_factors_of_every_loss_are_the_references(self, name: str, device: str) -> None:
+        """K-FAC of a batch and of a data set, for block-diagonal fixes."""
+        torch.manual_seed(0)
+        loss = LOSSES[name](pd_fix="psd" if name == "triplet" else "ggn_fixed")
+        for kind in self._accepted(self.refused_kron):
+            model, x = build_network(kind, 2).to(device), make_inputs(kind, 6).to(device)
+            y = (torch.arange(6) % 2).to(device)
+            pair = [make_backend(k, model, x, loss=loss, **self.options) for k in (self.backend, ContrastiveGGN)]
+            try:
+                found, want = (b.fit([(x, y)], Structure.KRON).curvature for b in pair)
+            except UnsupportedError:
+                continue
+            for group, other in zip(found, want, strict=True):
+                assert all(close(f, g, tolerance=1e-8) for f, g in zip(group, other, strict=True))
+
+    # Single precision: the exact numbers again, to what float32 can hold.
+
+    @_few
+    @given(data=st.data())
+    def test_float32_is_exact_to_its_rounding(self, data: st.DataObject, device: str) -> None:
+        """For drawn networks, pairs and options; all parameters, the last layer and a subnetwork."""
+        model, x, case = drawn = self._rounded(data)
+        if not fittable(case):
+            return
+        truth, size, scale = self._truth(drawn)
+        jacobian, reach = dense_jacobian(model, x), 50 * scale * size
+        parts = parts_of(model, truth, data)
+        targets = _targets(case)
+        kinds = (self.backend, ContrastiveGGN)
+        own, reference = (self._factors(make_backend(k, model, x, **self._options(case)), x, targets) for k in kinds)
+        single, y, step = _single(x, device), targets.to(device), data.draw(st.integers(1, len(x)))
+        model.to(device, torch.float32)
+        for weights, part in parts:
+            made = make_backend(self.backend, model, single, weights, **self._options(case))
+            want = scale * truth[part][:, part]
+            self._check_batch(made, single, y, want, reach, torch.float32)
+            self._check_data(made, _batches(single, y, step), want, reach, torch.float32)
+            jacobians, outputs = made.jacobians(single)
+            assert near(jacobians.flatten(0, 1), jacobian[:, part], float(jacobian.abs().max()), torch.float32)
+            assert near(outputs, case.z, float(case.z.abs().max()), torch.float32)
+        if own is not None and reference is not None:
+            made = make_backend(self.backend, model, single, **self._options(case))
+            self._check_factors(made.kron(single, y, N=len(x))[1].kfacs, reference, reach, torch.float32)
+
+    @pytest.mark.parametrize("name", sorted(LOSSES))
+    @_few
+    @given(data=st.data())
+    def test_float32_of_every_loss(self, name: str, data: st.DataObject, device: str) -> None:
+        """A batch through all parameters, the last layer and a subnetwork."""
+        model, x, labels = draw_loss_case(data, self._accepted())
+        model, x = _rounded_pair(model, x)
+        distance = data.draw(st.sampled_from(("arccos", "euclidean")))
+        loss = LOSSES[name](distance=distance, pd_fix="full" if name == "triplet" else "psd_parts")
+        z = model(x).detach()
+        assume(float(z.norm(dim=1).min()) > _LEAST_NORM)
+        hessian, jacobian = loss.output_hessian(z, labels), dense_jacobian(model, x)
+        if not hessian.derivatives.anchors:
+            return
+        scale = float(hessian.derivatives.anchors) if loss.averages else 1.0
+        truth = scale * (jacobian.T @ hessian.dense() @ jacobian)
+        assume(float(truth.abs().max()) > _LEAST_ENTRY)
+        reach = scale * size_of_terms(loss, z, labels) * float(jacobian.square().sum())
+        parts, single, y = parts_of(model, truth, data), _single(x, device), labels.to(device)
+        model.to(device, torch.float32)
+        for weights, part in parts:
+            made = make_backend(self.backend, model, single, weights, loss=loss, **self.options)
+            self._check_batch(made, single, y, truth[part][:, part], reach, torch.float32)
+
+    def test_float32_in_float32_out(self, device: str) -> None:
+        """Single precision is kept, and as accurate as it can be."""
+        torch.manual_seed(0)
+        y = torch.tensor([0, 0, 1, 1, 1], device=device)
+        for kind in self._accepted():
+            model, x = build_network(kind, 2).to(device), make_inputs(kind, 5).to(device)
+            exact = make_backend(self.backend, model, x, **self.options).diag(x, y, N=5)[1]
+            single = _single(x, device)
+            made = make_backend(self.backend, model.float(), single, **self.options)
+            found = made.diag(single, y, N=5)[1]
+            others = [made.full(single, y, N=5)[1], *made.jacobians(single)]
+            others.append(made.matvec([(single, y)], torch.ones_like(found)))
+            if kind not in self.refused_kron:
+                others += [factor for group in made.kron(single, y, N=5)[1].kfacs for factor in group]
+            assert all(other.dtype == torch.float32 for other in (found, *others)), kind
+            assert close(found.double(), exact, tolerance=1e-4), kind
+
+    # Conduct: what a user relies on besides the numbers of one batch.
+
+    def test_what_is_differentiated_are_the_raw_outputs(self, device: str) -> None:
+        """An l2-normalisation at the end is looked through, also where the same module runs in the middle."""
+        torch.manual_seed(0)
+        norm, labels = L2Norm(), torch.tensor([0, 0, 1, 1, 2, 2])
+        for kind in self._accepted():
+            body, points = build_network(kind, 3), make_inputs(kind, 6)
+            inside = nn.Sequential(body, norm, nn.Linear(3, 2)).double().eval()
+            x, y = points.to(device), labels.to(device)
+            for raw in (body, inside):
+                for distance in ("arccos", "euclidean"):
+                    truth, jacobian = dense_ggn(raw, points, labels, distance=distance), dense_jacobian(raw, points)
+                    whole = nn.Sequential(raw, norm).to(device)
+                    made = make_backend(self.backend, whole, x, distance=distance, **self.options)
+                    self._check_batch(made, x, y, truth, float(truth.abs().max()))
+                    assert near(made.jacobians(x)[0].flatten(0, 1), jacobian, float(jacobian.abs().max())), kind
+                    raw.cpu()
+
+    def test_modules_of_two_names(self, device: str) -> None:
+        """A list of layers beside their own names; torch's functional calls would leave tensors in the model."""
+
+        class Listed(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.body, self.head = nn.Linear(4, 3), nn.Linear(3, 2)
+                self.layers = nn.ModuleList([self.body, self.head])
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                out: torch.Tensor = self.head(torch.tanh(self.body(x)))
+                return out
+
+        torch.manual_seed(0)
+        model, x, y = Listed().double(), make_inputs("tanh", 6), torch.tensor([0, 0, 1, 1, 2, 2])
+        truth = dense_ggn(model, x, y)
+        model, x, y = model.to(device), x.to(device), y.to(device)
+        before = _snapshot(model)
+        made = make_backend(self.backend, model, x, **self.options)
+        try:
+            found = made.full(x, y, N=6)[1]
+        except UnsupportedError as error:
+            assert "ContrastiveGGN" in str(error)  # noqa: PT017  a host may know no modules of the user's
+        else:
+            assert near(found, truth)
+        assert _same(_snapshot(model), before)
+
+    def test_a_subset_of_all_points_has_the_hessian_of_the_data(self, device: str) -> None:
+        """The square root that posteriors in function space are built on."""
+        torch.manual_seed(0)
+        y = torch.tensor([0, 0, 1, 1, 2, 2])
+        model, x = build_network("tanh", 2), make_inputs("tanh", 6)
+        for normalization in ("sum", "type", "anchor"):
+            truth = dense_output_hessian(model(x).detach(), y, pd_fix="psd", normalization=normalization)
+            blocks = torch.stack([truth[2 * i : 2 * i + 2, 2 * i : 2 * i + 2] for i in range(6)])
+            moved = x.to(device), y.to(device)
+            chosen = {"pd_fix": "psd", "normalization": normalization, **self.options}
+            made = make_backend(self.backend, model.to(device), moved[0], **chosen)
+            subset = made.fit_subset([moved], 6)[0]
+            model.cpu()
+            scale = 3.0 if normalization == "type" else 1.0
+            assert near(subset.factor @ subset.factor.mT, scale * blocks)
+
+    def test_estimates_for_more_points_are_the_references(self, device: str) -> None:
+        """Loss and curvature with N beyond the batch, a data set's loss, cost and factors, and bounded chunks."""
+        torch.manual_seed(0)
+        y = torch.tensor([0, 0, 1, 1, 2, 2], device=device)
+        model, x = build_network("tanh", 2).to(device), make_inputs("tanh", 6).to(device)
+        for normalization in ("sum", "type", "anchor"):
+            chosen = {"normalization": normalization, **self.options}
+            made, other = (make_backend(kind, model, x, **chosen) for kind in (self.backend, ContrastiveGGN))
+            for name in ("diag", "full", "kron"):
+                (loss, found), (want_loss, want) = (getattr(b, name)(x, y, N=11) for b in (made, other))
+                assert close(loss, want_loss)
+                found, want = (h.to_matrix() if name == "kron" else h for h in (found, want))
+                assert close(found, want), name
+            value = ContrastiveLoss(normalization=normalization)(model(x).detach(), y)
+            assert close(made.diag(x, y, N=6)[0], (3.0 if normalization == "type" else 1.0) * value)
+            loader = _batches(x, y, 4)
+            for structure in Structure:
+                fit, want_fit = (b.fit(loader, structure) for b in (made, other))
+                assert fit.n == want_fit.n == 6
+                assert close(fit.loss, want_fit.loss)
+                assert close(fit.cost, want_fit.cost)
+            factors, wanted = (b.fit(loader, Structure.KRON).curvature for b in (made, other))
+            assert all(close(f, g) for a, b in zip(factors, wanted, strict=True) for f, g in zip(a, b, strict=True))
+            whole = made.full(x, y, N=6)[1]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(pullback, "JACOBIAN_ELEMENTS", 60)
+                self._check_batch(made, x, y, whole)
+
+    def test_leaves_the_encoder_as_it_was(self, device: str) -> None:
+        """Parameters, buffers, gradients, modes, hooks and attributes."""
+        torch.manual_seed(0)
+        y = torch.tensor([0, 0, 1, 1, 1], device=device)
+        for kind in self._accepted():
+            model, x = build_network(kind, 2).to(device).train(), make_inputs(kind, 5).to(device)
+            before = _snapshot(model)
+            made = make_backend(self.backend, model, x, **self.options)
+            found = [made.diag(x, y, N=5)[1], made.full(x, y, N=5)[1], made.jacobians(x)[0]]
+            if kind not in self.refused_kron:
+                found += [factor for group in made.kron(x, y, N=5)[1].kfacs for factor in group]
+            assert not any(tensor.requires_grad for tensor in found)
+            assert _same(_snapshot(model), before), kind
+            # The backend follows the parameters.
+            with torch.no_grad():
+                next(p for p in model.parameters() if p.requires_grad).mul_(1.5)
+            fresh = make_backend(self.backend, model, x, **self.options)
+            assert torch.equal(made.diag(x, y, N=5)[1], fresh.diag(x, y, N=5)[1])
+
+    def test_refusals_name_the_backend_that_can(self, device: str) -> None:
+        """What a host cannot differentiate is refused before anything is computed."""
+        torch.manual_seed(0)
+        y = torch.tensor([0, 0, 1], device=device)
+        for name, kinds, advice in (
+            ("diag", self.refused, "ContrastiveGGN"),
+            ("kron", self.refused_kron - self.refused, "diag"),
+        ):
+            for kind in sorted(kinds):
+                model, x = build_network(kind, 2).to(device), make_inputs(kind, 3).to(device)
+                with pytest.raises(UnsupportedError, match=advice):
+                    getattr(make_backend(self.backend, model, x, **self.options), name)(x, y, N=3)
+
+    def _check_batch(
+        self,
+        made: ContrastiveBackend,
+        x: Tensor,
+        y: Tensor,
+        want: Tensor,
+        reach: float | None = None,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        assert near(made.diag(x, y, N=len(x))[1], want.diagonal(), reach, dtype)
+        assert near(made.full(x, y, N=len(x))[1], want, reach, dtype)
+
+    def _check_data(
+        self, made: ContrastiveBackend, loader: Any, want: Tensor, reach: float, dtype: torch.dtype = torch.float64
+    ) -> None:
+        assert near(made.fit(loader, Structure.DIAG).curvature, want.diagonal(), reach, dtype)
+        assert near(made.fit(loader, Structure.FULL).curvature, want, reach, dtype)
+        v = torch.linspace(-1, 1, len(want), dtype=torch.float64)
+        assert near(made.matvec(loader, v.to(loader[0][1].device, dtype)), want @ v, reach * len(want), dtype)
+
+    def _check_factors(self, found: Any, want: Any, reach: float, dtype: torch.dtype = torch.float64) -> None:
+        for group, other in zip(found, want, strict=True):
+            for k, (f, g) in enumerate(zip(group, other, strict=True)):
+                assert near(f, g, None if k else reach, dtype)
+
+    def _factors(self, made: ContrastiveBackend, x: Tensor, y: Tensor) -> list[list[Tensor]] | None:
+        """Return the factors of a backend; ``None`` where it refuses, of which the test of refusals knows."""
+        try:
+            return [list(group) for group in made.kron(x, y, N=len(x))[1].kfacs]
+        except UnsupportedError:
+            return None
+
+    def _accepted(self, without: frozenset[str] = frozenset()) -> list[str]:
+        return [kind for kind in NETWORKS if kind not in self.refused | without]
+
+    def _draw(self, data: st.DataObject, min_points: int = 1, without: frozenset[str] = frozenset()) -> _Drawn:
+        return data.draw(network_cases(networks=self._accepted(without), by_target=True, min_points=min_points))
+
+    def _rounded(self, data: st.DataObject) -> _Drawn:
+        """Draw a case of numbers that float32 holds, with no pair so close to the margin that rounding decides."""
+        model, x, case = self._draw(data, min_points=2)
+        model, x = _rounded_pair(model, x)
+        case.z = model(x).detach()
+        assume(float(case.z.norm(dim=1).min()) > _LEAST_NORM)
+        if case.options["margin"] is not None:
+            u = normalize(case.z)[0]
+            assume(float((torch.cdist(u, u) - case.options["margin"]).abs().min()) > _GAP)
+        return model, x, case
+
+    def _make(
+        self, drawn: _Drawn, device: str, weights: str | Tensor = "all", **more: Any
+    ) -> tuple[ContrastiveBackend, Tensor, Tensor]:
+        model, x, case = drawn
+        x, y = x.to(device), _targets(case).to(device)
+        return make_backend(self.backend, model.to(device), x, weights, **self._options(case), **more), x, y
+
+    def _options(self, case: Case) -> dict[str, Any]:
+        return {**case.options, "relation": case.pairs, **self.options}
+
+    def _truth(self, drawn: _Drawn) -> tuple[Tensor, float, float]:
+        """Return the dense curvature, the size of the terms that may cancel in it, and the data set's scale."""
+        drawn[0].to("cpu")
+        scale = len(drawn[1]) / 2 if drawn[2].options["normalization"] == "type" else 1.0
+        return *truth_and_size(*drawn), scale
+
+
+def _targets(case: Case) -> Tensor:
+    if case.labels is None:
+        msg = "this case has no targets"
+        raise TypeError(msg)
+    return case.labels
+
+
+def _batches(x: Tensor, y: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
+def _rounded_pair(model: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
+    return model.float().double(), x.float().double() if x.is_floating_point() else x
+
+
+def _single(x: Tensor, device: str) -> Tensor:
+    return x.to(device, torch.float32) if x.is_floating_point() else x.to(device)
+
+
+def _snapshot(model: nn.Module) -> dict[str, Any]:
+    """Return everything of a module that a backend could leave something in."""
+    taken: dict[str, Any] = {name: value.clone() for name, value in model.state_dict().items()}
+    for name, module in model.named_modules():
+        taken[f"{name}:vars"] = sorted(vars(module))
+        taken[f"{name}:mode"] = module.training
+        taken[f"{name}:hooks"] = [len(vars(module)[key]) for key in sorted(vars(module)) if key.endswith("_hooks")]
+    for name, p in model.named_parameters():
+        taken[f"{name}:grad"] = (id(p), type(p), p.grad is None, p.requires_grad, sorted(vars(p)))
+    return taken
+
+
+def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Return whether two snapshots are of the same state."""
+    return a.keys() == b.keys() and all(
+        torch.equal(value, b[key]) if isinstance(value, Tensor) else value == b[key] for key, value in a.items()
+    )

@@ -1,7 +1,8 @@
 """The oracle: contrastive Hessians too slow and too simple to be wrong.
 
 Pairs are walked one by one in Python, derivatives come from autograd, matrices are dense. It imports nothing that it
-judges. Use it in float64 and on small cases.
+judges. Of a loss of anchors the matrix of all cosines is an explicit variable, so that the first-order and the
+second-order part can be told apart. Use it in float64 and on small cases.
 """
 
 from __future__ import annotations
@@ -13,7 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["dense_ggn", "dense_jacobian", "dense_output_hessian", "list_pairs", "pair_loss"]
+__all__ = [
+    "AnchorCase",
+    "anchor_ggn",
+    "anchor_hessian",
+    "dense_ggn",
+    "dense_jacobian",
+    "dense_output_hessian",
+    "list_pairs",
+    "masks_of",
+    "pair_loss",
+    "pair_weights",
+]
 
 PairList = Counter[tuple[int, int, int]]
 """How often the unordered pair ``(i, j)``, ``i < j``, is listed as positive (+1) or negative (-1)."""
@@ -31,6 +43,28 @@ def list_pairs(n: int, labels: Tensor | None = None, pairs: Any = None) -> PairL
         The multiplicity of every ``(i, j, sign)``.
     """
     listed: PairList = Counter()
+    masks, ends = _masks_or_ends(n, labels, pairs)
+    for sign, mask in zip((1, -1), masks, strict=False):
+        listed.update((i, j, sign) for i in range(n) for j in range(i + 1, n) if mask[i, j])
+    for sign, i, j in ends:
+        listed[min(i, j), max(i, j), sign] += 1
+    return listed
+
+
+def masks_of(n: int, labels: Tensor | None, pairs: Any = None) -> tuple[Tensor, Tensor]:
+    """Return how often each pair of points counts as positive and as negative, float64, each (N, N)."""
+    positive, negative = torch.zeros(2, n, n, dtype=torch.float64)
+    masks, ends = _masks_or_ends(n, labels, pairs)
+    for out, mask in zip((positive, negative), masks, strict=False):
+        out += mask.double() * (1 - torch.eye(n, dtype=torch.float64))
+    for sign, i, j in ends:
+        for at in ((i, j), (j, i)):
+            (positive if sign > 0 else negative)[at] += 1
+    return positive, negative
+
+
+def _masks_or_ends(n: int, labels: Tensor | None, pairs: Any) -> tuple[tuple[Tensor, ...], list[tuple[int, int, int]]]:
+    """Return two masks, or else the sign and the ends of every listed pair of distinct points."""
     if callable(pairs):
         targets = torch.arange(n) if labels is None else labels
         pairs = pairs(targets, targets)
@@ -40,15 +74,10 @@ def list_pairs(n: int, labels: Tensor | None = None, pairs: Any = None) -> PairL
             raise ValueError(msg)
         pairs = (labels[:, None] == labels[None, :], labels[:, None] != labels[None, :])
     if len(pairs) == 2:
-        for sign, mask in zip((1, -1), pairs, strict=True):
-            listed.update((i, j, sign) for i in range(n) for j in range(i + 1, n) if mask[i, j])
-        return listed
+        return pairs, []
     a1, p, a2, neg = pairs if len(pairs) == 4 else (pairs[0], pairs[1], pairs[0], pairs[2])
-    for sign, left, right in ((1, a1, p), (-1, a2, neg)):
-        for i, j in zip(left.tolist(), right.tolist(), strict=True):
-            if i != j:
-                listed[min(i, j), max(i, j), sign] += 1
-    return listed
+    both = ((1, a1, p), (-1, a2, neg))
+    return (), [(sign, i, j) for sign, a, b in both for i, j in zip(a.tolist(), b.tolist(), strict=True) if i != j]
 
 
 def pair_weights(listed: PairList, negative_weight: float, normalization: str) -> dict[tuple[int, int, int], float]:
@@ -260,3 +289,83 @@ def dense_ggn(model: nn.Module, x: Any, labels: Tensor | None = None, **options:
     jacobian = dense_jacobian(model, x)
     h = dense_output_hessian(model(x).detach(), labels, **options)
     return jacobian.T @ h @ jacobian
+
+
+class AnchorCase:
+    """A loss of anchors at N points, as a function of their (N, N) cosines.
+
+    Args:
+        loss: The loss; its value rule is believed, its derivatives are not.
+        positive: Which candidates are positives of which anchors, shape (N, N), zero diagonal.
+        negative: Which are negatives.
+    """
+
+    def __init__(self, loss: Any, positive: Tensor, negative: Tensor) -> None:
+        self.loss, self.positive, self.negative = loss, positive, negative
+
+    def __call__(self, cosine: Tensor) -> Tensor:
+        """The loss at cosines (N, N) that are taken for independent of each other."""
+        return _cosine_value(self.loss, cosine, self.positive, self.negative)
+
+
+def _cosine_value(loss: Any, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+    """Return the loss, anchor by anchor."""
+    total, terms = cosine.sum() * 0, 0.0
+    for s, p, n in zip(cosine, positive, negative, strict=True):
+        row = s[None], p[None], n[None]
+        count = float(loss._counts_at(s[None].detach(), *row[1:]))
+        if count > 0:
+            total, terms = total + loss._value(*row).sum(), terms + count
+    if not loss.averages:
+        return total
+    return total / terms if terms else total
+
+
+def anchor_hessian(case: AnchorCase, z: Tensor, distance: str, pd_fix: str) -> Tensor:
+    """Hessian (N D, N D) with respect to raw outputs, by autograd.
+
+    ``full`` is the Hessian of the loss. ``euclidean`` writes the cosine as ``1 - |u - v|^2 / 2`` of free vectors and
+    leaves the second derivative of the normalisation out. ``ggn`` is the second derivative in the cosines between the
+    Jacobians of the cosines; what is left of the Hessian is linear in the first derivatives, of which ``positive``
+    keeps those of attracting pairs, and ``psd_parts`` the positive eigenvalues of every block.
+    """
+    n, dim = z.shape
+    hessian: Callable[..., Any] = torch.autograd.functional.hessian
+
+    def unit(raw: Tensor) -> Tensor:
+        return raw / raw.norm(dim=1, keepdim=True)
+
+    def cosines(u: Tensor) -> Tensor:
+        if distance == "arccos":
+            return u @ u.T
+        return 1 - (u.unsqueeze(1) - u.unsqueeze(0)).square().sum(2) / 2
+
+    def of_outputs(value: Callable[[Tensor], Tensor]) -> Tensor:
+        if distance == "arccos":
+            return torch.as_tensor(hessian(lambda raw: value(cosines(unit(raw))), z)).reshape(n * dim, n * dim)
+        jacobian = torch.autograd.functional.jacobian(unit, z).reshape(n * dim, n * dim)
+        inner = torch.as_tensor(hessian(lambda u: value(cosines(u)), unit(z))).reshape(n * dim, n * dim)
+        return jacobian.T @ inner @ jacobian
+
+    at = (unit(z) @ unit(z).T).detach()
+    spread = torch.autograd.functional.jacobian(lambda raw: unit(raw) @ unit(raw).T, z).reshape(n * n, n * dim)
+    second = spread.T @ torch.as_tensor(hessian(case, at)).reshape(n * n, n * n) @ spread
+    if pd_fix in ("ggn", "ggn_fixed"):
+        out = second
+    elif pd_fix == "positive":
+        slope = torch.autograd.functional.jacobian(case, at)
+        attracting = (-(slope + slope.T)).clamp(min=0)
+        out = of_outputs(lambda s: -(attracting * s).sum() / 2) + second
+    else:
+        out = of_outputs(case)
+    if pd_fix == "psd_parts":
+        return diagonal_blocks(out - second, dim, projected=True) + diagonal_blocks(second, dim)
+    if pd_fix in ("fixed", "psd", "ggn_fixed"):
+        return diagonal_blocks(out, dim, projected=pd_fix == "psd")
+    return out
+
+
+def anchor_ggn(model: nn.Module, x: Tensor, case: AnchorCase, distance: str, pd_fix: str) -> Tensor:
+    """Return ``J^T H J`` (P, P) of an encoder without a normalisation at its end."""
+    jacobian = dense_jacobian(model, x)
+    return jacobian.T @ anchor_hessian(case, model(x).detach(), distance, pd_fix) @ jacobian

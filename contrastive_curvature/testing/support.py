@@ -12,7 +12,7 @@ import functools
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ import contrastive_curvature as cc
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.fit.finite import clamp_curvature
 from contrastive_curvature.laplace.backends import ContrastiveBackend
-from contrastive_curvature.options import Distance, PDFix, Structure
+from contrastive_curvature.options import Distance, PDFix
 from contrastive_curvature.testing.cases import FIXES, close
-from contrastive_curvature.testing.contract import make_backend
+from contrastive_curvature.testing.losses import make_backend
 from contrastive_curvature.testing.networks import NETWORKS, build_network, make_inputs
 from contrastive_curvature.testing.oracle import dense_ggn, dense_jacobian
 
@@ -40,16 +40,14 @@ ROWS = (
 )
 LABELS = torch.tensor([0, 0, 1, 1, 2, 2])
 INDICES = torch.tensor([0, 3, 7, 11])
-_Options = dict[str, Any]
 EXACT, APPROXIMATE, REFUSED = "exact", "K-FAC", "refused"
 """Kronecker factors are the only approximation that a backend may give."""
-_FACTORED = ("kron", "kron_lowrank")
 _RANK = 2
 """Of ``kron_lowrank``, smaller than the number of features of every case."""
 
 
 def structure_table(backends: Iterable[str] = BACKENDS) -> str:
-    """Markdown: one row a combination of weights and structure, one column a backend."""
+    """Return Markdown: one row a combination of weights and structure, one column a backend."""
     names = list(backends)
     lines = _header(["weights", "structure", *(f"`{name}`" for name in names)])
     for weights, structures in ROWS:
@@ -64,7 +62,7 @@ _FIXES = tuple(map(PDFix, FIXES))
 
 
 def layer_table(backends: Iterable[str] = BACKENDS) -> str:
-    """Markdown: one row a kind of network: whether ``diag`` and ``full`` of all its parameters are exact, and K-FAC."""
+    """Return Markdown, one row a kind of network: whether ``diag`` and ``full`` of all parameters are exact, and K-FAC."""
     names = list(backends)
     lines = _header(["encoder with", *(f"`{name}`" for name in names)])
     for kind, description in NETWORKS.items():
@@ -73,7 +71,7 @@ def layer_table(backends: Iterable[str] = BACKENDS) -> str:
 
 
 def rewrite(page: str) -> str:
-    """A page with the tables between its marks made anew."""
+    """Return a page with the tables between its marks made anew."""
     tables = {"structures": structure_table, "layers": layer_table}
 
     def fresh(match: re.Match[str]) -> str:
@@ -83,7 +81,7 @@ def rewrite(page: str) -> str:
 
 
 def _survey(backend: type[ContrastiveBackend], weights: str, structure: str) -> dict[str, list[tuple[PDFix, Distance]]]:
-    """Combinations of fix and distance by status."""
+    """Return combinations of fix and distance by status."""
     out: dict[str, list[tuple[PDFix, Distance]]] = {}
     for fix in _FIXES:
         for distance in Distance:
@@ -122,21 +120,57 @@ def _describe(survey: dict[str, list[tuple[PDFix, Distance]]]) -> str:
 def _classify(
     backend: type[ContrastiveBackend], kind: str, weights: str, structure: str, fix: PDFix, distance: Distance
 ) -> str:
-    model, x = _case(kind)
     options = {"pd_fix": str(fix), "distance": str(distance)}
-    truth = _truth(kind, weights, **options)
+    status = APPROXIMATE if structure in ("kron", "kron_lowrank") else EXACT
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found, truth = _RUNS[structure](backend, model, x, weights, options, truth)
+            found, truth = _found_and_truth(backend, kind, weights, structure, options)
         except UnsupportedError:
             return REFUSED
     # Lanczos stops earlier than everything else.
     if not close(found, truth, float(truth.abs().max()), 1e-8 if structure == "lowrank" else 1e-10):
-        kinds = APPROXIMATE if structure in _FACTORED else EXACT
-        msg = f"{backend.__name__}: {structure} of {weights} with {options} is neither {kinds} nor refused"
+        msg = f"{backend.__name__}: {structure} of {weights} with {options} is neither {status} nor refused"
         raise AssertionError(msg)
-    return APPROXIMATE if structure in _FACTORED else EXACT
+    return status
+
+
+def _found_and_truth(
+    backend: type[ContrastiveBackend], kind: str, weights: str, structure: str, options: dict[str, str]
+) -> tuple[Tensor, Tensor]:
+    model, x = _case(kind)
+    truth = _truth(kind, weights, **options)
+    chosen = INDICES if weights == "subnetwork" else weights
+
+    def made(of: type[ContrastiveBackend] = backend, **more: Any) -> Any:
+        return make_backend(of, model, x, chosen, **options, **more)
+
+    def predicted(curvature: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+        """Return the joint covariance (N D, N D) of a fitted posterior, and that of a dense curvature (P, P)."""
+        la: Any = Laplace(model, "contrastive", weights, structure, backend=backend, **more)
+        la.fit([(x, LABELS)])
+        jacobian = dense_jacobian(model, x)[:, -len(curvature) :]
+        precision = torch.eye(len(curvature), dtype=curvature.dtype) + curvature
+        return la(x, joint=True).joint_covariance, jacobian @ torch.linalg.solve(precision, jacobian.T)
+
+    if structure == "gp":
+        return predicted(truth, n_subset=len(x), backend_kwargs=options)
+    if structure == "lowrank":
+        vectors, values = made(rank=len(truth)).fit_lowrank([(x, LABELS)]).curvature
+        return (vectors * values) @ vectors.T, clamp_curvature(truth)
+    if structure in ("diag", "full"):
+        found = getattr(made(), structure)(x, LABELS, N=len(x))[1]
+        return found, truth.diagonal() if structure == "diag" else truth
+    # No oracle has an approximation: those of the reference backend, which tests/fit/test_ggn.py takes apart.
+    factors = made(cc.ContrastiveGGN).kron(x, LABELS, N=len(x))[1]
+    if structure == "kron":
+        return made().kron(x, LABELS, N=len(x))[1].to_matrix(), factors.to_matrix()
+    (g, a), (of_bias,) = factors.kfacs
+    values, vectors = torch.linalg.eigh(a)
+    values[:-_RANK] = values[:-_RANK].mean()
+    inputs = (vectors * values) @ vectors.T
+    curvature = torch.block_diag(torch.kron(clamp_curvature(g), inputs), clamp_curvature(of_bias)).view_as(truth)
+    return predicted(curvature, backend_kwargs={**options, "rank": _RANK})
 
 
 def _case(kind: str) -> tuple[nn.Module, Tensor]:
@@ -153,75 +187,6 @@ def _truth(kind: str, weights: str, **options: Any) -> Tensor:
         return truth[INDICES][:, INDICES]
     count = sum(p.numel() for p in list(_case(kind)[0].modules())[-1].parameters())
     return truth[-count:, -count:]
-
-
-def _made(backend: type[ContrastiveBackend], model: nn.Module, x: Tensor, weights: str, **options: Any) -> Any:
-    return make_backend(backend, model, x, INDICES if weights == "subnetwork" else weights, **options)
-
-
-def _batch(structure: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    def run(
-        backend: type[ContrastiveBackend],
-        model: nn.Module,
-        x: Tensor,
-        weights: str,
-        options: dict[str, str],
-        truth: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        found = getattr(_made(backend, model, x, weights, **options), structure)(x, LABELS, N=len(x))[1]
-        if structure == "kron":
-            return found.to_matrix(), _factors(model, x, weights, options).to_matrix()
-        return found, truth.diagonal() if structure == "diag" else truth
-
-    return run
-
-
-def _factors(model: nn.Module, x: Tensor, weights: str, options: _Options) -> Any:
-    """Factors of the reference backend, which tests/fit/test_ggn.py takes apart: no oracle has an approximation."""
-    return _made(cc.ContrastiveGGN, model, x, weights, **options).kron(x, LABELS, N=len(x))[1]
-
-
-def _kron_lowrank(
-    backend: type[ContrastiveBackend], model: nn.Module, x: Tensor, weights: str, options: _Options, truth: Tensor
-) -> tuple[Tensor, Tensor]:
-    (g, a), (of_bias,) = _factors(model, x, weights, options).kfacs
-    values, vectors = torch.linalg.eigh(a)
-    values[:-_RANK] = values[:-_RANK].mean()
-    inputs = (vectors * values) @ vectors.T
-    curvature = torch.block_diag(torch.kron(clamp_curvature(g), inputs), clamp_curvature(of_bias)).view_as(truth)
-    made = {"backend": backend, "backend_kwargs": {**options, "rank": _RANK}}
-    return _predicted(Laplace(model, "contrastive", weights, "kron_lowrank", **made), model, x, curvature)
-
-
-def _lowrank(
-    backend: type[ContrastiveBackend], model: nn.Module, x: Tensor, weights: str, options: _Options, truth: Tensor
-) -> tuple[Tensor, Tensor]:
-    made = _made(backend, model, x, weights, rank=len(truth), **options)
-    vectors, values = made.fit_lowrank([(x, LABELS)]).curvature
-    return (vectors * values) @ vectors.T, clamp_curvature(truth)
-
-
-def _gp(
-    backend: type[ContrastiveBackend], model: nn.Module, x: Tensor, weights: str, options: _Options, truth: Tensor
-) -> tuple[Tensor, Tensor]:
-    la = Laplace(model, "contrastive", weights, "gp", n_subset=len(x), backend=backend, backend_kwargs=options)
-    return _predicted(la, model, x, truth)
-
-
-def _predicted(la: Any, model: nn.Module, x: Tensor, curvature: Tensor) -> tuple[Tensor, Tensor]:
-    """Joint covariance (N D, N D) of a posterior once it is fitted, and that of a dense curvature (P, P)."""
-    la.fit([(x, LABELS)])
-    jacobian = dense_jacobian(model, x)[:, -len(curvature) :]
-    precision = torch.eye(len(curvature), dtype=curvature.dtype) + curvature
-    return la(x, joint=True).joint_covariance, jacobian @ torch.linalg.solve(precision, jacobian.T)
-
-
-_RUNS = {
-    **{str(s): _batch(str(s)) for s in Structure},
-    "kron_lowrank": _kron_lowrank,
-    "lowrank": _lowrank,
-    "gp": _gp,
-}
 
 
 def _header(names: list[str]) -> list[str]:

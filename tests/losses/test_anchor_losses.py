@@ -17,8 +17,7 @@ from contrastive_curvature.losses import row_derivatives
 from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.pairs import relation
 from contrastive_curvature.testing.cases import Case, cases, close, network_cases
-from contrastive_curvature.testing.oracle import dense_jacobian
-from contrastive_curvature.testing.oracle_anchors import AnchorCase, anchor_hessian, masks_of
+from contrastive_curvature.testing.oracle import AnchorCase, anchor_hessian, dense_jacobian, masks_of
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 

@@ -1,10 +1,9 @@
-"""The part of the contract that is about losses: a backend knows nothing of them, so it is exact for every one."""
+"""What proves a loss right in a backend: its rules, its output Hessian, and the curvature of drawn networks."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -12,7 +11,8 @@ from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputTypeError, UnsupportedError, expected
 from contrastive_curvature.fit.finite import clamp_curvature
-from contrastive_curvature.laplace.backends import ContrastiveGGN
+from contrastive_curvature.laplace.backends import ContrastiveBackend, ContrastiveGGN
+from contrastive_curvature.laplace.features import RawFeatureExtractor
 from contrastive_curvature.losses import (
     CosineLoss,
     InfoNCELoss,
@@ -26,16 +26,30 @@ from contrastive_curvature.losses import (
 )
 from contrastive_curvature.options import Distance, PDFix, Structure
 from contrastive_curvature.testing.cases import Case, close
-from contrastive_curvature.testing.contract_base import ContractBase, make_backend
 from contrastive_curvature.testing.networks import build_network, make_inputs
-from contrastive_curvature.testing.oracle import dense_jacobian, dense_output_hessian
-from contrastive_curvature.testing.oracle_anchors import AnchorCase, anchor_hessian, masks_of
-
-__all__ = ["LOSSES", "LossContract", "check_loss", "size_of_terms"]
-
-_shared = settings(
-    suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow], deadline=None, max_examples=8
+from contrastive_curvature.testing.oracle import (
+    AnchorCase,
+    anchor_hessian,
+    dense_jacobian,
+    dense_output_hessian,
+    masks_of,
 )
+
+__all__ = [
+    "LOSSES",
+    "check_loss",
+    "check_low_rank",
+    "draw_loss_case",
+    "fittable",
+    "is_exact",
+    "make_backend",
+    "near",
+    "parts_of",
+    "size_of_terms",
+]
+
+Drawn = tuple[nn.Module, Tensor, Tensor]
+"""A network, its inputs, and their labels."""
 
 
 def _proxies(**options: Any) -> CosineLoss:
@@ -54,93 +68,109 @@ LOSSES: dict[str, Any] = {
 """Losses other than those of pairs, by name; called with ``reduction``, ``distance`` and ``pd_fix``."""
 
 
-class LossContract(ContractBase):
-    """Exactness for losses of anchors and of class proxies."""
+def make_backend(
+    kind: type[ContrastiveBackend], model: nn.Module, x: Tensor, weights: str | Tensor = "all", **options: Any
+) -> ContrastiveBackend:
+    """Make a backend as the Laplace classes do, for ``"all"``, the ``"last_layer"``, or indices of a subnetwork."""
+    if isinstance(weights, Tensor):
+        return kind(model, "contrastive", subnetwork_indices=weights, **options)
+    if weights == "all":
+        return kind(model, "contrastive", **options)
+    extractor = RawFeatureExtractor(model)
+    extractor.analyse(x)
+    return kind(extractor, "contrastive", last_layer=True, **options)
 
-    @pytest.mark.parametrize("name", sorted(LOSSES))
-    @_shared
-    @given(data=st.data())
-    def test_every_loss_is_exact(self, name: str, data: st.DataObject, device: str) -> None:
-        """Against autograd, through all parameters, the last layer and a subnetwork; over batches, and products."""
-        seed, n = data.draw(st.integers(0, 2**16)), data.draw(st.integers(2, 6))
-        torch.manual_seed(seed)
-        kind = data.draw(st.sampled_from(self._accepted()))
-        model, generator = build_network(kind, 2), torch.Generator().manual_seed(seed)
-        points, labels = make_inputs(kind, n, generator), torch.randint(0, 3, (n,), generator=generator)
-        fixes = (
-            ("full", "fixed", "psd_parts") if name == "triplet" else ("full", "psd_parts", "ggn", "ggn_fixed", "psd")
-        )
-        fix, distance = data.draw(st.sampled_from(fixes)), data.draw(st.sampled_from(("arccos", "euclidean")))
-        loss = LOSSES[name](reduction=data.draw(st.sampled_from(("mean", "sum"))), distance=distance, pd_fix=fix)
-        self._is_exact(loss, (model, points, labels), data, device)
 
-    def _is_exact(
-        self, loss: CosineLoss, drawn: tuple[nn.Module, Tensor, Tensor], data: st.DataObject, device: str
-    ) -> None:
-        model, points, labels = drawn
-        jacobian, z = dense_jacobian(model, points), model(points).detach()
-        hessian, of_pairs = loss.output_hessian(z, labels), isinstance(loss, PairLoss)
-        if not (self._fittable(Case(z, labels)) if of_pairs else hessian.derivatives.anchors):
-            return
-        if loss.pd_fix == "full" and loss.distance == "arccos":
-            found = torch.autograd.functional.hessian(lambda raw: loss(raw, labels), z)
-            output = torch.as_tensor(found).reshape(z.numel(), -1)
-        else:
-            # What the fixes leave of it has its own oracle: tests/losses.
-            output = hessian.dense()
-        # As a fit scales it: a mean counts times its number of anchors, the means over pairs times half of the points.
-        if of_pairs:
-            scale = len(z) / 2 if loss.normalization == "type" else 1.0
-        else:
-            scale = float(hessian.derivatives.anchors) if loss.averages else 1.0
-        truth = jacobian.T @ output @ jacobian
-        size = size_of_terms(loss, z, labels) * float(jacobian.square().sum())
-        step, x, y = data.draw(st.integers(2, len(z))), points.to(device), labels.to(device)
-        for weights, part in self._parts((model, points, Case(z, labels)), truth, data):
-            made = make_backend(self.backend, model.to(device), x, weights, loss=loss, **self.options)
-            want = scale * truth[part][:, part]
-            assert close(made.diag(x, y, N=len(x))[1].cpu(), want.diagonal(), scale * size)
-            assert close(made.full(x, y, N=len(x))[1].cpu(), want, scale * size)
-            loader = list(zip(x.split(step), y.split(step), strict=True))
-            some = [] if of_pairs else [batch for batch in loader if self._has_batch(loss, model, *batch)]
-            batches = [made.full(a, b, N=len(x))[1] for a, b in some]
+def parts_of(model: nn.Module, rows: Tensor, data: st.DataObject) -> list[tuple[str | Tensor, Any]]:
+    """Return sets of weights, and where their entries are among those of all trainable parameters."""
+    total = len(rows)
+    parts: list[tuple[str | Tensor, Any]] = [("all", slice(None))]
+    # The weights of a last layer are taken whole, frozen or not.
+    last = list(list(model.modules())[-1].parameters())
+    if last and all(p.requires_grad for p in last):
+        parts.append(("last_layer", slice(total - sum(p.numel() for p in last), total)))
+    seed = data.draw(st.integers(0, 99))
+    chosen = torch.randperm(total, generator=torch.Generator().manual_seed(seed))[: 1 + seed % total]
+    return [*parts, (chosen, chosen)]
+
+
+def fittable(case: Case) -> bool:
+    """Return whether any two points of a case are a positive pair."""
+    y = case.labels
+    assert y is not None
+    positive = case.pairs(y, y)[0] if case.pairs is not None else y[:, None] == y
+    return bool(positive.fill_diagonal_(False).any())
+
+
+def near(found: Any, want: Tensor, scale: float | None = None, dtype: torch.dtype = torch.float64) -> bool:
+    """Return whether a result of a dtype is the truth: to 1e-10, or to a thousand roundings of float32."""
+    assert found.dtype == dtype
+    return close(found.cpu().double(), want.cpu(), scale, 1e-10 if dtype == torch.float64 else 1e-4)
+
+
+def check_low_rank(made: ContrastiveBackend, loader: Any, want: Tensor, reach: float) -> None:
+    """Compare the eigenpairs that a backend fits with a dense curvature."""
+    vectors, values = made.fit_lowrank(loader).curvature
+    assert close(((vectors * values) @ vectors.T).cpu(), clamp_curvature(want).cpu(), reach, 1e-8)
+
+
+def draw_loss_case(data: st.DataObject, networks: list[str]) -> Drawn:
+    """Draw a network of one of some kinds, and points with labels."""
+    seed, n = data.draw(st.integers(0, 2**16)), data.draw(st.integers(2, 6))
+    torch.manual_seed(seed)
+    kind = data.draw(st.sampled_from(networks))
+    model, generator = build_network(kind, 2), torch.Generator().manual_seed(seed)
+    return model, make_inputs(kind, n, generator), torch.randint(0, 3, (n,), generator=generator)
+
+
+def is_exact(
+    backend: type[ContrastiveBackend],
+    loss: CosineLoss,
+    drawn: Drawn,
+    data: st.DataObject,
+    device: str,
+    **more: Any,
+) -> None:
+    """Compare a batch, a data set, products and eigenpairs of a loss with autograd."""
+    model, points, labels = drawn
+    jacobian, z = dense_jacobian(model, points), model(points).detach()
+    hessian, of_pairs = loss.output_hessian(z, labels), isinstance(loss, PairLoss)
+    if not (fittable(Case(z, labels)) if of_pairs else hessian.derivatives.anchors):
+        return
+    if loss.pd_fix == "full" and loss.distance == "arccos":
+        found = torch.autograd.functional.hessian(lambda raw: loss(raw, labels), z)
+        output = torch.as_tensor(found).reshape(z.numel(), -1)
+    else:
+        # The parts that a fix leaves have their own oracle: tests/losses.
+        output = hessian.dense()
+    # As a fit scales it: a mean counts times its number of anchors, the means over pairs times half of the points.
+    if of_pairs:
+        scale = len(z) / 2 if loss.normalization == "type" else 1.0
+    else:
+        scale = float(hessian.derivatives.anchors) if loss.averages else 1.0
+    truth = scale * (jacobian.T @ output @ jacobian)
+    reach = scale * size_of_terms(loss, z, labels) * float(jacobian.square().sum())
+    step, x, y = data.draw(st.integers(2, len(z))), points.to(device), labels.to(device)
+    loader = list(zip(x.split(step), y.split(step), strict=True))
+    for weights, part in parts_of(model, truth, data):
+        made = make_backend(backend, model.to(device), x, weights, loss=loss, **more)
+        want = truth[part][:, part]
+        assert near(made.diag(x, y, N=len(x))[1], want.diagonal(), reach)
+        assert near(made.full(x, y, N=len(x))[1], want, reach)
+        if not of_pairs:
             # Pairs are those of the whole data set, candidates those of a batch.
-            together = want if of_pairs else torch.as_tensor(sum(batches)) if batches else None
-            if together is None or not together.any():
-                continue
-            reach = scale * size
-            assert close(made.fit(loader, Structure.FULL).curvature, together, reach)
-            assert close(made.fit(loader, Structure.DIAG).curvature, together.diagonal(), reach)
-            v = torch.linspace(-1, 1, len(want), dtype=torch.float64, device=device)
-            assert close(made.matvec(loader, v), together @ v, reach * len(want))
-            if isinstance(weights, str) and weights == "all":
-                made.rank = len(want)
-                vectors, values = made.fit_lowrank(loader).curvature
-                assert close((vectors * values) @ vectors.T, clamp_curvature(together), reach, 1e-8)
-        model.cpu()
-
-    @pytest.mark.parametrize("name", sorted(LOSSES))
-    def test_factors_of_every_loss_are_the_references(self, name: str, device: str) -> None:
-        """K-FAC of a batch and of a data set, for block-diagonal fixes."""
-        torch.manual_seed(0)
-        for kind in self._accepted(self.refused_kron):
-            model, x = build_network(kind, 2).to(device), make_inputs(kind, 6).to(device)
-            y = (torch.arange(6) % 2).to(device)
-            fix = "psd" if name == "triplet" else "ggn_fixed"
-            pair = [
-                make_backend(k, model, x, loss=LOSSES[name](pd_fix=fix), **self.options)
-                for k in (self.backend, ContrastiveGGN)
-            ]
-            try:
-                found, want = (b.fit([(x, y)], Structure.KRON).curvature for b in pair)
-            except UnsupportedError:
-                continue
-            for group, other in zip(found, want, strict=True):
-                assert all(close(f, g, tolerance=1e-8) for f, g in zip(group, other, strict=True))
-
-    def _has_batch(self, loss: CosineLoss, model: Any, x: Any, y: Any) -> bool:
-        z = model(x).detach()
-        return bool(loss.output_hessian(z, y).derivatives.anchors)
+            counted = [(a, b) for a, b in loader if loss.output_hessian(model(a).detach(), b).derivatives.anchors]
+            want = sum((made.full(a, b, N=len(x))[1].cpu() for a, b in counted), start=torch.zeros_like(want))
+        if not want.any():
+            continue
+        assert near(made.fit(loader, Structure.FULL).curvature, want, reach)
+        assert near(made.fit(loader, Structure.DIAG).curvature, want.diagonal(), reach)
+        v = torch.linspace(-1, 1, len(want), dtype=torch.float64)
+        assert near(made.matvec(loader, v.to(device)), want @ v, reach * len(want))
+        if isinstance(weights, str) and weights == "all":
+            made = make_backend(backend, model, x, weights, loss=loss, rank=len(want), **more)
+            check_low_rank(made, loader, want, reach)
+    model.cpu()
 
 
 def check_loss(loss: PairLoss | RowLoss, device: str = "cpu") -> None:
@@ -174,23 +204,17 @@ def check_loss(loss: PairLoss | RowLoss, device: str = "cpu") -> None:
         for source in ({"labels": labels}, {"pairs": listed}):
             _check_hessian(each, z, source)
 
-    class Contract(LossContract):
-        backend = ContrastiveGGN
-
-    @_shared
+    @settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.too_slow])
     @given(data=st.data())
     def exact(data: st.DataObject) -> None:
-        seed, n = data.draw(st.integers(0, 2**16)), data.draw(st.integers(2, 6))
-        torch.manual_seed(seed)
-        kind, random = data.draw(st.sampled_from(("linear", "tanh"))), torch.Generator().manual_seed(seed)
-        drawn = build_network(kind, 2), make_inputs(kind, n, random), torch.randint(0, 3, (n,), generator=random)
-        Contract()._is_exact(data.draw(st.sampled_from(variants)), drawn, data, device)
+        drawn = draw_loss_case(data, ["linear", "tanh"])
+        is_exact(ContrastiveGGN, data.draw(st.sampled_from(variants)), drawn, data, device)
 
     exact()
 
 
 def _with(loss: Any, fix: PDFix, distance: Distance) -> list[Any]:
-    """The loss with a fix and a distance, unless it refuses them."""
+    """Return the loss with a fix and a distance, unless it refuses them."""
     try:
         return [loss.replaced(pd_fix=fix, distance=distance)]
     except UnsupportedError:
@@ -247,7 +271,7 @@ def _check_hessian(loss: Any, z: Tensor, given: dict[str, Any]) -> None:
 
 
 def size_of_terms(loss: CosineLoss, z: Tensor, labels: Tensor | None = None, pairs: Any = None) -> float:
-    """The size of the terms of a Hessian, which may cancel in it."""
+    """Return the size of the terms of a Hessian, which may cancel in it."""
     whole = loss.replaced(pd_fix="full").output_hessian(z, labels, pairs=pairs)
     sums = whole.derivatives.node_sums()
     parts = [part for part in (*whole.derivatives.dense(), sums.degree) if part is not None]
