@@ -70,15 +70,7 @@ def anchors_seen(hessian: OutputHessian) -> Seen:
 
 
 def check_compared(sums: Sums, *, changes: bool = True) -> None:
-    """Say how many anchors had nothing to be compared with.
-
-    Args:
-        sums: Of all batches.
-        changes: Whether to refuse data in which nothing is compared.
-
-    Raises:
-        InputError: None had, there was no batch, or the curvature is zero everywhere.
-    """
+    """Say how many anchors had nothing to be compared with."""
     if not sums.n:
         raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
     note_skipped(int(sums.sums[_ANCHORS]), int(sums.sums[_SKIPPED]))
@@ -139,21 +131,7 @@ def collect_anchors(
     negatives_per_anchor: int | None,
     progress: Progress,
 ) -> AnchorData:
-    """Return raw outputs of all points, and the Hessian.
-
-    Args:
-        encoder: The analysed encoder, in evaluation mode.
-        reader: Batches in an order that later passes repeat.
-        loss: The loss, with the distance and the fix of its curvature.
-        candidates: Of an anchor: those of its ``"batch"``, or of the whole ``"dataset"``.
-        negatives_per_anchor: How many negatives an anchor had in training: of the N - 1 others each counts as much
-            less. ``None`` counts all.
-        progress: Of the whole fit.
-
-    Raises:
-        InputError: The loader is empty or malformed, or no anchor has a positive.
-        UnsupportedError: Listed pairs, which are of a batch, with candidates from the data set.
-    """
+    """Return raw outputs of all points, and the Hessian."""
     parts: list[OutputHessian] = []
     outputs: list[Tensor] = []
     labels: list[Any] = []
@@ -250,7 +228,7 @@ class AllCandidatesFit(Problem):
         return replace(finished(self.pullback, sums), loss=loss, cost=cost, classes=self._data.classes)
 
     def _placed(self, reader: Reader) -> Iterator[tuple[slice, Any]]:
-        """Batches as their place among all points and their context; they must be those of before."""
+        """Give batches as their place among all points and their context; they must be those of before."""
         start = 0
         for batch in reader:
             z, context = self.pullback.forward(batch.x)

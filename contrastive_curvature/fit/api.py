@@ -140,11 +140,7 @@ def ggn(
 
 
 def check_encoder(encoder: Encoder, loss: CosineLoss) -> None:
-    """Refuse what an analysed encoder cannot be asked for.
-
-    Raises:
-        UnsupportedError: ``arccos`` on outputs that are already normalised.
-    """
+    """Refuse what an analysed encoder cannot be asked for."""
     if encoder.normalized and loss.distance is Distance.ARCCOS:
         msg = (
             "distance='arccos': the outputs of the encoder are already normalised, and the module that does it is "
@@ -155,21 +151,13 @@ def check_encoder(encoder: Encoder, loss: CosineLoss) -> None:
 
 
 def check_trainable(encoder: Encoder) -> None:
-    """Refuse an encoder all of whose parameters are frozen.
-
-    Raises:
-        InputError: No parameter requires a gradient.
-    """
+    """Refuse an encoder all of whose parameters are frozen."""
     if not any(p.requires_grad for p in encoder.parameters()):
         raise InputError(expected("model", "at least one parameter that requires a gradient", "none"))
 
 
 def make_pullback(encoder: Encoder, subset_of_weights: str | Tensor) -> Pullback:
-    """The pullback to the parameters that the user asks for.
-
-    Raises:
-        InputError: The subset is unknown, or its indices are out of range or repeated.
-    """
+    """Return the pullback to the parameters that the user asks for."""
     wanted = "'all', 'last_layer' or an integer tensor of indices into the flattened trainable parameters"
     if isinstance(subset_of_weights, Tensor):
         total = sum(p.numel() for p in encoder.parameters() if p.requires_grad)
@@ -195,7 +183,7 @@ def make_pullback(encoder: Encoder, subset_of_weights: str | Tensor) -> Pullback
 
 
 def _is_last_layer_alone(encoder: Encoder) -> bool:
-    """Whether the trainable parameters are those of the last layer, which has closed forms."""
+    """Return whether the trainable parameters are those of the last layer, which has closed forms."""
     try:
         layer = encoder.require_last_layer()
     except UnsupportedError:

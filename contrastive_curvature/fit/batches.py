@@ -55,11 +55,7 @@ class BatchFit(Problem):
         return Sums(n, {_INSIDE: inside}, {_TARGETS: rows.rows()}, table.table())
 
     def begin(self, statistics: Sums) -> None:
-        """Take what the first pass has counted.
-
-        Raises:
-            InputError: There is no point, one only, or no batch has a positive pair.
-        """
+        """Take what the first pass has counted."""
         if not statistics.n:
             raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
         self._inside = statistics.sums[_INSIDE].tolist()

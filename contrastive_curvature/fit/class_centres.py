@@ -88,15 +88,7 @@ class ClassCentres:
 
     @classmethod
     def from_sums(cls, labels: Tensor, sums: Tensor, sample: Tensor, of: Tensor, n: int) -> ClassCentres | None:
-        """Return the centres of classes whose sums are known; ``None`` where they cost too much.
-
-        Args:
-            labels: Different class labels, ascending, shape (K,).
-            sums: Sums of unit embeddings, float64, shape (K, D).
-            sample: Raw outputs of some of the inputs that were summed, for what is typical, shape (m, D).
-            of: Their labels, shape (m,).
-            n: Number of all inputs.
-        """
+        """Return the centres of classes whose sums are known; ``None`` where they cost too much."""
         if sums.numel() > MOST_NUMBERS:
             return None
         return cls(labels, sums, 0.0, n, (normalize(sample.detach())[0], of))._measured()
@@ -215,13 +207,7 @@ class ClassSums:
         self._too_many = False
 
     def add(self, outputs: Tensor, labels: Tensor, numbers: Tensor | None = None) -> None:
-        """Take a batch into account.
-
-        Args:
-            outputs: Raw outputs, shape (B, D).
-            labels: Class labels, shape (B,).
-            numbers: Of the points, shape (B,); ``None`` counts them.
-        """
+        """Take a batch into account."""
         if self._too_many:
             return
         self._table.add(outputs, labels)
@@ -233,24 +219,19 @@ class ClassSums:
         self._too_many = self._limited and self._table.size > MOST_NUMBERS
 
     def found(self) -> tuple[ClassTable | None, Rows]:
-        """Numbers and sums of all classes, and the points that say what is typical."""
+        """Return numbers and sums of all classes, and the points that say what is typical."""
         table = None if self._too_many else self._table.table()
         if self._limited and table is not None and table.sums.numel() > MOST_NUMBERS:
             table = None
         return table, self._typical.rows()
 
     def centres(self) -> ClassCentres | None:
-        """The centres, or ``None``, see :meth:`ClassCentres.of`."""
+        """Return the centres, or ``None``, see :meth:`ClassCentres.of`."""
         return centres_of(*self.found())
 
 
 def centres_of(table: ClassTable | None, typical: Rows) -> ClassCentres | None:
-    """Centres of classes; ``None`` where there are none, or they say nothing or cost too much.
-
-    Args:
-        table: Numbers and sums of all classes.
-        typical: Some of the points.
-    """
+    """Return the centres of classes; ``None`` where there are none, or they say nothing or cost too much."""
     if table is None or not len(typical):
         return None
     columns = typical.columns

@@ -53,17 +53,7 @@ class CrossSums(ABC):
 
 
 def make_cross(pullback: Pullback, points: DatasetPoints, structure: Structure, *, alone: bool) -> CrossSums:
-    """Return what computes the cross terms of some points with all others.
-
-    Args:
-        pullback: Pullback to the parameters.
-        points: Result of the first pass.
-        structure: ``diag`` or ``full``.
-        alone: Whether all points come in one part.
-
-    Raises:
-        UnsupportedError: The other points of a pair may be in another part, or are too many.
-    """
+    """Return what computes the cross terms of some points with all others."""
     coupling, derivatives = _coupling(points), points.hessian.derivatives
     if coupling is not None:
         numbers = coupling.classes.numel() * points.dim * pullback.n_params
@@ -85,11 +75,7 @@ def make_cross(pullback: Pullback, points: DatasetPoints, structure: Structure, 
 
 
 def refuse_in_parts(fixed: CosineLoss | DatasetHessian) -> NoReturn:
-    """Say that the cross terms of a loss, or of its Hessian, do not add up over parts of the data.
-
-    Raises:
-        UnsupportedError: Always.
-    """
+    """Say that the cross terms of a loss, or of its Hessian, do not add up over parts of the data."""
     msg = (
         f"pd_fix={str(fixed.pd_fix)!r}: every point is coupled with every other one, and they are in several parts. "
         "Use pd_fix='psd' or 'fixed', which couple no points; ContrastiveLoss with "
@@ -112,7 +98,7 @@ def finished_cross(sums: Mapping[str, Tensor], points: DatasetPoints, structure:
 
 
 def _coupling(points: DatasetPoints) -> ClassCoupling | None:
-    """Pair weights between classes; of a sample those of the positive pairs, whose weights no margin decides."""
+    """Return pair weights between classes; of a sample those of the positive pairs, which no margin decides."""
     coupling, derivatives = points.hessian.class_coupling(), points.hessian.derivatives
     if coupling is None and isinstance(derivatives, SampledContrastive):
         found = derivatives.of_classes.class_weights(attracting=True)
@@ -209,7 +195,7 @@ class _Streamed(CrossSums):
         return {"curvature": torch.as_tensor(total)}
 
     def _parts(self, batches: Reader) -> Iterator[_Placed]:
-        """One pass over the data, which must be the data of the first pass."""
+        """Give one pass over the data, which must be the data of the first pass."""
         record, n, hessian = PassRecord(), self.points.n, self.points.hessian
         found: list[Tensor] = []
         seen = torch.zeros(n, dtype=torch.int64, device=hessian.derivatives.u.device)

@@ -89,11 +89,7 @@ class DatasetPoints:
         return self.hessian.derivatives.u.shape[1]
 
     def check_same(self, again: PassRecord | None) -> None:
-        """Refuse a later pass over other data, where this process has seen the first one.
-
-        Raises:
-            InputError: It saw other points than the first pass.
-        """
+        """Refuse a later pass over other data, where this process has seen the first one."""
         if self.record is not None and again is not None:
             self.record.check_same(again)
 
@@ -116,16 +112,7 @@ class DatasetFit(Problem):
     _error: StandardError | None
 
     def first_pass(self, reader: Reader, *, everything: bool = False) -> Sums:
-        """Return numbers and sums of the classes, and all points, or a sample of them.
-
-        Args:
-            reader: The data.
-            everything: Whether all points are kept in any case, for products with the Hessian of all of them.
-
-        Raises:
-            InputError: Outputs or targets are malformed.
-            UnsupportedError: Inputs cannot be kept.
-        """
+        """Return numbers and sums of the classes, and all points, or a sample of them."""
         loss, options = self.loss, self.options
         if not everything and isinstance(options.negative_samples, int):
             check_samplable(loss, self.structure)
@@ -148,16 +135,7 @@ class DatasetFit(Problem):
         return Sums(n, {}, {_POINTS if size is None else _SAMPLE: points.rows(), TYPICAL: typical}, table)
 
     def points(self, statistics: Sums, *, keeps: bool = False) -> DatasetPoints:
-        """Return the output Hessian of the data set.
-
-        Args:
-            statistics: Of the first passes over all parts.
-            keeps: Whether products with the Hessian of all points will be asked for.
-
-        Raises:
-            InputError: A point is in two parts; there is no point, one only, or no positive pair.
-            UnsupportedError: The loss has no sample of the negatives.
-        """
+        """Return the output Hessian of the data set."""
         loss, relation, n = self.loss, self.options.relation, statistics.n
         samples = samples_of(self.options, n)
         if not keeps and samples is not None and needs_points(loss):
@@ -248,11 +226,7 @@ class DatasetFit(Problem):
         return replace(curvature, loss=loss, cost=cost, classes=points.classes, error=error)
 
     def check_adds_up(self) -> None:
-        """Refuse cross terms between different parts of the data, before anything is computed.
-
-        Raises:
-            UnsupportedError: They follow neither from sums over classes nor from a sample.
-        """
+        """Refuse cross terms between different parts of the data, before anything is computed."""
         loss = self.loss
         if self.alone or not loss.coupled or self.structure is Structure.KRON:
             return
@@ -261,7 +235,7 @@ class DatasetFit(Problem):
             refuse_in_parts(loss)
 
     def _kept(self) -> tuple[int | None, bool]:
-        """How many points the first pass keeps, ``None`` for all, and whether their inputs, too."""
+        """Return how many points the first pass keeps, ``None`` for all, and whether their inputs, too."""
         options, loss = self.options, self.loss
         if options.relation is not None or needs_points(loss):
             return None, False
@@ -304,11 +278,7 @@ def tell_samples(options: CurvatureOptions, n: int) -> None:
 
 
 def note_skipped(anchors: int, skipped: int) -> None:
-    """Say how many anchors had nothing to be compared with.
-
-    Raises:
-        InputError: None had.
-    """
+    """Say how many anchors had nothing to be compared with."""
     if not anchors:
         hint = "An anchor needs a positive among the candidates of its batch: larger batches, or several of each class."
         wanted = "at least one anchor with positives and candidates as the loss compares them"
@@ -330,11 +300,7 @@ def expected_points(loader: Iterable[Any]) -> int:
 
 
 def check_fittable(n: int, positives: float) -> None:
-    """Refuse data whose curvature has no positive part.
-
-    Raises:
-        InputError: There is one point only, or no positive pair.
-    """
+    """Refuse data whose curvature has no positive part."""
     if n < 2:
         wanted = "at least two points, because the loss is a sum over pairs"
         raise InputError(expected("train_loader", wanted, f"{n} point"))
@@ -352,7 +318,7 @@ def _check_different(rows: Rows) -> None:
 
 
 def _columns(x: Inputs) -> dict[str, Tensor]:
-    """Inputs as columns of kept points."""
+    """Return inputs as columns of kept points."""
     if isinstance(x, Tensor):
         return {_INPUT: x}
     n = input_length(x)

@@ -55,14 +55,7 @@ class Dominance:
         self._inputs: dict[str, InputSizes] = {}
 
     def add(self, context: Any, size: int, blocks: Blocks, term: Tensor | KronFactors) -> None:
-        """Record the contribution of one batch.
-
-        Args:
-            context: Context of the pullback for the batch.
-            size: Number of points in the batch.
-            blocks: Diagonal blocks of the Hessian at these points.
-            term: Curvature computed from these blocks alone.
-        """
+        """Record the contribution of one batch."""
         start = Place(self._batches, 0, self._count, self._part)
         if self._structure is Structure.KRON:
             for layer, inputs in self._pullback.input_sizes(context).items():
@@ -78,7 +71,7 @@ class Dominance:
             self._search_batch(batch)
 
     def contributions(self) -> Contributions:
-        """What is known of the points that were added, to be merged with those of other parts of the data."""
+        """Return what is known of the points that were added, to be merged with those of other parts of the data."""
         if self._total is None or self._first is None:
             return Contributions(0, (), (), {}, {})
         # A part of few points may be one of many.
@@ -132,7 +125,7 @@ def _largest(sizes: Tensor, start: Place) -> InputSizes:
 
 
 def _sizes(term: Tensor | KronFactors) -> Tensor:
-    """Sum of the absolute diagonal: of the whole matrix, shape (1,), or of each of G curvature factors, shape (G,)."""
+    """Return the sum of the absolute diagonal: of the matrix, shape (1,), or of each of G factors, shape (G,)."""
     if isinstance(term, Tensor):
         return (term if term.ndim == 1 else term.diagonal()).abs().sum().reshape(1)
     return torch.stack([group[0].diagonal().abs().sum() for group in term])

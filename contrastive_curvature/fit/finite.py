@@ -13,21 +13,12 @@ __all__ = ["check_finite", "clamp_curvature", "clamp_factors", "eigenpairs", "is
 
 
 def is_finite(curvature: Tensor | KronFactors) -> Tensor:
-    """Whether all entries are finite, as a boolean tensor with one entry."""
+    """Return whether all entries are finite, as a boolean tensor with one entry."""
     return torch.stack([tensor.isfinite().all() for tensor in _tensors(curvature)]).all()
 
 
 def check_finite(curvature: Tensor | KronFactors, pullback: Pullback, where: str) -> None:
-    """Refuse a curvature with NaN or infinity.
-
-    Args:
-        curvature: (P,), (P, P) or (P, K), or Kronecker factors.
-        pullback: Pullback to the parameters of the curvature.
-        where: Description of the data of the curvature, for the message.
-
-    Raises:
-        InputError: An entry is not finite; the message names the layer of the first such entry.
-    """
+    """Refuse a curvature with NaN or infinity."""
     # A sum takes a third of the time of asking every entry. It is finite only where all entries are; large ones may
     # overflow in it.
     total = torch.stack([tensor.sum() for tensor in _tensors(curvature)]).sum()
@@ -57,17 +48,7 @@ def _tensors(curvature: Tensor | KronFactors) -> list[Tensor]:
 
 
 def eigenpairs(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors of a symmetric matrix; only the upper triangle is read.
-
-    Args:
-        matrix: Shape (P, P).
-
-    Returns:
-        Eigenvalues in ascending order, shape (P,), and eigenvectors as columns, shape (P, P).
-
-    Raises:
-        InputError: An entry is not finite, or the decomposition fails even in float64.
-    """
+    """Return eigenvalues and eigenvectors of a symmetric matrix; only the upper triangle is read."""
     if not bool(matrix.isfinite().all()):
         raise InputError(expected("curvature", "finite numbers", "NaN or infinity"))
     for dtype in (matrix.dtype, torch.float64):
@@ -85,18 +66,7 @@ def eigenpairs(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 @full_precision
 def clamp_curvature(curvature: Tensor) -> Tensor:
-    """Make an accumulated curvature positive semidefinite, once, at the end.
-
-    Args:
-        curvature: A diagonal (P,) or a symmetric matrix (P, P).
-
-    Returns:
-        The diagonal with negative entries set to zero (paper, Eq. 108 and Proposition F.1), or the matrix with negative
-        eigenvalues set to zero: an element-wise ReLU would not make a matrix positive semidefinite.
-
-    Raises:
-        InputError: A matrix is not finite, or its eigenvalues cannot be computed.
-    """
+    """Make an accumulated curvature positive semidefinite, once, at the end."""
     if curvature.ndim == 1:
         return curvature.clamp(min=0)
     symmetric = (curvature + curvature.T) / 2
@@ -112,5 +82,5 @@ def clamp_factors(factors: KronFactors) -> KronFactors:
 
 
 def per_point(factors: KronFactors, n: float) -> KronFactors:
-    """Factors whose input factors are means over ``n`` points, from those whose input factors are sums."""
+    """Divide the input factors, which are sums, by the number ``n`` of points."""
     return [[f[0], *(part / n for part in f[1:])] for f in factors]

@@ -25,7 +25,6 @@ from torch import Tensor
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.fit.class_centres import TYPICAL, ClassCentres, ClassSums, centres_of
 from contrastive_curvature.fit.dominance import Dominance
-from contrastive_curvature.fit.feature_sample import FeatureSample
 from contrastive_curvature.fit.finite import check_finite, per_point
 from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.passes import PassRecord
@@ -35,8 +34,10 @@ from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.network.encoder import Encoder
+from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.network.pullback import KronFactors, Pullback
 from contrastive_curvature.options import KFACApprox, Structure
+from contrastive_curvature.parts.rows import RowCollector, Rows
 from contrastive_curvature.parts.state import Origin, Sums
 from contrastive_curvature.progress import Progress
 
@@ -73,7 +74,7 @@ class DatasetCurvature:
         loss: Value of the loss.
         cost: Value of the non-negative loss, see :meth:`DatasetHessian.loss_and_cost`.
         n: Number of points.
-        features: A sample of the features of a last layer, where the second pass saw them.
+        features: A sample of the features of a last layer, in the column ``features``, where the second pass saw them.
         typical_norm: Mean norm of the raw outputs, one number.
         classes: Centres of the classes, where targets are class labels.
         error: Relative standard error of the curvature, where the negatives are a sample.
@@ -83,19 +84,14 @@ class DatasetCurvature:
     loss: Tensor
     cost: Tensor
     n: int
-    features: FeatureSample | None = None
+    features: Rows | None = None
     typical_norm: Tensor | None = None
     classes: ClassCentres | None = None
     error: float | None = None
 
 
 def fit(problem: Problem, reader: Reader) -> DatasetCurvature:
-    """Return the unclamped curvature of all data of a reader; warns of a point that contributes most of it.
-
-    Raises:
-        InputError: The reader is empty, gives other data in the second pass, or the curvature is not finite.
-        UnsupportedError: ``kron`` for a layer that has no Kronecker factors.
-    """
+    """Return the unclamped curvature of all data of a reader; warns of a point that contributes most of it."""
     problem.begin(problem.first_pass(reader))
     return problem.finish(second_pass(problem, reader)[0])
 
@@ -166,30 +162,23 @@ class CurvatureSum:
     ) -> None:
         self.pullback, self.structure, self.approx, self.sampler = pullback, structure, approx, sampler
         self.record = record
-        self._dominance, self._features = Dominance(pullback, structure, part), FeatureSample.of(pullback)
+        self._dominance = Dominance(pullback, structure, part)
+        self._features: RowCollector | None = None
+        if isinstance(pullback, LastLayerPullback):
+            self._features = RowCollector(_features_kept(pullback.encoder.require_last_layer().in_features))
         self._classes: ClassSums | None = ClassSums() if classes else None
         self._sums: dict[str, Tensor] = {}
         self._batches = self._n = 0
 
     def add(self, context: Any, seen: Seen, batch: Batch) -> None:
-        """Add a batch.
-
-        Args:
-            context: Of the pullback.
-            seen: The Hessian at its points.
-            batch: The points.
-
-        Raises:
-            InputError: The curvature is not finite.
-            UnsupportedError: ``kron`` for a layer that has no Kronecker factors.
-        """
+        """Add a batch."""
         term, alone = self._curvature(context, seen)
         check_finite(term, self.pullback, f"batch {self._batches} (counted from 0)")
         z = seen.z
         if alone is not None:
             self._dominance.add(context, len(z), seen.blocks, alone)
         if self._features is not None:
-            self._features.add(context, batch.numbers)
+            self._features.add(batch.numbers, {"features": context})
         if batch.classes is None:
             self._classes = None
         elif self._classes is not None:
@@ -202,7 +191,7 @@ class CurvatureSum:
         self._batches, self._n = self._batches + 1, self._n + len(z)
 
     def _curvature(self, context: Any, seen: Seen) -> tuple[Any, Any]:
-        """The unclamped curvature of a batch, and that of its points each by itself, where it is known."""
+        """Return the unclamped curvature of a batch, and that of its points each by itself, where it is known."""
         if seen.together is None:
             blocks = seen.blocks if self.sampler is None else self.sampler(seen.blocks, self.pullback)
             if self.structure is Structure.KRON:
@@ -225,8 +214,8 @@ class CurvatureSum:
         table, kept = None, {}
         if self._classes is not None and self._batches:
             table, kept[TYPICAL] = self._classes.found()
-        if self._features is not None and len(self._features):
-            kept[_FEATURES] = self._features.kept()
+        if self._features is not None and self._batches:
+            kept[_FEATURES] = self._features.rows()
         sums = dict(self._sums)
         for name, part in (more or {}).items():
             sums[name] = sums[name] + part if name in sums else part
@@ -320,16 +309,7 @@ class Problem:
 
 
 def finished(pullback: Pullback, sums: Sums, more: Tensor | int = 0) -> DatasetCurvature:
-    """Return the curvature of all batches; warns of a point that contributes most of it.
-
-    Args:
-        pullback: Pullback to the parameters.
-        sums: Of all parts.
-        more: What is added to the curvature, of ``diag`` and ``full``.
-
-    Raises:
-        InputError: There are no points, or the sum is not finite.
-    """
+    """Return the curvature of all batches; warns of a point that contributes most of it."""
     found = sums.sums
     if not sums.n:
         raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
@@ -343,8 +323,7 @@ def finished(pullback: Pullback, sums: Sums, more: Tensor | int = 0) -> DatasetC
     # Where a part had no sums of classes, those of the others do not say which classes there are.
     complete = sums.classes is not None and int(sums.classes.counts.sum()) == sums.n and TYPICAL in sums.kept
     centres = centres_of(sums.classes, sums.kept[TYPICAL]) if complete else None
-    features = FeatureSample.of_kept(sums.kept[_FEATURES]) if _FEATURES in sums.kept else None
-    return DatasetCurvature(curvature, value, cost, sums.n, features, found[_NORMS] / sums.n, centres)
+    return DatasetCurvature(curvature, value, cost, sums.n, sums.kept.get(_FEATURES), found[_NORMS] / sums.n, centres)
 
 
 def embedded(encoder: Encoder, reader: Iterable[Batch], progress: Progress) -> Iterator[tuple[Batch, Tensor]]:
@@ -360,6 +339,11 @@ def mean_norm(z: Tensor) -> Tensor:
     return normalize(z.detach())[1].double().mean()
 
 
+def _features_kept(width: int) -> int:
+    """Return how many rows of features are kept: 2,000 and 2^22 numbers at most, but 200 of any width."""
+    return max(200, min(2000, 2**22 // max(1, width)))
+
+
 def raw_curvature(sums: Sums) -> Tensor | KronFactors:
     """Return the sum over all batches as it is; of Kronecker factors, those of inputs are sums over points."""
     if _CURVATURE in sums.sums:
@@ -373,5 +357,5 @@ def raw_curvature(sums: Sums) -> Tensor | KronFactors:
 
 
 def _named(factors: KronFactors) -> dict[str, Tensor]:
-    """Kronecker factors with a name each."""
+    """Return Kronecker factors with a name each."""
     return {f"{_FACTOR}{k}/{j}": part for k, group in enumerate(factors) for j, part in enumerate(group)}

@@ -39,21 +39,7 @@ def curvature_product(
     v: Tensor,
     argument: str = "train_loader",
 ) -> Tensor:
-    """``J^T H J v`` over the whole data set.
-
-    Args:
-        pullback: All trainable parameters.
-        hessian: Output Hessian of all N points, in the order of the loader.
-        inputs: Gives the same batches in the same order, whenever it is called.
-        v: Shape (P,), or (P, K) for K vectors in one pass; N D K numbers are held.
-        argument: Name of the loader for error messages.
-
-    Returns:
-        The product, of the shape of ``v``.
-
-    Raises:
-        InputError: The loader gives other points than before, or in another order, or a product is not finite.
-    """
+    """Return ``J^T H J v`` over the whole data set."""
     single = v.ndim == 1
     columns = v.unsqueeze(1) if single else v
     moved, start = [], 0
@@ -94,22 +80,7 @@ def leading_eigenpairs(
     rank: int,
     progress: Progress,
 ) -> tuple[Tensor, Tensor]:
-    """Largest positive eigenvalues of the curvature and their eigenvectors.
-
-    Args:
-        pullback: All trainable parameters.
-        hessian: Output Hessian of all points, in their order.
-        inputs: Gives the same batches in the same order, whenever it is called.
-        rank: How many to look for; fewer are returned when fewer are positive.
-        progress: Of the fit that this is part of; one step a product.
-
-    Returns:
-        Eigenvectors (P, R) and eigenvalues (R,), all positive: the clamp of negative eigenvalues is built in. Warns
-        where a single point carries most of them.
-
-    Raises:
-        InputError: The loader has another order in every pass.
-    """
+    """Return the largest positive eigenvalues of the curvature and their eigenvectors."""
     total, z = pullback.n_params, hessian.z
     with progress.bar("[eigenpairs]") as bar:
 

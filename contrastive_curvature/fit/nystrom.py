@@ -40,37 +40,17 @@ class LowRankMoment(NamedTuple):
 
 
 def choose_rank(values: Tensor, trace: Tensor) -> int:
-    """The smallest rank that leaves at most :data:`LEFT_OVER` of what the first eigenvector leaves, within bounds.
+    """Return the smallest rank that leaves :data:`LEFT_OVER` of what the first eigenvector leaves, up to MOST_RANK.
 
     The first eigenvector does not count, because the mean of the features, or one large feature, may make up nearly all
     of the trace and would hide the spectrum of the others.
-
-    Args:
-        values: Eigenvalues in descending order, shape (K,).
-        trace: Of the whole matrix, shape ().
-
-    Returns:
-        From 1 to :data:`.MOST_RANK`.
     """
     left = trace - values[:MOST_RANK].cumsum(0)
     return min(len(left), 1 + int((left > LEFT_OVER * left[0]).sum()))
 
 
 def low_rank_moment(sketch: Tensor, trace: Tensor, rank: int | None) -> LowRankMoment:
-    """Recover a matrix from its sketch (:func:`.sketch_moment`).
-
-    Args:
-        sketch: Shape (F, S); with S = F the matrix itself.
-        trace: Shape (1,).
-        rank: Number R of eigenvectors, at most F; ``None`` for all of up to :data:`.EXACT_WIDTH` features, and for
-            :func:`choose_rank` above.
-
-    Returns:
-        The approximation; of the whole matrix the exact truncation, and at full rank the matrix itself.
-
-    Raises:
-        InputError: The sketch is not finite, or cannot be decomposed.
-    """
+    """Recover a matrix from its sketch (:func:`.sketch_moment`)."""
     width, size = sketch.shape
     total = trace.double().squeeze()
     basis, turn, values = _whole(sketch) if size == width else _nystrom(sketch)
@@ -86,13 +66,13 @@ def low_rank_moment(sketch: Tensor, trace: Tensor, rank: int | None) -> LowRankM
 
 
 def _whole(matrix: Tensor) -> tuple[Tensor, None, Tensor]:
-    """Eigenvectors (F, F) and eigenvalues (F,) in descending order, in the form of :func:`_nystrom`."""
+    """Return eigenvectors (F, F) and eigenvalues (F,) in descending order, in the form of :func:`_nystrom`."""
     values, vectors = eigenpairs(matrix.double())
     return vectors.flip(1), None, values.flip(0)
 
 
 def _nystrom(sketch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The Nystrom approximation: eigenvectors are ``basis @ turn`` (F, S), eigenvalues (S,) in descending order."""
+    """Return the Nystrom approximation: eigenvectors ``basis @ turn`` (F, S), eigenvalues (S,), descending."""
     if not bool(sketch.isfinite().all()):
         raise InputError(expected("curvature", "finite numbers", "NaN or infinity"))
     width, size = sketch.shape
@@ -116,7 +96,7 @@ def _nystrom(sketch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _by_qr(moved: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Left singular vectors ``basis @ turn`` and squared singular values of ``moved factor^-1``, descending."""
+    """Return left singular vectors ``basis @ turn`` and squared singular values of ``moved factor^-1``, descending."""
     half = torch.linalg.solve_triangular(factor, moved, upper=True, left=False)
     basis, small = torch.linalg.qr(half)
     turn, sigma, _ = torch.linalg.svd(small)
@@ -124,7 +104,7 @@ def _by_qr(moved: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _by_gram(moved: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same as :func:`_by_qr` from products of matrices alone, several times faster.
+    """Return the same as :func:`_by_qr` from products of matrices alone, several times faster.
 
     It squares a condition number. For sketches in float32 that is harmless: their shift, 1e-5 and more, bounds the
     squared singular values from below, and float64 has 1e-16.

@@ -173,17 +173,7 @@ class CurvatureOptions:
 
 
 def check_mc_samples(number: object, coupled: bool, structure: Structure | None = Structure.DIAG) -> None:
-    """Refuse samples of blocks where there is no such estimate, see :class:`.BlockSampler`.
-
-    Args:
-        number: Of samples; ``None`` is exact.
-        coupled: Whether the fix couples points.
-        structure: Of the curvature; ``None`` for those without Kronecker factors, diagonal or matrix.
-
-    Raises:
-        InputError: It is no number of samples.
-        UnsupportedError: A coupled fix, or another structure than ``diag`` and ``kron``.
-    """
+    """Refuse samples of blocks where there is no such estimate, see :class:`.BlockSampler`."""
     if number is None:
         return
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
@@ -203,18 +193,7 @@ def check_mc_samples(number: object, coupled: bool, structure: Structure | None 
 def parse_kfac_approx(
     value: KFACApprox | str, loss: CosineLoss, structure: Structure | None = Structure.KRON, pairs: str = "batch"
 ) -> KFACApprox:
-    """Convert a string to a member, and refuse an approximation of cross terms where there are none.
-
-    Args:
-        value: The approximation.
-        loss: The loss, with its fix.
-        structure: The requested structure; ``None`` stands for one that is not in :class:`Structure`.
-        pairs: ``"batch"``, or ``"dataset"``, whose points are never in memory at the same time.
-
-    Raises:
-        UnsupportedError: The fix drops the cross terms, or the points are not in memory at the same time.
-        InputError: The approximation is unknown, or the structure has no Kronecker factors.
-    """
+    """Convert a string to a member, and refuse an approximation of cross terms where there are none."""
     approx = parse_option(KFACApprox, "kfac_approx", value)
     if approx is KFACApprox.EXPAND:
         return approx

@@ -29,12 +29,7 @@ class PassRecord:
         self._coarse = True
 
     def add(self, z: Tensor, targets: Tensor) -> None:
-        """Record a batch.
-
-        Args:
-            z: Raw outputs, shape (B, D).
-            targets: Targets of these points, shape (B, ...).
-        """
+        """Record a batch."""
         generator = torch.Generator().manual_seed(0)
         direction = torch.randn(z.shape[1], generator=generator, dtype=torch.float64).to(z.device)
         wide = z.detach().double()
@@ -45,15 +40,7 @@ class PassRecord:
         self._numbers.append(torch.stack([along, wide.norm(dim=1)], dim=1))
 
     def check_same(self, again: PassRecord) -> None:
-        """Refuse a later pass over other data.
-
-        Args:
-            again: Record of the later pass, after its last batch.
-
-        Raises:
-            InputError: The later pass had another number of points, other outputs, or other targets for the same
-                outputs.
-        """
+        """Refuse a later pass over other data."""
         targets, numbers = self._joined()
         other_targets, other_numbers = again._joined()
         if len(targets) != len(other_targets):
@@ -68,11 +55,7 @@ class PassRecord:
         raise different_data(received)
 
     def check_same_targets(self, again: PassRecord) -> None:
-        """Refuse a later pass over other targets, whatever their outputs.
-
-        Raises:
-            InputError: There are more or fewer of one.
-        """
+        """Refuse a later pass over other targets, whatever their outputs."""
         mine, theirs = self._joined()[0], again._joined()[0]
         if len(mine) != len(theirs) or not torch.equal(mine.sort().values, theirs.to(mine.device).sort().values):
             received = "other targets"
@@ -83,7 +66,7 @@ class PassRecord:
         self._targets.append(_target_keys(targets))
 
     def origin(self) -> Origin:
-        """The same in a few numbers."""
+        """Return the same in a few numbers."""
         targets, numbers = self._joined()
         along, norm = numbers.sum(0).tolist()
         k = min(_EXTREMES, len(numbers))
@@ -100,23 +83,13 @@ class PassRecord:
 
 
 def check_same_outputs(again: Tensor, known: Tensor, argument: str, hint: str) -> None:
-    """Refuse a batch of other points than those that stood at its place in an earlier pass.
-
-    Args:
-        again: Raw outputs of the batch, shape (B, D).
-        known: Raw outputs at its place before.
-        argument: Name of the loader for the error message.
-        hint: What to do instead.
-
-    Raises:
-        InputError: They differ by more than rounding in batches of another composition.
-    """
+    """Refuse a batch of other points than those that stood at its place in an earlier pass."""
     if known.shape != again.shape or not torch.allclose(again, known, rtol=1e-3, atol=1e-5 * float(known.abs().max())):
         raise InputError(expected(argument, "the same points in the same order in every pass", "others", hint))
 
 
 def different_data(received: str) -> InputError:
-    """The error for a later pass over other data; ``received`` says in what they differ."""
+    """Return the error for a later pass over other data; ``received`` says in what they differ."""
     hint = "Turn random augmentation and drop_last off (shuffling is fine), or use pairs='batch': it needs one pass."
     return InputError(expected("train_loader", "the same data in every pass", received, hint))
 
@@ -143,13 +116,13 @@ def _rounding(numbers: Tensor, coarse: bool) -> float:
 
 
 def _order(targets: Tensor, numbers: Tensor) -> Tensor:
-    """Positions sorted by target, and by number within a target."""
+    """Return positions sorted by target, and by number within a target."""
     by_number = numbers.argsort()
     return by_number[targets[by_number].argsort(stable=True)]
 
 
 def _target_keys(targets: Tensor) -> Tensor:
-    """One integer per target, shape (B,): equal for equal targets, and almost surely different for different ones."""
+    """Return one integer per target, shape (B,): equal for equal targets, almost surely different for others."""
     if targets.is_complex():
         targets = torch.view_as_real(targets)
     flat = targets.detach().reshape(targets.shape[0], -1)

@@ -78,12 +78,7 @@ class Reader:
 
 
 def labelled_batch(x: Inputs, targets: Tensor, relation: RelationFunction | None) -> Batch:
-    """Return a batch of a loss of pairs; without a relation, targets are class labels.
-
-    Raises:
-        InputTypeError: There is no relation, and the targets are no whole numbers.
-        InputError: There is not one target for every point.
-    """
+    """Return a batch of a loss of pairs; without a relation, targets are class labels."""
     n = input_length(x)
     if relation is None:
         labels = check_labels(targets, n)
@@ -97,22 +92,7 @@ def labelled_batch(x: Inputs, targets: Tensor, relation: RelationFunction | None
 def as_batch(
     views: Views, loss: CosineLoss, relation: RelationFunction | None = None, positives: str | None = None
 ) -> Batch:
-    """Turn a batch of one or two views into points, and what a loss of anchors takes besides them.
-
-    Args:
-        views: The batch.
-        loss: The loss.
-        relation: A callable on targets; ``None`` for class labels.
-        positives: Where there are two views and labels: ``"views"`` of one input belong together, or inputs with the
-            same of the ``"labels"``; ``None`` asks the loss.
-
-    Returns:
-        The points: the second views stand behind the first.
-
-    Raises:
-        InputTypeError: Targets have a wrong type.
-        InputError: There are no labels and one view only, or targets are malformed.
-    """
+    """Turn a batch of one or two views into points, and what a loss of anchors takes besides them."""
     n, targets = input_length(views.first), views.targets
     if views.second is None:
         if positives == "views":
@@ -145,22 +125,14 @@ def as_batch(
 
 
 def check_usable(views: Views, loss: CosineLoss, positives: str | None) -> None:
-    """Refuse what stands in the place of labels that would be used; arguments as of :func:`as_batch`.
-
-    Raises:
-        InputTypeError: It is no tensor of one entry a point.
-    """
+    """Refuse what stands in the place of labels that would be used; arguments as of :func:`as_batch`."""
     if views.unusable is not None and (positives == "labels" or (positives is None and loss.supervised)):
         hint = "Yield labels as a tensor of whole numbers, or say positives='views' if they are not to be used."
         raise InputTypeError(expected("train_loader", "labels as a tensor of one entry a point", views.unusable, hint))
 
 
 def compared_everywhere(batch: Batch, loss: CosineLoss) -> Batch:
-    """Return a batch whose points can be compared with those of other batches.
-
-    Raises:
-        UnsupportedError: The loss compares listed points of a batch.
-    """
+    """Return a batch whose points can be compared with those of other batches."""
     if batch.labels is None or (batch.pairs is not None and not callable(batch.pairs)):
         msg = f"candidates='dataset': {type(loss).__name__} compares listed pairs of a batch. Use candidates='batch'."
         raise UnsupportedError(msg)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.dataset import DatasetHessian
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.options import Structure
@@ -43,15 +41,7 @@ class StandardError:
     def terms(
         self, hessian: DatasetHessian, z: Tensor, targets: Tensor, context: Any, numbers: Tensor
     ) -> dict[str, Tensor]:
-        """Return what a batch adds to the sums that :func:`relative_error` takes.
-
-        Args:
-            hessian: Of the data set.
-            z: Raw outputs, shape (B, D).
-            targets: Their targets, shape (B, ...).
-            context: Of the pullback.
-            numbers: Of the points, shape (B,).
-        """
+        """Return what a batch adds to the sums that :func:`relative_error` takes."""
         stop = len(z)
         if self._bound is not None:
             # The first rows of a batch, as many as the share says: contexts are cut by ranges.
@@ -63,22 +53,15 @@ class StandardError:
         if len(found) < 2:
             return {}
         some = context if stop == len(z) else self._pullback.slice_context(context, rows)
-        first, second = found
-        difference = self._pullback.block_term(some, _Combined(first.u, first, second, -1.0), Structure.DIAG)
-        mean = self._pullback.block_term(some, _Combined(first.u, first, second, 1.0), Structure.DIAG)
-        return {_MEAN: mean, _DIFFERENCE: difference}
+        first, second = (self._pullback.block_term(some, blocks, Structure.DIAG) for blocks in found)
+        return {_MEAN: first + second, _DIFFERENCE: first - second}
 
 
 def relative_error(sums: Mapping[str, Tensor], sampled: int, n: int) -> float | None:
-    """Relative standard error of a curvature in the Frobenius norm of its diagonal; ``None`` where it is unknown.
+    """Return the relative standard error of a curvature's diagonal in the Frobenius norm; ``None`` if unknown.
 
     Half the difference between two halves of a sample is what the whole sample is off by, times ``sqrt(1 - M / N)``,
     since a sample of all N points is exact.
-
-    Args:
-        sums: Of all parts, see :meth:`StandardError.terms`.
-        sampled: Number M of sampled points.
-        n: Number N of points.
 
     Source: the variance of a mean in sampling without replacement (Cochran, Sampling Techniques, 1977, section 2.6).
     """
@@ -88,24 +71,3 @@ def relative_error(sums: Mapping[str, Tensor], sampled: int, n: int) -> float | 
     if not size:
         return None
     return float((sums[_DIFFERENCE].double() / 2).norm()) / size * max(0.0, 1 - sampled / n) ** 0.5
-
-
-@dataclass(frozen=True)
-class _Combined(Blocks):
-    """``A_i + sign B_i``."""
-
-    u: Tensor
-    first: Blocks
-    second: Blocks
-    sign: float
-
-    def __getitem__(self, rows: slice | Tensor) -> _Combined:
-        return _Combined(self.u[rows], self.first[rows], self.second[rows], self.sign)
-
-    def matmul(self, v: Tensor) -> Tensor:
-        """See :meth:`Blocks.matmul`."""
-        return self.first.matmul(v) + self.sign * self.second.matmul(v)
-
-    def diagonal(self) -> Tensor:
-        """See :meth:`Blocks.diagonal`."""
-        return self.first.diagonal() + self.sign * self.second.diagonal()

@@ -54,12 +54,7 @@ class BlockSampler:
             self.generator = torch.Generator().manual_seed(0)
 
     def __call__(self, blocks: Blocks, pullback: Pullback) -> Blocks:
-        """The blocks to pull back through a network.
-
-        Raises:
-            UnsupportedError: The parameters have a closed form, or another host's rules.
-            InputError: As many samples as outputs, or more.
-        """
+        """Return the blocks to pull back through a network."""
         if self.mc_samples is None or self.generator is None:
             return blocks
         if not isinstance(pullback, LayerwisePullback):
@@ -84,23 +79,7 @@ def structured_curvature(
     approx: KFACApprox = KFACApprox.EXPAND,
     sampler: BlockSampler | None = None,
 ) -> Any:
-    """Unclamped curvature of points that are there at once, in any structure.
-
-    Args:
-        pullback: The parameters.
-        context: Of N points.
-        hessian: At their outputs.
-        structure: ``diag``, ``full`` or ``kron``.
-        n_data: Number of points over which the input factors of ``kron`` are averaged.
-        approx: How ``kron`` treats the two points of a pair.
-        sampler: Of the blocks, for an estimate.
-
-    Returns:
-        Shape (P,) or (P, P), or Kronecker factors.
-
-    Raises:
-        UnsupportedError: ``kron`` for parameters that have no factors.
-    """
+    """Return the unclamped curvature of points that are there at once, in any structure."""
     if approx is not KFACApprox.EXPAND:
         return _shared_factors(pullback, context, hessian, n_data)
     blocks = hessian.blocks if sampler is None else sampler(hessian.blocks, pullback)
@@ -112,20 +91,7 @@ def structured_curvature(
 
 
 def _shared_factors(pullback: Pullback, context: Any, hessian: OutputHessian, n_data: int) -> KronFactors:
-    """Kronecker factors of a batch with its cross terms (``reduce``).
-
-    Args:
-        pullback: All parameters, or the last layer, by ``torch.func``.
-        context: Of N points.
-        hessian: At their outputs, coupled.
-        n_data: Number of points over which the ``A`` are averaged; a batch counts by its number of points.
-
-    Returns:
-        ``[G, A]`` for every matrix and ``[block]`` for every vector; those of batches add up.
-
-    Raises:
-        UnsupportedError: A subnetwork, a layer without factors, or another host's pullback.
-    """
+    """Return the Kronecker factors of a batch with its cross terms (``reduce``)."""
     together = hessian.linked()
     share = len(hessian) / n_data
 
@@ -157,30 +123,13 @@ def _shared_factors(pullback: Pullback, context: Any, hessian: OutputHessian, n_
 
 
 def _pair_moment(a: Tensor, together: Tensor) -> Tensor:
-    """Second moment of the mean inputs of pairs.
-
-    Args:
-        a: Inputs, shape (N, T, F).
-        together: 1 where two points are a pair, symmetric with zero diagonal, shape (N, N).
-
-    Returns:
-        Shape (F, F), positive semidefinite, averaged over positions. Without any pair, every point counts on its own,
-        so that averages over batches stay averages.
-    """
+    """Return the second moment of the mean inputs of pairs."""
     flat = a.transpose(0, 1).reshape(a.shape[1], a.shape[0], -1)
     return torch.einsum("tnf,tng->fg", flat, _paired(flat, together)) / a.shape[1]
 
 
 def _paired(flat: Tensor, together: Tensor) -> Tensor:
-    """The inputs of every point plus those of its partners, weighted: ``flat^T paired`` is the moment of mean inputs.
-
-    Args:
-        flat: Inputs, shape (..., N, F).
-        together: 1 where two points are a pair, symmetric with zero diagonal, shape (N, N).
-
-    Returns:
-        Shape (..., N, F).
-    """
+    """Add to the inputs of every point those of its partners: ``flat^T paired`` is the moment of mean inputs."""
     degree = together.sum(1)
     if not bool(degree.any()):
         return flat / flat.shape[-2]

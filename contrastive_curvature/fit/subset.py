@@ -7,7 +7,6 @@ the Hessian of the data set.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,13 +47,13 @@ class HessianSubset:
         return self.factor.shape[2] if self.coupled else self.factor.shape[0] * self.factor.shape[2]
 
     def project(self, k: Tensor) -> Tensor:
-        """``k S`` for ``k`` of shape (..., M, D); the result has shape (..., R), or (..., M D) without coupling."""
+        """Return ``k S`` for ``k`` of shape (..., M, D), shape (..., R), or (..., M D) without coupling."""
         if self.coupled:
             return torch.einsum("...md,mdr->...r", k, self.factor)
         return torch.einsum("...md,mdr->...mr", k, self.factor).flatten(-2)
 
     def lift(self, c: Tensor) -> Tensor:
-        """``S c`` for ``c`` of shape (..., R) or (..., M D); the result has shape (..., M, D)."""
+        """Return ``S c`` for ``c`` of shape (..., R) or (..., M D); the result has shape (..., M, D)."""
         if self.coupled:
             return torch.einsum("...r,mdr->...md", c, self.factor)
         return torch.einsum("...mr,mdr->...md", c.unflatten(-1, self.factor.shape[::2]), self.factor)
@@ -63,23 +62,7 @@ class HessianSubset:
 def subset_hessian(
     encoder: Encoder, reader: Reader, points: DatasetPoints, size: int, seed: int, progress: Progress
 ) -> HessianSubset:
-    """Draw points without replacement, and compute a square root of their Hessian.
-
-    Args:
-        encoder: The analysed encoder, in evaluation mode.
-        reader: The same data as in the first pass, in any order.
-        points: Result of the first pass.
-        size: Number M of points.
-        seed: Seed of the random draw.
-        progress: Of the whole fit.
-
-    Returns:
-        The points, and the factor times the square root of N / M.
-
-    Raises:
-        InputError: The data set has fewer than M points, or the reader gave other data than in the first pass.
-        UnsupportedError: The Hessian is not positive semidefinite.
-    """
+    """Draw points without replacement, and compute a square root of their Hessian."""
     chosen, hessian = _drawn(points.n, size, seed), points.hessian
     parts, outputs, targets, start = [], [], [], 0
     record = PassRecord()
@@ -103,23 +86,7 @@ def subset_hessian(
 def anchor_subset(
     encoder: Encoder, reader: Reader, loss: CosineLoss, size: int, seed: int, progress: Progress
 ) -> tuple[HessianSubset, Tensor, Tensor, int]:
-    """Draw points that are each other's candidates, two views of an input together, and take the root of their Hessian.
-
-    Args:
-        encoder: The analysed encoder, in evaluation mode.
-        reader: Batches; iterated twice.
-        loss: Of anchors, with the distance and the fix of its curvature.
-        size: Number M of points.
-        seed: Seed of the random draw.
-        progress: Of the whole fit.
-
-    Returns:
-        The points, with the factor times the square root of N / M; N / M times their loss and cost; and N.
-
-    Raises:
-        InputError: The data set has fewer than M points, or no anchor among them has a positive.
-        UnsupportedError: The Hessian is not positive semidefinite, or the loss is of listed pairs.
-    """
+    """Draw points that are each other's candidates, views of one input together, and take their Hessian's root."""
     n, by_views = 0, False
     for batch in progress.over(reader, "[targets]"):
         if batch.labels is None:
@@ -153,7 +120,7 @@ def anchor_subset(
 
 
 def _drawn(n: int, size: int, seed: int, views: int = 1) -> Tensor:
-    """Which of ``n`` points are drawn, boolean; of inputs with several views, which inputs."""
+    """Return which of ``n`` points are drawn, boolean; of inputs with several views, which inputs."""
     if size > n:
         raise InputError(expected("n_subset", f"at most the {n} points of the data", size))
     chosen = torch.zeros(n // views, dtype=torch.bool)
@@ -163,7 +130,7 @@ def _drawn(n: int, size: int, seed: int, views: int = 1) -> Tensor:
 
 
 def _selected(x: Inputs, rows: Tensor) -> Inputs:
-    """The points of a batch where ``rows`` (B,) is true."""
+    """Return the points of a batch where ``rows`` (B,) is true."""
     if isinstance(x, Tensor):
         return x[rows]
     n = input_length(x)
@@ -171,28 +138,11 @@ def _selected(x: Inputs, rows: Tensor) -> Inputs:
 
 
 def _concatenated(parts: list[Inputs]) -> Inputs:
-    """Batches after each other, of texts with one padding.
-
-    Raises:
-        InputError: They have other shapes.
-    """
+    """Join batches after each other, of texts with one padding."""
     parts = same_tokens(parts)
     first = parts[0]
-    _check_alike(parts)
     if isinstance(first, Tensor):
         return torch.cat([part for part in parts if isinstance(part, Tensor)])
     n = input_length(first)
     batched = {k for k, v in first.items() if isinstance(v, Tensor) and v.ndim and v.shape[0] == n}
     return {k: torch.cat([part[k] for part in parts]) if k in batched else v for k, v in first.items()}  # type: ignore[index]
-
-
-def _check_alike(parts: list[Inputs]) -> None:
-    def shapes(x: Inputs) -> dict[str, tuple[int, ...]]:
-        named = x if isinstance(x, Mapping) else {"x": x}
-        return {key: tuple(value.shape[1:]) for key, value in named.items() if isinstance(value, Tensor) and value.ndim}
-
-    first = shapes(parts[0])
-    other = next((shapes(part) for part in parts if shapes(part) != first), None)
-    if other is not None:
-        hint = "Pad the inputs of all batches to one shape; mappings with an 'attention_mask' are padded here."
-        raise InputError(expected("train_loader", f"points of the shapes {first} in every batch", str(other), hint))

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.fit.loop import DatasetCurvature, Problem, second_pass
 from contrastive_curvature.fit.passes import PassRecord
@@ -30,11 +32,7 @@ def statistics_of(problem: Problem, reader: Reader, identity: Mapping[str, str])
 
 
 def curvature_of(problem: Problem, reader: Reader, identity: Mapping[str, str], statistics: State) -> State:
-    """Return what a part of the data adds to the curvature, with the statistics of all parts.
-
-    Raises:
-        InputError: Its points are not those of the first pass.
-    """
+    """Return what a part of the data adds to the curvature, with the statistics of all parts."""
     statistics.check_complete()
     problem.begin(statistics.total)
     state = _state(CURVATURE, problem, identity, *second_pass(problem, reader))
@@ -44,11 +42,7 @@ def curvature_of(problem: Problem, reader: Reader, identity: Mapping[str, str], 
 
 
 def finish_parts(problem: Problem, statistics: State, curvature: State) -> DatasetCurvature:
-    """Return the curvature of all parts.
-
-    Raises:
-        InputError: A part is missing, or the second pass was over other points than the first.
-    """
+    """Return the curvature of all parts."""
     for state in (statistics, curvature):
         state.check_complete()
     problem.begin(statistics.total)
@@ -59,12 +53,7 @@ def finish_parts(problem: Problem, statistics: State, curvature: State) -> Datas
 def fit_together(
     problem: Problem, reader: Reader, exchange: ProcessGroup, identity: Mapping[str, str]
 ) -> DatasetCurvature | None:
-    """Return the curvature of the parts of all processes; ``None`` where each of them has all the data.
-
-    Raises:
-        InputError: Two processes have the same points, or together not all of the data set.
-        ProcessError: Another process has failed.
-    """
+    """Return the curvature of the parts of all processes; ``None`` where each of them has all the data."""
     device = next(problem.encoder.parameters()).device
     statistics = _gathered(exchange, reader.loader, lambda: statistics_of(problem, reader, identity))
     if statistics is None:
@@ -89,7 +78,7 @@ def _check_origins(problem: Problem, statistics: State, curvature: State, argume
 
 
 def _gathered(exchange: ProcessGroup, loader: Any, make: Callable[[], State]) -> State | None:
-    """The state of all processes; ``None`` where every one has all the data."""
+    """Return the state of all processes; ``None`` where every one has all the data."""
     state = make()
     heads = [Head.of_text(text) for text in exchange.gather(Head.of(state, loader, exchange.rank).text)]
     if all_the_same(heads):
@@ -122,22 +111,16 @@ class Head:
 
     @classmethod
     def of(cls, state: State, loader: Any, rank: int) -> Head:
-        """Of the state of one process.
-
-        Args:
-            state: Of its share.
-            loader: The share.
-            rank: Of the process.
-        """
+        """Make it from the state of one process."""
         return cls(state.origins[rank], Share(loader, rank).claim)
 
     def text(self) -> bytes:
-        """For other processes."""
+        """Return it for other processes."""
         return json.dumps([asdict(self.origin), None if self.claim is None else asdict(self.claim)]).encode()
 
     @classmethod
     def of_text(cls, text: bytes) -> Head:
-        """What :meth:`text` gave."""
+        """Read what :meth:`text` gave."""
         origin, claim = json.loads(text)
         return cls(
             Origin(**{**origin, "extremes": tuple(origin["extremes"])}), None if claim is None else Claim(**claim)
@@ -149,18 +132,14 @@ class Head:
         return not (self.origin.n if self.claim is None else self.claim.n)
 
     def same_points(self, other: Head) -> bool:
-        """Whether both surely have the same points."""
+        """Return whether both surely have the same points."""
         if self.claim is not None and other.claim is not None:
             return (self.claim.n, self.claim.keys) == (other.claim.n, other.claim.keys)
         return self.origin.same_points(other.origin)
 
 
 def all_the_same(heads: list[Head]) -> bool:
-    """Whether every process has all the data, instead of a part of it.
-
-    Raises:
-        InputError: Some processes, but not all, have the same points.
-    """
+    """Return whether every process has all the data, instead of a part of it."""
     filled = [(rank, head) for rank, head in enumerate(heads) if not head.empty]
     twins = [(a, b) for k, (a, one) in enumerate(filled) for b, other in filled[k + 1 :] if one.same_points(other)]
     if not twins:
@@ -172,11 +151,7 @@ def all_the_same(heads: list[Head]) -> bool:
 
 
 def check_shares(heads: list[Head]) -> None:
-    """Refuse samplers that leave points out, or give points to two processes.
-
-    Raises:
-        InputError: Their shares together are not the data set.
-    """
+    """Refuse samplers that leave points out, or give points to two processes."""
     claims = [head.claim for head in heads if head.claim is not None]
     sizes = {claim.points for claim in claims}
     if len(claims) < len([head for head in heads if not head.empty]) or not claims or sizes == {None}:
@@ -189,7 +164,7 @@ def check_shares(heads: list[Head]) -> None:
     given = sum(claim.n for claim in claims)
     if given != points:
         raise InputError(expected("train_loader", wanted, f"{given} of {points} points", hint))
-    if sum_of_keys(range(points)) != _wrapped(sum(claim.keys for claim in claims)):
+    if sum_of_keys(torch.arange(points)) != _wrapped(sum(claim.keys for claim in claims)):
         raise InputError(expected("train_loader", wanted, "some points twice and others not at all", hint))
 
 

@@ -69,22 +69,7 @@ class TowerBatch(NamedTuple):
 
 
 def read_towers(batch: Any, device: torch.device, loss: CosineLoss, positives: str | None = None) -> TowerBatch:
-    """Take apart what a loader yields, and bring it to a device.
-
-    Args:
-        batch: ``(a, b)`` where ``a[i]`` belongs to ``b[i]``; ``((a, b), labels)`` and ``(a, b, labels)`` with one label
-            a pair, or those of all N inputs of a and then of all M of b; ``(a, b, (labels of a, labels of b))``. For a
-            loss of graded pairs, ``(a, b, grades)``.
-        device: Where to bring it.
-        loss: Of both towers.
-        positives: ``"labels"``: inputs of the same label belong together; ``"views"``: a[i] and b[i] alone. ``None``
-            takes labels of both towers, and asks the loss where there is one label a pair: losses of classes take it,
-            InfoNCE and SigLIP were trained with the pairs.
-
-    Raises:
-        InputTypeError: Something else, or labels that are no whole numbers.
-        InputError: A batch without a point, or with a wrong number of labels.
-    """
+    """Take apart what a loader yields, and bring it to a device."""
     if isinstance(batch, Mapping) or not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
         came = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
         hint = "An encoder that takes a mapping gets one of its own: yield ({'pixel_values': ...}, {'input_ids': ...})."
@@ -122,12 +107,12 @@ def read_towers(batch: Any, device: torch.device, loss: CosineLoss, positives: s
 
 
 def _of_both(labels: Any) -> bool:
-    """Whether these are the labels of each tower."""
+    """Return whether these are the labels of each tower."""
     return isinstance(labels, (tuple, list)) and any(isinstance(part, Tensor) for part in labels)
 
 
 def _joined_labels(batch: Any) -> Tensor:
-    """Labels of both towers after each other, each as many as it has inputs."""
+    """Join the labels of both towers after each other, each as many as it has inputs."""
     a, b, labels = batch
     if len(labels) != 2 or not all(isinstance(part, Tensor) and part.ndim == 1 for part in labels):
         came = f"a {type(labels).__name__} of {len(labels)}, not two tensors"
@@ -153,27 +138,7 @@ def towers_curvature(
     kfac_approx: KFACApprox = KFACApprox.EXPAND,
     sampler: BlockSampler | None = None,
 ) -> list[DatasetCurvature]:
-    """Sum the curvatures of all batches, unclamped; a mean over anchors counts times their number.
-
-    Args:
-        pullbacks: To the parameters of the first tower and to those of the second; or one, of a module that both are.
-        loader: Batches, iterated once.
-        read: Takes a batch apart.
-        loss: Of anchors or of graded pairs, with the distance and the fix of its curvature.
-        structure: ``diag``, ``full`` or ``kron``.
-        progress: Of the whole fit.
-        kfac_approx: How ``kron`` treats points that are coupled.
-        sampler: Samples the blocks of the Hessian for an estimate; ``None`` uses the exact blocks.
-
-    Returns:
-        The sum of every tower, each with half of the loss, so that both together have all of it; or the one sum of the
-        shared module.
-
-    Raises:
-        InputError: The loader is empty, no anchor has a positive or none has a negative, a batch is malformed, or a
-            curvature is not finite.
-        UnsupportedError: ``kron`` is requested for a layer that has no Kronecker factors.
-    """
+    """Sum the curvatures of all batches, unclamped; a mean over anchors counts times their number."""
     totals = [CurvatureSum(pullback, structure, kfac_approx, sampler) for pullback in pullbacks]
     batches = without = 0
     # Of each tower, points so far.
@@ -218,21 +183,7 @@ def towers_product(
     loss: CosineLoss,
     vectors: Sequence[Tensor],
 ) -> list[Tensor]:
-    """``J^T H J v`` over a data set, with the blocks between the towers; no matrix is formed.
-
-    Args:
-        pullbacks: See :func:`towers_curvature`.
-        loader: Batches, iterated once.
-        read: Takes a batch apart.
-        loss: Of anchors or of graded pairs, with the distance and the fix of its curvature.
-        vectors: ``v``, one part for every pullback, shape (P,) each.
-
-    Returns:
-        The parts of the product, shape (P,) each, unclamped.
-
-    Raises:
-        InputError: The loader is empty, a batch is malformed, or a product is not finite.
-    """
+    """Return ``J^T H J v`` over a data set, with the blocks between the towers; no matrix is formed."""
     out = [torch.zeros_like(v) for v in vectors]
     # A shared module has one set of parameters under both kinds of inputs.
     of_a, of_b = 0, len(pullbacks) - 1
@@ -253,7 +204,7 @@ def towers_product(
 
 
 def _outputs(pullbacks: Sequence[Pullback], given: TowerBatch) -> tuple[Tensor, Tensor, list[Any]]:
-    """Raw outputs of both towers, and the contexts of the pullbacks."""
+    """Return raw outputs of both towers, and the contexts of the pullbacks."""
     if len(pullbacks) == 2 or isinstance(pullbacks[0], LastLayerPullback):
         z_a, context_a = pullbacks[0].forward(given.a)
         z_b, context_b = pullbacks[-1].forward(given.b)
@@ -268,7 +219,7 @@ def _outputs(pullbacks: Sequence[Pullback], given: TowerBatch) -> tuple[Tensor, 
 def _derivatives(
     loss: CosineLoss, z_a: Tensor, z_b: Tensor, given: TowerBatch
 ) -> tuple[Tensor, int, CosineDerivatives]:
-    """Outputs of both towers after each other, how many are of the first, and the derivatives in their cosines."""
+    """Return outputs of both towers, how many are of the first, and the derivatives in their cosines."""
     z_a, z_b = check_outputs(z_a, "encoder_a(a)"), check_outputs(z_b, "encoder_b(b)")
     z, relation, first = joined_towers(z_a, z_b, given.labels)
     u = normalize(z)[0]

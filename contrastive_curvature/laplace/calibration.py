@@ -30,7 +30,6 @@ from contrastive_curvature.embedding.known import (
 )
 from contrastive_curvature.embedding.spread import taken
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, expected
-from contrastive_curvature.fit.feature_sample import FeatureSample
 from contrastive_curvature.laplace.confirmed import Confirmed
 from contrastive_curvature.laplace.features import Features
 from contrastive_curvature.laplace.fingerprint import (
@@ -44,6 +43,7 @@ from contrastive_curvature.network.call import naming_the_input
 from contrastive_curvature.network.encoder import at_least_float32
 from contrastive_curvature.network.inputs import Inputs, check_inputs, input_length, is_texts, tokenized
 from contrastive_curvature.network.loader import check_batches, check_whole
+from contrastive_curvature.parts.rows import Rows
 from contrastive_curvature.progress import Progress
 
 __all__ = ["Calibration", "KnownInputs", "calibrate", "calibrated_reference", "judged", "predict", "training_sample"]
@@ -83,7 +83,7 @@ class Calibration:
 class TrainingSample:
     """Features of some training inputs, and the encoder that they came from."""
 
-    features: FeatureSample
+    features: Rows
     encoder: Tensor
 
 
@@ -277,7 +277,7 @@ def _share_found(sample: Tensor, values: Tensor) -> float:
     return float(((rest[near] - sample.unsqueeze(1)).abs() < _SAME).all(2).any(1).double().mean())
 
 
-def training_sample(la: Any, features: FeatureSample | None, earlier: int) -> TrainingSample | None:
+def training_sample(la: Any, features: Rows | None, earlier: int) -> TrainingSample | None:
     """The sample of training inputs after a fit.
 
     Args:
@@ -374,7 +374,7 @@ def _reference_of(la: Any, quiet: bool, stamp: Stamp) -> Reference:
     return Reference.of(Standard.of(known), known)
 
 
-def _present_sample(la: Any) -> FeatureSample | None:
+def _present_sample(la: Any) -> Rows | None:
     """The sample of training inputs, where there is one of the encoder's present weights."""
     sample: TrainingSample | None = la._known.sample
     if sample is None or not same_encoder(sample.encoder, encoder_fingerprint(la.model)):
@@ -391,7 +391,7 @@ def _training_components(la: Any) -> Tensor | None:
     if la._known.training is None or not same_posterior(la._known.training[0], now):
         layer, found = la.model.last_layer, []
         with torch.no_grad():
-            for rows in sample.rows.split(_AT_ONCE):
+            for rows in sample.columns["features"].split(_AT_ONCE):
                 phi = rows.to(layer.weight)
                 z = torch.nn.functional.linear(phi, layer.weight, layer.bias)
                 features = Features(at_least_float32(z), at_least_float32(phi))

@@ -34,13 +34,7 @@ class ClassTable:
 
     @classmethod
     def of(cls, outputs: Tensor, labels: Tensor, *, unit: bool = False) -> ClassTable:
-        """Of points with class labels.
-
-        Args:
-            outputs: Raw outputs, shape (B, D).
-            labels: Class labels, shape (B,).
-            unit: Whether the outputs have the norm one already.
-        """
+        """Sum over points with class labels."""
         kinds, inverse, counts = labels.unique(return_inverse=True, return_counts=True)
         sums = torch.zeros(len(kinds), outputs.shape[1], dtype=torch.float64, device=outputs.device)
         for rows, index in zip(outputs.split(_CHUNK_ROWS), inverse.split(_CHUNK_ROWS), strict=True):
@@ -48,11 +42,11 @@ class ClassTable:
         return cls(kinds, counts, sums)
 
     def to(self, device: torch.device) -> ClassTable:
-        """The same on a device."""
+        """Return the same on a device."""
         return ClassTable(self.labels.to(device), self.counts.to(device), self.sums.to(device))
 
     def merged(self, *others: ClassTable | None) -> ClassTable:
-        """Of all points of both."""
+        """Return that of all points of both."""
         parts = [self, *(other for other in others if other is not None)]
         if len(parts) == 1:
             return self
@@ -90,6 +84,6 @@ class ClassTableCollector:
         return 0 if self._found is None else self._found.sums.numel()
 
     def table(self) -> ClassTable | None:
-        """What was added so far; ``None`` for nothing."""
+        """Return what was added so far; ``None`` for nothing."""
         parts = [*([] if self._found is None else [self._found]), *self._waiting]
         return parts[0].merged(*parts[1:]) if parts else None

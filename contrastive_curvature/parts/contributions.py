@@ -31,7 +31,7 @@ class Place(NamedTuple):
     part: int = -1
 
     def text(self) -> str:
-        """For a message."""
+        """Return it for a message."""
         of = "" if self.part < 0 else f" of part {self.part}"
         return f"{self.point}{of} (row {self.row} of batch {self.batch})"
 
@@ -49,12 +49,12 @@ class InputSizes:
     largest: tuple[tuple[float, Place], ...] = ()
 
     def merged(self, other: InputSizes) -> InputSizes:
-        """Of all points of both."""
+        """Return that of all points of both."""
         largest = sorted([*self.largest, *other.largest], reverse=True)[:STORED]
         return InputSizes(self.total + other.total, tuple(largest))
 
     def fewest_dominating(self, few: int) -> tuple[float, list[Place]]:
-        """Fraction and points of the smallest dominating set, or of the ``few`` largest points if none dominates."""
+        """Return fraction and points of the smallest dominating set, or of the ``few`` largest points."""
         fraction, places = 0.0, []
         for size, place in self.largest[:few]:
             fraction += size / self.total if self.total else 0.0
@@ -83,7 +83,7 @@ class Contributions:
     inputs: Mapping[str, InputSizes]
 
     def merged(self, other: Contributions | None) -> Contributions:
-        """Of all points of both."""
+        """Return that of all points of both."""
         if other is None or not other.totals:
             return self
         if not self.totals:
@@ -118,12 +118,12 @@ class Contributions:
             warn_of_point(fractions[part], where, self.names[part])
 
     def plain(self) -> dict[str, Any]:
-        """As numbers, texts, lists and dictionaries."""
+        """Return it as numbers, texts, lists and dictionaries."""
         return asdict(self)
 
     @classmethod
     def of_plain(cls, plain: Mapping[str, Any]) -> Contributions:
-        """What :meth:`plain` gave, perhaps through JSON, which knows no tuples and no whole numbers as keys."""
+        """Read what :meth:`plain` gave, perhaps through JSON, which knows no tuples and no whole numbers as keys."""
         inputs = {
             layer: InputSizes(found["total"], tuple((size, Place(*place)) for size, place in found["largest"]))
             for layer, found in plain["inputs"].items()
@@ -145,13 +145,7 @@ def _warn_of_inputs(fraction: float, places: list[Place], layer: str) -> None:
 
 
 def warn_of_point(fraction: float, point: str, part: str = "") -> None:
-    """Warn that one point contributes most of a curvature.
-
-    Args:
-        fraction: Fraction of the curvature, or of the named part of it, that the point contributes.
-        point: Description of the point, for the message.
-        part: Description of the part of the curvature; empty for the whole.
-    """
+    """Warn that one point contributes most of a curvature."""
     whole = f"the curvature ({part})" if part else "the curvature"
     msg = (
         f"One point contributes {100 * fraction:.0f} % of {whole}: {point}. Its output may be nearly zero, where the "

@@ -33,7 +33,7 @@ _LONGEST_SLEEP = 0.01
 
 @contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """Ctrl-C inside takes effect at the end; a second one at once.
+    """Let Ctrl-C inside take effect at the end; a second one at once.
 
     Python delivers it to the main thread only, so elsewhere there is nothing to do.
     """
@@ -70,12 +70,7 @@ class ProcessGroup:
         self._inside = self._over = self._lost = False
 
     def gather(self, make: Callable[[], bytes]) -> list[bytes]:
-        """Return what every process made, in the order of the ranks; in every process. For a few numbers or inputs.
-
-        Raises:
-            ProcessError: It failed in another process, or one has gone. What fails in this process is raised as it is,
-                after the others were told.
-        """
+        """Return what every process made, in the order of the ranks; in every process. For a few numbers or inputs."""
         with self._telling():
             content = make()
             lengths = self._lengths(len(content))
@@ -88,11 +83,7 @@ class ProcessGroup:
             return [_bytes(part[:n]) for part, n in zip(found, lengths, strict=True)]
 
     def each(self, content: bytes, take: Callable[[bytes], None]) -> None:
-        """Take what every process has, in the order of the ranks; only one of them is in memory besides the own one.
-
-        Raises:
-            ProcessError: See :meth:`gather`.
-        """
+        """Take what every process has, in the order of the ranks; only one of them is in memory besides the own one."""
         with self._telling():
             lengths = self._lengths(len(content))
             buffer = torch.empty(max(1, *lengths), dtype=torch.uint8, device=self._device)
@@ -119,12 +110,7 @@ class ProcessGroup:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Let what is done inside succeed in all processes or fail in all of them.
-
-        Raises:
-            ProcessError: It failed in another process, or one has gone; perhaps at the end only, so that what was done
-                inside has to be undone.
-        """
+        """Let what is done inside succeed in all processes or fail in all of them."""
         if self._inside:
             yield
             return
@@ -160,11 +146,7 @@ class ProcessGroup:
                 error.add_note(str(other))
 
     def _lengths(self, mine: int) -> list[int]:
-        """The numbers of all processes.
-
-        Raises:
-            ProcessError: One of them has failed.
-        """
+        """Return the numbers of all processes."""
         one = torch.tensor([mine], dtype=torch.int64, device=self._device)
         every = [torch.empty_like(one) for _ in range(self.count)]
         self._all(every, one)
@@ -182,11 +164,7 @@ class ProcessGroup:
             self._wait(dist.all_gather, found, mine)
 
     def _wait(self, operation: Callable[..., Any], *arguments: Any) -> None:
-        """Do an operation of all processes.
-
-        Raises:
-            ProcessError: Another one has gone, or does not come.
-        """
+        """Do an operation of all processes."""
         began, sleep, said = time.monotonic(), 1e-4, False
         try:
             work = operation(*arguments, async_op=True)
@@ -225,15 +203,7 @@ def present_exchange() -> ProcessGroup | None:
 
 
 def check_agreed(exchange: ProcessGroup, facts: Mapping[str, str]) -> None:
-    """Refuse to fit together what differs between the processes.
-
-    Args:
-        exchange: The processes.
-        facts: What has to be equal, by what to call it.
-
-    Raises:
-        InputError: Two processes differ; in all of them.
-    """
+    """Refuse to fit together what differs between the processes."""
     every = [json.loads(text) for text in exchange.gather(lambda: json.dumps(dict(facts)).encode())]
     for rank, other in enumerate(every):
         for name in dict.fromkeys([*every[0], *other]):
@@ -245,11 +215,7 @@ def check_agreed(exchange: ProcessGroup, facts: Mapping[str, str]) -> None:
 
 
 def _exchange_device(config: str) -> torch.device:
-    """Where the tensors that a group exchanges have to be: on the CPU, where one of its backends works there.
-
-    Args:
-        config: As ``cpu:gloo,cuda:nccl``.
-    """
+    """Return where the tensors that a group exchanges have to be: on the CPU, where one of its backends works there."""
     backends = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
     if "cpu" in backends or not backends:
         return torch.device("cpu")

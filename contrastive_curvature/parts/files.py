@@ -69,7 +69,7 @@ def _checked(path: object) -> Path:
 
 
 def to_bytes(state: State) -> bytes:
-    """A state in the safetensors format."""
+    """Return a state in the safetensors format."""
     from safetensors.torch import save
 
     tensors: dict[str, Tensor] = {f"sums/{name}": part for name, part in state.sums.items()}
@@ -95,15 +95,7 @@ def to_bytes(state: State) -> bytes:
 
 
 def from_bytes(content: bytes, name: str = "state") -> State:
-    """The state that :func:`to_bytes` gave.
-
-    Args:
-        content: The bytes.
-        name: What to call them in an error message.
-
-    Raises:
-        InputError: They are something else, damaged, or of a newer version.
-    """
+    """Return the state that :func:`to_bytes` gave."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -156,7 +148,7 @@ def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _about(content: bytes, name: str) -> dict[str, Any]:
-    """What stands in the header besides the tensors; empty in a safetensors file of somebody else."""
+    """Return what stands in the header besides the tensors; empty in a safetensors file of somebody else."""
     length = int.from_bytes(content[:_HEADER], "little")
     try:
         metadata = json.loads(content[_HEADER : _HEADER + length]).get("__metadata__", {})

@@ -10,26 +10,16 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
 
-KEYS = -1
-"""The seed of rows whose numbers are keys themselves."""
-
-__all__ = ["KEYS", "RowCollector", "Rows", "point_keys"]
+__all__ = ["RowCollector", "Rows", "point_keys"]
 
 _INCREMENT, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def point_keys(numbers: Tensor, seed: int = 0) -> Tensor:
-    """A pseudo-random key for the number of every point, different for different numbers.
+    """Return a pseudo-random key for the number of every point, different for different numbers.
 
     The points with the smallest keys are a uniform sample without replacement. It depends on the numbers only, so it is
     the same in whatever parts and order the points arrive.
-
-    Args:
-        numbers: Of points, int64, shape (B,).
-        seed: Another one gives another sample.
-
-    Returns:
-        int64 on the CPU, shape (B,).
 
     Source: the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
     """
@@ -62,11 +52,7 @@ class Rows:
         return len(self.numbers)
 
     def merged(self, other: Rows) -> Rows:
-        """What would have been kept of both streams as one.
-
-        Raises:
-            InputError: What is known of their points has different names or shapes.
-        """
+        """Return what would have been kept of both streams as one."""
         if not len(other):
             return self
         if not len(self):
@@ -74,28 +60,28 @@ class Rows:
         return _joined([self, other], self.size, self.seed)._smallest()
 
     def to(self, device: torch.device) -> Rows:
-        """The same with its columns on a device."""
+        """Return the same with its columns on a device."""
         return replace(self, columns={name: part.to(device) for name, part in self.columns.items()})
 
     def in_order(self) -> Rows:
-        """The same, by their numbers."""
+        """Return the same, by their numbers."""
         if bool((self.numbers[1:] > self.numbers[:-1]).all()):
             return self
         return self._at(self.numbers.argsort())
 
     def first(self, size: int) -> Rows:
-        """A sample of ``size`` of a sample: that which would have been kept with this size."""
+        """Return a sample of ``size`` of a sample: that which would have been kept with this size."""
         return Rows(size, self.numbers, self.columns, self.seed)._smallest()
 
     def halves(self) -> tuple[Rows, Rows]:
-        """Two samples, independent of each other as far as samples without replacement are."""
+        """Return two samples, independent of each other as far as samples without replacement are."""
         order = point_keys(self.numbers, self.seed).argsort()
         return self._at(order[::2]), self._at(order[1::2])
 
     def _smallest(self) -> Rows:
         if self.size is None or len(self) <= self.size:
             return self
-        keys = self.numbers if self.seed == KEYS else point_keys(self.numbers, self.seed)
+        keys = point_keys(self.numbers, self.seed)
         return self._at(keys.topk(self.size, largest=False).indices)
 
     def _at(self, places: Tensor) -> Rows:
@@ -118,12 +104,7 @@ class RowCollector:
         self._bound: int | None = None
 
     def add(self, numbers: Tensor, columns: dict[str, Tensor]) -> None:
-        """Take a batch into account.
-
-        Args:
-            numbers: Of its points, int64, shape (B,).
-            columns: What is known of them, each of shape (B, ...).
-        """
+        """Take a batch into account."""
         if self._size == 0:
             return
         if self._bound is not None:
@@ -142,11 +123,7 @@ class RowCollector:
             self._bound = int(point_keys(self._kept[0].numbers, self._seed).max())
 
     def rows(self) -> Rows:
-        """What is kept so far.
-
-        Raises:
-            InputError: What is known of the points of two batches has different names or shapes.
-        """
+        """Return what is kept so far."""
         if not self._kept:
             return Rows(self._size, torch.zeros(0, dtype=torch.int64), {}, self._seed)
         return _joined(self._kept, self._size, self._seed)._smallest()
@@ -155,11 +132,10 @@ class RowCollector:
 def _joined(parts: list[Rows], size: int | None, seed: int) -> Rows:
     first = parts[0]
     for name, column in first.columns.items():
-        for rows in parts:
-            if name not in rows.columns or rows.columns[name].shape[1:] != column.shape[1:]:
-                came = f"{tuple(rows.columns[name].shape[1:])}" if name in rows.columns else "nothing"
-                hint = "Points are kept, which takes the same of each: pad all batches to one length."
-                wanted = f"one shape for every point, {tuple(column.shape[1:])} as in the first batch"
-                raise InputError(expected(f"loader: {name}", wanted, came, hint))
+        other = next((rows for rows in parts if rows.columns[name].shape[1:] != column.shape[1:]), None)
+        if other is not None:
+            wanted = f"one shape for every point, {tuple(column.shape[1:])} as in the first batch"
+            hint = "Points are kept, which takes the same of each: pad all batches to one length."
+            raise InputError(expected(f"loader: {name}", wanted, f"{tuple(other.columns[name].shape[1:])}", hint))
     columns = {name: torch.cat([rows.columns[name].to(part) for rows in parts]) for name, part in first.columns.items()}
     return Rows(size, torch.cat([rows.numbers for rows in parts]), columns, seed)

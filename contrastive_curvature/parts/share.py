@@ -20,9 +20,6 @@ __all__ = ["Claim", "Share", "sum_of_keys"]
 _FAR = 2**40
 """Distance between the numbers of the points of two shares whose loaders say nothing about them."""
 
-_AT_ONCE = 2**22
-"""Numbers of points whose keys are in memory at once."""
-
 
 @dataclass(frozen=True)
 class Claim:
@@ -99,11 +96,7 @@ class Share:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
-        """Batches and the numbers of their points, int64, shape (B,); of a batch of padding alone nothing.
-
-        Raises:
-            InputError: There are more points than the sampler has numbers.
-        """
+        """Give batches and the numbers of their points, int64, shape (B,); of a batch of padding alone nothing."""
         start = 0
         for batch in self.loader:
             count = _length(batch) or 0
@@ -126,39 +119,22 @@ class Share:
 
 
 def _whole_numbers(given: Any) -> Tensor:
-    """Numbers of points that a loader has as an attribute, int64, shape (N,).
-
-    Raises:
-        InputError: They are something else.
-    """
-    wanted = "whole numbers, one for each point in its order"
-    try:
-        numbers = given if isinstance(given, Tensor) else torch.as_tensor(list(given))
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(expected("loader.numbers", wanted, f"a {type(given).__name__}")) from error
-    whole = not (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool)
-    if numbers.ndim != 1 or (len(numbers) and not whole):
+    """Return the numbers of points that a loader has as an attribute, int64, shape (N,)."""
+    numbers = torch.as_tensor(given if isinstance(given, Tensor) else list(given))
+    if numbers.ndim != 1 or (numbers.is_floating_point() and len(numbers)):
+        wanted = "whole numbers, one for each point in its order"
         raise InputError(expected("loader.numbers", wanted, f"{numbers.dtype} of shape {tuple(numbers.shape)}"))
     return numbers.to("cpu", torch.int64)
 
 
-def sum_of_keys(numbers: Tensor | range) -> int:
-    """The same for the same points in any order, and almost surely another for others.
-
-    Args:
-        numbers: Of points.
-    """
-    total = 0
-    for start in range(0, len(numbers), _AT_ONCE):
-        some = numbers[start : start + _AT_ONCE]
-        total += int(
-            point_keys(some if isinstance(some, Tensor) else torch.arange(some.start, some.stop, some.step)).sum()
-        )
-    return (total + 2**63) % 2**64 - 2**63
+def sum_of_keys(numbers: Tensor) -> int:
+    """Return a number that is the same for the same points in any order, and almost surely another for others."""
+    # The sum wraps around.
+    return int(point_keys(numbers).sum())
 
 
 def _keeps_order(sampler: DistributedSampler[Any], parts: list[Any]) -> bool:
-    """Whether points come in the order of the sampler."""
+    """Return whether points come in the order of the sampler."""
     loaders = [part for part in parts if isinstance(part, DataLoader) and any(s is sampler for s in _samplers(part))]
     return bool(loaders) and all(
         type(loader.batch_sampler) in (BatchSampler, type(None)) and getattr(loader, "in_order", True)
@@ -171,13 +147,13 @@ def _samplers(loader: DataLoader[Any]) -> list[Any]:
 
 
 def _divides(part: Any) -> bool:
-    """Whether this is one of Accelerate's shards of several processes."""
+    """Return whether this is one of Accelerate's shards of several processes."""
     several = getattr(part, "num_processes", 1)
     return type(part).__module__.startswith("accelerate") and isinstance(several, int) and several > 1
 
 
 def _length(batch: Any) -> int | None:
-    """Number of points of a batch as a loader gives it: that of its first tensor or list of texts."""
+    """Return the number of points of a batch as a loader gives it: that of its first tensor or list of texts."""
     if is_texts(batch):
         return len(batch)
     if isinstance(batch, Tensor):
@@ -187,7 +163,7 @@ def _length(batch: Any) -> int | None:
 
 
 def _selected(batch: Any, rows: Tensor) -> Any:
-    """Some points of a batch, ``rows`` (B,) boolean."""
+    """Return some points of a batch, ``rows`` (B,) boolean."""
     if is_texts(batch):
         return [text for text, wanted in zip(batch, rows.tolist(), strict=True) if wanted]
     if isinstance(batch, Tensor):

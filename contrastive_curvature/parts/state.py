@@ -53,7 +53,7 @@ class Origin:
     rounding: float = 1e-3
 
     def same(self, other: Origin) -> bool:
-        """Whether both hold the same points, with the outputs of the same encoder up to rounding."""
+        """Return whether both hold the same points, with the outputs of the same encoder up to rounding."""
         if (self.n, self.targets) != (other.n, other.targets):
             return False
         near = max(self.rounding, other.rounding) * max(self.norm, other.norm)
@@ -61,7 +61,7 @@ class Origin:
         return all(abs(a - b) <= near for a, b in zip(mine, theirs, strict=True))
 
     def same_points(self, other: Origin) -> bool:
-        """Whether both surely hold the same points; ``False`` where that is unknown."""
+        """Return whether both surely hold the same points; ``False`` where that is unknown."""
         if not self.extremes or len(self.extremes) != len(other.extremes) or not self.same(other):
             return False
         # Numbers along a direction and norms take turns, and the former vary by about their size.
@@ -131,13 +131,13 @@ class State:
         return [index for index in range(self.count) if index not in self.origins]
 
     def to(self, device: torch.device) -> State:
-        """The same on a device; numbers of points stay on the CPU."""
+        """Return the same on a device; numbers of points stay on the CPU."""
         sums = {name: part.to(device) for name, part in self.sums.items()}
         kept = {name: rows.to(device) for name, rows in self.kept.items()}
         return replace(self, sums=sums, kept=kept, classes=None if self.classes is None else self.classes.to(device))
 
     def merge(self, other: State) -> State:
-        """The state of both together.
+        """Return the state of both together.
 
         Raises:
             InputError: They are of other data, another encoder or other options, of another kind, or have a part in
@@ -159,7 +159,7 @@ class State:
 
     @staticmethod
     def merged(states: Iterable[State]) -> State:
-        """All states as one, see :func:`merged`."""
+        """Merge all states into one, see :func:`merged`."""
         return merged(states)
 
     def save(self, path: Path | str) -> None:
@@ -176,11 +176,7 @@ class State:
         return load_state(path)
 
     def check_complete(self) -> None:
-        """Refuse to go on without a part.
-
-        Raises:
-            InputError: A part is missing.
-        """
+        """Refuse to go on without a part."""
         missing = self.missing
         if missing:
             wanted = f"all {self.count} parts"
@@ -189,7 +185,7 @@ class State:
 
 
 def merged(states: Iterable[State]) -> State:
-    """All states as one.
+    """Merge all states into one.
 
     Args:
         states: At least one.
@@ -217,11 +213,7 @@ def merged(states: Iterable[State]) -> State:
 
 
 def check_fit_together(first: State, second: State) -> None:
-    """Refuse two states that are not of one fit.
-
-    Raises:
-        InputError: They differ in anything that they should share, or share a part.
-    """
+    """Refuse two states that are not of one fit."""
     if first.kind != second.kind:
         raise InputError(expected("states", f"all of one kind, {first.kind!r}", f"{second.kind!r}"))
     if first.count != second.count:
@@ -244,15 +236,7 @@ def check_fit_together(first: State, second: State) -> None:
 
 
 def check_identity(state: State, identity: Mapping[str, str]) -> None:
-    """Refuse a state of another fit.
-
-    Args:
-        state: Of parts.
-        identity: Of this fit.
-
-    Raises:
-        InputError: They differ.
-    """
+    """Refuse a state of another fit."""
     for name in dict.fromkeys([*state.identity, *identity]):
         mine, other = identity.get(name), state.identity.get(name)
         if mine != other:
@@ -261,7 +245,7 @@ def check_identity(state: State, identity: Mapping[str, str]) -> None:
 
 
 def digest_of(state: State) -> str:
-    """A short text that is the same for the same data, encoder and options, in whatever order parts were merged."""
+    """Return a short text that is the same for the same data, encoder and options, in any order of merging."""
     origins = {index: (origin.n, origin.targets) for index, origin in sorted(state.origins.items())}
     text = json.dumps([dict(sorted(state.identity.items())), origins, state.count])
     return hashlib.sha256(text.encode()).hexdigest()[:16]

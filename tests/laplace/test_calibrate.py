@@ -209,7 +209,7 @@ def test_fits_that_add_up_keep_a_sample_of_both(pairs: str) -> None:
     la = Laplace(body(), "contrastive", "last_layer", "diag", backend_kwargs={"pairs": pairs})
     la.fit(training(0))
     la.fit(training(1), override=False)
-    rows = la._known.sample.features.rows
+    rows = la._known.sample.features.columns["features"]
     x = torch.cat([x for seed in (0, 1) for x, _ in training(seed)])
     truth = body()[:3](x).detach()
     torch.testing.assert_close(rows.sort(0).values, truth.sort(0).values)
@@ -574,7 +574,7 @@ def test_a_fit_draws_the_same_features_and_leaves_torchs_generator_alone() -> No
         state = torch.get_rng_state()
         la.fit(list(zip(x.split(size), y.split(size), strict=True)))
         assert torch.equal(torch.get_rng_state(), state)
-        rows.append(la._known.sample.features.rows.sort(0).values)
+        rows.append(la._known.sample.features.columns["features"].sort(0).values)
     assert len(rows[0]) == 2000
     torch.testing.assert_close(*rows)
 

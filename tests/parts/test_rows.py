@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from contrastive_curvature.errors import InputError
-from contrastive_curvature.fit.feature_sample import FeatureSample
 from contrastive_curvature.parts import RowCollector, Rows
 from contrastive_curvature.parts.rows import point_keys
 
@@ -132,9 +131,6 @@ def test_rows_of_other_shapes_are_refused_by_name(device: str) -> None:
     parts = [Rows(None, torch.tensor([k]), {"x": torch.zeros(1, 2 + k, device=device)}) for k in range(2)]
     with pytest.raises(InputError, match="loader: x: expected one shape"):
         parts[0].merged(parts[1])
-    other = Rows(None, torch.tensor([5]), {"y": torch.zeros(1, 2, device=device)})
-    with pytest.raises(InputError, match=r"loader: x: .* got nothing"):
-        parts[0].merged(other)
 
 
 def test_nothing_merges_with_everything(device: str) -> None:
@@ -147,28 +143,3 @@ def test_nothing_merges_with_everything(device: str) -> None:
     empty = RowCollector(0)
     empty.add(torch.arange(4), {"value": torch.zeros(4, device=device)})
     assert len(empty.rows()) == 0
-
-
-@given(
-    n=st.integers(1, 60), cuts=st.lists(st.integers(0, 60), max_size=4), room=st.integers(1, 20), known=st.booleans()
-)
-def test_features_of_many_parts_take_no_more_room_than_those_of_one(
-    n: int, cuts: list[int], room: int, known: bool, device: str
-) -> None:
-    numbers, features = torch.arange(n), torch.randn(n, 3, dtype=torch.float64).to(device)
-
-    def sample(places: torch.Tensor) -> FeatureSample:
-        made = FeatureSample(3)
-        made.size = room
-        made.add(features[places.to(device)], numbers[places] if known else None)
-        return made
-
-    kept = [sample(part).kept() for part in numbers.tensor_split(sorted(min(cut, n) for cut in cuts)) if len(part)]
-    merged = kept[0]
-    for other in kept[1:]:
-        merged = other.merged(merged)
-    assert len(merged) == min(n, room)
-    if known:
-        wanted = sample(numbers).kept().in_order()
-        assert torch.equal(merged.in_order().numbers, wanted.numbers)
-        assert torch.equal(merged.in_order().columns["rows"], wanted.columns["rows"])

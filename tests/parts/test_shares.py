@@ -129,7 +129,7 @@ def test_large_shares_differ_in_their_outermost_points(device: str) -> None:
 
 def head(numbers: range | None, points: int | None = None, seen: int | None = None) -> Head:
     n = len(numbers or ()) if seen is None else seen
-    claim = None if numbers is None else Claim(len(numbers), sum_of_keys(numbers), points)
+    claim = None if numbers is None else Claim(len(numbers), sum_of_keys(torch.tensor(numbers)), points)
     return Head(Origin(n, 0, 0.0, float(n)), claim)
 
 
@@ -165,9 +165,9 @@ def test_heads_come_back_from_text(device: str) -> None:
 
 def test_sums_of_keys_wrap_around(device: str) -> None:
     numbers = torch.randperm(10_000, device=device)
-    assert sum_of_keys(numbers) == sum_of_keys(range(10_000))
-    assert sum_of_keys(range(0)) == 0
-    assert -(2**63) <= sum_of_keys(range(10_000)) < 2**63
+    assert sum_of_keys(numbers) == sum_of_keys(torch.arange(10_000))
+    assert sum_of_keys(torch.arange(0)) == 0
+    assert -(2**63) <= sum_of_keys(torch.arange(10_000)) < 2**63
 
 
 @pytest.mark.parametrize(
