@@ -62,7 +62,7 @@ _FIXES = tuple(map(PDFix, FIXES))
 
 
 def layer_table(backends: Iterable[str] = BACKENDS) -> str:
-    """Return Markdown, one row a kind of network: whether ``diag`` and ``full`` of all parameters are exact, and K-FAC."""
+    """Return Markdown, one row a kind of network: whether ``diag``, ``full`` and ``kron`` of all parameters are exact."""
     names = list(backends)
     lines = _header(["encoder with", *(f"`{name}`" for name in names)])
     for kind, description in NETWORKS.items():
