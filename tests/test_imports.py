@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,6 @@ import pytest
 import torch
 from fresh import ROOT, run
 from packaging.version import Version
-
-from contrastive_curvature.host_imports import without_the_warning_of_jit
 
 PACKAGE = "contrastive_curvature"
 
@@ -184,25 +181,6 @@ def test_parts_for_optional_packages_bring_none_of_them() -> None:
     found, printed = run(PARTS)
     assert set(found) <= {PACKAGE, "click", "safetensors"}
     assert printed == ""
-
-
-def test_filters_that_change_meanwhile_are_kept() -> None:
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.simplefilter("always")
-        before = list(warnings.filters)
-        with without_the_warning_of_jit():
-            warnings.warn("`torch.jit.script` is deprecated. Use another.", FutureWarning, stacklevel=1)
-            warnings.warn("`torch.jit.script` is deprecated. Use another.", UserWarning, stacklevel=1)
-            warnings.simplefilter("error", ResourceWarning)
-        assert [warning.category for warning in shown] == [UserWarning]
-        assert warnings.filters[1:] == before
-        assert warnings.filters[0][2] is ResourceWarning
-        # A user's own filter of this message is not taken away.
-        warnings.filterwarnings("ignore", r"`torch\.jit\.script` is deprecated", FutureWarning)
-        before = list(warnings.filters)
-        with without_the_warning_of_jit():
-            pass
-        assert list(warnings.filters) == before
 
 
 def test_import_works_where_warnings_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,9 +64,6 @@ _PROOFS = 4
 _TILE_POINTS = 2048
 """Of a tile of cross terms, where points are small: the pairs of a tile are held too."""
 
-Columns = Callable[[slice], tuple[Tensor, Tensor]]
-"""Cotangents ``v`` (K, n, D) and their signs (K, n) of the points in some rows."""
-
 _disproven: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """Parameters of encoders that a later batch of a fit used in another way than the first, for the next fit."""
 
@@ -97,16 +94,10 @@ class LayerwisePullback(ModulePullback):
         self._example: Inputs | None = None
         self.by_func: set[int] = set()
         self.general: ModulePullback | None = None
-        self._values_kept = False
         self._kinds: list[str] | None = None
         self._running = _without_backward_hooks(encoder)
         self._random = random.Random(0)
         self._runs, self._trusted = 0, False
-
-    def keep_values(self) -> None:
-        """See :meth:`ModulePullback.keep_values`; from then on, everything is computed there."""
-        super().keep_values()
-        self._values_kept = True
 
     def forward(self, x: Inputs) -> tuple[Tensor, Any]:
         """See :meth:`Pullback.forward`."""
@@ -116,7 +107,7 @@ class LayerwisePullback(ModulePullback):
 
     def block_term(self, context: Any, blocks: Blocks, structure: Structure) -> Tensor:
         """See :meth:`Pullback.block_term`; the diagonal without a Jacobian of the network."""
-        if structure is not Structure.DIAG or self._values_kept:
+        if structure is not Structure.DIAG:
             return super().block_term(context, blocks, structure)
 
         def compute() -> Tensor:
@@ -135,7 +126,7 @@ class LayerwisePullback(ModulePullback):
     def curvature(self, context: Any, hessian: OutputHessian, structure: Structure) -> Tensor:
         """See :meth:`Pullback.curvature`; in one tile, blocks and cross terms share their backward passes."""
         n = len(hessian)
-        diagonal = structure is Structure.DIAG and hessian.coupled and n > 0 and not self._values_kept
+        diagonal = structure is Structure.DIAG and hessian.coupled and n > 0
         shared = _shared_columns(hessian) if diagonal and n <= self.tile_size(structure, hessian.z.shape[1]) else None
         if shared is None:
             return super().curvature(context, hessian, structure)
@@ -157,7 +148,7 @@ class LayerwisePullback(ModulePullback):
 
     def cross_term(self, rows_context: Any, columns_context: Any, cross: CrossBlocks, structure: Structure) -> Tensor:
         """See :meth:`Pullback.cross_term`; the diagonal without a Jacobian of the network."""
-        if structure is not Structure.DIAG or self._values_kept:
+        if structure is not Structure.DIAG:
             return super().cross_term(rows_context, columns_context, cross, structure)
         if not all(cross.shape):
             return cross.u_rows.new_zeros(self.n_params)
@@ -202,8 +193,6 @@ class LayerwisePullback(ModulePullback):
             hint = "Was a parameter frozen, added or replaced since the variances were computed?"
             wanted = f"the {variance.numel()} trainable parameters that have variances"
             raise InputError(expected("model", wanted, f"{self.n_params} of them", hint))
-        if self._values_kept:
-            return super().output_covariance(context, variance)
         dim = self.encoder.dim
         own = self.split(variance)
 
@@ -229,7 +218,7 @@ class LayerwisePullback(ModulePullback):
 
     def tile_size(self, structure: Structure, dim: int) -> int:
         """See :meth:`Pullback.tile_size`; for diagonals as many points as one graph may have."""
-        if structure is not Structure.DIAG or self._values_kept or (self.layouts is None and self._example is None):
+        if structure is not Structure.DIAG or (self.layouts is None and self._example is None):
             return super().tile_size(structure, dim)
         with _gradients():
             layouts = self._layouts_of(self._example)
