@@ -9,9 +9,7 @@ one position; elsewhere a few at a time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from itertools import repeat
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -56,27 +54,35 @@ class Part(ABC):
 
     def cross(self, left: Tensor, right_part: Part, right: Tensor, blocks: CrossBlocks) -> Tensor:
         """Return the diagonal of ``sum_ij J_i^T H_ij J_j``, from gradients of the D axes at both sides."""
-        out = left.new_zeros(self.size)
-        if right is left:
-            for entries, jacobian in self.jacobians(left):
-                out[entries] += _dot(jacobian, blocks.matmul(jacobian))
-            return out
-        points = max(left.shape[1], right.shape[1])
-        sides = self.jacobians(left, points), right_part.jacobians(right, points)
-        for (entries, a), (_, b) in zip(*sides, strict=True):
-            out[entries] += _dot(a, blocks.matmul(b))
-        return out
+        return self._bilinear(left, right_part, right, blocks.matmul)
 
     def weighted(self, left: Tensor, right_part: Part, right: Tensor, weight: Tensor) -> Tensor:
         """Return ``sum_kij weight_ij (J_i^T v_ki) (J_j^T v_kj)`` (size,), from gradients of K columns at both sides."""
-        out = left.new_zeros(self.size)
+
+        def product(b: Tensor) -> Tensor:
+            return (weight @ b.flatten(1)).view(len(weight), *b.shape[1:])
+
         # Small chunks: they are read four times.
-        points = max(left.shape[1], right.shape[1]) * (_CHUNK_ELEMENTS // _CACHE_ELEMENTS)
-        others: Iterator[Any] = repeat(None) if right is left else iter(right_part.jacobians(right, points))
-        for (entries, a), other in zip(self.jacobians(left, points), others, strict=False):
-            b = a if other is None else other[1]
-            out[entries] += ((weight @ b.flatten(1)).view_as(a).mul_(a)).sum((0, 1))
+        return self._bilinear(left, right_part, right, product, finer=_CHUNK_ELEMENTS // _CACHE_ELEMENTS)
+
+    def _bilinear(
+        self, left: Tensor, right_part: Part, right: Tensor, product: Callable[[Tensor], Tensor], finer: int = 1
+    ) -> Tensor:
+        out = left.new_zeros(self.size)
+        points = finer * max(left.shape[1], right.shape[1])
+        for entries, a, b in self._together(left, right_part, right, points):
+            out[entries] += (a * product(b)).sum((0, 1))
         return out
+
+    def _together(
+        self, left: Tensor, right_part: Part, right: Tensor, points: int
+    ) -> Iterator[tuple[Entries, Tensor, Tensor]]:
+        """Yield Jacobians of the same entries at both sides, which may be the same object."""
+        if right is left:
+            yield from ((entries, a, a) for entries, a in self.jacobians(left, points))
+            return
+        sides = self.jacobians(left, points), right_part.jacobians(right, points)
+        yield from ((entries, a, b) for (entries, a), (_, b) in zip(*sides, strict=True))
 
     def covariance(self, b: Tensor, variance: Tensor) -> Tensor:
         """Return ``J_i diag(variance) J_i^T``, shape (n, K, K), for variances (size,)."""
@@ -314,39 +320,17 @@ class EmbeddingPart(Part):
             entries = (chosen.unsqueeze(1) * width + torch.arange(width, device=b.device)).flatten()
             yield entries, jacobian.transpose(1, 2).flatten(2)
 
-    def cross(self, left: Tensor, right_part: Part, right: Tensor, blocks: CrossBlocks) -> Tensor:
-        """See :meth:`Part.cross`."""
-        if right is left or not isinstance(right_part, EmbeddingPart):
-            return super().cross(left, right_part, right, blocks)
-        out = left.new_zeros(self.size)
-        for entries, a, b in self._together(left, right_part, right):
-            out[entries] += _dot(a, blocks.matmul(b))
-        return out
-
-    def weighted(self, left: Tensor, right_part: Part, right: Tensor, weight: Tensor) -> Tensor:
-        """See :meth:`Part.weighted`."""
-        if right is left or not isinstance(right_part, EmbeddingPart):
-            return super().weighted(left, right_part, right, weight)
-        out = left.new_zeros(self.size)
-        for entries, a, b in self._together(left, right_part, right):
-            out[entries] += _dot(a, (weight @ b.flatten(1)).view_as(a))
-        return out
-
     def _together(
-        self, left: Tensor, right_part: EmbeddingPart, right: Tensor
+        self, left: Tensor, right_part: Part, right: Tensor, points: int
     ) -> Iterator[tuple[Entries, Tensor, Tensor]]:
-        """Yield Jacobians of two sets of points, of the tokens that both have."""
+        """See :meth:`Part._together`; of the tokens that both sides have."""
+        if right is left or not isinstance(right_part, EmbeddingPart):
+            yield from super()._together(left, right_part, right, points)
+            return
         both = self._token.unique()
         both = both[torch.isin(both, right_part._token)]
-        points = max(self._points, right_part._points)
         sides = self._jacobians_of(left, both, points), right_part._jacobians_of(right, both, points)
-        for (entries, a), (_, b) in zip(*sides, strict=True):
-            yield entries, a, b
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``sum_nd a_ndk b_ndk``."""
-    return (a * b).sum((0, 1))
+        yield from ((entries, a, b) for (entries, a), (_, b) in zip(*sides, strict=True))
 
 
 def _sum_of_outer(b: Tensor, a: Tensor) -> Tensor:

@@ -365,7 +365,7 @@ def carries(
     # A hook, such as those of a module that BackPACK extended, may keep what belongs to the user's own backward pass.
     hooked = any(users_hooks(m) or m._backward_hooks or m._backward_pre_hooks for m in model.modules())
     try:
-        with torch.set_grad_enabled(not hooked), _attributes_kept(model):
+        with torch.set_grad_enabled(not hooked):
             out = passes()
             found = out is not None and not _has_gradient(model, out, direction_only)
         del out
@@ -382,19 +382,6 @@ def carries(
     with torch.no_grad(), evaluation_mode(model), eager(model):
         run()
     return found
-
-
-@contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Remove attributes that a run gives the modules, such as the tensors that BackPACK's extensions keep of it."""
-    before = {module: set(vars(module)) for module in model.modules()}
-    try:
-        yield
-    finally:
-        for module, names in before.items():
-            for name in set(vars(module)) - names:
-                with suppress(AttributeError):  # another thread was faster
-                    delattr(module, name)
 
 
 @contextmanager

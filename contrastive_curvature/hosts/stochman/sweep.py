@@ -175,7 +175,7 @@ class StochManPullback(LayerwisePullback):
 
     def block_term(self, context: Any, blocks: Blocks, structure: Structure) -> Tensor:
         """See :meth:`Pullback.block_term`."""
-        if structure is not Structure.DIAG or self._values_kept or not len(context):
+        if structure is not Structure.DIAG or not len(context):
             return super().block_term(context, blocks, structure)
         found, _ = self._planned(context).run(context, lambda rows: blocks[rows].dense())
         out = blocks.u.new_zeros(self.n_params)
