@@ -231,10 +231,9 @@ class EmbeddingDistribution:
         the nearest centre over that to the second, and ``r_t`` its mean in training, where each input is left out of
         its own centre. Without a typical norm, and without class centres, these factors are 1.
         """
-        # Finite numbers whose quotient overflows make NaN; such an output may point anywhere.
-        tangential = self.tangential_variance.nan_to_num(nan=torch.inf, posinf=torch.inf)
         between = None if self._class_centres is None else self._class_centres.factor(self.raw_mean)
-        return turning_angle(tangential, unit("raw_mean", self.raw_mean)[1], self._typical_norm, between)
+        norm = unit("raw_mean", self.raw_mean)[1]
+        return turning_angle(self.tangential_variance, norm, self._typical_norm, between)
 
     @property
     @_of_valid_rows

@@ -82,8 +82,9 @@ class Spread:
         if bool(((total - radial < -rounding) | (radial < -rounding)).any()):
             received = f"u^T V u = {float(radial.min()):.3g}, tr V - u^T V u = {float((total - radial).min()):.3g}"
             raise InputError(expected("covariance", "a positive semidefinite matrix", received))
-        # The quotient first: the square of a tiny or huge norm underflows or overflows.
-        return ((total - radial).clamp(min=0) * (scale / norm).square()).to(u.dtype)
+        # The quotient first, because squares of norms underflow or overflow; and zero times infinity would be NaN.
+        square = (scale / norm).square().clamp(max=torch.finfo(torch.float64).max)
+        return ((total - radial).clamp(min=0) * square).to(u.dtype)
 
     def direction(self, mean: Tensor) -> Tensor:
         """Return mean directions, shape (B, D)."""

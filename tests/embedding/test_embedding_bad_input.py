@@ -214,9 +214,32 @@ def test_no_spread_has_no_angle_and_no_slope() -> None:
     assert bool((torch.autograd.grad(angle.sum(), z)[0] == 0).all())
 
 
-def test_an_output_that_may_point_anywhere() -> None:
-    z = torch.tensor([[1e-20, 1e-20]])
-    assert float(cc.EmbeddingDistribution(z, variance=torch.ones(1, 2)).uncertainty) == pytest.approx(torch.pi / 2)
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 1e-20), (torch.float64, 1e-300)])
+def test_an_output_that_may_point_anywhere(dtype: torch.dtype, size: float) -> None:
+    z = torch.full((1, 2), size, dtype=dtype)
+    for variance in (torch.ones_like(z), torch.full_like(z, 1e30)):
+        found = cc.EmbeddingDistribution(z, variance=variance, typical_norm=1.0)
+        assert float(found.uncertainty) == pytest.approx(torch.pi / 2)
+    along = cc.EmbeddingDistribution(torch.tensor([[size, 0.0]], dtype=dtype), variance=torch.eye(2, dtype=dtype)[:1])
+    assert float(along.uncertainty) == 0
+
+
+def test_a_covariance_that_only_the_tangent_shows_to_be_none() -> None:
+    """Those of the library's own posteriors are not decomposed, but no angle comes of a negative variance."""
+    for covariance in ([[1.0, 5.0], [5.0, 1.0]], [[1.0, -5.0], [-5.0, 1.0]]):
+        found = cc.EmbeddingDistribution.trusted(torch.ones(1, 2), covariance=torch.tensor([covariance]))
+        refused(lambda found=found: found.uncertainty, "covariance", "positive semidefinite")
+
+
+def test_a_joint_covariance_names_the_inputs_that_are_not_finite() -> None:
+    joint = torch.eye(B * D)
+    joint[D : 2 * D] = joint[:, D : 2 * D] = INF
+    with pytest.raises(cc.InputError, match=r"joint_covariance.*rows \[1\]"):
+        cc.EmbeddingDistribution.trusted(mean(), joint_covariance=joint)
+    between = torch.eye(B * D)
+    between[0, D] = between[D, 0] = NAN
+    with pytest.raises(cc.InputError, match=r"rows \[0, 1\]"):
+        cc.EmbeddingDistribution.trusted(mean(), joint_covariance=between)
 
 
 @pytest.mark.parametrize(
