@@ -62,7 +62,7 @@ _FIXES = tuple(map(PDFix, FIXES))
 
 
 def layer_table(backends: Iterable[str] = BACKENDS) -> str:
-    """Return Markdown, one row a kind of network: whether ``diag``, ``full`` and ``kron`` of all parameters are exact."""
+    """Return Markdown, one row a kind of network: whether ``diag``, ``full`` and ``kron`` of all weights are exact."""
     names = list(backends)
     lines = _header(["encoder with", *(f"`{name}`" for name in names)])
     for kind, description in NETWORKS.items():

@@ -146,8 +146,7 @@ def squared_euclidean_distance(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, prox
         Distances >= 0, shape (B, C), in squared units of the concentrations.
 
     Raises:
-        InputError: If a shape disagrees, a direction is zero or not finite, or a concentration is negative
-            or not finite.
+        InputError: A shape disagrees, a direction is zero, or a number is not finite or negative.
 
     Source: the law of cosines, before Eq. 44.
     """
@@ -186,8 +185,7 @@ def bhattacharyya_distance(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, proxy_ka
         Distances (in nats), shape (B, C): >= 0, and 0 for equal distributions, up to rounding.
 
     Raises:
-        InputError: If a shape disagrees, a direction is zero or not finite, or a concentration is negative
-            or not finite.
+        InputError: A shape disagrees, a direction is zero, or a number is not finite or negative.
 
     Source: Eq. 29.
     """
@@ -213,8 +211,7 @@ def expected_likelihood_distance(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, pr
         Distances (in nats), shape (B, C).
 
     Raises:
-        InputError: If a shape disagrees, a direction is zero or not finite, or a concentration is negative
-            or not finite.
+        InputError: A shape disagrees, a direction is zero, or a number is not finite or negative.
 
     Source: Eq. 35.
     """
@@ -240,8 +237,7 @@ def kl_distance(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, proxy_kappa: Tensor
         Divergences (in nats), shape (B, C): >= 0, and 0 for equal distributions, up to rounding.
 
     Raises:
-        InputError: If a shape disagrees, a direction is zero or not finite, or a concentration is negative
-            or not finite.
+        InputError: A shape disagrees, a direction is zero, or a number is not finite or negative.
 
     Source: Eq. 38, with the mean ``A(kappa) mu`` inserted.
     """
@@ -269,8 +265,7 @@ def kl_distance_printed(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, proxy_kappa
         Numbers (in nats) of either sign, shape (B, C).
 
     Raises:
-        InputError: If a shape disagrees, a direction is zero or not finite, or a concentration is negative
-            or not finite.
+        InputError: A shape disagrees, a direction is zero, or a number is not finite or negative.
 
     Source: Eq. 39.
     """

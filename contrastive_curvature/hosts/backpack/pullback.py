@@ -41,18 +41,11 @@ class BackPackPullback(LayerwisePullback):
         encoder: The analysed encoder.
 
     Raises:
-        UnsupportedError: BackPACK does not know a layer or a setting of it, or a parameter is used twice (the message
-            names the layer), or the parameters are in half precision.
+        UnsupportedError: BackPACK does not know a layer or a setting of it, or a parameter is used twice; the message
+            names the layer.
     """
 
     def __init__(self, encoder: Encoder) -> None:
-        low = {p.dtype for p in encoder.parameters()} & {torch.float16, torch.bfloat16}
-        if low:
-            msg = (
-                f"backend BackPACK: parameters in {low.pop()}, while the output Hessian is computed in float32. Call "
-                "model.float() first."
-            )
-            raise UnsupportedError(msg)
         if encoder.normalizes_inside:
             msg = f"backend BackPACK: the encoder ends in a function (F.normalize), which the host cannot see. {ADVICE}"
             raise UnsupportedError(msg)
@@ -68,9 +61,6 @@ class BackPackPullback(LayerwisePullback):
 
     def forward(self, x: Inputs) -> tuple[Tensor, Any]:
         """See :meth:`Pullback.forward`; the context is the batch itself."""
-        if isinstance(x, Mapping):
-            msg = f"backend BackPACK: a batch that is a mapping; the host's layers take one tensor. {ADVICE}"
-            raise UnsupportedError(msg)
         z, context = super().forward(x)
         with torch.no_grad():
             self._compare(x, z)
@@ -125,11 +115,14 @@ class BackPackPullback(LayerwisePullback):
         size = max(1, pullback.JACOBIAN_ELEMENTS // max(1, dim * max(self._width, 1, *gradients)))
         return [slice(k, min(k + size, n)) for k in range(0, n, size)]
 
-    def _compare(self, x: Tensor, z: Tensor) -> None:
+    def _compare(self, x: Inputs, z: Tensor) -> None:
         """Compare outputs and products with autograd's on the first batch.
 
         BackPACK sees layers only. Where a hook changes something, every Jacobian would be that of another function.
         """
+        if isinstance(x, Mapping):
+            msg = f"backend BackPACK: a batch that is a mapping; the host's layers take one tensor. {ADVICE}"
+            raise UnsupportedError(msg)
         # Outputs that are not finite are refused by the code that takes them.
         if self._agrees or not z.numel() or not bool(z.isfinite().all()):
             return
