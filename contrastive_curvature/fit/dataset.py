@@ -30,7 +30,6 @@ from contrastive_curvature.losses.contrastive import ContrastiveLoss
 from contrastive_curvature.losses.sampled_data import (
     MANY_POINTS,
     NEGATIVE_SAMPLES,
-    check_samplable,
     needs_points,
     sampled_hessian,
     sampled_unasked,
@@ -114,8 +113,6 @@ class DatasetFit(Problem):
     def first_pass(self, reader: Reader, *, everything: bool = False) -> Sums:
         """Return numbers and sums of the classes, and all points, or a sample of them."""
         loss, options = self.loss, self.options
-        if not everything and isinstance(options.negative_samples, int):
-            check_samplable(loss, self.structure)
         size, inputs = (None, False) if everything else self._kept()
         self.record, classes, points = PassRecord(), ClassSums(limited=False), RowCollector(size)
         labelled, n = True, 0
@@ -139,7 +136,6 @@ class DatasetFit(Problem):
         loss, relation, n = self.loss, self.options.relation, statistics.n
         samples = samples_of(self.options, n)
         if not keeps and samples is not None and needs_points(loss):
-            check_samplable(loss, self.structure)
             # Kronecker factors leave the cross terms out, which a sample does not give.
             loss = without_cross_terms(loss)
         if not n:

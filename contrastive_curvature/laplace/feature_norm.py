@@ -40,7 +40,7 @@ class LastLayerDiagonalForm(DiagonalForm):
         if result.features is None or len(result.features) < _FEWEST_POINTS:
             return
         weight, bias = (*la._posterior_parameters(), None)[:2]
-        correlation = norm_correlation(result.features.rows, weight, bias, la.H)
+        correlation = norm_correlation(result.features.columns["features"], weight, bias, la.H)
         if correlation > _MOST_CORRELATION:
             msg = (
                 f"The variance that hessian_structure='diag' gives the training points has a rank correlation of "

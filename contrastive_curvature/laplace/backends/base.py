@@ -32,7 +32,7 @@ from contrastive_curvature.fit.dataset import DatasetFit, expected_points, sampl
 from contrastive_curvature.fit.finite import check_finite
 from contrastive_curvature.fit.loop import DatasetCurvature, Problem, fit, mean_norm, second_pass
 from contrastive_curvature.fit.lowrank import curvature_product, leading_eigenpairs
-from contrastive_curvature.fit.options import CurvatureOptions, check_mc_samples
+from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.readers import Batch, Reader, as_batch, labelled_batch
 from contrastive_curvature.fit.structured import BlockSampler, structured_curvature
 from contrastive_curvature.fit.subset import HessianSubset, anchor_subset, subset_hessian
@@ -148,14 +148,7 @@ class ContrastiveBackend(GGNInterface, ABC):
         self._encoder: Encoder | None = None
 
     def encoder(self, probe: Inputs) -> Encoder:
-        """The analysed encoder; analysed at the first call.
-
-        Args:
-            probe: A batch to run once.
-
-        Returns:
-            The encoder.
-        """
+        """Return the encoder, analysed with a batch at the first call."""
         if self._encoder is None:
             model = self.model
             few = slice_inputs(probe, slice(0, 8))
@@ -184,7 +177,7 @@ class ContrastiveBackend(GGNInterface, ABC):
         return SubnetworkPullback(self.all_parameters(encoder), indices)
 
     def pullback(self, probe: Inputs) -> Pullback:
-        """The pullback to this backend's parameters, at their present values."""
+        """Return the pullback to this backend's parameters, at their present values."""
         encoder = self.encoder(probe)
         if self.last_layer:
             # One linear layer has closed forms, which leave nothing to a host.
@@ -196,20 +189,20 @@ class ContrastiveBackend(GGNInterface, ABC):
         return self.subnetwork_parameters(encoder, self.subnetwork_indices.to(next(encoder.parameters()).device))
 
     def diag(self, x: Inputs, y: Tensor, N: int | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Loss and unclamped diagonal (P,) that a batch adds to the estimate for N points."""
+        """Return loss and unclamped diagonal (P,) that a batch adds to the estimate for N points."""
         return self._batch(x, y, N, Structure.DIAG)
 
     def full(self, x: Inputs, y: Tensor, N: int | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Loss and unclamped matrix (P, P) that a batch adds to the estimate for N points."""
+        """Return loss and unclamped matrix (P, P) that a batch adds to the estimate for N points."""
         return self._batch(x, y, N, Structure.FULL)
 
     def kron(self, x: Inputs, y: Tensor, N: int | None = None, **kwargs: Any) -> tuple[Tensor, Kron]:
-        """Loss and Kronecker factors that a batch adds to the estimate for N points."""
+        """Return loss and Kronecker factors that a batch adds to the estimate for N points."""
         loss, factors = self._batch(x, y, N, Structure.KRON)
         return loss, Kron(factors)
 
     def jacobians(self, x: Inputs, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
-        """Jacobians (B, D, P) of the raw outputs with respect to this backend's parameters, and the outputs (B, D)."""
+        """Return Jacobians (B, D, P) of the raw outputs in this backend's parameters, and the outputs (B, D)."""
         if enable_backprop and not self.keeps_graph:
             msg = f"enable_backprop=True: {type(self).__name__} keeps no graph. Use backend=ContrastiveGGN."
             raise UnsupportedError(msg)
@@ -224,11 +217,11 @@ class ContrastiveBackend(GGNInterface, ABC):
             return pullback.vjp(context, axes), z
 
     def last_layer_jacobians(self, x: Inputs, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
-        """The same as :meth:`jacobians`, which already knows whether this is a last-layer backend."""
+        """Do the same as :meth:`jacobians`, which already knows whether this is a last-layer backend."""
         return self.jacobians(x, enable_backprop)
 
     def gradients(self, x: Inputs, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Refused: a pair loss has no gradient per point.
+        """Refuse: a pair loss has no gradient per point.
 
         Raises:
             UnsupportedError: Always.
@@ -285,7 +278,7 @@ class ContrastiveBackend(GGNInterface, ABC):
         }
 
     def fit(self, loader: Iterable[Any], structure: Structure, progress: bool | None = None) -> DatasetCurvature:
-        """Unclamped curvature of a data set, times its scale.
+        """Return the unclamped curvature of a data set, times its scale.
 
         Inside an initialised ``torch.distributed`` process group, every process gives its share of the data, and all
         get the curvature of all of it.
@@ -330,21 +323,20 @@ class ContrastiveBackend(GGNInterface, ABC):
     def _fit_alone(
         self, encoder: Encoder, pullback: Pullback, loader: Any, structure: Structure, progress: Progress
     ) -> DatasetCurvature:
-        """The curvature of all data of a loader, in this process."""
+        """Return the curvature of all data of a loader, in this process."""
         reader = self._reader(loader)
         if not self._compares_all:
             return fit(self._problem(encoder, pullback, structure, progress), reader)
-        options = self.options
+        options, sampled = self.options, self._problem(encoder, pullback, structure, progress)
         if samples_of(options, expected_points(loader)) is not None:
             # A sample of the candidates makes it a sum over points in any order.
-            sampled = DatasetFit(encoder, pullback, structure, options, progress)
             statistics = sampled.first_pass(reader)
             if samples_of(options, statistics.n) is not None:
                 sampled.begin(statistics)
                 return sampled.finish(second_pass(sampled, reader)[0])
         data = self._anchors(encoder, reader, progress)
         if samples_of(options, len(data.z)) is not None:
-            return fit(DatasetFit(encoder, pullback, structure, options, progress), reader)
+            return fit(sampled, reader)
         tell_samples(options, len(data.z))
         return fit(AllCandidatesFit(encoder, pullback, structure, options, progress, data), reader)
 
@@ -356,19 +348,7 @@ class ContrastiveBackend(GGNInterface, ABC):
         statistics: State | None,
         progress: bool | None,
     ) -> State:
-        """One of the two passes over a part of the data.
-
-        Args:
-            loader: The batches of the part.
-            structure: ``diag``, ``full`` or ``kron``.
-            part: Index of the part and number of all parts.
-            statistics: Of all parts, for the second pass; ``None`` for the first.
-            progress: Whether to show progress bars; ``None`` shows them from the tenth second on.
-
-        Raises:
-            InputError: See :meth:`fit`; or the statistics lack a part, or are of other options.
-            UnsupportedError: The fit does not come in parts.
-        """
+        """Return what a pass over a part of the data finds: the second one, with the statistics of all parts."""
         self.check_parts()
         identity = self.identity(structure)
         if statistics is not None:
@@ -385,17 +365,7 @@ class ContrastiveBackend(GGNInterface, ABC):
     def fit_of_parts(
         self, structure: Structure, statistics: State, curvature: State, probe: Inputs
     ) -> DatasetCurvature:
-        """The curvature of a data set from what :meth:`fit_part` gave for all its parts.
-
-        Args:
-            structure: ``diag``, ``full`` or ``kron``.
-            statistics: Of the first pass, merged.
-            curvature: Of the second pass, merged.
-            probe: A batch of inputs.
-
-        Raises:
-            InputError: A part is missing, or the states are of other options, another encoder or other data.
-        """
+        """Return the curvature of a data set from what :meth:`fit_part` gave for all its parts."""
         self.check_parts()
         identity = self.identity(structure)
         check_identity(statistics, identity)
@@ -409,11 +379,7 @@ class ContrastiveBackend(GGNInterface, ABC):
         return self.at_data_scale(out)
 
     def check_parts(self) -> None:
-        """Refuse options with which a fit does not come in parts.
-
-        Raises:
-            UnsupportedError: Every part would have to know all others.
-        """
+        """Refuse options with which every part of the data would have to know all others."""
         if self._compares_all and not isinstance(self.options.negative_samples, int):
             msg = (
                 f"candidates='dataset' in parts: every anchor of {type(self.loss).__name__} is compared with "
@@ -422,7 +388,7 @@ class ContrastiveBackend(GGNInterface, ABC):
             raise UnsupportedError(msg)
 
     def fit_lowrank(self, loader: Iterable[Any], progress: bool | None = None) -> DatasetCurvature:
-        """Leading eigenvectors (P, R) and eigenvalues (R,) over all pairs of a data set, times its scale.
+        """Return the leading eigenvectors (P, R) and eigenvalues (R,) over all pairs of a data set, times its scale.
 
         Args:
             loader: Batches, always in the same order; of a shuffling ``DataLoader`` the data set in its own order.
@@ -456,7 +422,7 @@ class ContrastiveBackend(GGNInterface, ABC):
         return DatasetCurvature((vectors, scale * values), scale * loss, scale * cost, n, None, norm, classes)
 
     def matvec(self, loader: Iterable[Any], v: Tensor) -> Tensor:
-        """``J^T H J v`` over all pairs of a data set, unclamped, times its scale; no matrix is formed.
+        """Return ``J^T H J v`` over all pairs of a data set, unclamped, times its scale; no matrix is formed.
 
         Args:
             loader: Batches, always in the same order; of a shuffling ``DataLoader`` the data set in its own order.
@@ -478,7 +444,7 @@ class ContrastiveBackend(GGNInterface, ABC):
     def fit_subset(
         self, loader: Iterable[Any], size: int, seed: int = 0, progress: bool | None = None
     ) -> tuple[HessianSubset, Tensor, Tensor, int]:
-        """Some points of a data set, with a square root of their output Hessian, times the data set's scale.
+        """Draw points of a data set, with a square root of their output Hessian, times the data set's scale.
 
         Args:
             loader: Batches.
@@ -515,13 +481,13 @@ class ContrastiveBackend(GGNInterface, ABC):
         return replace(subset, factor=scale**0.5 * subset.factor), scale * loss, scale * cost, points.n
 
     def eig_lowrank(self, data_loader: Iterable[Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """The host's form of :meth:`fit_lowrank`: eigenvectors, eigenvalues and loss."""
+        """Return the host's form of :meth:`fit_lowrank`: eigenvectors, eigenvalues and loss."""
         out = self.fit_lowrank(data_loader)
         vectors, values = out.curvature
         return vectors, values, out.loss
 
     def _batch(self, x: Inputs, y: Tensor, n_data: int | None, structure: Structure) -> tuple[Tensor, Any]:
-        """Loss and curvature that a batch of a data set of ``n_data`` points stands for."""
+        """Return loss and curvature that a batch of a data set of ``n_data`` points stands for."""
         options, loss = self.options, self.loss
         with evaluation_mode(self.model), torch.no_grad():
             pullback = self.pullback(x)
@@ -541,12 +507,8 @@ class ContrastiveBackend(GGNInterface, ABC):
         return scaled.loss, scaled.curvature
 
     def sampler(self, structure: Structure) -> BlockSampler | None:
-        """Return what ``mc_samples`` asks for, with the seed 0; ``None`` for exact blocks.
-
-        Raises:
-            UnsupportedError: The structure has no such estimate.
-        """
-        check_mc_samples(self.options.mc_samples, self.loss.coupled, structure)
+        """Return what ``mc_samples`` asks for, with the seed 0; ``None`` for exact blocks."""
+        self.options.check_structure(structure)
         return None if self.options.mc_samples is None else BlockSampler(self.options.mc_samples)
 
     @property
@@ -562,12 +524,10 @@ class ContrastiveBackend(GGNInterface, ABC):
         progress: Progress,
         part: tuple[int, int] | None = None,
     ) -> Problem:
-        """The loss over the data that the options ask for."""
-        check_mc_samples(self.options.mc_samples, self.loss.coupled, structure)
-        if self.options.together == "dataset":
-            kind: type[Problem] = DatasetFit
-        else:
-            kind = BatchFit if isinstance(self.loss, PairLoss) else AnchorFit
+        """Return the loss over the data that the options ask for."""
+        self.options.check_structure(structure)
+        in_batches: type[Problem] = BatchFit if isinstance(self.loss, PairLoss) else AnchorFit
+        kind = DatasetFit if self.options.together == "dataset" else in_batches
         return kind(encoder, pullback, structure, self.options, progress, part)
 
     def _reader(self, loader: Any, part: int = 0) -> Reader:
@@ -583,7 +543,7 @@ class ContrastiveBackend(GGNInterface, ABC):
     def _all_points(
         self, encoder: Encoder, pullback: Pullback, reader: Reader, progress: Progress
     ) -> tuple[OutputHessian | AnchorData, ClassCentres | None]:
-        """The Hessian at the outputs of a whole data set, in the order of its reader."""
+        """Return the Hessian at the outputs of a whole data set, in the order of its reader."""
         if isinstance(self.loss, PairLoss):
             problem = DatasetFit(encoder, pullback, Structure.DIAG, self.options, progress)
             points = problem.points(problem.first_pass(reader, everything=True), keeps=True)
@@ -597,7 +557,7 @@ class ContrastiveBackend(GGNInterface, ABC):
 
     @contextmanager
     def _ready(self, loader: Iterable[Any]) -> Iterator[tuple[Encoder, Pullback]]:
-        """The encoder in evaluation mode, and the pullback."""
+        """Give the encoder in evaluation mode, and the pullback."""
         # An encoder that is analysed already may have a part of the data without a point.
         probe = {} if self._encoder is not None else self._probe(loader)
         with evaluation_mode(self.model), torch.no_grad():
@@ -609,11 +569,7 @@ class ContrastiveBackend(GGNInterface, ABC):
         raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
 
     def _check_products(self) -> None:
-        """Refuse products with the Hessian of all points where a sample does not give them.
-
-        Raises:
-            UnsupportedError: It has cross terms, or is of a loss of anchors.
-        """
+        """Refuse products with the Hessian of all points where a sample does not give them."""
         if samples_of(self.options) is None:
             return
         if not isinstance(self.loss, PairLoss):
@@ -632,7 +588,7 @@ class ContrastiveBackend(GGNInterface, ABC):
         return n / 2 if mean else 1.0
 
     def at_data_scale(self, out: DatasetCurvature) -> DatasetCurvature:
-        """Times N / 2 where the loss is a mean over pairs, so that it grows with the data; see :meth:`fit`."""
+        """Multiply by N / 2 where the loss is a mean over pairs, so that it grows with the data; see :meth:`fit`."""
         scale = self._data_scale(out.n)
         if isinstance(out.curvature, Tensor):
             scaled: Any = scale * out.curvature
