@@ -118,7 +118,7 @@ def compare(run: Finished, seed: int, n_samples: int) -> list[dict[str, Any]]:
 def predict(la: Any, z: Tensor, phi: Tensor) -> EmbeddingDistribution:
     """What ``la(x)`` gives, from features that are there already."""
     with torch.no_grad():
-        return calibration.predict(la, Features(z, phi)).relative_to(la.typical_norm, la.class_centres)
+        return calibration.judged(la, *la.observe(Features(z, phi))).relative_to(la.typical_norm, la.class_centres)
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:

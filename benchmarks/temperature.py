@@ -23,7 +23,6 @@ from benchmarks.transfer.fitted import DEFAULT, Fitted
 from benchmarks.transfer.leave_out import family
 from benchmarks.transfer.script import judge_files
 from contrastive_curvature import metrics
-from contrastive_curvature.laplace.sampling import sampled_weights
 
 RULES: dict[str, Callable[[float, int, float], float]] = {
     "L / N": lambda loss, n, _: loss / n,
@@ -59,13 +58,13 @@ def judge(content: FeatureFile, seed: int = 0) -> dict[str, Any]:
     fitted = Fitted(content)
     la = fitted.posterior(DEFAULT)
     loss, n = float(la.cost), int(la.n_data)
-    gamma = la.form.effective_parameters(la, la.prior_precision / la._H_factor)
+    gamma = la.effective_parameters(la.prior_precision / la.likelihood_factor)
     features, labels = _some(content, seed)
     encoder, (dim, width) = fitted.encoder, content.weight.shape
     moves = []
     with torch.no_grad():
         mean = encoder(features)
-        for weights in sampled_weights(la, NETWORKS, torch.Generator().manual_seed(seed)):
+        for weights in la.sampled_weights(NETWORKS, torch.Generator().manual_seed(seed)):
             for sample in weights - la.mean:
                 matrix, *bias = sample.split([dim * width, dim])
                 moves.append(features @ matrix.view(dim, width).T + bias[0])

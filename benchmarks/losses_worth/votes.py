@@ -10,7 +10,6 @@ from torch import Tensor
 from benchmarks.losses_worth.encoder import Encoder
 from contrastive_curvature import metrics
 from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.laplace.sampling import sampled_weights
 
 __all__ = ["FACTORS", "vote_figures"]
 
@@ -64,7 +63,7 @@ def _moves(la: Any, features: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, T
     with torch.no_grad():
         mean = la.model(features)
         # Likelihood and prior are both over the temperature, so the same draws serve all temperatures.
-        for weights in sampled_weights(la, NETWORKS, torch.Generator().manual_seed(0)):
+        for weights in la.sampled_weights(NETWORKS, torch.Generator().manual_seed(0)):
             for sample in weights - la.mean:
                 matrix, bias = sample.split([dim * width, dim])
                 out.append(features @ matrix.view(dim, width).T + bias)

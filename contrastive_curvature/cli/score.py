@@ -90,7 +90,7 @@ def score(
 
 def is_calibrated(la: Any) -> bool:
     """Whether predictions of a saved posterior have p-values."""
-    return la._known.calibration is not None
+    return la.known.calibration is not None
 
 
 def _checked_alpha(console: Console, folder: Path, given: float | None) -> float | None:

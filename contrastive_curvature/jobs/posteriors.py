@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
-from contrastive_curvature.laplace.parts import PartwiseFit
+from contrastive_curvature.laplace.fitting import FittedPosterior
 from contrastive_curvature.network.digest import encoder_digest
 from contrastive_curvature.network.inputs import slice_inputs
 
 __all__ = ["Posterior", "identity_of", "made", "posterior_digest"]
 
-Posterior = PartwiseFit | Callable[[], Any]
+Posterior = FittedPosterior | Callable[[], Any]
 
 _PROBE = 8
 
@@ -28,11 +28,11 @@ def made(posterior: Any, argument: str = "posterior") -> Any:
         InputTypeError: It is neither.
     """
     # A posterior is callable, too.
-    if not isinstance(posterior, PartwiseFit) and not callable(posterior):
+    if not isinstance(posterior, FittedPosterior) and not callable(posterior):
         wanted = "a posterior of likelihood='contrastive', or a function that makes one"
         raise InputTypeError(expected(argument, wanted, f"a {type(posterior).__name__}"))
-    la = posterior if isinstance(posterior, PartwiseFit) else posterior()
-    if not isinstance(la, PartwiseFit):
+    la = posterior if isinstance(posterior, FittedPosterior) else posterior()
+    if not isinstance(la, FittedPosterior):
         hint = "laplace.Laplace(encoder, likelihood='contrastive', ...) makes one."
         wanted = "a function that returns a posterior of likelihood='contrastive'"
         raise InputTypeError(expected(argument, wanted, f"one that returns a {type(la).__name__}", hint))

@@ -1,6 +1,6 @@
 """Parameter curvature -> Laplace posterior -> embedding distribution, inside laplace-torch."""
 
-from contrastive_curvature.laplace.advice import DefaultPriorWarning, LabelWarning
+from contrastive_curvature.laplace.advice import DefaultPriorWarning, FeatureNormWarning, LabelWarning
 from contrastive_curvature.laplace.base import ContrastiveLaplace
 from contrastive_curvature.laplace.classes import (
     ContrastiveDiagLaplace,
@@ -13,7 +13,6 @@ from contrastive_curvature.laplace.classes import (
     ContrastiveKronLLLaplace,
     ContrastiveLowRankLaplace,
 )
-from contrastive_curvature.laplace.feature_norm import FeatureNormWarning
 from contrastive_curvature.laplace.kron_lowrank import ContrastiveKronLowRankLLLaplace
 from contrastive_curvature.laplace.registry import register, unregister
 from contrastive_curvature.laplace.towers import TwoTowerLaplace

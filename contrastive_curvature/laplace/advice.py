@@ -1,14 +1,31 @@
-"""Warnings of what is legal and rarely meant: labels of one class, a label of -1, a prior that nobody chose."""
+"""Warnings of what is legal and rarely meant: labels of one class or -1, a prior nobody chose, a score of norms."""
 
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import torch
+from scipy.stats import spearmanr
 from torch import Tensor
+from torch.nn.functional import linear
 
-__all__ = ["DefaultPriorWarning", "LabelRange", "LabelWarning", "advise_on_labels", "advise_on_prior"]
+from contrastive_curvature.hessian.sphere import normalize
+from contrastive_curvature.network.last_layer import diag_last_layer_variance
+
+__all__ = [
+    "DefaultPriorWarning",
+    "FeatureNormWarning",
+    "LabelRange",
+    "LabelWarning",
+    "advise_on_labels",
+    "advise_on_norms",
+    "norm_correlation",
+]
+
+_MOST_CORRELATION = 0.93
+
+_FEWEST_POINTS = 100
+"""With fewer points a rank correlation is too uncertain."""
 
 
 class DefaultPriorWarning(UserWarning):
@@ -19,20 +36,19 @@ class LabelWarning(UserWarning):
     """Labels of a fit are all of one class, or -1 (often "no class"); or those of an evaluation were not in the fit."""
 
 
-class LabelRange:
-    """Smallest and largest class label that a fit has read.
+class FeatureNormWarning(UserWarning):
+    """The variance of a diagonal last-layer posterior says little more than the norm of the features."""
 
-    Attributes:
-        low: Smallest label, on the device of the labels; ``None`` before the first one.
-        high: Largest label.
-    """
+
+class LabelRange:
+    """Smallest and largest class label that a fit has read, on the device of the labels."""
 
     def __init__(self) -> None:
         self.low: Tensor | None = None
         self.high: Tensor | None = None
 
     def note(self, labels: Tensor | None) -> None:
-        """Take note of the labels of a batch; what are no class labels is left alone."""
+        """Take note of the labels of a batch; targets that are no class labels are left alone."""
         if labels is None or labels.is_floating_point() or labels.is_complex() or labels.layout != torch.strided:
             return
         if labels.ndim != 1 or not len(labels):
@@ -45,7 +61,7 @@ class LabelRange:
         self.high = high if self.high is None else torch.maximum(self.high, high)
 
     def joined(self, earlier: LabelRange) -> LabelRange:
-        """That of this fit and an earlier one; without labels where one of them has none."""
+        """Return the range of this fit and an earlier one; without labels where one of them has none."""
         out = LabelRange()
         if self.low is not None and earlier.low is not None:
             for fit in (self, earlier):
@@ -55,12 +71,7 @@ class LabelRange:
 
 
 def advise_on_labels(seen: LabelRange, everything: LabelRange) -> None:
-    """Warn of the labels of a fit; called by ``fit``.
-
-    Args:
-        seen: What it has read.
-        everything: The same with what the fits that it adds to had read.
-    """
+    """Warn of the labels that a fit has read, where ``everything`` has those of the fits that it adds to, too."""
     if seen.low is None:
         return
     low = int(seen.low)
@@ -80,18 +91,37 @@ def advise_on_labels(seen: LabelRange, everything: LabelRange) -> None:
         warnings.warn(msg, LabelWarning, stacklevel=3)
 
 
-def advise_on_prior(la: Any) -> None:
-    """Warn once of a prediction with a prior precision that nobody chose; called by ``la(x)`` and by samples of it.
+def advise_on_norms(phi: Tensor, weight: Tensor, bias: Tensor | None, diagonal: Tensor) -> None:
+    """Warn where a diagonal posterior gives training points little more than the norm of their features.
 
-    Args:
-        la: A fitted posterior.
+    Features that are not negative and strongly correlated, as pooled activations are, give the sum over independent
+    weights about the same value as the squared norm (``docs/defaults.md``).
     """
-    if la._prior_chosen or la._advised_on_prior:
+    if len(phi) < _FEWEST_POINTS:
         return
-    la._advised_on_prior = True
-    msg = (
-        "la(x): the prior precision is still 1.0, as before the fit, which suits no encoder: kappa and uncertainty may "
-        "be off by orders of magnitude. Call la.optimize_prior_precision() after la.fit(loader), or set "
-        "la.prior_precision yourself."
-    )
-    warnings.warn(msg, DefaultPriorWarning, stacklevel=3)
+    correlation = norm_correlation(phi, weight, bias, diagonal)
+    if correlation > _MOST_CORRELATION:
+        msg = (
+            f"The variance that hessian_structure='diag' gives the training points has a rank correlation of "
+            f"{correlation:.3f} with the norm of their features: the score says little more than that norm, which "
+            "is often larger where the encoder is sure. Use the default structure, hessian_structure="
+            "'kron_lowrank', which sees correlations between features."
+        )
+        warnings.warn(msg, FeatureNormWarning, stacklevel=6)
+
+
+@torch.no_grad()
+def norm_correlation(phi: Tensor, weight: Tensor, bias: Tensor | None, diagonal: Tensor) -> float:
+    """Return the rank correlation of the variance across the mean direction with the norm of features (N, F).
+
+    The layer has ``weight`` (D, F) and ``bias`` (D,); the prior precision is the mean of the clamped ``diagonal`` (P,)
+    of the curvature, so that the result is free of the scale of the loss. NaN where one of the two is constant.
+    """
+    variance = 1 / (diagonal + diagonal.mean())
+    u = normalize(linear(phi, weight, bias))[0]
+    across = (diag_last_layer_variance(phi, variance, len(weight)) * (1 - u.square())).sum(1)
+    with warnings.catch_warnings():
+        # Of constant numbers, which SciPy warns of.
+        warnings.simplefilter("ignore")
+        found = spearmanr(across.double().cpu().numpy(), phi.double().norm(dim=1).cpu().numpy())
+    return float(found.statistic)

@@ -1,16 +1,16 @@
-"""What all contrastive Laplace classes share: options, fitting over all pairs of a data set, predictions, the prior.
+"""The base of all contrastive Laplace classes: options, predictions, the prior, saving; :mod:`.fitting` has the fit.
 
-laplace-torch's classes keep the posterior precision, sampling, the marginal likelihood and the prior; this class stands
-in front of them and replaces what assumes a sum over points or a softmax.
+laplace-torch's classes keep the posterior precision, sampling and the marginal likelihood; this class stands in front
+of them and replaces what assumes a sum over points or a softmax.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, Self
 
 import torch
 from laplace.utils.enums import Likelihood, LinkApprox, PredType
@@ -21,30 +21,42 @@ from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.fit.class_centres import ClassCentres
-from contrastive_curvature.fit.loop import DatasetCurvature
 from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.laplace import calibration, fitting, prediction, sampling, saving, tuning
-from contrastive_curvature.laplace.advice import LabelRange, advise_on_labels, advise_on_prior
+from contrastive_curvature.laplace import calibration, prediction
+from contrastive_curvature.laplace.advice import DefaultPriorWarning, LabelRange
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend, ContrastiveGGN
-from contrastive_curvature.laplace.forms import CurvatureForm
-from contrastive_curvature.laplace.invalid import no_rows, with_nan_rows
-from contrastive_curvature.laplace.options import CONTRASTIVE, arguments_by_name, check_arguments, check_options
-from contrastive_curvature.laplace.parts import PartwiseFit
-from contrastive_curvature.laplace.posterior import CheckedPosterior
-from contrastive_curvature.laplace.prior import PriorMethod
-from contrastive_curvature.laplace.shareable import Shareable
-from contrastive_curvature.laplace.state_values import owned
+from contrastive_curvature.laplace.checks import check_prior
+from contrastive_curvature.laplace.fitting import FittedPosterior
+from contrastive_curvature.laplace.options import CONTRASTIVE, arguments_by_name, check_options
+from contrastive_curvature.laplace.prior import (
+    PriorMethod,
+    RetrievalCriterion,
+    make_grid,
+    parse_method,
+    search_grid,
+    set_information,
+)
+from contrastive_curvature.laplace.state import (
+    KNOWN_BACKENDS,
+    check_settings,
+    check_shapes,
+    check_state,
+    loaded_calibration,
+    loaded_classes,
+    owned,
+    refuse,
+    saved_calibration,
+    saved_classes,
+)
 from contrastive_curvature.network.call import refuse_compiled
-from contrastive_curvature.network.inputs import Inputs
-from contrastive_curvature.network.loader import check_loader, check_model
+from contrastive_curvature.network.encoder import at_least_float32, evaluation_mode, weight_norms
+from contrastive_curvature.network.inputs import Inputs, input_length
+from contrastive_curvature.network.loader import check_model
+from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.options import Structure
-
-if TYPE_CHECKING:
-    pass
+from contrastive_curvature.progress import Progress
 
 __all__ = ["ContrastiveLaplace"]
-
-_log = logging.getLogger("contrastive_curvature")
 
 _NO_HALF = (
     "In half precision a kernel between points loses the digits that a curvature needs. Call model.float() first; or "
@@ -52,8 +64,11 @@ _NO_HALF = (
     "is."
 )
 
+_PIECES = 20
+"""Parts that samples are computed in, so that the speed is known after the first of them."""
 
-class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
+
+class ContrastiveLaplace(FittedPosterior):
     """A laplace-torch class for the posterior of a contrastive encoder.
 
     Args:
@@ -86,15 +101,6 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
         UnsupportedError: The combination has no correct answer.
     """
 
-    structure: ClassVar[Structure]
-    form: ClassVar[CurvatureForm]
-    takes_rank: ClassVar[bool] = False
-    sketches_inputs: ClassVar[bool] = False
-    keeps_features: ClassVar[bool] = False
-
-    H: Any
-    _backend: ContrastiveBackend | None
-
     def __init__(
         self,
         model: nn.Module,
@@ -114,138 +120,52 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
             refuse_compiled(model)
         kwargs = arguments_by_name(type(self), args, kwargs)
         backend, backend_kwargs = kwargs.pop("backend", backend), kwargs.pop("backend_kwargs", backend_kwargs)
-        check_arguments(kwargs, torch.promote_types(next(model.parameters()).dtype, torch.float32))
-        self._temperature_given = "temperature" in kwargs
-        self.cost: Tensor | float = 0.0
-        self._curvature_options, self._own_options = check_options(
+        self.curvature_options, self._own_options = check_options(
             self.structure, backend, backend_kwargs, kwargs, self.takes_rank
         )
+        self.cost: Tensor | float = 0.0
         self.typical_norm: float | None = None
-        self._classes: ClassCentres | None = None
         self.H_raw: Any = None
         self.curvature_error: float | None = None
-        self._known = calibration.KnownInputs()
-        self._chooses_backend = backend is None
+        self.known = calibration.KnownInputs()
+        self.chooses_backend = backend is None
+        self._classes: ClassCentres | None = None
+        self._labels = LabelRange()
+        self._advised_on_prior = False
+        self._temperature_given = "temperature" in kwargs
         # laplace-torch knows no contrastive likelihood: of those it knows, regression adds the least of its own.
         super().__init__(
             model,
             Likelihood.REGRESSION,
             backend=backend or ContrastiveGGN,
-            backend_kwargs={**self._own_options, "options": self._curvature_options},
+            backend_kwargs={**self._own_options, "options": self.curvature_options},
             **kwargs,
         )
-        self._advised_on_prior = False
-        self._labels = LabelRange()
+        # laplace-torch's last-layer classes set these behind their checks.
+        for name in ("prior_precision", "prior_mean"):
+            if name in kwargs:
+                setattr(self, name, kwargs[name])
         self._prior_chosen = "prior_precision" in kwargs
         self.likelihood = CONTRASTIVE
+
+    @classmethod
+    def around(cls, encoder: nn.Module, probe: Inputs, **arguments: Any) -> Self:
+        """Return a posterior that holds an encoder which goes on training, in its mode, and no curvature yet."""
+        training = [(module, module.training) for module in encoder.modules()]
+        try:
+            la = cls(encoder, **arguments)
+            la._hold(encoder)
+            with evaluation_mode(la.model):
+                la.look_at(probe)
+        finally:
+            for module, mode in training:
+                module.training = mode
+        return la
 
     @property
     def _dtype(self) -> torch.dtype:
         """Of the posterior: that of the encoder, and float32 for one in half precision."""
         return torch.promote_types(super()._dtype, torch.float32)
-
-    @property
-    def backend(self) -> ContrastiveBackend:
-        """The curvature backend, constructed at first use."""
-        if self._backend is None:
-            self._backend = fitting.construct_backend(self)
-        return self._backend
-
-    @property
-    def class_centres(self) -> ClassCentres | None:
-        """Centres of the classes of training; ``None`` where there are no labels, one class, or too many classes."""
-        return self._classes if self._classes is not None and len(self._classes.labels) > 1 else None
-
-    @class_centres.setter
-    def class_centres(self, centres: ClassCentres | None) -> None:
-        self._classes = centres
-
-    def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool | None = None) -> None:
-        """Fit the posterior over all pairs of the data set (or inside its batches, with ``pairs="batch"``).
-
-        In an initialised ``torch.distributed`` process group (``torchrun``) every process gives its share of the data,
-        as a ``DistributedSampler`` does, and all get the same posterior, that of all the data.
-
-        Args:
-            train_loader: Batches ``(x, labels)`` or mappings; iterated several times, and may shuffle in between.
-            override: ``False`` adds to an earlier fit, as a further data set: pairs between the two are not formed.
-            progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on. A fit that will
-                take more than a minute says so before it starts, whatever this is.
-
-        Raises:
-            InputError: No data, one point, no positive pair, malformed batches, other data in the second pass, or a
-                curvature that is not finite; or the processes have different encoders or options, or shares of the
-                data that overlap or leave points out.
-            UnsupportedError: The encoder's raw outputs cannot be reached, the structure has no answer for the fix, or
-                the loader gives every process its own part of the data, and this is the only process.
-            ProcessError: The fit failed in another process, or that process has gone or does not fit. The posteriors of
-                all processes are as they were.
-        """
-        with fitting.in_all_processes(self, override=override is not False):
-            # First, as the labels of la.fit(x, labels) would be taken for override.
-            check_loader(train_loader)
-            validate.flag("override", override)
-            if progress_bar is not None:
-                validate.flag("progress_bar", progress_bar)
-            fitting.begin(self, train_loader)
-            self.backend.labels_seen = seen = LabelRange()
-            result = self.backend.fit(train_loader, self.structure, progress_bar)
-            everything = seen.joined(self._labels) if self.n_data and not override else seen
-            self._take(result, override=override)
-            # A share of the data may well have one class.
-            alone = fitting.is_alone(self)
-            self._labels = everything if alone else LabelRange()
-        if alone:
-            advise_on_labels(seen, everything)
-
-    def _take(self, result: DatasetCurvature, *, override: bool) -> None:
-        """Take the curvature of a fit, with all that a fit leaves besides it."""
-        earlier = 0 if override else self.n_data
-        classes = fitting.merged_classes(self._classes, result.classes) if earlier else result.classes
-        # Everything that can fail runs before the first assignment, so that a failed fit leaves the last one whole.
-        self.form.absorb(self, result, earlier)
-        loss, cost = (self.loss, float(self.cost)) if earlier else (0.0, 0.0)
-        sample = calibration.training_sample(self, result.features, earlier)
-        n, norm = result.n + earlier, None if result.typical_norm is None else float(result.typical_norm)
-        if earlier and norm is not None:
-            norm = None if self.typical_norm is None else (earlier * self.typical_norm + result.n * norm) / n
-        fitting.remember(self, result.loss + loss, float(result.cost) + cost, n, norm, classes)
-        self._known = replace(self._known, sample=sample)
-        self.curvature_error = result.error
-        if result.error is not None:
-            _log.info("the sampled negatives leave a relative standard error of %.2g in the curvature", result.error)
-
-    def set_curvature(self, result: DatasetCurvature) -> None:
-        """Take a curvature that was computed elsewhere, at the encoder's present weights, in place of ``fit``.
-
-        Args:
-            result: Unclamped curvature, loss, cost and number of points, in the form that the structure has. The
-                backend has analysed the encoder before.
-        """
-        self.form.absorb(self, result, 0)
-        fitting.remember(self, result.loss, float(result.cost), result.n, result.typical_norm, result.classes)
-        self._labels = LabelRange()
-        self.curvature_error = result.error
-
-    def measure_classes(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
-        """Take the centres of the classes of labelled inputs, which ``uncertainty`` compares embeddings with.
-
-        ``fit`` does this with the training data. Call it for a posterior that has none (:class:`OnlineLaplace`, ``gp``,
-        a state of an earlier version), or for the classes that will be searched where they are not those of training.
-
-        Args:
-            loader: Batches ``(x, labels)`` or mappings, with class labels; run over once.
-            progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
-
-        Raises:
-            NotFittedError: Before ``fit``.
-            InputError: The loader is empty, the labels are no class labels, there is one class only, or there are more
-                classes than :data:`~contrastive_curvature.fit.class_centres.MOST_NUMBERS` allows. Nothing has changed.
-        """
-        self.check_fitted()
-        if progress_bar is not None:
-            validate.flag("progress_bar", progress_bar)
-        self.class_centres = fitting.measured_classes(self, loader, progress_bar)
 
     def calibrate(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
         """Take known inputs to compare others with: afterwards ``la(x).p_value`` and ``la(x).is_known(alpha)`` hold.
@@ -321,6 +241,51 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
 
         return export(self, path, example, format=format, p_value=p_value, dynamic_axes=dynamic_axes)
 
+    def save_pretrained(self, folder: Path | str, *, overwrite: bool = False, **options: Any) -> Path:
+        """Write the posterior, of two towers both, to a folder to keep or to share: safetensors, JSON and a model card.
+
+        :func:`contrastive_curvature.load_pretrained` reads it back around the encoder, which is not in it. What is in
+        it is complete at every moment, also if the process is killed.
+
+        Args:
+            folder: The folder; missing parents are made.
+            overwrite: Whether a saved posterior that is there may be replaced.
+            **options: ``match``, ``example`` and what the model card says (``fitted_on``, ``encoder_source``,
+                ``license``, ``metrics``, ...), see :class:`~contrastive_curvature.pretrained.about.SaveOptions`.
+
+        Returns:
+            The folder.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputError: An option is malformed, the folder holds something already, or it cannot be written.
+            UnsupportedError: A posterior is of a class of your own, or has options that are no plain values.
+        """
+        # Imported when used, as it imports the classes of posteriors.
+        from contrastive_curvature.pretrained.save import save_pretrained
+
+        return save_pretrained(self, folder, overwrite=overwrite, **options)
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+        """Save and upload to the Hugging Face hub (``pip install 'contrastive-curvature[hub]'``).
+
+        Args:
+            repo_id: The repository, ``"user/name"``; it is made where there is none.
+            **options: ``private``, ``token``, ``revision``, ``create_pr`` and ``commit_message``, and the options of
+                :meth:`save_pretrained`, see :class:`~contrastive_curvature.pretrained.about.PushOptions`.
+
+        Returns:
+            Address of the upload.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputError: An option is malformed, or the hub refuses the upload.
+            UnsupportedError: ``huggingface_hub`` is not installed; or see :meth:`save_pretrained`.
+        """
+        from contrastive_curvature.pretrained.hub import push_to_hub
+
+        return push_to_hub(self, repo_id, **options)
+
     def state_dict(self) -> dict[str, Any]:
         """Everything the posterior needs besides the encoder: tensors, numbers and strings only.
 
@@ -328,7 +293,22 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
         made of them; ``"data"`` holds made-up inputs of the same types and shapes.
         """
         self.check_fitted()
-        state: dict[str, Any] = owned({**super().state_dict(), **saving.saved_parts(self)})
+        state: dict[str, Any] = owned(
+            {
+                **super().state_dict(),
+                "contrastive": self.plain_options(),
+                "H_raw": self.H_raw,
+                "cost": self.cost,
+                "temperature_given": self._temperature_given,
+                "backend": type(self.backend).__name__,
+                "encoder_norms": weight_norms(self.model),
+                "calibration": saved_calibration(self.known.calibration, self.keeps_features),
+                "typical_norm": self.typical_norm,
+                "class_centres": saved_classes(self._classes),
+                "curvature_error": self.curvature_error,
+                "prior_chosen": self._prior_chosen,
+            }
+        )
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -339,13 +319,58 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
 
         Raises:
             InputError: It belongs to another class, likelihood or options, a key is missing, or something in it has
-                another type or shape or cannot be right, as a negative curvature.
+                another type or shape.
         """
-        saving.load_state(self, state_dict, CONTRASTIVE)
+        check_state(state_dict, type(self).__name__, CONTRASTIVE, self.plain_options())
+        with self.unchanged_on_error():
+            self._prepare_to_load(state_dict)
+            like = at_least_float32(next(self.model.parameters()).detach())
+            self._load(state_dict, like)
+
+    def _load(self, state: dict[str, Any], like: Tensor) -> None:
+        """Take a state whose keys and options are checked; laplace-torch's own method assigns while it checks."""
+        if self.enable_backprop != state["enable_backprop"]:
+            msg = "enable_backprop: the state was saved with another value, which now holds."
+            warnings.warn(msg, UserWarning, stacklevel=3)
+        own = ContrastiveGGN if self.chooses_backend else self._backend_cls
+        if state["backend"] not in (*KNOWN_BACKENDS, own.__name__):
+            hint = "Where it is a backend of your own, construct this object with backend=... of it."
+            refuse("backend", f"one of {', '.join(KNOWN_BACKENDS)}", repr(state["backend"]), hint)
+        self._renew_backend()
+        check_settings(state, like, self.n_params, self._prior_mean_sizes() or set(), self._prior_sizes() or set())
+        clamped, raw = self.form.shapes(self.posterior_parameters(), self.n_weights, state)
+        check_shapes("H", state["H"], like, clamped)
+        check_shapes("H_raw", state["H_raw"], like, raw)
+        for name in (
+            "mean",
+            "loss",
+            "cost",
+            "n_data",
+            "n_outputs",
+            "typical_norm",
+            "curvature_error",
+            "enable_backprop",
+        ):
+            setattr(self, name, state[name])
+        self.prior_mean, self.prior_precision = state["prior_mean"], state["prior_precision"]
+        self.temperature, self._temperature_given = state["temperature"], state["temperature_given"]
+        self._prior_chosen = state["prior_chosen"]
+        self.model.output_size = self.n_outputs
+        self._set_curvature(*self.form.loaded(state))
+        self.known = self.known.anew(loaded_calibration(state["calibration"], self.keeps_features, like))
+        self._classes, self._labels = loaded_classes(state["class_centres"], self.n_outputs, like), LabelRange()
+        now, saved = weight_norms(self.model), state["encoder_norms"].to(like.device)
+        # The tolerance is for other precisions. The encoder's own weights may be loaded after this, so it is no error.
+        if saved.shape != now.shape or not torch.allclose(now, saved.to(now), rtol=1e-3, atol=1e-12):
+            msg = (
+                "The encoder has other weights than the one whose posterior is loaded, so predictions will be wrong. "
+                "Load the encoder's state_dict first: laplace-torch keeps it apart from the posterior's."
+            )
+            warnings.warn(msg, UserWarning, stacklevel=3)
 
     def plain_options(self) -> dict[str, Any]:
         """Return the options of the curvature as strings and numbers; of a relation only whether there is one."""
-        return {**self._curvature_options.plain(), **self._own_options}
+        return {**self.curvature_options.plain(), **self._own_options}
 
     def __call__(
         self,
@@ -399,27 +424,39 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
         if joint and diagonal_output:
             raise InputError(expected("joint, diagonal_output", "at most one of them", "both"))
         validate.choice("on_invalid", on_invalid, ("error", "nan"))
-        advise_on_prior(self)
+        self._advise_on_prior()
         kind = prediction.parse_pred_type(pred_type)
-        if on_invalid == "nan":
-            self.check_fitted()
+        if kind is PredType.NN and n_samples < 2:
+            hint = "A concentration is estimated from them."
+            raise InputError(expected("n_samples for pred_type='nn'", "at least 2 samples", n_samples, hint))
 
-            def predict(rows: Inputs) -> EmbeddingDistribution:
-                return self(rows, kind, joint, link_approx, n_samples, diagonal_output, generator)
+        def predict(rows: Inputs) -> EmbeddingDistribution:
+            if kind is PredType.NN:
+                found = EmbeddingDistribution.from_samples(self._joint_samples(rows, n_samples, generator, False))
+            elif joint or diagonal_output:
+                found = self._gaussian(rows, joint, diagonal_output)
+            else:
+                found = calibration.judged(self, *self.observe(rows))
+            return found.relative_to(self.typical_norm, self.class_centres)
 
-            def nothing() -> EmbeddingDistribution:
-                return no_rows(self, n_samples if kind is PredType.NN else None, joint, diagonal_output)
+        if on_invalid == "error":
+            return predict(x)
 
-            return with_nan_rows(self, predict, x, generator, nothing)
-        if kind is PredType.NN:
-            if n_samples < 2:
-                hint = "A concentration is estimated from them."
-                raise InputError(expected("n_samples for pred_type='nn'", "at least 2 samples", n_samples, hint))
-            samples = sampling.joint_samples(self, x, n_samples, generator, linearized=False)
-            return EmbeddingDistribution.from_samples(samples).relative_to(self.typical_norm, self.class_centres)
-        if joint or diagonal_output:
-            return self._gaussian(x, joint, diagonal_output).relative_to(self.typical_norm, self.class_centres)
-        return calibration.predict(self, x).relative_to(self.typical_norm, self.class_centres)
+        def nothing() -> EmbeddingDistribution:
+            mean = torch.empty(0, self.n_outputs, dtype=self.mean.dtype, device=self._device)
+            norms = mean.new_empty(0, dtype=torch.float64) if self.keeps_features else None
+            if kind is PredType.NN:
+                found = EmbeddingDistribution.from_samples(mean.expand(n_samples, -1, -1))
+            elif joint:
+                found = EmbeddingDistribution.trusted(mean, joint_covariance=mean.new_empty(0, 0))
+            elif diagonal_output:
+                found = EmbeddingDistribution.trusted(mean, variance=mean)
+            else:
+                covariance = mean.new_empty(0, self.n_outputs, self.n_outputs)
+                found = calibration.judged(self, EmbeddingDistribution.trusted(mean, covariance=covariance), norms)
+            return found.relative_to(self.typical_norm, self.class_centres)
+
+        return prediction.with_nan_rows(predict, x, generator, nothing)
 
     def functional_samples(
         self,
@@ -453,9 +490,9 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
         linearized = prediction.parse_pred_type(pred_type) is PredType.GLM
         validate.flag("joint", joint)
         validate.flag("diagonal_output", diagonal_output)
-        advise_on_prior(self)
+        self._advise_on_prior()
         if joint or not linearized:
-            return sampling.joint_samples(self, x, n_samples, generator, linearized)
+            return self._joint_samples(x, n_samples, generator, linearized)
         return self._gaussian(x, False, diagonal_output).raw_samples(n_samples, generator)
 
     def predictive_samples(
@@ -470,7 +507,7 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
         """Draw embeddings on the sphere: :meth:`functional_samples`, normalised. Shape (S, B, D)."""
         self.check_sampling(n_samples, generator)
         # Here, so that the warning names the line of the caller.
-        advise_on_prior(self)
+        self._advise_on_prior()
         raw = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, joint)
         return normalize(raw.flatten(0, 1))[0].view_as(raw)
 
@@ -483,7 +520,7 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
         init_prior_prec: float | Tensor = 1.0,
         prior_structure: str = "scalar",
         val_loader: Iterable[Any] | None = None,
-        loss: tuning.RetrievalCriterion | None = None,
+        loss: RetrievalCriterion | None = None,
         log_prior_prec_min: float = -4,
         log_prior_prec_max: float = 4,
         grid_size: int = 17,
@@ -502,7 +539,7 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
                 :func:`~contrastive_curvature.laplace.prior.average_information`; unless the object was constructed with
                 a temperature, that is set too, to ``2 L / (N + gamma)``, with ``L`` the ``cost`` of all N points and
                 the effective number ``gamma`` of parameters
-                (:mod:`~contrastive_curvature.laplace.effective`), so that sampled networks have
+                (:mod:`~contrastive_curvature.laplace.prior`), so that sampled networks have
                 at most about twice the loss of the trained one. ``"unit_information"``: the mean divided by the number
                 of points, the temperature left alone. ``"marglik"``: laplace-torch's maximisation of the marginal
                 likelihood. ``"gridsearch"``: minimise ``loss`` on ``val_loader``.
@@ -511,7 +548,7 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
             init_prior_prec: Start of ``"marglik"``.
             prior_structure: ``"scalar"``, ``"layerwise"`` or ``"diag"``.
             val_loader: Validation data of ``"gridsearch"``, batches ``(x, labels)``.
-            loss: Criterion of ``"gridsearch"``, :data:`~contrastive_curvature.laplace.tuning.RetrievalCriterion`; the
+            loss: Criterion of ``"gridsearch"``, :data:`~contrastive_curvature.laplace.prior.RetrievalCriterion`; the
                 default is the Brier score of 1-nearest-neighbour votes of sampled networks,
                 :func:`contrastive_curvature.metrics.retrieval_brier`.
             log_prior_prec_min: Lower end of the grid, as an exponent.
@@ -532,21 +569,62 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
         """
         self.check_sampling(n_samples, None)
         linearized = prediction.parse_pred_type(pred_type) is PredType.GLM
-        validate.flag("verbose", verbose)
-        validate.flag("progress_bar", progress_bar)
-        method = tuning.check_method(self, method, prior_structure, strength)
+        method = parse_method(method, prior_structure, strength, self.prior_structures)
         if method is PriorMethod.MARGLIK:
-            optimize = super().optimize_prior_precision
-            tuning.maximise_marginal_likelihood(
-                self, optimize, n_steps, lr, init_prior_prec, prior_structure, progress_bar
-            )
+            validate.count("n_steps", n_steps)
+            validate.number("lr", lr, positive=True)
+            check_prior("init_prior_prec", init_prior_prec, self._dtype, self._prior_sizes())
+            before = self.prior_precision
+            try:
+                super().optimize_prior_precision(
+                    PredType.GLM, "marglik", n_steps, lr, init_prior_prec, prior_structure, progress_bar=progress_bar
+                )
+            except BaseException as error:
+                self.prior_precision = before
+                if not isinstance(error, InputError):
+                    raise
+                wanted = "a maximisation that stays among positive finite numbers"
+                hint = "Use a smaller lr, or method='average_information'."
+                raise InputError(expected("lr, n_steps, init_prior_prec", wanted, f"({error})", hint)) from None
         elif method is PriorMethod.GRIDSEARCH:
-            grid = tuning.make_grid(log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base, self._dtype)
-            tuning.search_grid(self, grid, val_loader, prior_structure, loss, linearized, n_samples, progress_bar)
+            grid = make_grid(log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base, self._dtype)
+            search_grid(self, grid, val_loader, prior_structure, loss, linearized, n_samples, progress_bar)
         else:
-            tuning.set_information(self, method, prior_structure, strength)
+            set_information(self, method, prior_structure, strength, self._temperature_given)
         if verbose:
             tqdm.write(f"Prior precision: {self.prior_precision}")
+
+    def sampled_weights(self, n_samples: int, generator: torch.Generator | None) -> Iterator[Tensor]:
+        """Sampled weights in chunks of bounded size, each (S, P)."""
+        step = max(1, 2**26 // self.mean.numel())
+        for start in range(0, n_samples, step):
+            yield self.sample(min(step, n_samples - start), generator)
+
+    def _joint_samples(self, x: Inputs, n_samples: int, generator: torch.Generator | None, linearized: bool) -> Tensor:
+        """Return raw outputs (S, B, D) of S encoders with sampled weights."""
+        moved = prediction.moved_inputs(self.model, x, self._device)
+        context = self.sampling_context(moved)
+        progress, started, parts, done = Progress(False, prediction.FASTER), time.monotonic(), [], 0
+        for theta in self.sampled_weights(n_samples, generator):
+            for piece in theta.split(max(1, n_samples // _PIECES)):
+                parts.append(self.outputs_at(context, piece, linearized))
+                done += len(piece)
+                progress.extrapolate(started, done, n_samples, f"Outputs of {n_samples} sampled networks")
+        samples = torch.cat(parts)
+        prediction.check_outputs(moved, samples, self.n_outputs, sampled=True)
+        return samples
+
+    def _advise_on_prior(self) -> None:
+        """Warn once of a prediction with a prior precision that nobody chose."""
+        if self._prior_chosen or self._advised_on_prior:
+            return
+        self._advised_on_prior = True
+        msg = (
+            "la(x): the prior precision is still 1.0, as before the fit, which suits no encoder: kappa and uncertainty "
+            "may be off by orders of magnitude. Call la.optimize_prior_precision() after la.fit(loader), or set "
+            "la.prior_precision yourself."
+        )
+        warnings.warn(msg, DefaultPriorWarning, stacklevel=3)
 
     def _glm_predictive_distribution(
         self, X: Inputs, joint: bool = False, diagonal_output: bool = False
@@ -557,33 +635,51 @@ class ContrastiveLaplace(PartwiseFit, Shareable, CheckedPosterior):
             return out.raw_mean.flatten(), out.joint_covariance
         return out.raw_mean, out.variance if diagonal_output else out.covariance
 
-    def _gaussian(self, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistribution:
-        return prediction.gaussian(self, x, joint, diagonal)
+    def observe(self, x: Any) -> tuple[EmbeddingDistribution, Tensor | None]:
+        """Return the distribution of B embeddings, and the norms (B,) of the features, where they are known."""
+        return self._gaussian(x, False, False), None
 
-    def _sampling_context(self, x: Inputs) -> Any:
-        """What :meth:`_outputs_at` needs of a batch, computed once for all samples."""
+    def _gaussian(self, x: Any, joint: bool, diagonal: bool) -> EmbeddingDistribution:
+        """Return the Gaussian over raw outputs of the linearised encoder."""
+        x = prediction.moved_inputs(self.model, x, self._device)
+        if joint:
+            prediction.check_joint_size(input_length(x), self.n_outputs, self.n_weights)
+        if self.enable_backprop:
+            # The graph leads through every Jacobian, so all of them have to be kept.
+            jacobians, z = self.backend.jacobians(x, enable_backprop=True)
+            prediction.check_outputs(x, z, self.n_outputs)
+            if joint:
+                return EmbeddingDistribution.trusted(z, joint_covariance=self.functional_covariance(jacobians))
+            return prediction.distribution(z, self.functional_variance(jacobians), diagonal)
+        with evaluation_mode(self.model):
+            with torch.no_grad():
+                pullback = self.backend.pullback(x)
+                z, context = pullback.forward(x)
+            prediction.check_outputs(x, z, self.n_outputs)
+            if joint:
+                jacobians = prediction.jacobians_of_all(pullback, context, z)
+                return EmbeddingDistribution.trusted(z, joint_covariance=self.functional_covariance(jacobians))
+            of_weights = self.posterior_variance if self.structure is Structure.DIAG else None
+            if of_weights is not None and of_weights.requires_grad:
+                of_weights = None
+            parts = prediction.variances if diagonal else prediction.covariances
+            spread = torch.cat(list(parts(pullback, context, z, self.functional_variance, of_weights)))
+        if diagonal:
+            return EmbeddingDistribution.trusted(z, variance=spread)
+        return EmbeddingDistribution.trusted(z, covariance=spread)
+
+    def sampling_context(self, x: Inputs) -> Any:
+        """What :meth:`outputs_at` needs of a batch, computed once for all samples."""
         return x
 
-    def _outputs_at(self, context: Any, theta: Tensor, linearized: bool) -> Tensor:
-        """Raw outputs (S, B, D) at given weights (S, P)."""
-        return sampling.outputs_at(self, context, theta, linearized)
-
-    def _analyse(self, probe: Inputs) -> None:
-        """What must be known of the encoder before the backend exists; nothing where all parameters are."""
+    def outputs_at(self, context: Any, theta: Tensor, linearized: bool) -> Tensor:
+        """Raw outputs (S, B, D) at given weights (S, P), of the encoder or of its linearisation."""
+        with evaluation_mode(self.model), torch.set_grad_enabled(self.enable_backprop):
+            pullback = ModulePullback(self.backend.encoder(context))
+            if linearized:
+                moved = [pullback.jvp(context, sample - self.mean) for sample in theta]
+                return torch.stack([z + shift for z, shift in moved])
+            return torch.stack([pullback.outputs_at(context, sample) for sample in theta])
 
     def _prepare_to_load(self, state: Mapping[str, Any]) -> None:
-        """What must be known before a state can be checked; nothing where all parameters are."""
-
-    def _hold(self, encoder: nn.Module) -> None:
-        """Use this encoder; nothing where laplace-torch has not copied it."""
-
-    def _posterior_parameters(self) -> list[Tensor]:
-        """The parameters whose entries are the posterior's mean, in order."""
-        return list(self.params)
-
-    def _parameter_sizes(self) -> list[int]:
-        """Numbers of entries of the parts that a layerwise prior tells apart."""
-        return [p.numel() for p in self._posterior_parameters()]
-
-    def _encoder_dim(self) -> int:
-        return self.backend.encoder({}).dim
+        """Find out what must be known before a state can be checked; nothing where all parameters are."""

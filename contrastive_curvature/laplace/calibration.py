@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,23 +30,20 @@ from contrastive_curvature.embedding.known import (
 )
 from contrastive_curvature.embedding.spread import taken
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, expected
-from contrastive_curvature.laplace.confirmed import Confirmed
 from contrastive_curvature.laplace.features import Features
-from contrastive_curvature.laplace.fingerprint import (
-    Stamp,
-    encoder_fingerprint,
-    fingerprint,
-    same_encoder,
-    same_posterior,
-)
+from contrastive_curvature.laplace.prediction import check_outputs
 from contrastive_curvature.network.call import naming_the_input
+from contrastive_curvature.network.digest import encoder_fingerprint, same_encoder, state_tensors, summary, versions
 from contrastive_curvature.network.encoder import at_least_float32
-from contrastive_curvature.network.inputs import Inputs, check_inputs, input_length, is_texts, tokenized
+from contrastive_curvature.network.inputs import check_inputs, is_texts, tokenized
 from contrastive_curvature.network.loader import check_batches, check_whole
 from contrastive_curvature.parts.rows import Rows
 from contrastive_curvature.progress import Progress
 
-__all__ = ["Calibration", "KnownInputs", "calibrate", "calibrated_reference", "judged", "predict", "training_sample"]
+if TYPE_CHECKING:
+    from contrastive_curvature.laplace.base import ContrastiveLaplace
+
+__all__ = ["Calibration", "KnownInputs", "calibrate", "calibrated_reference", "TrainingSample", "judged"]
 
 _AT_ONCE = 256
 """Training inputs of one prediction: a covariance for each of them has D^2 numbers."""
@@ -58,30 +55,69 @@ _MOST_FITTED = 0.1
 """Share of the calibration inputs that may be of the fit. At this much, a share ``alpha`` of known inputs that is
 flagged grows by a ninth at most."""
 
-_CACHED = 2**17
-"""Features that are converted at once."""
+_OWN = 5
+"""Numbers of a posterior's fingerprint before those of the encoder."""
 
 _CALIBRATE = "Call la.calibrate(loader) with known inputs, best those that the encoder was not trained on."
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """Statistics of the calibration inputs, and the posterior that they belong to.
+@dataclass(frozen=True, eq=False)
+class Stamp:
+    """State of a posterior at a prediction, in what torch counts.
 
     Attributes:
-        reference: What p-values are computed from, on the posterior's device.
-        fingerprint: See :func:`.fingerprint`.
-        confirmed: The state in which the posterior was last seen to be that one.
+        fits: How often the curvature was set.
+        temperature: Temperature.
+        prior: Prior precision.
+        tensors: Parameters and saved buffers of the encoder; while they are held, no other tensor has their memory.
+        versions: How often torch saw the prior precision and each of them change, and where in memory they are.
     """
+
+    fits: int
+    temperature: float
+    prior: Tensor
+    tensors: tuple[Tensor, ...]
+    versions: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, la: ContrastiveLaplace) -> Stamp:
+        """Return the present state of a posterior."""
+        prior = la.prior_precision
+        tensors = tuple(tensor for _, tensor in state_tensors(la.model))
+        return cls(la.known.fits, la.temperature, prior, tensors, versions((prior, *tensors)))
+
+    def equals(self, now: Stamp) -> bool:
+        """Return whether the posterior is unchanged; the same prior precision may have been set once more."""
+        if (self.fits, self.temperature, self.versions[1:]) != (now.fits, now.temperature, now.versions[1:]):
+            return False
+        if now.prior is self.prior:
+            return now.versions[0] == self.versions[0]
+        return now.prior.shape == self.prior.shape and torch.equal(now.prior, self.prior)
+
+
+def _fingerprint(la: ContrastiveLaplace) -> Tensor:
+    """Return the numbers of temperature and prior precision, then those of the encoder: shape (9,), float64."""
+    temperature = torch.tensor([la.temperature], dtype=torch.float64)
+    return torch.cat([temperature, summary([la.prior_precision]), encoder_fingerprint(la.model)])
+
+
+def _same_posterior(first: Tensor, second: Tensor) -> bool:
+    """Return whether two fingerprints are of one posterior, up to the order of sums on another device."""
+    own = first.shape == second.shape and torch.allclose(first[:_OWN], second[:_OWN], rtol=1e-12, atol=0)
+    return own and same_encoder(first[_OWN:], second[_OWN:])
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Statistics of the calibration inputs, and the fingerprint of the posterior that they belong to."""
 
     reference: Reference
     fingerprint: Tensor
-    confirmed: Confirmed = field(default_factory=Confirmed, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """Features of some training inputs, and the encoder that they came from."""
+    """Features of some training inputs, and the fingerprint of their encoder."""
 
     features: Rows
     encoder: Tensor
@@ -89,13 +125,14 @@ class TrainingSample:
 
 @dataclass(frozen=True)
 class KnownInputs:
-    """What a posterior remembers of known inputs.
+    """Known inputs that a posterior remembers; replaced as a whole.
 
     Attributes:
-        fits: How often its curvature was set.
+        fits: How often the curvature was set.
         sample: Some inputs of ``fit``.
         training: Fingerprint of the posterior and components (m, K) of the sample under it.
-        calibration: What :func:`calibrate` left.
+        calibration: From :func:`calibrate`.
+        seen: State in which all weights were last seen to be those of the calibration.
         warned: Whether it has said that p-values without calibration are optimistic.
     """
 
@@ -103,10 +140,11 @@ class KnownInputs:
     sample: TrainingSample | None = None
     training: tuple[Tensor, Tensor] | None = None
     calibration: Calibration | None = None
+    seen: Stamp | None = None
     warned: bool = False
 
     def anew(self, calibration: Calibration | None = None) -> KnownInputs:
-        """What remains once the curvature is another."""
+        """Return what remains once the curvature is another."""
         return KnownInputs(fits=self.fits + 1, calibration=calibration, warned=self.warned)
 
 
@@ -118,14 +156,12 @@ class _Prediction:
         la: The posterior that made it.
         stamp: Its state then.
         feature_norm: Norms of the features, shape (B,).
-        confirmed: A calibration of which it is known that it is of that state.
         values: Components (B, K) of the embedding as it was predicted, where it has been rounded since.
     """
 
-    la: Any
+    la: ContrastiveLaplace
     stamp: Stamp
     feature_norm: Tensor | None
-    confirmed: Calibration | None = None
     values: Tensor | None = None
 
     def novelty(self, embedding: EmbeddingDistribution) -> Tensor:
@@ -171,56 +207,55 @@ class _Prediction:
         return components(embedding, None if norm is None else norm.to(embedding.raw_mean.device))
 
     def _reference(self, quiet: bool = False) -> Reference:
-        if not self.stamp.holds(self.la):
+        """Return the calibration, or the training inputs where there is none.
+
+        Raises:
+            InputError: The posterior has changed since the prediction.
+            NotFittedError: There is neither, or the calibration is of another posterior.
+        """
+        la, now = self.la, Stamp.of(self.la)
+        if not self.stamp.equals(now):
             wanted = "the posterior as it was when it made this prediction"
             received = "one with another curvature, prior precision, temperature or encoder"
             raise InputError(expected("p_value", wanted, received, "Call la(x) again."))
-        calibration: Calibration | None = self.la._known.calibration
-        if calibration is not None and calibration is self.confirmed:
-            # The look at all weights is for this prediction, which they made before.
-            return calibration.reference
-        reference = _reference_of(self.la, quiet, self.stamp)
-        self.confirmed = calibration
-        return reference
+        calibrated = calibrated_reference(la, now)
+        if calibrated is not None:
+            return calibrated
+        known = _training_components(la)
+        if known is None:
+            msg = (
+                "p_value: la is not calibrated, and has no inputs of its fit to compare with at the encoder's present "
+                f"weights. {_CALIBRATE}"
+            )
+            raise NotFittedError(msg)
+        if not la.known.warned and not quiet:
+            la.known = replace(la.known, warned=True)
+            msg = (
+                "p_value: la is not calibrated, so p-values are relative to inputs that the encoder was trained on. "
+                "They are optimistic: of other known inputs, more than a share alpha may fall below alpha. "
+                f"{_CALIBRATE}"
+            )
+            warnings.warn(msg, OptimisticPValueWarning, stacklevel=5)
+        return Reference.of(Standard.of(known), known)
 
 
-def predict(la: Any, x: Inputs) -> EmbeddingDistribution:
-    """The prediction ``la(x)``, with what its p-value needs.
-
-    Args:
-        la: A fitted posterior.
-        x: A batch of B inputs.
-
-    Returns:
-        The distribution.
-    """
-    return judged(la, *_observe(la, x))
-
-
-def judged(la: Any, found: EmbeddingDistribution, feature_norm: Tensor | None) -> EmbeddingDistribution:
-    """A prediction of a posterior, given the judge that its p-value asks.
-
-    Args:
-        la: The posterior.
-        found: The prediction.
-        feature_norm: Norms (B,) of the features, where the posterior knows them.
-    """
+def judged(la: ContrastiveLaplace, found: EmbeddingDistribution, feature_norm: Tensor | None) -> EmbeddingDistribution:
+    """Return a prediction with the judge that its p-value asks; the norms (B,) are of the features, if known."""
     found._judge = _Prediction(la, Stamp.of(la), feature_norm)
     return found
 
 
-def calibrate(la: Any, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
-    """See :meth:`contrastive_curvature.laplace.base.ContrastiveLaplace.calibrate`."""
+def calibrate(la: ContrastiveLaplace, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
+    """Do what :meth:`contrastive_curvature.laplace.base.ContrastiveLaplace.calibrate` says."""
     la.check_fitted()
     if progress_bar is not None:
         validate.flag("progress_bar", progress_bar)
     check_batches(loader, "loader", "batches (x, labels), or of inputs alone")
     check_whole(loader, "loader")
-    found = []
-    for number, batch in enumerate(Progress(progress_bar).over(loader, "[calibration]")):
-        x = tokenized(la.model, _inputs_of(batch), "loader: inputs of a batch")
-        x = check_inputs(x, "loader: inputs of a batch")
-        found.append(_components_of(la, x, number))
+    found = [
+        _components_of(la, batch, number)
+        for number, batch in enumerate(Progress(progress_bar).over(loader, "[calibration]"))
+    ]
     values = torch.cat(found) if found else torch.empty(0)
     if len(values) < 2:
         hint = "A p-value of 1 / (n + 1) needs n of them."
@@ -237,38 +272,34 @@ def calibrate(la: Any, loader: Iterable[Any], progress_bar: bool | None = None) 
         )
         warnings.warn(msg, OptimisticPValueWarning, stacklevel=3)
     reference = Reference.of(Standard.of(known.to(values)), values)
-    la._known = replace(la._known, calibration=Calibration(reference, fingerprint(la)))
+    la.known = replace(la.known, calibration=Calibration(reference, _fingerprint(la)), seen=Stamp.of(la))
 
 
-def calibrated_reference(la: Any, stamp: Stamp | None = None) -> Reference | None:
-    """What :func:`calibrate` left; ``None`` where it has not run since the last fit.
+def calibrated_reference(la: ContrastiveLaplace, now: Stamp | None = None) -> Reference | None:
+    """Return the calibration; ``None`` where there is none since the last fit.
 
-    Args:
-        la: A fitted posterior.
-        stamp: Its present state, where that is known: all weights are looked at only if it is not as it was at the last
-            look. ``None`` looks at them in any case.
+    All weights are looked at only where torch has counted a change since the last look.
 
     Raises:
         NotFittedError: The calibration is of another posterior.
     """
-    calibration: Calibration | None = la._known.calibration
+    calibration = la.known.calibration
     if calibration is None:
         return None
-    if stamp is not None and calibration.confirmed.holds(stamp):
-        return calibration.reference
-    if not same_posterior(calibration.fingerprint, fingerprint(la)):
-        msg = (
-            "p_value: la was calibrated for another posterior: since then its prior precision, its temperature or "
-            "the encoder's weights have changed. Call la.calibrate(loader) again."
-        )
-        raise NotFittedError(msg)
-    if stamp is not None:
-        calibration.confirmed.remember(stamp, la)
+    now = Stamp.of(la) if now is None else now
+    if la.known.seen is None or not la.known.seen.equals(now):
+        if not _same_posterior(calibration.fingerprint, _fingerprint(la)):
+            msg = (
+                "p_value: la was calibrated for another posterior: since then its prior precision, its temperature or "
+                "the encoder's weights have changed. Call la.calibrate(loader) again."
+            )
+            raise NotFittedError(msg)
+        la.known = replace(la.known, seen=now)
     return calibration.reference
 
 
 def _share_found(sample: Tensor, values: Tensor) -> float:
-    """Share of the rows of ``sample`` (m, K) that ``values`` (n, K) have too, up to rounding."""
+    """Return the share of the rows of ``sample`` (m, K) that ``values`` (n, K) have too, up to rounding."""
     order = values[:, 0].argsort()
     first, rest = values[order, 0].contiguous(), values[order]
     # Of the neighbours in the order of the first component, one has all components where the row is there.
@@ -277,124 +308,49 @@ def _share_found(sample: Tensor, values: Tensor) -> float:
     return float(((rest[near] - sample.unsqueeze(1)).abs() < _SAME).all(2).any(1).double().mean())
 
 
-def training_sample(la: Any, features: Rows | None, earlier: int) -> TrainingSample | None:
-    """The sample of training inputs after a fit.
-
-    Args:
-        la: The posterior, before it takes the new curvature.
-        features: Features that the fit has drawn.
-        earlier: Number of points of earlier fits that this one adds to.
-
-    Returns:
-        The sample, or ``None`` where there is none of all the data at the present weights.
-    """
-    # Of an encoder that is one linear layer, a fit of all weights draws features too, which its statistic has not.
-    if features is None or not len(features) or not la.keeps_features:
-        return None
-    encoder = encoder_fingerprint(la.model)
-    if not earlier:
-        return TrainingSample(features, encoder)
-    before: TrainingSample | None = la._known.sample
-    if before is None or not same_encoder(before.encoder, encoder):
-        return None
-    return TrainingSample(before.features.merged(features), encoder)
-
-
-def _observe(la: Any, x: Inputs | Features) -> tuple[EmbeddingDistribution, Tensor | None]:
-    """The distribution of B embeddings, and the norms (B,) of the features, where the posterior knows them."""
-    if not la.keeps_features:
-        return la._gaussian(x, False, False), None
-    z, phi = la._features(x)
-    out = la._gaussian(Features(z, phi), False, False)
-    return out, _norms(phi.detach())
-
-
-def _norms(phi: Tensor) -> Tensor:
-    """Norms of the rows, shape (B,), float64."""
-    # In chunks that stay in the cache; the conversion within vector_norm is several times slower.
-    step = max(1, _CACHED // max(1, phi.shape[1]))
-    return torch.cat([torch.linalg.vector_norm(rows.double(), dim=1) for rows in phi.split(step)])
-
-
-def _components_of(la: Any, x: Inputs, number: int) -> Tensor:
-    """Components (B, K) of a batch; an error of its inputs names the batch."""
+def _components_of(la: ContrastiveLaplace, batch: Any, number: int) -> Tensor:
+    """Return components (B, K) of what a loader yields, whose labels are not used; an error names the batch."""
+    if isinstance(batch, (tuple, list)) and not is_texts(batch):
+        if len(batch) not in (1, 2):
+            wanted = "batches (x, labels), or of inputs alone"
+            raise InputTypeError(expected("loader", wanted, f"a {type(batch).__name__} of {len(batch)}"))
+        batch = batch[0]
+    elif not isinstance(batch, (Tensor, Mapping, tuple, list)):
+        wanted = "batches (x, labels), or of inputs alone"
+        raise InputTypeError(expected("loader", wanted, f"a {type(batch).__name__}"))
+    x = tokenized(la.model, batch, "loader: inputs of a batch")
+    x = check_inputs(x, "loader: inputs of a batch")
     try:
         # Inputs with one axis more than those of the fit may pass the encoder, and fail only after it.
         with torch.no_grad(), naming_the_input(x):
-            out, norm = _observe(la, x)
-            _check_shape(out.raw_mean, input_length(x), la.n_outputs)
+            out, norm = la.observe(x)
+            check_outputs(x, out.raw_mean, la.n_outputs)
             return components(out, norm)
     except InputError as error:
         msg = f"loader: batch {number} (counted from 0): {error}"
         raise InputError(msg) from error
 
 
-def _check_shape(mean: Tensor, n: int, dim: int) -> None:
-    if mean.shape != (n, dim):
-        wanted = f"inputs with outputs of shape ({n}, {dim})"
-        raise InputError(expected("x", wanted, f"outputs of shape {tuple(mean.shape)}"))
-
-
-def _inputs_of(batch: Any) -> Any:
-    """The inputs of what a loader yields; labels are not used."""
-    if is_texts(batch):
-        return batch
-    if isinstance(batch, (tuple, list)):
-        if len(batch) not in (1, 2):
-            wanted = "batches (x, labels), or of inputs alone"
-            raise InputTypeError(expected("loader", wanted, f"a {type(batch).__name__} of {len(batch)}"))
-        return batch[0]
-    if not isinstance(batch, (Tensor, Mapping)):
-        wanted = "batches (x, labels), or of inputs alone"
-        raise InputTypeError(expected("loader", wanted, f"a {type(batch).__name__}"))
-    return batch
-
-
-def _reference_of(la: Any, quiet: bool, stamp: Stamp) -> Reference:
-    """The calibration of a posterior in the state ``stamp``, or its training inputs.
-
-    Raises:
-        NotFittedError: There is neither, or the calibration is of another posterior.
-    """
-    calibrated = calibrated_reference(la, stamp)
-    if calibrated is not None:
-        return calibrated
-    known = _training_components(la)
-    if known is None:
-        reason = "la is not calibrated, and has no inputs of its fit to compare with at the encoder's present weights"
-        msg = f"p_value: {reason}. {_CALIBRATE}"
-        raise NotFittedError(msg)
-    if not la._known.warned and not quiet:
-        la._known = replace(la._known, warned=True)
-        msg = (
-            "p_value: la is not calibrated, so p-values are relative to inputs that the encoder was trained on. They "
-            f"are optimistic: of other known inputs, more than a share alpha may fall below alpha. {_CALIBRATE}"
-        )
-        warnings.warn(msg, OptimisticPValueWarning, stacklevel=6)
-    return Reference.of(Standard.of(known), known)
-
-
-def _present_sample(la: Any) -> Rows | None:
-    """The sample of training inputs, where there is one of the encoder's present weights."""
-    sample: TrainingSample | None = la._known.sample
+def _present_sample(la: ContrastiveLaplace) -> Rows | None:
+    """Return the sample of training inputs, where there is one of the encoder's present weights."""
+    sample = la.known.sample
     if sample is None or not same_encoder(sample.encoder, encoder_fingerprint(la.model)):
         return None
     return sample.features
 
 
-def _training_components(la: Any) -> Tensor | None:
-    """Components (m, K) of the sample of training inputs under the present posterior, where there is one."""
+def _training_components(la: ContrastiveLaplace) -> Tensor | None:
+    """Return components (m, K) of the sample of training inputs under the present posterior, where there is one."""
     sample = _present_sample(la)
     if sample is None:
         return None
-    now = fingerprint(la)
-    if la._known.training is None or not same_posterior(la._known.training[0], now):
+    now = _fingerprint(la)
+    if la.known.training is None or not _same_posterior(la.known.training[0], now):
         layer, found = la.model.last_layer, []
         with torch.no_grad():
             for rows in sample.columns["features"].split(_AT_ONCE):
                 phi = rows.to(layer.weight)
                 z = torch.nn.functional.linear(phi, layer.weight, layer.bias)
-                features = Features(at_least_float32(z), at_least_float32(phi))
-                found.append(components(*_observe(la, features)))
-        la._known = replace(la._known, training=(now, torch.cat(found)))
-    return la._known.training[1]
+                found.append(components(*la.observe(Features(at_least_float32(z), at_least_float32(phi)))))
+        la.known = replace(la.known, training=(now, torch.cat(found)))
+    return la.known.training[1]  # type: ignore[index]

@@ -9,28 +9,26 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from laplace.baselaplace import DiagLaplace, FullLaplace, KronLaplace, LowRankLaplace
 from laplace.lllaplace import DiagLLLaplace, FullLLLaplace, KronLLLaplace
 from laplace.subnetlaplace import DiagSubnetLaplace, FullSubnetLaplace
 from torch import Tensor, nn
 
-from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.laplace import fitting
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.fit.loop import DatasetCurvature
+from contrastive_curvature.laplace.advice import advise_on_norms
 from contrastive_curvature.laplace.base import ContrastiveLaplace
-from contrastive_curvature.laplace.checks import check_indices
 from contrastive_curvature.laplace.covariance import (
     dense_last_layer_covariance,
     kron_last_layer_covariance,
 )
 from contrastive_curvature.laplace.dense import DensePosterior
-from contrastive_curvature.laplace.feature_norm import LastLayerDiagonalForm
 from contrastive_curvature.laplace.forms import DenseForm, DiagonalForm, EigenpairForm, KroneckerForm
 from contrastive_curvature.laplace.last_layer import LastLayerLaplace
 from contrastive_curvature.laplace.options import CONTRASTIVE, arguments_by_name
 from contrastive_curvature.laplace.prediction import distribution
-from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.last_layer import diag_last_layer_variance
 from contrastive_curvature.network.loader import check_model
 from contrastive_curvature.options import Structure
@@ -75,8 +73,12 @@ class ContrastiveKronLaplace(ContrastiveLaplace, KronLaplace):
 
     _key = ("all", "kron", CONTRASTIVE)
     structure = Structure.KRON
-    form = KroneckerForm()
     prior_structures = ("scalar", "layerwise")
+
+    @property
+    def form(self) -> KroneckerForm:  # type: ignore[override]
+        """Kronecker factors, damped or not."""
+        return KroneckerForm(self.damping)
 
 
 class _LowRankHost(LowRankLaplace):
@@ -107,16 +109,18 @@ class ContrastiveLowRankLaplace(ContrastiveLaplace, _LowRankHost):
             InputError: No data, one point, no positive pair, batches in another order, or no positive eigenvalue.
             UnsupportedError: ``override=False``: eigenpairs of two data sets do not add up.
         """
-        validate.flag("override", override)
-        if not override:
+        if override is False:
             msg = "override=False: eigenpairs of two data sets do not add up. Use hessian_structure='diag' or 'kron'."
             raise UnsupportedError(msg)
-        fitting.begin(self, train_loader)
+        self._begin(train_loader, override, progress_bar)
         result = self.backend.fit_lowrank(train_loader, progress_bar)
         if not result.curvature[1].numel():
             hint = "All negatives may lie inside the margin; use pd_fix='psd' or 'positive'."
             raise InputError(expected("train_loader", "data with a positive eigenvalue of the curvature", "none", hint))
         self.set_curvature(result)
+
+    def _set_curvature(self, raw: Any, clamped: Any) -> None:
+        super()._set_curvature(None, clamped)
 
     def square_norm(self, value: Tensor) -> Tensor:
         """``(value - mean)^T P (value - mean)`` for weights (P,)."""
@@ -139,7 +143,7 @@ class _Subnetwork(ContrastiveLaplace):
         check_model(model)
         named = arguments_by_name(type(self), args, kwargs)
         n_params = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        named["subnetwork_indices"] = check_indices(named.get("subnetwork_indices"), n_params)
+        named["subnetwork_indices"] = _checked_indices(named.get("subnetwork_indices"), n_params)
         super().__init__(model, likelihood, **named)
 
     def square_norm(self, value: Tensor) -> Tensor:
@@ -148,14 +152,16 @@ class _Subnetwork(ContrastiveLaplace):
         delta, precision = value - self.mean_subnet, self.posterior_precision
         return delta @ (precision @ delta if precision.ndim == 2 else precision * delta)
 
-    def prior_mean_sizes(self) -> set[int] | None:
-        """See :meth:`CheckedPosterior.prior_mean_sizes`: one number for all."""
+    def _prior_mean_sizes(self) -> set[int] | None:
         return {1}
 
-    def _parameter_sizes(self) -> list[int]:
+    def parameter_sizes(self) -> list[int]:
+        """The number of chosen weights: a subnetwork is one part."""
         return [self.n_params_subnet]
 
-    def _n_weights(self) -> int:
+    @property
+    def n_weights(self) -> int:
+        """Number of chosen weights."""
         return self.n_params_subnet
 
 
@@ -184,9 +190,14 @@ class ContrastiveDiagLLLaplace(LastLayerLaplace, DiagLLLaplace):
 
     _key = ("last_layer", "diag", CONTRASTIVE)
     structure = Structure.DIAG
-    form = LastLayerDiagonalForm()
+    form = DiagonalForm()
 
-    def _gaussian(self, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistribution:
+    def _advise(self, result: DatasetCurvature) -> None:
+        if result.features is not None:
+            weight, *bias = self.posterior_parameters()
+            advise_on_norms(result.features.columns["features"], weight, bias[0] if bias else None, self.H)
+
+    def _gaussian(self, x: Any, joint: bool, diagonal: bool) -> EmbeddingDistribution:
         if joint:
             return super()._gaussian(x, joint, diagonal)
         z, phi = self._features(x)
@@ -203,10 +214,14 @@ class ContrastiveKronLLLaplace(LastLayerLaplace, KronLLLaplace):
 
     _key = ("last_layer", "kron", CONTRASTIVE)
     structure = Structure.KRON
-    form = KroneckerForm()
     prior_structures = ("scalar", "layerwise")
 
-    def _gaussian(self, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistribution:
+    @property
+    def form(self) -> KroneckerForm:  # type: ignore[override]
+        """Kronecker factors, damped or not."""
+        return KroneckerForm(self.damping)
+
+    def _gaussian(self, x: Any, joint: bool, diagonal: bool) -> EmbeddingDistribution:
         if joint:
             return super()._gaussian(x, joint, diagonal)
         z, phi = self._features(x)
@@ -220,9 +235,27 @@ class ContrastiveFullLLLaplace(LastLayerLaplace, DensePosterior, FullLLLaplace):
     structure = Structure.FULL
     form = DenseForm()
 
-    def _gaussian(self, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistribution:
+    def _gaussian(self, x: Any, joint: bool, diagonal: bool) -> EmbeddingDistribution:
         if joint:
             return super()._gaussian(x, joint, diagonal)
         z, phi = self._features(x)
         covariance = dense_last_layer_covariance(phi.double(), self.wide_covariance(), z.shape[1]).to(z.dtype)
         return distribution(z, covariance, diagonal)
+
+
+def _checked_indices(value: object, n_params: int) -> Tensor:
+    """Return the indices (K,) of a subnetwork, on the CPU, where laplace-torch takes them."""
+    hint = "They are positions in the flattened trainable parameters, as torch.tensor([0, 5, 7])."
+    wanted = "a tensor of whole numbers, shape (K,), K >= 1"
+    if not isinstance(value, Tensor) or value.dtype != torch.int64:
+        shown = f"{value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        kind = InputError if value is None else InputTypeError
+        raise kind(expected("subnetwork_indices", wanted, shown, hint))
+    if value.ndim != 1 or not value.numel():
+        raise InputError(expected("subnetwork_indices", wanted, f"shape {tuple(value.shape)}", hint))
+    low, high = int(value.min()), int(value.max())
+    if low < 0 or high >= n_params:
+        raise InputError(expected("subnetwork_indices", f"indices in [0, {n_params})", f"{low} to {high}"))
+    if value.unique().numel() < value.numel():
+        raise InputError(expected("subnetwork_indices", "different indices", "some of them twice"))
+    return value.cpu()

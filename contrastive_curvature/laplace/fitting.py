@@ -1,4 +1,4 @@
-"""The steps of a fit around the curvature: the backend that computes it, and what a posterior keeps besides it."""
+"""From data to a posterior: one fit, a fit in parts, and what they leave besides the curvature."""
 
 from __future__ import annotations
 
@@ -7,141 +7,477 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
+from laplace.utils import Kron
 from torch import Tensor, nn
+from torch.utils.data import DistributedSampler
 
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature import validate
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.fit.class_centres import MOST_NUMBERS, ClassCentres, ClassSums
+from contrastive_curvature.fit.loop import DatasetCurvature
 from contrastive_curvature.hessian.sphere import check_outputs
+from contrastive_curvature.laplace.advice import LabelRange, advise_on_labels
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend, ContrastiveGGN
+from contrastive_curvature.laplace.calibration import KnownInputs, TrainingSample
+from contrastive_curvature.laplace.forms import CurvatureForm
 from contrastive_curvature.laplace.options import CONTRASTIVE
-from contrastive_curvature.laplace.state import unchanged_on_error
+from contrastive_curvature.laplace.posterior import CheckedPosterior
+from contrastive_curvature.laplace.prediction import moved_inputs
+from contrastive_curvature.laplace.prior import NOTHING_POSITIVE
+from contrastive_curvature.network.digest import encoder_fingerprint, same_encoder
 from contrastive_curvature.network.encoder import evaluation_mode, flatten_parameters
-from contrastive_curvature.network.inputs import Inputs, slice_inputs, tokenized_batch
-from contrastive_curvature.network.loader import check_loader, check_whole, read_views
+from contrastive_curvature.network.inputs import (
+    Inputs,
+    asks_for_example,
+    input_length,
+    made_up_inputs,
+    slice_inputs,
+    tokenized_batch,
+)
+from contrastive_curvature.network.loader import check_loader, check_whole, loader_parts, read_views
+from contrastive_curvature.options import Structure
 from contrastive_curvature.pairs.relation import check_labels
 from contrastive_curvature.parts.exchange import ProcessGroup, check_agreed, present_exchange
+from contrastive_curvature.parts.rows import Rows
+from contrastive_curvature.parts.state import CURVATURE, PROBE, STATISTICS, Origin, State, digest_of
 from contrastive_curvature.progress import Progress
 
-__all__ = [
-    "begin",
-    "construct_backend",
-    "first_inputs",
-    "in_all_processes",
-    "is_alone",
-    "look_at",
-    "measured_classes",
-    "merged_classes",
-    "posterior_around",
-    "remember",
-    "renew_backend",
-    "shared_inputs",
-]
+__all__ = ["FittedPosterior"]
 
 _log = logging.getLogger("contrastive_curvature")
 
-
-def construct_backend(la: Any) -> ContrastiveBackend:
-    """The backend of the class that a posterior has, around its encoder."""
-    backend = la._backend_cls(
-        la.model, CONTRASTIVE, dict_key_x=la.dict_key_x, dict_key_y=la.dict_key_y, **la._backend_kwargs
-    )
-    backend.sketches_inputs = la.sketches_inputs
-    return backend
-
-
-def begin(la: Any, loader: Iterable[Any]) -> None:
-    """Look at the first batch: what has to be known before the backend exists; and construct the backend.
-
-    Args:
-        la: The posterior.
-        loader: Batches ``(x, labels)`` or mappings; of a process of several, perhaps none.
-
-    Raises:
-        InputError: The loader is empty or malformed, or the embeddings have one dimension.
-        UnsupportedError: It gives every process a part of the data, and this is the only one; or the encoder's raw
-            outputs cannot be reached.
-        ProcessError: Another process has failed.
-    """
-    exchange = _exchange_of(la)
-
-    def first() -> Inputs | None:
-        check_loader(loader)
-        if exchange is None:
-            check_whole(loader)
-        return first_inputs(la, loader)
-
-    probe = first() if exchange is None else shared_inputs(exchange, first, la._device)
-    if probe is None:
-        raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
-    look_at(la, probe)
-
-
-@contextmanager
-def in_all_processes(la: Any, *, override: bool) -> Iterator[None]:
-    """What is done inside succeeds in all processes of a fit, or fails in all of them and leaves the posteriors alone.
-
-    Args:
-        la: The posterior.
-        override: Whether its earlier fit, if any, is replaced.
-
-    Raises:
-        InputError: The processes have different posteriors.
-        UnsupportedError: The encoder exchanges something in its forward pass.
-        ProcessError: Another process has failed, or gone.
-    """
-    exchange = _exchange_of(la)
-    if exchange is None:
-        yield
-        return
-    with unchanged_on_error(la), exchange.together():
-        _check_unwrapped(la.model)
-        earlier = "replaced" if override or not la.n_data else f"{la.n_data} points with loss {float(la.loss)!r}"
-        check_agreed(exchange, {"posterior": type(la).__name__, "earlier fit": earlier})
-        yield
-
-
-def _check_unwrapped(model: nn.Module) -> None:
-    """Refuse wrappers that exchange buffers or parameters at every forward pass: shares may differ in length.
-
-    Raises:
-        UnsupportedError: There is such a wrapper.
-    """
-    for module in model.modules():
-        name = type(module).__name__
-        if name in _WRAPPERS and type(module).__module__.startswith("torch."):
-            msg = (
-                f"model: {name} exchanges buffers or parameters at every forward pass, and the processes of a fit may "
-                "have different numbers of batches, so that they would wait for each other. Pass the encoder inside, "
-                "which for DistributedDataParallel is its .module."
-            )
-            raise UnsupportedError(msg)
-
+_PROBES = 2
+_SHARED = "shared/"
+"""Inputs in a state, so that a process without data can look at the encoder."""
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 
 
-def is_alone(la: Any) -> bool:
-    """Whether a fit runs in one process, which has all the data."""
-    return _exchange_of(la) is None
+class FittedPosterior(CheckedPosterior):
+    """A posterior that is fitted to data; :class:`.ContrastiveLaplace` adds what it is used for.
+
+    Attributes:
+        structure: Of the curvature; ``None`` where it has no matrix of parameters.
+        form: What ``H`` is, and how two of them add.
+        takes_rank: Whether it has the option ``rank``.
+        sketches_inputs: Whether the input factor of a last layer's Kronecker pair is a sketch.
+        keeps_features: Whether the fit keeps a sample of the features.
+        fits_in_parts: Whether curvatures of parts of the data add up.
+        known: Known inputs that p-values compare with.
+        chooses_backend: Whether the user named no backend.
+    """
+
+    structure: ClassVar[Structure]
+    form: CurvatureForm
+    takes_rank: ClassVar[bool] = False
+    sketches_inputs: ClassVar[bool] = False
+    keeps_features: ClassVar[bool] = False
+    fits_in_parts: ClassVar[bool] = True
+
+    H: Any
+    H_raw: Any
+    known: KnownInputs
+    chooses_backend: bool
+    cost: Tensor | float
+    typical_norm: float | None
+    curvature_error: float | None
+    _backend: ContrastiveBackend | None
+    _classes: ClassCentres | None
+    _labels: LabelRange
+
+    @property
+    def backend(self) -> ContrastiveBackend:
+        """The curvature backend, constructed at first use."""
+        if self._backend is None:
+            keys = {"dict_key_x": self.dict_key_x, "dict_key_y": self.dict_key_y}
+            self._backend = self._backend_cls(self.model, CONTRASTIVE, **keys, **self._backend_kwargs)
+            self._backend.sketches_inputs = self.sketches_inputs
+        return self._backend
+
+    @property
+    def class_centres(self) -> ClassCentres | None:
+        """Centres of the classes of training; ``None`` where there are no labels, one class, or too many classes."""
+        return self._classes if self._classes is not None and len(self._classes.labels) > 1 else None
+
+    @class_centres.setter
+    def class_centres(self, centres: ClassCentres | None) -> None:
+        self._classes = centres
+
+    def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool | None = None) -> None:
+        """Fit the posterior over all pairs of the data set (or inside its batches, with ``pairs="batch"``).
+
+        In an initialised ``torch.distributed`` process group (``torchrun``) every process gives its share of the data,
+        as a ``DistributedSampler`` does, and all get the same posterior, that of all the data.
+
+        Args:
+            train_loader: Batches ``(x, labels)`` or mappings; iterated several times, and may shuffle in between.
+            override: ``False`` adds to an earlier fit, as a further data set: pairs between the two are not formed.
+            progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on. A fit that will
+                take more than a minute says so before it starts, whatever this is.
+
+        Raises:
+            InputError: No data, one point, no positive pair, malformed batches, other data in the second pass, or a
+                curvature that is not finite; or the processes have different encoders or options, or shares of the
+                data that overlap or leave points out.
+            UnsupportedError: The encoder's raw outputs cannot be reached, the structure has no answer for the fix, or
+                the loader gives every process its own part of the data, and this is the only process.
+            ProcessError: The fit failed in another process, or that process has gone or does not fit. The posteriors of
+                all processes are as they were.
+        """
+        exchange = present_exchange() if self.fits_in_parts else None
+        with self._in_all_processes(exchange, override=override is not False):
+            self._begin(train_loader, override, progress_bar, exchange)
+            self.backend.labels_seen = seen = LabelRange()
+            result = self.backend.fit(train_loader, self.structure, progress_bar)
+            everything = seen.joined(self._labels) if self.n_data and not override else seen
+            self._take(result, override=override)
+            # A share of the data may well have one class.
+            alone = exchange is None
+            self._labels = everything if alone else LabelRange()
+        if alone:
+            advise_on_labels(seen, everything)
+
+    def _begin(
+        self, loader: Iterable[Any], override: object, progress_bar: object, exchange: ProcessGroup | None = None
+    ) -> None:
+        """Check the arguments of ``fit``, look at the first batch, and construct the backend."""
+
+        def first() -> Inputs | None:
+            # First, as the labels of la.fit(x, labels) would be taken for override.
+            check_loader(loader)
+            validate.flag("override", override)
+            if progress_bar is not None:
+                validate.flag("progress_bar", progress_bar)
+            if exchange is None:
+                check_whole(loader)
+            return self._first_inputs(loader)
+
+        probe = first() if exchange is None else _shared_inputs(exchange, first, self._device)
+        if probe is None:
+            raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+        self.look_at(probe)
+
+    @contextmanager
+    def _in_all_processes(self, exchange: ProcessGroup | None, *, override: bool) -> Iterator[None]:
+        """Succeed in all processes of a fit, or fail in all of them and leave the posteriors alone."""
+        if exchange is None:
+            yield
+            return
+        with self.unchanged_on_error(), exchange.together():
+            _check_unwrapped(self.model)
+            earlier = f"{self.n_data} points with loss {float(self.loss)!r}" if self.n_data and not override else ""
+            check_agreed(exchange, {"posterior": type(self).__name__, "earlier fit": earlier or "replaced"})
+            yield
+
+    def look_at(self, probe: Inputs) -> None:
+        """Find out from a few inputs what has to be known before there is a backend, and construct it.
+
+        Raises:
+            InputError: The embeddings have one dimension.
+            UnsupportedError: The encoder's raw outputs cannot be reached.
+        """
+        self.model.eval()
+        self._analyse(probe)
+        self._renew_backend()
+        dim = self.backend.encoder(probe).dim
+        if dim < 2:
+            hint = "The direction of one number is its sign, which no small change of the weights moves."
+            raise InputError(expected("model", "embeddings of D >= 2 dimensions", f"D = {dim}", hint))
+
+    def _renew_backend(self) -> None:
+        """Construct the backend anew, unless the user named one: the encoder may not be that of the last fit."""
+        if not self.chooses_backend:
+            return
+        # laplace-torch's subnetwork classes tell the backend their indices, nobody else.
+        indices = self.backend.subnetwork_indices
+        self._backend_cls, self._backend = ContrastiveGGN, None
+        self.backend.subnetwork_indices = indices
+        _log.info("curvature by ContrastiveGGN: the default, exact for every encoder (backend=... takes another)")
+
+    def _take(self, result: DatasetCurvature, *, override: bool) -> None:
+        """Take the curvature of a fit, with all that a fit leaves besides it."""
+        earlier = 0 if override else self.n_data
+        classes = _merged_classes(self._classes, result.classes) if earlier else result.classes
+        # Everything that can fail runs before the first assignment, so that a failed fit leaves the last one whole.
+        self._absorb(result, earlier)
+        loss, cost = (self.loss, float(self.cost)) if earlier else (0.0, 0.0)
+        sample = self._training_sample(result.features, earlier)
+        n, norm = result.n + earlier, None if result.typical_norm is None else float(result.typical_norm)
+        if earlier and norm is not None:
+            norm = None if self.typical_norm is None else (earlier * self.typical_norm + result.n * norm) / n
+        self._remember(result.loss + loss, float(result.cost) + cost, n, norm, classes)
+        self.known = replace(self.known, sample=sample)
+        self.curvature_error = result.error
+        if result.error is not None:
+            _log.info("the sampled negatives leave a relative standard error of %.2g in the curvature", result.error)
+
+    def _absorb(self, result: DatasetCurvature, earlier: int) -> None:
+        """Set ``H_raw`` and the clamped ``H``, added to those of ``earlier`` points, if any."""
+        raw = self.form.merged(self.H_raw, earlier, result) if earlier else result.curvature
+        clamped = self.form.clamped(raw)
+        if self.form.is_nothing(clamped):
+            msg = f"The clamped curvature is zero everywhere: the posterior is the prior. {NOTHING_POSITIVE}"
+            warnings.warn(msg, UserWarning, stacklevel=4)
+        self._set_curvature(raw, clamped)
+        self._advise(result)
+
+    def _advise(self, result: DatasetCurvature) -> None:
+        """Warn of what is legal and rarely meant in a new curvature; nothing here."""
+
+    def _set_curvature(self, raw: Any, clamped: Any) -> None:
+        self.H_raw, self.H = raw, clamped
+        if hasattr(self, "H_facs"):
+            # laplace-torch's classes of Kronecker factors keep these too.
+            self.H_facs = Kron(raw)
+
+    def _remember(
+        self,
+        loss: Tensor,
+        cost: float,
+        n_data: int,
+        typical_norm: float | Tensor | None,
+        class_centres: ClassCentres | None = None,
+    ) -> None:
+        """Set what every fit leaves besides the curvature."""
+        self.loss, self.cost, self.n_data = loss.detach(), cost, n_data
+        norm = 0.0 if typical_norm is None else float(typical_norm)
+        self.typical_norm = norm if math.isfinite(norm) and norm > 0 else None
+        self._classes = class_centres
+        mean = flatten_parameters(self.posterior_parameters())
+        self.mean = mean if self.enable_backprop else mean.detach()
+        self.n_outputs = self._encoder_dim()
+        self.model.output_size = self.n_outputs
+        self._posterior_scale = None
+        self.known = self.known.anew()
+
+    def _training_sample(self, features: Rows | None, earlier: int) -> TrainingSample | None:
+        """Return the sample of training inputs after a fit; ``None`` where there is none of all the data."""
+        # Of an encoder that is one linear layer, a fit of all weights draws features too, which its statistic has not.
+        if features is None or not len(features) or not self.keeps_features:
+            return None
+        encoder = encoder_fingerprint(self.model)
+        if not earlier:
+            return TrainingSample(features, encoder)
+        before = self.known.sample
+        if before is None or not same_encoder(before.encoder, encoder):
+            return None
+        return TrainingSample(before.features.merged(features), encoder)
+
+    def _first_inputs(self, loader: Iterable[Any]) -> Inputs | None:
+        """Return a few inputs of the first batch; ``None`` of an empty loader."""
+        for batch in loader:
+            # Of two views both are inputs of the encoder.
+            x = read_views(tokenized_batch(self.model, batch), self._device, self.dict_key_y).first
+            return slice_inputs(x, slice(0, 8))
+        return None
+
+    def set_curvature(self, result: DatasetCurvature) -> None:
+        """Take a curvature that was computed elsewhere, at the encoder's present weights, in place of ``fit``.
+
+        Args:
+            result: Unclamped curvature, loss, cost and number of points, in the form that the structure has. The
+                backend has analysed the encoder before.
+        """
+        self._absorb(result, 0)
+        self._remember(result.loss, float(result.cost), result.n, result.typical_norm, result.classes)
+        self.known = replace(self.known, sample=self._training_sample(result.features, 0))
+        self._labels = LabelRange()
+        self.curvature_error = result.error
+
+    def part_statistics(self, loader: Iterable[Any], part: tuple[int, int], progress_bar: bool | None = None) -> State:
+        """First pass over a part of the data: what all other parts have to know of it.
+
+        Save it with ``state.save(path)``, load it with ``State.load(path)``, and merge those of all parts with
+        ``State.merged(states)``, in any order. A part that was lost is computed again alone.
+
+        Args:
+            loader: Batches ``(x, labels)`` or mappings with the points of the part; perhaps none.
+            part: Index of the part, from 0, and number of all parts.
+            progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
+
+        Returns:
+            Numbers and sums of the classes, and ``negative_samples`` points (``"auto"``: 29,999 at most); with
+            ``negative_samples=None`` and a margin, or with a loss whose positives have to be known one by one, all
+            embeddings of the part.
+
+        Raises:
+            InputError: Malformed batches, or ``part`` is no such pair.
+            UnsupportedError: The structure or an option has no fit in parts.
+        """
+        return self._pass(loader, part, None, progress_bar)
+
+    def part_curvature(
+        self, loader: Iterable[Any], part: tuple[int, int], statistics: State, progress_bar: bool | None = None
+    ) -> State:
+        """Second pass over a part of the data: what it adds to the curvature.
+
+        Args:
+            loader: The same points as in the first pass over this part, in any order.
+            part: Index of the part, from 0, and number of all parts.
+            statistics: Of ALL parts, merged.
+            progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
+
+        Returns:
+            The unclamped curvature of the part, to be saved and merged like the statistics.
+
+        Raises:
+            InputError: The statistics lack a part, or are of other data, another encoder or other options; malformed
+                batches; or a curvature that is not finite.
+            UnsupportedError: The structure or an option has no fit in parts.
+        """
+        _check_kind("statistics", statistics, STATISTICS)
+        statistics.check_complete()
+        return self._pass(loader, part, statistics, progress_bar)
+
+    def fit_parts(self, statistics: State, curvature: State, example: Inputs | None = None) -> None:
+        """Fit the posterior from what the two passes over all parts gave; no data are needed.
+
+        Args:
+            statistics: Of :meth:`part_statistics`, merged over all parts.
+            curvature: Of :meth:`part_curvature`, merged over all parts.
+            example: Two inputs, where the encoder does not take the made-up ones that are in the states.
+
+        Raises:
+            InputError: A part is missing, the states are of other data, another encoder or other options, or an example
+                is needed. The posterior is as it was.
+        """
+        self._check_parts()
+        _check_kind("statistics", statistics, STATISTICS)
+        _check_kind("curvature", curvature, CURVATURE)
+        for state in (statistics, curvature):
+            state.check_complete()
+        found = [probe for probe in map(_probe_of, (statistics, curvature)) if probe is not None]
+        if not found:
+            raise InputError(expected("statistics", "at least one point", "none in any part"))
+        probe = moved_inputs(self.model, found[0] if example is None else example, self._device)
+        with asks_for_example(example):
+            self.look_at(probe)
+        self._take(self.backend.fit_of_parts(self.structure, statistics, curvature, probe), override=True)
+
+    def _pass(
+        self, loader: Iterable[Any], part: tuple[int, int], statistics: State | None, progress_bar: bool | None
+    ) -> State:
+        self._check_parts()
+        check_loader(loader, "loader")
+        part = _checked_part(part, statistics)
+        _check_sampler(loader, part)
+        if progress_bar is not None:
+            validate.flag("progress_bar", progress_bar)
+        probe = self._first_inputs(loader)
+        if probe is None:
+            return self._empty(part, statistics)
+        self.look_at(probe)
+        state = self.backend.fit_part(loader, self.structure, part, statistics, progress_bar)
+        return replace(state, kept={**state.kept, PROBE: _kept_probe(made_up_inputs(probe, _PROBES), part[0])})
+
+    def _empty(self, part: tuple[int, int], statistics: State | None) -> State:
+        """The state of a part without points."""
+        index, count = part
+        backend = self._backend_without_data()
+        backend.check_parts()
+        identity = backend.identity(self.structure)
+        if statistics is not None:
+            identity["statistics"] = digest_of(statistics)
+        kind = STATISTICS if statistics is None else CURVATURE
+        return State(kind, identity, {index: Origin(0, 0, 0.0, 0.0)}, count)
+
+    def _backend_without_data(self) -> ContrastiveBackend:
+        """A backend that says which fit this is, though no input has shown which layer is the last."""
+        if not self._backend_kwargs.get("last_layer") or self.model.last_layer is not None:
+            self._renew_backend()
+            return self.backend
+        options = {**self._backend_kwargs, "last_layer": False}
+        keys = {"dict_key_x": self.dict_key_x, "dict_key_y": self.dict_key_y}
+        backend = self._backend_cls(self.model.model, CONTRASTIVE, **keys, **options)
+        backend.last_layer, backend.sketches_inputs = True, self.sketches_inputs
+        return backend
+
+    def _check_parts(self) -> None:
+        if not self.fits_in_parts:
+            msg = (
+                f"{type(self).__name__}: this structure does not add up over parts of the data. Use "
+                "hessian_structure='diag', 'kron', 'kron_lowrank' or 'full', or fit in one process."
+            )
+            raise UnsupportedError(msg)
+
+    def measure_classes(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
+        """Take the centres of the classes of labelled inputs, which ``uncertainty`` compares embeddings with.
+
+        ``fit`` does this with the training data. Call it for a posterior that has none (:class:`OnlineLaplace`, ``gp``,
+        a state of an earlier version), or for the classes that will be searched where they are not those of training.
+
+        Args:
+            loader: Batches ``(x, labels)`` or mappings, with class labels; run over once.
+            progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputError: The loader is empty, the labels are no class labels, there is one class only, or there are more
+                classes than :data:`~contrastive_curvature.fit.class_centres.MOST_NUMBERS` allows. Nothing has changed.
+        """
+        self.check_fitted()
+        if progress_bar is not None:
+            validate.flag("progress_bar", progress_bar)
+        check_loader(loader)
+        check_whole(loader)
+        sums = ClassSums()
+        with evaluation_mode(self.model), torch.no_grad():
+            for batch in Progress(progress_bar).over(loader, "[classes]"):
+                x, y = self.backend.read(batch)
+                z = check_outputs(self.backend.encoder(x)(x), "model(x)")
+                sums.add(z, check_labels(y, len(z)))
+        centres = sums.centres()
+        if centres is None or len(centres.labels) < 2:
+            wanted = f"inputs of at least two classes, at most {MOST_NUMBERS:,} numbers of all centres"
+            raise InputError(expected("loader", wanted, "other ones"))
+        self.class_centres = centres
+
+    def curvature_diagonal(self) -> Tensor:
+        """Diagonal of the clamped curvature, without the likelihood factor, shape (P,)."""
+        return self.form.diagonal(self.H, self.H_raw)
+
+    def effective_parameters(self, prior: Tensor) -> float:
+        """Effective number of parameters, for a prior precision at the temperature 1."""
+        return self.form.effective_parameters(self.H, prior, self.parameter_sizes())
+
+    def posterior_parameters(self) -> list[Tensor]:
+        """The parameters whose entries are the posterior's mean, in order."""
+        return list(self.params)
+
+    def parameter_sizes(self) -> list[int]:
+        """Numbers of entries of the parts that a layerwise prior tells apart."""
+        return [p.numel() for p in self.posterior_parameters()]
+
+    @contextmanager
+    def unchanged_on_error(self) -> Iterator[None]:
+        """Put the attributes of this object, and of the module that it wraps, back when something fails inside."""
+        own, model = dict(self.__dict__), self.model
+        of_model, modules = dict(model.__dict__), dict(model._modules)
+        try:
+            yield
+        except BaseException:
+            model._modules.clear()
+            model._modules.update(modules)
+            for thing, attributes in ((model, of_model), (self, own)):
+                thing.__dict__.clear()
+                thing.__dict__.update(attributes)
+            raise
+
+    def _analyse(self, probe: Inputs) -> None:
+        """Find out what must be known of the encoder before the backend exists; nothing where all parameters are."""
+
+    def _hold(self, encoder: nn.Module) -> None:
+        """Use this encoder; nothing where laplace-torch has not copied it."""
+
+    def _encoder_dim(self) -> int:
+        return self.backend.encoder({}).dim
 
 
-def _exchange_of(la: Any) -> ProcessGroup | None:
-    return present_exchange() if la.fits_in_parts else None
-
-
-def first_inputs(la: Any, loader: Iterable[Any]) -> Inputs | None:
-    """A few inputs of the first batch; ``None`` of an empty loader."""
-    for batch in loader:
-        # Of two views both are inputs of the encoder.
-        x = read_views(tokenized_batch(la.model, batch), la._device, la.dict_key_y).first
-        return slice_inputs(x, slice(0, 8))
-    return None
-
-
-def shared_inputs(exchange: ProcessGroup, make: Callable[[], Inputs | None], device: torch.device) -> Inputs | None:
+def _shared_inputs(exchange: ProcessGroup, make: Callable[[], Inputs | None], device: torch.device) -> Inputs | None:
     """Those of this process, or of the first one that has any.
 
     Args:
@@ -171,47 +507,7 @@ def shared_inputs(exchange: ProcessGroup, make: Callable[[], Inputs | None], dev
     return None
 
 
-def look_at(la: Any, probe: Inputs) -> None:
-    """What has to be known before the backend exists; and construct the backend.
-
-    Args:
-        la: The posterior.
-        probe: A few inputs.
-
-    Raises:
-        InputError: The embeddings have one dimension.
-        UnsupportedError: The encoder's raw outputs cannot be reached.
-    """
-    la.model.eval()
-    la._analyse(probe)
-    renew_backend(la)
-    _check_dim(la, probe)
-
-
-def _check_dim(la: Any, probe: Inputs) -> None:
-    """Refuse embeddings of one dimension.
-
-    Raises:
-        InputError: The encoder has one output.
-    """
-    dim = la.backend.encoder(probe).dim
-    if dim < 2:
-        hint = "The direction of one number is its sign, which no small change of the weights moves."
-        raise InputError(expected("model", "embeddings of D >= 2 dimensions", f"D = {dim}", hint))
-
-
-def renew_backend(la: Any) -> None:
-    """Construct the default backend anew, unless the user named one: the encoder may not be that of the last fit."""
-    if not la._chooses_backend:
-        return
-    indices = la.backend.subnetwork_indices
-    la._backend_cls, la._backend = ContrastiveGGN, None
-    # laplace-torch's subnetwork classes tell the backend their indices, nobody else.
-    la.backend.subnetwork_indices = indices
-    _log.info("curvature by ContrastiveGGN: the default, exact for every encoder (backend=... takes another)")
-
-
-def merged_classes(earlier: ClassCentres | None, new: ClassCentres | None) -> ClassCentres | None:
+def _merged_classes(earlier: ClassCentres | None, new: ClassCentres | None) -> ClassCentres | None:
     """Centres of the classes of two fits together; ``None`` where one of them has none."""
     if earlier is None or new is None:
         return None
@@ -227,84 +523,73 @@ def merged_classes(earlier: ClassCentres | None, new: ClassCentres | None) -> Cl
     return found
 
 
-def measured_classes(la: Any, loader: Iterable[Any], progress_bar: bool | None) -> ClassCentres:
-    """See :meth:`contrastive_curvature.laplace.base.ContrastiveLaplace.measure_classes`."""
-    check_loader(loader)
-    check_whole(loader)
-    sums, encoder = ClassSums(), None
-    with evaluation_mode(la.model), torch.no_grad():
-        for batch in Progress(progress_bar).over(loader, "[classes]"):
-            x, y = la.backend.read(batch)
-            encoder = la.backend.encoder(x) if encoder is None else encoder
-            z = check_outputs(encoder(x), "model(x)")
-            sums.add(z, check_labels(y, len(z)))
-    if encoder is None:
-        raise InputError(expected("loader", "at least one batch", "an empty loader"))
-    centres = sums.centres()
-    if centres is None or len(centres.labels) < 2:
-        wanted = f"inputs of at least two classes, at most {MOST_NUMBERS:,} numbers of all centres"
-        raise InputError(expected("loader", wanted, "other ones"))
-    return centres
-
-
-def remember(
-    la: Any,
-    loss: Tensor,
-    cost: float,
-    n_data: int,
-    typical_norm: Tensor | float | None,
-    class_centres: ClassCentres | None = None,
-) -> None:
-    """Set what every fit leaves besides the curvature.
-
-    Args:
-        la: The posterior.
-        loss: Sum of the pair losses.
-        cost: The sum shifted so that it is not negative.
-        n_data: Number of points.
-        typical_norm: Mean norm of their raw outputs, where it is known.
-        class_centres: Centres of their classes, where they have been measured.
-    """
-    la.loss, la.cost, la.n_data = loss.detach(), cost, n_data
-    norm = 0.0 if typical_norm is None else float(typical_norm)
-    la.typical_norm = norm if math.isfinite(norm) and norm > 0 else None
-    la._classes = class_centres
-    mean = flatten_parameters(la._posterior_parameters())
-    la.mean = mean if la.enable_backprop else mean.detach()
-    la.n_outputs = la._encoder_dim()
-    la.model.output_size = la.n_outputs
-    la._posterior_scale = None
-    la._known = la._known.anew()
-
-
-def posterior_around(kind: type[Any], encoder: nn.Module, probe: Inputs, **arguments: Any) -> Any:
-    """A posterior around an encoder that goes on training: it holds the encoder itself, and no curvature yet.
-
-    ``laplace.Laplace`` copies the encoder for a last layer and puts it in evaluation mode; here it stays as it is. The
-    posterior is ready for :meth:`~contrastive_curvature.laplace.base.ContrastiveLaplace.set_curvature`.
-
-    Args:
-        kind: A subclass of :class:`~contrastive_curvature.laplace.base.ContrastiveLaplace`.
-        encoder: The encoder.
-        probe: A batch to analyse it with.
-        **arguments: Further arguments of ``kind``.
-
-    Returns:
-        An object of ``kind``.
+def _check_unwrapped(model: nn.Module) -> None:
+    """Refuse wrappers that exchange buffers or parameters at every forward pass: shares may differ in length.
 
     Raises:
-        InputError: An argument is malformed.
-        UnsupportedError: The combination has no correct answer.
+        UnsupportedError: There is such a wrapper.
     """
-    training = [(module, module.training) for module in encoder.modules()]
-    try:
-        la = kind(encoder, **arguments)
-        la._hold(encoder)
-        with evaluation_mode(la.model):
-            la._analyse(probe)
-            renew_backend(la)
-            _check_dim(la, probe)
-    finally:
-        for module, mode in training:
-            module.training = mode
-    return la
+    for module in model.modules():
+        name = type(module).__name__
+        if name in _WRAPPERS and type(module).__module__.startswith("torch."):
+            msg = (
+                f"model: {name} exchanges buffers or parameters at every forward pass, and the processes of a fit may "
+                "have different numbers of batches, so that they would wait for each other. Pass the encoder inside, "
+                "which for DistributedDataParallel is its .module."
+            )
+            raise UnsupportedError(msg)
+
+
+def _check_kind(argument: str, state: object, kind: str) -> None:
+    if not isinstance(state, State):
+        hint = "State.load(path) reads a file, State.merged(states) merges several."
+        raise InputTypeError(expected(argument, "a merged State", f"a {type(state).__name__}", hint))
+    if state.kind != kind:
+        raise InputError(expected(argument, f"a state of kind {kind!r}", f"{state.kind!r}"))
+
+
+def _checked_part(part: Any, statistics: State | None) -> tuple[int, int]:
+    whole = isinstance(part, (tuple, list)) and len(part) == 2
+    if not whole or not all(isinstance(k, int) and not isinstance(k, bool) for k in part):
+        raise InputError(expected("part", "an index and the number of all parts, as (0, 8)", part))
+    index, count = int(part[0]), int(part[1])
+    if not 0 <= index < count:
+        raise InputError(expected("part", f"an index from 0 to {max(0, count - 1)} of {count} parts", f"{index}"))
+    if statistics is not None and statistics.count != count:
+        raise InputError(expected("part", f"one of {statistics.count} parts, as in the statistics", f"one of {count}"))
+    return index, count
+
+
+def _check_sampler(loader: Any, part: tuple[int, int]) -> None:
+    """Refuse a sampler that gives another part of the data than this one is called.
+
+    Raises:
+        InputError: It says so.
+    """
+    for sampler in loader_parts(loader):
+        if isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) != part:
+            came = f"rank {sampler.rank} of {sampler.num_replicas} in its DistributedSampler"
+            raise InputError(expected("loader", f"part {part[0]} of {part[1]}, as part= says", came))
+
+
+def _kept_probe(x: Inputs, index: int) -> Rows:
+    columns = {"": x} if isinstance(x, Tensor) else {k: v for k, v in x.items() if isinstance(v, Tensor)}
+    kept, count = {}, input_length(x)
+    for name, part in columns.items():
+        if part.ndim and part.shape[0] == count:
+            kept[f"x/{name}"] = part
+        else:
+            # Of all points together: every row has it.
+            kept[f"{_SHARED}{name}"] = part.unsqueeze(0).expand(count, *part.shape)
+    return Rows(_PROBES, _PROBES * index + torch.arange(count), kept)
+
+
+def _probe_of(state: State) -> Inputs | None:
+    rows = state.kept.get(PROBE)
+    if rows is None or not len(rows):
+        return None
+    found = {
+        name.removeprefix(_SHARED).removeprefix("x/"): part[0] if name.startswith(_SHARED) else part
+        for name, part in rows.columns.items()
+    }
+    return found[""] if set(found) == {""} else found

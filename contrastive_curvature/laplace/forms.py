@@ -1,34 +1,27 @@
-"""The forms of a posterior's curvature: how two of one form add, the diagonal, and what a saved one must be."""
+"""The forms of a posterior's curvature: how two of one form add, what clamping leaves, and what is saved.
+
+A posterior keeps the clamped curvature as ``H``, and the sum over the data that it was made from as ``H_raw``.
+"""
 
 from __future__ import annotations
 
-import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from laplace.utils import Kron
+from laplace.utils.matrix import KronDecomposed
 from torch import Tensor
 
-from contrastive_curvature.fit.finite import clamp_curvature, clamp_factors
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.fit.finite import clamp_curvature, clamp_factors, eigenpairs
 from contrastive_curvature.fit.loop import DatasetCurvature
-from contrastive_curvature.laplace import effective
-from contrastive_curvature.laplace.decompose import decompose_factors
-from contrastive_curvature.laplace.kernel import kernel_product
-from contrastive_curvature.laplace.prediction import to_device
-from contrastive_curvature.laplace.prior import NOTHING_POSITIVE
-from contrastive_curvature.laplace.state_curvature import (
-    check_dense,
-    check_diagonal,
-    check_eigenbasis,
-    check_eigenpairs,
-    check_factors,
-    check_kernel,
-)
-from contrastive_curvature.laplace.state_values import check_takes, has_norms
-from contrastive_curvature.network.encoder import evaluation_mode
+from contrastive_curvature.fit.nystrom import low_rank_moment
+from contrastive_curvature.laplace.kron_lowrank_precision import KronLowRank
+from contrastive_curvature.laplace.prior import of_dense, of_eigenpairs, of_eigenvalues
 from contrastive_curvature.network.pullback import KronFactors
+from contrastive_curvature.network.sketch import sketch_size
 
 __all__ = [
     "CurvatureForm",
@@ -36,138 +29,101 @@ __all__ = [
     "DiagonalForm",
     "EigenpairForm",
     "KernelForm",
+    "KronLowRankForm",
     "KroneckerForm",
-    "merge_factors",
-    "warn_of_nothing",
+    "decompose_factors",
 ]
 
+Shapes = Any
+"""Shapes of the tensors of a saved curvature, in its lists or by name; ``None`` for a length that may be any."""
 
-class CurvatureForm(ABC):
-    """What a Laplace class keeps as ``H``, and as the unclamped ``H_raw``."""
 
-    @abstractmethod
-    def absorb(self, la: Any, result: DatasetCurvature, earlier: int) -> None:
-        """Set ``H_raw`` and the clamped ``H``.
+class CurvatureForm:
+    """A tensor that is added entry by entry; the base of all forms."""
 
-        Args:
-            la: The posterior.
-            result: Unclamped curvature of ``result.n`` points.
-            earlier: Number of points of ``la.H_raw``, to which the curvature is added; zero to replace it.
+    def merged(self, before: Any, earlier: int, result: DatasetCurvature) -> Any:
+        """Return the sum of a curvature of ``earlier`` points and a new one, both unclamped."""
+        return before + result.curvature
+
+    def clamped(self, raw: Any) -> Any:
+        """Return the positive semidefinite part.
 
         Raises:
-            InputError: The curvature cannot be decomposed. The posterior is as it was.
+            InputError: The curvature cannot be decomposed.
         """
+        return clamp_curvature(raw)
 
-    @abstractmethod
-    def diagonal(self, la: Any) -> Tensor:
-        """Diagonal of the clamped curvature, without the likelihood factor, shape (P,)."""
+    def is_nothing(self, clamped: Any) -> bool:
+        """Return whether nothing is left of a clamped curvature."""
+        return bool((clamped == 0).all())
 
-    @abstractmethod
-    def effective_parameters(self, la: Any, prior: Tensor) -> float:
-        """Effective number of parameters; see :mod:`contrastive_curvature.laplace.effective`.
+    def diagonal(self, clamped: Any, raw: Any) -> Tensor:
+        """Return the diagonal of the clamped curvature, without the likelihood factor, shape (P,)."""
+        raise NotImplementedError
+
+    def effective_parameters(self, clamped: Any, prior: Tensor, sizes: list[int]) -> float:
+        """Return the effective number of parameters.
 
         Args:
-            la: The posterior.
+            clamped: The curvature.
             prior: Prior precision at the temperature 1: one number, one a parameter tensor, or one a parameter.
+            sizes: Numbers of entries of the parameter tensors.
 
         Raises:
             InputError: The precision is not positive definite, by rounding.
         """
+        raise NotImplementedError
 
-    @abstractmethod
-    def check(self, la: Any, state: Mapping[str, Any], like: Tensor) -> None:
-        """Check ``H`` and ``H_raw`` of a saved posterior.
+    def shapes(self, parameters: Sequence[Tensor], n_weights: int, state: Mapping[str, Any]) -> tuple[Shapes, Shapes]:
+        """Return the shapes of a saved ``H`` and ``H_raw`` of parameters."""
+        raise NotImplementedError
 
-        Args:
-            la: The posterior that the state is loaded into.
-            state: What the user passed.
-            like: A parameter of the encoder, for dtype and device.
-
-        Raises:
-            InputError: Something in them is malformed.
-        """
-
-    def load(self, la: Any, state: Mapping[str, Any]) -> None:
-        """Set ``H_raw`` and ``H`` from a state that :meth:`check` has accepted."""
-        la.H_raw, la.H = state["H_raw"], state["H"]
+    def loaded(self, state: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Return ``H_raw`` and ``H`` from what was saved."""
+        return state["H_raw"], state["H"]
 
 
-def _of_each(la: Any, prior: Tensor) -> Tensor:
-    """A prior precision for each weight, shape (P,)."""
-    sizes = la._parameter_sizes()
+def _of_each(prior: Tensor, sizes: list[int]) -> Tensor:
+    """Return a prior precision for each weight, shape (P,)."""
     if prior.numel() == len(sizes):
         return prior.reshape(-1).repeat_interleave(torch.tensor(sizes, device=prior.device))
     return prior.reshape(-1).expand(sum(sizes))
 
 
-class _Summed(CurvatureForm):
-    """A tensor that is added entry by entry."""
-
-    def absorb(self, la: Any, result: DatasetCurvature, earlier: int) -> None:
-        """See :meth:`CurvatureForm.absorb`."""
-        raw = la.H_raw + result.curvature if earlier else result.curvature
-        clamped = clamp_curvature(raw)
-        warn_of_nothing(clamped)
-        la.H_raw, la.H = raw, clamped
-        self.look(la, result)
-
-    def look(self, la: Any, result: DatasetCurvature) -> None:
-        """Warn of what is to be said of the new curvature; nothing here."""
-
-
-def warn_of_nothing(clamped: Tensor) -> None:
-    """Warn the caller of ``fit`` where nothing is left of a clamped curvature."""
-    if bool((clamped == 0).all()):
-        msg = f"The clamped curvature is zero everywhere: the posterior is the prior. {NOTHING_POSITIVE}"
-        warnings.warn(msg, UserWarning, stacklevel=5)
-
-
-class DiagonalForm(_Summed):
+class DiagonalForm(CurvatureForm):
     """The diagonal, shape (P,)."""
 
-    def effective_parameters(self, la: Any, prior: Tensor) -> float:
-        """See :meth:`CurvatureForm.effective_parameters`."""
-        return effective.of_eigenvalues([(la.H, _of_each(la, prior))])
-
-    def diagonal(self, la: Any) -> Tensor:
+    def diagonal(self, clamped: Tensor, raw: Tensor) -> Tensor:
         """See :meth:`CurvatureForm.diagonal`."""
-        return la.H
+        return clamped
 
-    def check(self, la: Any, state: Mapping[str, Any], like: Tensor) -> None:
-        """See :meth:`CurvatureForm.check`."""
-        check_diagonal(state, like, la._n_weights())
+    def effective_parameters(self, clamped: Tensor, prior: Tensor, sizes: list[int]) -> float:
+        """See :meth:`CurvatureForm.effective_parameters`."""
+        return of_eigenvalues([(clamped, _of_each(prior, sizes))])
+
+    def shapes(self, parameters: Sequence[Tensor], n_weights: int, state: Mapping[str, Any]) -> tuple[Shapes, Shapes]:
+        """See :meth:`CurvatureForm.shapes`."""
+        return (n_weights,), (n_weights,)
 
 
-class DenseForm(_Summed):
+class DenseForm(CurvatureForm):
     """The matrix, shape (P, P)."""
 
-    def effective_parameters(self, la: Any, prior: Tensor) -> float:
-        """See :meth:`CurvatureForm.effective_parameters`."""
-        return effective.of_dense(la.H, _of_each(la, prior))
-
-    def diagonal(self, la: Any) -> Tensor:
+    def diagonal(self, clamped: Tensor, raw: Tensor) -> Tensor:
         """See :meth:`CurvatureForm.diagonal`."""
-        return la.H.diagonal()
+        return clamped.diagonal()
 
-    def check(self, la: Any, state: Mapping[str, Any], like: Tensor) -> None:
-        """See :meth:`CurvatureForm.check`."""
-        check_dense(state, like, la._n_weights())
+    def effective_parameters(self, clamped: Tensor, prior: Tensor, sizes: list[int]) -> float:
+        """See :meth:`CurvatureForm.effective_parameters`."""
+        return of_dense(clamped, _of_each(prior, sizes))
+
+    def shapes(self, parameters: Sequence[Tensor], n_weights: int, state: Mapping[str, Any]) -> tuple[Shapes, Shapes]:
+        """See :meth:`CurvatureForm.shapes`."""
+        return (n_weights, n_weights), (n_weights, n_weights)
 
 
-def merge_factors(before: KronFactors, earlier: int, result: DatasetCurvature) -> KronFactors:
-    """Kronecker factors of two data sets together.
-
-    Args:
-        before: Those of the first, not looked at where ``earlier`` is zero.
-        earlier: Its number of points.
-        result: The second.
-
-    Returns:
-        Curvature factors are summed; all that follows in a group belongs to a mean over points.
-    """
-    if not earlier:
-        factors: KronFactors = result.curvature
-        return factors
+def _merged_factors(before: KronFactors, earlier: int, result: DatasetCurvature) -> KronFactors:
+    """Sum curvature factors, the first of each group; all that follows belongs to a mean over points."""
     weight = result.n / (earlier + result.n)
     return [
         [a[0] + b[0], *(torch.lerp(old, new, weight) for old, new in zip(a[1:], b[1:], strict=True))]
@@ -175,84 +131,193 @@ def merge_factors(before: KronFactors, earlier: int, result: DatasetCurvature) -
     ]
 
 
+def decompose_factors(factors: KronFactors, damping: bool = False) -> KronDecomposed:
+    """Decompose Kronecker factors, negative eigenvalues set to zero; laplace-torch's own ends the process on failure.
+
+    Args:
+        factors: ``[G, A]`` for every matrix, ``[block]`` for every vector.
+        damping: As in laplace-torch.
+
+    Raises:
+        InputError: A factor is not finite, or its eigenvalues cannot be computed.
+    """
+    pairs = [[eigenpairs(factor) for factor in group] for group in factors]
+    values = [[value.clamp(min=0) for value, _ in group] for group in pairs]
+    vectors: list[list[Tensor]] = [[vector for _, vector in group] for group in pairs]
+    return KronDecomposed(vectors, values, damping=damping)
+
+
+@dataclass(frozen=True)
 class KroneckerForm(CurvatureForm):
-    """Kronecker factors: they add factor by factor, and are clamped in their eigenbases."""
+    """Kronecker factors: they add factor by factor, and are clamped in their eigenbases.
 
-    def effective_parameters(self, la: Any, prior: Tensor) -> float:
-        """See :meth:`CurvatureForm.effective_parameters`."""
-        groups = [values[0] if len(values) == 1 else torch.outer(*values) for values in la.H.eigenvalues]
-        return effective.of_eigenvalues(list(zip(groups, prior.expand(len(groups)), strict=True)))
+    Attributes:
+        damping: As in laplace-torch.
+    """
 
-    def absorb(self, la: Any, result: DatasetCurvature, earlier: int) -> None:
-        """See :meth:`CurvatureForm.absorb`."""
-        factors = merge_factors(la.H_raw, earlier, result)
-        decomposed = decompose_factors(factors, la.damping)
+    damping: bool
+
+    def merged(self, before: KronFactors, earlier: int, result: DatasetCurvature) -> KronFactors:
+        """See :meth:`CurvatureForm.merged`."""
+        return _merged_factors(before, earlier, result)
+
+    def clamped(self, raw: KronFactors) -> KronDecomposed:
+        """See :meth:`CurvatureForm.clamped`."""
+        return decompose_factors(raw, self.damping)
+
+    def is_nothing(self, clamped: KronDecomposed) -> bool:
+        """See :meth:`CurvatureForm.is_nothing`."""
         # Of each group the first factor is the curvature's; those of inputs are not zero.
-        warn_of_nothing(torch.cat([group[0] for group in decomposed.eigenvalues]))
-        la.H_raw, la.H_facs, la.H = factors, Kron(factors), decomposed
+        return not any(bool(group[0].any()) for group in clamped.eigenvalues)
 
-    def diagonal(self, la: Any) -> Tensor:
+    def diagonal(self, clamped: KronDecomposed, raw: KronFactors) -> Tensor:
         """See :meth:`CurvatureForm.diagonal`."""
-        return Kron(clamp_factors(la.H_raw)).diag()
+        return Kron(clamp_factors(raw)).diag()
 
-    def check(self, la: Any, state: Mapping[str, Any], like: Tensor) -> None:
-        """See :meth:`CurvatureForm.check`."""
-        check_factors(state, like, la._posterior_parameters())
-
-    def load(self, la: Any, state: Mapping[str, Any]) -> None:
-        """See :meth:`CurvatureForm.load`."""
-        factors = [list(group) for group in state["H"]]
-        la.H_raw, la.H_facs, la.H = state["H_raw"], Kron(factors), decompose_factors(factors, la.damping)
-
-
-class _Replaced(CurvatureForm):
-    """A curvature that is computed whole: two of them do not add, and nothing unclamped is kept."""
-
-    def absorb(self, la: Any, result: DatasetCurvature, earlier: int) -> None:
-        """See :meth:`CurvatureForm.absorb`; there is no earlier one."""
-        la.H_raw, la.H = None, result.curvature
-
-
-class EigenpairForm(_Replaced):
-    """Leading eigenvectors (P, R) and positive eigenvalues (R,)."""
-
-    def effective_parameters(self, la: Any, prior: Tensor) -> float:
+    def effective_parameters(self, clamped: KronDecomposed, prior: Tensor, sizes: list[int]) -> float:
         """See :meth:`CurvatureForm.effective_parameters`."""
-        vectors, values = la.H
-        return effective.of_eigenpairs(vectors, values, _of_each(la, prior))
+        groups = [values[0] if len(values) == 1 else torch.outer(*values) for values in clamped.eigenvalues]
+        return of_eigenvalues(list(zip(groups, prior.expand(len(groups)), strict=True)))
 
-    def diagonal(self, la: Any) -> Tensor:
+    def shapes(self, parameters: Sequence[Tensor], n_weights: int, state: Mapping[str, Any]) -> tuple[Shapes, Shapes]:
+        """See :meth:`CurvatureForm.shapes`."""
+        groups = state["H"]
+        if len(groups) != len(parameters):
+            raise InputError(expected("state_dict['H']", f"factors of {len(parameters)} parameters", len(groups)))
+        out = [[(n, n) for n in _factor_sizes(p, group)] for p, group in zip(parameters, groups, strict=True)]
+        return out, out
+
+    def loaded(self, state: Mapping[str, Any]) -> tuple[KronFactors, KronDecomposed]:
+        """See :meth:`CurvatureForm.loaded`."""
+        raw = [list(group) for group in state["H_raw"]]
+        return raw, self.clamped(raw)
+
+
+def _factor_sizes(p: Tensor, group: Sequence[Any]) -> tuple[int, ...]:
+    """Return the rows of the factors of a parameter: those of a layer, or any two with as many products as entries."""
+    if len(group) == 1:
+        return (p.numel(),)
+    rows = len(group[0])
+    return (rows, p.numel() // rows) if rows and p.numel() % rows == 0 else (len(p), p[0].numel())
+
+
+@dataclass(frozen=True)
+class KronLowRankForm(CurvatureForm):
+    """Kronecker factors with a sketched input factor, ``[[G, A Omega, trace], [G of the bias]]``.
+
+    Attributes:
+        rank: Number of eigenvectors of the input factor; ``None`` chooses it.
+    """
+
+    rank: int | None
+
+    def merged(self, before: KronFactors, earlier: int, result: DatasetCurvature) -> KronFactors:
+        """See :meth:`CurvatureForm.merged`."""
+        return _merged_factors(before, earlier, result)
+
+    def clamped(self, raw: KronFactors) -> KronLowRank:
+        """See :meth:`CurvatureForm.clamped`."""
+        (g, sketch, trace), *rest = raw
+        values, vectors = _clamped_eigenpairs(g)
+        moment, bias = low_rank_moment(sketch, trace, self.rank), None
+        if rest:
+            of_bias, directions = _clamped_eigenpairs(rest[0][0])
+            bias = directions, of_bias
+        return KronLowRank(vectors, values, moment, bias)
+
+    def is_nothing(self, clamped: KronLowRank) -> bool:
+        """See :meth:`CurvatureForm.is_nothing`."""
+        return super().is_nothing(clamped.values)
+
+    def diagonal(self, clamped: KronLowRank, raw: KronFactors) -> Tensor:
         """See :meth:`CurvatureForm.diagonal`."""
-        vectors, values = la.H
+        return clamped.diag()
+
+    def effective_parameters(self, clamped: KronLowRank, prior: Tensor, sizes: list[int]) -> float:
+        """See :meth:`CurvatureForm.effective_parameters`."""
+        _, values, rest = clamped.inputs
+        of_weight, of_bias = prior.expand(2)
+        spare = clamped.inputs.vectors.shape[0] - clamped.rank
+        out = of_eigenvalues([(torch.outer(clamped.values, values), of_weight)])
+        out += spare * of_eigenvalues([(clamped.values * rest, of_weight)])
+        return out if clamped.bias is None else out + of_eigenvalues([(clamped.bias[1], of_bias)])
+
+    def shapes(self, parameters: Sequence[Tensor], n_weights: int, state: Mapping[str, Any]) -> tuple[Shapes, Shapes]:
+        """See :meth:`CurvatureForm.shapes`."""
+        dim, width = parameters[0].shape
+        out = [[(dim, dim), (width, sketch_size(width, self.rank)), (1,)], [(dim, dim)]][: len(parameters)]
+        return out, out
+
+    def loaded(self, state: Mapping[str, Any]) -> tuple[KronFactors, KronLowRank]:
+        """See :meth:`CurvatureForm.loaded`."""
+        raw = [list(group) for group in state["H_raw"]]
+        return raw, self.clamped(raw)
+
+
+def _clamped_eigenpairs(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues in float64, negative ones set to zero, and eigenvectors in the dtype of the factor."""
+    values, vectors = eigenpairs(factor.double())
+    return values.clamp(min=0), vectors.to(factor.dtype)
+
+
+class EigenpairForm(CurvatureForm):
+    """Leading eigenvectors (P, R) and positive eigenvalues (R,); two of them do not add, and nothing raw is kept."""
+
+    def clamped(self, raw: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """See :meth:`CurvatureForm.clamped`."""
+        return raw
+
+    def is_nothing(self, clamped: tuple[Tensor, Tensor]) -> bool:
+        """See :meth:`CurvatureForm.is_nothing`."""
+        return False
+
+    def diagonal(self, clamped: tuple[Tensor, Tensor], raw: None) -> Tensor:
+        """See :meth:`CurvatureForm.diagonal`."""
+        vectors, values = clamped
         return vectors.square() @ values
 
-    def check(self, la: Any, state: Mapping[str, Any], like: Tensor) -> None:
-        """See :meth:`CurvatureForm.check`."""
-        check_eigenpairs(state, like, la._n_weights())
+    def effective_parameters(self, clamped: tuple[Tensor, Tensor], prior: Tensor, sizes: list[int]) -> float:
+        """See :meth:`CurvatureForm.effective_parameters`."""
+        return of_eigenpairs(*clamped, _of_each(prior, sizes))
 
-    def load(self, la: Any, state: Mapping[str, Any]) -> None:
-        """See :meth:`CurvatureForm.load`."""
-        la.H_raw, la.H = None, tuple(state["H"])
+    def shapes(self, parameters: Sequence[Tensor], n_weights: int, state: Mapping[str, Any]) -> tuple[Shapes, Shapes]:
+        """See :meth:`CurvatureForm.shapes`."""
+        return [(n_weights, None), (None,)], None
+
+    def loaded(self, state: Mapping[str, Any]) -> tuple[None, tuple[Tensor, Tensor]]:
+        """See :meth:`CurvatureForm.loaded`."""
+        vectors, values = state["H"]
+        return None, (vectors, values)
 
 
-class KernelForm(_Replaced):
-    """Some points, a root of their output Hessian, and the eigenpairs of ``A A^T``."""
+@dataclass(frozen=True)
+class KernelForm(CurvatureForm):
+    """Some points, a root of their output Hessian, and the eigenpairs of ``A A^T``; two of them do not add.
 
-    def effective_parameters(self, la: Any, prior: Tensor) -> float:
-        """See :meth:`CurvatureForm.effective_parameters`; ``A^T A`` has the same eigenvalues, and zeros."""
-        return effective.of_eigenvalues([(la.H["values"], prior)])
+    Attributes:
+        n_params: Number of weights.
+        n_subset: Number of points.
+    """
 
-    def diagonal(self, la: Any) -> Tensor:
-        """The mean of the diagonal, shape (1,): the one prior precision needs no more."""
-        return (la.H["values"].sum() / la.n_params).reshape(1)
+    n_params: int
+    n_subset: int
 
-    def check(self, la: Any, state: Mapping[str, Any], like: Tensor) -> None:
-        """See :meth:`CurvatureForm.check`."""
-        check_kernel(state, like, la.n_subset)
-        parts = state["H"]
-        with evaluation_mode(la.model), torch.no_grad():
-            check_takes("H", parts["inputs"], state["n_outputs"], la.model, lambda x: to_device(la, x))
-            if has_norms(la.model, state.get("encoder_norms")):
-                # The object has no curvature of its own yet that could be asked; a refusal puts back what it had.
-                la.H = parts
-                check_eigenbasis(parts, lambda vector: kernel_product(la, vector))
+    def diagonal(self, clamped: dict[str, Any], raw: None) -> Tensor:
+        """Return the mean of the diagonal, shape (1,): the one prior precision needs no more."""
+        return (clamped["values"].sum() / self.n_params).reshape(1)
+
+    def effective_parameters(self, clamped: dict[str, Any], prior: Tensor, sizes: list[int]) -> float:
+        """See :meth:`CurvatureForm.effective_parameters`."""
+        # A^T A has the same eigenvalues, and zeros.
+        return of_eigenvalues([(clamped["values"], prior)])
+
+    def shapes(self, parameters: Sequence[Tensor], n_weights: int, state: Mapping[str, Any]) -> tuple[Shapes, Shapes]:
+        """See :meth:`CurvatureForm.shapes`."""
+        dim, coupled = state["n_outputs"], state["H"]["coupled"]
+        columns = len(state["H"]["values"])
+        factor = (self.n_subset, dim, columns) if coupled else (self.n_subset, dim, dim)
+        return {"factor": factor, "values": (columns,), "vectors": (columns, columns)}, None
+
+    def loaded(self, state: Mapping[str, Any]) -> tuple[None, dict[str, Any]]:
+        """See :meth:`CurvatureForm.loaded`."""
+        return None, state["H"]

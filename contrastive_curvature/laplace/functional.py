@@ -2,7 +2,8 @@
 
 With the square root ``S`` of the output Hessian of M points and ``A = S^T J``, the posterior precision is ``p I + h A^T
 A`` (``p`` the prior precision, ``h`` the likelihood factor), so everything follows from the kernel ``J J^T`` between
-points: no matrix of the size of the parameters is formed. With all points chosen it is the ``full`` structure.
+points: no matrix of the size of the parameters is formed. With all points chosen it is the ``full`` structure. Kernels
+are computed in float64, because the posterior is a small difference of such numbers.
 """
 
 from __future__ import annotations
@@ -19,28 +20,18 @@ from torch import Tensor, nn
 from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.fit.finite import eigenpairs
+from contrastive_curvature.fit.finite import check_finite, eigenpairs
 from contrastive_curvature.fit.loop import mean_norm
-from contrastive_curvature.laplace import fitting
+from contrastive_curvature.fit.subset import HessianSubset
 from contrastive_curvature.laplace.base import ContrastiveLaplace
-from contrastive_curvature.laplace.checks import check_finite_outputs, check_output_shape
 from contrastive_curvature.laplace.forms import KernelForm
-from contrastive_curvature.laplace.kernel import (
-    held_jacobians,
-    held_subset,
-    joint_spread,
-    kernel_between,
-    kernels_of_points,
-    marginal_spread,
-    project_weights,
-    refuse_infinite_jacobian,
-    warn_of_one_point,
-)
 from contrastive_curvature.laplace.last_layer import LastLayerLaplace
 from contrastive_curvature.laplace.options import CONTRASTIVE
-from contrastive_curvature.laplace.prediction import check_joint_size, timed_chunks, to_device
+from contrastive_curvature.laplace.prediction import check_joint_size, check_outputs, moved_inputs, timed_chunks
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, input_length
+from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS
+from contrastive_curvature.parts.contributions import FEWEST_POINTS, MOST, warn_of_point
 
 __all__ = ["ContrastiveFunctionalLLLaplace", "ContrastiveFunctionalLaplace"]
 
@@ -65,7 +56,6 @@ class _FunctionSpace(ContrastiveLaplace):
 
     structure = None  # type: ignore[assignment]
     fits_in_parts = False
-    form = KernelForm()
     prior_structures = ("scalar",)
     keeps_features = False
 
@@ -79,20 +69,19 @@ class _FunctionSpace(ContrastiveLaplace):
         independent_outputs: bool = False,
         **kwargs: Any,
     ) -> None:
-        if isinstance(n_subset, bool) or not isinstance(n_subset, int) or n_subset < 1:
-            hint = "It is how many points of the training data the Gaussian process keeps."
-            raise InputError(expected("n_subset", "a positive whole number", n_subset, hint))
-        if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
-            raise InputError(expected("seed", "a whole number of 64 bits", seed))
-        validate.flag("independent_outputs", independent_outputs)
+        self.n_subset, self.seed = validate.count("n_subset", n_subset), seed
         if independent_outputs:
             msg = "independent_outputs=True: the kernel between outputs is computed exactly. Leave it out."
             raise UnsupportedError(msg)
-        self.n_subset, self.seed = n_subset, seed
         super().__init__(model, likelihood, *args, **kwargs)
 
+    @property
+    def form(self) -> KernelForm:  # type: ignore[override]
+        """Points, and the eigenpairs of their kernel."""
+        return KernelForm(self.n_params, self.n_subset)
+
     def plain_options(self) -> dict[str, Any]:
-        """See :meth:`ContrastiveLaplace.plain_options`."""
+        """Return the options of the curvature and of the choice of points as strings and numbers."""
         return {**super().plain_options(), "n_subset": self.n_subset, "seed": self.seed}
 
     def _init_H(self) -> None:
@@ -111,11 +100,10 @@ class _FunctionSpace(ContrastiveLaplace):
                 that is too large.
             UnsupportedError: The output Hessian is not positive semidefinite, or ``override=False``.
         """
-        validate.flag("override", override)
-        if not override:
+        if override is False:
             msg = "override=False: two subsets do not add up. Use hessian_structure='diag', 'kron' or 'full'."
             raise UnsupportedError(msg)
-        fitting.begin(self, train_loader)
+        self._begin(train_loader, override, progress_bar)
         subset, loss, cost, n = self.backend.fit_subset(train_loader, self.n_subset, self.seed, progress_bar)
         columns = subset.columns
         if columns > _KERNEL_LIMIT:
@@ -127,10 +115,10 @@ class _FunctionSpace(ContrastiveLaplace):
             subset = replace(subset, factor=subset.factor.double())
             kernel = self._kernel(context, context)
             if not bool(kernel.isfinite().all()):
-                refuse_infinite_jacobian(self, context)
+                self._refuse_infinite_jacobian(context)
             gram = subset.project(subset.project(kernel).movedim(2, 0))
             values, vectors = eigenpairs((gram + gram.T) / 2)
-            warn_of_one_point(subset, kernel)
+            _warn_of_one_point(subset, kernel)
         # Everything that can fail runs before the first assignment, so that a failed fit leaves the last one whole.
         self.H = {
             "inputs": subset.inputs,
@@ -139,7 +127,7 @@ class _FunctionSpace(ContrastiveLaplace):
             "values": values.clamp(min=0),
             "vectors": vectors,
         }
-        fitting.remember(self, loss, float(cost), n, mean_norm(z))
+        self._remember(loss, float(cost), n, mean_norm(z))
 
     @property
     def prior_precision(self) -> Tensor:
@@ -180,7 +168,7 @@ class _FunctionSpace(ContrastiveLaplace):
         """``(value - mean)^T (p I + h A^T A) (value - mean)`` for weights (P,)."""
         self.check_weights(value)
         delta = value - self.mean
-        moved = project_weights(self, delta.unsqueeze(0))
+        moved = self._project(delta.unsqueeze(0))
         return self.prior_precision.squeeze() * delta.square().sum() + self._H_factor * moved.square().sum()
 
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
@@ -194,29 +182,87 @@ class _FunctionSpace(ContrastiveLaplace):
         like: dict[str, Any] = {"dtype": values.dtype, "device": self.mean.device, "generator": generator}
         drawn = torch.randn(n_samples, self.n_params, **like) / prior.sqrt()
         noise = torch.randn(n_samples, values.numel(), **like) / h**0.5
-        residual = (project_weights(self, drawn) + noise) @ vectors / (values + prior / h)
-        lifted = held_subset(self).lift(residual @ vectors.T)
+        residual = (self._project(drawn) + noise) @ vectors / (values + prior / h)
+        lifted = self._held_subset().lift(residual @ vectors.T)
         with evaluation_mode(self.model), torch.no_grad():
-            for rows, jacobian in held_jacobians(self):
+            for rows, jacobian in self._held_jacobians():
                 drawn -= torch.einsum("smd,mdp->sp", lifted[:, rows], jacobian.double())
         return self.mean.detach() + drawn.to(self.mean.dtype)
 
-    def _gaussian(self, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistribution:
-        x = to_device(self, x)
+    def observe(self, x: Any) -> tuple[EmbeddingDistribution, Tensor | None]:
+        """Return the distribution of B embeddings, without norms of features."""
+        return self._gaussian(x, False, False), None
+
+    def _gaussian(self, x: Any, joint: bool, diagonal: bool) -> EmbeddingDistribution:
+        x = moved_inputs(self.model, x, self._device)
         if joint:
             check_joint_size(input_length(x), self.n_outputs, 0)
         with evaluation_mode(self.model), torch.set_grad_enabled(self.enable_backprop):
             z, context = self._embed(x)
-            check_output_shape(x, z, self.n_outputs)
-            check_finite_outputs(x, z)
+            check_outputs(x, z, self.n_outputs)
             held = self._embed(self.H["inputs"])[1]
             if joint:
-                return EmbeddingDistribution.trusted(z, joint_covariance=joint_spread(self, context, held).to(z.dtype))
-            parts = [marginal_spread(self, part, held, diagonal) for part in self._context_chunks(context, *z.shape)]
+                spread = self._joint_spread(context, held).to(z.dtype)
+                return EmbeddingDistribution.trusted(z, joint_covariance=spread)
+            parts = [self._marginal_spread(part, held, diagonal) for part in self._context_chunks(context, *z.shape)]
             spread = torch.cat(parts).to(z.dtype)
         if diagonal:
             return EmbeddingDistribution.trusted(z, variance=spread)
         return EmbeddingDistribution.trusted(z, covariance=spread)
+
+    def _joint_spread(self, points: Any, held: Any) -> Tensor:
+        """Return the covariance of all outputs of B points together, shape (B D, B D)."""
+        k, explained = (part.flatten(0, 1) for part in self._explained(self._kernel(points, held)))
+        own = self._kernel(points, points)
+        return (own.reshape(len(k), len(k)) - explained @ k.T) / self.prior_precision.squeeze()
+
+    def _marginal_spread(self, points: Any, held: Any, diagonal: bool) -> Tensor:
+        """Return variances (B, D) or covariances (B, D, D) of the outputs of B points."""
+        own, cross = self._kernels_of_points(points, held, diagonal)
+        (k, explained), prior = self._explained(cross), self.prior_precision.squeeze()
+        # A difference of large numbers: rounding can make a small variance negative.
+        if diagonal:
+            return ((own - (explained * k).sum(2)) / prior).clamp(min=0)
+        covariance = (own - explained @ k.mT) / prior
+        variances = covariance.diagonal(dim1=1, dim2=2)
+        return covariance + torch.diag_embed(variances.clamp(min=0) - variances)
+
+    def _explained(self, cross: Tensor) -> tuple[Tensor, Tensor]:
+        """Return kernels (B, D, M, D) in the eigenbasis of the data's, and the same over its eigenvalues, (B, D, R)."""
+        k = self._held_subset().project(cross) @ self.H["vectors"]
+        return k, k / (self.H["values"] + self.prior_precision.squeeze() / self._H_factor)
+
+    def _held_subset(self) -> HessianSubset:
+        """Return the points that represent the data, with the root of their output Hessian."""
+        return HessianSubset(self.H["inputs"], self.H["factor"], self.H["coupled"])
+
+    def _held_jacobians(self) -> Iterator[tuple[slice, Tensor]]:
+        return self._jacobian_chunks(self._embed(self.H["inputs"])[1])
+
+    def _jacobian_chunks(self, context: Any) -> Iterator[tuple[slice, Tensor]]:
+        """Yield Jacobians (C, D, P) of the points of a context in chunks, with the slices of the points."""
+        pullback, dim, n = self.backend.pullback(context), self._encoder_dim(), input_length(context)
+        axes = torch.eye(dim, dtype=self._dtype, device=self._device)
+        step = max(1, JACOBIAN_ELEMENTS // (dim * pullback.width))
+        # No points are one empty chunk.
+        for start in range(0, max(1, n), step):
+            rows = slice(start, min(start + step, n))
+            part = pullback.slice_context(context, rows)
+            yield rows, pullback.vjp(part, axes.expand(rows.stop - start, -1, -1))
+
+    def _project(self, weights: Tensor) -> Tensor:
+        """Return ``A w`` with ``A = S^T J`` of the points that represent the data, shape (S, R), for weights (S, P)."""
+        with evaluation_mode(self.model), torch.no_grad():
+            jacobians = (jacobian.double() for _, jacobian in self._held_jacobians())
+            parts = [torch.einsum("mdp,sp->smd", jacobian, weights.double()) for jacobian in jacobians]
+        return self._held_subset().project(torch.cat(parts, dim=1))
+
+    def _refuse_infinite_jacobian(self, context: Any) -> None:
+        """Name the layer whose Jacobian is not finite at the points that represent the data."""
+        pullback = self.backend.pullback(context)
+        for rows, jacobian in self._jacobian_chunks(context):
+            where = f"the points {rows.start} to {rows.stop - 1} of those that stand for the data"
+            check_finite(jacobian.abs().sum((0, 1)), pullback, where)
 
     def functional_variance(self, Js: Tensor) -> Tensor:
         """Never computed from Jacobians.
@@ -241,10 +287,22 @@ class _FunctionSpace(ContrastiveLaplace):
         return self.backend.encoder(x)(x), x
 
     def _kernel(self, left: Any, right: Any) -> Tensor:
-        return kernel_between(self, left, right)
+        """Return the kernel between two sets of points, shape (A, D, B, D)."""
+        return torch.cat([self._times(some.double(), right) for _, some in self._jacobian_chunks(left)])
 
     def _kernels_of_points(self, points: Any, held: Any, diagonal: bool) -> tuple[Tensor, Tensor]:
-        return kernels_of_points(self, points, held, diagonal)
+        """Return kernels of B points with themselves, (B, D) or (B, D, D), and with the held ones, (B, D, M, D)."""
+        own, cross = [], []
+        for _, some in self._jacobian_chunks(points):
+            mine = some.double()
+            own.append(mine.square().sum(2) if diagonal else mine @ mine.mT)
+            cross.append(self._times(mine, held))
+        return torch.cat(own), torch.cat(cross)
+
+    def _times(self, mine: Tensor, right: Any) -> Tensor:
+        """Return products of Jacobians (A, D, P) with those of B points, shape (A, D, B, D)."""
+        others = (other.double() for _, other in self._jacobian_chunks(right))
+        return torch.cat([torch.einsum("adp,bep->adbe", mine, other) for other in others], dim=2)
 
     def _context_chunks(self, context: Any, n: int, dim: int) -> Iterator[Any]:
         """Parts of a context whose Jacobians fit a chunk."""
@@ -281,3 +339,14 @@ class ContrastiveFunctionalLLLaplace(_FunctionSpace, LastLayerLaplace, LLLaplace
 
     def _context_chunks(self, context: Any, n: int, dim: int) -> Iterator[Any]:
         return iter((context,))
+
+
+def _warn_of_one_point(subset: HessianSubset, kernel: Tensor) -> None:
+    """Warn where one of the chosen points carries most of ``tr(S^T K S)``; the kernel has shape (M, D, M, D)."""
+    points = torch.arange(kernel.shape[0], device=kernel.device)
+    own = kernel[points, :, points, :]
+    parts = torch.einsum("mdr,mde,mer->m", subset.factor, own, subset.factor)
+    fraction = float(parts.max() / parts.sum()) if bool(parts.sum() > 0) else 0.0
+    if len(parts) >= FEWEST_POINTS and fraction > MOST:
+        where = f"point {int(parts.argmax())} of the chosen ones"
+        warn_of_point(fraction, where, "of the points that stand for the data")

@@ -9,13 +9,12 @@ from laplace.lllaplace import LLLaplace
 from torch import Tensor, nn
 
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
-from contrastive_curvature.laplace.form_kron_lowrank import KronLowRankForm
+from contrastive_curvature.laplace.forms import KronLowRankForm
 from contrastive_curvature.laplace.kron_lowrank_precision import KronLowRankPrecision
 from contrastive_curvature.laplace.last_layer import LastLayerLaplace
 from contrastive_curvature.laplace.options import CONTRASTIVE, arguments_by_name, given_options
 from contrastive_curvature.laplace.prediction import check_joint_size, distribution
 from contrastive_curvature.network.full_precision import full_precision
-from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.options import Structure
 
 __all__ = ["ContrastiveKronLowRankLLLaplace"]
@@ -77,10 +76,14 @@ class ContrastiveKronLowRankLLLaplace(LastLayerLaplace, _KronLowRankHost):
 
     _key = ("last_layer", "kron_lowrank", CONTRASTIVE)
     structure = Structure.KRON
-    form = KronLowRankForm()
     prior_structures = ("scalar", "layerwise")
     takes_rank = True
     sketches_inputs = True
+
+    @property
+    def form(self) -> KronLowRankForm:  # type: ignore[override]
+        """Kronecker factors with a sketched input factor."""
+        return KronLowRankForm(self.curvature_options.rank)
 
     def __init__(self, model: nn.Module, likelihood: str = CONTRASTIVE, *args: Any, **kwargs: Any) -> None:
         named = arguments_by_name(type(self), args, kwargs)
@@ -103,7 +106,7 @@ class ContrastiveKronLowRankLLLaplace(LastLayerLaplace, _KronLowRankHost):
         state = super().state_dict()
         return {**state, "H": state["H_raw"]}
 
-    def _gaussian(self, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistribution:
+    def _gaussian(self, x: Any, joint: bool, diagonal: bool) -> EmbeddingDistribution:
         z, phi = self._features(x)
         precision = self.posterior_precision
         if joint:

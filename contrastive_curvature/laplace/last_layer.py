@@ -8,18 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.laplace.base import ContrastiveLaplace
-from contrastive_curvature.laplace.checks import check_finite_outputs, check_output_shape, check_text
 from contrastive_curvature.laplace.features import Features, RawFeatureExtractor
 from contrastive_curvature.laplace.options import CONTRASTIVE, arguments_by_name
-from contrastive_curvature.laplace.prediction import to_device
-from contrastive_curvature.laplace.state_values import check_inputs, check_number_of, check_takes, kind_of, refuse
+from contrastive_curvature.laplace.prediction import check_outputs, moved_inputs
+from contrastive_curvature.laplace.state import kind_of, refuse
 from contrastive_curvature.network.call import uncompiled
 from contrastive_curvature.network.encoder import at_least_float32, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, made_up_inputs
 
 __all__ = ["LastLayerLaplace"]
+
+_CACHED = 2**17
+"""Features that are converted at once."""
 
 
 class LastLayerLaplace(ContrastiveLaplace):
@@ -37,7 +40,6 @@ class LastLayerLaplace(ContrastiveLaplace):
     ) -> None:
         named = arguments_by_name(type(self), args, kwargs)
         last_layer_name = named.pop("last_layer_name", last_layer_name)
-        check_text("last_layer_name", last_layer_name, optional=True)
         try:
             super().__init__(model, likelihood, **named)
         except RuntimeError as error:
@@ -62,8 +64,8 @@ class LastLayerLaplace(ContrastiveLaplace):
         self.model.analyse(probe)
         # Saved with the posterior, to find the layer again.
         self.data = made_up_inputs(probe)
-        self.n_params = sum(self._parameter_sizes())
-        self.n_layers = len(self._parameter_sizes())
+        self.n_params = sum(self.parameter_sizes())
+        self.n_layers = len(self.parameter_sizes())
         chosen = self._prior_chosen
         try:
             # laplace-torch defers these checks until the layer is known.
@@ -78,9 +80,10 @@ class LastLayerLaplace(ContrastiveLaplace):
 
     def _find_last_layer(self, data: Any) -> None:
         """laplace-torch's name for it."""
-        self._analyse(to_device(self, data))
+        self._analyse(moved_inputs(self.model, data, self._device))
 
-    def _posterior_parameters(self) -> list[Tensor]:
+    def posterior_parameters(self) -> list[Tensor]:
+        """The parameters of the layer."""
         return [at_least_float32(p) for p in self.model.last_layer.parameters()]
 
     def _encoder_dim(self) -> int:
@@ -95,7 +98,7 @@ class LastLayerLaplace(ContrastiveLaplace):
         prior = self.prior_precision
         if len(prior) in (1, self.n_params):
             return prior.expand(self.n_params)
-        return torch.cat([p.expand(size) for p, size in zip(prior, self._parameter_sizes(), strict=True)])
+        return torch.cat([p.expand(size) for p, size in zip(prior, self.parameter_sizes(), strict=True)])
 
     def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
         """Means and variances of the raw outputs, shape (B, D) each."""
@@ -112,35 +115,39 @@ class LastLayerLaplace(ContrastiveLaplace):
             refuse("_last_layer_name", f"{self._last_layer_name!r}, that of this object", kind_of(name))
         if state["data"] is None and self.model.last_layer is not None:
             return
-        probe = check_inputs("data", state["data"])
         try:
-            self._analyse(to_device(self, probe))
+            self._analyse(moved_inputs(self.model, state["data"], self._device))
         except UnsupportedError:
             raise
         except Exception as error:  # what an encoder raises at inputs of another kind has no common base
             reason = (str(error) or type(error).__name__).splitlines()[0]
             hint = "Where these are made up and the encoder needs real ones, set state_dict['data'] = x[:2] of yours."
-            refuse("data", "inputs that the encoder takes", f"{kind_of(probe)} ({reason})", hint)
-        with evaluation_mode(self.model):
-            check_takes("data", probe, self._encoder_dim(), self.model, lambda x: to_device(self, x))
-        check_number_of(state, "n_outputs")
+            refuse("data", "inputs that the encoder takes", f"{kind_of(state['data'])} ({reason})", hint)
         if state["n_outputs"] != self._encoder_dim():
             refuse("n_outputs", f"{self._encoder_dim()}, that of the encoder", kind_of(state["n_outputs"]))
         self.data = state["data"]
+
+    def observe(self, x: Any) -> tuple[EmbeddingDistribution, Tensor | None]:
+        """Return the distribution of B embeddings, and the norms (B,) of the features."""
+        z, phi = self._features(x)
+        # In chunks that stay in the cache; the conversion within vector_norm is several times slower.
+        step = max(1, _CACHED // max(1, phi.shape[1]))
+        norms = [torch.linalg.vector_norm(rows.double(), dim=1) for rows in phi.detach().split(step)]
+        return self._gaussian(Features(z, phi), False, False), torch.cat(norms)
 
     def _features(self, x: Inputs | Features) -> tuple[Tensor, Tensor]:
         if isinstance(x, Features):
             return x
         with evaluation_mode(self.model), torch.set_grad_enabled(self.enable_backprop):
-            z, phi = self.model.forward_with_features(to_device(self, x))
-        check_output_shape(x, z, self.model.last_layer.out_features)
-        check_finite_outputs(x, z)
+            z, phi = self.model.forward_with_features(moved_inputs(self.model, x, self._device))
+        check_outputs(x, z, self.model.last_layer.out_features)
         return z, phi
 
-    def _sampling_context(self, x: Inputs) -> Any:
+    def sampling_context(self, x: Inputs) -> Any:
+        """The features."""
         return self._features(x)[1]
 
-    def _outputs_at(self, context: Any, theta: Tensor, linearized: bool) -> Tensor:
+    def outputs_at(self, context: Any, theta: Tensor, linearized: bool) -> Tensor:
         """A linear layer is its own linearisation."""
         layer = self.model.last_layer
         weight = theta[:, : layer.weight.numel()].view(-1, *layer.weight.shape)

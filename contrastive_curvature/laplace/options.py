@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
-from contrastive_curvature.laplace.checks import (
-    check_prior_mean,
-    check_prior_precision,
-    check_temperature,
-    check_text,
-)
+from contrastive_curvature.laplace.checks import check_sigma_noise
 from contrastive_curvature.options import KFACApprox, PDFix, Structure
 
 __all__ = [
     "CONTRASTIVE",
     "arguments_by_name",
-    "check_arguments",
     "check_options",
-    "check_sigma_noise",
     "given_options",
     "known_options",
 ]
@@ -62,46 +51,6 @@ def arguments_by_name(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any
     if unknown:
         raise InputTypeError(expected(cls.__name__, f"arguments among {sorted(names)}", f"{unknown}"))
     return given | dict(kwargs)
-
-
-def check_arguments(given: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """Check what goes to laplace-torch's class, which stores most of it unchecked.
-
-    Args:
-        given: Names and values.
-        dtype: Of the encoder.
-
-    Raises:
-        InputTypeError: A value has the wrong type.
-        InputError: A value is out of range.
-    """
-    checks: dict[str, Callable[[Any], object]] = {
-        "prior_precision": lambda value: check_prior_precision(value, dtype),
-        "prior_mean": lambda value: check_prior_mean(value, dtype),
-        "temperature": lambda value: check_temperature(value, dtype),
-        "enable_backprop": lambda value: validate.flag("enable_backprop", value),
-        "damping": lambda value: validate.flag("damping", value),
-        "dict_key_x": lambda value: check_text("dict_key_x", value),
-        "dict_key_y": lambda value: check_text("dict_key_y", value),
-    }
-    for name, check in checks.items():
-        if name in given:
-            check(given[name])
-
-
-def check_sigma_noise(value: object) -> None:
-    """Refuse an observation noise.
-
-    Raises:
-        UnsupportedError: Anything but one.
-    """
-    number = value.detach() if isinstance(value, Tensor) else value
-    one = isinstance(number, (int, float, Tensor)) and not isinstance(number, bool)
-    if isinstance(number, Tensor):
-        one = number.numel() == 1
-    if not one or float(number) != 1:  # type: ignore[arg-type]
-        msg = "sigma_noise: embeddings have no observation noise. Use temperature=... to weaken the likelihood."
-        raise UnsupportedError(msg)
 
 
 def known_options(backend: type[ContrastiveBackend] = ContrastiveBackend) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""laplace-torch's posterior with its arguments checked: what asks for a fit says so, what is set is checked before.
+"""laplace-torch's posterior with its arguments checked: the prior, the temperature, and everything that needs a fit.
 
 laplace-torch stores most settings unchecked, and fails in several ways where there is no fit yet.
 """
@@ -14,22 +14,14 @@ from torch import Tensor
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import NotFittedError, UnsupportedError
-from contrastive_curvature.laplace.checks import (
-    check_jacobians,
-    check_prior_mean,
-    check_prior_precision,
-    check_temperature,
-    check_value,
-    plain_number,
-)
-from contrastive_curvature.laplace.options import check_sigma_noise
+from contrastive_curvature.laplace.checks import check_prior, check_sigma_noise, check_temperature
 from contrastive_curvature.laplace.prior import PRIOR_STRUCTURES
 
 __all__ = ["CheckedPosterior"]
 
 
 def _fitted_only(name: str, meaning: str) -> Any:
-    """laplace-torch's property of that name, once there is a fit."""
+    """Return laplace-torch's property of that name, once there is a fit."""
 
     def get(self: CheckedPosterior) -> Any:
         beneath: Any = super(CheckedPosterior, type(self))
@@ -42,7 +34,7 @@ def _fitted_only(name: str, meaning: str) -> Any:
 
 
 class CheckedPosterior(ParametricLaplace):
-    """Stands in front of one of laplace-torch's classes: checks the arguments and the fit, and passes on.
+    """One of laplace-torch's classes with its arguments and the fit checked.
 
     Attributes:
         prior_structures: Values that ``prior_structure`` may have.
@@ -112,7 +104,7 @@ class CheckedPosterior(ParametricLaplace):
         norm = self.square_norm(value)
         if not normalized:
             return -norm / 2
-        return -self._n_weights() / 2 * math.log(2 * math.pi) + self.log_det_posterior_precision / 2 - norm / 2
+        return -self.n_weights / 2 * math.log(2 * math.pi) + self.log_det_posterior_precision / 2 - norm / 2
 
     def log_marginal_likelihood(
         self, prior_precision: float | Tensor | None = None, sigma_noise: float | Tensor | None = None
@@ -141,8 +133,7 @@ class CheckedPosterior(ParametricLaplace):
             NotFittedError: Before ``fit``.
             InputError: The Jacobians are malformed.
         """
-        self.check_fitted()
-        check_jacobians(Js, self.mean, self._n_weights())
+        self._check_jacobians(Js)
         return super().functional_variance(Js)
 
     def functional_covariance(self, Js: Tensor) -> Tensor:
@@ -152,8 +143,7 @@ class CheckedPosterior(ParametricLaplace):
             NotFittedError: Before ``fit``.
             InputError: The Jacobians are malformed.
         """
-        self.check_fitted()
-        check_jacobians(Js, self.mean, self._n_weights())
+        self._check_jacobians(Js)
         return super().functional_covariance(Js)
 
     @property
@@ -184,14 +174,14 @@ class CheckedPosterior(ParametricLaplace):
 
     @prior_precision.setter
     def prior_precision(self, value: float | Tensor) -> None:
-        sizes = self.prior_sizes()
-        check_prior_precision(value, self._dtype, sizes)
+        sizes = self._prior_sizes()
+        check_prior("prior_precision", value, self._dtype, sizes)
         self._prior_chosen = True
         if sizes is None:
             # The first batch shows how many parameters there are; then this is set once more.
             self._prior_precision = value
             return
-        super(CheckedPosterior, type(self)).prior_precision.fset(self, plain_number(value))
+        super(CheckedPosterior, type(self)).prior_precision.fset(self, _plain(value))
 
     @property
     def prior_mean(self) -> Tensor:
@@ -200,23 +190,22 @@ class CheckedPosterior(ParametricLaplace):
 
     @prior_mean.setter
     def prior_mean(self, value: float | Tensor) -> None:
-        sizes = self.prior_mean_sizes()
-        check_prior_mean(value, self._dtype, sizes)
+        sizes = self._prior_mean_sizes()
+        check_prior("prior_mean", value, self._dtype, sizes, positive=False)
         if sizes is None:
             self._prior_mean = value
             return
-        super(CheckedPosterior, type(self)).prior_mean.fset(self, plain_number(value))
+        super(CheckedPosterior, type(self)).prior_mean.fset(self, _plain(value))
 
-    def prior_sizes(self) -> set[int] | None:
-        """Numbers of prior precisions that the structure takes, besides one; ``None`` while that is not known."""
-        if self.n_params is None:
-            return None
-        per = {"scalar": 1, "layerwise": self.n_layers, "diag": self.n_params}
-        return {per[structure] for structure in self.prior_structures}
+    @property
+    def n_weights(self) -> int:
+        """Number of weights that the posterior is over."""
+        return int(self.n_params)
 
-    def prior_mean_sizes(self) -> set[int] | None:
-        """Numbers of prior means that the structure takes, besides one; ``None`` while that is not known."""
-        return None if self.n_params is None else {self.n_params}
+    @property
+    def likelihood_factor(self) -> float | Tensor:
+        """Factor of the curvature in the posterior precision: one over the temperature."""
+        return self._H_factor
 
     def check_fitted(self) -> None:
         """Refuse a posterior without a curvature.
@@ -239,16 +228,32 @@ class CheckedPosterior(ParametricLaplace):
         validate.count("n_samples", n_samples)
         validate.generator(generator, self._device)
 
-    def check_weights(self, value: object) -> None:
-        """Refuse what is no vector of weights.
+    def check_weights(self, value: Tensor) -> None:
+        """Refuse anything but finite weights (P,).
 
         Raises:
             NotFittedError: Before ``fit``.
-            InputError: ``value`` is malformed.
+            InputError: ``value`` has another shape, dtype or device, or is not finite.
         """
         self.check_fitted()
-        check_value(value, self.mean, self._n_weights())
+        validate.tensor("value", value, (self.n_weights,), self.mean)
 
-    def _n_weights(self) -> int:
-        """Number of weights that the posterior is over."""
-        return int(self.n_params)
+    def _check_jacobians(self, Js: Tensor) -> None:
+        self.check_fitted()
+        validate.tensor("Js", Js, ("B", "D", self.n_weights), self.mean)
+
+    def _prior_sizes(self) -> set[int] | None:
+        """Return the numbers of prior precisions that the structure takes, besides one; ``None`` if not yet known."""
+        if self.n_params is None:
+            return None
+        per = {"scalar": 1, "layerwise": self.n_layers, "diag": self.n_params}
+        return {per[structure] for structure in self.prior_structures}
+
+    def _prior_mean_sizes(self) -> set[int] | None:
+        """Return the numbers of prior means that the structure takes, besides one; ``None`` if not yet known."""
+        return None if self.n_params is None else {self.n_params}
+
+
+def _plain(value: float | Tensor) -> float | Tensor:
+    """Return a number as a Python float: laplace-torch accepts only some of NumPy's numbers."""
+    return value if isinstance(value, Tensor) else float(value)

@@ -8,33 +8,34 @@ diagonal ``Sigma`` may need none (:meth:`~contrastive_curvature.network.pullback
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from laplace.utils.enums import LinkApprox, PredType
 from torch import Tensor
 
-from contrastive_curvature.embedding.distribution import EmbeddingDistribution
+from contrastive_curvature.embedding.distribution import EmbeddingDistribution, InvalidRowsError, with_invalid_rows
 from contrastive_curvature.embedding.spread import Axes
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.laplace.checks import check_finite_outputs, check_output_shape
-from contrastive_curvature.network.encoder import evaluation_mode
-from contrastive_curvature.network.inputs import Inputs, input_length, tokenized
+from contrastive_curvature.network.inputs import Inputs, slice_inputs, tokenized
 from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS, Pullback
-from contrastive_curvature.options import Structure
 from contrastive_curvature.progress import Progress
 
 __all__ = [
     "FASTER",
     "JOINT_ELEMENTS",
     "check_joint_size",
+    "check_outputs",
+    "covariances",
     "distribution",
-    "gaussian",
+    "jacobians_of_all",
+    "moved_inputs",
     "parse_pred_type",
     "refuse_link",
     "timed_chunks",
-    "to_device",
+    "variances",
+    "with_nan_rows",
 ]
 
 JOINT_ELEMENTS = 2**32
@@ -46,13 +47,12 @@ FASTER = "Faster: subset_of_weights='last_layer', which needs no Jacobian; fewer
 _POINTS_AT_ONCE = 16
 """Inputs of one call of ``output_covariance``, which bounds its own memory: few enough to measure the speed."""
 
+OfJacobians = Callable[[Tensor], Tensor]
+"""Covariances (C, A, A) of outputs, from Jacobians (C, A, P)."""
+
 
 def parse_pred_type(value: PredType | str) -> PredType:
-    """Turn ``"glm"`` or ``"nn"`` into laplace-torch's enumeration.
-
-    Raises:
-        InputError: Neither of them.
-    """
+    """Turn ``"glm"`` or ``"nn"`` into laplace-torch's enumeration."""
     try:
         return PredType(value)
     except ValueError:
@@ -60,11 +60,7 @@ def parse_pred_type(value: PredType | str) -> PredType:
 
 
 def refuse_link(link_approx: object) -> None:
-    """Refuse a link function; laplace-torch's own default passes.
-
-    Raises:
-        UnsupportedError: There is one.
-    """
+    """Refuse a link function; laplace-torch's own default passes."""
     if link_approx is not None and link_approx != LinkApprox.PROBIT:
         msg = (
             f"link_approx={str(link_approx)!r}: embeddings have no link function. Leave it out; pred_type chooses "
@@ -73,32 +69,44 @@ def refuse_link(link_approx: object) -> None:
         raise UnsupportedError(msg)
 
 
-def to_device(la: Any, x: Inputs) -> Inputs:
-    """Inputs on the device of the posterior, and texts as what its encoder takes in.
+def moved_inputs(model: Any, x: Any, device: torch.device) -> Inputs:
+    """Return inputs on a device, and texts as what the encoder takes in."""
+    x = tokenized(model, x)
+    if isinstance(x, Tensor):
+        return x.to(device)
+    if isinstance(x, Mapping):
+        return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in x.items()}
+    hint = "Pass the inputs of one batch, as in [la(x) for x, _ in loader]; torch.as_tensor(x) for a NumPy array."
+    raise InputTypeError(expected("x", "a tensor or a mapping of tensors", f"a {type(x).__name__}", hint))
+
+
+def check_outputs(x: Inputs, z: Tensor, dim: int, *, sampled: bool = False) -> None:
+    """Refuse inputs without finite raw outputs (B, D), or (S, B, D) of samples: linear layers take any number of axes.
 
     Raises:
-        InputTypeError: Neither a tensor nor a mapping, nor texts for an encoder with a tokenizer.
+        InputError: The shape is another.
+        InvalidRowsError: Outputs are NaN or infinite; the message says in which rows, and whether inputs are, too.
     """
-    x = tokenized(la.model, x)
-    if not isinstance(x, (Tensor, Mapping)):
-        hint = "Pass the inputs of one batch, as in [la(x) for x, _ in loader]; torch.as_tensor(x) for a NumPy array."
-        raise InputTypeError(expected("x", "a tensor or a mapping of tensors", f"a {type(x).__name__}", hint))
-    if isinstance(x, Tensor):
-        return x.to(la._device)
-    return {k: v.to(la._device) if isinstance(v, Tensor) else v for k, v in x.items()}
+    tensors = {"": x} if isinstance(x, Tensor) else {k: v for k, v in x.items() if isinstance(v, Tensor)}
+    if z.ndim != 2 + sampled or z.shape[-1] != dim:
+        shapes = ", ".join(f"{key} {tuple(t.shape)}".strip() for key, t in tensors.items())
+        wanted = f"inputs like those of the fit, with outputs of shape (B, {dim})"
+        received = f"shape {shapes}, with outputs of shape {tuple(z.shape[sampled:])}"
+        hint = "One axis, the first, is that of the batch: x[None] of one point."
+        raise InputError(expected("x", wanted, received, hint))
+    good = z.detach().isfinite()
+    if bool(good.all()):
+        return
+    bad = (~good.all(dim=-1)).reshape(-1, z.shape[-2]).any(0)
+    finite = all(bool(t.isfinite().all()) for t in tensors.values())
+    hint = "The inputs themselves are finite." if finite else "The inputs hold NaN or infinity themselves."
+    hint += " Leave them out, or call la(x, on_invalid='nan'), which gives NaN for these rows alone."
+    received = f"NaN or infinity in rows {bad.nonzero().flatten()[:5].tolist()}"
+    raise InvalidRowsError(expected("x", "inputs with finite outputs", received, hint), bad)
 
 
 def distribution(z: Tensor, covariance: Tensor | Axes, diagonal: bool) -> EmbeddingDistribution:
-    """The distribution of embeddings, from means (B, D) and covariances (B, D, D) of the raw outputs.
-
-    Args:
-        z: Means.
-        covariance: Covariances.
-        diagonal: Whether to keep the variances alone.
-
-    Returns:
-        The distribution.
-    """
+    """Return the distribution with means (B, D) and covariances (B, D, D), or their diagonals alone."""
     if not diagonal:
         return EmbeddingDistribution.trusted(z, covariance=covariance)
     if isinstance(covariance, Axes):
@@ -106,59 +114,48 @@ def distribution(z: Tensor, covariance: Tensor | Axes, diagonal: bool) -> Embedd
     return EmbeddingDistribution.trusted(z, variance=covariance.diagonal(dim1=1, dim2=2))
 
 
-def gaussian(la: Any, x: Inputs, joint: bool, diagonal: bool) -> EmbeddingDistribution:
-    """The Gaussian over raw outputs of the linearised encoder, whatever the structure of the posterior.
+def with_nan_rows(
+    predict: Callable[[Any], EmbeddingDistribution],
+    x: Any,
+    generator: torch.Generator | None,
+    nothing: Callable[[], EmbeddingDistribution],
+) -> EmbeddingDistribution:
+    """Return the prediction of a batch with NaN for inputs that have no embedding; others as in a batch without these.
 
-    Args:
-        la: A fitted posterior.
-        x: A batch of B inputs.
-        joint: Whether to keep the covariance between inputs.
-        diagonal: Whether to compute the variances alone.
-
-    Returns:
-        The distribution.
-
-    Raises:
-        InputError: An input has no finite output, or ``joint`` needs more than :data:`JOINT_ELEMENTS` numbers.
+    ``nothing`` is called for the prediction of no input.
     """
-    x = to_device(la, x)
-    if joint:
-        check_joint_size(input_length(x), la.n_outputs, la._n_weights())
-    if la.enable_backprop:
-        # The graph leads through every Jacobian, so all of them have to be kept.
-        jacobians, z = la.backend.jacobians(x, enable_backprop=True)
-        check_output_shape(x, z, la.n_outputs)
-        check_finite_outputs(x, z)
-        if joint:
-            return EmbeddingDistribution.trusted(z, joint_covariance=la.functional_covariance(jacobians))
-        return distribution(z, la.functional_variance(jacobians), diagonal)
-    with evaluation_mode(la.model):
-        with torch.no_grad():
-            pullback = la.backend.pullback(x)
-            z, context = pullback.forward(x)
-        check_output_shape(x, z, la.n_outputs)
-        check_finite_outputs(x, z)
-        if joint:
-            jacobians = _all_jacobians(pullback, context, z)
-            return EmbeddingDistribution.trusted(z, joint_covariance=la.functional_covariance(jacobians))
-        parts = (_variances if diagonal else _covariances)(la, pullback, context, z)
-        spread = torch.cat(list(parts))
-    if diagonal:
-        return EmbeddingDistribution.trusted(z, variance=spread)
-    return EmbeddingDistribution.trusted(z, covariance=spread)
+    valid: Tensor | None = None
+    while valid is None or bool(valid.any()):
+        # So that the next attempt draws the same networks.
+        source = generator or torch.default_generator
+        before = source.get_state()
+        try:
+            found = predict(x if valid is None else _rows(x, valid.nonzero().flatten()))
+            _refuse_zeros(found.raw_mean)
+        except InvalidRowsError as error:
+            source.set_state(before)
+            bad = error.rows.cpu()
+            valid = torch.ones_like(bad) if valid is None else valid
+            valid[valid.nonzero().flatten()[bad]] = False
+        else:
+            return found if valid is None else with_invalid_rows(found, valid)
+    return with_invalid_rows(nothing(), valid)
+
+
+def _refuse_zeros(mean: Tensor) -> None:
+    zero = (mean.detach() == 0).all(1)
+    if bool(zero.any()):
+        msg = "outputs of zeros have no direction"
+        raise InvalidRowsError(msg, zero)
+
+
+def _rows(x: Any, rows: Tensor) -> Any:
+    """Return some points of a batch; an encoder with a tokenizer takes texts."""
+    return [x[row] for row in rows.tolist()] if isinstance(x, (list, tuple)) else slice_inputs(x, rows)
 
 
 def check_joint_size(n: int, dim: int, n_weights: int) -> None:
-    """Refuse a covariance between inputs that does not fit, before anything is computed.
-
-    Args:
-        n: Number B of inputs.
-        dim: Number D of outputs.
-        n_weights: Number P of weights in a Jacobian; zero where none is formed.
-
-    Raises:
-        InputError: More than :data:`JOINT_ELEMENTS` numbers.
-    """
+    """Refuse Jacobians (B, D, P) and a covariance between inputs of more than :data:`JOINT_ELEMENTS` numbers."""
     needed = n * dim * n_weights + (n * dim) ** 2
     if needed > JOINT_ELEMENTS:
         wanted = f"inputs whose Jacobians and covariance are at most {JOINT_ELEMENTS:,} numbers"
@@ -167,39 +164,35 @@ def check_joint_size(n: int, dim: int, n_weights: int) -> None:
         raise InputError(expected("joint=True", wanted, shown, hint))
 
 
-def _covariances(la: Any, pullback: Pullback, context: Any, z: Tensor) -> Iterator[Tensor]:
-    """Covariances (C, D, D) of the outputs, by chunks of points."""
-    variance = _fixed_variance(la)
-    if variance is None:
-        eye = _axes(z)
+def covariances(
+    pullback: Pullback, context: Any, z: Tensor, of_jacobians: OfJacobians, of_weights: Tensor | None
+) -> Iterator[Tensor]:
+    """Yield covariances (C, D, D) of the outputs, by chunks of points; from variances (P,) of the weights, if given."""
+    if of_weights is None:
         for rows in timed_chunks(pullback, *z.shape):
-            yield la.functional_variance(_jacobians(pullback, context, rows, eye))
+            yield of_jacobians(_jacobians(pullback, context, rows, _axes(z)))
         return
     for rows in timed_chunks(pullback, len(z), z.shape[1], _POINTS_AT_ONCE):
         with torch.no_grad():
-            yield pullback.output_covariance(pullback.slice_context(context, rows), variance)
+            yield pullback.output_covariance(pullback.slice_context(context, rows), of_weights)
 
 
-def _variances(la: Any, pullback: Pullback, context: Any, z: Tensor) -> Iterator[Tensor]:
-    """Variances (C, D) of the outputs, by chunks of points; and of outputs, where those of one point fill a chunk."""
+def variances(
+    pullback: Pullback, context: Any, z: Tensor, of_jacobians: OfJacobians, of_weights: Tensor | None
+) -> Iterator[Tensor]:
+    """Yield variances (C, D), by chunks of points; and of outputs, where those of one point fill a chunk."""
     at_once = max(1, JACOBIAN_ELEMENTS // max(1, pullback.width))
-    if z.shape[1] <= at_once or _fixed_variance(la) is not None:
-        for covariance in _covariances(la, pullback, context, z):
+    if z.shape[1] <= at_once or of_weights is not None:
+        for covariance in covariances(pullback, context, z, of_jacobians, of_weights):
             yield covariance.diagonal(dim1=1, dim2=2)
         return
     for rows in timed_chunks(pullback, *z.shape):
         jacobians = (_jacobians(pullback, context, rows, axes) for axes in _axes(z).split(at_once))
-        yield torch.cat([la.functional_variance(j).diagonal(dim1=1, dim2=2) for j in jacobians], dim=1)
+        yield torch.cat([of_jacobians(j).diagonal(dim1=1, dim2=2) for j in jacobians], dim=1)
 
 
-def _fixed_variance(la: Any) -> Tensor | None:
-    """Variances (P,) of the weights of a diagonal posterior; ``None`` of others, and where they have a graph."""
-    variance = la.posterior_variance if la.structure is Structure.DIAG else None
-    return None if variance is None or variance.requires_grad else variance
-
-
-def _all_jacobians(pullback: Pullback, context: Any, z: Tensor) -> Tensor:
-    """Jacobians (B, D, P) of all points."""
+def jacobians_of_all(pullback: Pullback, context: Any, z: Tensor) -> Tensor:
+    """Return the Jacobians (B, D, P) of all points."""
     out, eye = z.new_empty(*z.shape, pullback.n_params), _axes(z)
     for rows in timed_chunks(pullback, *z.shape):
         out[rows] = _jacobians(pullback, context, rows, eye)
@@ -207,7 +200,7 @@ def _all_jacobians(pullback: Pullback, context: Any, z: Tensor) -> Tensor:
 
 
 def _jacobians(pullback: Pullback, context: Any, rows: slice, axes: Tensor) -> Tensor:
-    """Rows of the Jacobians (C, A, P) of some points, for output axes (A, D)."""
+    """Return rows of the Jacobians (C, A, P) of some points, for output axes (A, D)."""
     with torch.no_grad():
         return pullback.vjp(pullback.slice_context(context, rows), axes.expand(rows.stop - rows.start, -1, -1))
 
@@ -217,17 +210,7 @@ def _axes(z: Tensor) -> Tensor:
 
 
 def timed_chunks(pullback: Pullback, n: int, dim: int, least: int = 1) -> Iterator[slice]:
-    """Slices of points whose Jacobians fit a chunk; the first is one point, from which the time of all is told.
-
-    Args:
-        pullback: The pullback.
-        n: Number of points.
-        dim: Number D of outputs.
-        least: Least number of points a slice.
-
-    Yields:
-        Slices; a single one where all points fit.
-    """
+    """Yield slices of n points whose Jacobians fit a chunk; the first is one point, which tells the time of all."""
     fits = JACOBIAN_ELEMENTS // max(1, dim * pullback.width)
     if n <= max(1, fits):
         yield slice(0, n)

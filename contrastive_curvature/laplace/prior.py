@@ -1,15 +1,44 @@
-"""The scale of the prior, which the uncertainties of a contrastive encoder depend on more than on anything else."""
+"""The scale of the prior, which the uncertainties of a contrastive encoder depend on more than on anything else.
+
+Two closed forms, laplace-torch's marginal likelihood, and a grid; and the effective number of parameters, ``gamma =
+tr(H (H + D)^-1)`` for a curvature ``H`` and a prior precision ``D``, both at the temperature 1 (MacKay, 1992, "Bayesian
+interpolation", section 4), which the temperature follows from.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature import metrics, validate
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.hessian.sphere import normalize
+from contrastive_curvature.network.loader import check_batches, check_whole
 
-__all__ = ["NOTHING_POSITIVE", "PRIOR_STRUCTURES", "STRENGTH", "PriorMethod", "average_information"]
+if TYPE_CHECKING:
+    from contrastive_curvature.laplace.base import ContrastiveLaplace
+
+__all__ = [
+    "NOTHING_POSITIVE",
+    "PRIOR_STRUCTURES",
+    "STRENGTH",
+    "PriorMethod",
+    "RetrievalCriterion",
+    "average_information",
+    "make_grid",
+    "of_dense",
+    "of_eigenpairs",
+    "of_eigenvalues",
+    "parse_method",
+    "search_grid",
+    "set_information",
+]
 
 PRIOR_STRUCTURES = ("scalar", "layerwise", "diag")
 """One prior precision in all, one a parameter tensor, or one a parameter."""
@@ -22,6 +51,9 @@ NOTHING_POSITIVE = (
     "smaller negative_weight or margin (backend_kwargs), or hessian_structure='diag' with pd_fix='positive'."
 )
 """Why a clamped curvature is zero, and what to do."""
+
+RetrievalCriterion = Callable[[Tensor, Tensor], float]
+"""``criterion(samples (S, N, D) on the sphere, labels (N,)) -> float``, the lower the better."""
 
 
 class PriorMethod(StrEnum):
@@ -71,3 +103,152 @@ def average_information(diagonal: Tensor, sizes: list[int], structure: str) -> T
     if structure == "diag":
         return (diagonal + mean) / 2
     raise InputError(expected("prior_structure", "'scalar', 'layerwise' or 'diag'", structure))
+
+
+def parse_method(
+    method: PriorMethod | str, prior_structure: str, strength: object, room: tuple[str, ...]
+) -> PriorMethod:
+    """Return the method as an enumeration, once it goes with the other options and the structures that have room."""
+    try:
+        method = PriorMethod(method)
+    except ValueError:
+        known = ", ".join(repr(m.value) for m in PriorMethod)
+        raise InputError(expected("method", f"one of {known}", method)) from None
+    if strength is not None:
+        if method is not PriorMethod.AVERAGE_INFORMATION:
+            hint = "It is for method='average_information'."
+            raise InputError(expected(f"strength for {method.value!r}", "None", strength, hint))
+        validate.number("strength", strength, positive=True)
+    validate.choice("prior_structure", prior_structure, PRIOR_STRUCTURES)
+    if prior_structure not in room:
+        msg = (
+            f"prior_structure={prior_structure!r}: this structure of the posterior has room for {room} only. Use one "
+            "of these, or hessian_structure='diag'."
+        )
+        raise UnsupportedError(msg)
+    return method
+
+
+def make_grid(low: float, high: float, size: int, base: float, dtype: torch.dtype) -> Tensor:
+    """Return the prior precisions that a grid search tries, shape (size,): powers of ``base``."""
+    validate.count("grid_size", size)
+    for name, value in (("log_prior_prec_min", low), ("log_prior_prec_max", high)):
+        validate.number(name, value, signed=True)
+    validate.number("log_prior_prec_base", base, positive=True)
+    grid = torch.logspace(low, high, size, base=base)
+    if not bool(((grid.to(dtype) > 0) & grid.isfinite()).all()):
+        wanted = f"exponents whose powers of {base:g} are positive and finite"
+        raise InputError(expected("log_prior_prec_min, log_prior_prec_max", wanted, f"{low} and {high}"))
+    return grid
+
+
+def set_information(
+    la: ContrastiveLaplace, method: PriorMethod, prior_structure: str, strength: float | None, keep_temperature: bool
+) -> None:
+    """Set the prior precision to a multiple of the average information, and maybe the temperature.
+
+    The temperature is ``T = 2 L / (N + gamma)``, with the loss ``L`` of all N points at the trained weights and the
+    effective number ``gamma`` of parameters. ``2 L / N`` is the maximum-likelihood variance of a Gaussian whose
+    log-likelihood is the loss, a sum of half squares. To second order a sampled network has on average the loss
+    ``L + T gamma / 2``: with ``gamma`` in the denominator, this stays below ``2 L`` however many parameters there are.
+
+    Raises:
+        InputError: The curvature is zero everywhere, is not positive semidefinite by rounding, or the prior precision
+            leaves the numbers of the encoder's dtype. Prior and temperature are as they were.
+    """
+    prior = average_information(la.curvature_diagonal(), la.parameter_sizes(), prior_structure)
+    before = la.temperature
+    try:
+        if method is PriorMethod.UNIT_INFORMATION:
+            la.prior_precision = prior * la.likelihood_factor / la.n_data
+            return
+        prior = prior * (STRENGTH if strength is None else float(strength))
+        if not keep_temperature and float(la.cost) > 0:
+            la.temperature = 2 * float(la.cost) / (la.n_data + la.effective_parameters(prior))
+        la.prior_precision = prior * la.likelihood_factor
+    except InputError:
+        la.temperature = before
+        raise
+
+
+def search_grid(
+    la: ContrastiveLaplace,
+    grid: Tensor,
+    val_loader: Iterable[Any] | None,
+    prior_structure: str,
+    loss: RetrievalCriterion | None,
+    linearized: bool,
+    n_samples: int,
+    bar: bool,
+) -> None:
+    """Set the prior precision of a grid at which samples of embeddings retrieve best; else it stays as it was."""
+    if val_loader is None:
+        raise InputError(expected("val_loader", "validation data for method='gridsearch'", None))
+    if prior_structure != "scalar":
+        hint = "Use method='unit_information' or 'marglik' for others."
+        raise InputError(expected("prior_structure", "'scalar' for method='gridsearch'", prior_structure, hint))
+    if loss is not None and not callable(loss):
+        raise InputTypeError(expected("loss", "a callable (samples, labels) -> float", f"a {type(loss).__name__}"))
+    check_batches(val_loader, "val_loader")
+    check_whole(val_loader, "val_loader")
+    contexts, labels = [], []
+    for batch in val_loader:
+        x, y = la.backend.read(batch)
+        contexts.append(la.sampling_context(x))
+        labels.append(y)
+    if not contexts:
+        raise InputError(expected("val_loader", "at least one batch", "an empty loader"))
+    targets, before, scores = torch.cat(labels), la.prior_precision, []
+    try:
+        for value in tqdm(grid, desc="[prior grid]", disable=not bar):
+            la.prior_precision = value
+            samples = _embedding_samples(la, contexts, linearized, n_samples)
+            scores.append(float((loss or metrics.retrieval_brier)(samples, targets)))
+    finally:
+        la.prior_precision = before
+    numbers = [(score, place) for place, score in enumerate(scores) if not math.isnan(score)]
+    if not numbers:
+        raise InputError(expected("loss", "a criterion that is a number somewhere on the grid", "NaN everywhere"))
+    la.prior_precision = grid[min(numbers)[1]].reshape(1)
+
+
+def _embedding_samples(la: ContrastiveLaplace, contexts: list[Any], linearized: bool, n_samples: int) -> Tensor:
+    """Return embeddings (S, N, D) of all batches, of the same S networks."""
+    # The same random numbers for every value, so that the criterion compares priors and not draws.
+    generator = torch.Generator(la.mean.device).manual_seed(0)
+    samples = []
+    for theta in la.sampled_weights(n_samples, generator):
+        raw = torch.cat([la.outputs_at(context, theta, linearized) for context in contexts], dim=1)
+        samples.append(normalize(raw.flatten(0, 1))[0].view_as(raw))
+    return torch.cat(samples)
+
+
+def of_eigenvalues(groups: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """Return the effective parameters of eigenvalues, not negative, with the prior precision of each group."""
+    return sum(float(_share(values, prior).sum()) for values, prior in groups)
+
+
+def of_dense(curvature: Tensor, prior: Tensor) -> float:
+    """Return the effective parameters of a matrix (P, P), with prior precisions (P,)."""
+    prior = prior.detach().double()
+    root, failed = torch.linalg.cholesky_ex(curvature.detach().double() + torch.diag(prior))
+    if int(failed):
+        hint = "Fit the encoder in float64, model.double(), or use hessian_structure='diag'."
+        raise InputError(expected("curvature", "a positive semidefinite one", "one that is not, by rounding", hint))
+    return float(len(prior) - (prior * torch.cholesky_inverse(root).diagonal()).sum())
+
+
+def of_eigenpairs(vectors: Tensor, values: Tensor, prior: Tensor) -> float:
+    """Return the effective parameters of ``U diag(values) U^T`` with ``U`` (P, R), with prior precisions (P,)."""
+    wide = vectors.detach().double() * values.detach().double().sqrt()
+    scaled = wide / prior.detach().double().sqrt().unsqueeze(1)
+    with torch.autocast(wide.device.type, enabled=False):
+        squares = torch.linalg.eigvalsh(scaled.T @ scaled).clamp(min=0)
+    return float(_share(squares, squares.new_ones(())).sum())
+
+
+def _share(values: Tensor, prior: Tensor) -> Tensor:
+    """Return what eigenvalues contribute, ``h / (h + d)`` in [0, 1]; zero where both are zero."""
+    values, prior = values.detach().double(), prior.detach().double()
+    total = values + prior
+    return values / torch.where(total > 0, total, 1)

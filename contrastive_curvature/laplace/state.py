@@ -1,4 +1,4 @@
-"""Checks of a saved posterior before any of it is used: keys, types, shapes, and the range of the numbers.
+"""What a posterior's ``state_dict`` holds, and the checks of what is loaded: keys, dtypes, shapes, finite numbers.
 
 ``torch.load(..., weights_only=True)`` runs no code, but it reads whatever stands in the file. Nothing of an object
 changes before everything here has passed.
@@ -7,49 +7,63 @@ changes before everything here has passed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+import warnings
+from collections.abc import Mapping
+from typing import Any, Never
 
 import torch
 from torch import Tensor
 
-from contrastive_curvature import validate
+from contrastive_curvature.embedding.known import Reference, Standard, statistic_name
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.laplace.backends.base import ContrastiveBackend
-from contrastive_curvature.laplace.checks import check_prior_mean, check_prior_precision, check_temperature
-from contrastive_curvature.laplace.state_values import check_number_of, check_tensor, check_type, kind_of, refuse
+from contrastive_curvature.fit.class_centres import ClassCentres
+from contrastive_curvature.laplace.calibration import Calibration
+from contrastive_curvature.laplace.checks import check_prior
 
 __all__ = [
     "KNOWN_BACKENDS",
-    "check_class",
-    "check_error",
-    "check_norm",
-    "check_options_agree",
     "check_settings",
-    "find_backend",
-    "unchanged_on_error",
+    "check_shapes",
+    "check_state",
+    "kind_of",
+    "loaded_calibration",
+    "loaded_classes",
+    "owned",
+    "refuse",
+    "saved_calibration",
+    "saved_classes",
 ]
 
-_KEYS = (
-    "mean",
-    "H",
-    "H_raw",
-    "loss",
-    "cost",
-    "prior_mean",
-    "prior_precision",
-    "sigma_noise",
-    "n_data",
-    "n_outputs",
-    "likelihood",
-    "temperature",
-    "temperature_given",
-    "enable_backprop",
-    "cls_name",
-    "contrastive",
-    "backend",
-)
+_KEYS: dict[str, Any] = {
+    "mean": Tensor,
+    "H": object,
+    "H_raw": object,
+    "loss": object,
+    "cost": object,
+    "prior_mean": Tensor,
+    "prior_precision": Tensor,
+    "sigma_noise": object,
+    "n_data": int,
+    "n_outputs": int,
+    "likelihood": str,
+    "temperature": float,
+    "temperature_given": bool,
+    "enable_backprop": bool,
+    "cls_name": str,
+    "contrastive": dict,
+    "backend": str,
+    "encoder_norms": Tensor,
+    "calibration": (dict, type(None)),
+    "typical_norm": (float, type(None)),
+    "class_centres": (dict, type(None)),
+    "curvature_error": (float, type(None)),
+    "prior_chosen": bool,
+}
+"""Keys of a state, and types of their values."""
+
+_OF_CALIBRATION = ("statistic", "statistics", "location", "scale", "fingerprint")
+
+_OF_CLASSES = ("labels", "n", "sums", "typical")
 
 KNOWN_BACKENDS = (
     "ContrastiveGGN",
@@ -59,16 +73,17 @@ KNOWN_BACKENDS = (
 )
 
 
-def check_class(state: object, name: str, likelihood: str) -> None:
-    """Refuse an argument that is not a state of this class.
+def refuse(key: str, wanted: str, got: object, instead: str = "") -> Never:
+    """Raise the error of a malformed state, which names the key."""
+    raise InputError(expected(f"state_dict[{key!r}]", wanted, got, instead)) from None
 
-    Args:
-        state: What the user passed.
-        name: Of this class.
-        likelihood: The one that the state must be of.
+
+def check_state(state: object, name: str, likelihood: str, options: Mapping[str, Any]) -> None:
+    """Refuse what is no state of a class of this name, with these options; the numbers are not looked at.
 
     Raises:
-        InputError: Not a dictionary, another likelihood's, a key is missing, or another class's.
+        InputError: Not a dictionary, another likelihood's or class's, a key is missing or has a value of another type,
+            or an option differs.
     """
     if not isinstance(state, Mapping):
         raise InputError(expected("state_dict", "what la.state_dict() gave", f"a {type(state).__name__}"))
@@ -77,161 +92,152 @@ def check_class(state: object, name: str, likelihood: str) -> None:
     missing = [key for key in _KEYS if key not in state]
     if missing:
         raise InputError(expected("state_dict", f"the keys {', '.join(_KEYS)}", f"none of {', '.join(missing)}"))
-    check_type(state, "cls_name", str, "the name of a class")
+    for key, kind in _KEYS.items():
+        if not isinstance(state[key], kind) or (kind is int and isinstance(state[key], bool)):
+            refuse(key, f"a value of type {kind}", kind_of(state[key]))
     if state["cls_name"] != name:
         hint = "Give this object the same subset_of_weights and hessian_structure."
         refuse("cls_name", name, state["cls_name"], hint)
-    check_type(state, "likelihood", str, "a name")
     if state["likelihood"] != likelihood:
         refuse("likelihood", repr(likelihood), repr(state["likelihood"]))
-
-
-def check_options_agree(state: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse a state that was saved with other options.
-
-    Raises:
-        InputError: An option differs; the message names those that do.
-    """
-    was = state["contrastive"]
-    if type(was) is not dict:
-        refuse("contrastive", "a dictionary of options", f"a {type(was).__name__}")
-    missing = object()
+    was, missing_one = state["contrastive"], object()
     differ = [
-        name
-        for name in sorted({*now, *was}, key=str)
-        # A tensor in place of a number would not compare to one truth.
-        if type(was.get(name, missing)) not in (str, int, float, bool, type(None))
-        or isinstance(was[name], bool) != isinstance(now.get(name), bool)
-        or was[name] != now.get(name, missing)
+        option
+        for option in sorted({*options, *was}, key=str)
+        if type(was.get(option)) is not type(options.get(option)) or was.get(option, missing_one) != options.get(option)
     ]
     if differ:
-        wanted, saved = (", ".join(f"{name}={given.get(name)!r}" for name in differ) for given in (now, was))
+        wanted, saved = (", ".join(f"{name}={given.get(name)!r}" for name in differ) for given in (options, was))
         hint = "Give this object the same backend_kwargs."
         raise InputError(expected("state_dict", f"this object's options {wanted}", saved, hint))
-
-
-def check_norm(state: Mapping[str, Any]) -> None:
-    """Refuse a typical norm that cannot be one; states of the first versions have none.
-
-    Raises:
-        InputError: Not a positive, finite number.
-    """
-    try:
-        if state.get("typical_norm") is not None:
-            validate.number("typical_norm", state["typical_norm"], positive=True)
-    except InputError as error:
-        msg = f"state_dict: {error}"
-        raise InputError(msg) from None
-
-
-def check_error(state: Mapping[str, Any]) -> None:
-    """Refuse a standard error that cannot be one; states without one have none.
-
-    Raises:
-        InputError: Not a non-negative, finite number.
-    """
-    error = state.get("curvature_error")
-    if error is not None and not (isinstance(error, float) and 0 <= error < math.inf):
-        refuse("curvature_error", "a non-negative number, or None", error)
 
 
 def check_settings(
     state: Mapping[str, Any], like: Tensor, n_params: int, mean_sizes: set[int], prior_sizes: set[int]
 ) -> None:
-    """Check everything but the curvature.
+    """Check everything but the curvature, as a state of an encoder that has a parameter ``like``."""
+    _check_tensor("mean", state["mean"], like, (n_params,))
+    for name, sizes in (("prior_mean", mean_sizes), ("prior_precision", prior_sizes)):
+        _check_tensor(name, state[name], like, None)
+        check_prior(f"state_dict[{name!r}]", state[name], like.dtype, sizes, positive=name == "prior_precision")
+    if state["n_data"] < 1 or state["n_outputs"] < 1:
+        refuse("n_data, n_outputs", "positive whole numbers", f"{state['n_data']}, {state['n_outputs']}")
+    for key, least in (("loss", -math.inf), ("cost", 0), ("typical_norm", 0), ("curvature_error", 0)):
+        number = 0.0 if state[key] is None else float(state[key])
+        if not math.isfinite(number) or number < least:
+            refuse(key, "one finite number" if least else "a number that is not negative", number)
+    if not bool(state["encoder_norms"].isfinite().all()):
+        refuse("encoder_norms", "norms of parameters", "NaN or infinity")
 
-    Args:
-        state: What the user passed; :func:`check_class` has seen it.
-        like: A parameter of the encoder, for dtype and device.
-        n_params: Number P of parameters.
-        mean_sizes: Numbers of prior means that the structure has room for, besides one.
-        prior_sizes: Numbers of prior precisions that the structure has room for, besides one.
 
-    Raises:
-        InputError: Something is of another type or shape, or not a number that can be right.
+def check_shapes(key: str, value: Any, like: Tensor, shapes: Any, dtype: torch.dtype | None = None) -> None:
+    """Refuse a value whose tensors do not have these shapes, in the same lists or under the same names."""
+    if isinstance(shapes, tuple):
+        _check_tensor(key, value, like, shapes, dtype)
+    elif isinstance(shapes, dict):
+        for name, shape in shapes.items():
+            check_shapes(key, value[name], like, shape, dtype)
+    elif isinstance(shapes, list):
+        if not isinstance(value, (list, tuple)) or len(value) != len(shapes):
+            refuse(key, f"{len(shapes)} parts", kind_of(value))
+        for part, shape in zip(value, shapes, strict=True):
+            check_shapes(key, part, like, shape, dtype)
+
+
+def _check_tensor(
+    key: str, value: Any, like: Tensor, shape: tuple[int | None, ...] | None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return a finite tensor of this shape and dtype (by default that of ``like``), on the device of ``like``."""
+    wanted = "a tensor" if shape is None else f"a tensor of shape {shape}".replace("None", "*")
+    if not isinstance(value, Tensor):
+        refuse(key, wanted, kind_of(value))
+    if shape is not None:
+        got = tuple(value.shape)
+        if len(got) != len(shape) or any(n is not None and n != m for n, m in zip(shape, got, strict=True)):
+            refuse(key, wanted, f"shape {got}", "The encoder must be the one that the posterior was saved from.")
+    if value.dtype != (dtype or like.dtype):
+        hint = "Bring the encoder to the precision of the posterior."
+        refuse(key, f"{dtype or like.dtype}", f"{value.dtype}", hint)
+    if value.device != like.device:
+        hint = f"Read the file with torch.load(..., map_location={str(like.device)!r})."
+        refuse(key, f"a tensor on device {like.device}", f"one on {value.device}", hint)
+    if not bool(value.detach().isfinite().all()):
+        refuse(key, "finite numbers", "NaN or infinity")
+    return value.detach()
+
+
+def saved_calibration(calibration: Calibration | None, with_features: bool) -> dict[str, Any] | None:
+    """Return a calibration as tensors and strings.
+
+    The sample of training inputs is not saved: a file of a posterior should not hold features of training data.
     """
-    check_tensor("mean", state["mean"], like, (n_params,))
-    mean, precision = state["prior_mean"], state["prior_precision"]
-    for key, value in (("prior_mean", mean), ("prior_precision", precision), ("sigma_noise", state["sigma_noise"])):
-        _check_floats(key, value, like)
-    try:
-        check_prior_mean(mean, like.dtype, mean_sizes)
-        check_prior_precision(precision, like.dtype, prior_sizes)
-    except InputError as error:
-        msg = f"state_dict: {error}"
-        raise InputError(msg) from None
-    sigma = state["sigma_noise"]
-    if sigma.numel() != 1 or sigma.ndim > 1 or float(sigma) != 1:
-        refuse("sigma_noise", "1: embeddings have no observation noise", f"{sigma.tolist()}")
-    for key in ("n_data", "n_outputs"):
-        check_number_of(state, key)
-    for key in ("temperature_given", "enable_backprop"):
-        check_type(state, key, bool, "True or False")
-    if "prior_chosen" in state:  # the files of the first versions have none
-        check_type(state, "prior_chosen", bool, "True or False")
-    if type(state["temperature"]) is not float:
-        refuse("temperature", "a positive number", kind_of(state["temperature"]))
-    try:
-        check_temperature(state["temperature"], like.dtype)
-    except InputError as error:
-        msg = f"state_dict: {error}"
-        raise InputError(msg) from None
-    _check_scalar("loss", state["loss"])
-    _check_scalar("cost", state["cost"])
-    if float(state["cost"]) < 0:
-        refuse("cost", "a number that is not negative", float(state["cost"]))
-    if "encoder_norms" in state:  # the files of the first versions have none
-        norms = state["encoder_norms"]
-        if not isinstance(norms, Tensor) or norms.dtype != torch.float64 or norms.ndim != 1:
-            refuse("encoder_norms", "a tensor of torch.float64, shape (K,)", kind_of(norms))
-        if not bool(norms.isfinite().all()) or bool((norms < 0).any()):
-            refuse("encoder_norms", "norms of parameters", "a negative number, NaN or infinity")
+    if calibration is None:
+        return None
+    reference = calibration.reference
+    return {
+        "statistic": statistic_name(with_features)[0],
+        "statistics": reference.statistics,
+        "location": reference.standard.location,
+        "scale": reference.standard.scale,
+        "fingerprint": calibration.fingerprint,
+    }
 
 
-def find_backend(name: object, own: type[ContrastiveBackend]) -> type[ContrastiveBackend]:
-    """The backend of an object that loads a state: its own, whichever the state was saved with, as all are exact.
-
-    Args:
-        name: What the state says.
-        own: The class that this object has.
-
-    Raises:
-        InputError: Nobody knows a backend of that name.
-    """
-    if type(name) is not str or name not in (*KNOWN_BACKENDS, own.__name__):
-        hint = "Where it is a backend of your own, construct this object with backend=... of it."
-        refuse("backend", f"one of {', '.join(KNOWN_BACKENDS)}", kind_of(name), hint)
-    return own
-
-
-@contextmanager
-def unchanged_on_error(posterior: Any) -> Iterator[None]:
-    """Put an object's attributes, and those of the module that it wraps, back when something fails inside ``with``."""
-    own, model = dict(posterior.__dict__), posterior.model
-    of_model = dict(model.__dict__)
-    modules = dict(model._modules)
-    try:
-        yield
-    except BaseException:
-        model._modules.clear()
-        model._modules.update(modules)
-        for thing, attributes in ((model, of_model), (posterior, own)):
-            thing.__dict__.clear()
-            thing.__dict__.update(attributes)
-        raise
+def loaded_calibration(saved: Mapping[str, Any] | None, with_features: bool, like: Tensor) -> Calibration | None:
+    """Return the calibration of a state."""
+    if saved is None:
+        return None
+    if set(saved) != set(_OF_CALIBRATION):
+        refuse("calibration", f"None, or a dictionary of {', '.join(_OF_CALIBRATION)}", f"the keys {sorted(saved)}")
+    name, n_components = statistic_name(with_features)
+    if saved["statistic"] != name:
+        msg = (
+            f"state_dict['calibration']: it is of another statistic ({saved['statistic']!r}), which another version of "
+            "this library used, so it is left out. Call la.calibrate(loader) again."
+        )
+        warnings.warn(msg, UserWarning, stacklevel=4)
+        return None
+    shapes = {"statistics": (None,), "location": (n_components,), "scale": (n_components,)}
+    check_shapes("calibration", saved, like, shapes, torch.float64)
+    if not len(saved["statistics"]) or bool((saved["scale"] <= 0).any()):
+        refuse("calibration", "statistics, and positive scales", "none, or others")
+    marks = saved["fingerprint"]
+    marks = _check_tensor("calibration", marks, marks, (9,), torch.float64).cpu()
+    return Calibration(Reference(Standard(saved["location"], saved["scale"]), saved["statistics"]), marks)
 
 
-def _check_floats(key: str, value: object, like: Tensor) -> None:
-    dense = isinstance(value, Tensor) and value.layout == torch.strided
-    if not dense or (value.dtype, value.device) != (like.dtype, like.device):  # type: ignore[attr-defined]
-        refuse(key, f"a dense tensor of {like.dtype} on {like.device}", kind_of(value))
+def saved_classes(centres: ClassCentres | None) -> dict[str, Any] | None:
+    """Return class centres as tensors and numbers."""
+    return None if centres is None else {key: getattr(centres, key) for key in _OF_CLASSES}
 
 
-def _check_scalar(key: str, value: object) -> None:
-    number = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
-    try:
-        fine = type(number) in (float, int) and math.isfinite(number)  # type: ignore[arg-type]
-    except OverflowError:
-        fine = False
-    if not fine:
-        refuse(key, "one finite number", kind_of(value))
+def loaded_classes(saved: Mapping[str, Any] | None, dim: int, like: Tensor) -> ClassCentres | None:
+    """Return the class centres of a state."""
+    if saved is None:
+        return None
+    if set(saved) != set(_OF_CLASSES):
+        refuse("class_centres", f"None, or a dictionary of {', '.join(_OF_CLASSES)}", f"the keys {sorted(saved)}")
+    labels = _check_tensor("class_centres", saved["labels"], like, (None,), torch.int64)
+    sums = _check_tensor("class_centres", saved["sums"], like, (len(labels), dim), torch.float64)
+    if saved["n"] < 1 or not math.isfinite(saved["typical"]):
+        refuse("class_centres", "a number of points, and a finite angle", f"{saved['n']}, {saved['typical']}")
+    return ClassCentres(labels, sums, saved["typical"], saved["n"])
+
+
+def owned(value: Any) -> Any:
+    """Copy the views in a value, so that no file of it holds the rest of the memory that they look into."""
+    if isinstance(value, Tensor):
+        return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
+    if isinstance(value, Mapping):
+        return {key: owned(part) for key, part in value.items()}
+    return type(value)(map(owned, value)) if type(value) in (list, tuple) else value
+
+
+def kind_of(value: object) -> str:
+    """Return a short description of a value, for a message."""
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype}, shape {tuple(value.shape)}, on {value.device}"
+    if isinstance(value, (str, int, float)) or value is None:
+        shown = repr(value)
+        return shown if len(shown) < 60 else f"{shown[:57]}..."
+    return f"a {type(value).__name__}"

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import laplace
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.fit.towers import TowerBatch, read_towers, towers_curvature, towers_product
-from contrastive_curvature.laplace import calibration, fitting
 from contrastive_curvature.laplace.base import ContrastiveLaplace
 from contrastive_curvature.laplace.options import CONTRASTIVE
 from contrastive_curvature.laplace.prior import PriorMethod
-from contrastive_curvature.laplace.shareable import Shareable
-from contrastive_curvature.laplace.state import unchanged_on_error
-from contrastive_curvature.laplace.tower_checks import (
-    check_loss,
-    check_towers,
-    check_vectors,
-    refuse_shared_parameters,
-)
+from contrastive_curvature.losses.cosine import CosineLoss
+from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, slice_inputs, tokenized_batch
 from contrastive_curvature.network.loader import check_loader, check_whole
@@ -34,13 +27,12 @@ from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.progress import Progress
 from contrastive_curvature.two_towers import TwoTowers
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = ["TwoTowerLaplace"]
 
+_STRUCTURES = ("diag", "kron", "kron_lowrank", "full")
 
-class TwoTowerLaplace(Shareable):
+
+class TwoTowerLaplace:
     """Posteriors of two encoders into one space; ``laplace.Laplace(TwoTowers(...), "contrastive", ...)`` makes it.
 
     The loss of a batch depends on the outputs of both towers. Its curvature in the parameters of both has a block for
@@ -79,10 +71,10 @@ class TwoTowerLaplace(Shareable):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        check_towers(model, likelihood, subset_of_weights, hessian_structure)
+        _check_towers(model, likelihood, subset_of_weights, hessian_structure)
         self.model = model
         if subset_of_weights == "all":
-            refuse_shared_parameters(model, None)
+            _refuse_shared_parameters(model, None)
         names = kwargs.pop("last_layer_name", None)
         both = names if isinstance(names, (tuple, list)) else (names, names)
         if len(both) != 2:
@@ -95,7 +87,7 @@ class TwoTowerLaplace(Shareable):
             with _naming(tower):
                 made.append(laplace.Laplace(encoder, likelihood, subset_of_weights, hessian_structure, *args, **named))
         self.a, self.b = made[0], made[-1]
-        self.loss_of_towers = check_loss(self.a)
+        self.loss_of_towers = _loss_of(self.a)
 
     @property
     def shared(self) -> bool:
@@ -144,8 +136,6 @@ class TwoTowerLaplace(Shareable):
                 )
             for la, result in zip(self._each(), results, strict=True):
                 la.set_curvature(result)
-                sample = calibration.training_sample(la, result.features, 0)
-                la._known = replace(la._known, sample=sample)
 
     def optimize_prior_precision(self, *args: Any, **kwargs: Any) -> None:
         """Choose the prior precision of both posteriors, each from its own curvature.
@@ -208,9 +198,21 @@ class TwoTowerLaplace(Shareable):
         """
         check_loader(loader, "loader")
         check_whole(loader, "loader")
-        vectors = check_vectors(self._each(), [v_a] if v_b is None else [v_a, v_b])
+        vectors = _checked_vectors(self._each(), [v_a] if v_b is None else [v_a, v_b])
         with self._ready(self._first(loader)) as pullbacks:
             return tuple(towers_product(pullbacks, loader, self._read, self.loss_of_towers, vectors))
+
+    def save_pretrained(self, folder: Path | str, *, overwrite: bool = False, **options: Any) -> Path:
+        """See :meth:`~contrastive_curvature.laplace.ContrastiveLaplace.save_pretrained`; both posteriors."""
+        from contrastive_curvature.pretrained.save import save_pretrained
+
+        return save_pretrained(self, folder, overwrite=overwrite, **options)
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+        """See :meth:`~contrastive_curvature.laplace.ContrastiveLaplace.push_to_hub`; both posteriors."""
+        from contrastive_curvature.pretrained.hub import push_to_hub
+
+        return push_to_hub(self, repo_id, **options)
 
     def state_dict(self) -> dict[str, Any]:
         """The states of both posteriors; ``torch.load(..., weights_only=True)`` reads it back.
@@ -263,7 +265,7 @@ class TwoTowerLaplace(Shareable):
 
     def _read(self, batch: Any) -> TowerBatch:
         batch = tokenized_batch((self.a.model, self.b.model), batch)
-        return read_towers(batch, self.a._device, self.loss_of_towers, self.a._curvature_options.positives)
+        return read_towers(batch, self.a._device, self.loss_of_towers, self.a.curvature_options.positives)
 
     def _first(self, loader: Iterable[Any]) -> TowerBatch:
         for batch in loader:
@@ -275,11 +277,11 @@ class TwoTowerLaplace(Shareable):
         probe = self._first(loader)
         for tower, la, x in zip("ab", self._each(), (probe.a, probe.b), strict=False):
             with _naming(tower):
-                fitting.look_at(la, slice_inputs(x, slice(0, 8)))
+                la.look_at(slice_inputs(x, slice(0, 8)))
         self._check_widths(probe)
         if self.a.keeps_features:
             # The posteriors hold copies of the encoders, in which nothing is shared.
-            refuse_shared_parameters(self.model, [la.model.encoder.last_layer_name for la in (self.a, self.b)])
+            _refuse_shared_parameters(self.model, [la.model.encoder.last_layer_name for la in (self.a, self.b)])
         return probe
 
     def _check_widths(self, probe: TowerBatch) -> None:
@@ -304,7 +306,7 @@ class TwoTowerLaplace(Shareable):
     def _unchanged_on_error(self) -> Iterator[None]:
         with ExitStack() as stack:
             for la in self._each():
-                stack.enter_context(unchanged_on_error(la))
+                stack.enter_context(la.unchanged_on_error())
             yield
 
 
@@ -331,3 +333,98 @@ def _naming(tower: str) -> Iterator[None]:
             raise
         msg = f"encoder_{tower}: {error}"
         raise type(error)(msg) from None
+
+
+def _check_towers(model: object, likelihood: object, weights: object, structure: object) -> None:
+    """Refuse what two towers have no posterior for."""
+    if not isinstance(model, TwoTowers):
+        raise InputTypeError(expected("model", "a TwoTowers(encoder_a, encoder_b)", f"a {type(model).__name__}"))
+    if likelihood != CONTRASTIVE:
+        raise InputError(expected("likelihood", repr(CONTRASTIVE), likelihood))
+    if weights == "subnetwork":
+        msg = (
+            "subset_of_weights='subnetwork': its indices count the weights of one encoder. Use 'last_layer' or 'all' "
+            "for two towers."
+        )
+        raise UnsupportedError(msg)
+    if structure not in _STRUCTURES:
+        known = ", ".join(repr(name) for name in _STRUCTURES[:-1])
+        msg = (
+            f"hessian_structure={structure!r}: two towers are fitted in one pass over pairs, and this structure needs "
+            f"the data set of one encoder. Use {known} or 'full'."
+        )
+        raise UnsupportedError(msg)
+    places = [_place(encoder) for encoder in (model.encoder_a, model.encoder_b)]
+    if None not in places and places[0] != places[1]:
+        hint = "The outputs of both are compared: move and convert them to one device and dtype."
+        raise InputError(expected("encoder_b", f"{places[0]}, as encoder_a", f"{places[1]}", hint))
+
+
+def _loss_of(la: ContrastiveLaplace) -> CosineLoss:
+    """Return the loss of both towers, from the options of a posterior of one."""
+    options = la.curvature_options
+    loss = options.loss
+    if not options.given_loss:
+        hint = (
+            "CLIP and dual encoders of queries and documents were trained with InfoNCELoss(temperature=...), SigLIP "
+            "with SigLIPLoss(scale=..., bias=...); use the trained temperature, or scale and bias."
+        )
+        wanted = "backend_kwargs=dict(loss=...) with the loss that the towers were trained with"
+        raise InputError(expected("backend_kwargs: loss", wanted, "none", hint))
+    if not isinstance(loss, RowLoss) and not loss.graded:
+        msg = (
+            f"loss: {type(loss).__name__} compares points of one tower. For two towers use a loss of anchors and their "
+            "candidates, such as InfoNCELoss, SupConLoss or SigLIPLoss, or of graded pairs, CoSENTLoss."
+        )
+        raise UnsupportedError(msg)
+    if options.candidates == "dataset":
+        msg = (
+            "candidates='dataset': two towers are fitted in one pass, with the candidates of each batch. Leave it out, "
+            "and take batches as large as in training."
+        )
+        raise UnsupportedError(msg)
+    if options.relation is not None:
+        msg = (
+            "relation: inputs of two towers belong together pair by pair, or by their labels. Leave it out, and yield "
+            "(a, b) or (a, b, labels)."
+        )
+        raise UnsupportedError(msg)
+    return loss
+
+
+def _refuse_shared_parameters(model: TwoTowers, last_layers: Sequence[str] | None) -> None:
+    """Refuse towers with a common parameter that both posteriors have: of the named last layers, or of all layers."""
+    if model.shared:
+        return
+    of_a, of_b = model.encoder_a, model.encoder_b
+    if last_layers is not None:
+        of_a, of_b = of_a.get_submodule(last_layers[0]), of_b.get_submodule(last_layers[1])
+    second = {id(p) for p in of_b.parameters() if p.requires_grad}
+    common = [name for name, p in of_a.named_parameters() if p.requires_grad and id(p) in second]
+    if common:
+        shown = ", ".join(repr(name) for name in common[:3]) + (" and others" if len(common) > 3 else "")
+        msg = (
+            f"encoder_a, encoder_b: two modules that share the parameters {shown}. Each tower has a posterior of its "
+            "own, and a shared parameter would have two. Pass one module as both encoders, or, where only earlier "
+            "layers are shared, use subset_of_weights='last_layer'."
+        )
+        raise UnsupportedError(msg)
+
+
+def _checked_vectors(posteriors: Sequence[ContrastiveLaplace], vectors: Sequence[Tensor]) -> list[Tensor]:
+    """Return vectors over the parameters of fitted posteriors."""
+    if len(vectors) != len(posteriors):
+        wanted, came = ("nothing: both towers are one module", "a vector")
+        if len(posteriors) == 2:
+            wanted, came = "a vector over the parameters of the second tower", "none"
+        raise InputError(expected("v_b", wanted, came))
+    for name, la, v in zip(("v_a", "v_b"), posteriors, vectors, strict=False):
+        la.check_fitted()
+        validate.tensor(name, v, tuple(la.mean.shape), la.mean)
+    return list(vectors)
+
+
+def _place(encoder: nn.Module) -> str | None:
+    """Dtype and device of an encoder."""
+    like = next(encoder.parameters(), None)
+    return None if like is None else f"{like.dtype} on {like.device}"

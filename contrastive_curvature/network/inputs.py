@@ -49,7 +49,7 @@ def move_inputs(x: Inputs, device: torch.device) -> Inputs:
     return x.to(device)
 
 
-def slice_inputs(x: Inputs, rows: slice) -> Inputs:
+def slice_inputs(x: Inputs, rows: slice | Tensor) -> Inputs:
     """Return the points of a batch in some rows; entries of a mapping without a batch axis stay whole."""
     return _of_rows(x, lambda t: t[rows])
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from contrastive_curvature.errors import DivergenceError, InputError
 from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
-from contrastive_curvature.laplace.fitting import posterior_around
 from contrastive_curvature.laplace.prior import average_information
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
 from contrastive_curvature.network.loader import check_model
@@ -148,8 +147,8 @@ class OnlinePosterior:
         posterior.set_curvature(discounted.at_scale(self.n_data))
         posterior.temperature = self._mean_loss(posterior) / self._cooling(discounted)
         if self.prior_precision is None:
-            diagonal = posterior.form.diagonal(posterior)
-            information = average_information(diagonal, posterior._parameter_sizes(), "scalar")
+            diagonal = posterior.curvature_diagonal()
+            information = average_information(diagonal, posterior.parameter_sizes(), "scalar")
             posterior.prior_precision = _SAMPLING_PRIOR_SCALE * posterior._H_factor * information
         posterior.mean = torch.zeros_like(posterior.mean)
         return posterior.sample(n_samples)
@@ -167,7 +166,7 @@ class OnlinePosterior:
         return float(posterior.cost) / self.n_data if posterior.cost > 0 else 1.0
 
     def _new(self, **changes: Any) -> ContrastiveLaplace:
-        return posterior_around(self.kind, self.encoder, self.probe, **{**self._arguments, **changes})
+        return self.kind.around(self.encoder, self.probe, **{**self._arguments, **changes})
 
 
 def _map_tensors(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.laplace.prediction import to_device
+from contrastive_curvature.laplace.prediction import moved_inputs
 from contrastive_curvature.network.inputs import Inputs, asks_for_example, check_inputs, slice_inputs, tokenized
 from contrastive_curvature.pretrained.encoders import encoder_of, raw_outputs
 
@@ -27,7 +27,7 @@ def checked_example(la: Any, example: Any) -> Inputs:
     few = slice_inputs(check_inputs(given, "example"), slice(0, 2))
     with asks_for_example(example):
         try:
-            outputs = raw_outputs(la, to_device(la, few))
+            outputs = raw_outputs(la, moved_inputs(la.model, few, la._device))
         except Exception as error:  # what an encoder raises at inputs of another kind has no common base
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise InputError(expected("example", "inputs that the encoder takes", reason)) from error

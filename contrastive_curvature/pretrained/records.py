@@ -14,9 +14,8 @@ from contrastive_curvature.errors import InputError, InputTypeError, Unsupported
 from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.laplace.functional import ContrastiveFunctionalLaplace, ContrastiveFunctionalLLLaplace
 from contrastive_curvature.laplace.options import known_options
-from contrastive_curvature.laplace.prediction import to_device
-from contrastive_curvature.laplace.state import KNOWN_BACKENDS
-from contrastive_curvature.laplace.state_values import owned
+from contrastive_curvature.laplace.prediction import moved_inputs
+from contrastive_curvature.laplace.state import KNOWN_BACKENDS, owned
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.pretrained.encoders import (
     check_encoder,
@@ -65,13 +64,13 @@ def plain_posterior(la: Any, table: TensorTable, name: str, example: Inputs | No
     probe = None
     if "data" in state:
         state["data"] = owned(checked_example(la, example))
-        probe = raw_outputs(la, to_device(la, state["data"]))
+        probe = raw_outputs(la, moved_inputs(la.model, state["data"], la._device))
     elif example is not None:
         hint = "Only a posterior of a last layer keeps inputs; leave it out."
         raise InputError(expected("example", "None for this posterior", "inputs", hint))
     weights, structure = la._key[:2]
     prior = la.prior_precision.detach().double().cpu()
-    relation = la._curvature_options.relation
+    relation = la.curvature_options.relation
     loss = la.backend.loss
     return {
         "class": type(la).__name__,
@@ -82,7 +81,7 @@ def plain_posterior(la: Any, table: TensorTable, name: str, example: Inputs | No
         "loss": plain_loss(loss, table, f"{name}loss"),
         "options": plain_tree(_given_options(la), table, f"{name}options"),
         "relation": None if relation is None else _name_of(relation),
-        "backend": None if la._chooses_backend else type(la.backend).__name__,
+        "backend": None if la.chooses_backend else type(la.backend).__name__,
         "encoder": plain_encoder(encoder_of(la)),
         "example_outputs": plain_tree(probe, table, f"{name}example_outputs"),
         "state": plain_tree(state, table, f"{name}state"),
@@ -168,7 +167,7 @@ def fill(
     la.load_state_dict(state)
     outputs = restored_tree(plain["example_outputs"], here)
     if outputs is not None:
-        check_outputs_at(la, to_device(la, state["data"]), outputs, argument)
+        check_outputs_at(la, moved_inputs(la.model, state["data"], la._device), outputs, argument)
 
 
 def _arguments(la: Any) -> dict[str, Any]:
@@ -186,7 +185,7 @@ def _arguments(la: Any) -> dict[str, Any]:
 
 def _given_options(la: Any) -> dict[str, Any]:
     """Return the options of the curvature that are not the defaults, besides the loss and the relation."""
-    known, options = known_options(la._backend_cls), la._curvature_options
+    known, options = known_options(la._backend_cls), la.curvature_options
     left_out = ("loss", "relation", *(("distance", "pd_fix") if options.given_loss else ()))
     given = {**options.named(), **la._own_options}
     named = {name: value for name, value in given.items() if name not in left_out}

@@ -79,7 +79,7 @@ class Thresholds:
 
 def known_inputs(la: Any) -> tuple[int | None, bool]:
     """Number of known inputs that a posterior's p-values compare with, and whether ``la.calibrate`` gave them."""
-    calibration, sample = la._known.calibration, la._known.sample
+    calibration, sample = la.known.calibration, la.known.sample
     if calibration is not None:
         return len(calibration.reference.statistics), True
     return (None if sample is None else len(sample.features)), False

@@ -114,7 +114,7 @@ def parts_of(la: Any, p_value: bool | None = None) -> Parts:
         arrays["typical_ratio"] = torch.tensor(
             la.class_centres.typical, dtype=torch.float64, device=layer.weight.device
         )
-    if p_value and la._known.calibration is None:
+    if p_value and la.known.calibration is None:
         msg = (
             "p_value=True: la is not calibrated. Call la.calibrate(loader) with known inputs first, or leave p_value "
             "out to export mu, kappa and uncertainty alone."

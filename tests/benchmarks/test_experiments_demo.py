@@ -102,7 +102,7 @@ def test_a_seed_gives_the_same_figures_again(run_folder, tmp_path, undrawn):
 
 
 # This fix has a diagonal posterior, which may say so of itself.
-@pytest.mark.filterwarnings("ignore::contrastive_curvature.laplace.feature_norm.FeatureNormWarning")
+@pytest.mark.filterwarnings("ignore::contrastive_curvature.laplace.advice.FeatureNormWarning")
 def test_other_dimensions_and_options_run(tmp_path):
     options = ["--dim", "5", "--distance", "euclidean", "--pd-fix", "positive", "--negative-weight", "0.2"]
     options += ["--margin", "none", "--batch-size", "32", "--baseline-features", "20", "--ood", "shuffled"]

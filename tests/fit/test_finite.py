@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.fit.finite import eigenpairs
-from contrastive_curvature.laplace.decompose import decompose_factors
+from contrastive_curvature.laplace.forms import decompose_factors
 
 N, WIDTH, D = 24, 6, 3
 

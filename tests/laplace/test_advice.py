@@ -56,11 +56,10 @@ CHOSEN: list[Callable[[Any], Any]] = [
     lambda la: la.optimize_prior_precision(),
     lambda la: la.optimize_prior_precision(method="marglik", n_steps=1),
     lambda la: setattr(la, "prior_precision", 1.0),
-    lambda la: la.load_state_dict({key: value for key, value in la.state_dict().items() if key != "prior_chosen"}),
 ]
 
 
-@pytest.mark.parametrize("choose", CHOSEN, ids=["average", "marglik", "set", "old state"])
+@pytest.mark.parametrize("choose", CHOSEN, ids=["average", "marglik", "set"])
 @pytest.mark.parametrize("weights", ["last_layer", "all"])
 def test_a_chosen_prior_is_quiet(choose: Callable[[Any], Any], weights: str, device: str) -> None:
     la = fitted(device, weights=weights)

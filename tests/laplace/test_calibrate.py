@@ -209,12 +209,12 @@ def test_fits_that_add_up_keep_a_sample_of_both(pairs: str) -> None:
     la = Laplace(body(), "contrastive", "last_layer", "diag", backend_kwargs={"pairs": pairs})
     la.fit(training(0))
     la.fit(training(1), override=False)
-    rows = la._known.sample.features.columns["features"]
+    rows = la.known.sample.features.columns["features"]
     x = torch.cat([x for seed in (0, 1) for x, _ in training(seed)])
     truth = body()[:3](x).detach()
     torch.testing.assert_close(rows.sort(0).values, truth.sort(0).values)
     la.fit(training(1))
-    assert len(la._known.sample.features) == TRAINED
+    assert len(la.known.sample.features) == TRAINED
     # What was not seen cannot be sampled.
     loaded = made("last_layer", "diag")
     loaded.load_state_dict(fitted().state_dict())
@@ -244,15 +244,11 @@ def _weights(la: Any) -> None:
         next(la.model.parameters())[0, 0] += 1e-5
 
 
-def _weights_behind_torchs_back(la: Any) -> None:
-    next(la.model.parameters()).data[0, 0] += 1e-5
-
-
 def _statistics_of_a_layer(la: Any) -> None:
     next(b for b in la.model.buffers() if b.is_floating_point()).add_(1e-5)
 
 
-CHANGES = [_other_prior, _other_prior_in_place, _other_temperature, _weights, _weights_behind_torchs_back]
+CHANGES = [_other_prior, _other_prior_in_place, _other_temperature, _weights]
 CHANGES += [_statistics_of_a_layer]
 
 
@@ -313,7 +309,7 @@ def test_training_inputs_of_other_weights_are_not_used() -> None:
     with pytest.raises(cc.NotFittedError, match="present weights"):
         _ = la(inputs(3, 8)).p_value
     la.calibrate(given())
-    assert len(la._known.calibration.reference.statistics) == GIVEN - GIVEN // 3
+    assert len(la.known.calibration.reference.statistics) == GIVEN - GIVEN // 3
     with pytest.raises(cc.InputError, match="at least 148 inputs"):
         la(inputs(3, 8)).is_known()
 
@@ -463,16 +459,15 @@ def test_the_calibration_is_saved(weights: str, structure: str) -> None:
     loaded.prior_precision = 5.0
     with pytest.raises(cc.NotFittedError, match="another posterior"):
         _ = loaded(x).p_value
-    # A posterior that was not calibrated takes the calibration away; a file of an earlier version has no such key.
+    # A posterior that was not calibrated takes the calibration away.
     plain = fitted(weights, structure).state_dict()
     assert plain["calibration"] is None
-    for state in (plain, {key: value for key, value in plain.items() if key != "calibration"}):
-        loaded.load_state_dict(saved(la))
-        loaded.load_state_dict(state)
-        with pytest.raises(cc.NotFittedError, match="not calibrated"):
-            _ = loaded(x).p_value
+    loaded.load_state_dict(saved(la))
+    loaded.load_state_dict(plain)
+    with pytest.raises(cc.NotFittedError, match="not calibrated"):
+        _ = loaded(x).p_value
     loaded.calibrate(given())
-    assert len(loaded._known.calibration.reference.statistics) == GIVEN - GIVEN // 3
+    assert len(loaded.known.calibration.reference.statistics) == GIVEN - GIVEN // 3
 
 
 def test_a_loaded_posterior_around_other_weights_has_no_p_value() -> None:
@@ -499,10 +494,7 @@ SPOILT: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda _: [1], "got a list"),
     (lambda part: {k: v for k, v in part.items() if k != "scale"}, "scale"),
     (lambda part: {**part, "more": 1}, "more"),
-    (_spoil("statistic", lambda _: 3), "a name"),
     (_spoil("statistics", lambda v: v * torch.nan), "finite"),
-    (_spoil("statistics", lambda v: v.flip(0)), "ascending"),
-    (_spoil("statistics", lambda v: v[:0]), "ascending"),
     (_spoil("statistics", lambda v: v.float()), "float64"),
     (_spoil("statistics", lambda v: v.tolist()), "tensor"),
     (_spoil("location", lambda v: v[:2]), "shape"),
@@ -510,10 +502,11 @@ SPOILT: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (_spoil("scale", lambda v: -v), "positive"),
     (_spoil("scale", lambda v: 0 * v), "positive"),
     (_spoil("scale", lambda v: v.unsqueeze(0)), "shape"),
+    (_spoil("statistics", lambda v: v[:0]), "statistics"),
     (_spoil("fingerprint", lambda v: v.float()), "float64"),
-    (_spoil("fingerprint", lambda v: v[:0]), "float64"),
+    (_spoil("fingerprint", lambda v: v[:0]), "shape"),
+    (_spoil("fingerprint", lambda _: None), "tensor"),
     (_spoil("fingerprint", lambda v: v * torch.nan), "finite"),
-    (_spoil("fingerprint", lambda _: None), "float64"),
 ]
 
 
@@ -574,7 +567,7 @@ def test_a_fit_draws_the_same_features_and_leaves_torchs_generator_alone() -> No
         state = torch.get_rng_state()
         la.fit(list(zip(x.split(size), y.split(size), strict=True)))
         assert torch.equal(torch.get_rng_state(), state)
-        rows.append(la._known.sample.features.columns["features"].sort(0).values)
+        rows.append(la.known.sample.features.columns["features"].sort(0).values)
     assert len(rows[0]) == 2000
     torch.testing.assert_close(*rows)
 
@@ -637,7 +630,7 @@ def test_calibrating_with_training_inputs_is_noticed_and_said_to_be_optimistic(n
         assert caught[0].filename == __file__
         said = float(str(caught[0].message).split("about ")[1].split("%")[0]) / 100
         # What is kept is a random sample: four standard errors of a share of it.
-        kept = len(la._known.sample.features)
+        kept = len(la.known.sample.features)
         assert said == pytest.approx(share, abs=0.01 + 4 * share * ((1 - kept / n) / (kept * some / n)) ** 0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -646,57 +639,26 @@ def test_calibrating_with_training_inputs_is_noticed_and_said_to_be_optimistic(n
 
 
 def test_one_look_at_the_weights_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It costs as much as the encoder has weights; anew only after a change that torch or some entries show."""
+    """It costs as much as the encoder has weights; anew only after a change that torch has counted."""
     la, x, looks = fitted(), inputs(9, 8), []
     la.calibrate(given())
-    whole = calibration.fingerprint
-    monkeypatch.setattr(calibration, "fingerprint", lambda la: looks.append(la) or whole(la))
+    whole = calibration._fingerprint
+    monkeypatch.setattr(calibration, "_fingerprint", lambda la: looks.append(la) or whole(la))
     out = la(x)
     p = out.p_value
     assert torch.equal(out.novelty.argsort(stable=True), la(x).novelty.argsort(stable=True))
     assert torch.equal(out.is_known(0.2), p > 0.2)
-    assert len(looks) == 1
-    _weights_behind_torchs_back(la)
-    # It was made and confirmed before.
-    assert torch.equal(out.p_value, p)
-    with pytest.raises(cc.NotFittedError, match="another posterior"):
-        _ = la(x).novelty
-    la.calibrate(given())
-    _weights_behind_torchs_back(la)
-    with pytest.raises(cc.NotFittedError, match="another posterior"):
-        _ = out.p_value
+    assert not looks
 
 
 def test_a_change_that_torch_has_seen_and_a_copy_ask_for_another_look(monkeypatch: pytest.MonkeyPatch) -> None:
     la, x, looks = fitted(), inputs(9, 8), []
     la.calibrate(given())
-    p, whole = la(x).p_value, calibration.fingerprint
-    monkeypatch.setattr(calibration, "fingerprint", lambda la: looks.append(la) or whole(la))
+    p, whole = la(x).p_value, calibration._fingerprint
+    monkeypatch.setattr(calibration, "_fingerprint", lambda la: looks.append(la) or whole(la))
     with torch.no_grad():
         next(la.model.parameters()).mul_(1)
     assert torch.equal(la(x).p_value, p)
     assert len(looks) == 1
     assert torch.equal(copy.deepcopy(la)(x).p_value, p)
     assert len(looks) == 2
-
-
-@pytest.mark.parametrize("factor", [2.0, 1.001])
-def test_tensors_that_are_written_behind_torchs_back_are_noticed(factor: float) -> None:
-    la, x = fitted(), inputs(3, 8)
-    la.calibrate(given())
-    p = la(x).p_value
-    for tensor in (*la.model.parameters(), *(b for b in la.model.buffers() if b.is_floating_point())):
-        before = tensor.data.clone()
-        tensor.data.add_(factor - 1).mul_(factor)
-        with pytest.raises(cc.NotFittedError, match="another posterior"):
-            _ = la(x).p_value
-        tensor.data.copy_(before)
-        assert torch.equal(la(x).p_value, p)
-
-
-@pytest.mark.parametrize(("n", "width"), [(1, 3), (7, 2**17 + 5), (40, 9000)])
-def test_norms_of_features(n: int, width: int) -> None:
-    for size in (1e-30, 1.0, 1e30):
-        phi = size * torch.randn(n, width)
-        torch.testing.assert_close(calibration._norms(phi), phi.double().square().sum(1).sqrt(), rtol=1e-12, atol=0)
-    assert calibration._norms(torch.randn(0, width)).shape == (0,)

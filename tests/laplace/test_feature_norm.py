@@ -13,7 +13,7 @@ from scipy.stats import rankdata
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.laplace.feature_norm import norm_correlation
+from contrastive_curvature.laplace.advice import norm_correlation
 
 WIDTH, DIM = 64, 4
 

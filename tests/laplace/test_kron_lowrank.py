@@ -83,7 +83,7 @@ def dense_precision(la: Any, x: Tensor, rank: int, options: dict[str, Any]) -> A
     if len(factors) > 1:
         out[dim * width :, dim * width :] = g
     prior = la.prior_precision.expand(2) if len(la.prior_precision) == 1 else la.prior_precision
-    sizes = la._parameter_sizes()
+    sizes = la.parameter_sizes()
     diagonal = np.concatenate([np.full(size, float(p)) for size, p in zip(sizes, prior[: len(sizes)], strict=True)])
     return out / la.temperature + np.diag(diagonal)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import contrastive_curvature as cc
 from contrastive_curvature import progress
 from contrastive_curvature.embedding.spread import Diagonal
-from contrastive_curvature.laplace import kernel, prediction, sampling
+from contrastive_curvature.laplace import base, functional, prediction
 from contrastive_curvature.network import pullback
 from contrastive_curvature.progress import LongRunWarning
 
@@ -47,7 +47,7 @@ def posterior(weights: str, structure: str, device: str = "cpu") -> tuple[Any, T
     return fitted(model, weights, "gp", *data(device), host=host, pd_fix="psd"), precision, x
 
 
-MODULES = (prediction, pullback, kernel)
+MODULES = (prediction, pullback, functional)
 
 
 @on_every_device
@@ -181,7 +181,7 @@ def test_a_long_prediction_is_told_of_after_its_first_input(
 
 def test_long_samples_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     la, _, x = posterior("all", "diag")
-    for module in (sampling, progress):
+    for module in (base, progress):
         monkeypatch.setattr(module, "time", Clock(20))
     with pytest.warns(LongRunWarning, match=r"Outputs of 40 sampled networks will take about 7 minutes"):
         la.functional_samples(x, "nn", n_samples=40)
@@ -190,8 +190,8 @@ def test_long_samples_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_marginal_sample_of_variances_alone_forms_no_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
     la, _, x = posterior("all", "full")
     asked: list[bool] = []
-    real = prediction.gaussian
-    monkeypatch.setattr(prediction, "gaussian", lambda *args: asked.append(args[3]) or real(*args))
+    real = la._gaussian
+    monkeypatch.setattr(la, "_gaussian", lambda *args: asked.append(args[2]) or real(*args))
     samples = la.functional_samples(x, n_samples=3, diagonal_output=True)
     assert samples.shape == (3, len(x), la.n_outputs)
     assert asked == [True]

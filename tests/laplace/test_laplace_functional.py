@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
-from contrastive_curvature.laplace import functional, kernel
+from contrastive_curvature.laplace import functional
 
 POINTS = 12
 PSD: list[dict[str, Any]] = [
@@ -118,7 +118,7 @@ def test_a_subset_stands_for_the_data(weights: str, options: dict[str, Any], dev
 @for_every_psd
 def test_bounded_chunks_change_nothing(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = pair("all", options, "cpu")
-    monkeypatch.setattr(kernel, "JACOBIAN_ELEMENTS", 300)
+    monkeypatch.setattr(functional, "JACOBIAN_ELEMENTS", 300)
     parts, _ = pair("all", options, "cpu")
     x = torch.randn(7, 4, dtype=torch.float64)
     assert close(parts(x, joint=True).joint_covariance, whole(x, joint=True).joint_covariance)

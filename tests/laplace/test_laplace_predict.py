@@ -256,7 +256,7 @@ def test_default_prior_is_a_hundredth_of_the_average_information(weights: str, s
         determined = well_determined(curvature, prior)
         assert la.temperature == pytest.approx(2 * cost / (POINTS + determined), rel=1e-9)
         assert close(la.prior_precision, (prior / la.temperature).reshape(1))
-        assert la.form.effective_parameters(la, prior.reshape(1)) == pytest.approx(determined, rel=1e-9)
+        assert la.effective_parameters(prior.reshape(1)) == pytest.approx(determined, rel=1e-9)
 
 
 @for_every_combination
@@ -264,11 +264,11 @@ def test_effective_parameters_of_any_prior(weights: str, structure: str) -> None
     la, _, _ = posterior(weights, structure)
     curvature, before = curvature_of(weights, structure), la.prior_precision
     for kind in la.prior_structures:
-        sizes = {"scalar": 1, "layerwise": len(la._parameter_sizes()), "diag": len(curvature)}
+        sizes = {"scalar": 1, "layerwise": len(la.parameter_sizes()), "diag": len(curvature)}
         given = torch.linspace(0.1, 4.0, sizes[kind], dtype=curvature.dtype)
-        each = given.repeat_interleave(torch.tensor(la._parameter_sizes())) if kind == "layerwise" else given
+        each = given.repeat_interleave(torch.tensor(la.parameter_sizes())) if kind == "layerwise" else given
         truth = well_determined(curvature, each)
-        assert la.form.effective_parameters(la, given) == pytest.approx(truth, rel=1e-9)
+        assert la.effective_parameters(given) == pytest.approx(truth, rel=1e-9)
     assert torch.equal(la.prior_precision, before)
 
 

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.parametrize("device", DEVICES),
     pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning"),
     pytest.mark.filterwarnings("ignore:.*K-FAC-expand"),
-    pytest.mark.filterwarnings("ignore::contrastive_curvature.laplace.feature_norm.FeatureNormWarning"),
+    pytest.mark.filterwarnings("ignore::contrastive_curvature.laplace.advice.FeatureNormWarning"),
 ]
 
 LOGGER = "contrastive_curvature"

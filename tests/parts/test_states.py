@@ -37,7 +37,7 @@ from contrastive_curvature.parts.files import from_bytes, to_bytes
 pytestmark = [
     pytest.mark.parametrize("device", DEVICES),
     pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning"),
-    pytest.mark.filterwarnings("ignore::contrastive_curvature.laplace.feature_norm.FeatureNormWarning"),
+    pytest.mark.filterwarnings("ignore::contrastive_curvature.laplace.advice.FeatureNormWarning"),
     # Of random networks, and few points.
     pytest.mark.filterwarnings("ignore:The clamped curvature is zero everywhere"),
 ]

@@ -46,7 +46,7 @@ def model_of(name: str) -> nn.Module:
 def predictions(la: Any, device: str = "cpu") -> dict[str, Any]:
     """What a posterior says of fixed inputs, as lists."""
     out = la(numbers(3, 4, phase=0.7).to(device))
-    names = NAMES if la._known.calibration is not None else NAMES[:-1]
+    names = NAMES if la.known.calibration is not None else NAMES[:-1]
     return {name: getattr(out, name).tolist() for name in names}
 
 
