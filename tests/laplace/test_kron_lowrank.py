@@ -309,8 +309,8 @@ def test_what_is_left_is_not_lost_to_rounding_in_float32() -> None:
     new = x[300:]
     prior = torch.tensor([1e-9], dtype=torch.float64)
     wide_precision, narrow_precision = (KronLowRankPrecision(part, 1.0, prior) for part in (wide, single))
-    truth = wide_precision.output_covariance(new).variance()
-    assert near(narrow_precision.output_covariance(new.float()).variance(), truth.numpy(), 1e-4)
+    truth = wide_precision.output_covariance(new).variance
+    assert near(narrow_precision.output_covariance(new.float()).variance, truth.numpy(), 1e-4)
     # The part in question is not negligible.
     without = (new @ q).square() @ wide_precision.along.reciprocal().T @ wide.vectors.square().T
     assert float((1 - without / truth).min()) > 0.1
@@ -419,11 +419,6 @@ def test_a_state_comes_back(tmp_path: Any) -> None:
     again.fit([(x, labels(40))], override=False)
     assert again.n_data == 80
     state = la.state_dict()
-    for number, wrong in ((1, -1), (1, 1), (2, -1)):
-        spoilt = [[part.clone() for part in group] for group in state["H"]]
-        spoilt[0][number] = wrong * spoilt[0][number].roll(1, 0) if wrong > 0 else -spoilt[0][number]
-        with pytest.raises(cc.InputError, match="state_dict"):
-            again.load_state_dict({**state, "H": spoilt, "H_raw": spoilt})
     other: Any = Laplace(encoder(60, 2), "contrastive", backend_kwargs={"pd_fix": "psd", "margin": None})
     with pytest.raises(cc.InputError, match="rank"):
         other.load_state_dict(state)

@@ -301,7 +301,7 @@ def test_sampled_networks_have_at_most_twice_the_loss_to_second_order(weights: s
 def test_a_strength_out_of_range_is_refused(strength: Any) -> None:
     la, _, _ = posterior("last_layer", "diag")
     before = la.prior_precision.clone()
-    with pytest.raises(cc.InputError, match="strength: expected a positive number"):
+    with pytest.raises(cc.InputError, match="strength: expected a finite number > 0"):
         la.optimize_prior_precision(strength=strength)
     with pytest.raises(cc.InputError, match="strength for 'unit_information': expected None"):
         la.optimize_prior_precision(method="unit_information", strength=1.0)

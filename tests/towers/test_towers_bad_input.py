@@ -176,9 +176,9 @@ def test_methods(device: str) -> None:
     for vectors, message in (
         ((v_a,), "v_b: expected a vector over the parameters of the second tower, got none"),
         ((v_a, v_b[1:]), "v_b: expected shape"),
-        ((v_a.float(), v_b), "v_a: expected a tensor of torch.float64"),
+        ((v_a.float(), v_b), "v_a: expected torch.float64"),
         ((v_a, v_b + torch.nan), "v_b: expected finite numbers"),
-        ((v_a, 3), "v_b: expected a tensor of torch.float64"),
+        ((v_a, 3), "v_b: expected a torch.Tensor"),
     ):
         with pytest.raises(cc.InputError, match=message):
             la.curvature_product(batches(device), *vectors)
