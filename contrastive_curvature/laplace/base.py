@@ -354,7 +354,8 @@ class ContrastiveLaplace(FittedPosterior):
             setattr(self, name, state[name])
         self.prior_mean, self.prior_precision = state["prior_mean"], state["prior_precision"]
         self.temperature, self._temperature_given = state["temperature"], state["temperature_given"]
-        self._prior_chosen = state["prior_chosen"]
+        # Files of 0.1.0 do not say it.
+        self._prior_chosen = state.get("prior_chosen", True)
         self.model.output_size = self.n_outputs
         self._set_curvature(*self.form.loaded(state))
         self.known = self.known.anew(loaded_calibration(state["calibration"], self.keeps_features, like))

@@ -57,7 +57,6 @@ _KEYS: dict[str, Any] = {
     "typical_norm": (float, type(None)),
     "class_centres": (dict, type(None)),
     "curvature_error": (float, type(None)),
-    "prior_chosen": bool,
 }
 """Keys of a state, and types of their values."""
 
@@ -97,6 +96,8 @@ def check_state(state: object, name: str, likelihood: str, options: Mapping[str,
             refuse(key, f"a value of type {kind}", kind_of(state[key]))
     if state["cls_name"] != name:
         hint = "Give this object the same subset_of_weights and hessian_structure."
+        if state["cls_name"] == "ContrastiveKronLLLaplace":
+            hint = "Give this object hessian_structure='kron' with backend_kwargs=dict(rank='full')."
         refuse("cls_name", name, state["cls_name"], hint)
     if state["likelihood"] != likelihood:
         refuse("likelihood", repr(likelihood), repr(state["likelihood"]))
