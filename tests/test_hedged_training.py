@@ -270,12 +270,12 @@ YES = torch.ones(2, dtype=torch.bool)
         (lambda: kl_estimate(ONE[0][..., :2], *ONE), "one dimension D, got samples"),
         (lambda: kl_estimate(torch.zeros(5, 4, 3), *ONE), "shapes that broadcast"),
         (lambda: match_loss(*ONE, YES, 1.0, 0.0, average="mean"), "average: expected one of"),  # type: ignore
-        (lambda: match_loss(*ONE, YES, -1.0, 0.0), "a: expected a number > 0"),
+        (lambda: match_loss(*ONE, YES, -1.0, 0.0), "a: expected a finite number > 0"),
         (lambda: vib_objective(ONE, ONE, YES, 1.0, 0.0, kl_weight=-1.0), "kl_weight"),
         (lambda: vib_objective(ONE, ONE, YES, 1.0, 0.0, kl_weight=1.0, divergence="kl"), "divergence"),  # type: ignore
         (lambda: vib_objective(ONE, (ONE[0], -ONE[1]), YES, 1.0, 0.0, kl_weight=1.0), "variance of second: expected v"),
         (lambda: vib_objective(ONE, ONE, YES[:0], 1.0, 0.0, kl_weight=1.0), "matches: expected a shape"),
-        (lambda: self_mismatch(*ONE, 0.0, 0.0), "a: expected a number > 0"),
+        (lambda: self_mismatch(*ONE, 0.0, 0.0), "a: expected a finite number > 0"),
     ],
 )
 def test_bad_values(call: Any, says: str):

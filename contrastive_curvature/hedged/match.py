@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.vmf.checks import broadcast_batch, same_dim
 
 __all__ = [
@@ -85,12 +85,11 @@ class MatchParameters(nn.Module):
 
     def __init__(self, a: float = 1.0, b: float = 0.0) -> None:
         super().__init__()
-        validate.number("a", a, positive=True)
-        check_slope(a, b)
+        _check_slope(a, b)
         self.raw_a = nn.Parameter(torch.tensor(inverse_softplus(a)))
         self.b = nn.Parameter(torch.tensor(float(b)))
         # Again as they come back: the parameters have the default dtype, which may be too narrow for the numbers.
-        check_slope(*self())
+        _check_slope(*self())
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return ``(a, b)``."""
@@ -116,7 +115,7 @@ def match_logits(z1: Tensor, z2: Tensor, a: float | Tensor, b: float | Tensor) -
     Source: "Hedged instance embedding", Eq. 2, which prints ``a |z1 - z2| + b``: with ``a > 0`` the probability of a
     match would grow with the distance.
     """
-    check_slope(a, b)
+    _check_slope(a, b)
     first, second = check_points("z1", z1), check_points("z2", z2)
     same_dim(z1=first, z2=second)
     broadcast_batch(z1=(first, 1), z2=(second, 1))
@@ -125,7 +124,7 @@ def match_logits(z1: Tensor, z2: Tensor, a: float | Tensor, b: float | Tensor) -
 
 def pair_logits(samples1: Tensor, samples2: Tensor, a: float | Tensor, b: float | Tensor) -> Tensor:
     """Return the logits (..., K1, K2) of all pairs of samples (..., K1, D) and (..., K2, D) of two embeddings."""
-    check_slope(a, b)
+    _check_slope(a, b)
     first, second = check_points("samples1", samples1, samples=True), check_points("samples2", samples2, samples=True)
     same_dim(samples1=first, samples2=second)
     broadcast_batch(samples1=(first, 2), samples2=(second, 2))
@@ -194,28 +193,11 @@ def self_mismatch(
     return torch.sigmoid(-pair_logits(draws[0], draws[1], a, b)).mean((-2, -1))
 
 
-def _scalar(argument: str, value: object) -> float:
-    if isinstance(value, Tensor):
-        if value.ndim or not value.is_floating_point():
-            came = f"{value.dtype} of shape {tuple(value.shape)}"
-            raise InputError(expected(argument, "a number or a floating-point tensor without axes", came))
-        found = value.item()
-    elif isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InputTypeError(expected(argument, "a number or a tensor", f"a {type(value).__name__}"))
-    else:
-        found = float(value)
-    if not math.isfinite(found):
-        raise InputError(expected(argument, "a finite number", found))
-    return found
-
-
-def check_slope(a: object, b: object) -> None:
+def _check_slope(a: object, b: object) -> None:
     """Refuse parameters of the match probability that are no finite numbers, and a slope that is not positive."""
-    _scalar("b", b)
-    slope = _scalar("a", a)
-    if slope <= 0:
-        hint = "A network's output becomes positive by torch.nn.functional.softplus; MatchParameters has one."
-        raise InputError(expected("a", "a number > 0", slope, hint))
+    slope, intercept = (v.item() if isinstance(v, Tensor) and not v.ndim else v for v in (a, b))
+    validate.number("a", slope, positive=True)
+    validate.number("b", intercept, signed=True)
 
 
 def check_points(name: str, value: object, *, samples: bool = False) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -23,40 +24,13 @@ _HINT = (
 )
 
 
-def _iterate_samples(name: str, samples: object) -> Iterator[Tensor]:
-    wanted = "shape (S, N, D), or an iterable of (N, D): sampled embeddings"
-    if isinstance(samples, Tensor):
-        if samples.ndim != 3:
-            raise InputError(expected(name, wanted, f"shape {tuple(samples.shape)}", _HINT))
-        return iter(samples)
+def _iterate(name: str, samples: object) -> Iterator[Tensor]:
     # An EmbeddingDistribution is iterable too, but it iterates over mu and kappa, which are not samples.
-    if isinstance(samples, Iterable) and not isinstance(samples, (str, bytes, Mapping)) and not hasattr(samples, "mu"):
-        return iter(samples)
-    wanted = "a tensor (S, N, D) or an iterable of (N, D): sampled embeddings"
-    raise InputTypeError(expected(name, wanted, f"a {type(samples).__name__}", _HINT))
-
-
-def _check_sample(name: str, sample: object, metric: str) -> Tensor:
-    """Check one sample of an iterable; the error for a wrong shape names what to pass."""
-    if isinstance(sample, Tensor) and sample.ndim != 2:
-        wanted = "an iterable of tensors (N, D), one per sampled network"
-        raise InputError(expected(name, wanted, f"one of shape {tuple(sample.shape)}", _HINT))
-    return check_embeddings(name, sample, zeros=metric == "euclidean")
-
-
-def _pair_with_gallery(samples: Samples, gallery: Samples | None) -> Iterator[tuple[Tensor, Tensor | None]]:
-    if gallery is None or (isinstance(gallery, Tensor) and gallery.ndim == 2):
-        for sample in _iterate_samples("samples", samples):
-            yield sample, gallery
-        return
-    galleries = _iterate_samples("gallery", gallery)
-    for number, sample in enumerate(_iterate_samples("samples", samples)):
-        searched = next(galleries, None)
-        if searched is None:
-            raise InputError(expected("gallery", "as many samples as `samples`", f"only {number}"))
-        yield sample, searched
-    if next(galleries, None) is not None:
-        raise InputError(expected("gallery", "as many samples as `samples`", "more"))
+    several = isinstance(samples, Iterable) and not isinstance(samples, (str, bytes, Mapping, Tensor))
+    if (isinstance(samples, Tensor) and samples.ndim == 3) or (several and not hasattr(samples, "mu")):
+        return iter(samples)  # type: ignore[call-overload]
+    came = f"shape {tuple(samples.shape)}" if isinstance(samples, Tensor) else f"a {type(samples).__name__}"
+    raise InputTypeError(expected(name, "shape (S, N, D), or an iterable of (N, D): sampled embeddings", came, _HINT))
 
 
 def retrieval_votes(
@@ -100,12 +74,14 @@ def retrieval_votes(
     searched_labels = (
         points if gallery_labels is None else check_labels("gallery_labels", gallery_labels).to(points.device)
     )
-    votes = []
-    for sample, searched in _pair_with_gallery(samples, gallery):
-        if len(_check_sample("samples", sample, metric)) != len(points):
-            hint = "" if isinstance(samples, Tensor) else _HINT
-            raise InputError(expected("samples", f"N = {len(points)} points, as labels", f"N = {len(sample)}", hint))
-        if searched is not None and len(_check_sample("gallery", searched, metric)) != len(searched_labels):
+    one_gallery = gallery is None or (isinstance(gallery, Tensor) and gallery.ndim == 2)
+    galleries = itertools.repeat(gallery) if one_gallery else _iterate("gallery", gallery)
+    zeros, votes = metric == "euclidean", []
+    for sample, each in zip(_iterate("samples", samples), galleries, strict=not one_gallery):
+        if len(check_embeddings("samples", sample, zeros)) != len(points):
+            raise InputError(expected("samples", f"N = {len(points)} points, as labels", f"N = {len(sample)}", _HINT))
+        searched = None if each is None else check_embeddings("gallery", each, zeros)
+        if searched is not None and len(searched) != len(searched_labels):
             raise InputError(expected("gallery_labels", f"shape ({len(searched)},)", tuple(searched_labels.shape)))
         neighbors = nearest_neighbors(sample, searched, k=1, backend=backend, metric=metric).squeeze(1)
         votes.append(searched_labels[neighbors.to(points.device)])
