@@ -83,20 +83,15 @@ class OutputHessian:
     def cross(self, rows: slice, columns: slice) -> CrossBlocks:
         """Return the blocks ``H_ij`` between points i and points j, zero where i = j; of coupled fixes."""
         start, stop, _ = rows.indices(len(self))
-        parts = (self.u[rows], self.n[rows], self.u[columns], self.n[columns])
+        first, second = self.derivatives.rows(start, stop, columns)
         roots = self.derivatives.roots(rows, columns)
-        if stop - start < len(self):
-            first, second = self.derivatives.rows(start, stop, columns)
-            return CrossBlocks(*parts, first, second, symmetric=rows == columns, roots=roots)
-        # All at once, listed pairs need not be looked for.
-        y, c = self.derivatives.dense()
-        second = None if c is None else c[:, columns]
-        return CrossBlocks(*parts, y[:, columns], second, symmetric=rows == columns, roots=roots)
+        parts = (self.u[rows], self.n[rows], self.u[columns], self.n[columns])
+        return CrossBlocks(*parts, first, second, symmetric=rows == columns, roots=roots)
 
     def linked(self) -> Tensor:
         """Return which pairs of points have a block, 0 or 1 of the type of the outputs, shape (N, N); for small N."""
-        y, c = self.derivatives.dense()
         everything = slice(0, len(self))
+        y, c = self.derivatives.dense()
         roots = self.derivatives.roots(everything, everything)
         linked = y != 0 if c is None else (y != 0) | (c != 0)
         if roots is not None:

@@ -10,11 +10,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.hessian.dataset import DatasetHessian
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.losses.cosine import CosineLoss, check_block
+from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.derivatives import PairDerivatives
 from contrastive_curvature.losses.weighting import PairFactors, Shares, count_shares, pair_totals
 from contrastive_curvature.options import Distance, Normalization, PDFix, check_negative_weight, parse_option
@@ -139,17 +139,7 @@ class PairLoss(CosineLoss):
 
     def _checked_terms(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Terms:
         """Return what :meth:`_terms` gives, each of the shape of the cosines."""
-        name, terms = f"{type(self).__name__}._terms", self._terms(cosine, attract, repel)
-        if not isinstance(terms, tuple) or len(terms) != 2:
-            raise InputTypeError(expected(name, "Terms(first, second)", f"a {type(terms).__name__}"))
-        first, second = terms
-        if (second is None) != self.linear:
-            wanted = "None as second derivatives" if self.linear else "second derivatives"
-            came = "None" if second is None else f"a {type(second).__name__}"
-            hint = "Where they are zero, set linear = True in the class, and give None."
-            raise InputError(expected(name, wanted, came, hint))
-        first = check_block(f"{name}: first", first, cosine)
-        return Terms(first, None if second is None else check_block(f"{name}: second", second, cosine))
+        return self._check_terms(self._terms(cosine, attract, repel), Terms, cosine)
 
     def relate(self, z: Tensor, labels: Tensor | None, pairs: Pairs | None) -> Relation:
         """See :meth:`CosineLoss.relate`."""

@@ -93,7 +93,7 @@ def output_hessian(
     negative_weight: float = NEGATIVE_WEIGHT,
     normalization: Normalization | str = NORMALIZATION,
 ) -> OutputHessian:
-    """Hessian of a loss with respect to raw outputs.
+    """Return the Hessian of a loss with respect to raw outputs.
 
     Args:
         z: Raw outputs, before any l2-normalisation, shape (N, D); half precision is lifted to float32.

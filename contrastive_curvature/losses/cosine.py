@@ -8,13 +8,13 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.modules.loss import _Loss
 
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.hessian.derivatives import CosineDerivatives
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
@@ -22,7 +22,9 @@ from contrastive_curvature.options import Distance, PDFix, parse_option
 from contrastive_curvature.pairs import Pairs
 from contrastive_curvature.pairs.relation import Relation
 
-__all__ = ["CosineLoss", "check_block"]
+__all__ = ["CosineLoss"]
+
+_T = TypeVar("_T", bound=Any)
 
 
 class _LastCall:
@@ -224,6 +226,19 @@ class CosineLoss(_Loss, ABC):
             )
             raise UnsupportedError(msg)
 
+    def _check_terms(self, terms: Any, kind: type[_T], cosine: Tensor) -> _T:
+        """Return the first and second derivatives and the roots of a block of cosines, of their shape, as ``kind``."""
+        name, wanted = f"{type(self).__name__}._terms", f"{kind.__name__}({', '.join(kind._fields)})"
+        if not isinstance(terms, tuple) or len(terms) != len(kind._fields):
+            raise InputTypeError(expected(name, wanted, f"a {type(terms).__name__}"))
+        first, second, *roots = terms
+        if (second is None) != self.linear:
+            wanted = f"{'None as' if self.linear else 'some'} second derivatives, as linear = {self.linear} says"
+            hint = "Where they are zero, set linear = True in the class, and give None."
+            raise InputError(expected(name, wanted, "None" if second is None else f"a {type(second).__name__}", hint))
+        checked = [None if part is None else _check_block(name, part, cosine) for part in (first, second)]
+        return kind(*checked, *(tuple(_check_block(name, root, cosine) for root in part) for part in roots))
+
     @classmethod
     def arguments(cls) -> dict[str, inspect.Parameter]:
         """Return the arguments of the constructor by name, with those that ``**options`` hands to the base classes."""
@@ -248,7 +263,7 @@ class CosineLoss(_Loss, ABC):
         return ", ".join(f"{name}={value!r}" for name, value in plain.items())
 
 
-def check_block(name: str, value: object, cosine: Tensor) -> Tensor:
+def _check_block(name: str, value: object, cosine: Tensor) -> Tensor:
     """Return what a rule gave for a block of cosines, of the same shape and type; one zero stands for zeros."""
     if isinstance(value, Tensor) and (value.dtype, value.device) == (cosine.dtype, cosine.device):
         if value.shape == cosine.shape:

@@ -68,19 +68,6 @@ class PairDerivatives(DatasetDerivatives):
         """See :meth:`CosineDerivatives.rows`."""
         return self._rows(start, stop, columns)[:2]
 
-    def dense(self) -> tuple[Tensor, Tensor | None]:
-        """See :meth:`CosineDerivatives.dense`."""
-        if not isinstance(self.relation, EdgeRelation):
-            return super().dense()
-        y = self.u.new_zeros(self.n, self.n)
-        c = None if self.loss.linear else torch.zeros_like(y)
-        for i, j, block in self._listed(self.relation):
-            for matrix, entries in ((y, block[0]), (c, block[1])):
-                if matrix is not None and entries is not None:
-                    matrix[i, j] = entries
-                    matrix[j, i] = entries
-        return y, c
-
     def matmul(self, x: Tensor) -> Tensor:
         """See :meth:`CosineDerivatives.matmul`."""
         if not isinstance(self.relation, EdgeRelation):

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.losses.cosine import CosineLoss, check_block
+from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.row_derivatives import RowDerivatives
 from contrastive_curvature.losses.sides import Sides, joined_towers
 from contrastive_curvature.options import Distance, PDFix
@@ -239,20 +239,16 @@ class RowLoss(CosineLoss):
         self, cosine: Tensor, positive: Tensor, negative: Tensor, statistics: Tensor, kept: Tensor
     ) -> RowTerms:
         """Return what :meth:`_terms` gives, each (B, C), with zeros where an anchor has no term (``kept``, (B,))."""
-        name, terms = f"{type(self).__name__}._terms", self._terms(cosine, positive, negative, statistics)
-        if not isinstance(terms, tuple) or len(terms) != 3:
-            raise InputTypeError(expected(name, "RowTerms(first, second, roots)", f"a {type(terms).__name__}"))
-        if (terms.second is None) != self.linear:
-            wanted = "None as second derivatives" if self.linear else "second derivatives"
-            came = "None" if terms.second is None else "a Tensor"
-            raise InputError(expected(name, f"{wanted}, as linear = {self.linear} says", came))
+        terms = self._check_terms(self._terms(cosine, positive, negative, statistics), RowTerms, cosine)
         if len(terms.roots) != len(self.root_signs):
-            raise InputError(expected(name, f"{len(self.root_signs)} roots, as root_signs says", len(terms.roots)))
-        everything, row = bool(kept.all()), kept.unsqueeze(1)
+            wanted = f"{len(self.root_signs)} roots, as root_signs says"
+            raise InputError(expected(f"{type(self).__name__}._terms", wanted, len(terms.roots)))
+        if bool(kept.all()):
+            return terms
+        row = kept.unsqueeze(1)
 
         def only(part: Tensor) -> Tensor:
-            part = check_block(name, part, cosine)
-            return part if everything else torch.where(row, part, 0.0)
+            return torch.where(row, part, 0.0)
 
         second = None if terms.second is None else only(terms.second)
         return RowTerms(only(terms.first), second, tuple(only(root) for root in terms.roots))
