@@ -63,6 +63,18 @@ def test_in_single_precision(dim: int, common: bool) -> None:
         torch.testing.assert_close(getattr(out, name).double(), getattr(truth, name), rtol=1e-4, atol=1e-4)
 
 
+def test_autocast_changes_nothing() -> None:
+    """It would round the products to bfloat16."""
+    axes = torch.linalg.qr(torch.randn(6, 6))[0]
+    out = cc.EmbeddingDistribution.trusted(
+        torch.randn(5, 6), covariance=Axes(axes, torch.rand(5, 6), torch.eye(6), torch.float32)
+    )
+    names = ("variance", "covariance", "uncertainty", "kappa")
+    truth = [getattr(out, name) for name in names]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert all(torch.equal(getattr(out, name), value) for name, value in zip(names, truth, strict=True))
+
+
 def test_no_dense_covariance_is_made_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
     out = cc.EmbeddingDistribution.trusted(torch.randn(5, 3).double(), covariance=parts(5, 3, True)).relative_to(1.0)
     with monkeypatch.context() as patch:

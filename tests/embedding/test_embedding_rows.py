@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.embedding.spread import Axes
+from contrastive_curvature.fit.class_centres import ClassCentres
 
 pytestmark = [
     pytest.mark.parametrize("device", DEVICES),
@@ -226,6 +227,12 @@ def test_parts_that_do_not_fit_are_refused(device: str) -> None:
             cc.EmbeddingDistribution.cat(bad)  # type: ignore[arg-type]
     with pytest.raises(cc.UnsupportedError, match="joint=True"):
         cc.EmbeddingDistribution.cat([build("joint", device)] * 2)
+    centres = [ClassCentres.of(draw(4, D, seed=seed).to(device), torch.arange(4, device=device) % 2) for seed in (0, 1)]
+    compared = [build("variance", device).relative_to(2.0, made) for made in centres]
+    assert len(cc.EmbeddingDistribution.cat([compared[0], compared[0]])) == 2 * N
+    for pair in (compared, [one, compared[0]]):
+        with pytest.raises(cc.InputError, match="class centres"):
+            cc.EmbeddingDistribution.cat(pair)
     samples = build("samples", device)
     fewer = cc.EmbeddingDistribution.from_samples(samples.raw_samples(6)).relative_to(2.0)
     with pytest.raises(cc.InputError, match="7 samples"):
