@@ -49,7 +49,8 @@ from contrastive_curvature.laplace.state import (
     saved_classes,
 )
 from contrastive_curvature.network.call import refuse_compiled
-from contrastive_curvature.network.encoder import at_least_float32, evaluation_mode, weight_norms
+from contrastive_curvature.network.digest import weight_norms
+from contrastive_curvature.network.encoder import at_least_float32, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.network.loader import check_model
 from contrastive_curvature.network.module import ModulePullback

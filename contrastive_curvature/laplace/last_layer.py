@@ -138,8 +138,9 @@ class LastLayerLaplace(ContrastiveLaplace):
     def _features(self, x: Inputs | Features) -> tuple[Tensor, Tensor]:
         if isinstance(x, Features):
             return x
+        x = moved_inputs(self.model, x, self._device)
         with evaluation_mode(self.model), torch.set_grad_enabled(self.enable_backprop):
-            z, phi = self.model.forward_with_features(moved_inputs(self.model, x, self._device))
+            z, phi = self.model.forward_with_features(x)
         check_outputs(x, z, self.model.last_layer.out_features)
         return z, phi
 

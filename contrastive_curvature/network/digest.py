@@ -1,4 +1,8 @@
-"""Whether an encoder has the weights that it had: a digest of its state, the same on every machine."""
+"""Whether an encoder has the weights that it had: all of this library's answers.
+
+In one process, :func:`versions` of the same tensors tell, at no cost. A file holds a digest, which any change of a bit
+changes; or, where a conversion or another device is to be no change, the few numbers of :func:`summary`.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +22,6 @@ def encoder_digest(model: nn.Module) -> str:
         for part in tensor_bytes(tensor):
             digest.update(part)
     return digest.hexdigest()[:16]
-
-
-def trunk_digest(model: nn.Module, last_layer_name: str) -> str:
-    """Return a short text that changes with any number that the inputs of the last layer depend on.
-
-    It holds for the same numbers in any precision, and for wrappers that list the modules in another order.
-    """
-    parts = []
-    for tensor in trunk_tensors(model, last_layer_name):
-        digest = hashlib.sha256(str(tuple(tensor.shape)).encode())
-        for part in tensor_bytes(tensor.double() if tensor.is_floating_point() else tensor):
-            digest.update(part)
-        parts.append(digest.hexdigest())
-    return hashlib.sha256("".join(sorted(parts)).encode()).hexdigest()[:16]
 
 
 def versions(tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
@@ -102,17 +92,17 @@ _PERIOD = 4099
 
 
 def encoder_fingerprint(model: nn.Module) -> Tensor:
-    """Number, norm, sum and weighted sum of all parameters and buffers, float64 on the CPU, shape (4,).
+    """Return number, norm, sum and weighted sum of the entries of :func:`state_tensors`, see :func:`summary`."""
+    return summary(tensor for _, tensor in state_tensors(model))
 
-    Buffers that ``state_dict`` leaves out do not count, see :func:`.state_tensors`. The weights depend on the place in
-    a tensor, so that exchanged entries show. Nothing depends on the order of the modules, which wrappers around an
-    encoder may list in another one.
-    """
-    return summary([tensor for _, tensor in state_tensors(model)])
+
+def trunk_fingerprint(model: nn.Module, last_layer_name: str) -> Tensor:
+    """Return the same of all that the inputs of the last layer depend on."""
+    return summary(trunk_tensors(model, last_layer_name))
 
 
 def same_encoder(first: Tensor, second: Tensor) -> bool:
-    """Whether two fingerprints are of one encoder, up to the order of sums on another device."""
+    """Return whether two fingerprints are of one encoder, up to the order of sums on another device."""
     if first.shape != second.shape or not torch.equal(first[:1], second[:1]):
         return False
     # Sums may cancel, so their rounding is that of the norm.
@@ -120,8 +110,12 @@ def same_encoder(first: Tensor, second: Tensor) -> bool:
     return torch.allclose(first[1:], second[1:], rtol=0, atol=1e-11 * size)
 
 
-def summary(tensors: list[Tensor]) -> Tensor:
-    """Number, norm, sum and weighted sum of the entries of tensors, float64 on the CPU, shape (4,)."""
+def summary(tensors: Iterable[Tensor]) -> Tensor:
+    """Return number, norm, sum and weighted sum of the entries of tensors, float64 on the CPU, shape (4,).
+
+    The weights depend on the place in a tensor, so that exchanged entries show. Nothing depends on the order of the
+    tensors, which wrappers around an encoder may list in another one, and on their precision.
+    """
     number, sums = 0, [torch.zeros(3, dtype=torch.float64)]
     for values in (part for tensor in tensors for part in dense_parts(tensor)):
         flat = (torch.view_as_real(values) if values.is_complex() else values).flatten()
@@ -140,5 +134,11 @@ def summary(tensors: list[Tensor]) -> Tensor:
 
 @functools.cache
 def _weights() -> Tensor:
-    """Weights of the entries by their place: fractions of the multiples of the golden mean, shape (_PERIOD,)."""
+    """Return weights of the entries by their place: fractions of the multiples of the golden mean, shape (_PERIOD,)."""
     return torch.arange(1, _PERIOD + 1, dtype=torch.float64) * 0.6180339887498949 % 1
+
+
+def weight_norms(model: nn.Module) -> Tensor:
+    """Return the norms of all parameters, float64 on the CPU: enough to tell one trained encoder from another."""
+    # Sorted, because wrappers around an encoder may list its modules in another order.
+    return torch.stack([p.detach().norm().cpu().double() for p in model.parameters()]).sort().values

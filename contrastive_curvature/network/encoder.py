@@ -51,12 +51,6 @@ def flatten_parameters(parameters: Iterable[Tensor]) -> Tensor:
     return torch.cat([p.reshape(-1) for p in parameters])
 
 
-def weight_norms(model: nn.Module) -> Tensor:
-    """Return the norms of all parameters, float64 on the CPU: enough to tell one trained encoder from another."""
-    # Sorted, because wrappers around an encoder may list its modules in another order.
-    return torch.stack([p.detach().norm().cpu().double() for p in model.parameters()]).sort().values
-
-
 def at_least_float32(t: Tensor) -> Tensor:
     """Return half precision (an encoder's, or autocast's) as float32: sums of curvatures need that precision."""
     return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t

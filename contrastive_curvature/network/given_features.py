@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.network.digest import trunk_digest, trunk_tensors, versions
+from contrastive_curvature.network.digest import same_encoder, trunk_fingerprint, trunk_tensors, versions
 
 FEATURES = "contrastive_curvature.features"
 """Key of the features, shape (B, F)."""
@@ -34,19 +34,20 @@ class FeatureSource:
         last_layer: Name of the linear layer whose outputs are the raw outputs, in ``model.named_modules()``.
         width: Number F of features.
         outputs: Number D of outputs.
-        trunk: Digest of all weights before the last layer, see :func:`.trunk_digest`.
+        trunk: Fingerprint of all weights before the last layer, see :func:`.trunk_fingerprint`.
     """
 
     last_layer: str
     width: int
     outputs: int
-    trunk: str
+    trunk: tuple[float, ...]
 
     @classmethod
     def of(cls, model: nn.Module, last_layer_name: str) -> FeatureSource:
         """Return the source of features that this encoder computes now."""
         layer: Any = model.get_submodule(last_layer_name)
-        return cls(last_layer_name, layer.in_features, layer.out_features, trunk_digest(model, last_layer_name))
+        trunk = tuple(trunk_fingerprint(model, last_layer_name).tolist())
+        return cls(last_layer_name, layer.in_features, layer.out_features, trunk)
 
     @classmethod
     def of_plain(cls, plain: Any, argument: str) -> FeatureSource:
@@ -55,16 +56,15 @@ class FeatureSource:
         Raises:
             InputError: Something else.
         """
-        kinds = {"last_layer": str, "width": int, "outputs": int, "trunk": str}
+        kinds = {"last_layer": str, "width": int, "outputs": int, "trunk": list}
         if not isinstance(plain, Mapping) or {name: type(value) for name, value in plain.items()} != kinds:
-            hint = "Folders of 0.1.0 have another one: write the features again."
             wanted = "the description of an encoder that contrastive_curvature.features writes"
-            raise InputError(expected(argument, wanted, f"{plain!r}"[:80], hint))
-        return cls(**plain)
+            raise InputError(expected(argument, wanted, f"{plain!r}"[:80]))
+        return cls(**{**plain, "trunk": tuple(plain["trunk"])})
 
     def to_plain(self) -> dict[str, Any]:
         """Return strings and numbers only, for JSON."""
-        return asdict(self)
+        return {**asdict(self), "trunk": list(self.trunk)}
 
     def to_text(self) -> str:
         """Return one line of JSON."""
@@ -137,7 +137,8 @@ def difference(model: nn.Module, source: FeatureSource) -> str | None:
         return f"what layer {source.last_layer!r} takes in, and this encoder has no linear layer of that name"
     if layer.in_features != source.width:
         return f"{source.width} of a point, and layer {source.last_layer!r} takes {layer.in_features}"
-    if trunk_digest(model, source.last_layer) != source.trunk:
+    trunk = torch.tensor(source.trunk, dtype=torch.float64)
+    if not same_encoder(trunk_fingerprint(model, source.last_layer), trunk):
         return "those of an encoder with other weights before the last layer"
     return None
 
