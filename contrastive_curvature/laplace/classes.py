@@ -13,22 +13,21 @@ import torch
 from laplace.baselaplace import DiagLaplace, FullLaplace, KronLaplace, LowRankLaplace
 from laplace.lllaplace import DiagLLLaplace, FullLLLaplace, KronLLLaplace
 from laplace.subnetlaplace import DiagSubnetLaplace, FullSubnetLaplace
+from laplace.utils.matrix import KronDecomposed
 from torch import Tensor, nn
 
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
+from contrastive_curvature.embedding.spread import Axes
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.fit.loop import DatasetCurvature
 from contrastive_curvature.laplace.advice import advise_on_norms
 from contrastive_curvature.laplace.base import ContrastiveLaplace
-from contrastive_curvature.laplace.covariance import (
-    dense_last_layer_covariance,
-    kron_last_layer_covariance,
-)
 from contrastive_curvature.laplace.dense import DensePosterior
 from contrastive_curvature.laplace.forms import DenseForm, DiagonalForm, EigenpairForm, KroneckerForm
 from contrastive_curvature.laplace.last_layer import LastLayerLaplace
 from contrastive_curvature.laplace.options import CONTRASTIVE, arguments_by_name
 from contrastive_curvature.laplace.prediction import distribution
+from contrastive_curvature.network.full_precision import full_precision
 from contrastive_curvature.network.last_layer import diag_last_layer_variance
 from contrastive_curvature.network.loader import check_model
 from contrastive_curvature.options import Structure
@@ -225,7 +224,7 @@ class ContrastiveKronLLLaplace(LastLayerLaplace, KronLLLaplace):
         if joint:
             return super()._gaussian(x, joint, diagonal)
         z, phi = self._features(x)
-        return distribution(z, kron_last_layer_covariance(phi, self.posterior_precision), diagonal)
+        return distribution(z, _kron_covariance(phi, self.posterior_precision), diagonal)
 
 
 class ContrastiveFullLLLaplace(LastLayerLaplace, DensePosterior, FullLLLaplace):
@@ -239,7 +238,7 @@ class ContrastiveFullLLLaplace(LastLayerLaplace, DensePosterior, FullLLLaplace):
         if joint:
             return super()._gaussian(x, joint, diagonal)
         z, phi = self._features(x)
-        covariance = dense_last_layer_covariance(phi.double(), self.wide_covariance(), z.shape[1]).to(z.dtype)
+        covariance = _dense_covariance(phi.double(), self.wide_covariance(), z.shape[1]).to(z.dtype)
         return distribution(z, covariance, diagonal)
 
 
@@ -259,3 +258,36 @@ def _checked_indices(value: object, n_params: int) -> Tensor:
     if value.unique().numel() < value.numel():
         raise InputError(expected("subnetwork_indices", "different indices", "some of them twice"))
     return value.cpu()
+
+
+@full_precision
+def _kron_covariance(phi: Tensor, precision: KronDecomposed) -> Axes:
+    """Return covariances of the outputs at features (B, F), under ``G (x) A + delta I`` and ``G_b + delta_b I``.
+
+    In the eigenbasis of ``G`` the weight's part is diagonal, with ``sum_f (U_A^T phi)_f^2 / (g_k a_f + delta)`` for
+    axis k.
+    """
+    (q_g, q_a), (g, a) = precision.eigenvectors[0], precision.eigenvalues[0]
+    delta = precision.deltas[0]
+    damp = delta.sqrt()
+    scale = torch.outer(g + damp, a + damp) if precision.damping else torch.outer(g, a) + delta
+    # An encoder that was converted after the fit has features of another dtype.
+    along = (phi.to(q_a.dtype) @ q_a).square() @ (1 / scale).T
+    common = None
+    if len(precision.eigenvalues) > 1:
+        q, values = precision.eigenvectors[1][0], precision.eigenvalues[1][0]
+        common = (q / (values + precision.deltas[1])) @ q.T
+    return Axes(q_g, along, common, phi.dtype)
+
+
+@full_precision
+def _dense_covariance(phi: Tensor, covariance: Tensor, dim: int) -> Tensor:
+    """Return covariances (B, D, D) of the outputs at features (B, F), under a covariance (P, P) of weight and bias."""
+    width = phi.shape[1]
+    weights = dim * width
+    by_layer = covariance[:weights, :weights].view(dim, width, dim, width)
+    out = torch.einsum("bf,kflg,bg->bkl", phi, by_layer, phi)
+    if covariance.shape[0] > weights:
+        mixed = torch.einsum("bf,kfl->bkl", phi, covariance[:weights, weights:].view(dim, width, dim))
+        out = out + mixed + mixed.mT + covariance[weights:, weights:]
+    return out

@@ -478,13 +478,7 @@ class FittedPosterior(CheckedPosterior):
 
 
 def _shared_inputs(exchange: ProcessGroup, make: Callable[[], Inputs | None], device: torch.device) -> Inputs | None:
-    """Those of this process, or of the first one that has any.
-
-    Args:
-        exchange: The processes.
-        make: Gives those of this one.
-        device: Where to bring them.
-    """
+    """Return the inputs of this process, or of the first one that has any."""
     from safetensors.torch import load, save
 
     mine: list[Inputs | None] = []
@@ -508,7 +502,7 @@ def _shared_inputs(exchange: ProcessGroup, make: Callable[[], Inputs | None], de
 
 
 def _merged_classes(earlier: ClassCentres | None, new: ClassCentres | None) -> ClassCentres | None:
-    """Centres of the classes of two fits together; ``None`` where one of them has none."""
+    """Return the class centres of two fits together; ``None`` where one of them has none."""
     if earlier is None or new is None:
         return None
     found = earlier.merged(new)
@@ -524,11 +518,7 @@ def _merged_classes(earlier: ClassCentres | None, new: ClassCentres | None) -> C
 
 
 def _check_unwrapped(model: nn.Module) -> None:
-    """Refuse wrappers that exchange buffers or parameters at every forward pass: shares may differ in length.
-
-    Raises:
-        UnsupportedError: There is such a wrapper.
-    """
+    """Refuse wrappers that exchange buffers or parameters at every forward pass: shares may differ in length."""
     for module in model.modules():
         name = type(module).__name__
         if name in _WRAPPERS and type(module).__module__.startswith("torch."):
@@ -561,11 +551,7 @@ def _checked_part(part: Any, statistics: State | None) -> tuple[int, int]:
 
 
 def _check_sampler(loader: Any, part: tuple[int, int]) -> None:
-    """Refuse a sampler that gives another part of the data than this one is called.
-
-    Raises:
-        InputError: It says so.
-    """
+    """Refuse a sampler that gives another part of the data than this one is called."""
     for sampler in loader_parts(loader):
         if isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) != part:
             came = f"rank {sampler.rank} of {sampler.num_replicas} in its DistributedSampler"

@@ -10,7 +10,7 @@ from typing import Any
 
 import laplace
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
@@ -278,24 +278,18 @@ class TwoTowerLaplace:
         for tower, la, x in zip("ab", self._each(), (probe.a, probe.b), strict=False):
             with _naming(tower):
                 la.look_at(slice_inputs(x, slice(0, 8)))
-        self._check_widths(probe)
+        a, b = self.a.backend.encoder(probe.a).dim, self.b.backend.encoder(probe.a if self.shared else probe.b).dim
+        if a != b:
+            wanted = "two encoders into one space, with the same number of outputs"
+            raise InputError(expected("encoder_a, encoder_b", wanted, f"{a} outputs of encoder_a and {b} of encoder_b"))
         if self.a.keeps_features:
             # The posteriors hold copies of the encoders, in which nothing is shared.
             _refuse_shared_parameters(self.model, [la.model.encoder.last_layer_name for la in (self.a, self.b)])
         return probe
 
-    def _check_widths(self, probe: TowerBatch) -> None:
-        """Refuse towers whose outputs lie in different spaces."""
-        if self.shared:
-            return
-        a, b = self.a.backend.encoder(probe.a).dim, self.b.backend.encoder(probe.b).dim
-        if a != b:
-            wanted = "two encoders into one space, with the same number of outputs"
-            raise InputError(expected("encoder_a, encoder_b", wanted, f"{a} outputs of encoder_a and {b} of encoder_b"))
-
     @contextmanager
     def _ready(self, probe: TowerBatch) -> Iterator[list[Pullback]]:
-        """The pullbacks of both towers, which are in evaluation mode meanwhile."""
+        """Give the pullbacks of both towers, which are in evaluation mode meanwhile."""
         with ExitStack() as stack:
             for la in self._each():
                 stack.enter_context(evaluation_mode(la.model))
@@ -354,10 +348,12 @@ def _check_towers(model: object, likelihood: object, weights: object, structure:
             f"the data set of one encoder. Use {known} or 'full'."
         )
         raise UnsupportedError(msg)
-    places = [_place(encoder) for encoder in (model.encoder_a, model.encoder_b)]
-    if None not in places and places[0] != places[1]:
+    places = [
+        f"{p.dtype} on {p.device}" for one in (model.encoder_a, model.encoder_b) for p in list(one.parameters())[:1]
+    ]
+    if len(set(places)) > 1:
         hint = "The outputs of both are compared: move and convert them to one device and dtype."
-        raise InputError(expected("encoder_b", f"{places[0]}, as encoder_a", f"{places[1]}", hint))
+        raise InputError(expected("encoder_b", f"{places[0]}, as encoder_a", places[1], hint))
 
 
 def _loss_of(la: ContrastiveLaplace) -> CosineLoss:
@@ -422,9 +418,3 @@ def _checked_vectors(posteriors: Sequence[ContrastiveLaplace], vectors: Sequence
         la.check_fitted()
         validate.tensor(name, v, tuple(la.mean.shape), la.mean)
     return list(vectors)
-
-
-def _place(encoder: nn.Module) -> str | None:
-    """Dtype and device of an encoder."""
-    like = next(encoder.parameters(), None)
-    return None if like is None else f"{like.dtype} on {like.device}"

@@ -148,7 +148,7 @@ def _spread(la: Any) -> tuple[str, dict[str, Tensor]]:
 
 
 def _kron(precision: Any) -> dict[str, Tensor]:
-    """Of laplace-torch's decomposed precision; the formulas are those of :func:`.kron_last_layer_covariance`."""
+    """Of laplace-torch's decomposed precision; the formulas are those of ``laplace.classes._kron_covariance``."""
     (axes, basis), (g, a) = precision.eigenvectors[0], precision.eigenvalues[0]
     delta = precision.deltas[0]
     damp = delta.sqrt()
