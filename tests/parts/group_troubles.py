@@ -159,7 +159,7 @@ def faults(la: Any, rank: int, world: int, device: str) -> Iterator[tuple[str, s
     def fails(*_: Any, **__: Any) -> None:
         raise MemoryError("no more")
 
-    for name, thing, attribute in (("taking", DiagonalForm, "absorb"), ("reading", together, "from_bytes")):
+    for name, thing, attribute in (("taking", DiagonalForm, "clamped"), ("reading", together, "from_bytes")):
         with mock.patch.object(thing, attribute, fails) if last else mock.MagicMock():
             yield name, attempt(lambda: la.fit(mine))
 
