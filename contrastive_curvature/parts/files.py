@@ -20,7 +20,7 @@ from contrastive_curvature.parts.state import CURVATURE, STATISTICS, Origin, Sta
 
 __all__ = ["VERSION", "from_bytes", "load_state", "save_state", "to_bytes"]
 
-VERSION = 1
+VERSION = 2
 _FORMAT = "contrastive_curvature.part"
 _KEY = "part"
 _HEADER = 8
