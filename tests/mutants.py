@@ -1,0 +1,347 @@
+"""Mutants of the core: one wrong sign, factor, index or term each, and the tests that have to notice.
+
+``python tests/mutants.py [--only SUBSTRING] [--list] [--jobs N]`` tries each mutant in a temporary copy of the working
+tree. A row says what is wrong then, the formula that it breaks, where, and the narrowest tests. Whoever moves or
+rewrites the code carries the row over: the formula stays, the file and the text change.
+"""
+
+import argparse
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "contrastive_curvature"
+PROFILE = """
+from hypothesis import Phase, settings
+settings.register_profile("mutants", settings.get_profile("ci"), phases=(Phase.explicit, Phase.generate))
+"""
+"""The examples of `make test`, of which no smaller ones are looked for: one that fails is enough."""
+LIMIT = 900
+"""Seconds after which a mutant counts as killed: it made the tests endless."""
+
+
+class Mutant(NamedTuple):
+    name: str
+    formula: str
+    file: str  # in the package
+    old: str  # once in the file
+    new: str
+    targets: str  # files or node ids in tests/, separated by blanks
+    survives: str = ""  # why no test can or does notice
+
+
+M = Mutant
+# fmt: off
+MUTANTS = [
+    # pairs
+    M("a class counts the point itself as a positive", "|P(i)| = size of the class - 1", "pairs/relation.py",
+      "return own - 1, self.n - own", "return own, self.n - own", "losses/test_derivatives.py"),
+    M("a point is its own positive in a block of rows", "no pair {i, i}", "pairs/relation.py",
+      "positive[itself - start, itself - first] = False", "positive[itself - start, itself - first] |= False",
+      "losses/test_infonce.py losses/test_derivatives.py"),
+    M("a pair that is listed twice counts once", "multiplicity of a listed pair", "pairs/edges.py",
+      "positive[keys], negative[keys]", "positive[keys].clamp(max=1), negative[keys]",
+      "hessian/test_output_hessian.py losses/test_derivatives.py"),
+    M("listed pairs are seen from their first point only", "{i, j} = {j, i}", "pairs/edges.py",
+      "in ((i, j), (j, i)):", "in ((i, j),):",
+      "losses/test_derivatives.py losses/test_anchor_losses.py"),
+
+    # losses: their two rules
+    M("margin on the wrong scale", "a negative counts where u_i . u_j > 1 - m^2 / 2", "losses/contrastive.py",
+      "return 1 - self.margin**2 / 2", "return 1 - self.margin**2", "losses/test_derivatives.py"),
+    M("positive fix of a curved loss keeps the negatives", "first derivatives of the positives alone (Eq. 109)",
+      "losses/derivatives.py", "_checked_terms(cosine, attract, nothing).first",
+      "_checked_terms(cosine, attract, repel).first", "losses/test_pair_losses.py"),
+    M("second derivative of the logistic loss takes negatives off", "c = a^2 (w+ + w-) sigma (1 - sigma)",
+      "losses/logistic.py", "self.scale**2 * (attract + repel)", "self.scale**2 * (attract - repel)",
+      "losses/test_pair_losses.py"),
+    M("second root of InfoNCE has the wrong sign", "q2 = w / sqrt(G) - V / (2 sqrt(G)) nu", "losses/infonce.py",
+      "root - half * share)", "root + half * share)", "losses/test_infonce.py"),
+    M("a negative counts in full however often it is listed", "log Z = log sum m_n exp(s / tau)", "losses/infonce.py",
+      "logits + negative.log()", "logits", "losses/test_infonce.py"),
+    M("SupCon's first derivative of a leading positive", "p - t = (1 - t) - sum of the other p", "losses/supcon.py",
+      "(1 - target) - rest", "(1 - target) + rest", "losses/test_supcon.py"),
+    M("negatives curve the multi-similarity loss downwards", "c = alpha p + beta q", "losses/multisimilarity.py",
+      "self.alpha * p + self.beta * q", "self.alpha * p - self.beta * q", "losses/test_multisimilarity.py"),
+    M("triplet margin is halved once too little", "active: s_n > s_p - m / 2", "losses/triplet_hinge.py",
+      "_sorted(cosine - self.margin / 2, positive)", "_sorted(cosine - self.margin, positive)",
+      "losses/test_triplet_hinge.py"),
+    M("soft contrastive loss bends too little", "d2(distance)/ds2 = slope / distance^2", "losses/soft_contrastive.py",
+      "bend = slope / length.square()", "bend = slope / length", "losses/test_soft_contrastive.py"),
+    M("CoSENT compares pairs of equal grades", "k and l compared where y_k > y_l", "losses/cosent.py",
+      "grades.unsqueeze(1) > grades", "grades.unsqueeze(1) >= grades", "losses/test_cosent.py"),
+    M("ArcFace's slope has the wrong sign", "phi'(s) = cos m + sin m s / sqrt(1 - s^2)", "losses/proxy.py",
+      "first = math.cos(self.margin) + math", "first = math.cos(self.margin) - math", "losses/test_proxy.py"),
+    M("a mean over both directions counts twice in a fit", "scale = anchors / directions / terms", "losses/rows.py",
+      "anchors / len(sides) if as_data", "anchors if as_data", "losses/test_row_blocks.py towers/test_towers_exact.py"),
+    M("candidates of anchors lack what the roots take off", "c_j = diag - sum sign q_j^2", "losses/row_derivatives.py",
+      "addcmul(out, root, root, value=float(sign))", "addcmul(out, root, root, value=-float(sign))",
+      "losses/test_infonce.py"),
+    M("mining takes the margin for a squared distance", "|u_a - u_n|^2 < m^2", "losses/contrastive.py",
+      ".sum(1) < self.margin**2", ".sum(1) < self.margin", "losses/test_mining.py"),
+
+    # losses: weighting, sums over classes, sampled negatives
+    M("a pair has the share of its first point", "(r_i + r_j) / 2", "losses/weighting.py",
+      "(a.unsqueeze(1) + b) / 2 if", "a.unsqueeze(1) + 0 * b if", "losses/test_derivatives.py"),
+    M("pairs of a data set from one point too many", "N (N - 1) / 2 pairs", "losses/weighting.py",
+      "(n * (n - 1) - same) / 2", "(n * n - same) / 2", "fit/test_negative_samples.py"),
+    M("without a margin, a class repels itself", "sum over all classes minus the own one",
+      "losses/contrastive_classes.py", "+ self._weighted - own * mine)", "+ self._weighted)",
+      "losses/test_derivatives.py hessian/test_output_hessian.py"),
+    M("a sampled negative stands for the wrong number", "n / m points of other classes",
+      "losses/contrastive_classes.py", "return there / drawn", "return drawn / there",
+      "fit/test_negative_samples.py::test_the_mean_over_all_samples_is_the_exact_sum"),
+    M("a banked candidate stands for itself alone", "n / m anchors whose negative a point is",
+      "losses/sampled_rows.py", "(mine.first + times * theirs.first.T)", "(mine.first + theirs.first.T)",
+      "losses/test_sampled_rows.py"),
+
+    # hessian
+    M("Euclidean blocks go with 1 / n", "d P / n^2", "hessian/node_blocks.py",
+      "d.to(n.dtype) / n / n", "d.to(n.dtype) / n", "hessian/test_output_hessian.py"),
+    M("psd leaves the repelling directions negative", "c = max(0, c)", "hessian/node_blocks.py",
+      "c = self.c.clamp(min=0)\n", "c = self.c\n", "hessian/test_output_hessian.py"),
+    M("psd counts the tangent twice", "p = lambda a_t^2 - c", "hessian/node_blocks.py",
+      "value * along_t**2 - c, 0.0)", "value * along_t**2, 0.0)",
+      "hessian/test_output_hessian.py losses/test_pair_losses.py losses/test_infonce.py"),
+    M("cross blocks have the second derivative's sign wrong", "+ c_ij (P_i u_j) (P_j u_i)^T", "hessian/cross.py",
+      "out += self.c * (a @", "out -= self.c * (a @", "losses/test_pair_losses.py"),
+    M("axis of a cross block takes one end twice", "(u_j - s u_i)_k (u_i - s u_j)_k", "hessian/cross.py",
+      "second * (y - cosine * x) * (x - cosine * y)", "second * (y - cosine * x) * (y - cosine * x)",
+      "losses/test_pair_losses.py losses/test_anchor_losses.py"),
+    M("diagonal of a cross block drops a square", "s u_k v_k + 1 - u_k^2 - v_k^2", "hessian/cross.py",
+      ".sub_(u.square_()).sub_(v.square_())", ".sub_(u.square_())", "fit/test_ggn.py losses/test_pair_losses.py"),
+    M("squares couple a point with itself", "the block of a point with itself is not a cross block",
+      "hessian/cross.py", "out[:, self.same_rows, self.same_columns] = 0", "pass", "losses/test_infonce.py"),
+    M("psd_parts leaves the first-order part as it is", "project F, keep K", "hessian/output.py",
+      "        blocks = blocks.project_psd()\n", "        pass\n", "losses/test_infonce.py losses/test_pair_losses.py"),
+    M("moments are projected on one side", "diag(P M P) = M_kk - 2 u_k (M u)_k + u_k^2 u.Mu", "hessian/moments.py",
+      "mixed = 2 * (along @ others)", "mixed = (along @ others)", "losses/test_pair_losses.py"),
+    M("a part of the points has the rows of the first ones", "rows i of the part = rows i + start of all",
+      "hessian/derivatives.py", "self.whole.rows(start + self._start, stop + self._start",
+      "self.whole.rows(start, stop", "towers/test_towers_exact.py hessian/test_degenerate_points.py"),
+
+    # fit
+    M("cross sums count a point with itself", "sum over i != j: add y_cc P / n^2 to the block", "fit/cross_sums.py",
+      "part.blocks.add_projector(y[index]", "part.blocks.add_projector(0 * y[index]", "fit/test_dataset.py"),
+    M("equal points of two batches are one point", "points in one place take turns", "fit/cross_sums.py",
+      ".tril(-1).sum(1) + seen[places]", ".tril(-1).sum(1)", "fit/test_dataset.py losses/test_soft_contrastive.py"),
+    M("sampled negatives outside the margin repel", "y = 0 where u_i . u_j <= 1 - m^2 / 2",
+      "losses/contrastive_classes.py", "-repel * (u @ among.u.T > threshold)", "-repel",
+      "fit/test_negative_samples.py"),
+    M("pairs inside batches count for themselves alone", "all pairs / pairs inside batches (Prop. B.1)",
+      "fit/batches.py", "shares_for(targets).standing_for(self._every.totals, self._inside)", "shares_for(targets)",
+      "fit/test_dataset.py"),
+    M("a batch stands for one point too many", "N (N - 1) / (B (B - 1)) pairs", "losses/weighting.py",
+      "[n_data - 1] * 2", "[n_data] * 2", "online/test_online_step.py"),
+    M("input factors of anchors are sums", "A = mean of phi phi^T", "fit/loop.py",
+      "per_point(raw, sums.n)", "per_point(raw, 1)", "towers/test_towers_exact.py"),
+    M("the second tower has the blocks of the first", "rows first.. of the Hessian", "fit/towers.py",
+      "[slice(0, first), slice(first, len(z))]", "[slice(0, first), slice(0, len(z) - first)]",
+      "towers/test_towers_exact.py"),
+    M("standard error ignores that the sample is finite", "sqrt(1 - M / N)", "fit/standard_error.py",
+      "max(0.0, 1 - sampled / n) ** 0.5", "1.0", "fit/test_negative_samples.py"),
+    M("dominance looks at the wrong half", "right half = whole - left half", "fit/dominance.py",
+      "bisect(middle, stop, sizes - left)", "bisect(middle, stop, left)", "fit/test_dominance.py"),
+    M("sampled columns are too short", "V e / sqrt(K)", "hessian/blocks.py",
+      "/ self.mc_samples**0.5", "/ self.mc_samples", "fit/test_sampling.py"),
+    M("clamping folds negative eigenvalues up", "max(0, lambda)", "fit/finite.py",
+      "(vectors * values.clamp(min=0)) @", "(vectors * values.abs()) @", "fit/test_ggn.py"),
+    M("a subset's factor is scaled like the Hessian", "sqrt(N / M) S", "fit/subset.py",
+      "(points.n / size) ** 0.5 *", "(points.n / size) *", "laplace/test_laplace_functional.py"),
+
+    # network
+    M("positions of an entry are averaged", "bias: sum over the positions", "network/layer_parts.py",
+      "else terms.sum(2)", "else terms.mean(2)", "network/test_layerwise.py"),
+    M("weighted forms count each pair once", "sum over (i, j) and (j, i)", "network/layer_parts.py",
+      "alpha=2 if right is left else 1", "alpha=1", "network/test_layerwise.py"),
+    M("cross forms count each pair once", "sum over (i, j) and (j, i)", "network/layer_parts.py",
+      "factor = 2 if blocks.symmetric else 1", "factor = 1", "network/test_layerwise.py"),
+    M("tangent axes lose a norm", "w_ii = c n^2 on axes P e / n", "network/layerwise.py",
+      "blocks.c * hessian.n.square()", "blocks.c * hessian.n", "network/test_layerwise.py fit/test_ggn.py"),
+    M("input factors sum over positions", "A = mean over points and positions", "network/kron.py",
+      "alpha=1 / (n_data * _matrix(piece).positions)", "alpha=1 / n_data", "hosts/test_curvlinops.py"),
+    M("unit inputs of a table are not averaged", "A = I / number of positions", "network/kron.py",
+      "* (share / others)", "* share", "fit/test_ggn.py network/test_layerwise.py",
+      "only parameters outside layers of more than 4,096 entries have these factors, and no test has one"),
+    M("last layer counts each pair once", "sum over (i, j) and (j, i)", "network/last_layer.py",
+      "    out *= 2\n", "    out *= 1\n", "fit/test_ggn.py fit/test_dataset.py"),
+    M("bias of the last layer is left out of the variance", "sum var(W) phi^2 + var(b)", "network/last_layer.py",
+      "return out + variance[weights:] if", "return out + 0 * variance[weights:] if",
+      "laplace/test_laplace_predict.py::test_predictions_have_the_linearised_covariance"),
+
+    # laplace
+    M("temperature takes the effective parameters off", "T = 2 L / (N + gamma)", "laplace/prior.py",
+      "(la.n_data + la.effective", "(la.n_data - la.effective", "laplace/test_laplace_predict.py"),
+    M("effective parameters of a matrix without the prior", "P - tr(prior (H + prior)^-1)", "laplace/prior.py",
+      "(prior * torch.cholesky_inverse(root).diagonal())", "torch.cholesky_inverse(root).diagonal()",
+      "laplace/test_laplace_predict.py::test_effective_parameters_of_any_prior"),
+    M("kernel posterior multiplies by the likelihood factor", "k / (lambda + prior / h)", "laplace/functional.py",
+      "self.prior_precision.squeeze() / self._H_factor", "self.prior_precision.squeeze() * self._H_factor",
+      "laplace/test_laplace_functional.py"),
+    M("complement of the low-rank input factor is too large", "F - R directions with g rho + prior",
+      "laplace/kron_lowrank_precision.py", "self.shape[1] - self.curvature.rank", "self.shape[1]",
+      "laplace/test_kron_lowrank.py"),
+    M("low-rank diagonal counts the rest twice", "rho + q^2 (l - rho)", "laplace/kron_lowrank_precision.py",
+      "@ (values - rest)", "@ values", "laplace/test_kron_lowrank.py"),
+    M("bias is predicted with the weight's prior", "G_b + delta_b", "laplace/classes.py",
+      "(q / (values + precision.deltas[1]))", "(q / (values + precision.deltas[0]))",
+      "laplace/test_kron_lowrank.py"),
+    M("merged input factors have exchanged weights", "A = (N1 A1 + N2 A2) / (N1 + N2)", "laplace/forms.py",
+      "weight = result.n / (earlier + result.n)", "weight = earlier / (earlier + result.n)",
+      "laplace/test_laplace.py::test_a_continued_fit_adds_a_further_data_set"),
+    M("calibration compares with what it standardises with", "split: scale from one part, ranks from the other",
+      "laplace/calibration.py", "known, values = split(values)", "known, _ = split(values)",
+      "laplace/test_calibrate.py"),
+    M("a training input is left in its own centre", "centre without the input", "fit/class_centres.py",
+      "self.sums[own] - units.double()", "self.sums[own]", "embedding/test_class_centres.py"),
+
+    # embedding
+    M("uncertainty goes with 1 / n instead of its root", "sqrt(V) / n sqrt(t / n)", "embedding/distribution.py",
+      "angle * (typical_norm / norm).sqrt()", "angle * (typical_norm / norm)",
+      "embedding/test_class_centres.py"),
+    M("variance along the mean counts for a posterior", "V = tr Cov - u.Cov u", "embedding/spread.py",
+      "(total - radial).clamp(min=0)", "total", "embedding/test_axis_covariance.py"),
+    M("variance along the mean counts", "(tr V - u.V u) / n^2", "vmf/estimation.py",
+      "across = total - radial", "across = total + 0 * radial", "vmf/test_vmf_estimation.py"),
+    M("two spreads do not meet", "tr(C_a C_b)", "embedding/similarity.py",
+      "(spread_b + outer_b)", "outer_b", "embedding/test_similarity.py"),
+    M("what a mean lacks of norm one forgets the bend", "1 - |E x|^2 = tau by_tau - |c|^2 (1 + tau + rho)^-3",
+      "embedding/directions.py", "- bend * (whole + rho) ** -3", "- bend * (whole + rho) ** -1.5",
+      "embedding/test_similarity.py"),
+    M("p-value of zero", "(1 + #{known >= s}) / (n + 1)", "embedding/known.py",
+      "(1 + n - below)", "(n - below)", "embedding/test_known.py"),
+    M("novelty is one-sided", "exp(-z_1) beside exp(2 z_k)", "embedding/known.py",
+      "below = -BELOW *", "below = BELOW *", "embedding/test_known.py"),
+    M("gallery's threshold is one rank too low", "ceil((1 - share) (n + 1))", "embedding/gallery.py",
+      "(1 - share) * (len(known) + 1) - 1e-9", "(1 - share) * len(known) - 1e-9",
+      "embedding/test_gallery.py"),
+    M("an input of the gallery could agree with itself", "points of the match's class without the query",
+      "embedding/gallery.py", "there = sizes[match] - (", "there = sizes[match] - 0 * (",
+      "embedding/test_gallery_labels.py"),
+    M("spread where two directions agree is over one axis too many", "mean over D - 1 tangent directions",
+      "matching/probability.py", "/ (u.shape[1] - 1)", "/ u.shape[1]", "embedding/test_matching.py"),
+
+    # hosts
+    M("BackPACK's second derivative of the normalisation has the wrong sign", "d2(z / |z|) g",
+      "hosts/backpack/derivatives.py", "return -moved / n / n", "return moved / n / n",
+      "hosts/test_backpack_extensions.py"),
+    M("BackPACK's diagonal forgets the signs", "sum sign (B^T v)^2", "hosts/backpack/extensions.py",
+      "torch.tensordot(signs[part], moved", "torch.tensordot(signs[part].abs(), moved",
+      "hosts/test_backpack_extensions.py"),
+    M("curvlinops' squared error is not halved", "|S^T f / sqrt(2)|^2", "hosts/curvlinops/kfac.py",
+      "blocks.factor() / math.sqrt(2)", "blocks.factor()", "hosts/test_curvlinops.py"),
+    M("StochMan's calculators have half of the curvature", "w_n = 1/2 halves both kinds: times 2",
+      "hosts/stochman/calculators.py", "else 2 * found", "else found", "hosts/test_stochman_calculators.py"),
+]
+# fmt: on
+
+
+def copied(into: Path) -> Path:
+    """Copy the working tree, without what git ignores, and make sure that its package is the one imported."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (into / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, into / name)
+    with (into / "tests" / "conftest.py").open("a", encoding="utf-8") as conftest:
+        conftest.write(PROFILE)
+    code = f"import {PACKAGE}; print({PACKAGE}.__file__)"
+    found = subprocess.run([sys.executable, "-c", code], cwd=into, env=_env(into), capture_output=True, text=True)
+    if not found.stdout.strip().startswith(str(into)):
+        sys.exit(f"{PACKAGE} is imported from {found.stdout.strip() or found.stderr}, not from the copy {into}")
+    return into
+
+
+def run_tests(copy: Path, targets: list[str]) -> tuple[int, str]:
+    """Run pytest in the copy; its exit status, 1 where it does not end, and the end of what it printed."""
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=no", "--hypothesis-profile=mutants"]
+    command = [sys.executable, "-m", "pytest", *options, *(f"tests/{target}" for target in targets)]
+    limit = LIMIT if len(targets) < 4 else None  # all targets together take longer
+    try:
+        done = subprocess.run(command, cwd=copy, env=_env(copy), capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return 1, f"no end after {LIMIT} s"
+    return done.returncode, "\n".join((done.stdout + done.stderr).splitlines()[-5:])
+
+
+def verdict(mutant: Mutant, copy: Path) -> str:
+    """Try one mutant, and leave the copy as it was."""
+    path, original = copy / PACKAGE / mutant.file, ROOT / PACKAGE / mutant.file
+    count = path.read_text(encoding="utf-8").count(mutant.old) if path.is_file() else 0
+    if count != 1:
+        return f"does not apply: {count} places in {mutant.file}"
+    code = path.read_text(encoding="utf-8").replace(mutant.old, mutant.new)
+    compile(code, str(path), "exec")  # a mutant that is no Python would be killed by every test
+    path.write_text(code, encoding="utf-8")
+    try:
+        status, output = run_tests(copy, mutant.targets.split())
+    finally:
+        shutil.copy2(original, path)  # with its old time, so that the mutant's bytecode is stale
+    if status == 1:
+        return "killed"
+    if status:
+        return f"does not apply: pytest ended with {status}: {output}"
+    return "survives, as marked" if mutant.survives else "survived"
+
+
+def _env(copy: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="mutants whose name, formula or file contains this")
+    parser.add_argument("--list", action="store_true", help="show the mutants and run nothing")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    given = parser.parse_args()
+    chosen = [m for m in MUTANTS if any(given.only in text for text in (m.name, m.formula, m.file))]
+    if given.list or not chosen:
+        print(*(f"{m.file}: {m.name} [{m.formula}] {m.targets}" for m in chosen), f"{len(chosen)} mutants", sep="\n")
+        return 0 if chosen else 1
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copies: queue.Queue[Path] = queue.Queue()
+        for number in range(given.jobs):
+            copies.put(copied(Path(folder).resolve() / str(number)))
+        began, first = time.monotonic(), copies.get()
+        status, output = run_tests(first, sorted({t for m in chosen for t in m.targets.split()}))
+        copies.put(first)
+        if status:
+            print(f"The tests fail without any mutant, so nothing would be proven:\n{output}")
+            return 1
+        print(f"{time.monotonic() - began:4.0f} s  all targets pass without a mutant", flush=True)
+
+        def attempt(mutant: Mutant) -> str:
+            copy, start = copies.get(), time.monotonic()
+            try:
+                found = verdict(mutant, copy)
+            finally:
+                copies.put(copy)
+            print(f"{time.monotonic() - start:4.0f} s  {found}: {mutant.name} ({mutant.file})", flush=True)
+            return found
+
+        with ThreadPoolExecutor(given.jobs) as pool:
+            found = list(pool.map(attempt, chosen))
+    marked = [m for m, result in zip(chosen, found, strict=True) if result == "killed" and m.survives]
+    wrong = [m for m, result in zip(chosen, found, strict=True) if result == "survived" or "does not apply" in result]
+    for word in ("killed", "survived", "survives, as marked", "does not apply"):
+        print(f"{sum(result.startswith(word) for result in found):4}  {word}")
+    print(f"{(time.monotonic() - began) / 60:.1f} minutes for {len(chosen)} mutants")
+    for mutant in wrong:
+        print(f"not killed: {mutant.name} [{mutant.formula}] {mutant.file}")
+    for mutant in marked:
+        print(f"killed now, so take its mark away: {mutant.name}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
