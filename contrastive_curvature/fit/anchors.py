@@ -15,13 +15,21 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.fit.class_centres import ClassCentres
-from contrastive_curvature.fit.dataset import note_skipped
-from contrastive_curvature.fit.loop import DatasetCurvature, Problem, Seen, embedded, finished, raw_curvature
+from contrastive_curvature.fit.dataset import expected_points, note_skipped, samples_of, tell_samples
+from contrastive_curvature.fit.loop import (
+    DatasetCurvature,
+    Problem,
+    Seen,
+    embedded,
+    finished,
+    fit,
+    raw_curvature,
+    second_pass,
+)
 from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.passes import PassRecord, check_same_outputs
 from contrastive_curvature.fit.readers import Batch, Reader, compared_everywhere
 from contrastive_curvature.hessian.output import OutputHessian
-from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.row_derivatives import RowDerivatives
 from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.network.encoder import Encoder
@@ -38,6 +46,7 @@ __all__ = [
     "anchors_seen",
     "check_compared",
     "collect_anchors",
+    "fit_anchors",
 ]
 
 MOST_COUPLED = 2048
@@ -123,15 +132,31 @@ class AnchorData:
             start += len(part)
 
 
-def collect_anchors(
-    encoder: Encoder,
-    reader: Reader,
-    loss: CosineLoss,
-    candidates: str,
-    negatives_per_anchor: int | None,
-    progress: Progress,
-) -> AnchorData:
+def fit_anchors(sampled: Problem, reader: Reader) -> DatasetCurvature:
+    """Return the curvature where anchors are compared with all points: with a sample of many, or with each of few.
+
+    Args:
+        sampled: The fit with a sample of the candidates.
+        reader: All data, in a fixed order.
+    """
+    options = sampled.options
+    if samples_of(options, expected_points(reader.loader)) is not None:
+        statistics = sampled.first_pass(reader)
+        if samples_of(options, statistics.n) is not None:
+            sampled.begin(statistics)
+            return sampled.finish(second_pass(sampled, reader)[0])
+    data = collect_anchors(sampled.encoder, reader, options, sampled.progress)
+    if samples_of(options, len(data.z)) is not None:
+        return fit(sampled, reader)
+    tell_samples(options, len(data.z))
+    return fit(
+        AllCandidatesFit(sampled.encoder, sampled.pullback, sampled.structure, options, sampled.progress, data), reader
+    )
+
+
+def collect_anchors(encoder: Encoder, reader: Reader, options: CurvatureOptions, progress: Progress) -> AnchorData:
     """Return raw outputs of all points, and the Hessian."""
+    loss, candidates, negatives_per_anchor = options.loss, options.compared_within, options.negatives_per_anchor
     parts: list[OutputHessian] = []
     outputs: list[Tensor] = []
     labels: list[Any] = []

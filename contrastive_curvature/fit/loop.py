@@ -10,7 +10,7 @@ curvature of every batch. A :class:`Problem` says which loss over which data thi
 - two towers, each with a curvature of its own (:mod:`contrastive_curvature.fit.towers`).
 
 All of them read batches from a :class:`~contrastive_curvature.fit.readers.Reader`. What is summed merges, so several
-processes or jobs may each take a part of the data (:mod:`contrastive_curvature.fit.together`).
+processes or jobs may each take a part of the data (:mod:`contrastive_curvature.fit.processes`).
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class DatasetCurvature:
     Args:
         curvature: (P,), (P, P), Kronecker factors, or eigenvectors and eigenvalues.
         loss: Value of the loss.
-        cost: Value of the non-negative loss, see :meth:`DatasetHessian.loss_and_cost`.
+        cost: The loss above the least that it can be, from which the default temperature is computed; see
+            :meth:`DatasetHessian.loss_and_cost`.
         n: Number of points.
         features: A sample of the features of a last layer, in the column ``features``, where the second pass saw them.
         typical_norm: Mean norm of the raw outputs, one number.
@@ -119,13 +120,13 @@ class Seen(NamedTuple):
     Args:
         z: Raw outputs, shape (n, D).
         blocks: Hessian blocks of single points.
-        together: Where the points are coupled with each other alone: the Hessian with its cross terms.
+        coupled: The Hessian with its cross terms, where the points of the batch are coupled with each other alone.
         terms: Further numbers to be summed, by name.
     """
 
     z: Tensor
     blocks: Blocks
-    together: OutputHessian | None = None
+    coupled: OutputHessian | None = None
     terms: Mapping[str, Tensor] = {}
 
     @classmethod
@@ -192,16 +193,14 @@ class CurvatureSum:
 
     def _curvature(self, context: Any, seen: Seen) -> tuple[Any, Any]:
         """Return the unclamped curvature of a batch, and that of its points each by itself, where it is known."""
-        if seen.together is None:
+        if seen.coupled is None:
             blocks = seen.blocks if self.sampler is None else self.sampler(seen.blocks, self.pullback)
             if self.structure is Structure.KRON:
                 found: Any = self.pullback.kron_factors(context, blocks, 1)
             else:
                 found = self.pullback.block_term(context, blocks, self.structure)
             return found, found
-        found = structured_curvature(
-            self.pullback, context, seen.together, self.structure, 1, self.approx, self.sampler
-        )
+        found = structured_curvature(self.pullback, context, seen.coupled, self.structure, 1, self.approx, self.sampler)
         if self.approx is not KFACApprox.EXPAND:
             return found, None
         if self.structure is Structure.KRON:
@@ -223,7 +222,17 @@ class CurvatureSum:
 
 
 class Problem:
-    """A loss over data: what a first pass finds, the Hessian at a batch, and what comes of the sums.
+    """A loss over data, whose methods :func:`fit` calls in the order below.
+
+    1. ``first_pass(reader)`` goes over the data for what a point has to know of all others;
+    2. ``begin(statistics)`` makes the Hessian of the data set from that;
+    3. ``look(batch)``, for every batch of the second pass, runs the encoder and asks ``hessian(z, ...)`` for the
+       Hessian at its outputs, which a :class:`CurvatureSum` adds;
+    4. ``remaining(reader)`` gives what the loop has not summed, such as cross terms of points in different batches;
+    5. ``finish(sums)`` makes the curvature.
+
+    The default, :class:`~contrastive_curvature.fit.dataset.DatasetFit`, takes loss, cost and class centres in
+    ``finish`` from its first pass; the others leave all of it to :func:`finished`.
 
     Args:
         encoder: The analysed encoder, in evaluation mode.
@@ -236,10 +245,10 @@ class Problem:
 
     title: str = "[curvature]"
     records: ClassVar[bool] = True
-    """Whether the points of different passes have to be the same."""
+    """Whether both passes have to see the same points."""
 
     sums_classes: ClassVar[bool] = True
-    """Whether the second pass sums embeddings by class, as the first did not."""
+    """Whether the second pass sums embeddings by class; ``False`` where the first one has done it."""
 
     def __init__(
         self,

@@ -37,6 +37,7 @@ class CurvatureOptions:
     positives: str | None = None
     relation: RelationFunction | None = None
     rank: int | None = 64
+    """Of ``lowrank``; the Kronecker factors of a last layer choose theirs from the spectrum (``None``)."""
     kfac_approx: KFACApprox = KFACApprox.EXPAND
     mc_samples: int | None = None
     negative_samples: int | str | None = "auto"
@@ -73,12 +74,12 @@ class CurvatureOptions:
         options._check_negative_samples()
         check_mc_samples(options.mc_samples, options.loss.coupled)
         return replace(
-            options, kfac_approx=parse_kfac_approx(options.kfac_approx, options.loss, pairs=options.together)
+            options, kfac_approx=parse_kfac_approx(options.kfac_approx, options.loss, pairs=options.compared_within)
         )
 
     @property
-    def together(self) -> str:
-        """Whether points that are compared are in memory together: ``"batch"``, or not: ``"dataset"``."""
+    def compared_within(self) -> str:
+        """Within what points are compared: ``"batch"`` or ``"dataset"``."""
         return self.pairs if isinstance(self.loss, PairLoss) else self.candidates or "batch"
 
     def check_structure(self, structure: Structure | None) -> None:
@@ -86,7 +87,7 @@ class CurvatureOptions:
         if isinstance(self.negative_samples, int):
             check_samplable(self.loss, structure)
         check_mc_samples(self.mc_samples, self.loss.coupled, structure)
-        parse_kfac_approx(self.kfac_approx, self.loss, structure, self.together)
+        parse_kfac_approx(self.kfac_approx, self.loss, structure, self.compared_within)
 
     def named(self) -> dict[str, Any]:
         """Return the options by the names that :meth:`parse` takes."""
@@ -161,7 +162,7 @@ class CurvatureOptions:
             return
         if isinstance(given, bool) or not isinstance(given, int) or given < 2:
             raise InputError(expected("negative_samples", "None, 'auto' or a whole number from 2 on", given))
-        if self.together != "dataset":
+        if self.compared_within != "dataset":
             option = "pairs" if isinstance(self.loss, PairLoss) else "candidates"
             hint = f"A batch has few negatives. Use {option}='dataset', or leave it out."
             raise InputError(expected("negative_samples", f"nothing with {option}='batch'", given, hint))

@@ -6,8 +6,8 @@ With ``u_i = z_i / n_i``, the pair weights ``y_ij`` and the second derivatives `
 - off-diagonal blocks, both distances: see :mod:`contrastive_curvature.hessian.cross`;
 - diagonal blocks: see :mod:`contrastive_curvature.hessian.node_blocks`.
 
-The network is none of its business: a pullback multiplies it with the Jacobian of the RAW network, ``J^T H J``. This is
-the only place that reads ``pd_fix``.
+The network is none of its business: a pullback multiplies it with the Jacobian of the RAW network, ``J^T H J``. What
+``pd_fix`` does to the blocks is decided here; losses read it only to leave out what a fix drops.
 """
 
 from __future__ import annotations

@@ -165,6 +165,7 @@ def set_information(
         prior = prior * (STRENGTH if strength is None else float(strength))
         if not keep_temperature and float(la.cost) > 0:
             la.temperature = 2 * float(la.cost) / (la.n_data + la.effective_parameters(prior))
+        # The prior is divided by the temperature as the curvature is, so that it scales the whole covariance.
         la.prior_precision = prior * la.likelihood_factor
     except InputError:
         la.temperature = before

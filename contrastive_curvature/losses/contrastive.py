@@ -151,7 +151,7 @@ class ContrastiveDerivatives(PairDerivatives):
     def sums_for(self, u: Tensor, targets: Tensor) -> NodeSums:
         """See :meth:`DatasetDerivatives.sums_for`."""
         if isinstance(self.relation, LabelRelation):
-            return self._of_classes(self.relation.targets).sums_for(u, targets)[0]
+            return self._of_classes(self.relation.targets).neighbour_sums(u, targets)[0]
         return super().sums_for(u, targets)
 
     def class_weights(self) -> tuple[Tensor, Tensor] | None:

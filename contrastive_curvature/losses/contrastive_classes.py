@@ -159,7 +159,7 @@ class ContrastiveOfClasses:
         self._total = self._class_sums.sum(0)
         self._weighted = self.shares.shares.negative.double() @ self._class_sums
 
-    def sums_for(self, u: Tensor, labels: Tensor, *, apart: bool = False) -> list[NodeSums]:
+    def neighbour_sums(self, u: Tensor, labels: Tensor, *, apart: bool = False) -> list[NodeSums]:
         """Return sums over the neighbours of B points from all sets; if ``apart``, then from each set alone, too."""
         index = self.shares.find(labels)
         itself = torch.cat([torch.ones_like(u[:, :1]), u], dim=1).double()
@@ -262,14 +262,14 @@ class SampledContrastive(DatasetDerivatives):
 
     def sums_for(self, u: Tensor, targets: Tensor) -> NodeSums:
         """See :meth:`DatasetDerivatives.sums_for`."""
-        sums = self.of_classes.sums_for(u, targets)[0]
+        sums = self.of_classes.neighbour_sums(u, targets)[0]
         if self._counted is None:
             return sums
-        return replace(sums, counted=self._counted.sums_for(u, targets)[0].totals(u))
+        return replace(sums, counted=self._counted.neighbour_sums(u, targets)[0].totals(u))
 
     def estimates_for(self, u: Tensor, targets: Tensor) -> list[NodeSums]:
         """See :meth:`DatasetDerivatives.estimates_for`."""
-        return self.of_classes.sums_for(u, targets, apart=True)[1:]
+        return self.of_classes.neighbour_sums(u, targets, apart=True)[1:]
 
     def class_weights(self) -> tuple[Tensor, Tensor] | None:
         """See :meth:`DatasetDerivatives.class_weights`."""

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Tenso
 
 import contrastive_curvature as cc
 from contrastive_curvature.fit.passes import PassRecord
-from contrastive_curvature.fit.together import Head, all_the_same, check_shares
+from contrastive_curvature.fit.processes import Head, all_the_same, check_shares
 from contrastive_curvature.parts import Share
 from contrastive_curvature.parts.exchange import _exchange_device, present_exchange
 from contrastive_curvature.parts.exchange import _interrupts_later as interrupts_later

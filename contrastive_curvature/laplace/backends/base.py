@@ -24,19 +24,19 @@ from laplace.utils import Kron
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.fit.anchors import AllCandidatesFit, AnchorData, AnchorFit, collect_anchors
+from contrastive_curvature.fit.anchors import AnchorData, AnchorFit, collect_anchors, fit_anchors
 from contrastive_curvature.fit.api import check_encoder, check_trainable, make_pullback
 from contrastive_curvature.fit.batches import BatchFit
 from contrastive_curvature.fit.class_centres import ClassCentres
-from contrastive_curvature.fit.dataset import DatasetFit, expected_points, samples_of, tell_samples
+from contrastive_curvature.fit.dataset import DatasetFit, samples_of
 from contrastive_curvature.fit.finite import check_finite
-from contrastive_curvature.fit.loop import DatasetCurvature, Problem, fit, mean_norm, second_pass
+from contrastive_curvature.fit.loop import DatasetCurvature, Problem, fit, mean_norm
 from contrastive_curvature.fit.lowrank import curvature_product, leading_eigenpairs
 from contrastive_curvature.fit.options import CurvatureOptions
+from contrastive_curvature.fit.processes import curvature_of, finish_parts, fit_together, statistics_of
 from contrastive_curvature.fit.readers import Batch, Reader, as_batch, labelled_batch
 from contrastive_curvature.fit.structured import BlockSampler, structured_curvature
 from contrastive_curvature.fit.subset import HessianSubset, anchor_subset, subset_hessian
-from contrastive_curvature.fit.together import curvature_of, finish_parts, fit_together, statistics_of
 from contrastive_curvature.hessian.derivatives import refuse_sampled
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs
@@ -324,21 +324,9 @@ class ContrastiveBackend(GGNInterface, ABC):
         self, encoder: Encoder, pullback: Pullback, loader: Any, structure: Structure, progress: Progress
     ) -> DatasetCurvature:
         """Return the curvature of all data of a loader, in this process."""
-        reader = self._reader(loader)
-        if not self._compares_all:
-            return fit(self._problem(encoder, pullback, structure, progress), reader)
-        options, sampled = self.options, self._problem(encoder, pullback, structure, progress)
-        if samples_of(options, expected_points(loader)) is not None:
-            # A sample of the candidates makes it a sum over points in any order.
-            statistics = sampled.first_pass(reader)
-            if samples_of(options, statistics.n) is not None:
-                sampled.begin(statistics)
-                return sampled.finish(second_pass(sampled, reader)[0])
-        data = self._anchors(encoder, reader, progress)
-        if samples_of(options, len(data.z)) is not None:
-            return fit(sampled, reader)
-        tell_samples(options, len(data.z))
-        return fit(AllCandidatesFit(encoder, pullback, structure, options, progress, data), reader)
+        problem = self._problem(encoder, pullback, structure, progress)
+        fitted = fit_anchors if self._compares_all else fit
+        return fitted(problem, self._reader(loader))
 
     def fit_part(
         self,
@@ -514,7 +502,7 @@ class ContrastiveBackend(GGNInterface, ABC):
     @property
     def _compares_all(self) -> bool:
         """Whether the anchors of a loss are compared with all points of the data set."""
-        return not isinstance(self.loss, PairLoss) and self.options.together == "dataset"
+        return not isinstance(self.loss, PairLoss) and self.options.compared_within == "dataset"
 
     def _problem(
         self,
@@ -527,7 +515,7 @@ class ContrastiveBackend(GGNInterface, ABC):
         """Return the loss over the data that the options ask for."""
         self.options.check_structure(structure)
         in_batches: type[Problem] = BatchFit if isinstance(self.loss, PairLoss) else AnchorFit
-        kind = DatasetFit if self.options.together == "dataset" else in_batches
+        kind = DatasetFit if self.options.compared_within == "dataset" else in_batches
         return kind(encoder, pullback, structure, self.options, progress, part)
 
     def _reader(self, loader: Any, part: int = 0) -> Reader:
@@ -552,8 +540,7 @@ class ContrastiveBackend(GGNInterface, ABC):
         return data, data.classes
 
     def _anchors(self, encoder: Encoder, reader: Reader, progress: Progress) -> AnchorData:
-        options = self.options
-        return collect_anchors(encoder, reader, self.loss, options.together, options.negatives_per_anchor, progress)
+        return collect_anchors(encoder, reader, self.options, progress)
 
     @contextmanager
     def _ready(self, loader: Iterable[Any]) -> Iterator[tuple[Encoder, Pullback]]:
