@@ -16,7 +16,7 @@ from torch import distributed, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import contrastive_curvature as cc
-from contrastive_curvature.fit import together
+from contrastive_curvature.fit import processes
 from contrastive_curvature.laplace.forms import DiagonalForm
 
 LOOK, FIRST, SECOND = 0, 1, 2
@@ -159,7 +159,7 @@ def faults(la: Any, rank: int, world: int, device: str) -> Iterator[tuple[str, s
     def fails(*_: Any, **__: Any) -> None:
         raise MemoryError("no more")
 
-    for name, thing, attribute in (("taking", DiagonalForm, "clamped"), ("reading", together, "from_bytes")):
+    for name, thing, attribute in (("taking", DiagonalForm, "clamped"), ("reading", processes, "from_bytes")):
         with mock.patch.object(thing, attribute, fails) if last else mock.MagicMock():
             yield name, attempt(lambda: la.fit(mine))
 
