@@ -43,6 +43,11 @@ def test_every_figure_is_that_of_the_dense_covariances(
     truth = cc.EmbeddingDistribution.trusted(z, covariance=by_hand(made)).relative_to(2.0)
     for name in ("variance", "tangential_variance", "uncertainty", "kappa", "mu", "covariance"):
         torch.testing.assert_close(getattr(out, name), getattr(truth, name), rtol=1e-9, atol=1e-12 * size)
+    norm = z.norm(dim=1)
+    u = z / norm.unsqueeze(1)
+    tangential = torch.eye(dim, dtype=z.dtype, device=device) - u.unsqueeze(2) * u.unsqueeze(1)
+    across = (tangential @ by_hand(made)).diagonal(dim1=1, dim2=2).sum(1)
+    torch.testing.assert_close(out.tangential_variance * norm.square(), across, rtol=1e-9, atol=1e-12 * size)
     torch.testing.assert_close(components(out), components(truth), rtol=1e-9, atol=1e-9)
     generators = (torch.Generator(device).manual_seed(0) for _ in range(2))
     found, wanted = (d.raw_samples(3, g) for d, g in zip((out, truth), generators, strict=True))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import contrastive_curvature as cc
 from contrastive_curvature.fit import finite
 from contrastive_curvature.fit.finite import clamp_curvature
-from contrastive_curvature.network import last_layer, pullback
+from contrastive_curvature.network import kron, last_layer, pullback
 from contrastive_curvature.testing import dense_ggn, dense_jacobian, dense_output_hessian
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -156,6 +156,32 @@ def test_kron_factors(drawn: Drawn, device: str) -> None:
         blocks = dense_output_hessian(case.z, **case.all).view(len(x), case.z.shape[1], len(x), -1)
         assert close(factors[-2][0], sum(blocks[i, :, i] for i in range(len(x))), size)
         assert factors[-2][1].shape == (last.in_features, last.in_features)
+
+
+class AddedTable(nn.Module):
+    """Two parameters of images: a convolution with several positions, and a table that is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.conv, self.out = nn.Parameter(torch.randn(3, 4)), nn.Conv2d(1, 2, 2), nn.Linear(12, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = torch.tanh(x.view(-1, 1, 3, 4) + self.table)
+        return self.out(torch.tanh(self.conv(images).flatten(1)))
+
+
+def test_input_factors_are_means_over_points_and_positions(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inputs of a convolution are its patches; those of a large parameter outside layers are unit vectors."""
+    monkeypatch.setattr(kron, "BLOCK_ENTRIES", 11)
+    torch.manual_seed(0)
+    model, x, y = AddedTable().double().to(device), torch.randn(5, 12).double().to(device), torch.arange(5) % 2
+    (g, units), (_, second), *_ = cc.ggn(model, x, y.to(device), structure="kron", clamp=False)
+    block = cc.ggn(model, x, y.to(device), structure="full", clamp=False)[:12, :12].view(3, 4, 3, 4)
+    assert close(g, torch.einsum("atbt->ab", block))
+    assert close(units, torch.eye(4, dtype=torch.float64, device=device) / 4)
+    images = torch.tanh(x.view(-1, 1, 3, 4) + model.table.detach())
+    patches = nn.functional.unfold(images, 2).mT.flatten(0, 1)
+    assert close(second, patches.T @ patches / len(patches))
 
 
 @given(drawn=network_cases())
