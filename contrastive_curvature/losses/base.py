@@ -124,8 +124,12 @@ class PairLoss(CosineLoss):
         total = u.new_zeros((), dtype=torch.float64)
         for rows, positive, negative in relation.row_blocks():
             weights = self.factors.weigh(positive, negative, shares[rows], shares)
+            cosine = u[rows] @ u.T
+            # A point with itself has no weight, but a value or a slope there may be infinite.
+            itself = torch.zeros_like(cosine, dtype=torch.bool)
+            itself.diagonal(rows.start).fill_(True)
             # Every unordered pair stands in the matrix twice.
-            total = total + self._checked_value(u[rows] @ u.T, *weights).double() / 2
+            total = total + self._checked_value(cosine.masked_fill(itself, 0), *weights).double() / 2
         return total.to(u.dtype)
 
     def _checked_value(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Tensor:

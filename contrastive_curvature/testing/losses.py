@@ -238,6 +238,8 @@ def _check_terms(loss: Any, random: torch.Generator, device: str) -> None:
     bend = torch.as_tensor(torch.autograd.functional.hessian(value, cosine)).reshape(28, 28)
     if of_pairs:
         first, second = loss._checked_terms(cosine, *masks)
+        curved = second is None or not loss.convex or bool((second >= 0).all())
+        assert curved, f"{name}._terms: second derivatives are negative; set convex = False in the class."
     else:
         kept = loss._has_terms(*masks)
         loss._checked("_value", cosine, *masks)

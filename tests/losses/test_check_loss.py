@@ -31,6 +31,22 @@ class Squared(cc.PairLoss):
         return Terms(repel * short - attract * (1 - cosine), attract + repel * (short > 0))
 
 
+class Cauchy(cc.PairLoss):
+    """``log(1 + d)`` and ``-log(d / (1 + d))`` with ``d = 2 - 2 s``, infinite for a negative at itself; not convex."""
+
+    convex = False
+
+    def _value(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Tensor:
+        d = 2 - 2 * cosine
+        return (attract * (1 + d).log() + repel * ((1 + d).log() - d.log())).sum()
+
+    def _terms(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Terms:
+        d = 2 - 2 * cosine
+        far, near = 1 / (1 + d), 1 / d
+        first = -2 * ((attract + repel) * far - repel * near)
+        return Terms(first, 4 * (repel * near.square() - (attract + repel) * far.square()))
+
+
 class Decoupled(cc.RowLoss):
     """``log sum_n exp(s_n / tau) - s_p / tau`` for every positive p."""
 
@@ -101,3 +117,24 @@ def test_wrong_losses_are_named(case: str, device: str) -> None:
     loss, kind, says = WRONG[case]
     with pytest.raises(kind, match=says):
         cc.testing.check_loss(loss, device)
+
+
+def test_a_value_that_is_infinite_at_a_point_itself(device: str) -> None:
+    """A point and itself are no pair, so the value and its gradient are those of the listed pairs."""
+    z = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
+    labels = torch.tensor([0, 0, 1, 1, 2, 2], device=device)
+    i, j = torch.triu_indices(6, 6, 1, device=device)
+    same = labels[i] == labels[j]
+    loss = Cauchy(normalization="sum")
+    found, listed = loss(z, labels), loss(z, pairs=(i[same], j[same], i[~same], j[~same]))
+    torch.testing.assert_close(found, listed, rtol=1e-12, atol=0)
+    torch.testing.assert_close(*(torch.autograd.grad(value, z)[0] for value in (found, listed)), rtol=1e-10, atol=1e-12)
+    cc.testing.check_loss(loss, device)
+
+
+def test_negative_second_derivatives_have_to_be_said(device: str) -> None:
+    class Silent(Cauchy):
+        convex = True
+
+    with pytest.raises(AssertionError, match="convex = False"):
+        cc.testing.check_loss(Silent(), device)
