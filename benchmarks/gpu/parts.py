@@ -42,7 +42,7 @@ class Places:
     data: Path
 
 
-_ALONE = ("laplace", "ggn", "hessian", "losses", "network", "hosts")
+_ALONE = ("laplace", "fit", "hessian", "losses", "network", "hosts")
 _SUITE = {
     "contract": ("tests/laplace/test_contract.py",),
     "tests_laplace": ("tests/laplace", "--deselect", "tests/laplace/test_contract.py"),

@@ -140,7 +140,7 @@ class KnownInputs:
     sample: TrainingSample | None = None
     training: tuple[Tensor, Tensor] | None = None
     calibration: Calibration | None = None
-    seen: Stamp | None = None
+    seen: tuple[Stamp, Tensor] | None = None
     warned: bool = False
 
     def anew(self, calibration: Calibration | None = None) -> KnownInputs:
@@ -272,7 +272,7 @@ def calibrate(la: ContrastiveLaplace, loader: Iterable[Any], progress_bar: bool 
         )
         warnings.warn(msg, OptimisticPValueWarning, stacklevel=3)
     reference = Reference.of(Standard.of(known.to(values)), values)
-    la.known = replace(la.known, calibration=Calibration(reference, _fingerprint(la)), seen=Stamp.of(la))
+    la.known = replace(la.known, calibration=Calibration(reference, _fingerprint(la)), seen=(Stamp.of(la), _spots(la)))
 
 
 def calibrated_reference(la: ContrastiveLaplace, now: Stamp | None = None) -> Reference | None:
@@ -287,15 +287,27 @@ def calibrated_reference(la: ContrastiveLaplace, now: Stamp | None = None) -> Re
     if calibration is None:
         return None
     now = Stamp.of(la) if now is None else now
-    if la.known.seen is None or not la.known.seen.equals(now):
+    seen, spots = la.known.seen, _spots(la)
+    if seen is None or not seen[0].equals(now) or not torch.equal(seen[1], spots):
         if not _same_posterior(calibration.fingerprint, _fingerprint(la)):
             msg = (
                 "p_value: la was calibrated for another posterior: since then its prior precision, its temperature or "
                 "the encoder's weights have changed. Call la.calibrate(loader) again."
             )
             raise NotFittedError(msg)
-        la.known = replace(la.known, seen=now)
+        la.known = replace(la.known, seen=(now, spots))
     return calibration.reference
+
+
+def _spots(la: ContrastiveLaplace) -> Tensor:
+    """Return eight entries of each weight: fused optimizers, and writes to ``.data``, change weights but no version."""
+    found = []
+    for _, tensor in state_tensors(la.model):
+        if tensor.layout is torch.strided and tensor.numel():
+            extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            some = tensor.detach().as_strided((8,), (extent // 7,), tensor.storage_offset())
+            found.append(some.to(device="cpu", dtype=torch.float64))
+    return torch.cat(found) if found else torch.empty(0)
 
 
 def _share_found(sample: Tensor, values: Tensor) -> float:

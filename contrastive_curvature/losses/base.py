@@ -13,7 +13,7 @@ from torch import Tensor
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.hessian.dataset import DatasetHessian
 from contrastive_curvature.hessian.output import OutputHessian
-from contrastive_curvature.hessian.sphere import normalize
+from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.derivatives import PairDerivatives
 from contrastive_curvature.losses.weighting import PairFactors, Shares, count_shares, pair_totals
@@ -187,6 +187,7 @@ class PairLoss(CosineLoss):
         Returns:
             Index tuples ``(a1, p, a2, n)`` as metric-learning miners return them, each int64 of shape (K,).
         """
+        z = check_outputs(z)
         made = make_target_relation(targets, len(z), z.device, relation)
         positive, negative = made.rows(0, len(z))
         a1, p = positive.triu(1).nonzero().unbind(1)

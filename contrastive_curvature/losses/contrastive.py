@@ -9,7 +9,7 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputTypeError, expected
 from contrastive_curvature.hessian.derivatives import NodeSums, Totals
-from contrastive_curvature.hessian.sphere import check_outputs, normalize
+from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.base import PairLoss, Terms
 from contrastive_curvature.losses.contrastive_classes import ContrastiveOfClasses, LabelledPoints
 from contrastive_curvature.losses.derivatives import PairDerivatives
@@ -124,7 +124,7 @@ class ContrastiveLoss(PairLoss):
         """
         a1, p, a2, n = super().mine(z, targets, relation)
         if self.margin is not None and self.margin < LARGEST_DISTANCE:
-            u = normalize(check_outputs(z).detach())[0]
+            u = normalize(z.detach())[0]
             near = (u[a2] - u[n]).square().sum(1) < self.margin**2
             a2, n = a2[near], n[near]
         return a1, p, a2, n

@@ -43,11 +43,11 @@ def check_rows(name: str, value: Tensor, length: int | None) -> None:
         raise InputError(expected(name, f"shape {wanted}, not empty", tuple(value.shape)))
 
 
-def check_embeddings(name: str, value: object, zeros: bool = False) -> Tensor:
+def check_embeddings(name: str, value: object, zeros: bool = False, hint: str = "") -> Tensor:
     """Return finite embeddings (N, D), detached, without a zero row unless ``zeros``."""
     checked = validate.real(name, value).detach()
     if checked.ndim != 2 or checked.numel() == 0:
-        raise InputError(expected(name, "shape (N, D), not empty", tuple(checked.shape)))
+        raise InputError(expected(name, "shape (N, D), not empty", tuple(checked.shape), hint))
     zero_rows = 0 if zeros else int((checked == 0).all(1).sum())
     if zero_rows:
         hint = "A zero row has no cosine similarity."

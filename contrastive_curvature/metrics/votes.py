@@ -78,9 +78,9 @@ def retrieval_votes(
     galleries = itertools.repeat(gallery) if one_gallery else _iterate("gallery", gallery)
     zeros, votes = metric == "euclidean", []
     for sample, each in zip(_iterate("samples", samples), galleries, strict=not one_gallery):
-        if len(check_embeddings("samples", sample, zeros)) != len(points):
+        if len(check_embeddings("samples", sample, zeros, _HINT)) != len(points):
             raise InputError(expected("samples", f"N = {len(points)} points, as labels", f"N = {len(sample)}", _HINT))
-        searched = None if each is None else check_embeddings("gallery", each, zeros)
+        searched = None if each is None else check_embeddings("gallery", each, zeros, _HINT)
         if searched is not None and len(searched) != len(searched_labels):
             raise InputError(expected("gallery_labels", f"shape ({len(searched)},)", tuple(searched_labels.shape)))
         neighbors = nearest_neighbors(sample, searched, k=1, backend=backend, metric=metric).squeeze(1)

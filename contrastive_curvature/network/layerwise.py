@@ -8,8 +8,8 @@ functions. From these and from the inputs the diagonal follows exactly
 A parameter without a rule (a function changes it before it is applied, its layer runs in another thread or in a script)
 goes through ``torch.func`` instead, that parameter alone, with one warning. It is noticed where a function without a
 rule takes a parameter, in every batch, and by a comparison with autograd
-(:mod:`contrastive_curvature.network.layer_proof`): of a few points, of the first batches, and of random ones of
-the later, more and more seldom. Where every output has a backward pass of its own, which costs much more than the
+(:mod:`contrastive_curvature.network.layer_proof`): of a few points, of the first batches, and of a tenth of the
+later ones or more, at random. Where every output has a backward pass of its own, which costs much more than the
 comparison, every batch is compared.
 """
 
@@ -59,7 +59,7 @@ _HELD_ELEMENTS = 2**27
 """Numbers that the gradients of all outputs at some layers may hold: 512 MiB in float32; fewer need more passes."""
 
 _PROOFS = 4
-"""The first runs that are compared with autograd, and of every later run k this share 4 / k."""
+"""The first runs that are compared with autograd, and of every later run k this share 4 / k, but at least a tenth."""
 
 _TILE_POINTS = 2048
 """Of a tile of cross terms, where points are small: the pairs of a tile are held too."""
@@ -266,7 +266,7 @@ class LayerwisePullback(ModulePullback):
         """
         tape = self._record(context)
         self._runs += 1
-        if not prove and self._random.random() * self._runs >= _PROOFS:
+        if not prove and self._random.random() >= max(_PROOFS / self._runs, 0.1):
             self._trusted = True
             return tape
         wrong = unproven(tape, self.trainable, self.by_func)

@@ -285,7 +285,7 @@ class TestLaplaceLifted:
         data = make_data()
         longest = float(lifted.base.raw(data.train).norm(dim=1).max())
         assert lifted.height == pytest.approx(4 * longest)
-        assert lifted.posterior._backend_kwargs["margin"] == pytest.approx(b / a / lifted.height)
+        assert lifted.posterior.curvature_options.loss.margin == pytest.approx(b / a / lifted.height)
 
     def test_embeds_as_its_points(self, lifted):
         data = make_data()

@@ -244,12 +244,21 @@ def _weights(la: Any) -> None:
         next(la.model.parameters())[0, 0] += 1e-5
 
 
+def _step_of_a_fused_optimizer(la: Any) -> None:
+    """Training that changes weights and no version counter."""
+    optimizer = torch.optim.AdamW(la.model.parameters(), 0.01, fused=True)
+    for p in la.model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    la.model.zero_grad()
+
+
 def _statistics_of_a_layer(la: Any) -> None:
     next(b for b in la.model.buffers() if b.is_floating_point()).add_(1e-5)
 
 
 CHANGES = [_other_prior, _other_prior_in_place, _other_temperature, _weights]
-CHANGES += [_statistics_of_a_layer]
+CHANGES += [_statistics_of_a_layer, _step_of_a_fused_optimizer]
 
 
 @pytest.mark.parametrize(("weights", "structure"), [("last_layer", "diag"), ("all", "diag")])

@@ -72,7 +72,7 @@ def test_the_card_says_what_the_posterior_is(la: Any, tmp_path: Path) -> None:
     info = cc.pretrained.read_info(tmp_path / "digits").posteriors[0]
     for row in (
         "| weights | last_layer |",
-        "| structure | kron |",
+        "| structure | kron_lowrank |",
         "| points | 24 |",
         f"| loss | `{info.loss}` |",
         f"| prior precision | {float(la.prior_precision):.6g} |",
