@@ -56,7 +56,7 @@ bench: $(STAMP) ## a benchmark: BENCH=curvature (default) or another name below,
 	$(PY) -m benchmarks.$(BENCH) $(ARGS)
 
 tables: $(STAMP) ## measure what every backend can do, and write it into docs/backends.md
-	$(PY) -W ignore -m contrastive_curvature.testing.support docs/backends.md
+	$(PY) -W ignore tests/backend_tables.py docs/backends.md
 
 # A machine with a GPU may have no network: then a Python with torch, and wheels of the rest in .whl (docs/gpu.md).
 GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),$(PYTHON))

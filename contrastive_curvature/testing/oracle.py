@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 __all__ = [
     "AnchorCase",
-    "anchor_ggn",
     "anchor_hessian",
     "dense_ggn",
     "dense_jacobian",
@@ -363,9 +362,3 @@ def anchor_hessian(case: AnchorCase, z: Tensor, distance: str, pd_fix: str) -> T
     if pd_fix in ("fixed", "psd", "ggn_fixed"):
         return diagonal_blocks(out, dim, projected=pd_fix == "psd")
     return out
-
-
-def anchor_ggn(model: nn.Module, x: Tensor, case: AnchorCase, distance: str, pd_fix: str) -> Tensor:
-    """Return ``J^T H J`` (P, P) of an encoder without a normalisation at its end."""
-    jacobian = dense_jacobian(model, x)
-    return jacobian.T @ anchor_hessian(case, model(x).detach(), distance, pd_fix) @ jacobian

@@ -6,13 +6,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import backend_tables as support
 import pytest
 import torch
 
 import contrastive_curvature as cc
 from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.network.layerwise import LayerwisePullback
-from contrastive_curvature.testing import support
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("docs/backends.md",)

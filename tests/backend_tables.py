@@ -1,6 +1,6 @@
 """What each backend can do, measured: exact, an approximation, or refused, for every structure, fix and kind of layer.
 
-    python -m contrastive_curvature.testing.support docs/backends.md
+    python tests/backend_tables.py docs/backends.md
 
 runs every combination on small cases in float64, compares it with the oracle, and writes the tables between the marks
 of the pages that are named. A test fails when a page is out of date.
