@@ -9,7 +9,7 @@ BackPACK's extensions; :func:`unregister` undoes both.
 from typing import TYPE_CHECKING, Any
 
 # host_imports stands first: it imports laplace-torch, without a warning that nobody here can do anything about.
-from contrastive_curvature import host_imports, metrics, vmf  # noqa: F401
+from contrastive_curvature import host_imports, laplace, metrics, vmf  # noqa: F401
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.gallery import RetrievalUncertainty
 from contrastive_curvature.embedding.known import OptimisticPValueWarning
@@ -28,6 +28,7 @@ from contrastive_curvature.feature_folder import FeatureFolder, features
 from contrastive_curvature.fit import ggn
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import L2Norm
+from contrastive_curvature.hosts import backpack
 from contrastive_curvature.laplace import DefaultPriorWarning, FeatureNormWarning, LabelWarning
 from contrastive_curvature.laplace.backends import ContrastiveBackend, ContrastiveGGN
 from contrastive_curvature.losses import (
@@ -49,7 +50,6 @@ from contrastive_curvature.matching import MatchProbability
 from contrastive_curvature.network.adapters import EncoderOutput, with_last_layer
 from contrastive_curvature.online import OnlineLaplace, Trainer
 from contrastive_curvature.options import Distance, Normalization, PDFix
-from contrastive_curvature.registration import register, unregister
 from contrastive_curvature.two_towers import TwoTowers
 
 if TYPE_CHECKING:
@@ -164,6 +164,21 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f"contrastive_curvature.{_BY_HOST[name]}"), name)
     msg = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(msg)
+
+
+def register() -> None:
+    """Make ``likelihood="contrastive"`` known to laplace-torch, and ``ContrastiveLoss`` and ``L2Norm`` to BackPACK.
+
+    Does nothing when they already are.
+    """
+    laplace.register()
+    backpack.register()
+
+
+def unregister() -> None:
+    """Put both hosts back as they were; does nothing when nothing is registered."""
+    backpack.unregister()
+    laplace.unregister()
 
 
 register()

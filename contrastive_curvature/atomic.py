@@ -8,8 +8,6 @@ import re
 import secrets
 import stat
 import sys
-import time
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -18,11 +16,6 @@ from contrastive_curvature.errors import InputError, expected
 
 if sys.platform != "win32":
     import fcntl
-
-__all__ = ["final_target", "write_whole"]
-
-_ABANDONED_AFTER = 24 * 3600.0
-"""Seconds after which an unfinished file of an earlier release counts as abandoned."""
 
 
 def final_target(path: Path | str) -> Path:
@@ -109,14 +102,12 @@ def _keep_mode(file: BinaryIO, target: Path) -> None:
 
 def _remove_abandoned(target: Path) -> None:
     unfinished = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{12}}\.tmp")
-    earlier = re.compile(rf"\.{re.escape(target.name)}\.[a-z0-9_]{{8}}")
     # Unfinished files that cannot be listed or removed do no harm.
     with contextlib.suppress(OSError):
         for name in os.listdir(target.parent):
-            path = target.parent / name
-            if unfinished.fullmatch(name) or (earlier.fullmatch(name) and _is_abandoned_by_earlier_release(path)):
+            if unfinished.fullmatch(name):
                 with contextlib.suppress(OSError):
-                    _remove_unless_locked(path)
+                    _remove_unless_locked(target.parent / name)
 
 
 def _remove_unless_locked(path: Path) -> None:
@@ -129,19 +120,3 @@ def _remove_unless_locked(path: Path) -> None:
         os.unlink(path)
     finally:
         os.close(handle)
-
-
-def _is_abandoned_by_earlier_release(path: Path) -> bool:
-    """Whether a file is an unfinished one of an earlier release, which did not lock: private, old, no complete archive.
-
-    The name alone is not enough: a file of the user may have such a name.
-    """
-    with contextlib.suppress(OSError):
-        status = path.lstat()
-        if not stat.S_ISREG(status.st_mode) or stat.S_IMODE(status.st_mode) != 0o600:
-            return False
-        if time.time() - status.st_mtime < _ABANDONED_AFTER or zipfile.is_zipfile(path):
-            return False
-        with open(path, "rb") as file:
-            return file.read(4) in (b"", b"PK\x03\x04")
-    return False

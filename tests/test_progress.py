@@ -1,4 +1,4 @@
-"""Long computations say in advance how long they take, and what would be faster."""
+"""Long computations show bars, and say before very many pairs what would be faster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature import progress as progress_file
-from contrastive_curvature.fit import cross_sums
 from contrastive_curvature.losses import derivatives
 from contrastive_curvature.progress import LongRunWarning, Progress
 
@@ -42,35 +41,6 @@ def batches(n: int = 40) -> list[tuple[Tensor, Tensor]]:
     return list(zip(x.split(4), labels.split(4), strict=True))
 
 
-def test_short_runs_say_nothing() -> None:
-    # `make test` turns warnings into errors.
-    Laplace(nn.Linear(5, 3), "contrastive", hessian_structure="diag").fit(batches())
-    Progress(faster="Do less.").expect(59, "This")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(60, "1 minutes"), (3000, "50 minutes"), (4000, "67 minutes"), (8000, "2 hours"), (86400 * 4, "4 days")],
-)
-def test_the_warning_says_how_long_and_what_is_faster(seconds: float, words: str) -> None:
-    progress = Progress(faster="Do less.")
-    with pytest.warns(LongRunWarning, match=rf"^This will take about {words}\. Do less\.$"):
-        progress.expect(seconds, "This")
-    # Once is enough.
-    progress.expect(seconds, "That")
-
-
-def test_a_slow_loader_is_told_of_after_its_first_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow(monkeypatch, progress_file)
-    la = Laplace(nn.Linear(5, 3), "contrastive", hessian_structure="diag")
-    with pytest.warns(
-        LongRunWarning, match=r"\[embedding\] will take about .*encoder.*not the pairs.*GPU.*features"
-    ) as found:
-        la.fit(batches(), progress_bar=False)
-    assert "margin=None" not in str(found[0].message)
-    assert la.n_data == 40
-
-
 def test_many_pairs_are_told_of_before_any_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(derivatives, "_MANY_PRODUCTS", 1000)
     z, labels = torch.randn(40, 3), torch.arange(40) % 4
@@ -97,24 +67,6 @@ def test_many_pairs_are_told_of_before_any_is_formed(monkeypatch: pytest.MonkeyP
         cc.output_hessian(z, labels, negative_weight=0.0)
         cc.output_hessian(z, pairs=(*near, *far))
         cc.output_hessian(z[:10], labels[:10])
-
-
-def test_cross_terms_are_told_of_while_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow(monkeypatch, cross_sums)
-    options = {"pd_fix": "full", "margin": 0.9}
-    la = Laplace(nn.Linear(5, 3), "contrastive", hessian_structure="diag", backend_kwargs=options)
-    with pytest.warns(LongRunWarning, match="The cross terms between all points will take about"):
-        la.fit(batches())
-
-
-def test_eigenpairs_are_told_of_after_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    from contrastive_curvature.fit import lowrank
-
-    slow(monkeypatch, lowrank)
-    monkeypatch.setattr(lowrank, "DENSE_PARAMETERS", 4)
-    la = Laplace(nn.Linear(5, 3), "contrastive", "all", "lowrank", backend_kwargs={"rank": 3})
-    with pytest.warns(LongRunWarning, match="Finding 3 eigenpairs will take about 12 minutes"):
-        la.fit(batches())
 
 
 def test_bars_come_after_ten_seconds_unless_asked_for(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -181,17 +180,13 @@ class _Streamed(CrossSums):
         """Return all cross terms, without pairs of a point with itself."""
         batches = reader.in_fixed_order()
         total: Any = 0
-        entries = self.points.n**2
-        started, done = time.monotonic(), 0
-        with progress.bar("[cross terms]", total=entries) as bar:
+        with progress.bar("[cross terms]", total=self.points.n**2) as bar:
             for block in _grouped(self._parts(batches)):
                 for context, columns, others in self._parts(batches):
                     for row_context, rows, numbers in block:
                         cross = self.points.hessian.cross(rows, columns, numbers.unsqueeze(1) == others)
                         total = total + self.pullback.cross_term(row_context, context, cross, self.structure)
                         bar.update(cross.y.numel())
-                        done += cross.y.numel()
-                        progress.extrapolate(started, done, entries, "The cross terms between all points")
         return {"curvature": torch.as_tensor(total)}
 
     def _parts(self, batches: Reader) -> Iterator[_Placed]:

@@ -6,7 +6,6 @@ of them and replaces what assumes a sum over points or a softmax.
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -55,7 +54,6 @@ from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.network.loader import check_model
 from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.options import Structure
-from contrastive_curvature.progress import Progress
 
 __all__ = ["ContrastiveLaplace"]
 
@@ -64,9 +62,6 @@ _NO_HALF = (
     "take hessian_structure='kron_lowrank', 'kron', 'full' or 'diag', which compute in float32 with the encoder as it "
     "is."
 )
-
-_PIECES = 20
-"""Parts that samples are computed in, so that the speed is known after the first of them."""
 
 
 class ContrastiveLaplace(FittedPosterior):
@@ -389,8 +384,7 @@ class ContrastiveLaplace(FittedPosterior):
     ) -> EmbeddingDistribution:
         """Distribution of embeddings; ``mu, kappa = la(x)``.
 
-        With all parameters it is computed for a chunk of inputs at a time. A prediction that will take more than a
-        minute says so with a :class:`~contrastive_curvature.progress.LongRunWarning` after its first input.
+        With all parameters it is computed for a chunk of inputs at a time.
 
         Args:
             x: A batch of B inputs.
@@ -606,13 +600,8 @@ class ContrastiveLaplace(FittedPosterior):
         """Return raw outputs (S, B, D) of S encoders with sampled weights."""
         moved = prediction.moved_inputs(self.model, x, self._device)
         context = self.sampling_context(moved)
-        progress, started, parts, done = Progress(False, prediction.FASTER), time.monotonic(), [], 0
-        for theta in self.sampled_weights(n_samples, generator):
-            for piece in theta.split(max(1, n_samples // _PIECES)):
-                parts.append(self.outputs_at(context, piece, linearized))
-                done += len(piece)
-                progress.extrapolate(started, done, n_samples, f"Outputs of {n_samples} sampled networks")
-        samples = torch.cat(parts)
+        weights = self.sampled_weights(n_samples, generator)
+        samples = torch.cat([self.outputs_at(context, theta, linearized) for theta in weights])
         prediction.check_outputs(moved, samples, self.n_outputs, sampled=True)
         return samples
 
@@ -664,8 +653,7 @@ class ContrastiveLaplace(FittedPosterior):
             of_weights = self.posterior_variance if self.structure is Structure.DIAG else None
             if of_weights is not None and of_weights.requires_grad:
                 of_weights = None
-            parts = prediction.variances if diagonal else prediction.covariances
-            spread = torch.cat(list(parts(pullback, context, z, self.functional_variance, of_weights)))
+            spread = prediction.marginal_spread(pullback, context, z, self.functional_variance, of_weights, diagonal)
         if diagonal:
             return EmbeddingDistribution.trusted(z, variance=spread)
         return EmbeddingDistribution.trusted(z, covariance=spread)

@@ -116,8 +116,8 @@ class FittedPosterior(CheckedPosterior):
         Args:
             train_loader: Batches ``(x, labels)`` or mappings; iterated several times, and may shuffle in between.
             override: ``False`` adds to an earlier fit, as a further data set: pairs between the two are not formed.
-            progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on. A fit that will
-                take more than a minute says so before it starts, whatever this is.
+            progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on. A fit that forms
+                very many pairs says so before it does, whatever this is.
 
         Raises:
             InputError: No data, one point, no positive pair, malformed batches, other data in the second pass, or a

@@ -27,13 +27,10 @@ from contrastive_curvature.laplace.base import ContrastiveLaplace
 from contrastive_curvature.laplace.forms import KernelForm
 from contrastive_curvature.laplace.last_layer import LastLayerLaplace
 from contrastive_curvature.laplace.options import CONTRASTIVE
-from contrastive_curvature.laplace.prediction import check_joint_size, check_outputs, moved_inputs, timed_chunks
+from contrastive_curvature.laplace.prediction import check_joint_size, check_outputs, moved_inputs, point_chunks
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, input_length
-from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS
 from contrastive_curvature.parts.contributions import FEWEST_POINTS, MOST, warn_of_point
-
-__all__ = ["ContrastiveFunctionalLLLaplace", "ContrastiveFunctionalLaplace"]
 
 _KERNEL_LIMIT = 2**13
 
@@ -243,12 +240,9 @@ class _FunctionSpace(ContrastiveLaplace):
         """Yield Jacobians (C, D, P) of the points of a context in chunks, with the slices of the points."""
         pullback, dim, n = self.backend.pullback(context), self._encoder_dim(), input_length(context)
         axes = torch.eye(dim, dtype=self._dtype, device=self._device)
-        step = max(1, JACOBIAN_ELEMENTS // (dim * pullback.width))
-        # No points are one empty chunk.
-        for start in range(0, max(1, n), step):
-            rows = slice(start, min(start + step, n))
+        for rows in point_chunks(pullback, n, dim):
             part = pullback.slice_context(context, rows)
-            yield rows, pullback.vjp(part, axes.expand(rows.stop - start, -1, -1))
+            yield rows, pullback.vjp(part, axes.expand(rows.stop - rows.start, -1, -1))
 
     def _project(self, weights: Tensor) -> Tensor:
         """Return ``A w`` with ``A = S^T J`` of the points that represent the data, shape (S, R), for weights (S, P)."""
@@ -307,7 +301,7 @@ class _FunctionSpace(ContrastiveLaplace):
     def _context_chunks(self, context: Any, n: int, dim: int) -> Iterator[Any]:
         """Parts of a context whose Jacobians fit a chunk."""
         pullback = self.backend.pullback(context)
-        return (pullback.slice_context(context, rows) for rows in timed_chunks(pullback, n, dim))
+        return (pullback.slice_context(context, rows) for rows in point_chunks(pullback, n, dim))
 
 
 class ContrastiveFunctionalLaplace(_FunctionSpace, ParametricLaplace):

@@ -7,8 +7,7 @@ diagonal ``Sigma`` may need none (:meth:`~contrastive_curvature.network.pullback
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,32 +19,12 @@ from contrastive_curvature.embedding.spread import Axes
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.network.inputs import Inputs, slice_inputs, tokenized
 from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS, Pullback
-from contrastive_curvature.progress import Progress
-
-__all__ = [
-    "FASTER",
-    "JOINT_ELEMENTS",
-    "check_joint_size",
-    "check_outputs",
-    "covariances",
-    "distribution",
-    "jacobians_of_all",
-    "moved_inputs",
-    "parse_pred_type",
-    "refuse_link",
-    "timed_chunks",
-    "variances",
-    "with_nan_rows",
-]
 
 JOINT_ELEMENTS = 2**32
 """Numbers that ``joint=True`` may hold: the Jacobians of all inputs and their covariance; 16 GiB in float32."""
 
-FASTER = "Faster: subset_of_weights='last_layer', which needs no Jacobian; fewer inputs; or a GPU."
-"""What a user can do about a long prediction."""
-
 _POINTS_AT_ONCE = 16
-"""Inputs of one call of ``output_covariance``, which bounds its own memory: few enough to measure the speed."""
+"""Fewest inputs of one call of ``output_covariance``, which forms no Jacobian of all of them."""
 
 OfJacobians = Callable[[Tensor], Tensor]
 """Covariances (C, A, A) of outputs, from Jacobians (C, A, P)."""
@@ -164,37 +143,27 @@ def check_joint_size(n: int, dim: int, n_weights: int) -> None:
         raise InputError(expected("joint=True", wanted, shown, hint))
 
 
-def covariances(
-    pullback: Pullback, context: Any, z: Tensor, of_jacobians: OfJacobians, of_weights: Tensor | None
-) -> Iterator[Tensor]:
-    """Yield covariances (C, D, D) of the outputs, by chunks of points; from variances (P,) of the weights, if given."""
-    if of_weights is None:
-        for rows in timed_chunks(pullback, *z.shape):
-            yield of_jacobians(_jacobians(pullback, context, rows, _axes(z)))
-        return
-    for rows in timed_chunks(pullback, len(z), z.shape[1], _POINTS_AT_ONCE):
-        with torch.no_grad():
-            yield pullback.output_covariance(pullback.slice_context(context, rows), of_weights)
-
-
-def variances(
-    pullback: Pullback, context: Any, z: Tensor, of_jacobians: OfJacobians, of_weights: Tensor | None
-) -> Iterator[Tensor]:
-    """Yield variances (C, D), by chunks of points; and of outputs, where those of one point fill a chunk."""
-    at_once = max(1, JACOBIAN_ELEMENTS // max(1, pullback.width))
-    if z.shape[1] <= at_once or of_weights is not None:
-        for covariance in covariances(pullback, context, z, of_jacobians, of_weights):
-            yield covariance.diagonal(dim1=1, dim2=2)
-        return
-    for rows in timed_chunks(pullback, *z.shape):
-        jacobians = (_jacobians(pullback, context, rows, axes) for axes in _axes(z).split(at_once))
-        yield torch.cat([of_jacobians(j).diagonal(dim1=1, dim2=2) for j in jacobians], dim=1)
+def marginal_spread(
+    pullback: Pullback, context: Any, z: Tensor, of_jacobians: OfJacobians, of_weights: Tensor | None, diagonal: bool
+) -> Tensor:
+    """Return covariances (B, D, D) or variances (B, D) of the outputs; from variances (P,) of the weights, if given."""
+    axes, parts = _axes(z), []
+    # Of one point, the rows of the Jacobian alone may fill a chunk.
+    pieces = axes.split(max(1, JACOBIAN_ELEMENTS // max(1, pullback.width))) if diagonal else (axes,)
+    for rows in point_chunks(pullback, *z.shape, 1 if of_weights is None else _POINTS_AT_ONCE):
+        if of_weights is None:
+            found = [of_jacobians(_jacobians(pullback, context, rows, piece)) for piece in pieces]
+        else:
+            with torch.no_grad():
+                found = [pullback.output_covariance(pullback.slice_context(context, rows), of_weights)]
+        parts.append(torch.cat([part.diagonal(dim1=1, dim2=2) for part in found], dim=1) if diagonal else found[0])
+    return torch.cat(parts)
 
 
 def jacobians_of_all(pullback: Pullback, context: Any, z: Tensor) -> Tensor:
     """Return the Jacobians (B, D, P) of all points."""
     out, eye = z.new_empty(*z.shape, pullback.n_params), _axes(z)
-    for rows in timed_chunks(pullback, *z.shape):
+    for rows in point_chunks(pullback, *z.shape):
         out[rows] = _jacobians(pullback, context, rows, eye)
     return out
 
@@ -209,16 +178,7 @@ def _axes(z: Tensor) -> Tensor:
     return torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
 
 
-def timed_chunks(pullback: Pullback, n: int, dim: int, least: int = 1) -> Iterator[slice]:
-    """Yield slices of n points whose Jacobians fit a chunk; the first is one point, which tells the time of all."""
-    fits = JACOBIAN_ELEMENTS // max(1, dim * pullback.width)
-    if n <= max(1, fits):
-        yield slice(0, n)
-        return
-    progress, started = Progress(False, FASTER), time.monotonic()
-    start, step = 0, 1
-    while start < n:
-        stop = min(start + step, n)
-        yield slice(start, stop)
-        progress.extrapolate(started, stop, n, f"The prediction of {n} inputs")
-        start, step = stop, max(least, fits, 1)
+def point_chunks(pullback: Pullback, n: int, dim: int, least: int = 1) -> list[slice]:
+    """Return slices of n points whose Jacobians fit a chunk; no points are one empty slice."""
+    step = max(least, JACOBIAN_ELEMENTS // max(1, dim * pullback.width))
+    return [slice(start, min(start + step, n)) for start in range(0, max(1, n), step)]

@@ -1,9 +1,7 @@
-"""Predictions with all parameters: Jacobians in chunks, variances alone, and what is said before a long one."""
+"""Predictions with all parameters: Jacobians in chunks, variances alone; no pass over all of them at once."""
 
 from __future__ import annotations
 
-import itertools
-import warnings
 from typing import Any
 
 import pytest
@@ -17,11 +15,9 @@ from test_laplace_predict import posterior as parametric
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature import progress
 from contrastive_curvature.embedding.spread import Diagonal
-from contrastive_curvature.laplace import base, functional, prediction
+from contrastive_curvature.laplace import prediction
 from contrastive_curvature.network import pullback
-from contrastive_curvature.progress import LongRunWarning
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 
@@ -47,7 +43,7 @@ def posterior(weights: str, structure: str, device: str = "cpu") -> tuple[Any, T
     return fitted(model, weights, "gp", *data(device), host=host, pd_fix="psd"), precision, x
 
 
-MODULES = (prediction, pullback, functional)
+MODULES = (prediction, pullback)
 
 
 @on_every_device
@@ -150,41 +146,6 @@ def test_a_joint_covariance_that_does_not_fit_is_refused_before_anything_runs(
     monkeypatch.setattr(nn.Linear, "forward", fail)
     with pytest.raises(cc.InputError, match=rf"joint=True: expected .*got {len(x)} inputs, {needed:,} numbers"):
         la(x, joint=True)
-
-
-class Clock:
-    """A clock that moves by ``step`` seconds whenever it is read."""
-
-    def __init__(self, step: float) -> None:
-        self.ticks = itertools.count(0, step)
-
-    def monotonic(self) -> float:
-        return next(self.ticks)
-
-
-@pytest.mark.parametrize("diagonal", [False, True])
-@pytest.mark.parametrize("structure", ["diag", "kron", "full", "lowrank", "gp"])
-def test_a_long_prediction_is_told_of_after_its_first_input(
-    structure: str, diagonal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    la, _, x = posterior("all", structure)
-    for module in MODULES:
-        monkeypatch.setattr(module, "JACOBIAN_ELEMENTS", 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        la(x, diagonal_output=diagonal)
-    for module in (prediction, progress):
-        monkeypatch.setattr(module, "time", Clock(20))
-    with pytest.warns(LongRunWarning, match=rf"The prediction of {len(x)} inputs will take about .*last_layer"):
-        la(x, diagonal_output=diagonal)
-
-
-def test_long_samples_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    la, _, x = posterior("all", "diag")
-    for module in (base, progress):
-        monkeypatch.setattr(module, "time", Clock(20))
-    with pytest.warns(LongRunWarning, match=r"Outputs of 40 sampled networks will take about 7 minutes"):
-        la.functional_samples(x, "nn", n_samples=40)
 
 
 def test_a_marginal_sample_of_variances_alone_forms_no_covariance(monkeypatch: pytest.MonkeyPatch) -> None:

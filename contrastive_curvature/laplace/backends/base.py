@@ -68,11 +68,6 @@ from contrastive_curvature.progress import Progress
 
 __all__ = ["ContrastiveBackend", "ContrastiveGGN"]
 
-_FASTER = (
-    "Faster: a random part of the data; margin=None, which needs sums over classes only (with class labels); "
-    "pairs='batch', which takes the pairs inside a batch; subset_of_weights='last_layer'; or a GPU."
-)
-
 
 class ContrastiveBackend(GGNInterface, ABC):
     """Generalised Gauss-Newton of the contrastive loss, for laplace-torch.
@@ -301,7 +296,7 @@ class ContrastiveBackend(GGNInterface, ABC):
             check_loader(loader)
             check_whole(loader)
             with self._ready(loader) as (encoder, pullback):
-                out = self._fit_alone(encoder, pullback, loader, structure, Progress(progress, _FASTER))
+                out = self._fit_alone(encoder, pullback, loader, structure, Progress(progress))
             return self.at_data_scale(out)
         with exchange.together():
             check_loader(loader)
@@ -310,7 +305,7 @@ class ContrastiveBackend(GGNInterface, ABC):
                 check_agreed(exchange, {**identity, "backend": type(self).__name__})
                 self.check_parts()
                 # One process shows its progress for all.
-                shown = Progress(progress if exchange.rank == 0 else False, _FASTER)
+                shown = Progress(progress if exchange.rank == 0 else False)
                 part = exchange.rank, exchange.count
                 reader = self._reader(loader, exchange.rank)
                 found = fit_together(
@@ -343,7 +338,7 @@ class ContrastiveBackend(GGNInterface, ABC):
             check_identity(statistics, identity)
             identity = {**identity, "statistics": digest_of(statistics)}
         with self._ready(loader) as (encoder, pullback):
-            problem = self._problem(encoder, pullback, structure, Progress(progress, _FASTER), part)
+            problem = self._problem(encoder, pullback, structure, Progress(progress), part)
             problem.check_adds_up()
             reader = self._reader(loader, part[0])
             if statistics is None:
@@ -362,7 +357,7 @@ class ContrastiveBackend(GGNInterface, ABC):
             encoder, pullback = self.encoder(probe), self.pullback(probe)
             device = next(encoder.parameters()).device
             part = 0, statistics.count
-            problem = self._problem(encoder, pullback, structure, Progress(False, _FASTER), part)
+            problem = self._problem(encoder, pullback, structure, Progress(False), part)
             out = finish_parts(problem, statistics.to(device), curvature.to(device))
         return self.at_data_scale(out)
 
@@ -401,7 +396,7 @@ class ContrastiveBackend(GGNInterface, ABC):
         self._check_products()
         reader = self._ordered_reader(loader)
         with self._ready(loader) as (encoder, pullback):
-            shown = Progress(progress, _FASTER)
+            shown = Progress(progress)
             hessian, classes = self._all_points(encoder, pullback, reader, shown)
             vectors, values = leading_eigenpairs(pullback, hessian, reader.inputs, self.options.rank, shown)
         n, norm = len(hessian.z), mean_norm(hessian.z)
@@ -425,7 +420,7 @@ class ContrastiveBackend(GGNInterface, ABC):
         self._check_products()
         reader = self._ordered_reader(loader)
         with self._ready(loader) as (encoder, pullback):
-            hessian, _ = self._all_points(encoder, pullback, reader, Progress(None, _FASTER))
+            hessian, _ = self._all_points(encoder, pullback, reader, Progress(None))
             product = curvature_product(pullback, hessian, reader.inputs, v)
         return self._data_scale(len(hessian.z)) * product
 
@@ -452,7 +447,7 @@ class ContrastiveBackend(GGNInterface, ABC):
         check_loader(loader)
         check_whole(loader)
         with self._ready(loader) as (encoder, pullback):
-            reader, shown = self._reader(loader), Progress(progress, _FASTER)
+            reader, shown = self._reader(loader), Progress(progress)
             if not isinstance(self.loss, PairLoss):
                 if self._compares_all:
                     msg = (
