@@ -150,7 +150,7 @@ def marginal_spread(
     axes, parts = _axes(z), []
     # Of one point, the rows of the Jacobian alone may fill a chunk.
     pieces = axes.split(max(1, JACOBIAN_ELEMENTS // max(1, pullback.width))) if diagonal else (axes,)
-    for rows in point_chunks(pullback, *z.shape, 1 if of_weights is None else _POINTS_AT_ONCE):
+    for rows in point_chunks(pullback, len(z), z.shape[1], 1 if of_weights is None else _POINTS_AT_ONCE):
         if of_weights is None:
             found = [of_jacobians(_jacobians(pullback, context, rows, piece)) for piece in pieces]
         else:
