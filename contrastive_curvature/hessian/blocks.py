@@ -10,8 +10,6 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 
-__all__ = ["Blocks", "DenseBlocks", "SampledBlocks", "SignedFactor", "UnrepresentableError"]
-
 
 class UnrepresentableError(InputError):
     """The dtype cannot hold the Hessian: of outputs of these norms, or with these derivatives of the loss."""

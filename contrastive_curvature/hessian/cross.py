@@ -26,8 +26,6 @@ from torch import Tensor
 from contrastive_curvature.hessian.sphere import project_tangent
 from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS
 
-__all__ = ["CrossBlocks", "CrossRoots", "PointVectors", "RootSide", "tangent_axes"]
-
 
 def tangent_axes(u: Tensor, n: Tensor) -> Tensor:
     """Return ``P_i e_k / n_i`` for every output axis k, from directions (N, D) and norms (N,); shape (N, D, D)."""

@@ -12,8 +12,6 @@ from contrastive_curvature.hessian.blocks import Blocks, DenseBlocks, Unrepresen
 from contrastive_curvature.hessian.moments import Moments
 from contrastive_curvature.hessian.sphere import project_tangent
 
-__all__ = ["CurvedBlocks", "ProjectedBlocks"]
-
 _DENSE_ELEMENTS = 2**24
 """Numbers of matrices that are formed at once."""
 

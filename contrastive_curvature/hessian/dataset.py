@@ -14,8 +14,6 @@ from contrastive_curvature.hessian.output import OutputHessian, make_blocks
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.options import Distance, PDFix
 
-__all__ = ["ClassCoupling", "DatasetHessian", "HessianPart", "HessianPoints"]
-
 
 @dataclass(frozen=True)
 class HessianPart:

@@ -16,8 +16,6 @@ from contrastive_curvature.hessian.cross import CrossRoots
 from contrastive_curvature.hessian.moments import Moments
 from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS
 
-__all__ = ["CosineDerivatives", "DatasetDerivatives", "NodeSums", "PartOfDerivatives", "Totals", "refuse_sampled"]
-
 _CHUNK_ROWS = 2**16
 """Points that are held in float64 at once."""
 

@@ -21,8 +21,6 @@ from torch import Tensor
 from contrastive_curvature.hessian.sphere import project_tangent
 from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS
 
-__all__ = ["DenseMoments", "MomentPart", "Moments", "PairMoments"]
-
 
 class Moments(ABC):
     """N symmetric (D, D) matrices ``M_i``."""

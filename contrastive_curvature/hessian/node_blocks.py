@@ -19,8 +19,6 @@ from contrastive_curvature.hessian.blocks import Blocks, SignedFactor, Unreprese
 from contrastive_curvature.hessian.sphere import project_tangent
 from contrastive_curvature.options import Distance
 
-__all__ = ["NodeBlocks"]
-
 
 @dataclass(frozen=True)
 class NodeBlocks(Blocks):

@@ -24,8 +24,6 @@ from contrastive_curvature.hessian.node_blocks import NodeBlocks
 from contrastive_curvature.hessian.sphere import normalize, project_tangent
 from contrastive_curvature.options import Distance, PDFix
 
-__all__ = ["DENSE_LIMIT", "OutputHessian", "make_blocks"]
-
 DENSE_LIMIT = 2**13
 """Rows of the largest output Hessian that is ever formed."""
 

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
-__all__ = ["L2Norm", "check_outputs", "norms", "normalize", "project_tangent"]
-
 
 class L2Norm(nn.Module):
     """Divide every row by its Euclidean norm: the last module of an encoder that embeds on the unit sphere.

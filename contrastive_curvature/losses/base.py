@@ -22,8 +22,6 @@ from contrastive_curvature.pairs import Pairs, make_relation
 from contrastive_curvature.pairs.edges import EdgeRelation
 from contrastive_curvature.pairs.relation import Relation, RelationFunction, make_target_relation
 
-__all__ = ["PairLoss", "Terms"]
-
 
 def _weight(value: float) -> float:
     check_negative_weight(value)

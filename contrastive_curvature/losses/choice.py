@@ -13,17 +13,6 @@ from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.options import Default, Distance, Normalization, PDFix, default
 from contrastive_curvature.pairs import Pairs
 
-__all__ = [
-    "DISTANCE",
-    "MARGIN",
-    "NEGATIVE_WEIGHT",
-    "NORMALIZATION",
-    "OF_THE_LOSS",
-    "PD_FIX",
-    "choose_loss",
-    "output_hessian",
-]
-
 OF_THE_LOSS = ("margin", "negative_weight", "normalization")
 """Options of the contrastive loss; another loss brings its own."""
 

@@ -18,8 +18,6 @@ from contrastive_curvature.options import LARGEST_DISTANCE, Distance, Normalizat
 from contrastive_curvature.pairs.relation import LabelRelation, Relation, RelationFunction
 from contrastive_curvature.parts.class_table import ClassTable
 
-__all__ = ["ContrastiveDerivatives", "ContrastiveLoss"]
-
 
 class ContrastiveLoss(PairLoss):
     r"""Contrastive loss on the unit sphere (paper, Eq. 1 and 20-24, in the form that metric-learning libraries use).

@@ -26,7 +26,6 @@ from contrastive_curvature.progress import late_bar
 if TYPE_CHECKING:
     from contrastive_curvature.losses.contrastive import ContrastiveLoss
 
-__all__ = ["ContrastiveOfClasses", "InsideColumns", "LabelledPoints", "SampledContrastive"]
 
 _TILE_ROWS, _TILE_COLUMNS = 512, 2048
 """A tile of this size stays in the cache of one core; the product is bound by memory, not by arithmetic."""

@@ -22,8 +22,6 @@ from contrastive_curvature.pairs import Pairs
 from contrastive_curvature.pairs.edges import GradedPairs, placed
 from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS, Relation
 
-__all__ = ["CoSENTDerivatives", "CoSENTLoss", "ListedMoments", "ListedVectors", "PairEnds"]
-
 
 class CoSENTLoss(CosineLoss):
     r"""CoSENT: compares the cosines of any two pairs of different grades, all of a batch at once.

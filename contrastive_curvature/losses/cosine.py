@@ -22,8 +22,6 @@ from contrastive_curvature.options import Distance, PDFix, parse_option
 from contrastive_curvature.pairs import Pairs
 from contrastive_curvature.pairs.relation import Relation
 
-__all__ = ["CosineLoss"]
-
 _T = TypeVar("_T", bound=Any)
 
 

@@ -20,7 +20,6 @@ from contrastive_curvature.progress import LongRunWarning
 if TYPE_CHECKING:
     from contrastive_curvature.losses.base import PairLoss
 
-__all__ = ["PairDerivatives"]
 
 _MANY_PRODUCTS = 10**12
 """Products of numbers that take minutes on one core."""

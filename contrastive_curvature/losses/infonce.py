@@ -11,8 +11,6 @@ from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.losses.rows import RowLoss, RowTerms, check_temperature
 from contrastive_curvature.options import Distance, PDFix
 
-__all__ = ["InfoNCELoss"]
-
 _TEMPERATURE = 0.1
 
 

@@ -10,8 +10,6 @@ from contrastive_curvature import validate
 from contrastive_curvature.losses.base import PairLoss, Terms
 from contrastive_curvature.options import Distance, Normalization, PDFix
 
-__all__ = ["LogisticLoss"]
-
 
 class LogisticLoss(PairLoss):
     r"""Logistic regression of "same class?" on the cosine of a pair (SigLIP's loss, for pairs of one encoder).

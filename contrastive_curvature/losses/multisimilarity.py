@@ -9,8 +9,6 @@ from contrastive_curvature import validate
 from contrastive_curvature.losses.rows import RowLoss, RowTerms
 from contrastive_curvature.options import Distance, PDFix
 
-__all__ = ["MultiSimilarityLoss"]
-
 
 class MultiSimilarityLoss(RowLoss):
     r"""Multi-similarity loss: soft maxima over the positives that are too far and the negatives that are too close.

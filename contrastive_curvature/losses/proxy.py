@@ -21,8 +21,6 @@ from contrastive_curvature.options import Distance, PDFix
 from contrastive_curvature.pairs import Pairs
 from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS, LabelRelation, Relation, TargetRelation, check_labels
 
-__all__ = ["ProxyDerivatives", "ProxyLoss"]
-
 _KINDS = ("softmax", "arcface", "cosface")
 
 

@@ -18,7 +18,6 @@ from contrastive_curvature.pairs.relation import Relation
 if TYPE_CHECKING:
     from contrastive_curvature.losses.rows import RowLoss, RowTerms
 
-__all__ = ["RowDerivatives"]
 
 _HELD_ELEMENTS = 2**24
 """Pairs whose derivatives are kept instead of being computed again."""

@@ -20,8 +20,6 @@ from contrastive_curvature.pairs import Pairs, make_relation
 from contrastive_curvature.pairs.relation import Relation
 from contrastive_curvature.pairs.targets import make_targets
 
-__all__ = ["RowLoss", "RowTerms", "check_temperature"]
-
 _SMALLEST_TEMPERATURE = 1e-6
 """Curvatures go with the inverse square of a temperature; at a smaller one float32 has no digits of a cosine left."""
 

@@ -21,7 +21,6 @@ from contrastive_curvature.losses.weighting import ClassShares, find_classes
 if TYPE_CHECKING:
     from contrastive_curvature.losses.base import PairLoss
 
-__all__ = ["BankedPoints", "Candidates", "SampledPairDerivatives", "SpreadMoments", "ranges", "unit"]
 
 _TOGETHER = 256
 """Points of small classes that are looked at together: one product instead of many small ones."""

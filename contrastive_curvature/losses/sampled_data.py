@@ -22,17 +22,6 @@ from contrastive_curvature.options import PDFix, Structure
 from contrastive_curvature.parts.class_table import ClassTable
 from contrastive_curvature.parts.rows import Rows
 
-__all__ = [
-    "MANY_POINTS",
-    "NEGATIVE_SAMPLES",
-    "check_samplable",
-    "needs_points",
-    "sampled_hessian",
-    "sampled_unasked",
-    "sums_suffice",
-    "without_cross_terms",
-]
-
 MANY_POINTS = 30_000
 """From so many points on a sample stands for all negatives, where the user leaves it open."""
 

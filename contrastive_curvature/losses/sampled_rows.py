@@ -18,7 +18,6 @@ from contrastive_curvature.losses.weighting import find_classes
 if TYPE_CHECKING:
     from contrastive_curvature.losses.rows import RowLoss
 
-__all__ = ["SampledRowDerivatives"]
 
 _HELD = 2**23
 """Pairs of the points of a batch whose second derivatives are kept instead of being computed again."""

@@ -12,8 +12,6 @@ from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS, LabelRelation, Relation, check_labels
 
-__all__ = ["Side", "Sides", "joined_towers"]
-
 
 @dataclass(frozen=True)
 class Side:

@@ -10,8 +10,6 @@ from contrastive_curvature import validate
 from contrastive_curvature.losses.rows import RowLoss, RowTerms
 from contrastive_curvature.options import Distance, PDFix
 
-__all__ = ["SigLIPLoss"]
-
 
 class SigLIPLoss(RowLoss):
     r"""Sigmoid loss: for every anchor and candidate, whether they belong together, each pair by itself.

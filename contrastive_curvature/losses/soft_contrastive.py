@@ -12,8 +12,6 @@ from contrastive_curvature.hessian.blocks import UnrepresentableError
 from contrastive_curvature.losses.base import PairLoss, Terms
 from contrastive_curvature.options import Distance, Normalization, PDFix
 
-__all__ = ["SoftContrastiveLoss"]
-
 _MEETING = 64
 """Rounding errors by which ``2 - 2 s`` of a point and itself may differ from zero."""
 

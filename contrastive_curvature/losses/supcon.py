@@ -8,8 +8,6 @@ from torch import Tensor
 from contrastive_curvature.losses.rows import RowLoss, RowTerms, check_temperature
 from contrastive_curvature.options import Distance, PDFix
 
-__all__ = ["SupConLoss"]
-
 
 class SupConLoss(RowLoss):
     r"""Supervised contrastive loss: a softmax over all candidates, with the positives as equal targets.

@@ -16,8 +16,6 @@ from contrastive_curvature.pairs import Pairs
 from contrastive_curvature.pairs.edges import EdgeRelation
 from contrastive_curvature.pairs.relation import Relation
 
-__all__ = ["ListedTripletDerivatives", "ListedTriplets", "TripletLoss", "listed_violations"]
-
 _MOST_PAIRS = 2**24
 """Anchors times candidates of the largest batch whose derivatives are formed."""
 

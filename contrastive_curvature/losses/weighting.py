@@ -20,17 +20,6 @@ from contrastive_curvature.options import Normalization
 from contrastive_curvature.pairs.edges import EdgeRelation
 from contrastive_curvature.pairs.relation import Relation
 
-__all__ = [
-    "ClassShares",
-    "PairFactors",
-    "Shares",
-    "class_pairs",
-    "count_shares",
-    "find_classes",
-    "lone_shares",
-    "pair_totals",
-]
-
 
 @dataclass(frozen=True)
 class Shares:

@@ -10,8 +10,6 @@ from torch import Tensor
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS, Relation
 
-__all__ = ["EdgeRelation", "GradedPairs", "placed"]
-
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 

@@ -15,18 +15,6 @@ from torch import Tensor
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
-__all__ = [
-    "BLOCK_ELEMENTS",
-    "CallableRelation",
-    "LabelRelation",
-    "MaskRelation",
-    "Relation",
-    "RelationFunction",
-    "TargetRelation",
-    "check_labels",
-    "make_target_relation",
-]
-
 RelationFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 BLOCK_ELEMENTS = 2**22

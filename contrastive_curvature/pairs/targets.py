@@ -8,8 +8,6 @@ from torch import Tensor
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.pairs.relation import Relation
 
-__all__ = ["PartnerRelation", "TargetMatrix", "make_targets"]
-
 _SUM = 1e-4
 """How far the targets of an anchor may be from one: softmax in half precision is not nearer."""
 
