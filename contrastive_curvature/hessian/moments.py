@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -50,100 +50,90 @@ class Moments(ABC):
         """Return a bound of the entries of ``M_i`` in absolute value, shape (N,); not finite where an entry is not."""
 
 
-@dataclass(frozen=True)
-class DenseMoments(Moments):
-    """Moments held as matrices.
-
-    Args:
-        matrices: Shape (N, D, D).
-    """
-
-    matrices: Tensor
-
-    def __getitem__(self, rows: slice) -> DenseMoments:
-        return DenseMoments(self.matrices[rows])
-
-    def dense(self) -> Tensor:
-        """See :meth:`Moments.dense`."""
-        return self.matrices
-
-    def matmul(self, x: Tensor) -> Tensor:
-        """See :meth:`Moments.matmul`."""
-        return self.matrices @ x
-
-    def diagonal(self, u: Tensor) -> Tensor:
-        """See :meth:`Moments.diagonal`."""
-        return _projected(u, self.matrices).diagonal(dim1=1, dim2=2)
-
-    def gram(self, u: Tensor, scale: Tensor) -> Tensor:
-        """See :meth:`Moments.gram`."""
-        return torch.einsum("i,iab->ab", scale, _projected(u, self.matrices))
-
-    def bound(self) -> Tensor:
-        """See :meth:`Moments.bound`."""
-        return self.matrices.abs().flatten(1).sum(1)
-
-
-@dataclass(frozen=True)
 class MomentPart:
-    """Weights of a range of points and the candidates that they belong to.
+    """Weights of some points with the candidates that they have in common.
 
     Args:
-        start: First point.
-        stop: One past the last point.
-        weigh: Weights of the points from one to another, (B, M), numbered like ``start``; where they are known already
-            together with their cosines with the candidates, (B, M).
+        points: Which points, in rising order, shape (P,).
+        weigh: Weights of the points from one to another, (B, M); and their cosines with the candidates, (B, M), where
+            these are known.
         others: ``o``, shape (M, D).
+        first: Number of the first point for ``weigh``.
+
+    Attributes:
+        last: Range and weights of the last block, kept as one operation follows another.
     """
 
-    start: int
-    stop: int
-    weigh: Callable[[int, int], Tensor | tuple[Tensor, Tensor | None]]
-    others: Tensor
+    def __init__(
+        self,
+        points: Tensor,
+        weigh: Callable[[int, int], tuple[Tensor, Tensor | None]],
+        others: Tensor,
+        first: int = 0,
+    ) -> None:
+        self.points, self.weigh, self.others, self.first = points, weigh, others, first
+        self.last: tuple[tuple[int, int], tuple[Tensor, Tensor | None]] | None = None
+
+    def between(self, low: int, high: int) -> MomentPart:
+        """Return the part of points ``low..high``, counted from the first one of them."""
+        start, stop = (int(torch.searchsorted(self.points, end)) for end in (low, high))
+        return MomentPart(self.points[start:stop] - low, self.weigh, self.others, self.first + start)
+
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:
+        """Iterate over points, their weights, known cosines and candidates, in blocks of bounded size."""
+        step = max(1, BLOCK_ELEMENTS // max(1, len(self.others)))
+        for start in range(0, len(self.points), step):
+            points = self.points[start : start + step]
+            numbers = self.first + start, self.first + start + len(points)
+            if self.last is None or self.last[0] != numbers:
+                self.last = numbers, self.weigh(*numbers)
+            yield points, *self.last[1], self.others
 
 
 class PairMoments(Moments):
     """Moments from weights of pairs, which are asked for in blocks of points.
 
+    All is computed in the type of the vectors.
+
     Args:
-        parts: Ranges of points, in order, without a gap.
+        parts: Points with the same candidates; a point may be in several of them.
         signs: Of the vectors, shape (R,).
         vectors: ``v``, shape (R, N, D).
         bound: See :meth:`Moments.bound`, where it is known.
+        dtype: Of the results, where it is another one.
     """
 
-    def __init__(self, parts: list[MomentPart], signs: Tensor, vectors: Tensor, bound: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        parts: list[MomentPart],
+        signs: Tensor,
+        vectors: Tensor,
+        bound: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.parts, self.signs, self.vectors, self._bound = parts, signs, vectors, bound
-        self._last: tuple[tuple[int, int], tuple[Tensor, Tensor | None]] | None = None
+        self.dtype = dtype or vectors.dtype
 
     def __getitem__(self, rows: slice) -> PairMoments:
-        first = self.parts[0].start if self.parts else 0
         low, high, _ = rows.indices(self.vectors.shape[1])
-        parts = [
-            MomentPart(max(p.start, first + low), min(p.stop, first + high), p.weigh, p.others) for p in self.parts
-        ]
-        kept = [p for p in parts if p.start < p.stop]
+        parts = [part.between(low, max(low, high)) for part in self.parts]
         bound = None if self._bound is None else self._bound[rows]
-        return PairMoments(kept, self.signs, self.vectors[:, rows], bound)
-
-    def release(self) -> None:
-        """Forget the last weights."""
-        self._last = None
+        return PairMoments(parts, self.signs, self.vectors[:, rows], bound, self.dtype)
 
     def dense(self) -> Tensor:
         """See :meth:`Moments.dense`."""
         _, n, dim = self.vectors.shape
         out = self.vectors.new_zeros(n, dim * dim)
-        for rows, weights, _, others in self._blocks():
+        for points, weights, _, others in self._blocks():
             step = max(1, BLOCK_ELEMENTS // dim**2)
             for start in range(0, others.shape[0], step):
                 some = others[start : start + step]
                 outer = (some.unsqueeze(2) * some.unsqueeze(1)).flatten(1)
-                out[rows].addmm_(weights[:, start : start + step], outer)
+                out.index_add_(0, points, weights[:, start : start + step] @ outer)
         out = out.view(n, dim, dim)
         for sign, v in zip(self.signs, self.vectors, strict=True):
             out += sign * v.unsqueeze(2) * v.unsqueeze(1)
-        return out
+        return out.to(self.dtype)
 
     def matmul(self, x: Tensor) -> Tensor:
         """See :meth:`Moments.matmul`."""
@@ -153,68 +143,53 @@ class PairMoments(Moments):
             step = max(1, BLOCK_ELEMENTS // max(1, dim * dim))
             parts = [self[k : k + step].dense() @ x[k : k + step] for k in range(0, n, step)]
             return torch.cat(parts) if parts else torch.zeros_like(x)
+        x = x.to(self.vectors.dtype)
         out = torch.zeros_like(x)
-        for rows, weights, _, others in self._blocks():
+        for points, weights, _, others in self._blocks():
             for k in range(x.shape[2]):
-                out[rows, :, k] = (weights * (x[rows, :, k] @ others.T)) @ others
+                out[..., k].index_add_(0, points, (weights * (x[points, :, k] @ others.T)) @ others)
         for sign, v in zip(self.signs, self.vectors, strict=True):
             out += sign * v.unsqueeze(2) * (v.unsqueeze(1) @ x)
-        return out
+        return out.to(self.dtype)
 
     def diagonal(self, u: Tensor) -> Tensor:
         """See :meth:`Moments.diagonal`."""
+        u = u.to(self.vectors.dtype)
         out = torch.zeros_like(u)
-        for rows, weights, known, others in self._blocks():
-            x = u[rows]
+        for points, weights, known, others in self._blocks():
+            x = u[points]
             cosine = x @ others.T if known is None else known
             along = weights * cosine
             mixed = 2 * (along @ others) - x * torch.linalg.vecdot(along, cosine).unsqueeze(1)
-            out[rows] = torch.addmm(-x * mixed, weights, others.square())
+            out.index_add_(0, points, torch.addmm(-x * mixed, weights, others.square()))
         for sign, v in zip(self.signs, self.vectors, strict=True):
             out += sign * project_tangent(u, v).square()
-        return out
+        return out.to(self.dtype)
 
     def gram(self, u: Tensor, scale: Tensor) -> Tensor:
         """See :meth:`Moments.gram`."""
+        u, scale = u.to(self.vectors.dtype), scale.to(self.vectors.dtype)
         out = u.new_zeros(u.shape[1], u.shape[1])
-        for rows, weights, known, others in self._blocks():
-            x = u[rows]
+        for points, weights, known, others in self._blocks():
+            x = u[points]
             cosine = x @ others.T if known is None else known
             along = weights * cosine
             half = torch.linalg.vecdot(along, cosine).unsqueeze(1) * x / 2 - along @ others
-            mixed = (x * scale[rows].unsqueeze(1)).T @ half
-            out += mixed + mixed.T + (others * (scale[rows] @ weights).unsqueeze(1)).T @ others
+            mixed = (x * scale[points].unsqueeze(1)).T @ half
+            out += mixed + mixed.T + (others * (scale[points] @ weights).unsqueeze(1)).T @ others
         for sign, v in zip(self.signs, self.vectors, strict=True):
             tangent = project_tangent(u, v)
             out.addmm_((tangent * (sign * scale).unsqueeze(1)).T, tangent)
-        return out
+        return out.to(self.dtype)
 
     def bound(self) -> Tensor:
         """See :meth:`Moments.bound`."""
-        if self._bound is not None:
-            return self._bound
-        out = self.vectors.square().sum((0, 2))
-        for rows, weights, *_ in self._blocks():
-            out[rows] += torch.linalg.vector_norm(weights, ord=1, dim=1)
-        self._bound = out
-        return out
+        if self._bound is None:
+            self._bound = self.vectors.square().sum((0, 2))
+            for points, weights, *_ in self._blocks():
+                self._bound.index_add_(0, points, torch.linalg.vector_norm(weights, ord=1, dim=1))
+        return self._bound.to(self.dtype)
 
-    def _blocks(self) -> Iterator[tuple[slice, Tensor, Tensor | None, Tensor]]:
-        """Iterate over rows, their weights, known cosines and candidates, in blocks of bounded size."""
-        first = self.parts[0].start if self.parts else 0
-        for part in self.parts:
-            step = max(1, BLOCK_ELEMENTS // max(1, part.others.shape[0]))
-            for start in range(part.start, part.stop, step):
-                stop = min(start + step, part.stop)
-                yield slice(start - first, stop - first), *self._weigh(part, start, stop), part.others
-
-    def _weigh(self, part: MomentPart, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        """Return the weights of a block; the last ones are kept, as one operation follows another."""
-        if self._last is None or self._last[0] != (start, stop):
-            found = part.weigh(start, stop)
-            self._last = (start, stop), found if isinstance(found, tuple) else (found, None)
-        return self._last[1]
-
-
-def _projected(u: Tensor, matrices: Tensor) -> Tensor:
-    return project_tangent(u, project_tangent(u, matrices).mT)
+    def _blocks(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:
+        """Iterate over the blocks of all parts."""
+        return chain.from_iterable(part.blocks() for part in self.parts)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.hessian.derivatives import DatasetDerivatives, NodeSums, Totals
-from contrastive_curvature.hessian.moments import DenseMoments, MomentPart, PairMoments
+from contrastive_curvature.hessian.moments import MomentPart, PairMoments
 from contrastive_curvature.losses.weighting import ClassShares, Shares, count_shares, pair_totals
 from contrastive_curvature.options import PDFix
-from contrastive_curvature.pairs.edges import EdgeRelation
+from contrastive_curvature.pairs.edges import EdgeRelation, placed
 from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS, LabelRelation, Relation, TargetRelation
 from contrastive_curvature.progress import LongRunWarning
 
@@ -197,36 +197,44 @@ class PairDerivatives(DatasetDerivatives):
             y, _, part = block(here.start, here.stop, not self.loss.value_from_sums)
             degree[here], neighbors[here] = y.sum(1), y @ self.u
             value = value + part.double() / 2
-        moments = None
-        if not self.loss.linear:
-            none = self.u.new_zeros(0, count, dim)
-            weigh = MomentPart(0, count, lambda a, b: (cast("Tensor", block(a, b, False)[1]), None), self.u)
-            moments = PairMoments([weigh], none.new_zeros(0), none)
-        return NodeSums(degree, neighbors, moments, value).checked(type(self.loss).__name__)
+        return self._summed(degree, neighbors, value, lambda a, b: cast("Tensor", block(a, b, False)[1]))
 
     def _listed_sums(self, relation: EdgeRelation) -> NodeSums:
-        n, dim = self.u.shape
-        degree, neighbors = self.u.new_zeros(n), torch.zeros_like(self.u)
-        moments = None if self.loss.linear else self.u.new_zeros(n, dim, dim)
+        degree, neighbors = self.u.new_zeros(self.n), torch.zeros_like(self.u)
         value = degree.new_zeros((), dtype=torch.float64)
-        width = dim if moments is None else dim * dim
-        for i, j, block in self._listed(relation, width, value=not self.loss.value_from_sums):
-            y, c, part = block
+        seconds = [degree.new_zeros(0)]
+        for i, j, (y, c, part) in self._listed(relation, value=not self.loss.value_from_sums):
             value = value + part.double()
             for a, b in ((i, j), (j, i)):
                 degree.index_add_(0, a, y)
                 neighbors.index_add_(0, a, y.unsqueeze(1) * self.u[b])
-                if moments is not None and c is not None:
-                    outer = self.u[b].unsqueeze(2) * self.u[b].unsqueeze(1)
-                    moments.index_add_(0, a, c.view(-1, 1, 1) * outer)
-        held = None if moments is None else DenseMoments(moments)
-        return NodeSums(degree, neighbors, held, value).checked(type(self.loss).__name__)
+            seconds += [] if c is None else [c]
+        second = torch.cat(seconds)
+
+        def weigh(start: int, stop: int) -> Tensor:
+            rows = self.u.new_zeros(stop - start, self.n)
+            for inside, place in placed(relation.i, relation.j, slice(start, stop), slice(0, self.n)):
+                rows[place] = second[inside]
+            return rows
+
+        return self._summed(degree, neighbors, value, weigh)
+
+    def _summed(
+        self, degree: Tensor, neighbors: Tensor, value: Tensor, weigh: Callable[[int, int], Tensor]
+    ) -> NodeSums:
+        """Return sums over neighbours, with the moments from ``c`` of ranges of points, which ``weigh`` gives."""
+        moments = None
+        if not self.loss.linear:
+            points = torch.arange(len(degree), device=self.u.device)
+            part = MomentPart(points, lambda start, stop: (weigh(start, stop), None), self.u)
+            moments = PairMoments([part], degree.new_zeros(0), neighbors.new_zeros(0, *neighbors.shape))
+        return NodeSums(degree, neighbors, moments, value).checked(type(self.loss).__name__)
 
     def _listed(
-        self, relation: EdgeRelation, width: int | None = None, value: bool = False
+        self, relation: EdgeRelation, width: int = 1, value: bool = False
     ) -> Iterator[tuple[Tensor, Tensor, _Block]]:
         """Iterate over chunks of the listed pairs: their points and their block, each (K,)."""
-        step = max(1, BLOCK_ELEMENTS // max(1, width or 1, self.u.shape[1]))
+        step = max(1, BLOCK_ELEMENTS // max(width, self.u.shape[1]))
         for start in range(0, relation.i.numel(), step):
             chunk = slice(start, start + step)
             i, j = relation.i[chunk], relation.j[chunk]

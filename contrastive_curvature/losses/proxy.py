@@ -260,7 +260,7 @@ class ProxyDerivatives(CosineDerivatives):
             vectors[:, here], spread = self._vectors(block)
             bound[here] = spread.squeeze(1)
         bound += vectors.square().sum((0, 2))
-        parts = [MomentPart(0, self.n, self._weigh, self.proxies)]
+        parts = [MomentPart(torch.arange(self.n, device=self.u.device), self._weigh, self.proxies)]
         moments = PairMoments(parts, self.u.new_tensor(_SIGNS), vectors, bound)
         hint = "" if self.loss.convex else "With a margin on the angle, they are infinite on the own proxy."
         return NodeSums(degree, neighbors, moments, self._value()).checked(type(self.loss).__name__, hint)
@@ -337,5 +337,5 @@ class ProxyDerivatives(CosineDerivatives):
         top = block.p.argmax(1, keepdim=True)
         return block.p.scatter(1, block.label, 0.0).scatter(1, top, 0.0), top
 
-    def _weigh(self, start: int, stop: int) -> Tensor:
-        return self.loss.scale**2 * self.weight * self._others(self._block(start, stop))[0]
+    def _weigh(self, start: int, stop: int) -> tuple[Tensor, None]:
+        return self.loss.scale**2 * self.weight * self._others(self._block(start, stop))[0], None

@@ -40,7 +40,7 @@ class RowDerivatives(CosineDerivatives):
         self.loss, self.u, self.n, self.fix = loss, u, len(u), loss.pd_fix
         self.signs = u.new_tensor(loss.root_signs)
         self._values: tuple[Tensor, Tensor] | None = None
-        self._moments: PairMoments | None = None
+        self._moment_parts: list[MomentPart] = []
         self._sides = [_Anchors(loss, relation, u, side) for side in sides]
         self.anchors = sum(int(known.kept.sum()) for known in self._sides)
         self.skipped = sum(known.kept.numel() for known in self._sides) - self.anchors
@@ -73,10 +73,12 @@ class RowDerivatives(CosineDerivatives):
         if self.fix.attracting_only:
             for rows, y, _ in self.row_blocks(3):
                 degree[rows], neighbors[rows] = y.sum(1), y @ self.u
+        moments = None
         if not self.loss.linear:
-            self._moments = PairMoments(list(self._parts()), signs, vectors)
+            self._moment_parts = list(self._parts())
+            moments = PairMoments(self._moment_parts, signs, vectors)
         value = degree.new_zeros((), dtype=torch.float64)
-        return NodeSums(degree, neighbors, self._moments, value).checked(type(self.loss).__name__)
+        return NodeSums(degree, neighbors, moments, value).checked(type(self.loss).__name__)
 
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
         """See :meth:`CosineDerivatives.rows`."""
@@ -140,8 +142,8 @@ class RowDerivatives(CosineDerivatives):
         """Forget the numbers of all pairs of points; they are computed again when they are asked for."""
         for known in self._sides:
             known.held = known.cosines = None
-        if self._moments is not None:
-            self._moments.release()
+        for part in self._moment_parts:
+            part.last = None
 
     def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
         """See :meth:`CosineDerivatives.loss_and_cost`; the cost is the loss above the least that it can be."""
@@ -165,7 +167,8 @@ class RowDerivatives(CosineDerivatives):
             for mine, other in ((side.anchors, side.candidates), (side.candidates, side.anchors)):
                 ranges[mine.start, mine.stop] = mine, other
         for (start, stop), (mine, other) in sorted(ranges.items(), key=lambda item: item[0]):
-            yield MomentPart(start, stop, partial(self._moment_weights, mine), self.u[other])
+            points = torch.arange(start, stop, device=self.u.device)
+            yield MomentPart(points, partial(self._moment_weights, mine), self.u[other], first=start)
 
     def _moment_weights(self, points: slice, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         """Return the weights of the candidates of points ``start..stop``, in both directions; and known cosines."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.hessian.derivatives import DatasetDerivatives, NodeSums, refuse_sampled
-from contrastive_curvature.hessian.moments import MomentPart, Moments, PairMoments
+from contrastive_curvature.hessian.moments import MomentPart, PairMoments
 from contrastive_curvature.losses.weighting import ClassShares, find_classes
 
 if TYPE_CHECKING:
@@ -131,63 +131,6 @@ class BankedPoints:
         return rows.sort().values, Candidates(self.wide(place), place, self.index[place], positives=True)
 
 
-class SpreadMoments(Moments):
-    """A sum of moments that belong to some of the points each, in float64; results have the dtype of the points.
-
-    Args:
-        parts: Which of the points, in rising order, and their moments.
-        n: Number N of points.
-        dtype: Of the results.
-        bound: See :meth:`Moments.bound`, shape (N,).
-    """
-
-    def __init__(self, parts: list[tuple[Tensor, PairMoments]], n: int, dtype: torch.dtype, bound: Tensor) -> None:
-        self.parts, self.n, self.dtype, self._bound = parts, n, dtype, bound
-
-    def __getitem__(self, rows: slice) -> SpreadMoments:
-        low, high, _ = rows.indices(self.n)
-        high = max(low, high)
-        parts = []
-        for points, moments in self.parts:
-            start, stop = (int(torch.searchsorted(points, end)) for end in (low, high))
-            if start < stop:
-                parts.append((points[start:stop] - low, moments[start:stop]))
-        return SpreadMoments(parts, high - low, self.dtype, self._bound[low:high])
-
-    def dense(self) -> Tensor:
-        """See :meth:`Moments.dense`."""
-        dim = self.parts[0][1].vectors.shape[2] if self.parts else 0
-        return self._sum((dim, dim), lambda _, moments: moments.dense())
-
-    def matmul(self, x: Tensor) -> Tensor:
-        """See :meth:`Moments.matmul`."""
-        wide = x.double()
-        return self._sum(x.shape[1:], lambda points, moments: moments.matmul(wide[points]))
-
-    def diagonal(self, u: Tensor) -> Tensor:
-        """See :meth:`Moments.diagonal`."""
-        wide = u.double()
-        return self._sum(u.shape[1:], lambda points, moments: moments.diagonal(wide[points]))
-
-    def gram(self, u: Tensor, scale: Tensor) -> Tensor:
-        """See :meth:`Moments.gram`."""
-        wide, weight = u.double(), scale.double()
-        out = wide.new_zeros(u.shape[1], u.shape[1])
-        for points, moments in self.parts:
-            out += moments.gram(wide[points], weight[points])
-        return out.to(self.dtype)
-
-    def bound(self) -> Tensor:
-        """See :meth:`Moments.bound`."""
-        return self._bound.to(self.dtype)
-
-    def _sum(self, shape: tuple[int, ...], of: Callable[[Tensor, PairMoments], Tensor]) -> Tensor:
-        out = self._bound.new_zeros(self.n, *shape)
-        for points, moments in self.parts:
-            out.index_add_(0, points, of(points, moments))
-        return out.to(self.dtype)
-
-
 class SampledPairDerivatives(DatasetDerivatives):
     """What a loss of pairs adds to the block of every point of a data set, from N (M + size of a class) pairs.
 
@@ -217,8 +160,8 @@ class SampledPairDerivatives(DatasetDerivatives):
         """See :meth:`DatasetDerivatives.sums_for`."""
         x, index = unit(u), find_classes(self.points.classes, targets.to(self.labels.device))
         degree, neighbors, value = x.new_zeros(len(x)), torch.zeros_like(x), x.new_zeros(())
-        bound, signs = x.new_zeros(len(x)), x.new_zeros(0)
-        parts: list[tuple[Tensor, PairMoments]] = []
+        bound = x.new_zeros(len(x))
+        parts: list[MomentPart] = []
         for rows, place, others in self.points.met(x, index):
             pairs = partial(self._pairs, x[rows], index[rows], place, others)
             for start, stop in ranges(len(rows), len(others.u), _PAIRS):
@@ -229,11 +172,11 @@ class SampledPairDerivatives(DatasetDerivatives):
                 value = value + part / 2
                 if second is not None:
                     bound[some] += second.abs().sum(1)
-            if not self.loss.linear and len(others.u):
-                moments = MomentPart(0, len(rows), partial(_second, pairs), others.u)
-                parts.append((rows, PairMoments([moments], signs, x.new_zeros(0, len(rows), x.shape[1]))))
-        spread = None if self.loss.linear else SpreadMoments(parts, len(x), u.dtype, bound)
-        return NodeSums(degree, neighbors, spread, value).checked(type(self.loss).__name__)
+            parts.append(MomentPart(rows, partial(_second, pairs), others.u))
+        moments = None
+        if not self.loss.linear:
+            moments = PairMoments(parts, x.new_zeros(0), x.new_zeros(0, *x.shape), bound, u.dtype)
+        return NodeSums(degree, neighbors, moments, value).checked(type(self.loss).__name__)
 
     def _pairs(
         self, x: Tensor, index: Tensor, place: Tensor, others: Candidates, start: int, stop: int
@@ -250,10 +193,7 @@ class SampledPairDerivatives(DatasetDerivatives):
         first, second = self.loss._checked_terms(cosine, attract, repel)
         if self.loss.pd_fix.second_only:
             first = torch.zeros_like(first)
-        value = cosine.new_zeros(())
-        if not self.loss.value_from_sums:
-            value = self.loss._checked_value(cosine, attract, repel)
-        return first, second, value
+        return first, second, self.loss._checked_value(cosine, attract, repel)
 
 
 def unit(u: Tensor) -> Tensor:

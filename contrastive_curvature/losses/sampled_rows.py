@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from contrastive_curvature.hessian.derivatives import DatasetDerivatives, NodeSums, Totals, refuse_sampled
 from contrastive_curvature.hessian.moments import MomentPart, PairMoments
-from contrastive_curvature.losses.sampled import BankedPoints, Candidates, SpreadMoments, ranges, unit
+from contrastive_curvature.losses.sampled import BankedPoints, Candidates, ranges, unit
 from contrastive_curvature.losses.sides import Sides
 from contrastive_curvature.losses.weighting import find_classes
 
@@ -103,21 +103,15 @@ class SampledRowDerivatives(DatasetDerivatives):
                     pairs.held.append((terms.second, terms.cosine))
         moments = None
         if not self.loss.linear:
-            parts = [(rows, self._moments(rows, pairs, vectors)) for rows, pairs in met]
-            moments = SpreadMoments(parts, len(x), u.dtype, bound + vectors.square().sum((0, 2)))
+            parts = [MomentPart(rows, pairs.weigh, pairs.others.u) for rows, pairs in met]
+            signs = vectors.new_tensor(self.loss.root_signs)
+            moments = PairMoments(parts, signs, vectors, bound + vectors.square().sum((0, 2)), u.dtype)
         return NodeSums(degree, neighbors, moments, degree.new_zeros(())).checked(type(self.loss).__name__)
 
     def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
         """See :meth:`CosineDerivatives.loss_and_cost`; the cost is the loss above the least that it can be."""
         cost = (self._known.total - self._known.least).clamp(min=0)
         return (self.scale * self._known.total).to(self.u.dtype), (self.scale * cost).to(self.u.dtype)
-
-    def _moments(self, rows: Tensor, pairs: _Pairs, vectors: Tensor) -> PairMoments:
-        # The vectors of a point run over all its candidates, and count once.
-        whole = not pairs.others.positives
-        signs = vectors.new_tensor(self.loss.root_signs if whole else ())
-        part = MomentPart(0, len(rows), pairs.weigh, pairs.others.u)
-        return PairMoments([part] if len(pairs.others.u) else [], signs, vectors if whole else vectors[:0, rows])
 
 
 class _Anchors:
