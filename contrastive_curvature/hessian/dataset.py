@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor
 
@@ -80,7 +81,7 @@ class DatasetHessian:
         pd_fix: PDFix,
         halves: Sequence[DatasetDerivatives] = (),
     ) -> None:
-        self._z, self._halves = z, halves
+        self.z, self._halves = z, halves
         self.derivatives = derivatives
         self.distance, self.pd_fix = distance, pd_fix
         self.coupled = pd_fix.coupled
@@ -88,17 +89,9 @@ class DatasetHessian:
     def __len__(self) -> int:
         return self.derivatives.n
 
-    @property
-    def z(self) -> Tensor:
-        """Return the raw outputs of all N points, shape (N, D), if they were kept."""
-        if self._z is None:
-            msg = "the raw outputs were not kept"
-            raise RuntimeError(msg)
-        return self._z
-
     def whole(self) -> OutputHessian:
-        """Return the Hessian of all points at once, in the order of the first pass."""
-        return OutputHessian(self.z, self.derivatives, self.distance, self.pd_fix)
+        """Return the Hessian of all points at once, in the order of the first pass, if they were kept."""
+        return OutputHessian(cast("Tensor", self.z), self.derivatives, self.distance, self.pd_fix)
 
     def place(self, z: Tensor, targets: Tensor) -> HessianPart:
         """Return some of the points, recognised by their targets, without their blocks; arguments as in :meth:`at`."""

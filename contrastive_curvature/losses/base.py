@@ -16,7 +16,7 @@ from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.derivatives import PairDerivatives
-from contrastive_curvature.losses.weighting import PairFactors, Shares, count_shares, pair_totals
+from contrastive_curvature.losses.weighting import Shares, count_shares, pair_totals, weigh_pairs
 from contrastive_curvature.options import Distance, Normalization, PDFix, check_negative_weight, parse_option
 from contrastive_curvature.pairs import Pairs, make_relation
 from contrastive_curvature.pairs.edges import EdgeRelation
@@ -86,11 +86,6 @@ class PairLoss(CosineLoss):
         self.negative_weight = _weight(negative_weight)
         self.normalization = parse_option(Normalization, "normalization", normalization)
 
-    @property
-    def factors(self) -> PairFactors:
-        """Return the factors of the positive and of the negative pairs."""
-        return PairFactors(1 - self.negative_weight, self.negative_weight)
-
     @abstractmethod
     def _value(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Tensor:
         """Compute the value of a block of pairs, differentiable by autograd.
@@ -113,7 +108,7 @@ class PairLoss(CosineLoss):
         shares = count_shares(*counts, self.normalization, u.dtype, pair_totals(*counts))
         if isinstance(relation, EdgeRelation):
             i, j = relation.i, relation.j
-            weights = self.factors.weigh(relation.positive, relation.negative, shares[i], shares[j])
+            weights = weigh_pairs(self.negative_weight, relation.positive, relation.negative, shares[i], shares[j])
             # From the difference: its gradient keeps the digits of points that are close together.
             return self._checked_value(1 - (u[i] - u[j]).square().sum(1) / 2, *weights)
         if relation.n == 0:
@@ -121,7 +116,7 @@ class PairLoss(CosineLoss):
         # In float64, since a data set has many pairs.
         total = u.new_zeros((), dtype=torch.float64)
         for rows, positive, negative in relation.row_blocks():
-            weights = self.factors.weigh(positive, negative, shares[rows], shares)
+            weights = weigh_pairs(self.negative_weight, positive, negative, shares[rows], shares)
             cosine = u[rows] @ u.T
             # A point with itself has no weight, but a value or a slope there may be infinite.
             itself = torch.zeros_like(cosine, dtype=torch.bool)
@@ -166,7 +161,7 @@ class PairLoss(CosineLoss):
             shares: Weights with which they stand for the pairs that lie in no batch
                 (:meth:`~contrastive_curvature.losses.weighting.Shares.standing_for`).
         """
-        return self.hessian_of(z, self.derivatives(relation, normalize(z)[0], shares=shares))
+        return self.hessian_at(z, relation, shares=shares)
 
     def dataset_hessian(self, z: Tensor, relation: Relation) -> DatasetHessian:
         """Return the Hessian over all pairs of a data set, with checked raw outputs (N, D)."""

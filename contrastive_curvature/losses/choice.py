@@ -23,38 +23,11 @@ DISTANCE: Any = default(Distance.ARCCOS)
 PD_FIX: Any = default(PDFix.FIXED)
 
 
-def choose_loss(
-    loss: CosineLoss | None = None,
-    *,
-    margin: float | None = MARGIN,
-    negative_weight: float = NEGATIVE_WEIGHT,
-    normalization: Normalization | str = NORMALIZATION,
-    distance: Distance | str = DISTANCE,
-    pd_fix: PDFix | str = PD_FIX,
-) -> CosineLoss:
-    """Make the loss that the arguments describe.
-
-    Args:
-        loss: A loss, or ``None`` for the contrastive one with the options below.
-        margin: See :class:`~contrastive_curvature.ContrastiveLoss`.
-        negative_weight: See :class:`~contrastive_curvature.ContrastiveLoss`.
-        normalization: See :class:`~contrastive_curvature.ContrastiveLoss`.
-        distance: See :class:`~contrastive_curvature.options.Distance`; with a ``loss``, by default its own.
-        pd_fix: See :class:`~contrastive_curvature.options.PDFix`; with a ``loss``, by default its own.
-
-    Returns:
-        The loss, with the distance and the fix of its curvature.
-
-    Raises:
-        InputTypeError: ``loss`` is no loss of cosines of this library.
-        InputError: A loss and an option that belongs to the loss, or an option is unknown or out of range.
-    """
-    of_the_loss: dict[str, Any] = {"margin": margin, "negative_weight": negative_weight, "normalization": normalization}
-    split: dict[str, Any] = {"distance": distance, "pd_fix": pd_fix}
+def choose_loss(loss: CosineLoss | None = None, **options: Any) -> CosineLoss:
+    """Return a loss with another distance and fix, if given, or the contrastive loss with its options."""
+    given = {name: value for name, value in options.items() if not isinstance(value, Default)}
     if loss is None:
-        given = {**of_the_loss, **split}.items()
-        values: dict[str, Any] = {name: v.value if isinstance(v, Default) else v for name, v in given}
-        return ContrastiveLoss(**values)
+        return ContrastiveLoss(**given)
     if not isinstance(loss, CosineLoss):
         wanted = "a loss of contrastive_curvature, a subclass of PairLoss or RowLoss, or None"
         came = f"the class {loss.__name__}" if isinstance(loss, type) else f"a {type(loss).__name__}"
@@ -63,11 +36,11 @@ def choose_loss(
             "cosines: docs/losses.md shows how to write one."
         )
         raise InputTypeError(expected("loss", wanted, came, hint))
-    both = [name for name, value in of_the_loss.items() if not isinstance(value, Default)]
+    both = [name for name in OF_THE_LOSS if name in given]
     if both:
         hint = f"It belongs to the loss: give it to {type(loss).__name__}(...), or leave loss out."
         raise InputError(expected(f"loss, {', '.join(both)}", "one of them", "both", hint))
-    return loss.replaced(**{name: value for name, value in split.items() if not isinstance(value, Default)})
+    return loss.replaced(**given)
 
 
 def output_hessian(

@@ -77,12 +77,9 @@ class ContrastiveLoss(PairLoss):
 
     def _value(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Tensor:
         squared = 2 - 2 * cosine
-        if self.margin is None:
-            repelled = -squared
-        elif self.margin < LARGEST_DISTANCE:
-            repelled = torch.relu(self.margin**2 - squared)
-        else:
-            repelled = self.margin**2 - squared
+        repelled = (0.0 if self.margin is None else self.margin**2) - squared
+        if self.threshold is not None:
+            repelled = torch.relu(repelled)
         return (attract * squared + repel * repelled).sum() / 2
 
     def _terms(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Terms:
@@ -107,7 +104,7 @@ class ContrastiveLoss(PairLoss):
         value = (totals.degree - totals.along) / 2
         if not self.negative_weight:
             return value.to(dtype), value.to(dtype)
-        repelling = (self.factors.positive * attract - totals.degree) / 2
+        repelling = ((1 - self.negative_weight) * attract - totals.degree) / 2
         cost = value + (2 if self.margin is None else self.margin**2 / 2) * repelling
         return (value if self.margin is None else cost).to(dtype), cost.to(dtype)
 

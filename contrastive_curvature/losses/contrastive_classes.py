@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, DatasetDerivatives, NodeSums, Totals
-from contrastive_curvature.losses.weighting import ClassShares, class_pairs, pair_totals
+from contrastive_curvature.losses.weighting import ClassShares, class_pairs, pair_totals, weigh_pairs
 from contrastive_curvature.pairs.relation import LabelRelation
 from contrastive_curvature.parts.class_table import ClassTable
 from contrastive_curvature.progress import late_bar
@@ -144,8 +144,8 @@ class ContrastiveOfClasses:
         attracting_only: bool = False,
         shares: ClassShares | None = None,
     ) -> None:
-        self.loss, self.table, self.factors = loss, table, loss.factors
-        self.repels = bool(self.factors.negative) and not attracting_only
+        self.loss, self.table = loss, table
+        self.repels = bool(loss.negative_weight) and not attracting_only
         self.shares = shares or ClassShares.of_counts(table.labels, table.counts, loss.normalization, dtype)
         self._columns: list[InsideColumns] = []
         if loss.threshold is not None and self.repels:
@@ -162,10 +162,10 @@ class ContrastiveOfClasses:
         """Return sums over the neighbours of B points from all sets; if ``apart``, then from each set alone, too."""
         index = self.shares.find(labels)
         itself = torch.cat([torch.ones_like(u[:, :1]), u], dim=1).double()
-        attract = self.factors.positive * self.shares.shares.positive[index].unsqueeze(1).double()
+        attract = (1 - self.loss.negative_weight) * self.shares.shares.positive[index].unsqueeze(1).double()
         found = [attract * (self._class_sums[index] - itself)]
         if self.repels:
-            found = [found[0] - self.factors.negative * part for part in self._negatives(u, index, apart)]
+            found = [found[0] - self.loss.negative_weight * part for part in self._negatives(u, index, apart)]
         zero = torch.zeros((), dtype=torch.float64, device=u.device)
         return [NodeSums(sums[:, 0], sums[:, 1:], None, zero) for sums in found]
 
@@ -176,9 +176,9 @@ class ContrastiveOfClasses:
             return None
         classes, shares = self.table.labels, self.shares.shares
         if not repels:
-            return classes, self.factors.positive * shares.positive
+            return classes, (1 - self.loss.negative_weight) * shares.positive
         same = classes.unsqueeze(1) == classes
-        attract, repel = self.factors.weigh(same, ~same, shares, shares)
+        attract, repel = weigh_pairs(self.loss.negative_weight, same, ~same, shares, shares)
         return classes, attract - repel
 
     @property
@@ -193,7 +193,8 @@ class ContrastiveOfClasses:
         if self._columns:
             negative = negative * self._stands_for(self._counts)[mine].unsqueeze(1).to(u.dtype)
         shares = self.shares.shares
-        _, repel = self.factors.weigh(torch.zeros_like(negative), negative, shares[mine], shares[theirs])
+        nothing = torch.zeros_like(negative)
+        _, repel = weigh_pairs(self.loss.negative_weight, nothing, negative, shares[mine], shares[theirs])
         threshold = self.loss.threshold
         return -repel if threshold is None else -repel * (u @ among.u.T > threshold)
 
@@ -254,10 +255,7 @@ class SampledContrastive(DatasetDerivatives):
 
     def node_sums(self) -> NodeSums:
         """See :meth:`CosineDerivatives.node_sums`."""
-        if self._points is None:
-            msg = "the points themselves were not kept"
-            raise RuntimeError(msg)
-        return self.sums_for(*self._points)
+        return self.sums_for(*cast("LabelledPoints", self._points))
 
     def sums_for(self, u: Tensor, targets: Tensor) -> NodeSums:
         """See :meth:`DatasetDerivatives.sums_for`."""

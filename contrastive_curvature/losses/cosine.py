@@ -129,7 +129,7 @@ class CosineLoss(_Loss, ABC):
 
     def data_hessian(self, z: Tensor, relation: Relation) -> OutputHessian:
         """Return the Hessian at checked raw outputs (N, D) as the part of a batch in that of a data set."""
-        return self.hessian_of(z, self.derivatives(relation, normalize(z)[0]))
+        return self.hessian_at(z, relation)
 
     def check_dataset(self, negatives_per_anchor: int | None = None) -> None:
         """Refuse candidates from a whole data set where they make no sense for this loss.
@@ -180,9 +180,9 @@ class CosineLoss(_Loss, ABC):
         z = check_outputs(z)
         return chosen.hessian_at(z, chosen.relate(z, labels, pairs))
 
-    def hessian_at(self, z: Tensor, relation: Relation) -> OutputHessian:
-        """Return the Hessian at checked raw outputs (N, D) for a relation of the same points."""
-        return self.hessian_of(z, self.derivatives(relation, normalize(z)[0]))
+    def hessian_at(self, z: Tensor, relation: Relation, **how: Any) -> OutputHessian:
+        """Return the Hessian at checked raw outputs (N, D) for a relation of them, see :meth:`derivatives`."""
+        return self.hessian_of(z, self.derivatives(relation, normalize(z)[0], **how))
 
     def hessian_of(self, z: Tensor, derivatives: CosineDerivatives) -> OutputHessian:
         """Return the Hessian at checked raw outputs (N, D) from derivatives of the same points."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from contrastive_curvature.hessian.derivatives import DatasetDerivatives, NodeSums, Totals
 from contrastive_curvature.hessian.moments import MomentPart, PairMoments
-from contrastive_curvature.losses.weighting import ClassShares, Shares, count_shares, pair_totals
+from contrastive_curvature.losses.weighting import ClassShares, Shares, count_shares, pair_totals, weigh_pairs
 from contrastive_curvature.options import PDFix
 from contrastive_curvature.pairs.edges import EdgeRelation, placed
 from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS, LabelRelation, Relation, TargetRelation
@@ -172,7 +172,7 @@ class PairDerivatives(DatasetDerivatives):
     ) -> _Block:
         """Return ``y``, ``c`` and, if asked for, the value of pairs with given multiplicities and cosines."""
         loss, nothing = self.loss, cosine.new_zeros(())
-        attract, repel = loss.factors.weigh(positive, negative, rows, columns)
+        attract, repel = weigh_pairs(loss.negative_weight, positive, negative, rows, columns)
         first, second = loss._checked_terms(cosine, attract, repel)
         if loss.pd_fix.attracting_only:
             first = loss._checked_terms(cosine, attract, nothing).first

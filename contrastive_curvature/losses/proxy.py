@@ -139,7 +139,7 @@ class ProxyLoss(CosineLoss):
 
     def data_hessian(self, z: Tensor, relation: Relation) -> OutputHessian:
         """See :meth:`CosineLoss.data_hessian`: a mean counts times its number of embeddings."""
-        return self.hessian_of(z, self.derivatives(relation, normalize(z)[0], as_data=True))
+        return self.hessian_at(z, relation, as_data=True)
 
     def hessian_of(self, z: Tensor, derivatives: CosineDerivatives) -> OutputHessian:
         """See :meth:`CosineLoss.hessian_of`; there are no cross blocks, whatever the fix."""

@@ -258,7 +258,7 @@ class _Anchors:
         self.kept = torch.zeros(count, dtype=torch.bool, device=u.device)
         self.top = torch.zeros(count, dtype=torch.int64, device=u.device)
         self.rest = u.new_zeros(len(loss.root_signs), count)
-        found: list[tuple[Tensor, RowTerms, Tensor]] = []
+        found: list[tuple[Tensor, RowTerms]] = []
         statistics = [u.new_zeros(0, 0)] if not count else []
         for here in self.blocks():
             rows, given = self.local(here), self.given(here)
@@ -271,11 +271,11 @@ class _Anchors:
                 for rest, root in zip(self.rest, terms.roots, strict=True):
                     rest[rows] = root.scatter(1, self.top[rows, None], 0.0).sum(1)
             if count * many <= _HELD_ELEMENTS:
-                found.append((given[0], terms, statistics[-1]))
+                found.append((given[0], terms))
         self.statistics = torch.cat(statistics)
         if found:
-            self.cosines = _cat([cosine for cosine, _, _ in found])
-            self.held = _joined([terms for _, terms, _ in found])
+            self.cosines = _cat([cosine for cosine, _ in found])
+            self.held = _joined([terms for _, terms in found])
 
     def blocks(self) -> Iterator[slice]:
         """Iterate over ranges of the anchors, in blocks of bounded size."""
@@ -303,9 +303,7 @@ class _Anchors:
             given = self.given(anchors, candidates)
             return _scaled(self.loss._checked_terms(*given, self.statistics[rows], self.kept[rows]), self.scale)
         columns = slice(None) if candidates is None else _moved(candidates, -self.side.candidates.start)
-        first, second, roots = self.held
-        second = None if second is None else second[rows, columns]
-        return type(self.held)(first[rows, columns], second, tuple(root[rows, columns] for root in roots))
+        return self.held.map(lambda part: part[rows, columns])
 
     def rescale(self, scale: float) -> None:
         """Multiply the loss by a number."""

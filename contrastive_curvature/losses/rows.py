@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -10,11 +11,12 @@ from torch import Tensor
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.hessian.derivatives import CosineDerivatives
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.row_derivatives import RowDerivatives
-from contrastive_curvature.losses.sides import Sides, joined_towers
+from contrastive_curvature.losses.sides import Sides, joined_towers, one_tower, two_towers
 from contrastive_curvature.options import Distance, PDFix
 from contrastive_curvature.pairs import Pairs, make_relation
 from contrastive_curvature.pairs.relation import Relation
@@ -39,6 +41,11 @@ class RowTerms(NamedTuple):
     first: Tensor
     second: Tensor | None
     roots: tuple[Tensor, ...] = ()
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> RowTerms:
+        """Return the same with every block changed."""
+        second = None if self.second is None else change(self.second)
+        return RowTerms(change(self.first), second, tuple(change(root) for root in self.roots))
 
 
 class RowLoss(CosineLoss):
@@ -161,11 +168,11 @@ class RowLoss(CosineLoss):
         return make_relation(z.shape[0], z.device, labels, pairs)
 
     def _at(self, u: Tensor, relation: Relation) -> Tensor:
-        return self._value_of(u, relation, Sides.one_tower(len(u)))
+        return self._value_of(u, relation, one_tower(len(u)))
 
     def derivatives(
         self, relation: Relation, u: Tensor, *, as_data: bool = False, negative_share: float = 1.0
-    ) -> RowDerivatives:
+    ) -> CosineDerivatives:
         """Return the derivatives of this loss in the cosines of N points.
 
         Args:
@@ -174,17 +181,18 @@ class RowLoss(CosineLoss):
             as_data: Whether a mean is multiplied by its number of anchors, as a fit has it.
             negative_share: How much a negative counts.
         """
-        sides = Sides.one_tower(len(u), negative_share)
-        return RowDerivatives(self, relation, u, sides, as_data=as_data)
+        return self._derivatives(relation, u, one_tower(len(u), negative_share), as_data)
 
     def data_hessian(self, z: Tensor, relation: Relation, negative_share: float = 1.0) -> OutputHessian:
         """See :meth:`CosineLoss.data_hessian`: a mean over terms counts times its number of anchors."""
-        made = self.derivatives(relation, normalize(z)[0], as_data=True, negative_share=negative_share)
-        return self.hessian_of(z, made)
+        return self.hessian_at(z, relation, as_data=True, negative_share=negative_share)
 
-    def between_towers(self, relation: Relation, u: Tensor, first: int, *, as_data: bool = False) -> RowDerivatives:
+    def between_towers(self, relation: Relation, u: Tensor, first: int, *, as_data: bool = False) -> CosineDerivatives:
         """Return the same for two towers, N points of the first in front, whose candidates are those of the other."""
-        return RowDerivatives(self, relation, u, Sides.two_towers(first, len(u), self.directions), as_data=as_data)
+        return self._derivatives(relation, u, two_towers(first, len(u), self.directions), as_data)
+
+    def _derivatives(self, relation: Relation, u: Tensor, sides: Sides, as_data: bool) -> CosineDerivatives:
+        return RowDerivatives(self, relation, u, sides, as_data=as_data)
 
     def between(self, z_a: Tensor, z_b: Tensor, labels: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Compute the loss of two towers.
@@ -202,7 +210,7 @@ class RowLoss(CosineLoss):
             InputError: The towers have another width or, without labels, another number of points.
         """
         z, relation, first = joined_towers(z_a, z_b, labels)
-        return self._value_of(normalize(z)[0], relation, Sides.two_towers(first, len(z), self.directions))
+        return self._value_of(normalize(z)[0], relation, two_towers(first, len(z), self.directions))
 
     def _value_of(self, u: Tensor, relation: Relation, sides: Sides) -> Tensor:
         total, terms = u.new_zeros((), dtype=torch.float64), 0.0
@@ -244,12 +252,7 @@ class RowLoss(CosineLoss):
         if bool(kept.all()):
             return terms
         row = kept.unsqueeze(1)
-
-        def only(part: Tensor) -> Tensor:
-            return torch.where(row, part, 0.0)
-
-        second = None if terms.second is None else only(terms.second)
-        return RowTerms(only(terms.first), second, tuple(only(root) for root in terms.roots))
+        return terms.map(lambda part: torch.where(row, part, 0.0))
 
     def _scale(self, terms: float, sides: Sides, anchors: int, *, as_data: bool) -> float:
         """Return the factor of the sum over all anchors of all sides.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from contrastive_curvature.hessian.derivatives import DatasetDerivatives, NodeSums, refuse_sampled
 from contrastive_curvature.hessian.moments import MomentPart, PairMoments
-from contrastive_curvature.losses.weighting import ClassShares, find_classes
+from contrastive_curvature.losses.weighting import ClassShares, find_classes, weigh_pairs
 
 if TYPE_CHECKING:
     from contrastive_curvature.losses.base import PairLoss
@@ -188,7 +188,8 @@ class SampledPairDerivatives(DatasetDerivatives):
         nothing = x.new_zeros(1, 1).expand(same.shape)
         stands_for = self.points.weight[index].unsqueeze(1) * ~same
         counts = ((same & ~itself).double(), nothing) if others.positives else (nothing, stands_for)
-        attract, repel = self.loss.factors.weigh(*counts, self.shares[index], self.shares[others.index])
+        shares = self.shares[index], self.shares[others.index]
+        attract, repel = weigh_pairs(self.loss.negative_weight, *counts, *shares)
         cosine = (x @ others.u.T).masked_fill(itself, 0.0)
         first, second = self.loss._checked_terms(cosine, attract, repel)
         if self.loss.pd_fix.second_only:

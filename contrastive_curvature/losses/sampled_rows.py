@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from contrastive_curvature.hessian.derivatives import DatasetDerivatives, NodeSums, Totals, refuse_sampled
 from contrastive_curvature.hessian.moments import MomentPart, PairMoments
 from contrastive_curvature.losses.sampled import BankedPoints, Candidates, ranges, unit
-from contrastive_curvature.losses.sides import Sides
+from contrastive_curvature.losses.sides import one_tower
 from contrastive_curvature.losses.weighting import find_classes
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class SampledRowDerivatives(DatasetDerivatives):
         self._known = _Anchors(loss, self.points, share)
         self.anchors = int(self._known.kept.sum())
         self.skipped = self.n - self.anchors
-        self.scale = loss._scale(self._known.terms, Sides.one_tower(self.n), self.anchors, as_data=True)
+        self.scale = loss._scale(self._known.terms, one_tower(self.n), self.anchors, as_data=True)
 
     def node_sums(self) -> NodeSums:
         """See :meth:`CosineDerivatives.node_sums`."""

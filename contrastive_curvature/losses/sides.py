@@ -51,33 +51,20 @@ class Side:
         return positive.to(dtype), repels if self.negative_share == 1 else self.negative_share * repels
 
 
-@dataclass(frozen=True)
-class Sides:
-    """All directions of a loss.
+Sides = tuple[Side, ...]
+"""All directions of a loss: each point is an anchor in at most one of them, and a candidate in at most one."""
 
-    Args:
-        all: Each point is an anchor in at most one of them, and a candidate in at most one.
-    """
 
-    all: tuple[Side, ...]
+def one_tower(n: int, negative_share: float = 1.0) -> Sides:
+    """Make every point an anchor, and a candidate of all others."""
+    return (Side(slice(0, n), slice(0, n), negative_share),)
 
-    @classmethod
-    def one_tower(cls, n: int, negative_share: float = 1.0) -> Sides:
-        """Make every point an anchor, and a candidate of all others."""
-        return cls((Side(slice(0, n), slice(0, n), negative_share),))
 
-    @classmethod
-    def two_towers(cls, first: int, n: int, directions: str = "both") -> Sides:
-        """Make points of tower a, the ``first`` of n, and of tower b each other's candidates, in some directions."""
-        a, b = slice(0, first), slice(first, n)
-        sides = {"a": Side(a, b), "b": Side(b, a)}
-        return cls((sides["a"], sides["b"]) if directions == "both" else (sides[directions],))
-
-    def __iter__(self) -> Iterator[Side]:
-        return iter(self.all)
-
-    def __len__(self) -> int:
-        return len(self.all)
+def two_towers(first: int, n: int, directions: str = "both") -> Sides:
+    """Make points of tower a, the ``first`` of n, and of tower b each other's candidates, in some directions."""
+    a, b = slice(0, first), slice(first, n)
+    sides = {"a": Side(a, b), "b": Side(b, a)}
+    return (sides["a"], sides["b"]) if directions == "both" else (sides[directions],)
 
 
 def joined_towers(

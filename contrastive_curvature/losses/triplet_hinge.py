@@ -8,9 +8,8 @@ from torch import Tensor
 from contrastive_curvature import validate
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums
-from contrastive_curvature.losses.row_derivatives import RowDerivatives
 from contrastive_curvature.losses.rows import RowLoss, RowTerms
-from contrastive_curvature.losses.sides import Sides
+from contrastive_curvature.losses.sides import Sides, one_tower
 from contrastive_curvature.options import Distance, PDFix
 from contrastive_curvature.pairs import Pairs
 from contrastive_curvature.pairs.edges import EdgeRelation
@@ -77,19 +76,12 @@ class TripletLoss(RowLoss):
             return ListedTriplets(pairs, len(z), z.device)
         return super().relate(z, labels, pairs)
 
-    def derivatives(  # type: ignore[override]
-        self, relation: Relation, u: Tensor, *, as_data: bool = False, negative_share: float = 1.0
-    ) -> CosineDerivatives:
-        """See :meth:`RowLoss.derivatives`; with listed triplets, every negative counts in full."""
-        _check_size(Sides.one_tower(len(u)))
+    def _derivatives(self, relation: Relation, u: Tensor, sides: Sides, as_data: bool) -> CosineDerivatives:
+        _check_size(sides)
         if isinstance(relation, ListedTriplets):
+            # Every negative counts in full.
             return ListedTripletDerivatives(self, relation, u, as_data=as_data)
-        return super().derivatives(relation, u, as_data=as_data, negative_share=negative_share)
-
-    def between_towers(self, relation: Relation, u: Tensor, first: int, *, as_data: bool = False) -> RowDerivatives:
-        """See :meth:`RowLoss.between_towers`."""
-        _check_size(Sides.two_towers(first, len(u), self.directions))
-        return super().between_towers(relation, u, first, as_data=as_data)
+        return super()._derivatives(relation, u, sides, as_data)
 
     def _value_of(self, u: Tensor, relation: Relation, sides: Sides) -> Tensor:
         if not isinstance(relation, ListedTriplets):
@@ -199,7 +191,7 @@ class ListedTripletDerivatives(CosineDerivatives):
         cost = listed_violations(relation, u, loss.margin)
         active = cost > 0
         self.anchors = int(relation.anchor.unique().numel())
-        scale = loss._scale(float(active.sum()), Sides.one_tower(self.n), self.anchors, as_data=as_data)
+        scale = loss._scale(float(active.sum()), one_tower(self.n), self.anchors, as_data=as_data)
         self._value = scale * cost[active].double().sum()
         y = u.new_zeros(self.n, self.n)
         weight = u.new_full((int(active.sum()),), 2 * scale)

@@ -111,29 +111,19 @@ def class_pairs(counts: Tensor) -> tuple[Tensor, Tensor, tuple[float, float]]:
     return positive, negative, (same / 2, (n * (n - 1) - same) / 2)
 
 
-@dataclass(frozen=True)
-class PairFactors:
-    """The two factors in front of the shares.
+def weigh_pairs(
+    negative_weight: float, positive: Tensor, negative: Tensor, rows: Shares, columns: Shares
+) -> tuple[Tensor, Tensor]:
+    """Return how much each pair counts as a positive and as a negative; one zero where the factor is zero."""
 
-    Args:
-        positive: Factor of the positive pairs.
-        negative: Factor of the negative pairs.
-    """
+    def weight(factor: float, a: Tensor, b: Tensor, count: Tensor) -> Tensor:
+        if not factor:
+            return a.new_zeros(())
+        share = (a.unsqueeze(1) + b) / 2 if count.ndim == 2 else (a + b) / 2
+        return (factor * share) * count
 
-    positive: float
-    negative: float
-
-    def weigh(self, positive: Tensor, negative: Tensor, rows: Shares, columns: Shares) -> tuple[Tensor, Tensor]:
-        """Return how much each pair counts as a positive and as a negative; one zero where the factor is zero."""
-
-        def weight(factor: float, a: Tensor, b: Tensor, count: Tensor) -> Tensor:
-            if not factor:
-                return a.new_zeros(())
-            share = (a.unsqueeze(1) + b) / 2 if count.ndim == 2 else (a + b) / 2
-            return (factor * share) * count
-
-        attract = weight(self.positive, rows.positive, columns.positive, positive)
-        return attract, weight(self.negative, rows.negative, columns.negative, negative)
+    attract = weight(1 - negative_weight, rows.positive, columns.positive, positive)
+    return attract, weight(negative_weight, rows.negative, columns.negative, negative)
 
 
 def lone_shares(relation: Relation, normalization: Normalization, dtype: torch.dtype, n_data: int) -> Shares:
