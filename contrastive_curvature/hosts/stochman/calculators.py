@@ -19,14 +19,13 @@ from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import L2Norm, check_outputs
 from contrastive_curvature.hosts.stochman.convert import to_nnj
+from contrastive_curvature.hosts.stochman.rules import RefusedError
 from contrastive_curvature.hosts.stochman.sweep import StochManPullback, Sweep, feature_maps, owners
 from contrastive_curvature.losses.contrastive import ContrastiveLoss
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.layerwise import LayerwisePullback
 from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.options import Distance, PDFix, Structure
-
-__all__ = ["ArccosHessianCalculator", "ContrastiveHessianCalculator", "HessianCalculator"]
 
 _NO_OPS = (nnj.Identity, nnj.Flatten, nnj.Reshape)
 
@@ -37,10 +36,10 @@ class HessianCalculator:
     Args:
         wrt: ``"weight"``: the trainable parameters. ``"input"``: the inputs of every point.
         shape: ``"diagonal"``, ``"block"`` (by layer, or by point) or ``"full"``.
-        speed: ``"half"``: exact, one backward sweep of the matrix between layers by StochMan's rules, as far as these
-            are exact and the matrix is small (``docs/migration.md``), the rest as ``"slow"``. ``"slow"``: exact, by
-            the code that the library has for any network. ``"fast"``: an approximation, only the diagonal of that
-            matrix goes from layer to layer, by StochMan's rules alone.
+        speed: ``"slow"``: exact, by the code that the library has for any network. ``"half"``: exact; a diagonal of the
+            weights by one backward sweep of the matrix between layers, by StochMan's rules, where these are exact for
+            every layer and the matrix is small (``docs/migration.md``), all else as ``"slow"``. ``"fast"``: an
+            approximation, only the diagonal of that matrix goes from layer to layer, by StochMan's rules alone.
         method: ``"fix"`` (or ``"fixed"``), ``"pos"`` (``"positive"``), ``"full"``, or ``"psd"``; see
             :class:`~contrastive_curvature.options.PDFix`.
         margin: Distance of unit embeddings below which a negative pair counts; ``None``, as in the released code,
@@ -222,14 +221,11 @@ def _weight_hessian(
         pullback = kind(Encoder(network, x[:8]))
         # The run tells how many points a tile of cross terms may have.
         return pullback.curvature(pullback.forward(x)[1], hessian, structure)
-    # Cross terms need the Jacobians of all points, which have the blocks for nothing.
-    sweeps = speed == "fast" or (speed == "half" and not hessian.coupled)
-    found = _sweep(network, x, hessian, shape, speed, wanted)[0] if sweeps else {}
-    for k, value in found.items():
-        flags = [torch.full((p.numel(),), p.requires_grad, device=p.device) for p in network[k].parameters()]
-        chosen = torch.cat(flags)
-        found[k] = value[chosen] if shape == "diagonal" else value[chosen][:, chosen]
-    parts = [found[k] if k in found else _block(network, k, x, hessian) for k in wanted]
+    if speed == "fast":
+        found = _sweep(network, x, hessian, shape, wanted)
+        parts = [found[k] for k in wanted]
+    else:
+        parts = [_block(network, k, x, hessian) for k in wanted]
     return torch.cat(parts) if shape == "diagonal" else parts
 
 
@@ -250,26 +246,26 @@ def _input_hessian(network: nn.Sequential, x: Tensor, hessian: OutputHessian, sh
         n, dim, size = j.shape
         curved = torch.einsum("iajb,jbl->iajl", hessian.dense().view(n, dim, n, dim), j)
         return torch.einsum("iak,iajl->ikjl", j, curved).reshape(n * size, n * size)
-    if speed != "slow" and len(x) and len(network):
-        found = _sweep(network, x, hessian, shape, speed, [-1])[1]
-        if found is not None:
-            return found.view_as(x) if shape == "diagonal" else found
+    if speed == "fast" and len(x) and len(network):
+        found = _sweep(network, x, hessian, shape, [-1])[-1]
+        return found.view_as(x) if shape == "diagonal" else found
     j = _input_jacobian(network, x)
     curved = hessian.blocks.matmul(j)
     return (j * curved).sum(1).view_as(x) if shape == "diagonal" else j.mT @ curved
 
 
 def _sweep(
-    network: nn.Sequential, x: Tensor, hessian: OutputHessian, shape: str, speed: str, wanted: list[int]
-) -> tuple[dict[int, Tensor], Tensor | None]:
-    """Return what StochMan's rules give (:meth:`Sweep.run`); refuse ``"fast"`` where one of them is missing."""
-    fast, blocks = speed == "fast", hessian.blocks
+    network: nn.Sequential, x: Tensor, hessian: OutputHessian, shape: str, wanted: list[int]
+) -> dict[int, Tensor]:
+    """Return what StochMan's rules give with diagonals between layers (:meth:`Sweep.run`)."""
+    blocks = hessian.blocks
     # For this distance the released code normalises in the network: its sweep has cut off-diagonals there already.
-    diagonal = fast and hessian.distance is Distance.EUCLIDEAN
-    sweep = Sweep(list(network), x, wanted, shape=shape, approximate=fast, diagonal=diagonal)
-    if fast and sweep.reasons:
-        msg = f"speed='fast': {next(iter(sweep.reasons.values()))}. Use speed='half', which takes any layer."
-        raise UnsupportedError(msg)
+    diagonal = hessian.distance is Distance.EUCLIDEAN
+    try:
+        sweep = Sweep(list(network), x, wanted, shape=shape, approximate=True, diagonal=diagonal)
+    except RefusedError as error:
+        msg = f"speed='fast': {error}. Use speed='half', which takes any layer."
+        raise UnsupportedError(msg) from None
     return sweep.run(x, lambda rows: blocks[rows].diagonal() if diagonal else blocks[rows].dense())
 
 

@@ -12,8 +12,6 @@ from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.hessian.sphere import L2Norm
 from contrastive_curvature.network.threads import users_hooks
 
-__all__ = ["counterpart", "leaves", "refuse", "to_nnj"]
-
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _HOST = [kind for kind in vars(nnj).values() if isinstance(kind, type) and issubclass(kind, nn.Module)]
 _SAME: dict[type, type] = {kind: kind for kind in _HOST if kind is not nnj.Sequential}

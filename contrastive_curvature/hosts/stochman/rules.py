@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["RefusedError", "Rule", "find_rule"]
-
 Rule = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 """``J^T M J`` from a layer, its input (B, *input), its output (B, *output) and ``M``: (B, O, O), or its diagonal."""
 

@@ -1,7 +1,6 @@
-"""One backward sweep of ``M = B^T H B`` through a network by StochMan's rules, as far as StochMan has them.
+"""One backward sweep of ``M = B^T H B`` through a network by StochMan's rules.
 
-``B`` (D, O) is the Jacobian of the outputs with respect to what a layer gives, so ``M`` is (O, O) for every point. The
-sweep says which layers it leaves out, and why: these are left to the code for any network.
+``B`` (D, O) is the Jacobian of the outputs with respect to what a layer gives, so ``M`` is (O, O) for every point.
 """
 
 from __future__ import annotations
@@ -22,13 +21,11 @@ from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.layerwise import LayerwisePullback
 from contrastive_curvature.options import Structure
 
-__all__ = ["StochManPullback", "Sweep", "feature_maps", "owners"]
-
 _POINTS = 8
 """Points of the first batch on which the outputs of StochMan's layers are compared with the encoder's."""
 
 WIDEST = 1024
-"""Numbers of a point between two layers for a full ``M``: StochMan multiplies matrices of that size for every point."""
+"""Numbers of a point between two layers of an exact sweep: StochMan multiplies matrices of that size for each point."""
 
 
 def feature_maps(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
@@ -51,8 +48,8 @@ class Sweep:
         approximate: Whether only the diagonal of ``M`` goes from layer to layer (``speed="fast"``).
         diagonal: Whether ``M`` at the outputs is given by its diagonal.
 
-    Attributes:
-        reasons: Which of them are left out, and why.
+    Raises:
+        RefusedError: A layer has no rule, or StochMan would hold too much; the message names the layer.
     """
 
     def __init__(
@@ -67,65 +64,48 @@ class Sweep:
         diagonal: bool = False,
     ) -> None:
         self.layers, self.wanted = layers, wanted
-        self.names = [str(k) for k in range(len(layers))] if names is None else names
-        self.reasons: dict[int, str] = {}
+        self._diag_out = shape == "diagonal"
         self._weights: dict[int, Rule] = {}
         self._inputs: dict[int, Rule] = {}
+        self._most = limits.JACOBIAN_ELEMENTS if approximate else WIDEST**2
         self._held = 1
         with torch.no_grad():
-            self._plan(feature_maps(layers, x[:1]), shape == "diagonal", approximate, diagonal)
-        if -1 not in wanted or -1 in self.reasons:
-            # Further down there is nothing to do.
-            self._inputs = {k: rule for k, rule in self._inputs.items() if k > min(self._weights, default=len(layers))}
+            maps = feature_maps(layers, x[:1])
+            for k in reversed(range(max(0, min(wanted)), len(layers))):
+                cut = self._diag_out if k == 0 else approximate
+                try:
+                    self._plan(k, maps[k], maps[k + 1], diagonal, cut)
+                except RefusedError as error:
+                    name = str(k) if names is None else names[k]
+                    msg = f"layer {name!r} ({type(layers[k]).__name__}): {error}"
+                    raise RefusedError(msg) from None
+                diagonal = cut
 
-    def _plan(self, maps: list[Tensor], diag_out: bool, approximate: bool, diagonal: bool) -> None:
-        for k in reversed(range(len(self.layers))):
-            if not any(j <= k for j in self.wanted):
-                return
-            x, cut = maps[k], diag_out if k == 0 else approximate
-            try:
-                self._check_width(maps[k + 1], diagonal)
-                if k in self.wanted:
-                    self._plan_weights(k, x, maps[k + 1][0].numel(), diagonal, diag_out)
-                if any(j < k for j in self.wanted):
-                    self._check_width(x, cut)
-                    self._inputs[k] = find_rule("input", self.layers[k], x, diag_inp=diagonal, diag_out=cut)
-            except RefusedError as error:
-                left = [j for j in self.wanted if j not in self._weights and j not in self.reasons]
-                self.reasons |= dict.fromkeys(left, self._reason(k, error))
-                return
-            diagonal = cut
+    def _plan(self, k: int, x: Tensor, out: Tensor, diagonal: bool, cut: bool) -> None:
+        layer, width, below = self.layers[k], out[0].numel(), x[0].numel()
+        self._hold(width if diagonal else width**2)
+        if k in self.wanted:
+            count = sum(p.numel() for p in layer.parameters())
+            # StochMan forms (P, P) for the diagonal of a convolution too.
+            short = self._diag_out and (diagonal or isinstance(layer, nn.Linear))
+            self._hold(count if short else count * (count + width))
+            self._weights[k] = find_rule("weight", layer, x, diag_inp=diagonal, diag_out=self._diag_out)
+        if k > min(self.wanted):
+            self._hold(below if cut else below**2)
+            self._inputs[k] = find_rule("input", layer, x, diag_inp=diagonal, diag_out=cut)
 
-    def _plan_weights(self, k: int, x: Tensor, width: int, diagonal: bool, diag_out: bool) -> None:
-        layer = self.layers[k]
-        count = sum(p.numel() for p in layer.parameters())
-        # StochMan forms (P, P) for the diagonal of a convolution too.
-        held = count if diag_out and (diagonal or isinstance(layer, nn.Linear)) else count * (count + width)
-        try:
-            if held > limits.JACOBIAN_ELEMENTS:
-                msg = f"StochMan would hold {held} numbers for every point"
-                raise RefusedError(msg)  # noqa: TRY301  as one from the rule
-            self._weights[k] = find_rule("weight", layer, x, diag_inp=diagonal, diag_out=diag_out)
-            self._held = max(self._held, held)
-        except RefusedError as error:
-            self.reasons[k] = self._reason(k, error)
-
-    def _check_width(self, values: Tensor, diagonal: bool) -> None:
-        width = values[0].numel()
-        if not diagonal and width > WIDEST:
-            msg = f"M is kept for up to {WIDEST} numbers a point, and here are {width}"
+    def _hold(self, numbers: int) -> None:
+        if numbers > self._most:
+            msg = f"StochMan would hold {numbers} numbers for every point, more than {self._most}"
             raise RefusedError(msg)
-        self._held = max(self._held, width if diagonal else width**2)
+        self._held = max(self._held, numbers)
 
-    def _reason(self, k: int, error: RefusedError) -> str:
-        return f"layer {self.names[k]!r} ({type(self.layers[k]).__name__}): {error}"
-
-    def run(self, x: Tensor, m: Callable[[slice], Tensor]) -> tuple[dict[int, Tensor], Tensor | None]:
+    def run(self, x: Tensor, m: Callable[[slice], Tensor]) -> dict[int, Tensor]:
         """Sweep points (N, *input); ``m`` gives ``M`` at the outputs of some of them, (n, D, D) or its diagonal (n, D).
 
         Returns:
-            By index of the layer the sum over points of ``J^T M J`` for its parameters: (P_l,) or (P_l, P_l). And that
-            of every point for the input: (N, I) or (N, I, I); ``None`` where it was not asked for or is left out.
+            By index of the layer the sum over points of ``J^T M J`` for its trainable parameters: (P_l,) or (P_l, P_l).
+            Under -1 that of every point for the input: (N, I) or (N, I, I).
         """
         total: dict[int, Tensor] = {}
         ends: list[Tensor] = []
@@ -138,77 +118,69 @@ class Sweep:
                     if k in self._weights:
                         found = self._weights[k](layer, maps[k], maps[k + 1], here).sum(0)
                         total[k] = total[k] + found if k in total else found
-                    if k not in self._inputs:
-                        break
-                    here = self._inputs[k](layer, maps[k], maps[k + 1], here)
-                else:
-                    ends.append(here)
-        return total, torch.cat(ends) if ends and -1 in self.wanted else None
+                    if k in self._inputs:
+                        here = self._inputs[k](layer, maps[k], maps[k + 1], here)
+                ends.append(here)
+        for k, value in total.items():
+            flags = [torch.full((p.numel(),), p.requires_grad, device=p.device) for p in self.layers[k].parameters()]
+            chosen = torch.cat(flags)
+            total[k] = value[chosen] if self._diag_out else value[chosen][:, chosen]
+        return {**total, -1: torch.cat(ends)} if -1 in self.wanted else total
 
 
 class StochManPullback(LayerwisePullback):
     """All trainable parameters of an encoder; its diagonal by StochMan's sandwiches.
 
     The blocks ``sum_i J_i^T H_ii J_i`` of a diagonal come from one backward sweep by StochMan's rules, each compared
-    with autograd before its first use. What StochMan has no exact rule for (:attr:`reasons`), cross terms and other
-    structures are those of the code for any network.
+    with autograd before its first use. Where StochMan has no exact rule for a layer (:attr:`reasons`), that diagonal,
+    and always cross terms and other structures, are those of the code for any network.
 
     Args:
         encoder: The analysed encoder, in evaluation mode.
 
     Raises:
         UnsupportedError: StochMan has no counterpart of a layer, or the raw outputs lie inside of one.
+
+    Attributes:
+        reasons: The layer that leaves the diagonal to the code for any network, and why; empty before the first
+            curvature.
     """
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__(encoder)
         named = _raw_leaves(encoder)
+        self.reasons: list[str] = []
         self._host_names = [name for name, _ in named]
         self._host_layers = [counterpart(layer, name) for name, layer in named]
         self._sweep: Sweep | None = None
-        self._rest: LayerwisePullback | None = None
-
-    @property
-    def reasons(self) -> list[str]:
-        """Layers whose diagonal is left to the code for any network, and why; empty before the first curvature."""
-        return [] if self._sweep is None else list(self._sweep.reasons.values())
 
     def block_term(self, context: Any, blocks: Blocks, structure: Structure) -> Tensor:
         """See :meth:`Pullback.block_term`."""
-        if structure is not Structure.DIAG or not len(context):
-            return super().block_term(context, blocks, structure)
-        found, _ = self._planned(context).run(context, lambda rows: blocks[rows].dense())
-        out = blocks.u.new_zeros(self.n_params)
-        places = dict(zip(map(id, self.trainable), self.split(out), strict=True))
-        for k, value in found.items():
-            params = list(self._host_layers[k].parameters())
-            for p, piece in zip(params, value.split([p.numel() for p in params]), strict=True):
-                if id(p) in places:
-                    places.pop(id(p)).copy_(piece)
-        if places:
-            if self._rest is None:
-                names = {name for name, p in zip(self.names, self.trainable, strict=True) if id(p) in places}
-                self._rest = LayerwisePullback(self.encoder, only=names)
-            rest = self._rest.block_term(context, blocks, structure)
-            for p, piece in zip(self._rest.trainable, self._rest.split(rest), strict=True):
-                places[id(p)].copy_(piece)
-        return out
+        if structure is Structure.DIAG and len(context):
+            if self._sweep is None and not self.reasons:
+                self._plan(context)
+            if self._sweep is not None:
+                found = self._sweep.run(context, lambda rows: blocks[rows].dense())
+                return torch.cat([found[k] for k in sorted(found)])
+        return super().block_term(context, blocks, structure)
 
-    def _planned(self, x: Tensor) -> Sweep:
-        if self._sweep is None:
-            layers = self._host_layers
-            self._check_outputs(x[:_POINTS])
-            trainable = {k for k, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters())}
-            self._sweep = Sweep(layers, x, trainable.intersection(owners(layers)), names=self._host_names)
-        return self._sweep
-
-    def _check_outputs(self, x: Tensor) -> None:
+    def _plan(self, x: Tensor) -> None:
+        layers = self._host_layers
         with torch.no_grad():
-            found, wanted = feature_maps(self._host_layers, x)[-1], self.encoder(x)
+            found, wanted = feature_maps(layers, x[:_POINTS])[-1], self.encoder(x[:_POINTS])
         tolerance = 1e-8 if wanted.dtype == torch.float64 else 1e-3
         if found.shape != wanted.shape or not bool((found - wanted).abs().max() <= tolerance * wanted.abs().max()):
             msg = "StochMan: its layers give other outputs than the encoder. Use backend=ContrastiveGGN (torch.func)."
             raise UnsupportedError(msg)
+        trainable = [k for k, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters())]
+        shared = [k for k in trainable if k not in owners(layers)]
+        if shared:
+            self.reasons = [f"layer {self._host_names[k]!r}: it shares a parameter with another" for k in shared]
+            return
+        try:
+            self._sweep = Sweep(layers, x, trainable, names=self._host_names)
+        except RefusedError as error:
+            self.reasons = [str(error)]
 
 
 def owners(layers: Iterable[nn.Module]) -> list[int]:
