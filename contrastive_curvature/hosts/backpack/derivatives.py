@@ -15,8 +15,6 @@ from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import norms
 from contrastive_curvature.options import Distance
 
-__all__ = ["L2NormDerivatives", "PairLossDerivatives", "check_unit_inputs", "hessian_of"]
-
 
 def hessian_of(module: Any) -> OutputHessian:
     """Return the output Hessian of an extended loss at its last call, without a graph."""

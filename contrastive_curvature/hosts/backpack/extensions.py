@@ -19,8 +19,6 @@ from contrastive_curvature.hosts.backpack.registry import drop_empty_labels
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network import pullback
 
-__all__ = ["CurvatureFactor", "DiagCurvature", "SignedExtension"]
-
 _Rule = Callable[[Any, Any, str, SignedFactor], Any]
 
 _Factors = dict[int, SignedFactor]

@@ -18,8 +18,6 @@ from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.hessian.sphere import L2Norm
 from contrastive_curvature.hosts.backpack.derivatives import L2NormDerivatives
 
-__all__ = ["ADVICE", "Layer", "check_layer", "known_layers", "refuse"]
-
 ADVICE = "Use backend=ContrastiveGGN, which works for any module."
 
 _AVERAGES = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)

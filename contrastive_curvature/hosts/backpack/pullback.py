@@ -21,8 +21,6 @@ from contrastive_curvature.network.layerwise import LayerwisePullback
 from contrastive_curvature.network.threads import private_copy
 from contrastive_curvature.options import Structure
 
-__all__ = ["BackPackPullback"]
-
 _T = TypeVar("_T")
 
 _POINTS = 8

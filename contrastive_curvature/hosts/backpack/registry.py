@@ -39,8 +39,6 @@ from contrastive_curvature.hosts.backpack.derivatives import (
 )
 from contrastive_curvature.losses.cosine import CosineLoss
 
-__all__ = ["drop_empty_labels", "register", "unregister"]
-
 
 def register() -> None:
     """Let ``backpack.extend(loss)`` of any loss of cosines, and ``L2Norm``, work; does nothing when they already do."""
@@ -69,8 +67,11 @@ def _call_with_ours(self: Any, module: nn.Module, g_inp: Any, g_out: Any) -> Non
         ours = loss if isinstance(module, CosineLoss) else norm if type(module) is L2Norm else None
     if ours is None:
         BackpropExtension.__call__(self, module, g_inp, g_out)
-    else:
-        ours(self, module, g_inp, g_out)
+        return
+    if isinstance(module, CosineLoss):
+        drop_empty_labels(module)
+        check_unit_inputs(module, _keeps_residual(self))
+    ours(self, module, g_inp, g_out)
 
 
 @functools.cache
@@ -78,11 +79,11 @@ def _rules_for(extension: type) -> tuple[Any, Any]:
     """Return the rules for a loss and for the normalisation, ``None`` where an extension cannot have them."""
     loss, norm = PairLossDerivatives(), L2NormDerivatives()
     rules: dict[tuple[type, ...], tuple[Any, Any]] = {
-        (SqrtGGN,): (_SqrtGGNLoss(loss), SqrtGGNBaseModule(norm)),
-        (DiagGGN, BatchDiagGGN): (_DiagGGNLoss(loss), DiagGGNBaseModule(norm)),
+        (SqrtGGN,): (SqrtGGNBaseLossModule(loss), SqrtGGNBaseModule(norm)),
+        (DiagGGN, BatchDiagGGN): (DiagGGNLoss(loss), DiagGGNBaseModule(norm)),
         (HBP,): (_HBPLoss(loss), _HBPL2Norm(norm)),
-        (GGNMP,): (_GGNMPLoss(loss), GGNMPBase(norm)),
-        (HMP,): (_HMPLoss(loss), HMPBase(norm)),
+        (GGNMP,): (GGNMPLoss(loss), GGNMPBase(norm)),
+        (HMP,): (HMPLoss(loss), HMPBase(norm)),
         # It takes element-wise layers only.
         (PCHMP,): (_PCHMPLoss(loss), None),
         (DiagHessian, BatchDiagHessian): (_DiagHessianLoss(loss), _DiagHessianL2Norm(norm)),
@@ -90,26 +91,14 @@ def _rules_for(extension: type) -> tuple[Any, Any]:
     return next((found for kinds, found in rules.items() if issubclass(extension, kinds)), (None, None))
 
 
-class _Checks:
-    """Before any extension looks at the loss."""
-
-    keeps_residual = False
-
-    def check_hyperparameters_module_extension(self, ext: Any, module: Any, g_inp: Any, g_out: Any) -> None:
-        drop_empty_labels(module)
-        kind = ext.get_curv_type() if hasattr(ext, "get_curv_type") else Curvature.GGN
-        check_unit_inputs(module, self.keeps_residual or kind != Curvature.GGN)
+def _keeps_residual(extension: Any) -> bool:
+    """Return whether an extension adds the second derivatives of the layers."""
+    if isinstance(extension, HBP):
+        return bool(extension.get_curv_type() != Curvature.GGN)
+    return isinstance(extension, (HMP, PCHMP, DiagHessian, BatchDiagHessian))
 
 
-class _SqrtGGNLoss(_Checks, SqrtGGNBaseLossModule):
-    pass
-
-
-class _DiagGGNLoss(_Checks, DiagGGNLoss):
-    pass
-
-
-class _HBPLoss(_Checks, HBPLoss):
+class _HBPLoss(HBPLoss):
     """KFAC and KFLR need a square root; KFRA sums the blocks, so that its factors may be indefinite."""
 
     def backpropagate(self, ext: Any, module: Any, g_inp: Any, g_out: Any, backproped: Any) -> Tensor:
@@ -118,29 +107,17 @@ class _HBPLoss(_Checks, HBPLoss):
         return self.make_loss_hessian_func(ext)(module, g_inp, g_out)
 
 
-class _GGNMPLoss(_Checks, GGNMPLoss):
-    pass
-
-
-class _HMPLoss(_Checks, HMPLoss):
-    keeps_residual = True
-
-
-class _PCHMPLoss(_Checks, PCHMPLoss):
-    keeps_residual = True
-
+class _PCHMPLoss(PCHMPLoss):
     def backpropagate(self, ext: Any, module: Any, g_inp: Any, g_out: Any, backproped: Any) -> Any:
         self.derivatives.require_psd(module)
         return lambda mat: self.derivatives.make_hessian_mat_prod(module, g_inp, g_out)(mat)
 
 
-class _DiagHessianLoss(_Checks, DiagHLoss):
+class _DiagHessianLoss(DiagHLoss):
     """With ``arccos`` and ``fixed`` the Hessian of the loss in which every pair holds one of its points still.
 
     ``euclidean`` leaves out the second derivative of the normalisation, here as everywhere.
     """
-
-    keeps_residual = True
 
     def backpropagate(self, ext: Any, module: Any, g_inp: Any, g_out: Any, backproped: Any) -> dict[str, list[Any]]:
         return _split(self.derivatives.require_uncoupled(module).blocks.signed_factor())

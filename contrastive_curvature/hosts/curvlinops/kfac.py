@@ -27,8 +27,6 @@ from contrastive_curvature.network.threads import private_copy, users_hooks, wat
 from contrastive_curvature.options import PDFix
 from contrastive_curvature.pairs import Pairs
 
-__all__ = ["CurvlinopsPullback", "contrastive_ekfac", "contrastive_kfac"]
-
 
 def contrastive_kfac(
     model: nn.Module, x: Inputs, labels: Tensor | None = None, *, pairs: Pairs | None = None, **options: Any

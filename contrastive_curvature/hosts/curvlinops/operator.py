@@ -33,8 +33,6 @@ from contrastive_curvature.network.loader import (
 from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.pairs import Pairs
 
-__all__ = ["ContrastiveGGNLinearOperator"]
-
 _TANGENT_ELEMENTS = 2**25
 """Numbers that the tangents of a chunk of columns may take: 128 MiB in float32."""
 
