@@ -13,20 +13,6 @@ from torch import Tensor, nn
 from contrastive_curvature.testing.networks import NETWORKS, build_network, make_inputs
 from contrastive_curvature.testing.oracle import dense_ggn, dense_jacobian, list_pairs, pair_weights
 
-__all__ = [
-    "DISTANCES",
-    "FIXES",
-    "NORMALIZATIONS",
-    "Case",
-    "cases",
-    "close",
-    "network_cases",
-    "options",
-    "pair_kinds",
-    "relate_by_remainder",
-    "truth_and_size",
-]
-
 FIXES = ("positive", "fixed", "full", "psd")
 DISTANCES = ("arccos", "euclidean")
 NORMALIZATIONS = ("sum", "type", "anchor")

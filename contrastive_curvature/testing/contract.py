@@ -23,6 +23,9 @@ from contrastive_curvature.options import Structure
 from contrastive_curvature.testing.cases import Case, close, network_cases, truth_and_size
 from contrastive_curvature.testing.losses import (
     LOSSES,
+    batches,
+    check_batch,
+    check_data,
     check_low_rank,
     draw_loss_case,
     fittable,
@@ -88,11 +91,11 @@ class BackendContract:
         truth, size, scale = self._truth(drawn)
         for weights, part in parts_of(drawn[0], truth, data):
             made, x, y = self._make(drawn, device, weights)
-            self._check_batch(made, x, y, scale * truth[part][:, part], scale * size)
+            check_batch(made, x, y, scale * truth[part][:, part], scale * size)
 
     @_shared
     @given(data=st.data())
-    def test_data_sets_couple_across_batches(self, data: st.DataObject, device: str) -> None:
+    def test_data_sets_couple_acrossbatches(self, data: st.DataObject, device: str) -> None:
         """A loader of small batches gives what all its points at once give; products with it too."""
         drawn = self._draw(data, min_points=2)
         if not fittable(drawn[2]):
@@ -101,7 +104,7 @@ class BackendContract:
         step = data.draw(st.integers(1, len(drawn[1])))
         for weights, part in parts_of(drawn[0], truth, data):
             made, x, y = self._make(drawn, device, weights)
-            self._check_data(made, _batches(x, y, step), scale * truth[part][:, part], scale * size)
+            check_data(made, batches(x, y, step), scale * truth[part][:, part], scale * size)
 
     @_shared
     @given(data=st.data())
@@ -124,7 +127,7 @@ class BackendContract:
         made, x, y = self._make(drawn, device)
         factors = made.kron(x, y, N=len(x))[1].kfacs
         reference = make_backend(ContrastiveGGN, model, x, **self._options(case)).kron(x, y, N=len(x))[1].kfacs
-        self._check_factors(factors, reference, scale * size)
+        _check_factors(factors, reference, scale * size)
         if case.options["pd_fix"] in ("positive", "full"):
             return
         start = 0
@@ -154,7 +157,7 @@ class BackendContract:
         """``pairs="batch"`` in every normalisation is that of the reference, whose weights have tests of their own."""
         model, points, case = self._draw(data, min_points=4)
         x, y = points.to(device), _targets(case).to(device)
-        loader = _batches(x, y, 3)
+        loader = batches(x, y, 3)
         if not any(fittable(Case(part, part_y, case.pairs, case.options)) for part, part_y in loader):
             return
         for normalization in ("sum", "type", "anchor"):
@@ -177,7 +180,7 @@ class BackendContract:
         floor = -1e-12 * max(scale * size, float(full.abs().max()))
         assert float(torch.linalg.eigvalsh((full + full.T) / 2).min()) >= floor
         assert float(made.diag(x, y, N=len(x))[1].min()) >= floor
-        factors = self._factors(made, x, y) if drawn[2].options["pd_fix"] == "psd" else None
+        factors = _factors(made, x, y) if drawn[2].options["pd_fix"] == "psd" else None
         for factor in (f for group in factors or [] for f in group):
             lowest = torch.linalg.eigvalsh((factor + factor.mT) / 2).min()
             assert float(lowest) >= -1e-12 * max(scale * size, float(factor.abs().max()))
@@ -228,20 +231,20 @@ class BackendContract:
         parts = parts_of(model, truth, data)
         targets = _targets(case)
         kinds = (self.backend, ContrastiveGGN)
-        own, reference = (self._factors(make_backend(k, model, x, **self._options(case)), x, targets) for k in kinds)
+        own, reference = (_factors(make_backend(k, model, x, **self._options(case)), x, targets) for k in kinds)
         single, y, step = _single(x, device), targets.to(device), data.draw(st.integers(1, len(x)))
         model.to(device, torch.float32)
         for weights, part in parts:
             made = make_backend(self.backend, model, single, weights, **self._options(case))
             want = scale * truth[part][:, part]
-            self._check_batch(made, single, y, want, reach, torch.float32)
-            self._check_data(made, _batches(single, y, step), want, reach, torch.float32)
+            check_batch(made, single, y, want, reach, torch.float32)
+            check_data(made, batches(single, y, step), want, reach, torch.float32)
             jacobians, outputs = made.jacobians(single)
             assert near(jacobians.flatten(0, 1), jacobian[:, part], float(jacobian.abs().max()), torch.float32)
             assert near(outputs, case.z, float(case.z.abs().max()), torch.float32)
         if own is not None and reference is not None:
             made = make_backend(self.backend, model, single, **self._options(case))
-            self._check_factors(made.kron(single, y, N=len(x))[1].kfacs, reference, reach, torch.float32)
+            _check_factors(made.kron(single, y, N=len(x))[1].kfacs, reference, reach, torch.float32)
 
     @pytest.mark.parametrize("name", sorted(LOSSES))
     @_few
@@ -265,7 +268,7 @@ class BackendContract:
         model.to(device, torch.float32)
         for weights, part in parts:
             made = make_backend(self.backend, model, single, weights, loss=loss, **self.options)
-            self._check_batch(made, single, y, truth[part][:, part], reach, torch.float32)
+            check_batch(made, single, y, truth[part][:, part], reach, torch.float32)
 
     def test_float32_in_float32_out(self, device: str) -> None:
         """Single precision is kept, and as accurate as it can be."""
@@ -299,7 +302,7 @@ class BackendContract:
                     truth, jacobian = dense_ggn(raw, points, labels, distance=distance), dense_jacobian(raw, points)
                     whole = nn.Sequential(raw, norm).to(device)
                     made = make_backend(self.backend, whole, x, distance=distance, **self.options)
-                    self._check_batch(made, x, y, truth, float(truth.abs().max()))
+                    check_batch(made, x, y, truth, float(truth.abs().max()))
                     assert near(made.jacobians(x)[0].flatten(0, 1), jacobian, float(jacobian.abs().max())), kind
                     raw.cpu()
 
@@ -361,7 +364,7 @@ class BackendContract:
                 assert close(found, want), name
             value = ContrastiveLoss(normalization=normalization)(model(x).detach(), y)
             assert close(made.diag(x, y, N=6)[0], (3.0 if normalization == "type" else 1.0) * value)
-            loader = _batches(x, y, 4)
+            loader = batches(x, y, 4)
             for structure in Structure:
                 fit, want_fit = (b.fit(loader, structure) for b in (made, other))
                 assert fit.n == want_fit.n == 6
@@ -372,7 +375,7 @@ class BackendContract:
             whole = made.full(x, y, N=6)[1]
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(pullback, "JACOBIAN_ELEMENTS", 60)
-                self._check_batch(made, x, y, whole)
+                check_batch(made, x, y, whole)
 
     def test_leaves_the_encoder_as_it_was(self, device: str) -> None:
         """Parameters, buffers, gradients, modes, hooks and attributes."""
@@ -405,38 +408,6 @@ class BackendContract:
                 model, x = build_network(kind, 2).to(device), make_inputs(kind, 3).to(device)
                 with pytest.raises(UnsupportedError, match=advice):
                     getattr(make_backend(self.backend, model, x, **self.options), name)(x, y, N=3)
-
-    def _check_batch(
-        self,
-        made: ContrastiveBackend,
-        x: Tensor,
-        y: Tensor,
-        want: Tensor,
-        reach: float | None = None,
-        dtype: torch.dtype = torch.float64,
-    ) -> None:
-        assert near(made.diag(x, y, N=len(x))[1], want.diagonal(), reach, dtype)
-        assert near(made.full(x, y, N=len(x))[1], want, reach, dtype)
-
-    def _check_data(
-        self, made: ContrastiveBackend, loader: Any, want: Tensor, reach: float, dtype: torch.dtype = torch.float64
-    ) -> None:
-        assert near(made.fit(loader, Structure.DIAG).curvature, want.diagonal(), reach, dtype)
-        assert near(made.fit(loader, Structure.FULL).curvature, want, reach, dtype)
-        v = torch.linspace(-1, 1, len(want), dtype=torch.float64)
-        assert near(made.matvec(loader, v.to(loader[0][1].device, dtype)), want @ v, reach * len(want), dtype)
-
-    def _check_factors(self, found: Any, want: Any, reach: float, dtype: torch.dtype = torch.float64) -> None:
-        for group, other in zip(found, want, strict=True):
-            for k, (f, g) in enumerate(zip(group, other, strict=True)):
-                assert near(f, g, None if k else reach, dtype)
-
-    def _factors(self, made: ContrastiveBackend, x: Tensor, y: Tensor) -> list[list[Tensor]] | None:
-        """Return the factors of a backend; ``None`` where it refuses, of which the test of refusals knows."""
-        try:
-            return [list(group) for group in made.kron(x, y, N=len(x))[1].kfacs]
-        except UnsupportedError:
-            return None
 
     def _accepted(self, without: frozenset[str] = frozenset()) -> list[str]:
         return [kind for kind in NETWORKS if kind not in self.refused | without]
@@ -472,15 +443,23 @@ class BackendContract:
         return *truth_and_size(*drawn), scale
 
 
+def _check_factors(found: Any, want: Any, reach: float, dtype: torch.dtype = torch.float64) -> None:
+    for group, other in zip(found, want, strict=True):
+        for k, (f, g) in enumerate(zip(group, other, strict=True)):
+            assert near(f, g, None if k else reach, dtype)
+
+
+def _factors(made: ContrastiveBackend, x: Tensor, y: Tensor) -> list[list[Tensor]] | None:
+    """Return the factors of a backend; ``None`` where it refuses, of which the test of refusals knows."""
+    try:
+        return [list(group) for group in made.kron(x, y, N=len(x))[1].kfacs]
+    except UnsupportedError:
+        return None
+
+
 def _targets(case: Case) -> Tensor:
-    if case.labels is None:
-        msg = "this case has no targets"
-        raise TypeError(msg)
+    assert case.labels is not None
     return case.labels
-
-
-def _batches(x: Tensor, y: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(x.split(size), y.split(size), strict=True))
 
 
 def _rounded_pair(model: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:

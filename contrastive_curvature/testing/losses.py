@@ -35,19 +35,6 @@ from contrastive_curvature.testing.oracle import (
     masks_of,
 )
 
-__all__ = [
-    "LOSSES",
-    "check_loss",
-    "check_low_rank",
-    "draw_loss_case",
-    "fittable",
-    "is_exact",
-    "make_backend",
-    "near",
-    "parts_of",
-    "size_of_terms",
-]
-
 Drawn = tuple[nn.Module, Tensor, Tensor]
 """A network, its inputs, and their labels."""
 
@@ -108,6 +95,34 @@ def near(found: Any, want: Tensor, scale: float | None = None, dtype: torch.dtyp
     return close(found.cpu().double(), want.cpu(), scale, 1e-10 if dtype == torch.float64 else 1e-4)
 
 
+def batches(x: Tensor, y: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
+    """Return batches of some points and their labels."""
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
+def check_batch(
+    made: ContrastiveBackend,
+    x: Tensor,
+    y: Tensor,
+    want: Tensor,
+    reach: float | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> None:
+    """Compare what a backend gives for a batch with a dense curvature."""
+    assert near(made.diag(x, y, N=len(x))[1], want.diagonal(), reach, dtype)
+    assert near(made.full(x, y, N=len(x))[1], want, reach, dtype)
+
+
+def check_data(
+    made: ContrastiveBackend, loader: Any, want: Tensor, reach: float, dtype: torch.dtype = torch.float64
+) -> None:
+    """Compare what a backend gives for a data set, and its products, with a dense curvature."""
+    assert near(made.fit(loader, Structure.DIAG).curvature, want.diagonal(), reach, dtype)
+    assert near(made.fit(loader, Structure.FULL).curvature, want, reach, dtype)
+    v = torch.linspace(-1, 1, len(want), dtype=torch.float64)
+    assert near(made.matvec(loader, v.to(loader[0][1].device, dtype)), want @ v, reach * len(want), dtype)
+
+
 def check_low_rank(made: ContrastiveBackend, loader: Any, want: Tensor, reach: float) -> None:
     """Compare the eigenpairs that a backend fits with a dense curvature."""
     vectors, values = made.fit_lowrank(loader).curvature
@@ -151,22 +166,18 @@ def is_exact(
     truth = scale * (jacobian.T @ output @ jacobian)
     reach = scale * size_of_terms(loss, z, labels) * float(jacobian.square().sum())
     step, x, y = data.draw(st.integers(2, len(z))), points.to(device), labels.to(device)
-    loader = list(zip(x.split(step), y.split(step), strict=True))
+    loader = batches(x, y, step)
     for weights, part in parts_of(model, truth, data):
         made = make_backend(backend, model.to(device), x, weights, loss=loss, **more)
         want = truth[part][:, part]
-        assert near(made.diag(x, y, N=len(x))[1], want.diagonal(), reach)
-        assert near(made.full(x, y, N=len(x))[1], want, reach)
+        check_batch(made, x, y, want, reach)
         if not of_pairs:
             # Pairs are those of the whole data set, candidates those of a batch.
             counted = [(a, b) for a, b in loader if loss.output_hessian(model(a).detach(), b).derivatives.anchors]
             want = sum((made.full(a, b, N=len(x))[1].cpu() for a, b in counted), start=torch.zeros_like(want))
         if not want.any():
             continue
-        assert near(made.fit(loader, Structure.FULL).curvature, want, reach)
-        assert near(made.fit(loader, Structure.DIAG).curvature, want.diagonal(), reach)
-        v = torch.linspace(-1, 1, len(want), dtype=torch.float64)
-        assert near(made.matvec(loader, v.to(device)), want @ v, reach * len(want))
+        check_data(made, loader, want, reach)
         if isinstance(weights, str) and weights == "all":
             made = make_backend(backend, model, x, weights, loss=loss, rank=len(want), **more)
             check_low_rank(made, loader, want, reach)

@@ -7,8 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-__all__ = ["NETWORKS", "build_network", "make_inputs", "repeats_weights"]
-
 _WIDTH = 4
 
 

@@ -14,18 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "AnchorCase",
-    "anchor_hessian",
-    "dense_ggn",
-    "dense_jacobian",
-    "dense_output_hessian",
-    "list_pairs",
-    "masks_of",
-    "pair_loss",
-    "pair_weights",
-]
-
 PairList = Counter[tuple[int, int, int]]
 """How often the unordered pair ``(i, j)``, ``i < j``, is listed as positive (+1) or negative (-1)."""
 
