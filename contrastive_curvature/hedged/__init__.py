@@ -4,6 +4,9 @@ After "Modeling uncertainty with hedged instance embedding" (under review at ICL
 of the embedding, ``C`` components of a mixture, ``K`` samples of an embedding, ``...`` any batch shape. An embedding is
 a mean and a variance, both (..., C, D); the components weigh the same, and their covariances are diagonal. Batch shapes
 of two embeddings are broadcast. Half precision is converted to float32.
+
+Every function refuses, with an ``InputError`` that names the argument, what its ``Args`` do not allow: another shape or
+dimension, NaN and infinity, a number that is not positive, an unknown option; and the mean over no pairs.
 """
 
 from __future__ import annotations

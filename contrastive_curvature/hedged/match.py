@@ -12,27 +12,14 @@ from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.vmf.checks import broadcast_batch, same_dim
 
-__all__ = [
-    "MatchParameters",
-    "check_mixture",
-    "check_points",
-    "inverse_softplus",
-    "match_logits",
-    "match_probability",
-    "pair_logits",
-    "self_mismatch",
-    "stratified_samples",
-]
-
 
 def stratified_samples(
     mean: Tensor, variance: Tensor, n_samples: int = 8, generator: torch.Generator | None = None
 ) -> Tensor:
     """Draw samples of mixtures of Gaussians, as many of each component.
 
-    A sample is ``mean + sqrt(variance) * noise``, so gradients flow to both. The mean of a function over the samples is
-    an unbiased estimate of its mean over the mixture with weights ``1 / C``, with a variance that is no larger than
-    that of as many independent samples.
+    A sample is ``mean + sqrt(variance) * noise``, so gradients flow to both. Means over the samples are unbiased, with
+    a variance no larger than that of as many independent samples.
 
     Args:
         mean: Means of the C components, shape (..., C, D); C = 1 is a single Gaussian.
@@ -43,12 +30,7 @@ def stratified_samples(
     Returns:
         Shape (..., K, D), the K / C samples of one component after those of another.
 
-    Raises:
-        InputError: A shape does not fit, an entry is NaN or infinite, a variance is not positive,
-            or ``n_samples`` is not a positive multiple of C.
-
-    Source: "Hedged instance embedding", section 2.2. It prints a mixture without weights, whose integral is C; equal
-    numbers of samples imply weights of ``1 / C``. Its K = 8 samples are read as those of an image, not of a component.
+    Source: "Hedged instance embedding", section 2.2. Its K = 8 is read as the samples of an image, not of a component.
     """
     centre, spread = check_mixture("mean", mean, "variance", variance)
     validate.count("n_samples", n_samples)
@@ -108,10 +90,6 @@ def match_logits(z1: Tensor, z2: Tensor, a: float | Tensor, b: float | Tensor) -
     Returns:
         Logits with the broadcast batch shape. The gradient at distance 0 is 0.
 
-    Raises:
-        InputError: A shape does not fit, the dimensions differ, an entry is NaN or infinite, or ``a`` is
-            not positive.
-
     Source: "Hedged instance embedding", Eq. 2, which prints ``a |z1 - z2| + b``: with ``a > 0`` the probability of a
     match would grow with the distance.
     """
@@ -135,9 +113,8 @@ def pair_logits(samples1: Tensor, samples2: Tensor, a: float | Tensor, b: float 
 def match_probability(samples1: Tensor, samples2: Tensor, a: float | Tensor, b: float | Tensor) -> Tensor:
     """Return the Monte Carlo estimate of the probability that two uncertain embeddings match.
 
-    The mean of ``sigmoid(-a |z1 - z2| + b)`` over all ``K1 * K2`` pairs of samples: unbiased where the samples of one
-    embedding are independent of the other's. Of an embedding with itself, two sets of samples are needed;
-    :func:`~contrastive_curvature.hedged.self_mismatch` draws them.
+    The mean of ``sigmoid(-a |z1 - z2| + b)`` over all ``K1 * K2`` pairs of samples: unbiased where the two sets are
+    independent. For an embedding and itself :func:`~contrastive_curvature.hedged.self_mismatch` draws two sets.
 
     Args:
         samples1: Samples of the first embedding, shape (..., K1, D); a point is one sample.
@@ -146,12 +123,7 @@ def match_probability(samples1: Tensor, samples2: Tensor, a: float | Tensor, b: 
         b: Intercept.
 
     Returns:
-        Probabilities with the broadcast batch shape. The work needs ``K1 * K2 * D`` numbers for each pair of
-        embeddings.
-
-    Raises:
-        InputError: A shape does not fit, the dimensions differ, an entry is NaN or infinite, or ``a`` is
-            not positive.
+        Probabilities with the broadcast batch shape; a pair takes ``K1 * K2 * D`` numbers of memory.
 
     Source: "Hedged instance embedding", Eq. 2, 4 and 5 (with the sign of :func:`match_logits`).
     """
@@ -169,8 +141,7 @@ def self_mismatch(
 ) -> Tensor:
     """Return the probability that two independent draws of one embedding do not match.
 
-    The mean of ``1 - sigmoid(-a |z - z'| + b)`` over all pairs of two independent sets of samples. Pairs inside one set
-    would hold each sample's pair with itself, whose distance is 0, and would say too little.
+    The mean of ``1 - sigmoid(-a |z - z'| + b)`` over all pairs of two independent sets of samples.
 
     Args:
         mean: Means of the C components, shape (..., C, D); C = 1 is a single Gaussian.
@@ -182,10 +153,6 @@ def self_mismatch(
 
     Returns:
         Shape (...), from ``sigmoid(-b)``, which a point has, to 1.
-
-    Raises:
-        InputError: A shape does not fit, an entry is NaN or infinite, a variance or ``a`` is not
-            positive, or ``n_samples`` is no multiple of C.
 
     Source: "Hedged instance embedding", Eq. 9 and 5.
     """

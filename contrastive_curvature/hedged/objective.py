@@ -22,8 +22,6 @@ from contrastive_curvature.triplet.divergence import excess
 from contrastive_curvature.triplet.moments import check_pair
 from contrastive_curvature.vmf.checks import broadcast_batch, same_dim
 
-__all__ = ["hard_contrastive_loss", "kl_bound", "kl_estimate", "match_loss", "soft_contrastive_loss", "vib_objective"]
-
 
 def soft_contrastive_loss(
     z1: Tensor,
@@ -49,10 +47,6 @@ def soft_contrastive_loss(
     Returns:
         The loss (in nats): a scalar, or the batch shape with ``"none"``.
 
-    Raises:
-        InputError: A shape does not fit, the dimensions differ, an entry is NaN or infinite, ``a`` is not
-            positive, ``reduction`` is unknown, or the mean over no pairs is asked for.
-
     Source: "Hedged instance embedding", Eq. 2 and 3 (with the sign of
     :func:`~contrastive_curvature.hedged.match_logits`).
     """
@@ -71,9 +65,8 @@ def hard_contrastive_loss(
 ) -> Tensor:
     """Return the contrastive loss with a hard margin, of points that need not be on the sphere.
 
-    ``|z1 - z2|^2`` of a match, ``max(margin - |z1 - z2|, 0)^2`` of a mismatch.
-    :class:`~contrastive_curvature.losses.ContrastiveLoss`, the library's own, has unit vectors and another term for a
-    mismatch.
+    ``|z1 - z2|^2`` of a match, ``max(margin - |z1 - z2|, 0)^2`` of a mismatch, which is not the term of
+    :class:`~contrastive_curvature.losses.ContrastiveLoss`.
 
     Args:
         z1: Points, shape (..., D).
@@ -85,10 +78,6 @@ def hard_contrastive_loss(
     Returns:
         The loss (in squared units of the embedding): a scalar, or the batch shape with ``"none"``. The gradient of a
         mismatch at distance 0 is 0.
-
-    Raises:
-        InputError: A shape does not fit, the dimensions differ, an entry is NaN or infinite, ``margin`` is
-            not positive, ``reduction`` is unknown, or the mean over no pairs is asked for.
 
     Source: "Hedged instance embedding", Eq. 1 (Hadsell et al. 2006).
     """
@@ -105,9 +94,7 @@ def hard_contrastive_loss(
 def kl_bound(mean: Tensor, variance: Tensor) -> Tensor:
     """Return the mean of the components' divergences to ``N(0, I)``: that of a Gaussian, a bound on that of a mixture.
 
-    ``1/(2 C) sum_c sum_d [variance - 1 - log(variance) + mean^2]``. The divergence of a mixture has no closed form.
-    It is convex in its first argument, so this is an upper bound, exact for C = 1; it is too large by at most
-    ``log C``.
+    ``1/(2 C) sum_c sum_d [variance - 1 - log(variance) + mean^2]``: exact for C = 1, at most ``log C`` too large.
 
     Args:
         mean: Means of the C components, shape (..., C, D).
@@ -116,12 +103,7 @@ def kl_bound(mean: Tensor, variance: Tensor) -> Tensor:
     Returns:
         Nats, shape (...).
 
-    Raises:
-        InputError: A shape does not fit, an entry is NaN or infinite, or a variance is not
-            positive.
-
-    Source: "Hedged instance embedding", Eq. 7 and 8, which do not say how the divergence of a mixture is computed. Its
-    appendix E bounds the objective from below; an upper bound on the divergence keeps that bound one.
+    Source: "Hedged instance embedding", Eq. 7 and 8, which do not say how the divergence of a mixture is computed.
     """
     centre, spread = check_mixture("mean", mean, "variance", variance)
     return (excess(spread) + centre.square()).sum(-1).mean(-1) / 2
@@ -130,8 +112,8 @@ def kl_bound(mean: Tensor, variance: Tensor) -> Tensor:
 def kl_estimate(samples: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     """Return the Monte Carlo estimate of the divergence of a mixture to ``N(0, I)``.
 
-    The mean of ``log p(z) - log N(z; 0, I)`` over samples of the mixture, with ``p`` the mean of the components'
-    densities. Unbiased; negative estimates occur. Gradients flow through the samples and through ``p``.
+    The mean of ``log p(z) - log N(z; 0, I)`` over samples of the mixture ``p``. Unbiased; negative estimates occur.
+    Gradients flow through the samples and through ``p``.
 
     Args:
         samples: Samples of the mixture, as many of each component, shape (..., K, D): those of
@@ -141,10 +123,6 @@ def kl_estimate(samples: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
 
     Returns:
         Nats, shape (...).
-
-    Raises:
-        InputError: A shape does not fit, the dimensions differ, an entry is NaN or infinite, or a variance
-            is not positive.
 
     Source: "Hedged instance embedding", Eq. 22: the divergence as a mean over the embedding.
     """
@@ -177,28 +155,25 @@ def match_loss(
         matches: Whether each pair matches, booleans that broadcast to the batch shape.
         a: Slope per unit of distance, > 0.
         b: Intercept.
-        average: What is averaged over the pairs of samples. ``"log"``: the log-probability, as Eq. 8 prints and
-            appendix E derives. ``"probability"``: the probability, whose log is then taken: Eq. 3 of Eq. 5. It is the
-            smaller of the two (Jensen), and forgives samples that are far off as long as others are near.
+        average: What is averaged over the pairs of samples. ``"log"``: the log-probability, as in Eq. 8.
+            ``"probability"``: the probability, whose log is then taken (Eq. 3 of Eq. 5): the smaller loss.
         reduction: ``"mean"`` or ``"sum"`` over the pairs, or ``"none"``.
 
     Returns:
         The loss (in nats): a scalar, or the batch shape with ``"none"``. With one sample each, it is
-        :func:`~contrastive_curvature.hedged.soft_contrastive_loss`, whatever ``average`` is.
-
-    Raises:
-        InputError: A shape does not fit, the dimensions differ, an entry is NaN or infinite, ``a`` is not
-            positive, an option is unknown, or the mean over no pairs is asked for.
+        :func:`~contrastive_curvature.hedged.soft_contrastive_loss`.
 
     Source: "Hedged instance embedding", first term of Eq. 8.
     """
     validate.choice("average", average, ("log", "probability"))
     logits = pair_logits(samples1, samples2, a, b)
     so = _check_matches(matches, logits.shape[:-2])
-    if average == "probability":
-        return _reduced(-_log_mean(logits, so), reduction)
-    signed = torch.where(so[..., None, None], logits, -logits)
-    return _reduced(-logsigmoid(signed).mean((-2, -1)), reduction)
+    log_probabilities = logsigmoid(torch.where(so[..., None, None], logits, -logits))
+    if average == "log":
+        return _reduced(-log_probabilities.mean((-2, -1)), reduction)
+    # The mean of the probabilities may underflow.
+    pairs = logits.shape[-1] * logits.shape[-2]
+    return _reduced(math.log(pairs) - torch.logsumexp(log_probabilities, (-2, -1)), reduction)
 
 
 def vib_objective(
@@ -234,11 +209,6 @@ def vib_objective(
 
     Returns:
         The loss (in nats): a scalar, or the batch shape with ``"none"``.
-
-    Raises:
-        InputError: A shape does not fit, the dimensions differ, an entry is NaN or infinite, a variance or
-            ``a`` is not positive, an option is unknown, ``n_samples`` is no multiple of C, or the mean over no pairs
-            is asked for.
 
     Source: "Hedged instance embedding", Eq. 8.
     """
@@ -283,9 +253,3 @@ def _reduced(losses: Tensor, reduction: str) -> Tensor:
     if reduction == "mean" and not losses.numel():
         raise InputError(expected("pairs", "at least one pair", "none", 'Or reduction="sum".'))
     return losses.mean() if reduction == "mean" else losses.sum()
-
-
-def _log_mean(logits: Tensor, matches: Tensor) -> Tensor:
-    """Return the log of the mean probability of the truth over the last two axes, finite where that underflows."""
-    signed = torch.where(matches[..., None, None], logits, -logits)
-    return torch.logsumexp(logsigmoid(signed), (-2, -1)) - math.log(logits.shape[-1] * logits.shape[-2])

@@ -8,16 +8,6 @@ from torch import Tensor
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
-__all__ = [
-    "check_embeddings",
-    "check_integers",
-    "check_k",
-    "check_labels",
-    "check_rows",
-    "check_scores",
-    "check_tensor",
-]
-
 
 def check_tensor(name: str, value: object, wanted: str = "a torch.Tensor", hint: str = "") -> Tensor:
     """Return a dense tensor, detached."""

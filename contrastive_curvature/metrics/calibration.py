@@ -13,8 +13,6 @@ from contrastive_curvature.metrics._checks import check_integers, check_labels
 from contrastive_curvature.metrics.neighbors import Backend, Metric
 from contrastive_curvature.metrics.votes import Samples, retrieval_votes
 
-__all__ = ["CalibrationBins", "brier_score", "calibration_bins", "retrieval_brier", "retrieval_ece"]
-
 
 @dataclass(frozen=True)
 class CalibrationBins:
@@ -62,9 +60,9 @@ def _count_agreement(votes: Tensor) -> tuple[Tensor, Tensor]:
 def calibration_bins(votes: Tensor, labels: Tensor, n_bins: int = 10) -> CalibrationBins:
     """Bin the points by the confidence of their majority vote.
 
-    The prediction of a point is the label with the most votes, the smallest label in a tie. The confidence of the point
-    is the fraction of its votes for this label. Bins have equal width and include their upper edge. (The authors'
-    released code drops points on which all votes agree, which are on the last edge.)
+    The prediction of a point is the label with the most votes, the smallest label in a tie; the confidence is the
+    fraction of the votes for it. Bins have equal width and include their upper edge. (The authors' released code drops
+    points on which all votes agree.)
 
     Args:
         votes: Labels voted for, int, shape (S, N), from ``retrieval_votes``.
@@ -73,9 +71,6 @@ def calibration_bins(votes: Tensor, labels: Tensor, n_bins: int = 10) -> Calibra
 
     Returns:
         The bins; ``.expected_calibration_error`` is their ECE.
-
-    Raises:
-        InputError: If a shape is wrong or empty, or ``n_bins`` < 1.
 
     Source: Warburg et al. (2023), appendix G.3.
     """
@@ -101,9 +96,8 @@ def calibration_bins(votes: Tensor, labels: Tensor, n_bins: int = 10) -> Calibra
 def brier_score(votes: Tensor, labels: Tensor) -> float:
     """Return the Brier score of the fractions of votes ``p_ic``, ``mean_i sum_c (p_ic - 1[y_i = c])^2``.
 
-    The Brier score is a proper score: unlike the ECE, it cannot be small for inaccurate predictions. Its expectation
-    over S votes exceeds the score of infinitely many votes by ``(1 - sum_c p_c^2) / S``, so compare scores of equal S
-    only.
+    A proper score: unlike the ECE, not small for inaccurate predictions. Its expectation over S votes exceeds that of
+    infinitely many by ``(1 - sum_c p_c^2) / S``: compare scores of equal S only.
 
     Args:
         votes: Labels voted for, int, shape (S, N), from ``retrieval_votes``.
@@ -111,9 +105,6 @@ def brier_score(votes: Tensor, labels: Tensor) -> float:
 
     Returns:
         A number in [0, 2]; 0 is perfect.
-
-    Raises:
-        InputError: If a shape is wrong or empty.
 
     Source: Brier (1950), Verification of forecasts expressed in terms of probability.
     """
@@ -138,9 +129,6 @@ def retrieval_ece(
 ) -> float:
     """Return the expected calibration error of retrieval from sampled embeddings.
 
-    For the calibration curve, or for several scores of the same votes, call ``retrieval_votes`` and
-    ``calibration_bins``.
-
     Args:
         samples: Sampled embeddings, (S, N, D) or an iterable of (N, D); see ``retrieval_votes``.
         labels: Labels of the points, int, shape (N,).
@@ -152,9 +140,6 @@ def retrieval_ece(
 
     Returns:
         A number in [0, 1]; 0 is perfectly calibrated.
-
-    Raises:
-        InputError: For the reasons given in ``retrieval_votes`` and ``calibration_bins``.
 
     Source: Warburg et al. (2023), Eq. 121, with ``1/|B|`` corrected to ``|B|/N``.
     """
@@ -184,9 +169,6 @@ def retrieval_brier(
 
     Returns:
         A number in [0, 2]; 0 is perfect. See ``brier_score``.
-
-    Raises:
-        InputError: For the reasons given in ``retrieval_votes``.
     """
     votes = retrieval_votes(samples, labels, gallery, gallery_labels, backend=backend, metric=metric)
     return brier_score(votes, labels)

@@ -13,8 +13,6 @@ from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.metrics._checks import check_embeddings, check_k
 
-__all__ = ["MORE", "Backend", "Metric", "nearest_neighbors", "squared_distances"]
-
 Backend = Literal["auto", "faiss", "sklearn"]
 Metric = Literal["cosine", "euclidean"]
 
@@ -98,16 +96,15 @@ def nearest_neighbors(
 ) -> Tensor:
     """Return the indices of the k gallery points that are nearest to each query.
 
-    Exact search on the CPU. With ``backend="auto"``: faiss (``IndexFlatL2``) if it is installed and the embeddings are
-    not float64; else scikit-learn (brute force). faiss computes in float32, so some more candidates than are asked for
-    are ranked again by differences in float64, and where float32 cannot tell that nothing nearer was left out,
-    scikit-learn searches for that query. The order of points at exactly equal distances depends on the backend.
+    Exact search on the CPU. ``backend="auto"`` is faiss (``IndexFlatL2``) if it is installed and the embeddings are not
+    float64, else scikit-learn (brute force). faiss computes in float32: more candidates than asked for are ranked again
+    in float64, and scikit-learn searches where that leaves a doubt. Only the order at equal distances depends on the
+    backend.
 
     Args:
-        queries: Embeddings of any norm, shape (N, D); without zero rows for the cosine. Half precision is converted to
-            float32.
-        gallery: Embeddings that are searched, shape (M, D). ``None`` searches the queries themselves and removes each
-            query from its own result, by its index: an exact duplicate of a query remains in the result.
+        queries: Embeddings of any norm, shape (N, D); without zero rows for the cosine.
+        gallery: Embeddings that are searched, shape (M, D). ``None`` searches the queries themselves, without the query
+            (by its index: an exact duplicate remains in the result).
         k: Number of neighbours per query, 1 <= k <= M (``N - 1`` without a gallery).
         backend: ``"auto"``, ``"faiss"`` or ``"sklearn"``.
         metric: ``"cosine"``: largest cosine similarity. ``"euclidean"``: smallest distance of the embeddings as they
@@ -118,8 +115,6 @@ def nearest_neighbors(
         int64 indices into the gallery, shape (N, k), nearest first, on the device of ``queries``.
 
     Raises:
-        InputError: If a shape is wrong, an entry is not finite, a row is zero and has no cosine, D disagrees, ``k`` is
-            too large, or ``metric`` is unknown.
         UnsupportedError: If ``backend="faiss"`` and faiss is not installed.
     """
     validate.choice("metric", metric, ("cosine", "euclidean"))

@@ -10,8 +10,6 @@ from torch import Tensor
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.metrics._checks import check_integers, check_k, check_labels, check_tensor
 
-__all__ = ["Ranking", "average_precision_at_k", "map_at_k", "rank_by_labels", "recall_at_k"]
-
 
 @dataclass(frozen=True)
 class Ranking:
@@ -57,8 +55,7 @@ def rank_by_labels(neighbors: Tensor, labels: Tensor, gallery_labels: Tensor | N
         The ranking, on the device of ``labels``.
 
     Raises:
-        InputError: If a shape is wrong, an index is outside the gallery, a query retrieved itself (leave-one-out), or
-            no query has a positive.
+        InputError: An index is outside the gallery, a query retrieved itself, or no query has a positive.
     """
     query_labels = check_labels("labels", labels)
     labels_in_gallery = query_labels if gallery_labels is None else check_labels("gallery_labels", gallery_labels)
@@ -102,9 +99,6 @@ def recall_at_k(ranking: Ranking, k: int) -> float:
     Returns:
         A number in [0, 1], over the queries that have a positive in the gallery.
 
-    Raises:
-        InputError: If ``k`` is out of range.
-
     Source: Warburg et al. (2023), section 4.
     """
     hit = _first(ranking, k).any(1)
@@ -115,11 +109,9 @@ def average_precision_at_k(ranking: Ranking, k: int) -> Tensor:
     """Return the average precision at k of every query.
 
     ``AP@k = sum_(r <= k) relevant_r * precision_r / min(k, n_positives)``, with ``precision_r`` the fraction of
-    positives among the first r. The denominator is the largest possible number of retrieved positives, so AP@k = 1 only
-    if the first ``min(k, n_positives)`` neighbours are all positive. This is what the authors' released ``apk``
-    computes, and MAP@R for k = n_positives. torchmetrics' ``retrieval_average_precision(top_k=k)`` divides by the
-    positives RETRIEVED instead, which does not penalise missed ones: multiply it by ``retrieved / min(k, n_positives)``
-    to compare.
+    positives among the first r; MAP@R for k = n_positives. torchmetrics' ``retrieval_average_precision(top_k=k)``
+    divides by the positives RETRIEVED, which does not penalise missed ones: multiply it by ``retrieved / min(k,
+    n_positives)`` to compare.
 
     Args:
         ranking: The retrieved neighbours, K of them.
@@ -127,9 +119,6 @@ def average_precision_at_k(ranking: Ranking, k: int) -> Tensor:
 
     Returns:
         float64, shape (N,), in [0, 1]; NaN for queries without any positive in the gallery.
-
-    Raises:
-        InputError: If ``k`` is out of range.
 
     Source: https://github.com/FrederikWarburg/bayesian-metric-learning, ``src/evaluate/map.py`` (which gives 1 to a
         query without positives); Musgrave et al. (2020), MAP@R.
@@ -149,9 +138,6 @@ def map_at_k(ranking: Ranking, k: int) -> float:
 
     Returns:
         A number in [0, 1].
-
-    Raises:
-        InputError: If ``k`` is out of range.
 
     Source: Warburg et al. (2023), section 4 and Table 2.
     """

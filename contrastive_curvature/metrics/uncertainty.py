@@ -11,8 +11,6 @@ from torch import Tensor
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.metrics._checks import check_scores, check_tensor
 
-__all__ = ["SparsificationCurve", "auprc", "auroc", "ausc", "sparsification_curve"]
-
 
 def _out_of_distribution(uncertainty_id: Tensor, uncertainty_ood: Tensor) -> tuple[np.ndarray, np.ndarray]:
     inside = check_scores("uncertainty_id", uncertainty_id).cpu()
@@ -24,9 +22,9 @@ def _out_of_distribution(uncertainty_id: Tensor, uncertainty_ood: Tensor) -> tup
 def auroc(uncertainty_id: Tensor, uncertainty_ood: Tensor) -> float:
     """Return the area under the ROC curve for detecting out-of-distribution points by their uncertainty.
 
-    Out-of-distribution is the positive class. The area is the probability that an out-of-distribution point has a
-    larger uncertainty than an in-distribution point, where a tie counts one half. scikit-learn computes it:
-    torchmetrics first applies a sigmoid to scores outside [0, 1], which makes large uncertainties equal.
+    The probability that an out-of-distribution point has a larger uncertainty than an in-distribution point, where a
+    tie counts one half. By scikit-learn: torchmetrics applies a sigmoid to scores outside [0, 1], which makes large
+    uncertainties equal.
 
     Args:
         uncertainty_id: Uncertainty (larger is less certain, any unit) of in-distribution points, shape (N,), finite.
@@ -34,9 +32,6 @@ def auroc(uncertainty_id: Tensor, uncertainty_ood: Tensor) -> float:
 
     Returns:
         A number in [0, 1]; a random score has 0.5.
-
-    Raises:
-        InputError: If an argument is empty, not one-dimensional, or not finite.
 
     Source: Warburg et al. (2023), appendix G.3.
     """
@@ -48,9 +43,8 @@ def auroc(uncertainty_id: Tensor, uncertainty_ood: Tensor) -> float:
 def auprc(uncertainty_id: Tensor, uncertainty_ood: Tensor) -> float:
     """Return the area under the precision-recall curve for detecting out-of-distribution points by their uncertainty.
 
-    Out-of-distribution is the positive class. The area is the average precision (a step function, scikit-learn's
-    ``average_precision_score``); the trapezoidal rule, which the authors' released code uses, is too optimistic. A
-    random score has M / (N + M), so compare values only between data of the same sizes.
+    Out-of-distribution is the positive class. scikit-learn's ``average_precision_score``: the trapezoidal rule of the
+    authors' released code is too optimistic. A random score has M / (N + M): compare data of the same sizes only.
 
     Args:
         uncertainty_id: Uncertainty (larger is less certain, any unit) of in-distribution points, shape (N,), finite.
@@ -58,9 +52,6 @@ def auprc(uncertainty_id: Tensor, uncertainty_ood: Tensor) -> float:
 
     Returns:
         A number in (0, 1]; larger is better.
-
-    Raises:
-        InputError: If an argument is empty, not one-dimensional, or not finite.
 
     Source: Warburg et al. (2023), appendix G.3.
     """
@@ -84,8 +75,7 @@ class SparsificationCurve(NamedTuple):
 def sparsification_curve(uncertainty: Tensor, performance: Tensor) -> SparsificationCurve:
     """Remove the most uncertain query one after the other, and record the mean performance of the remaining queries.
 
-    Queries of equal uncertainty form a group, and each counts with the mean performance of the group. This is the
-    expectation over all orders of removal, so the curve does not depend on the order of the input.
+    Queries of equal uncertainty count with their mean performance: the expectation over all orders of removal.
 
     Args:
         uncertainty: Uncertainty of each query (larger is less certain, any unit), shape (N,), finite.
@@ -96,8 +86,7 @@ def sparsification_curve(uncertainty: Tensor, performance: Tensor) -> Sparsifica
         The curve over the queries that were not left out.
 
     Raises:
-        InputError: If an argument is empty, not one-dimensional or of another length, ``uncertainty`` is not finite,
-            ``performance`` is infinite, or every query is left out.
+        InputError: Every query is left out.
 
     Source: Warburg et al. (2023), appendix G.3.
     """
@@ -129,9 +118,6 @@ def ausc(uncertainty: Tensor, performance: Tensor) -> float:
 
     Returns:
         A number between the least and the greatest performance.
-
-    Raises:
-        InputError: For the reasons given in ``sparsification_curve``.
 
     Source: Warburg et al. (2023), appendix G.3 and Table 2; the authors' released code evaluates the
         same curve at 99 percentiles.

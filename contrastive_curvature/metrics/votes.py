@@ -13,8 +13,6 @@ from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.metrics._checks import check_embeddings, check_labels
 from contrastive_curvature.metrics.neighbors import Backend, Metric, nearest_neighbors
 
-__all__ = ["Samples", "retrieval_votes"]
-
 Samples = Tensor | Iterable[Tensor]
 
 
@@ -48,8 +46,7 @@ def retrieval_votes(
 
     Args:
         samples: Sampled embeddings: a tensor (S, N, D) or an iterable of S tensors (N, D). Sample s must come from ONE
-            network (one draw of the weights) for all N points; samples from the marginal distribution of each
-            point would give neighbours that no single network produces.
+            network (one draw of the weights) for all N points, not from the marginal distribution of each.
         labels: Labels of the points, int, shape (N,).
         gallery: Embeddings that are searched: (S, M, D) or an iterable of (M, D), sample s from the same network as
             sample s of ``samples``; or one (M, D) for all samples. ``None`` is leave-one-out among the points.
@@ -59,11 +56,6 @@ def retrieval_votes(
 
     Returns:
         int64 labels, shape (S, N), on the device of ``labels``.
-
-    Raises:
-        InputError: If a shape is wrong, there is no sample, an embedding is not finite, or zero and without a cosine,
-            one of ``gallery`` and ``gallery_labels`` is missing, their numbers of samples differ, or ``metric`` is
-            unknown.
 
     Source: Warburg et al. (2023), appendix G.3.
     """

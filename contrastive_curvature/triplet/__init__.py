@@ -6,6 +6,9 @@ their own. Shape letters: ``D`` dimension of the embedding, ``...`` any batch sh
 positive and negative are broadcast. The three embeddings are independent.
 
 All work is done in float64 and returned in the dtype of the arguments; half precision is returned as float32.
+
+Every function refuses, with an ``InputError`` that names the argument, what its ``Args`` do not allow: another shape or
+dimension, batch shapes that do not broadcast, NaN and infinity, a negative or zero number, an unknown option.
 """
 
 from __future__ import annotations

@@ -13,10 +13,9 @@ from contrastive_curvature.triplet.moments import Gaussian, check_gaussian
 from contrastive_curvature.vmf.checks import check_dim, check_kappa
 from contrastive_curvature.vmf.density import of_kappa
 
-__all__ = ["excess", "kl_to_normal", "kl_to_normal_of", "kl_to_uniform", "kl_to_uniform_of"]
-
-
-_SERIES_TERMS = 16  # with |x| <= 1/2 below, t^2 <= 1/9: the first term left out is below 1e-16 of the sum
+# Of both series. That of the logarithm has |x| <= 1/2, so t^2 <= 1/9; that of the growth has kappa^2 <= 2 D, so that
+# term k is at most 1 / k!. What is left out is below 1e-16 of the sum.
+_SERIES_TERMS = 20
 
 
 def excess(ratio: Tensor) -> Tensor:
@@ -53,18 +52,12 @@ def kl_to_normal(mean: Tensor, variance: Tensor, prior_variance: float = 1.0) ->
     Returns:
         Divergences >= 0 (in nats), shape (...).
 
-    Raises:
-        InputError: A shape does not fit, an entry is NaN or infinite, or a variance is not positive.
-
     Source: Eq. 46 and listing 2 (lines 29 to 31) of the supplement of Warburg et al. (2021), whose lines 26 and 30
     count and sum over the batch instead of the dimensions.
     """
     prior_variance = validate.number("prior_variance", prior_variance, positive=True)
     embedding = check_gaussian("mean", mean, "variance", variance)
     return kl_to_normal_of(embedding, prior_variance).to(embedding.dtype)
-
-
-_SERIES_TERMS = 20  # kappa^2 <= 2 D below, so that term k is at most 1 / k!
 
 
 def _log_growth(kappa: Tensor, dim: int) -> Tensor:
@@ -129,9 +122,6 @@ def kl_to_uniform(kappa: Tensor, dim: int) -> Tensor:
     Returns:
         Divergences >= 0 (in nats) with the shape and dtype of ``kappa``, computed in float64 with a relative error
         below 1e-12 for D up to 4096 and kappa up to 1e5; three times differentiable.
-
-    Raises:
-        InputError: ``kappa`` is negative, NaN or infinite, or ``dim`` < 2.
 
     Source: what ``kappa - D log 2`` in listing 2 (line 42) of the supplement of Warburg et al. (2021) stands for.
     """

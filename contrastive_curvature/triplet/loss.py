@@ -14,8 +14,6 @@ from contrastive_curvature.triplet.moments import Directed, Gaussian, Triplet, c
 from contrastive_curvature.triplet.probability import log_probability_of, log_probability_with
 from contrastive_curvature.vmf.checks import check_dim, unit
 
-__all__ = ["bayesian_triplet_loss"]
-
 
 def _on_sphere(name: str, embedding: Gaussian) -> tuple[Gaussian, Tensor]:
     """Return the embedding with a mean of norm 1, and its concentration ``1 / variance``."""
@@ -49,9 +47,8 @@ def bayesian_triplet_loss(
 
     ``-log P(|a - p|^2 + margin < |a - n|^2) + kl_weight [KL(a) + KL(p) + KL(n)]`` per triplet; the first part takes
     tau for normal, with the moments of :func:`~contrastive_curvature.triplet.tau_moments` or
-    :func:`~contrastive_curvature.triplet.tau_moments_vmf`. The documents call it the negative
-    evidence lower bound (at ``kl_weight=1``). It is not a bound: the embeddings are integrated out inside the
-    logarithm, where the bound has them outside; see ``docs/bayesian_triplet.md``.
+    :func:`~contrastive_curvature.triplet.tau_moments_vmf`. It is not the evidence lower bound that the documents call
+    it; see ``docs/bayesian_triplet.md``.
 
     Args:
         anchor: Mean (..., D) and variance (..., D) (diagonal) or (..., 1) (isotropic), the latter > 0.
@@ -72,9 +69,7 @@ def bayesian_triplet_loss(
             ``moments="vmf"`` twice in the means and once in the variances.
 
     Raises:
-        InputError: An option is unknown or has no effect, a shape does not fit, the batch shapes do not broadcast, the
-            dimensions or an entry is NaN or infinite, a variance is not positive, a mean is zero
-            (with ``"vmf"``), or the mean over no triplets is asked for.
+        InputError: An option has no effect, or the mean over no triplets is asked for.
 
     Source: Eq. 37 to 46 and listings 1 and 2 of the supplement of Warburg et al. (2021).
     """

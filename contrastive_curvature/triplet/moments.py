@@ -12,21 +12,6 @@ from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.vmf.checks import broadcast_batch, check_kappa, same_dim, unit
 from contrastive_curvature.vmf.density import of_kappa
 
-__all__ = [
-    "Directed",
-    "Gaussian",
-    "Spread",
-    "TauMoments",
-    "Triplet",
-    "check_gaussian",
-    "check_triplet",
-    "moments_of",
-    "moments_of_vmf",
-    "spread_of",
-    "tau_moments",
-    "tau_moments_vmf",
-]
-
 
 class Gaussian(NamedTuple):
     """A checked embedding in float64: mean (..., D), variance (..., D) or (..., 1)."""
@@ -136,8 +121,7 @@ def tau_moments(
         The moments, each with the broadcast batch shape.
 
     Raises:
-        InputError: A shape does not fit, the dimensions or the batch shapes do not broadcast, an
-            entry is NaN or infinite, a variance is negative, or a moment overflows.
+        InputError: A moment overflows.
 
     Source: Eq. 5 and Eq. 17, 18 and 26 in Eq. 7 of the supplement of Warburg et al. (2021), rearranged. The variance on
     their poster (step 6) has two wrong signs.
@@ -245,10 +229,6 @@ def tau_moments_vmf(
 
     Returns:
         The moments, each with the broadcast batch shape; once differentiable, with respect to the means twice.
-
-    Raises:
-        InputError: A shape does not fit, the dimensions or the batch shapes do not broadcast, an
-            entry is not finite, a direction is zero, or a concentration is negative.
 
     Source: the moments of Warburg et al. (2021), for their von Mises-Fisher embeddings, which they take for Gaussians.
     """

@@ -17,9 +17,6 @@ from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.triplet.moments import TauMoments, Triplet, check_triplet, moments_of
 
-__all__ = ["log_normal_cdf", "log_probability", "log_probability_of", "log_probability_with"]
-
-
 # From here on outwards the continued fraction is used; measured with mpmath, _LEVELS of it err by less than 1e-15.
 _TAIL = 5.0
 _LEVELS = 40
@@ -141,9 +138,7 @@ def log_probability(
         Log-probabilities (in nats) with the broadcast batch shape; twice differentiable.
 
     Raises:
-        InputError: ``margin`` is negative or not finite, a shape does not fit, the dimensions differ,
-            the batch shapes do not broadcast, an entry is NaN or infinite, a variance is negative, a moment overflows,
-            or a variance of tau is zero.
+        InputError: A moment overflows, or a variance of tau is zero.
 
     Source: poster of Warburg et al. (2021), steps 3 to 6. Step 5 and the supplement's listing 2 (line 19) leave out a
     part; see ``docs/bayesian_triplet.md``.

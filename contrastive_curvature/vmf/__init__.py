@@ -3,7 +3,11 @@
 The density of a direction ``u`` on the sphere of R^D (D >= 2), with respect to the surface measure, is
 ``C_D(kappa) exp(kappa <mu, u>)`` (Warburg et al. 2023, appendix C). Shape letters: ``S`` samples, ``D`` ambient
 dimension, ``...`` any batch shape. Directions (``samples``, ``mean``, ``mu``, ``z``) may be given unnormalised: they
-are divided by their norm, and a zero vector is refused. Half precision is converted to float32.
+are divided by their norm. Half precision is converted to float32.
+
+Every function refuses, with an ``InputError`` that names the argument, what its ``Args`` do not allow: another shape or
+dimension, D < 2, a zero vector, NaN and infinity, a negative concentration or variance, batch shapes that do not
+broadcast.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ from torch import Tensor
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
-__all__ = ["broadcast_batch", "check_dim", "check_kappa", "same_dim", "unit"]
-
 
 def check_dim(dim: object) -> int:
     """Return the ambient dimension if it is an integer of at least 2."""

@@ -21,19 +21,6 @@ from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.vmf.checks import check_kappa, same_dim, unit
 from contrastive_curvature.vmf.density import log_surface, of_kappa
 
-__all__ = [
-    "bhattacharyya_distance",
-    "common_dtype",
-    "checked_directions",
-    "cosine_distance",
-    "expected_likelihood_distance",
-    "from_embedding",
-    "kl_distance",
-    "kl_distance_printed",
-    "squared_euclidean_distance",
-    "versine",
-]
-
 
 class _Pairs(NamedTuple):
     """What the distances of B embeddings to C proxies need.
@@ -108,9 +95,6 @@ def from_embedding(z: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         Directions (..., D) of norm 1, and concentrations (...), the norms. Gradients flow through both.
-
-    Raises:
-        InputError: If D < 2, an entry is not finite, or an embedding is zero.
     """
     return unit("z", z)
 
@@ -124,9 +108,6 @@ def cosine_distance(mu: Tensor, proxy_mu: Tensor) -> Tensor:
 
     Returns:
         Distances in [-1, 1], shape (B, C).
-
-    Raises:
-        InputError: If a shape disagrees, or a direction is zero or not finite.
     """
     u, p = checked_directions("mu", mu), checked_directions("proxy_mu", proxy_mu)
     dtype = common_dtype(mu=u, proxy_mu=p)
@@ -144,9 +125,6 @@ def squared_euclidean_distance(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, prox
 
     Returns:
         Distances >= 0, shape (B, C), in squared units of the concentrations.
-
-    Raises:
-        InputError: A shape disagrees, a direction is zero, or a number is not finite or negative.
 
     Source: the law of cosines, before Eq. 44.
     """
@@ -184,9 +162,6 @@ def bhattacharyya_distance(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, proxy_ka
     Returns:
         Distances (in nats), shape (B, C): >= 0, and 0 for equal distributions, up to rounding.
 
-    Raises:
-        InputError: A shape disagrees, a direction is zero, or a number is not finite or negative.
-
     Source: Eq. 29.
     """
     pairs = _pairs(mu, kappa, proxy_mu, proxy_kappa)
@@ -198,8 +173,8 @@ def bhattacharyya_distance(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, proxy_ka
 def expected_likelihood_distance(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, proxy_kappa: Tensor) -> Tensor:
     """Return ``-log of the integral of p q``, the expected likelihood distance or mutual likelihood score, d_EL-vMF.
 
-    ``log C(|a + b|) - log C(|a|) - log C(|b|)`` with ``a = kappa mu`` and ``b = proxy_kappa proxy_mu``. It may be
-    negative, and it is not 0 for equal distributions: densities are not below 1.
+    ``log C(|a + b|) - log C(|a|) - log C(|b|)`` with ``a = kappa mu`` and ``b = proxy_kappa proxy_mu``; of either sign,
+    and not 0 for equal distributions.
 
     Args:
         mu: Directions of the embeddings, shape (B, D); normalised here.
@@ -209,9 +184,6 @@ def expected_likelihood_distance(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, pr
 
     Returns:
         Distances (in nats), shape (B, C).
-
-    Raises:
-        InputError: A shape disagrees, a direction is zero, or a number is not finite or negative.
 
     Source: Eq. 35.
     """
@@ -224,8 +196,7 @@ def expected_likelihood_distance(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, pr
 def kl_distance(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, proxy_kappa: Tensor) -> Tensor:
     """Return the Kullback-Leibler divergence from every embedding to every proxy, d_KL-vMF, in its right form.
 
-    ``log C(kappa) - log C(proxy_kappa) + A(kappa) (kappa - proxy_kappa cos)``: the mean of a von Mises-Fisher
-    distribution is ``A(kappa) mu``. ``kl_divergence`` gives the same for single pairs.
+    ``log C(kappa) - log C(proxy_kappa) + A(kappa) (kappa - proxy_kappa cos)``, as ``kl_divergence`` for single pairs.
 
     Args:
         mu: Directions of the embeddings, shape (B, D); normalised here.
@@ -235,9 +206,6 @@ def kl_distance(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, proxy_kappa: Tensor
 
     Returns:
         Divergences (in nats), shape (B, C): >= 0, and 0 for equal distributions, up to rounding.
-
-    Raises:
-        InputError: A shape disagrees, a direction is zero, or a number is not finite or negative.
 
     Source: Eq. 38, with the mean ``A(kappa) mu`` inserted.
     """
@@ -252,8 +220,7 @@ def kl_distance_printed(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, proxy_kappa
     """Return what the document prints as d_KL-vMF, for comparison; it is not a divergence.
 
     ``log C(kappa) - log C(proxy_kappa) + kappa - proxy_kappa cos``: the mean of the distribution is replaced by its
-    direction. It is negative for two equal directions with ``proxy_kappa > kappa``, and falls without limit in
-    ``proxy_kappa`` there.
+    direction. For equal directions it falls without limit in ``proxy_kappa``.
 
     Args:
         mu: Directions of the embeddings, shape (B, D); normalised here.
@@ -263,9 +230,6 @@ def kl_distance_printed(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, proxy_kappa
 
     Returns:
         Numbers (in nats) of either sign, shape (B, C).
-
-    Raises:
-        InputError: A shape disagrees, a direction is zero, or a number is not finite or negative.
 
     Source: Eq. 39.
     """

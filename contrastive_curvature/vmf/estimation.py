@@ -12,16 +12,6 @@ from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.vmf.checks import check_dim, unit
 
-__all__ = [
-    "concentration",
-    "concentration_from_gaussian",
-    "concentration_of_variance",
-    "fit",
-    "mean_direction",
-    "sra",
-    "tangential_variance",
-]
-
 
 def sra(rbar: Tensor, spread: Tensor, dim: int) -> Tensor:
     """Return Sra's estimate of kappa from ``rbar`` and ``spread = 1 - rbar^2``.
@@ -54,15 +44,11 @@ def mean_direction(samples: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean direction and the mean resultant length of samples.
 
     Args:
-        samples: Shape (S, ..., D), S >= 1, D >= 2, no zero vectors. Each sample is divided by its norm first, so raw
-            encoder outputs and unit embeddings are both allowed.
+        samples: Shape (S, ..., D), S >= 1, D >= 2, none zero; each is divided by its norm first.
 
     Returns:
-        ``mu`` (..., D), unit vectors, and ``Rbar`` (...) in [0, 1]. If ``Rbar`` is zero up to rounding, the
-        samples have no mean direction, and ``mu`` is the first sample, so that it is always a unit vector.
-
-    Raises:
-        InputError: If the shape is not (S, ..., D), S < 1, D < 2, an entry is not finite, or a sample is zero.
+        Unit vectors ``mu`` (..., D), and ``Rbar`` (...) in [0, 1]. If ``Rbar`` is zero up to rounding, there is no mean
+        direction, and ``mu`` is the first sample.
 
     Source: Warburg et al. (2023), Eq. 42.
     """
@@ -72,9 +58,9 @@ def mean_direction(samples: Tensor) -> tuple[Tensor, Tensor]:
 def concentration(rbar: Tensor, dim: int) -> Tensor:
     """Return Sra's estimate ``kappa = Rbar (D - Rbar^2) / (1 - Rbar^2)``.
 
-    ``Rbar`` is clamped to at most ``1 - eps`` of its dtype, so kappa is at most about ``(D - 1) / (2 eps)`` (float64:
-    2.3e15 (D - 1)); values and gradients are finite everywhere, and the gradient is zero above this bound. ``fit`` and
-    ``concentration_from_gaussian`` compute ``1 - Rbar^2`` to full precision and have a larger bound.
+    ``Rbar`` is clamped to at most ``1 - eps`` of its dtype, so kappa is at most about ``(D - 1) / (2 eps)``, with a
+    gradient of zero there. ``fit`` and ``concentration_from_gaussian``, which compute ``1 - Rbar^2`` to full precision,
+    have a larger bound.
 
     Args:
         rbar: Mean resultant lengths, any shape, in [0, 1]; an excess over 1 of up to 8 eps is accepted as rounding.
@@ -82,9 +68,6 @@ def concentration(rbar: Tensor, dim: int) -> Tensor:
 
     Returns:
         Concentrations >= 0 (dimensionless) with the shape and dtype of ``rbar``.
-
-    Raises:
-        InputError: If ``rbar`` is outside [0, 1] or not finite, or ``dim`` < 2.
 
     Source: Sra (2012); Warburg et al. (2023), Eq. 43.
     """
@@ -100,8 +83,8 @@ def concentration(rbar: Tensor, dim: int) -> Tensor:
 def fit(samples: Tensor) -> tuple[Tensor, Tensor]:
     """Estimate mean direction and concentration from samples.
 
-    ``1 - Rbar^2`` is computed as the mean squared distance of the normalised samples to their mean. On the sphere this
-    is the same number, and it stays accurate if the samples almost agree.
+    ``1 - Rbar^2`` is computed as the mean squared distance of the normalised samples to their mean, which stays
+    accurate if they almost agree.
 
     Args:
         samples: Shape (S, ..., D), S >= 2, D >= 2; each sample is divided by its norm first.
@@ -109,10 +92,6 @@ def fit(samples: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         ``mu`` (..., D), unit vectors (see ``mean_direction``), and ``kappa`` (...), at most ``(D - 1) / eps^2`` of the
         dtype, reached when all samples coincide; there the gradient is zero.
-
-    Raises:
-        InputError: If the shape is not (S, ..., D), S < 2 (one sample has no spread), D < 2, an entry is
-            not finite, or a sample is zero.
 
     Source: Sra (2012); Warburg et al. (2023), Eq. 42-43.
     """
@@ -140,9 +119,8 @@ def _checked_spread(mean: Tensor, variance: Tensor | None, covariance: Tensor | 
 def tangential_variance(mean: Tensor, *, variance: Tensor | None = None, covariance: Tensor | None = None) -> Tensor:
     """Return the variance of ``z ~ N(mean, V)`` perpendicular to its mean, divided by ``|mean|^2``.
 
-    ``tv = tr(P V P) / n^2 = (tr V - u^T V u) / n^2`` with ``n = |mean|``, ``u = mean / n`` and ``P = I - u u^T``. The
-    variance along ``u`` does not change the direction and does not count. The rounding error is of the order of eps
-    ``tr V / n^2``: a smaller tangential variance may be returned as zero.
+    ``tv = tr(P V P) / n^2 = (tr V - u^T V u) / n^2`` with ``n = |mean|``, ``u = mean / n`` and ``P = I - u u^T``: the
+    variance along ``u`` does not change the direction. The rounding error is about eps ``tr V / n^2``.
 
     Args:
         mean: Raw encoder outputs (not normalised), shape (..., D), D >= 2, none zero.
@@ -151,11 +129,6 @@ def tangential_variance(mean: Tensor, *, variance: Tensor | None = None, covaria
 
     Returns:
         Tangential variances (...) >= 0, in squared radians to first order.
-
-    Raises:
-        InputError: If both or neither of ``variance`` and ``covariance`` are given, a shape disagrees, an
-            entry is not finite, a variance is negative, ``covariance`` has a negative variance along or perpendicular
-            to the mean, a mean is zero, or D < 2.
     """
     u, norm = unit("mean", mean)
     spread = _checked_spread(u, variance, covariance)
@@ -181,13 +154,9 @@ def concentration_from_gaussian(
 ) -> Tensor:
     """Return kappa of the direction of ``z ~ N(mean, V)``, over RAW outputs, in closed form.
 
-    The tangential variance tv gives ``Rbar = 1 / sqrt(1 + tv)``, and Sra's estimate gives kappa. ``1 - Rbar^2`` is
-    computed as ``tv / (1 + tv)`` without a subtraction, so kappa stays accurate for tiny tv, where it is ``(D - 1) /
-    tv`` to leading order.
-
-    This is a second-order result: relative to the exact distribution of ``z / |z|`` the error of ``1 - Rbar^2`` is of
-    the order of tv and of ``u^T V u / n^2``. It is accurate if the spread of z is small compared with ``|mean|``;
-    otherwise draw samples and use ``fit``.
+    The tangential variance tv gives ``Rbar = 1 / sqrt(1 + tv)``, and Sra's estimate kappa, ``(D - 1) / tv`` to leading
+    order. This is accurate if the spread of z is small compared with ``|mean|`` (the relative error of ``1 - Rbar^2``
+    is of the order of tv and of ``u^T V u / n^2``); otherwise draw samples and use ``fit``.
 
     Args:
         mean: Raw encoder outputs, shape (..., D), D >= 2, none zero.
@@ -198,11 +167,7 @@ def concentration_from_gaussian(
         Concentrations (...), finite: at most ``(D - 1) / eps^2`` of the dtype, reached for tv = 0, where the gradient
         is zero.
 
-    Raises:
-        InputError: For the reasons given in ``tangential_variance``.
-
-    Source: derived for this library, by projecting the Gaussian onto the tangent space at its mean; kappa from Rbar as
-    in Sra (2012).
+    Source: derived for this library, by projection onto the tangent space at the mean; kappa as in Sra (2012).
     """
     return concentration_of_variance(
         tangential_variance(mean, variance=variance, covariance=covariance), mean.shape[-1]

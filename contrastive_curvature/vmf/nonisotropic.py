@@ -31,8 +31,6 @@ from contrastive_curvature.vmf.density import log_density_at_mode
 from contrastive_curvature.vmf.distances import checked_directions, common_dtype, versine
 from contrastive_curvature.vmf.sampling import rsample
 
-__all__ = ["el_nivmf_distance", "el_nivmf_logits", "nivmf_distance", "nivmf_log_prob"]
-
 
 class _Terms(NamedTuple):
     """What does not depend on x: K divided by its largest entry, a, b, and the logarithm of the constant factors."""
@@ -64,22 +62,17 @@ def _terms(m: Tensor, kappa: Tensor, normalized: bool) -> _Terms:
 def nivmf_log_prob(x: Tensor, mu: Tensor, kappa: Tensor, *, normalized: bool = True) -> Tensor:
     """Return the log-density of the non-isotropic von Mises-Fisher distribution, by the surface measure of the sphere.
 
-    For equal concentrations it is ``log_prob`` of the isotropic distribution. For others, the surface factor moves the
-    mode from ``mu`` towards the axes of small concentration.
+    The surface factor moves the mode from ``mu`` towards the axes of small concentration.
 
     Args:
         x: Directions, shape (..., D), D >= 2; normalised here.
         mu: Directions of the distributions, shape (..., D); normalised here.
         kappa: Concentrations of the axes, shape (..., D), finite and > 0.
-        normalized: Whether the surface factor is the right one, which makes this a density. With ``False`` it is the
-            document's ``det K / |K mu|`` (Eq. 19), which does not depend on x.
+        normalized: Whether the surface factor is the right one. With ``False`` it is the document's ``det K / |K mu|``
+            (Eq. 19), which does not depend on x.
 
     Returns:
         Log-densities (in nats), with the broadcast batch shape.
-
-    Raises:
-        InputError: If a vector is zero or not finite, a concentration is not positive or not finite, D < 2 or
-            disagrees, or the batch shapes do not broadcast.
 
     Source: Eq. 22.
     """
@@ -131,10 +124,6 @@ def nivmf_distance(mu: Tensor, proxy_mu: Tensor, proxy_kappa: Tensor, *, normali
     Returns:
         Distances (in nats), of either sign, shape (B, C). Rounding: about eps times the largest ``|K mu|``.
 
-    Raises:
-        InputError: If a shape disagrees, a direction is zero or not finite, or a concentration is not
-            positive or not finite.
-
     Source: Eq. 22.
     """
     u = checked_directions("mu", mu)
@@ -178,8 +167,7 @@ def el_nivmf_distance(
     """Return ``-log`` of the mean likelihood of every proxy over samples of every embedding, d_EL-nivMF.
 
     The mean is an unbiased estimate of the integral of the two densities' product; its logarithm is biased by half its
-    relative variance, which falls with ``1 / n_samples``. Gradients reach all four tensors, through the samples too
-    (``rsample``). The samples of an embedding are shared by all proxies.
+    relative variance. Gradients reach all four tensors, through the samples too (``rsample``).
 
     Args:
         mu: Directions of the embeddings, shape (B, D); normalised here.
@@ -192,10 +180,6 @@ def el_nivmf_distance(
 
     Returns:
         Distances (in nats), of either sign, shape (B, C).
-
-    Raises:
-        InputError: If a shape disagrees, a direction is zero or not finite, a concentration is negative (an
-            axis': not positive) or not finite, or ``n_samples`` < 1.
     """
     log_likelihoods = _log_likelihoods(mu, kappa, proxy_mu, proxy_kappa, n_samples, generator, normalized)
     return math.log(n_samples) - torch.logsumexp(log_likelihoods, 0)
@@ -229,9 +213,6 @@ def el_nivmf_logits(
 
     Returns:
         Logits, shape (B, C), with gradients to all five tensors.
-
-    Raises:
-        InputError: As in ``el_nivmf_distance``, or if ``temperature`` is not one positive finite number.
     """
     t = validate.real("temperature", temperature)
     if t.numel() != 1 or t.ndim > 1 or not bool((t > 0).all()):

@@ -26,8 +26,6 @@ from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.vmf.checks import broadcast_batch, check_kappa, unit
 from contrastive_curvature.vmf.density import of_kappa
 
-__all__ = ["angle_slope", "rsample", "sample"]
-
 
 def _uniform(like: Tensor, generator: torch.Generator | None) -> Tensor:
     # 1 minus a number in [0, 1) is in (0, 1], so that the logarithms are finite.
@@ -67,8 +65,7 @@ def _versines(kappa: Tensor, dim: int, generator: torch.Generator | None) -> Ten
 def sample(mu: Tensor, kappa: Tensor, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
     """Draw directions from von Mises-Fisher distributions.
 
-    Exact for every D >= 2 and every finite kappa >= 0 (kappa = 0 is uniform). The cosine is drawn in float64 whatever
-    the dtype; no gradient flows through the draw.
+    Exact for every D >= 2 and kappa >= 0 (0 is uniform). No gradient flows through the draw.
 
     Args:
         mu: Mean directions, shape (..., D), D >= 2; normalised here, so none may be zero.
@@ -78,10 +75,6 @@ def sample(mu: Tensor, kappa: Tensor, n_samples: int, generator: torch.Generator
 
     Returns:
         Unit vectors, shape (n_samples, ..., D), with the dtype and device of ``mu``.
-
-    Raises:
-        InputError: If ``n_samples`` < 1, a mean direction is zero or not finite, ``kappa`` is negative or not finite,
-            or the shapes do not broadcast.
 
     Source: Wood, A. T. A. (1994), Simulation of the von Mises Fisher distribution, algorithm VM*.
     """
@@ -176,9 +169,8 @@ def rsample(mu: Tensor, kappa: Tensor, n_samples: int, generator: torch.Generato
     """Draw directions from von Mises-Fisher distributions, with pathwise gradients.
 
     The draws are those of ``sample``. A sample turns with its mean direction by the smallest rotation, and its angle
-    follows kappa at a fixed value of the distribution function. So the gradient of a mean over samples is an unbiased
-    estimate of the gradient of the expectation. Reparameterising the proposals of a rejection sampler instead, as is
-    common, leaves out that their acceptance depends on kappa, and is biased.
+    follows kappa at a fixed value of the distribution function: the gradient of a mean over samples is unbiased.
+    (Reparameterising the proposals of a rejection sampler is biased: their acceptance depends on kappa.)
 
     Args:
         mu: Mean directions, shape (..., D), D >= 2; normalised here, so none may be zero.
@@ -189,10 +181,6 @@ def rsample(mu: Tensor, kappa: Tensor, n_samples: int, generator: torch.Generato
     Returns:
         Unit vectors, shape (n_samples, ..., D), with the dtype and device of ``mu``. They can be differentiated once by
         ``kappa``; a second time raises :class:`UnsupportedError`.
-
-    Raises:
-        InputError: If ``n_samples`` < 1, a mean direction is zero or not finite, ``kappa`` is negative or not finite,
-            or the shapes do not broadcast.
 
     Source: Figurnov, Mohamed and Mnih (2018), Implicit Reparameterization Gradients; the formula for the angle is
     derived for this library.
