@@ -30,17 +30,7 @@ from contrastive_curvature.network.given_features import (
     source_of,
 )
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
-from contrastive_curvature.network.raw_outputs import (
-    Key,
-    Record,
-    Source,
-    carries,
-    check_feeds,
-    feeds,
-    find_raw,
-    is_same,
-    trace,
-)
+from contrastive_curvature.network.raw_outputs import Key, Place, Record, carries, feeds, find_raw, is_same, trace
 from contrastive_curvature.network.threads import evaluation_mode as evaluation_mode
 from contrastive_curvature.network.threads import watched
 
@@ -74,11 +64,8 @@ class Encoder(nn.Module):
         dim: D; of a ``SentenceTransformer`` with a ``truncate_dim``, that many.
         last_layer: The linear layer whose output is the raw output, or ``None``.
         last_layer_name: Its name in ``model.named_modules()``, or ``None``.
-        normalization: The module whose input is the raw output, or ``None`` if there is none.
-        normalization_run: Which run of ``normalization`` takes the raw output, counted from zero; a module may run
-            several times in one ``forward``.
+        place: Where the raw outputs are.
         normalized: Whether the raw outputs have unit norm, because no earlier output could be reached.
-        normalizes_inside: Whether ``forward`` normalises what a module puts out, and that output is the raw output.
         call: How the model is called, and which of its outputs are the embeddings.
 
     Raises:
@@ -100,11 +87,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.model = model = uncompiled(model)
         self.call = ModelCall(label_key)
-        self.normalization: nn.Module | None = None
-        self.normalization_run = 0
-        self._entry: Key = None
-        self._normalized_entry: Key = None
-        self._source: Source | None = None
+        self.place = Place()
         self.normalized = False
         self.last_layer_name: str | None = None
         self._probe_points: str | None = None
@@ -149,24 +132,16 @@ class Encoder(nn.Module):
         few = slice_inputs(probe, slice(0, 2))
 
         def made_of(record: Record) -> bool:
-            place = (record.module, record.run, record.key)
-            return carries(self.model, lambda: self.call(self.model, few), place, feeds, direction_only=True)
-
-        def same(values: Tensor, raw: Tensor) -> bool:
-            return is_same(at_least_float32(values), raw)
+            return carries(self.model, lambda: self.call(self.model, few), record, feeds, direction_only=True)
 
         def gives_the_raw_outputs(record: Record) -> bool:
-            place = (record.module, record.run, record.key)
-            return carries(self.model, lambda: self._raw_outputs(few), place, same, direction_only=False)
+            return carries(self.model, lambda: self._raw_outputs(few), record, is_same, direction_only=False)
 
-        raw = find_raw(self.model, records, out, made_of)
-        self.normalization, self.normalization_run = raw.normalization, raw.run
-        self._entry, self._normalized_entry = raw.entry, raw.normalized_entry
-        self._source, self.normalized = raw.source, raw.normalized
+        raw, self.place, self.normalized = find_raw(records, out, made_of)
         layers = [
             r.module
             for r in records
-            if isinstance(r.module, nn.Linear) and is_same(r.output, raw.values) and gives_the_raw_outputs(r)
+            if isinstance(r.module, nn.Linear) and is_same(r.output, raw) and gives_the_raw_outputs(r)
         ]
         named = dict(self.model.named_modules())
         module = layers[-1] if layers else None
@@ -234,30 +209,33 @@ class Encoder(nn.Module):
         return self._raw_outputs(x)
 
     def _raw_outputs(self, x: Inputs) -> Tensor:
-        if self._source is not None:
-            name, run, key = self._source
-            _, z = self.passed(self.model.get_submodule(name), x, run, key=key)
-        elif self.normalization is None:
+        module, run, entry, key, normalizes = self.place
+        if module is None:
             z = at_least_float32(self._run(x))
         else:
-            z, _ = self.passed(self.normalization, x, self.normalization_run, self._entry, self._normalized_entry)
+            taken, given = self.passed(module, x, run, entry, key)
+            z = taken if normalizes else given
         return z[..., : self.dim]
 
     @property
+    def normalization(self) -> nn.Module | None:
+        """Return the module whose input is the raw output, if any."""
+        return self.place.module if self.place.normalizes else None
+
+    @property
     def normalizes_inside(self) -> bool:
-        """See the class."""
-        return self._source is not None
+        """Return whether ``forward`` normalises what a module puts out, and that output is the raw output."""
+        return self.place.module is not None and not self.place.normalizes
 
     def embeddings(self, z: Tensor) -> Tensor:
         """Return what the model makes of raw outputs (N, D): they themselves, or normalised."""
-        if self._source is not None:
+        if self.normalizes_inside:
             return nn.functional.normalize(z, dim=1)
         if self.normalization is None:
             return z
-        if self._entry is None:
-            out: Tensor = self.normalization(z)
-            return out
-        return entry_of(self.normalization({self._entry: z}), self._normalized_entry)
+        entry = self.place.entry
+        out: Any = self.normalization(z if entry is None else {entry: z})
+        return out if entry is None else entry_of(out, self.place.key)
 
     def features(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """Return raw outputs (N, D), and the inputs of the last layer, (N, F).
@@ -303,9 +281,22 @@ class Encoder(nn.Module):
             embeddings = self._run(x)
         if len(outputs) <= run:
             raise UnsupportedError(self._why_not(module))
-        if self._source is not None and module in (self.last_layer, self.model.get_submodule(self._source.module)):
-            check_feeds(outputs[run], embeddings)
+        if self.normalizes_inside and module in (self.last_layer, self.place.module):
+            self._check_feeds(outputs[run], embeddings)
         return inputs[run], outputs[run]
+
+    def _check_feeds(self, raw: Tensor, out: Tensor) -> None:
+        """Refuse a batch whose output is not the normalised output ``raw`` of a layer, as that of the first one."""
+        vectorised: Any = torch._C._functorch
+        # A graph that is traced, and a function that is vectorised, are of inputs that were compared before.
+        if torch.compiler.is_compiling() or vectorised.is_functorch_wrapped_tensor(out) or feeds(raw, out):
+            return
+        msg = (
+            "model: of the first batch, the output was the normalised output of a layer, and of this one it is not. "
+            "Remove F.normalize from forward and end the encoder in the module contrastive_curvature.L2Norm(), or in "
+            "no normalisation at all."
+        )
+        raise UnsupportedError(msg)
 
     def _why_not(self, module: nn.Module) -> str:
         """Say why a module may not have run in this thread."""

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.network.call import ModelCall, check_output, eager, entry_of, named_entries, naming_the_input
 from contrastive_curvature.network.inputs import Inputs, few_points, made_up_inputs, slice_inputs
 from contrastive_curvature.network.threads import evaluation_mode, users_hooks, watched
@@ -31,81 +30,68 @@ _UNIT_TOLERANCE = 1e-4
 _LAYER_NORM = (0.97, 1.001)
 """Norm of a row of a layer norm with scale one, divided by the root of its length: less than 1 by the added epsilon."""
 
+_OF_BATCH = (
+    "model: in evaluation mode the embedding of a point depends on the rest of its batch (batch normalisation without "
+    "running statistics?), so a point has no Jacobian of its own. Use track_running_stats=True, or LayerNorm."
+)
 
-class Source(NamedTuple):
-    """The run of a module whose output ``forward`` normalises.
+
+class Place(NamedTuple):
+    """Where the raw outputs are: in what the model returns, or at a run of one of its modules.
 
     Attributes:
-        module: Its name in ``model.named_modules()``.
+        module: The module; ``None``: the model's own output is the raw output.
         run: Which run of it, counted from zero.
+        entry: Name of the tensor among its inputs, ``None`` where it takes a tensor.
         key: Name of the tensor among its outputs, ``None`` where it puts out a tensor.
+        normalizes: Whether it takes the raw outputs and normalises them. Otherwise it puts them out, and ``forward``
+            normalises them.
     """
 
-    module: str
-    run: int
-    key: Key
-
-
-@dataclass
-class RawOutputs:
-    """The raw outputs of a probe, and how to reach those of other batches.
-
-    Attributes:
-        values: Shape (N, D).
-        normalization: The module that takes the raw outputs, ``None`` where there is none.
-        run: Which run of it takes them, counted from zero.
-        entry: Name of the raw outputs in the mapping that it takes, ``None`` where it takes a tensor.
-        normalized_entry: Name of the tensor that it puts out.
-        source: The module whose output ``forward`` normalises, ``None`` where it does not.
-        normalized: Whether the values are still normalised.
-    """
-
-    values: Tensor
-    normalization: nn.Module | None = None
+    module: nn.Module | None = None
     run: int = 0
     entry: Key = None
-    normalized_entry: Key = None
-    source: Source | None = None
-    normalized: bool = False
+    key: Key = None
+    normalizes: bool = False
 
 
-def find_raw(model: nn.Module, records: Sequence[Record], out: Tensor, made_of: Callable[[Record], bool]) -> RawOutputs:
+def find_raw(records: Sequence[Record], out: Tensor, made_of: Callable[[Record], bool]) -> tuple[Tensor, Place, bool]:
     """Go back from the output (N, D) through normalisations, and through modules that return their input unchanged.
 
     Args:
-        model: The encoder.
-        records: What its innermost modules did, in order.
+        records: What the innermost modules of an encoder did, in order.
         out: Its output.
         made_of: Returns whether the directions of the output are those of a record's output, for all values of both.
+
+    Returns:
+        The raw outputs (N, D), where they are, and whether they are normalised still.
 
     Raises:
         UnsupportedError: The output is normalised inside ``forward``, and by no module's output.
     """
-    found, k = RawOutputs(out), len(records)
-    while has_constant_norm(found.values):
-        start, k = k, _last(records[:k], is_same, found.values, made_of)
+    raw, place, k = out, Place(), len(records)
+    while has_constant_norm(raw):
+        start, k = k, _last(records[:k], is_same, raw, made_of)
         if k < 0:
             if out.shape[1] == 1:
-                return found
-            k = _last(records[:start], feeds, found.values, made_of)
+                break
+            k = _last(records[:start], feeds, raw, made_of)
             if k < 0:
-                _refuse_hidden_normalization(found.values)
-                return found
-            name = next(name for name, module in model.named_modules() if module is records[k].module)
-            found = RawOutputs(records[k].output, source=Source(name, records[k].run, records[k].key))
+                _refuse_hidden_normalization(raw)
+                break
+            raw, place = records[k].output, Place(records[k].module, records[k].run, key=records[k].key)
             # The module may be a normalisation, too.
             k += 1
             continue
-        if isinstance(records[k].module, nn.Linear):
-            return found
-        entry = records[k].rescaled()
+        record = records[k]
+        if isinstance(record.module, nn.Linear):
+            break
+        entry = record.rescaled()
         if entry is False:
             # A layer norm gives rows of a common norm other than one; that is no l2-normalisation.
-            found.normalized = has_unit_norm(found.values)
-            return found
-        inner = records[k]
-        found = RawOutputs(inner.inputs[entry], inner.module, inner.run, entry, inner.key)
-    return found
+            return raw, place, has_unit_norm(raw)
+        raw, place = record.inputs[entry], Place(record.module, record.run, entry, record.key, normalizes=True)
+    return raw, place, False
 
 
 def _last(
@@ -114,9 +100,9 @@ def _last(
     values: Tensor,
     made_of: Callable[[Record], bool],
 ) -> int:
-    """Return the number of the last record whose output matches, and is what the values are made of, or -1."""
-    numbers = reversed(range(len(records)))
-    return next((i for i in numbers if matches(records[i].output, values) and made_of(records[i])), -1)
+    """Return the index of the last record whose output matches, and is what the values are made of, or -1."""
+    indices = reversed(range(len(records)))
+    return next((k for k in indices if matches(records[k].output, values) and made_of(records[k])), -1)
 
 
 def _refuse_hidden_normalization(out: Tensor) -> None:
@@ -131,21 +117,6 @@ def _refuse_hidden_normalization(out: Tensor) -> None:
         "in no normalisation at all: the predictions and the curvature are those of the unit embeddings either way."
     )
     raise UnsupportedError(msg)
-
-
-def check_feeds(raw: Tensor, out: Tensor) -> None:
-    """Refuse a batch whose output ``out`` is not the normalised output ``raw`` of a layer, as that of the first one."""
-    vectorised: Any = torch._C._functorch
-    # A graph that is traced, and a function that is vectorised, are of inputs that were compared before.
-    if torch.compiler.is_compiling() or vectorised.is_functorch_wrapped_tensor(out):
-        return
-    if not feeds(raw, out):
-        msg = (
-            "model: of the first batch, the output was the normalised output of a layer, and of this one it is not. "
-            "Remove F.normalize from forward and end the encoder in the module contrastive_curvature.L2Norm(), or in "
-            "no normalisation at all."
-        )
-        raise UnsupportedError(msg)
 
 
 @dataclass
@@ -168,12 +139,11 @@ class Record:
 
     def rescaled(self) -> Key | bool:
         """Return the name of the input whose rows are positive multiples of the output's; ``False``: there is none."""
-        out = self.output
         # A module with parameters is no rescaling.
-        if not isinstance(out, Tensor) or next(self.module.parameters(), None) is not None:
+        if next(self.module.parameters(), None) is not None:
             return False
         names = sorted(self.inputs, key=lambda name: name != self.key)
-        return next((name for name in names if _only_rescales(self.inputs[name], out)), False)
+        return next((name for name in names if feeds(self.inputs[name], self.output)), False)
 
 
 def trace(model: nn.Module, call: ModelCall, probe: Inputs) -> tuple[list[Record], Tensor]:
@@ -187,11 +157,13 @@ def trace(model: nn.Module, call: ModelCall, probe: Inputs) -> tuple[list[Record
         InputError: The model cannot process the probe, or does not return (N, D).
         UnsupportedError: A point's output depends on the rest of its batch.
     """
-    _refuse_batch_statistics(model)
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if any(norm.running_mean is None for norm in norms):
+        raise UnsupportedError(_OF_BATCH)
     records, out = _recorded(model, call, probe)
     check_output(out)
-    with torch.no_grad(), evaluation_mode(model), eager(model):
-        _check_batch_independence(model, call, probe, out)
+    if _depends_on_batch(model, call, probe, out):
+        raise UnsupportedError(_OF_BATCH)
     if bool((out[1:] != out[:1]).any()) or has_unit_norm(out) or not bool(out.isfinite().all()):
         return records, out
     try:
@@ -236,41 +208,22 @@ def _recorded(model: nn.Module, call: ModelCall, probe: Inputs) -> tuple[list[Re
     return records, out
 
 
-def _refuse_batch_statistics(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
-            msg = (
-                f"model: {name!r} normalises with the statistics of the batch even in evaluation mode, so a point has "
-                "no Jacobian of its own. Use track_running_stats=True, or LayerNorm."
-            )
-            raise UnsupportedError(msg)
-
-
-def _check_batch_independence(model: nn.Module, call: ModelCall, probe: Inputs, out: Tensor) -> None:
-    """Refuse an encoder whose output for a point depends on the rest of the batch."""
-    if out.shape[0] < 2:
-        return
-    alone = call(model, slice_inputs(probe, slice(0, 1)))
-    size = float(out.abs().max())
-    if float((alone - out[:1]).abs().max()) > 1e-2 * size:
-        msg = (
-            "model: in evaluation mode the embedding of a point depends on the rest of its batch (batch "
-            "normalisation without running statistics?), so a point has no Jacobian of its own. Use "
-            "track_running_stats=True, or LayerNorm."
-        )
-        raise UnsupportedError(msg)
+def _depends_on_batch(model: nn.Module, call: ModelCall, probe: Inputs, out: Tensor) -> bool:
+    """Return whether an encoder's output for a point is another one without the rest of the batch."""
+    if len(out) < 2:
+        return False
+    with torch.no_grad(), evaluation_mode(model), eager(model):
+        alone = call(model, slice_inputs(probe, slice(0, 1)))
+    return float((alone - out[:1]).abs().max()) > 1e-2 * float(out.abs().max())
 
 
 def has_constant_norm(out: Tensor) -> bool:
-    """Return whether all rows have norm one or, if there are two rows or more, one common norm."""
+    """Return whether all rows have norm one or, where they differ, one common norm."""
+    if has_unit_norm(out):
+        return len(out) > 0
     norms = out.float().norm(dim=1)
-    if not out.shape[0]:
-        return False
-    one, tolerance = has_unit_norm(out), _tolerance(out)
-    if not one and not bool((out[1:] != out[:1]).any()):
-        # Equal embeddings have equal norms, whatever the encoder.
-        return False
-    return one or (out.shape[0] > 1 and bool(((norms / norms[0] - 1).abs() < tolerance).all()))
+    # Equal embeddings have equal norms, whatever the encoder.
+    return bool((out[1:] != out[:1]).any()) and bool(((norms / norms[0] - 1).abs() < _tolerance(out)).all())
 
 
 def has_unit_norm(out: Tensor) -> bool:
@@ -292,11 +245,12 @@ def _precision(out: Tensor) -> torch.dtype:
 
 
 def is_same(output: Any, raw: Tensor) -> bool:
-    """Return whether a module put out these numbers."""
+    """Return whether a module put out these numbers, in whatever precision."""
     # Nested tensors, and those within torch.vmap, have no equal.
     if not isinstance(output, Tensor) or output.is_nested or output.shape != raw.shape:
         return False
-    return torch.equal(output, raw)
+    both = torch.promote_types(output.dtype, raw.dtype)
+    return torch.equal(output.to(both), raw.to(both))
 
 
 def feeds(output: Any, normalized: Tensor) -> bool:
@@ -324,20 +278,10 @@ def _tensors(value: Any) -> dict[Key, Tensor]:
     return {name: t for name, t in named_entries(value) if isinstance(t, Tensor) and not t.is_nested and t.ndim == 2}
 
 
-def _only_rescales(z: Tensor, out: Tensor) -> bool:
-    """Return whether every row of the output is a positive multiple of its input row."""
-    if z.shape != out.shape or not z.is_floating_point() or z.ndim != 2:
-        return False
-    if not bool((z != 0).any(dim=1).all()):
-        return True
-    aligned = (normalize(z.double())[0] * normalize(out.double())[0]).sum(1)
-    return bool((aligned > 1 - _UNIT_TOLERANCE).all())
-
-
 def carries(
     model: nn.Module,
     run: Callable[[], Tensor],
-    place: tuple[nn.Module, int, Key],
+    record: Record,
     matches: Callable[[Tensor, Tensor], bool],
     *,
     direction_only: bool,
@@ -350,15 +294,13 @@ def carries(
     Args:
         model: The encoder.
         run: Runs it on a few points.
-        place: The module, which run of it, and the name of the tensor among its outputs.
-        matches: Returns whether the values in that place (N, D) and the result (N, D) belong together.
+        record: The output.
+        matches: Returns whether the values in its place (N, D) and the result (N, D) belong together.
         direction_only: Whether other parameters may change the norms of the result, such as a learned temperature.
     """
-    put = list[Tensor]()
 
     def passes() -> Tensor | None:
-        put.clear()
-        with evaluation_mode(model), eager(model), _substituted(*place, put):
+        with evaluation_mode(model), eager(model), _substituted(record) as put:
             out = run()
         return out if put and matches(put[0], out.detach()) else None
 
@@ -385,26 +327,27 @@ def carries(
 
 
 @contextmanager
-def _substituted(module: nn.Module, run: int, key: Key, put: list[Tensor]) -> Iterator[None]:
-    """Put other values in the place of one output of a module, and append them to ``put``."""
+def _substituted(record: Record) -> Iterator[list[Tensor]]:
+    """Put other values in the place of one output of a module, and give a list that will hold them."""
+    put: list[Tensor] = []
     runs, generator = Counter[int](), torch.Generator().manual_seed(0)
 
     def replace(_: nn.Module, __: tuple[Any, ...], out: Any) -> Any:
         runs[0] += 1
-        if runs[0] != run + 1:
+        if runs[0] != record.run + 1:
             return None
-        put.append(other_values(entry_of(out, key) if key is not None else out, generator))
+        put.append(other_values(out if record.key is None else entry_of(out, record.key), generator))
         # A copy, because an in-place operation may change what goes on.
         values = put[0].clone()
-        if key is None:
+        if record.key is None:
             return values
         if isinstance(out, MutableMapping):
-            out[key] = values
+            out[record.key] = values
             return None
-        return {**out, key: values}
+        return {**out, record.key: values}
 
-    with watched([module], after=replace):
-        yield
+    with watched([record.module], after=replace):
+        yield put
 
 
 def other_values(like: Tensor, generator: torch.Generator) -> Tensor:

@@ -25,6 +25,7 @@ from contrastive_curvature.hosts.stochman import StochManPullback, to_nnj
 from contrastive_curvature.laplace.backends.stochman import StochManContrastiveGGN
 from contrastive_curvature.network import pullback as limits
 from contrastive_curvature.network.encoder import Encoder
+from contrastive_curvature.network.raw_outputs import Place
 from contrastive_curvature.options import Structure
 from contrastive_curvature.testing import dense_ggn, dense_jacobian
 
@@ -301,7 +302,7 @@ def test_refuses_what_it_cannot_reach(device: str) -> None:
         to_nnj(model)
     odd = nn.Sequential(nn.Linear(4, 3), Residual(nn.Sequential(nn.Linear(3, 3), cc.L2Norm()))).to(device)
     encoder = Encoder(odd, x)
-    encoder.normalization = odd[1].inner[1]
+    encoder.place = Place(odd[1].inner[1], normalizes=True)
     with pytest.raises(UnsupportedError, match="in the midst of another layer"):
         StochManContrastiveGGN(odd).all_parameters(encoder)
 

@@ -109,7 +109,7 @@ class Pass:
         """Stop to look at the input of the normalisation, the raw outputs; any function may follow."""
         if not self._over:
             self._ends.append((*args, *kwargs.values())[0])
-            self._over = len(self._ends) > self._hosted.encoder.normalization_run
+            self._over = len(self._ends) > self._hosted.encoder.place.run
 
     def _check_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._over:

@@ -196,6 +196,6 @@ def _raw_leaves(encoder: Encoder) -> list[tuple[str, nn.Module]]:
     if encoder.normalization is None:
         return found
     runs = [k for k, (_, leaf) in enumerate(found) if leaf is encoder.normalization]
-    if len(runs) <= encoder.normalization_run:
+    if len(runs) <= encoder.place.run:
         refuse("", encoder.normalization, "normalises the outputs in the midst of another layer")
-    return found[: runs[encoder.normalization_run]]
+    return found[: runs[encoder.place.run]]
