@@ -10,7 +10,7 @@ from contrastive_curvature.errors import InputTypeError, UnsupportedError, expec
 from contrastive_curvature.feature_folder.header import FORMATS
 from contrastive_curvature.feature_folder.identifiers import GivenIdentifiers, check_identifiers
 from contrastive_curvature.feature_folder.precision import Precision, parse_precision
-from contrastive_curvature.network.loader import check_batches, check_whole, in_fixed_order
+from contrastive_curvature.network.loader import check_loader, in_fixed_order
 
 __all__ = ["Options", "check_loader_order"]
 
@@ -70,8 +70,7 @@ def check_loader_order(loader: Any) -> Any:
         InputTypeError: It cannot be iterated over.
         UnsupportedError: It leaves points out, or gives every process a part of the data.
     """
-    check_batches(loader, "loader")
-    check_whole(loader, "loader")
+    check_loader(loader, "loader", once=True)
     if getattr(loader, "drop_last", False) is True:
         msg = "loader: drop_last=True leaves out the last points of the data. Use drop_last=False."
         raise UnsupportedError(msg)

@@ -57,12 +57,6 @@ from contrastive_curvature.options import Structure
 
 __all__ = ["ContrastiveLaplace"]
 
-_NO_HALF = (
-    "In half precision a kernel between points loses the digits that a curvature needs. Call model.float() first; or "
-    "take hessian_structure='kron_lowrank', 'kron', 'full' or 'diag', which compute in float32 with the encoder as it "
-    "is."
-)
-
 
 class ContrastiveLaplace(FittedPosterior):
     """A laplace-torch class for the posterior of a contrastive encoder.
@@ -108,10 +102,7 @@ class ContrastiveLaplace(FittedPosterior):
     ) -> None:
         if likelihood != CONTRASTIVE:
             raise InputError(expected("likelihood", repr(CONTRASTIVE), likelihood))
-        if type(self)._key[0] == "last_layer":
-            check_model(model, half=self.keeps_features, instead=_NO_HALF)
-        else:
-            check_model(model)
+        check_model(model, half=self.keeps_features)
         if not self.keeps_features:
             refuse_compiled(model)
         kwargs = arguments_by_name(type(self), args, kwargs)

@@ -36,7 +36,7 @@ from contrastive_curvature.network.call import naming_the_input
 from contrastive_curvature.network.digest import encoder_fingerprint, same_encoder, state_tensors, summary, versions
 from contrastive_curvature.network.encoder import at_least_float32
 from contrastive_curvature.network.inputs import check_inputs, is_texts, tokenized
-from contrastive_curvature.network.loader import check_batches, check_whole
+from contrastive_curvature.network.loader import check_loader
 from contrastive_curvature.parts.rows import Rows
 from contrastive_curvature.progress import Progress
 
@@ -250,8 +250,7 @@ def calibrate(la: ContrastiveLaplace, loader: Iterable[Any], progress_bar: bool 
     la.check_fitted()
     if progress_bar is not None:
         validate.flag("progress_bar", progress_bar)
-    check_batches(loader, "loader", "batches (x, labels), or of inputs alone")
-    check_whole(loader, "loader")
+    check_loader(loader, "loader", once=True)
     found = [
         _components_of(la, batch, number)
         for number, batch in enumerate(Progress(progress_bar).over(loader, "[calibration]"))

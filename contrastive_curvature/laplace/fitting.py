@@ -38,7 +38,7 @@ from contrastive_curvature.network.inputs import (
     slice_inputs,
     tokenized_batch,
 )
-from contrastive_curvature.network.loader import check_loader, check_whole, loader_parts, read_views
+from contrastive_curvature.network.loader import check_loader, loader_parts, read_views
 from contrastive_curvature.options import Structure
 from contrastive_curvature.pairs.relation import check_labels
 from contrastive_curvature.parts.exchange import ProcessGroup, check_agreed, present_exchange
@@ -148,12 +148,10 @@ class FittedPosterior(CheckedPosterior):
 
         def first() -> Inputs | None:
             # First, as the labels of la.fit(x, labels) would be taken for override.
-            check_loader(loader)
+            check_loader(loader, shares=exchange is not None)
             validate.flag("override", override)
             if progress_bar is not None:
                 validate.flag("progress_bar", progress_bar)
-            if exchange is None:
-                check_whole(loader)
             return self._first_inputs(loader)
 
         probe = first() if exchange is None else _shared_inputs(exchange, first, self._device)
@@ -362,7 +360,7 @@ class FittedPosterior(CheckedPosterior):
         self, loader: Iterable[Any], part: tuple[int, int], statistics: State | None, progress_bar: bool | None
     ) -> State:
         self._check_parts()
-        check_loader(loader, "loader")
+        check_loader(loader, "loader", shares=True)
         part = _checked_part(part, statistics)
         _check_sampler(loader, part)
         if progress_bar is not None:
@@ -423,7 +421,6 @@ class FittedPosterior(CheckedPosterior):
         if progress_bar is not None:
             validate.flag("progress_bar", progress_bar)
         check_loader(loader)
-        check_whole(loader)
         sums = ClassSums()
         with evaluation_mode(self.model), torch.no_grad():
             for batch in Progress(progress_bar).over(loader, "[classes]"):

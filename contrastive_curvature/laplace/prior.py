@@ -19,7 +19,7 @@ from tqdm import tqdm
 from contrastive_curvature import metrics, validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.network.loader import check_batches, check_whole
+from contrastive_curvature.network.loader import check_loader
 
 if TYPE_CHECKING:
     from contrastive_curvature.laplace.base import ContrastiveLaplace
@@ -190,8 +190,7 @@ def search_grid(
         raise InputError(expected("prior_structure", "'scalar' for method='gridsearch'", prior_structure, hint))
     if loss is not None and not callable(loss):
         raise InputTypeError(expected("loss", "a callable (samples, labels) -> float", f"a {type(loss).__name__}"))
-    check_batches(val_loader, "val_loader")
-    check_whole(val_loader, "val_loader")
+    check_loader(val_loader, "val_loader", once=True)
     contexts, labels = [], []
     for batch in val_loader:
         x, y = la.backend.read(batch)

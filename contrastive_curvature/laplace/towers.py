@@ -22,7 +22,7 @@ from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, slice_inputs, tokenized_batch
-from contrastive_curvature.network.loader import check_loader, check_whole
+from contrastive_curvature.network.loader import check_loader
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.progress import Progress
 from contrastive_curvature.two_towers import TwoTowers
@@ -119,7 +119,6 @@ class TwoTowerLaplace:
         if progress_bar is not None:
             validate.flag("progress_bar", progress_bar)
         check_loader(train_loader)
-        check_whole(train_loader)
         with self._unchanged_on_error():
             probe = self._begin(train_loader)
             backend = self.a.backend
@@ -172,7 +171,7 @@ class TwoTowerLaplace:
             NotFittedError: Before ``fit``.
             InputError: See :meth:`ContrastiveLaplace.calibrate`. The calibration is as it was.
         """
-        check_loader(loader, "loader")
+        check_loader(loader, "loader", shares=True)
         sides = [("a", "b")] if self.shared else [("a",), ("b",)]
         with self._unchanged_on_error():
             for la, side in zip(self._each(), sides, strict=True):
@@ -197,7 +196,6 @@ class TwoTowerLaplace:
             NotFittedError: Before ``fit``.
         """
         check_loader(loader, "loader")
-        check_whole(loader, "loader")
         vectors = _checked_vectors(self._each(), [v_a] if v_b is None else [v_a, v_b])
         with self._ready(self._first(loader)) as pullbacks:
             return tuple(towers_product(pullbacks, loader, self._read, self.loss_of_towers, vectors))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from numbers import Number
 from typing import Any, NamedTuple
@@ -164,57 +165,49 @@ def joined_inputs(first: Inputs, second: Inputs, argument: str = "train_loader")
     Raises:
         InputError: They do not fit together.
     """
-    hint = "One encoder sees both views in one batch: pad or crop them to one shape."
     if isinstance(first, Tensor) and isinstance(second, Tensor):
-        if first.shape[1:] != second.shape[1:] or first.dtype != second.dtype:
-            shapes = f"{tuple(first.shape)} of {first.dtype} and {tuple(second.shape)} of {second.dtype}"
-            raise InputError(expected(argument, "two views of one shape and type", shapes, hint))
-        return torch.cat([first, second])
+        return _joined(first, second, argument)
     if not isinstance(first, Mapping) or not isinstance(second, Mapping) or first.keys() != second.keys():
         keys = [sorted(view) if isinstance(view, Mapping) else "a tensor" for view in (first, second)]
         hint = "One encoder sees both views in one batch. Inputs of two kinds need contrastive_curvature.TwoTowers."
         raise InputError(expected(argument, "two views of one kind", f"{keys[0]} and {keys[1]}", hint))
     first, second = (dict(part) for part in same_tokens([first, second]))
-    n, out = input_length(first), {}
+    n = input_length(first)
     for name, value in first.items():
-        other = second[name]
         if isinstance(value, Tensor) and value.ndim and value.shape[0] == n:
-            if value.shape[1:] != other.shape[1:]:
-                shapes = f"{tuple(value.shape)} and {tuple(other.shape)} under {name!r}"
-                raise InputError(expected(argument, "two views of one shape", shapes, hint))
-            out[name] = torch.cat([value, other])
-        else:
-            out[name] = value
-    return out
+            first[name] = _joined(value, second[name], f"{argument}: {name!r}")
+    return first
 
 
-def check_loader(loader: Any, argument: str = "train_loader") -> None:
-    """Refuse what cannot be run over twice."""
-    wanted = "something that can be iterated several times"
-    check_batches(loader, argument, wanted)
-    if isinstance(loader, Iterator):
-        raise InputTypeError(expected(argument, wanted, f"the iterator {type(loader).__name__}", _BATCHES))
+def _joined(first: Tensor, second: Tensor, argument: str) -> Tensor:
+    if first.shape[1:] != second.shape[1:] or first.dtype != second.dtype:
+        shapes = f"{tuple(first.shape)} of {first.dtype} and {tuple(second.shape)} of {second.dtype}"
+        hint = "One encoder sees both views in one batch: pad or crop them to one shape."
+        raise InputError(expected(argument, "two views of one shape and type", shapes, hint))
+    return torch.cat([first, second])
 
 
-_BATCHES = "Pass a DataLoader or a list of batches, as DataLoader(TensorDataset(x, labels), batch_size=256)."
+def check_loader(loader: Any, argument: str = "train_loader", *, once: bool = False, shares: bool = False) -> None:
+    """Refuse what would give parts of itself, as an array or a data set of points, and loaders of a part of the data.
 
-
-def check_batches(loader: Any, argument: str, wanted: str = "batches (x, labels)") -> None:
-    """Refuse what cannot be run over, and what would give parts of itself: an array, text, a data set of points."""
+    Args:
+        loader: What the user passed.
+        argument: Its name.
+        once: Whether it is run over once, so that an iterator will do.
+        shares: Whether it may give each of several processes its own part of the data. Where all of it is needed, each
+            process would get another result, and none the right one.
+    """
+    wanted = "batches (x, labels)" if once else "something that can be iterated several times"
+    iterator = isinstance(loader, Iterator) and not once
     runs = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
     points = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
     # NumPy's numbers have an index operator.
-    if not runs or points or isinstance(loader, (str, bytes, Tensor, np.ndarray, Mapping, type, Number)):
-        raise InputTypeError(expected(argument, wanted, f"a {type(loader).__name__}", _BATCHES))
-
-
-def check_whole(loader: Any, argument: str = "train_loader") -> None:
-    """Refuse a loader that gives each of several processes its own part of the data, where all of it is needed.
-
-    Every process would get another result, and none the right one. The fits that put the results of several processes
-    together do not come here.
-    """
-    for part in loader_parts(loader):
+    other = isinstance(loader, (str, bytes, Tensor, np.ndarray, Mapping, type, Number))
+    if iterator or points or other or not runs:
+        hint = "Pass a DataLoader or a list of batches, as DataLoader(TensorDataset(x, labels), batch_size=256)."
+        came = f"{'the iterator' if iterator else 'a'} {type(loader).__name__}"
+        raise InputTypeError(expected(argument, wanted, came, hint))
+    for part in [] if shares else loader_parts(loader):
         # torch's and Lightning's samplers; Accelerate's shards, whose name a data set of the user's may have too.
         shards = isinstance(part, (Sampler, IterableDataset)) or type(part).__module__.startswith("accelerate")
         names = ("num_replicas", "num_processes") if shards else ("num_replicas",)
@@ -267,32 +260,15 @@ def in_fixed_order(loader: Any) -> Any:
         order = sampler.indices
     else:
         return loader
-    workers = loader.num_workers > 0
-    return DataLoader(
-        loader.dataset,
-        batch_size=loader.batch_size,
-        sampler=order,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context if workers else None,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor if workers else None,
-        persistent_workers=loader.persistent_workers,
-    )
+    # A loader refuses another sampler after it was made.
+    ordered = copy.copy(loader)
+    batches = None if loader.batch_sampler is None else BatchSampler(order, loader.batch_size, drop_last=False)  # type: ignore[arg-type]
+    vars(ordered).update(sampler=order, batch_sampler=batches, _iterator=None)
+    return ordered
 
 
-_NO_HALF = (
-    "In half precision the gradients of a whole encoder lose the digits that a curvature needs. Call model.float() "
-    "first; or take the posterior of the last layer (subset_of_weights='last_layer'), which computes in float32 with "
-    "the encoder as it is."
-)
-
-
-def check_model(model: object, *, half: bool = False, instead: str = _NO_HALF) -> None:
-    """Refuse what cannot be an encoder, or may not be in half precision; ``instead`` says what to do then."""
+def check_model(model: object, *, half: bool = False) -> None:
+    """Refuse what cannot be an encoder, or may not be in half precision."""
     if not isinstance(model, nn.Module):
         raise InputTypeError(expected("model", "a torch.nn.Module", f"a {type(model).__name__}"))
     check_one_encoder(model)
@@ -305,7 +281,12 @@ def check_model(model: object, *, half: bool = False, instead: str = _NO_HALF) -
         raise InputError(expected("model", "an encoder with parameters of a floating-point type", "one without", hint))
     halves = {p.dtype for p in parameters} & {torch.float16, torch.bfloat16}
     if halves and not half:
-        raise InputError(expected("model", "float32 or float64 parameters", f"{halves.pop()}", instead))
+        hint = (
+            "A curvature needs more digits than half precision has. Call model.float() first (train under "
+            "torch.autocast where that is too slow), or take laplace.Laplace with subset_of_weights='last_layer' and "
+            "hessian_structure='kron_lowrank', 'kron', 'full' or 'diag', which computes in float32."
+        )
+        raise InputError(expected("model", "float32 or float64 parameters", f"{halves.pop()}", hint))
 
 
 def check_one_encoder(model: nn.Module) -> None:

@@ -19,11 +19,6 @@ from contrastive_curvature.options import KFACApprox, Structure
 
 __all__ = ["OnlinePosterior"]
 
-_NO_HALF = (
-    "In half precision the gradients of training lose the digits that a curvature needs. Call model.float() first; "
-    "where that is too slow, train it under torch.autocast."
-)
-
 _SAMPLING_PRIOR_SCALE = 1.0
 """Prior scale for sampling weights during training: the prior precision equals the mean diagonal of the curvature.
 Weights without curvature so far are therefore not sampled far from their mean. All published results of online LAM in
@@ -56,7 +51,7 @@ class OnlinePosterior:
         temperature: float | None,
         sampling_temperature: float | None,
     ) -> None:
-        check_model(encoder, instead=_NO_HALF)
+        check_model(encoder)
         self.encoder, self.n_data, self.kind = encoder, n_data, kind
         self.prior_precision, self.temperature = prior_precision, temperature
         self.sampling_temperature = sampling_temperature

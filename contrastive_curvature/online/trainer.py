@@ -133,7 +133,7 @@ class Trainer:
         self, train_loader: Iterable[Any], epochs: int, processes: Processes, stack: contextlib.ExitStack
     ) -> None:
         validate.count("epochs", epochs)
-        check_loader(train_loader)
+        check_loader(train_loader, shares=True)
         if self.checkpoint is None:
             return
         if getattr(train_loader, "persistent_workers", False):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.metrics._checks import check_labels
-from contrastive_curvature.network.loader import check_batches, check_whole
+from contrastive_curvature.network.loader import check_loader
 
 __all__ = ["Data"]
 
@@ -33,7 +33,7 @@ class Data:
     def __init__(
         self, batches: Iterable[Any], *, items: Sequence[Any] | None = None, ids: Sequence[Any] | None = None
     ) -> None:
-        check_batches(batches, "batches", "batches (x, labels), or of inputs alone")
+        check_loader(batches, "batches", once=True, shares=True)
         for name, value in (("items", items), ("ids", ids)):
             known_length = hasattr(value, "__getitem__") and hasattr(value, "__len__")
             if value is not None and (not known_length or isinstance(value, (str, bytes, Mapping))):
@@ -47,11 +47,9 @@ class Data:
         Raises:
             InputTypeError: It cannot be run over.
         """
-        if not isinstance(value, Data):
-            check_batches(value, argument, "batches (x, labels), or of inputs alone")
-            value = cls(value)
-        check_whole(value.batches, argument)
-        return value
+        batches = value.batches if isinstance(value, Data) else value
+        check_loader(batches, argument, once=True)
+        return value if isinstance(value, Data) else cls(batches)
 
     def check_length(self, argument: str, n: int) -> None:
         """Refuse items or ids of another number than the inputs.

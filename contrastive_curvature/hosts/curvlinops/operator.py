@@ -25,7 +25,6 @@ from contrastive_curvature.network.inputs import Inputs, input_length, move_inpu
 from contrastive_curvature.network.loader import (
     check_loader,
     check_model,
-    check_whole,
     has_views,
     in_fixed_order,
     joined_inputs,
@@ -85,7 +84,6 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         if not isinstance(dict_key_y, str):
             raise InputTypeError(expected("dict_key_y", "the key of the labels", f"a {type(dict_key_y).__name__}"))
         check_loader(data, "data")
-        check_whole(data, "data")
         data = in_fixed_order(data)
         self._model, self._data, self._label_key = model, data, dict_key_y
         self._device = _only({p.device for p in model.parameters()}, "on one device")

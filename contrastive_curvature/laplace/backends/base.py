@@ -51,7 +51,6 @@ from contrastive_curvature.network.loader import (
     Views,
     check_loader,
     check_model,
-    check_whole,
     has_views,
     in_fixed_order,
     read_batch,
@@ -294,12 +293,11 @@ class ContrastiveBackend(GGNInterface, ABC):
         exchange = present_exchange()
         if exchange is None:
             check_loader(loader)
-            check_whole(loader)
             with self._ready(loader) as (encoder, pullback):
                 out = self._fit_alone(encoder, pullback, loader, structure, Progress(progress))
             return self.at_data_scale(out)
         with exchange.together():
-            check_loader(loader)
+            check_loader(loader, shares=True)
             with self._ready(loader) as (encoder, pullback):
                 identity = self.identity(structure)
                 check_agreed(exchange, {**identity, "backend": type(self).__name__})
@@ -445,7 +443,6 @@ class ContrastiveBackend(GGNInterface, ABC):
             msg = "pairs='batch': a subset of the points takes the pairs of the data set. Use pairs='dataset'."
             raise UnsupportedError(msg)
         check_loader(loader)
-        check_whole(loader)
         with self._ready(loader) as (encoder, pullback):
             reader, shown = self._reader(loader), Progress(progress)
             if not isinstance(self.loss, PairLoss):
@@ -520,7 +517,6 @@ class ContrastiveBackend(GGNInterface, ABC):
 
     def _ordered_reader(self, loader: Any) -> Reader:
         check_loader(loader)
-        check_whole(loader)
         return Reader(in_fixed_order(loader), self.points_of, across=self._compares_all)
 
     def _all_points(
