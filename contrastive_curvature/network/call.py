@@ -34,6 +34,9 @@ _UNDECIDED_NAMES = ("pooler_output", "last_hidden_state")
 _LABELS = "labels"
 """The entry of a batch that the training of a model takes, and its embeddings do not, whatever other name it has."""
 
+_WRAPPED = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
+"""Where torch's wrappers keep the user's module, whose arguments count."""
+
 _WRONG_CALL = (AttributeError, RuntimeError, TypeError, LookupError, ValueError, AssertionError)
 """The errors of a ``forward`` that gets a mapping where it wants a tensor, or the other way round."""
 
@@ -52,7 +55,7 @@ class ModelCall:
 
     def __init__(self, label_key: str = _LABELS) -> None:
         self.output: str | None = None
-        self._style: str | None = None
+        self._whole: bool | None = None
         self._labels = frozenset((_LABELS, label_key))
 
     def __call__(self, model: nn.Module, x: Inputs) -> Tensor:
@@ -77,19 +80,21 @@ class ModelCall:
         """Return what the model returns."""
         if not isinstance(x, Mapping):
             return model(x)
-        # Some modules write what they compute into their argument, hence the copies.
-        style = self._style or _style_of(model, x, self._labels)
-        if style == "either":
+        whole, keywords = _arguments(model, {name: value for name, value in x.items() if name not in self._labels})
+        if self._whole is not None:
+            whole = self._whole
+        if whole is not False:
             try:
+                # A copy, as some modules write what they compute into their argument.
                 out = model(dict(x))
             except _WRONG_CALL:
-                style = "keywords"
+                if whole:
+                    raise
             else:
-                self._style = "whole"
+                self._whole = True
                 return out
-        out = model(dict(x)) if style == "whole" else model(**_keywords(model, x, self._labels))
-        if self._style is None:
-            self._style = style
+        out = model(**keywords)
+        self._whole = False
         return out
 
 
@@ -127,60 +132,36 @@ def embedding_name(out: Any) -> str:
     came = f"a {type(out).__name__}"
     if entries:
         came += " with " + ", ".join(f"{name!r} {tuple(value.shape)}" for name, value in entries.items())
-    raise InputTypeError(expected("model", "a module that returns a tensor (N, D)", came, _what_to_type(entries, flat)))
-
-
-def _what_to_type(entries: Mapping[str | int, Tensor], flat: list[str | int]) -> str:
     ways = [f"contrastive_curvature.EncoderOutput(model, {name!r})" for name in flat]
     tokens = [name for name, value in entries.items() if value.ndim == 3 and value.is_floating_point()]
     ways += [f"contrastive_curvature.EncoderOutput(model, {name!r}, pooling='mean')" for name in tokens[:1]]
-    if not ways:
-        return "Wrap it in a module whose forward returns the embeddings."
-    return f"Say which of them is the embedding that you compare: pass {' or '.join(ways)}."
+    hint = "Wrap it in a module whose forward returns the embeddings."
+    if ways:
+        hint = f"Say which of them is the embedding that you compare: pass {' or '.join(ways)}."
+    raise InputTypeError(expected("model", "a module that returns a tensor (N, D)", came, hint))
 
 
-def _forward_of(model: nn.Module) -> Any:
-    """Return the method whose arguments count: that of the user's module within torch's wrappers."""
-    while True:
-        inner: Any = getattr(model, "_orig_mod", None)
-        if inner is None and type(model).__name__ in ("DataParallel", "DistributedDataParallel"):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model.forward
-        model = inner
-
-
-def _parameters_of(model: nn.Module) -> dict[str, inspect.Parameter] | None:
+def _arguments(model: nn.Module, x: dict[str, Any]) -> tuple[bool | None, dict[str, Any]]:
+    """Return whether ``forward`` takes a batch whole, ``None`` where only running it tells; and its keywords."""
+    while (name := type(model).__name__) in _WRAPPED:
+        model = getattr(model, _WRAPPED[name])
     try:
-        return dict(inspect.signature(_forward_of(model)).parameters)
+        found = inspect.signature(model.forward).parameters.values()
     except (TypeError, ValueError):
-        return None
-
-
-def _style_of(model: nn.Module, x: Mapping[str, Any], labels: frozenset[str]) -> str:
-    """Return ``"whole"``, ``"keywords"``, or ``"either"`` where only running it tells."""
-    found = _parameters_of(model)
-    if found is None:
-        return "whole"
-    named = {name: p for name, p in found.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    if any(p.kind is p.POSITIONAL_ONLY for p in found.values()):
-        return "whole"
-    if not named:
-        return "either" if any(p.kind is p.VAR_KEYWORD for p in found.values()) else "whole"
+        return True, {}
+    named = {p.name: p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in found)
+    keywords = {name: value for name, value in x.items() if takes_any or name in named}
     required = [name for name, p in named.items() if p.default is p.empty]
-    given = [name for name in named if name in x and name not in labels]
+    given = [name for name in named if name in x]
+    if any(p.kind is p.POSITIONAL_ONLY for p in found):
+        return True, {}
+    if not named and takes_any:
+        return None, keywords
     if not given or any(name not in given for name in required):
-        return "whole"
+        return True, {}
     # forward(self, x) and a batch with an entry "x": it may want the entry or the batch.
-    return "either" if required == given else "keywords"
-
-
-def _keywords(model: nn.Module, x: Mapping[str, Any], labels: frozenset[str]) -> dict[str, Any]:
-    """Return the entries that ``forward`` names, or all where it takes any; without the labels."""
-    found = _parameters_of(model) or {}
-    named = [name for name, p in found.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    takes_any = not found or any(p.kind is p.VAR_KEYWORD for p in found.values())
-    return {name: value for name, value in x.items() if name not in labels and (takes_any or name in named)}
+    return (None if required == given else False), keywords
 
 
 def check_output(out: Any) -> None:
@@ -239,11 +220,9 @@ def naming_the_input(x: Any, known: str | None = None) -> Iterator[None]:
 
 
 def _is_hardware_error(error: Exception) -> bool:
-    message = str(error).lower()
-    if type(error).__module__.startswith("torch._dynamo"):
-        return True
     accelerator = getattr(torch, "AcceleratorError", ())  # torch before 2.8 says it in the message alone
-    return isinstance(error, accelerator) or any(word in message for word in _HARDWARE_WORDS)
+    compiler = type(error).__module__.startswith("torch._dynamo")
+    return compiler or isinstance(error, accelerator) or any(word in str(error).lower() for word in _HARDWARE_WORDS)
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
@@ -280,10 +259,9 @@ def refuse_compiled(model: nn.Module) -> None:
 
 def refuse_compiled_layer(model: nn.Module, name: str) -> None:
     """Refuse a last layer inside a compiled part of an encoder, where nothing can watch it."""
-    parts = name.split(".") if name else []
-    for depth in range(len(parts) + 1):
-        outer = ".".join(parts[:depth])
-        if how := _how(model.get_submodule(outer)):
+    for outer, module in model.named_modules():
+        inside = not outer or f"{name}.".startswith(f"{outer}.")
+        if inside and (how := _how(module)):
             which = f"layer {outer!r}" if outer else "the encoder"
             msg = (
                 f"model: {which}, which has or is the last linear layer, is compiled by {how}, and compiled code hides "

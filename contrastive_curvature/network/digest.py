@@ -52,15 +52,11 @@ def state_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for name, tensor in module._buffers.items():
-            if tensor is None or is_transient(module, name) or id(tensor) in seen:
+            transient = name in getattr(module, "_non_persistent_buffers_set", ())
+            if tensor is None or transient or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
             yield f"{prefix}.{name}" if prefix else name, tensor
-
-
-def is_transient(module: nn.Module, name: str) -> bool:
-    """Return whether ``state_dict`` leaves this buffer of a module out."""
-    return name in getattr(module, "_non_persistent_buffers_set", ())
 
 
 def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -84,10 +80,7 @@ def tensor_bytes(tensor: Tensor) -> Iterator[memoryview]:
         yield part.cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
-_AT_ONCE = 2**20
-"""Entries of the encoder that are summed together, so that no second copy of it is in memory."""
-
-_PERIOD = 4099
+_PERIOD = 65521
 """After so many entries their weights repeat. A prime, so that no axis of a tensor has this period."""
 
 
@@ -121,13 +114,10 @@ def summary(tensors: Iterable[Tensor]) -> Tensor:
         flat = (torch.view_as_real(values) if values.is_complex() else values).flatten()
         number += flat.numel()
         weights = _weights().to(flat.device)
-        for part in flat.split(_AT_ONCE):
+        # A part at a time, so that no second copy of the encoder is in memory.
+        for part in flat.split(_PERIOD):
             wide = part.double()
-            rows, rest = len(wide) // _PERIOD, len(wide) % _PERIOD
-            weighted = wide[len(wide) - rest :] @ weights[:rest]
-            if rows:
-                weighted = weighted + (wide[: rows * _PERIOD].view(rows, -1) @ weights).sum()
-            sums.append(torch.stack([wide @ wide, wide.sum(), weighted]).cpu())
+            sums.append(torch.stack([wide @ wide, wide.sum(), wide @ weights[: len(wide)]]).cpu())
     squares, total, weighted = torch.stack(sums).sum(0)
     return torch.stack([torch.tensor(float(number), dtype=torch.float64), squares.sqrt(), total, weighted])
 

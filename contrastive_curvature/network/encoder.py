@@ -138,27 +138,21 @@ class Encoder(nn.Module):
             return carries(self.model, lambda: self._raw_outputs(few), record, is_same, direction_only=False)
 
         raw, self.place, self.normalized = find_raw(records, out, made_of)
-        layers = [
+        layers: list[nn.Module] = [
             r.module
             for r in records
             if isinstance(r.module, nn.Linear) and is_same(r.output, raw) and gives_the_raw_outputs(r)
         ]
-        named = dict(self.model.named_modules())
-        module = layers[-1] if layers else None
         if last_layer_name is not None:
-            module = named.get(last_layer_name)
-            if not isinstance(module, nn.Linear):
-                linear = [name for name, other in named.items() if isinstance(other, nn.Linear)]
-                wanted = f"the name of a linear layer, one of {linear}"
-                raise InputError(expected("last_layer_name", wanted, last_layer_name))
-            if module not in layers:
-                hint = "Its output must be the raw embedding, which only an l2-normalisation may follow."
-                raise InputError(
-                    expected("last_layer_name", "the layer that computes the raw outputs", last_layer_name, hint)
-                )
-        if module is not None:
-            self.last_layer_name = next(name for name, other in named.items() if other is module)
-            self._runs = sum(r.module is module for r in records)
+            names = [name for name, module in self.model.named_modules() if module in layers]
+            if last_layer_name not in names:
+                wanted = f"the layer that computes the raw outputs, one of {names}"
+                hint = "Only an l2-normalisation may follow its output."
+                raise InputError(expected("last_layer_name", wanted, last_layer_name, hint))
+            layers = [self.model.get_submodule(last_layer_name)]
+        if layers:
+            self.last_layer_name = _name_of(layers[-1], self.model)
+            self._runs = sum(record.module is layers[-1] for record in records)
             refuse_compiled_layer(self.model, self.last_layer_name)
 
     @property
@@ -176,25 +170,25 @@ class Encoder(nn.Module):
             UnsupportedError: There is no last layer, the last layer runs more than once, or its weight is
                 reparametrised.
         """
-        hint = (
-            "End the encoder in nn.Linear (followed at most by a normalisation): pass "
-            "contrastive_curvature.with_last_layer(encoder, x), with x a batch of inputs. It changes no embedding: it "
-            "joins a linear layer and what follows it into one, or adds one. Or use subset_of_weights='all'."
-        )
-        layer = self.last_layer
+        layer, name = self.last_layer, self.last_layer_name
         if layer is None or layer.out_features != self.dim:
-            msg = f"subset_of_weights='last_layer': no linear layer computes the raw outputs of this encoder. {hint}"
-            raise UnsupportedError(msg)
-        if self._runs > 1:
-            msg = f"subset_of_weights='last_layer': layer {self.last_layer_name!r} runs {self._runs} times. {hint}"
-            raise UnsupportedError(msg)
-        if [name for name, _ in layer.named_parameters()] not in (["weight"], ["weight", "bias"]):
-            msg = (
-                f"subset_of_weights='last_layer': the weight of layer {self.last_layer_name!r} is reparametrised "
-                f"(weight or spectral norm), so its outputs are not linear in its parameters. {hint}"
+            why = "no linear layer computes the raw outputs of this encoder"
+        elif self._runs > 1:
+            why = f"layer {name!r} runs {self._runs} times"
+        elif [name for name, _ in layer.named_parameters()] not in (["weight"], ["weight", "bias"]):
+            why = (
+                f"the weight of layer {name!r} is reparametrised (weight or spectral norm), so its outputs are not "
+                "linear in its parameters"
             )
-            raise UnsupportedError(msg)
-        return layer
+        else:
+            return layer
+        msg = (
+            f"subset_of_weights='last_layer': {why}. End the encoder in nn.Linear (followed at most by a "
+            "normalisation): pass contrastive_curvature.with_last_layer(encoder, x), with x a batch of inputs. It "
+            "changes no embedding: it joins a linear layer and what follows it into one, or adds one. Or use "
+            "subset_of_weights='all'."
+        )
+        raise UnsupportedError(msg)
 
     def forward(self, x: Inputs) -> Tensor:
         """Return raw outputs, shape (N, D).
@@ -280,7 +274,15 @@ class Encoder(nn.Module):
         with watched([module], before=note, after=lambda _, __, out: outputs.append(_copied(out, key))):
             embeddings = self._run(x)
         if len(outputs) <= run:
-            raise UnsupportedError(self._why_not(module))
+            name = _name_of(module, self.model)
+            msg = (
+                f"model: layer {name!r} ({type(module).__name__}), which made the outputs of the first batch, did not "
+                "run for this one, or only in another thread (of nn.DataParallel pass the module inside it). An "
+                "encoder with other last layers for other inputs (two heads) has no one last layer: make each path a "
+                "module of its own and fit each, cc.TwoTowers(path_a, path_b) for pairs of both; or use "
+                "subset_of_weights='all', which takes all layers."
+            )
+            raise UnsupportedError(msg)
         if self.normalizes_inside and module in (self.last_layer, self.place.module):
             self._check_feeds(outputs[run], embeddings)
         return inputs[run], outputs[run]
@@ -298,24 +300,14 @@ class Encoder(nn.Module):
         )
         raise UnsupportedError(msg)
 
-    def _why_not(self, module: nn.Module) -> str:
-        """Say why a module may not have run in this thread."""
-        name = next((name for name, other in self.model.named_modules() if other is module), "")
-        which = (
-            f"model: layer {name!r} ({type(module).__name__}), which made the outputs of the first batch, did not run"
-        )
-        if any(isinstance(other, nn.DataParallel) for other in self.model.modules()):
-            return f"{which} in this thread, as nn.DataParallel runs copies. Pass the module inside it."
-        return (
-            f"{which} for this one, or only in another thread. An encoder with other last layers for other inputs (two "
-            "heads) has no one last layer: make each path a module of its own and fit each, cc.TwoTowers(path_a, "
-            "path_b) for pairs of both; or use subset_of_weights='all', which takes all layers."
-        )
-
     def _run(self, x: Inputs) -> Tensor:
         """Run the model; an error that ``x`` causes inside it becomes one that names ``x``."""
         with naming_the_input(x, self._probe_points):
             return self.call(self.model, x)
+
+
+def _name_of(module: nn.Module, model: nn.Module) -> str:
+    return next((name for name, other in model.named_modules() if other is module), "")
 
 
 def _copied(value: Any, entry: Key) -> Any:

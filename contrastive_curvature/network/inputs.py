@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,20 +51,15 @@ def move_inputs(x: Inputs, device: torch.device) -> Inputs:
 
 def slice_inputs(x: Inputs, rows: slice | Tensor) -> Inputs:
     """Return the points of a batch in some rows; entries of a mapping without a batch axis stay whole."""
-    return _of_rows(x, lambda t: t[rows])
+    if not isinstance(x, Mapping):
+        return x[rows]
+    n = input_length(x)
+    return {k: v[rows] if isinstance(v, Tensor) and v.ndim and v.shape[0] == n else v for k, v in x.items()}
 
 
 def few_points(x: Inputs, count: int = 5) -> Inputs:
     """Return some points of a batch, repeated where there are too few; a prime, as few axes of positions have."""
-    n = input_length(x)
-    return _of_rows(x, lambda t: t[torch.arange(count, device=t.device) % n])
-
-
-def _of_rows(x: Inputs, take: Callable[[Tensor], Tensor]) -> Inputs:
-    if not isinstance(x, Mapping):
-        return take(x)
-    n = input_length(x)
-    return {k: take(v) if isinstance(v, Tensor) and v.ndim and v.shape[0] == n else v for k, v in x.items()}
+    return slice_inputs(x, torch.arange(count) % input_length(x))
 
 
 def made_up_inputs(x: Inputs, n: int = 2) -> Inputs:
@@ -170,16 +165,20 @@ def tokenized(model: Any, x: Any, argument: str = "x") -> Any:
         raise InputTypeError(expected(argument, "a list of texts", "one text", "Pass [text]."))
     if not is_texts(x):
         return x
-    owner, method = _tokenizer_of(model)
-    if method is None:
+    owners = model.modules() if isinstance(model, nn.Module) else ()
+    known = [(owner, name) for owner in owners for name in ("preprocess", "tokenize") if hasattr(type(owner), name)]
+    if not known:
         hint = "This encoder has no method 'tokenize': turn texts into a mapping of tensors before, one text a row."
         wanted = "a tensor or a mapping of tensors, one point a row"
         raise InputTypeError(expected(argument, wanted, f"a {type(x).__name__} of texts", hint))
-    prompt = _prompt_of(owner)
-    out = method(list(x)) if prompt is None else method(list(x), prompt=prompt)
+    owner, name = known[0]
+    # The text that sentence-transformers' encode puts before every other by default.
+    prompts = getattr(owner, "prompts", None)
+    prompt = prompts.get(getattr(owner, "default_prompt_name", None)) if isinstance(prompts, Mapping) else None
+    out = getattr(owner, name)(list(x), **({} if prompt is None else {"prompt": prompt}))
     if not isinstance(out, Mapping) or input_length(out) != len(x):
         came = f"a {type(out).__name__}" + (f" of {input_length(out)} points" if isinstance(out, Mapping) else "")
-        wanted = f"a mapping of tensors with {len(x)} points from {type(owner).__name__}.{method.__name__}"
+        wanted = f"a mapping of tensors with {len(x)} points from {type(owner).__name__}.{name}"
         raise InputError(expected(argument, wanted, came))
     return dict(out)
 
@@ -220,19 +219,3 @@ def _views(model: Any, views: Any, argument: str) -> tuple[Any, Any]:
     both = tokenized(model, [*first, *second], argument)
     cut = len(first)
     return slice_inputs(both, slice(0, cut)), slice_inputs(both, slice(cut, None))
-
-
-def _tokenizer_of(model: Any) -> tuple[Any, Any]:
-    """Return the module that can tokenise, and its method."""
-    for module in model.modules() if isinstance(model, nn.Module) else ():
-        for name in ("preprocess", "tokenize"):
-            method = getattr(type(module), name, None)
-            if callable(method):
-                return module, getattr(module, name)
-    return None, None
-
-
-def _prompt_of(owner: Any) -> str | None:
-    """Return the text that sentence-transformers' ``encode`` puts before every other by default."""
-    prompts, name = getattr(owner, "prompts", None), getattr(owner, "default_prompt_name", None)
-    return prompts.get(name) if isinstance(prompts, Mapping) and isinstance(name, str) else None
