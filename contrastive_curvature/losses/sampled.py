@@ -6,10 +6,10 @@ in the data set and m of them in the sample. All is computed in float64.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -20,13 +20,17 @@ from contrastive_curvature.losses.weighting import ClassShares, find_classes, we
 
 if TYPE_CHECKING:
     from contrastive_curvature.losses.base import PairLoss
+    from contrastive_curvature.losses.cosine import CosineLoss
 
 
 _TOGETHER = 256
 """Points of small classes that are looked at together: one product instead of many small ones."""
 
-_PAIRS = 2**20
-"""Pairs whose derivatives are computed at once."""
+_PAIRS = 2**17
+"""Pairs whose derivatives are computed at once: few enough for the cache of a core."""
+
+_HELD = 2**23
+"""Pairs of the points of a batch whose second derivatives are kept instead of being computed again."""
 
 
 @dataclass(frozen=True)
@@ -131,10 +135,26 @@ class BankedPoints:
         return rows.sort().values, Candidates(self.wide(place), place, self.index[place], positives=True)
 
 
-class SampledPairDerivatives(DatasetDerivatives):
-    """What a loss of pairs adds to the block of every point of a data set, from N (M + size of a class) pairs.
+class PairTerms(NamedTuple):
+    """What pairs of B points and C candidates add to the blocks of the points, each (B, C).
 
-    Every sum over the neighbours of a point is unbiased.
+    Args:
+        y: ``-dL/ds``, of both directions of a pair.
+        second: Second derivatives; ``None`` for a linear loss.
+        cosine: Cosines of the pairs.
+        value: What they add to the value of the loss, where it follows from single pairs.
+        roots: Roots of the points as anchors.
+    """
+
+    y: Tensor
+    second: Tensor | None
+    cosine: Tensor
+    value: Tensor | float = 0.0
+    roots: tuple[Tensor, ...] = ()
+
+
+class SampledDerivatives(DatasetDerivatives):
+    """What a loss adds to the block of every point of a data set, from N (M + size of a class) pairs.
 
     Args:
         loss: The loss, with a fix that couples no points.
@@ -143,46 +163,108 @@ class SampledPairDerivatives(DatasetDerivatives):
         sample: Which points are sampled, int64, shape (M,), see :class:`BankedPoints`.
     """
 
-    def __init__(self, loss: PairLoss, u: Tensor, labels: Tensor, sample: Tensor) -> None:
+    root_signs: tuple[int, ...] = ()
+    """Signs of the roots of :class:`PairTerms`."""
+
+    def __init__(self, loss: CosineLoss, u: Tensor, labels: Tensor, sample: Tensor) -> None:
         if loss.coupled:
             refuse_sampled(f"pd_fix={str(loss.pd_fix)!r} couples points with each other")
         self.loss, self.u, self.labels = loss, u, labels
         self.n = self.anchors = len(u)
         self.points = BankedPoints(u, labels, sample)
-        classes, sizes = self.points.classes, self.points.sizes
-        self.shares = ClassShares.of_counts(classes, sizes, loss.normalization, torch.float64).shares
+
+    @abstractmethod
+    def pair_terms(self, x: Tensor, index: Tensor, place: Tensor, others: Candidates) -> PairTerms:
+        """Return the derivatives between B points, unit embeddings (B, D), their classes and places, and candidates."""
 
     def node_sums(self) -> NodeSums:
         """See :meth:`CosineDerivatives.node_sums`."""
         return self.sums_for(self.u, self.labels)
 
     def sums_for(self, u: Tensor, targets: Tensor) -> NodeSums:
-        """See :meth:`DatasetDerivatives.sums_for`."""
+        """See :meth:`DatasetDerivatives.sums_for`; a point is the one of its label that is closest to it."""
         x, index = unit(u), find_classes(self.points.classes, targets.to(self.labels.device))
+        signs = x.new_tensor(self.root_signs)
         degree, neighbors, value = x.new_zeros(len(x)), torch.zeros_like(x), x.new_zeros(())
-        bound = x.new_zeros(len(x))
-        parts: list[MomentPart] = []
-        for rows, place, others in self.points.met(x, index):
-            pairs = partial(self._pairs, x[rows], index[rows], place, others)
-            for start, stop in ranges(len(rows), len(others.u), _PAIRS):
-                first, second, part = pairs(start, stop)
-                some = rows[start:stop]
-                degree[some] -= first.sum(1)
-                neighbors[some] -= first @ others.u
-                value = value + part / 2
-                if second is not None:
-                    bound[some] += second.abs().sum(1)
-            parts.append(MomentPart(rows, partial(_second, pairs), others.u))
+        vectors, bound = x.new_zeros(len(signs), *x.shape), x.new_zeros(len(x))
+        met = [
+            (rows, _Pairs(self, x[rows], index[rows], place, others))
+            for rows, place, others in self.points.met(x, index)
+        ]
+        holds = sum(len(rows) * len(pairs.others.u) for rows, pairs in met) <= _HELD
+        for rows, pairs in met:
+            for start, stop in pairs.blocks(len(rows)):
+                terms, here = pairs.terms(start, stop), rows[start:stop]
+                value = value + terms.value / 2
+                if not self.loss.pd_fix.second_only:
+                    degree[here] += terms.y.sum(1)
+                    neighbors[here] += terms.y @ pairs.others.u
+                if terms.second is None:
+                    continue
+                bound[here] += torch.linalg.vector_norm(terms.second, ord=1, dim=1)
+                for vector, root in zip(vectors, terms.roots, strict=True):
+                    vector[here] += root @ pairs.others.u
+                if holds:
+                    pairs.held.append((terms.second, terms.cosine))
         moments = None
         if not self.loss.linear:
-            moments = PairMoments(parts, x.new_zeros(0), x.new_zeros(0, *x.shape), bound, u.dtype)
+            parts = [MomentPart(rows, pairs.weigh, pairs.others.u) for rows, pairs in met]
+            moments = PairMoments(parts, signs, vectors, bound + vectors.square().sum((0, 2)), u.dtype)
         return NodeSums(degree, neighbors, moments, value).checked(type(self.loss).__name__)
 
-    def _pairs(
-        self, x: Tensor, index: Tensor, place: Tensor, others: Candidates, start: int, stop: int
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return first and second derivatives, (B, C), and the value of points ``start..stop`` with candidates."""
-        x, index, place = x[start:stop], index[start:stop], place[start:stop]
+
+class _Pairs:
+    """Pairs of P points and C candidates.
+
+    Args:
+        derivatives: Of the loss.
+        x: Unit embeddings of the points in float64, shape (P, D).
+        index: Numbers of their classes, shape (P,).
+        place: Their places among all points, shape (P,).
+        others: The candidates.
+
+    Attributes:
+        held: Second derivatives and cosines of blocks of points, from the first one on, for :meth:`weigh`.
+    """
+
+    def __init__(
+        self, derivatives: SampledDerivatives, x: Tensor, index: Tensor, place: Tensor, others: Candidates
+    ) -> None:
+        self.derivatives, self.others = derivatives, others
+        self.x, self.index, self.place = x, index, place
+        self.held: list[tuple[Tensor, Tensor]] = []
+
+    def blocks(self, count: int) -> Iterator[tuple[int, int]]:
+        """Iterate over ranges of so many points, of a bounded number of pairs."""
+        return ranges(count, len(self.others.u), _PAIRS)
+
+    def terms(self, start: int, stop: int) -> PairTerms:
+        """Return the derivatives of points ``start..stop``."""
+        some = slice(start, stop)
+        return self.derivatives.pair_terms(self.x[some], self.index[some], self.place[some], self.others)
+
+    def weigh(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return second derivatives of points ``start..stop`` of a loss that has some, and their cosines."""
+        if self.held:
+            self.held = [_joined(self.held)]
+            second, cosine = self.held[0]
+            return second[start:stop], cosine[start:stop]
+        found = [self.terms(start + a, start + b) for a, b in self.blocks(stop - start)]
+        return _joined([(cast("Tensor", terms.second), terms.cosine) for terms in found])
+
+
+class SampledPairDerivatives(SampledDerivatives):
+    """The same of a loss of pairs; every sum over the neighbours of a point is unbiased."""
+
+    loss: PairLoss
+
+    def __init__(self, loss: PairLoss, u: Tensor, labels: Tensor, sample: Tensor) -> None:
+        super().__init__(loss, u, labels, sample)
+        classes, sizes = self.points.classes, self.points.sizes
+        self.shares = ClassShares.of_counts(classes, sizes, loss.normalization, torch.float64).shares
+
+    def pair_terms(self, x: Tensor, index: Tensor, place: Tensor, others: Candidates) -> PairTerms:
+        """See :meth:`SampledDerivatives.pair_terms`."""
         itself = place.unsqueeze(1) == others.place
         same = index.unsqueeze(1) == others.index
         nothing = x.new_zeros(1, 1).expand(same.shape)
@@ -192,9 +274,7 @@ class SampledPairDerivatives(DatasetDerivatives):
         attract, repel = weigh_pairs(self.loss.negative_weight, *counts, *shares)
         cosine = (x @ others.u.T).masked_fill(itself, 0.0)
         first, second = self.loss._checked_terms(cosine, attract, repel)
-        if self.loss.pd_fix.second_only:
-            first = torch.zeros_like(first)
-        return first, second, self.loss._checked_value(cosine, attract, repel)
+        return PairTerms(-first, second, cosine, self.loss._checked_value(cosine, attract, repel))
 
 
 def unit(u: Tensor) -> Tensor:
@@ -210,8 +290,8 @@ def ranges(rows: int, columns: int, pairs: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, rows)
 
 
-def _second(
-    pairs: Callable[[int, int], tuple[Tensor, Tensor | None, Tensor]], start: int, stop: int
-) -> tuple[Tensor, None]:
-    """Return the second derivatives of a loss that has some."""
-    return cast("Tensor", pairs(start, stop)[1]), None
+def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    if len(parts) == 1:
+        return parts[0]
+    seconds, cosines = zip(*parts, strict=True)
+    return torch.cat(seconds), torch.cat(cosines)

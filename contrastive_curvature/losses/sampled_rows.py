@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from contrastive_curvature.hessian.derivatives import DatasetDerivatives, NodeSums, Totals, refuse_sampled
-from contrastive_curvature.hessian.moments import MomentPart, PairMoments
-from contrastive_curvature.losses.sampled import BankedPoints, Candidates, ranges, unit
+from contrastive_curvature.hessian.derivatives import Totals, refuse_sampled
+from contrastive_curvature.losses.sampled import BankedPoints, Candidates, PairTerms, SampledDerivatives, ranges
 from contrastive_curvature.losses.sides import one_tower
-from contrastive_curvature.losses.weighting import find_classes
 
 if TYPE_CHECKING:
     from contrastive_curvature.losses.rows import RowLoss
 
-
-_HELD = 2**23
-"""Pairs of the points of a batch whose second derivatives are kept instead of being computed again."""
 
 _PAIRS = 2**17
 """Pairs whose derivatives are computed at once: few enough for the cache of a core."""
@@ -35,7 +29,7 @@ _STATISTICS = 2**27
 """Numbers that are kept of all anchors: one GiB."""
 
 
-class SampledRowDerivatives(DatasetDerivatives):
+class SampledRowDerivatives(SampledDerivatives):
     """What a loss of anchors adds to the block of every point of a data set, from N (M + size of a class) pairs.
 
     Positives are exact. The M points of the bank stand for all points of other labels, as an anchor's negatives and as
@@ -60,53 +54,44 @@ class SampledRowDerivatives(DatasetDerivatives):
             less. ``None`` counts all.
     """
 
+    loss: RowLoss
+
     def __init__(
         self, loss: RowLoss, u: Tensor, labels: Tensor, bank: Tensor, negatives_per_anchor: int | None = None
     ) -> None:
-        if loss.coupled:
-            refuse_sampled(f"pd_fix={str(loss.pd_fix)!r} couples points with each other")
+        super().__init__(loss, u, labels, bank)
         loss.check_dataset(negatives_per_anchor)
-        self.loss, self.u, self.labels, self.n = loss, u, labels, len(u)
+        self.root_signs = loss.root_signs
         share = 1.0 if negatives_per_anchor is None else min(1.0, negatives_per_anchor / max(1, self.n - 1))
-        self.points = BankedPoints(u, labels, bank)
         self._known = _Anchors(loss, self.points, share)
         self.anchors = int(self._known.kept.sum())
         self.skipped = self.n - self.anchors
         self.scale = loss._scale(self._known.terms, one_tower(self.n), self.anchors, as_data=True)
 
-    def node_sums(self) -> NodeSums:
-        """See :meth:`CosineDerivatives.node_sums`."""
-        return self.sums_for(self.u, self.labels)
-
-    def sums_for(self, u: Tensor, targets: Tensor) -> NodeSums:
-        """See :meth:`DatasetDerivatives.sums_for`; a point is the one of its label that is closest to it."""
-        x, index = unit(u), find_classes(self.points.classes, targets)
-        degree, neighbors = x.new_zeros(len(x)), torch.zeros_like(x)
-        vectors, bound = x.new_zeros(len(self.loss.root_signs), *x.shape), x.new_zeros(len(x))
-        met = [
-            (rows, _Pairs(self._known, self.scale, x[rows], index[rows], place, others))
-            for rows, place, others in self.points.met(x, index)
-        ]
-        holds = sum(len(rows) * len(pairs.others.u) for rows, pairs in met) <= _HELD
-        for rows, pairs in met:
-            for start, stop in pairs.blocks(len(rows)):
-                terms, here = pairs.terms(start, stop), rows[start:stop]
-                if not self.loss.pd_fix.second_only:
-                    degree[here] += terms.y.sum(1)
-                    neighbors[here] += terms.y @ pairs.others.u
-                if terms.second is None:
-                    continue
-                bound[here] += torch.linalg.vector_norm(terms.second, ord=1, dim=1)
-                for vector, root in zip(vectors, terms.roots, strict=True):
-                    vector[here] += root @ pairs.others.u
-                if holds:
-                    pairs.held.append((terms.second, terms.cosine))
-        moments = None
-        if not self.loss.linear:
-            parts = [MomentPart(rows, pairs.weigh, pairs.others.u) for rows, pairs in met]
-            signs = vectors.new_tensor(self.loss.root_signs)
-            moments = PairMoments(parts, signs, vectors, bound + vectors.square().sum((0, 2)), u.dtype)
-        return NodeSums(degree, neighbors, moments, degree.new_zeros(())).checked(type(self.loss).__name__)
+    def pair_terms(self, x: Tensor, index: Tensor, place: Tensor, others: Candidates) -> PairTerms:
+        """See :meth:`SampledDerivatives.pair_terms`."""
+        known, loss, weight = self._known, self.loss, self.points.weight
+        cosine = x @ others.u.T
+        equal = index.unsqueeze(1) == others.index
+        nothing = torch.zeros_like(cosine)
+        if others.positives:
+            related = (equal & (place.unsqueeze(1) != others.place)).double()
+            times = weight.new_ones(len(index), 1)
+            as_anchor, as_candidate = (related, nothing), (related.T, nothing.T)
+        else:
+            related = known.share * (~equal).double()
+            times = weight[index].unsqueeze(1)
+            as_anchor, as_candidate = (nothing, times * related), (nothing.T, related.T)
+        mine = loss._checked_terms(cosine, *as_anchor, known.statistics[place], known.kept[place])
+        theirs = loss._checked_terms(cosine.T, *as_candidate, *known.of(others))
+        y = -self.scale * (mine.first + times * theirs.first.T)
+        if mine.second is None or theirs.second is None:
+            return PairTerms(y, None, cosine)
+        own = theirs.second
+        for sign, root in zip(loss.root_signs, theirs.roots, strict=True):
+            own = torch.addcmul(own, root, root, value=float(sign))
+        second = self.scale * (mine.second + times * own.T)
+        return PairTerms(y, second, cosine, roots=tuple(self.scale**0.5 * root for root in mine.roots))
 
     def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
         """See :meth:`CosineDerivatives.loss_and_cost`; the cost is the loss above the least that it can be."""
@@ -192,89 +177,3 @@ class _Anchors:
                 positive.scatter_(1, bank.place[some].unsqueeze(1), 0.0)
                 out[some] = self.loss._statistics(cosine, positive, negative)
         return out
-
-
-class _PairTerms(NamedTuple):
-    """What pairs of points and candidates add to the blocks of the points, each (B, C) and scaled.
-
-    Args:
-        y: ``-dL/ds`` with the point as anchor, and as candidate.
-        second: Second derivatives of both; ``None`` for a linear loss.
-        roots: Roots of the points as anchors.
-        cosine: Cosines of the pairs.
-    """
-
-    y: Tensor
-    second: Tensor | None
-    roots: tuple[Tensor, ...]
-    cosine: Tensor
-
-
-class _Pairs:
-    """Derivatives between B points and C candidates, in both directions.
-
-    Args:
-        anchors: What is known of the whole data set.
-        scale: By what the loss of all anchors is multiplied.
-        x: Unit embeddings of the points in float64, shape (B, D).
-        index: Numbers of their classes, shape (B,).
-        place: Their places among all points, shape (B,).
-        others: The candidates.
-
-    Attributes:
-        held: Second derivatives and cosines of blocks of points, from the first one on, for :meth:`weigh`.
-    """
-
-    def __init__(
-        self, anchors: _Anchors, scale: float, x: Tensor, index: Tensor, place: Tensor, others: Candidates
-    ) -> None:
-        self.anchors, self.scale = anchors, scale
-        self.x, self.index, self.place, self.others = x, index, place, others
-        self.held: list[tuple[Tensor, Tensor]] = []
-
-    def blocks(self, count: int) -> Iterator[tuple[int, int]]:
-        """Iterate over ranges of so many points, of a bounded number of pairs."""
-        return ranges(count, len(self.others.u), _PAIRS)
-
-    def terms(self, start: int, stop: int) -> _PairTerms:
-        """Return the derivatives of points ``start..stop``."""
-        known, others = self.anchors, self.others
-        loss, points = known.loss, known.points
-        place, index = self.place[start:stop], self.index[start:stop]
-        cosine = self.x[start:stop] @ others.u.T
-        equal = index.unsqueeze(1) == others.index
-        nothing = torch.zeros_like(cosine)
-        if others.positives:
-            related = (equal & (place.unsqueeze(1) != others.place)).double()
-            times = points.weight.new_ones(len(index), 1)
-            as_anchor, as_candidate = (related, nothing), (related.T, nothing.T)
-        else:
-            related = known.share * (~equal).double()
-            times = points.weight[index].unsqueeze(1)
-            as_anchor, as_candidate = (nothing, times * related), (nothing.T, related.T)
-        mine = loss._checked_terms(cosine, *as_anchor, known.statistics[place], known.kept[place])
-        theirs = loss._checked_terms(cosine.T, *as_candidate, *known.of(others))
-        y = -self.scale * (mine.first + times * theirs.first.T)
-        if mine.second is None or theirs.second is None:
-            return _PairTerms(y, None, (), cosine)
-        own = theirs.second
-        for sign, root in zip(loss.root_signs, theirs.roots, strict=True):
-            own = torch.addcmul(own, root, root, value=float(sign))
-        second = self.scale * (mine.second + times * own.T)
-        return _PairTerms(y, second, tuple(self.scale**0.5 * root for root in mine.roots), cosine)
-
-    def weigh(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return second derivatives of points ``start..stop`` of a loss that has some, and their cosines."""
-        if self.held:
-            self.held = [_joined(self.held)]
-            second, cosine = self.held[0]
-            return second[start:stop], cosine[start:stop]
-        found = [self.terms(start + a, start + b) for a, b in self.blocks(stop - start)]
-        return _joined([(cast("Tensor", terms.second), terms.cosine) for terms in found])
-
-
-def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    if len(parts) == 1:
-        return parts[0]
-    seconds, cosines = zip(*parts, strict=True)
-    return torch.cat(seconds), torch.cat(cosines)

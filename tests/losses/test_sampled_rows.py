@@ -120,7 +120,7 @@ def test_blocks_of_any_size_give_the_same(name: str, monkeypatch: pytest.MonkeyP
     loss = make(name, pd_fix="fixed")
     found = sampled(loss, z, labels, bank)
     dense, diagonal = (getattr(found.at(z, labels).blocks, what)() for what in ("dense", "diagonal"))
-    monkeypatch.setattr(sampled_rows, "_HELD", 0)
+    monkeypatch.setattr(sampled_points, "_HELD", 0)
     monkeypatch.setattr(sampled_rows, "_COSINES", 64)
     for module in (sampled_points, sampled_rows):
         monkeypatch.setattr(module, "_PAIRS", 64)
