@@ -35,7 +35,7 @@ from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.options import Structure
-from contrastive_curvature.parts.state import Sums
+from contrastive_curvature.parts.state import Findings
 from contrastive_curvature.progress import Progress
 
 __all__ = [
@@ -65,10 +65,10 @@ class AnchorFit(Problem):
         del context
         return anchors_seen(self.loss.data_hessian(z, self.loss.relate(z, batch.labels, batch.pairs)))
 
-    def finish(self, sums: Sums) -> DatasetCurvature:
+    def finish(self, found: Findings) -> DatasetCurvature:
         """Return the sum over all batches."""
-        check_compared(sums)
-        return finished(self.pullback, sums)
+        check_compared(found)
+        return finished(self.pullback, found)
 
 
 def anchors_seen(hessian: OutputHessian) -> Seen:
@@ -78,13 +78,13 @@ def anchors_seen(hessian: OutputHessian) -> Seen:
     return Seen.of(hessian, **counts)
 
 
-def check_compared(sums: Sums, *, changes: bool = True) -> None:
+def check_compared(found: Findings, *, changes: bool = True) -> None:
     """Say how many anchors had nothing to be compared with."""
-    if not sums.n:
+    if not found.n:
         raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
-    note_skipped(int(sums.sums[_ANCHORS]), int(sums.sums[_SKIPPED]))
-    found = raw_curvature(sums)
-    parts = [found] if isinstance(found, Tensor) else [factors[0] for factors in found]
+    note_skipped(int(found.sums[_ANCHORS]), int(found.sums[_SKIPPED]))
+    raw = raw_curvature(found.sums)
+    parts = [raw] if isinstance(raw, Tensor) else [factors[0] for factors in raw]
     if changes and not any(bool(part.any()) for part in parts):
         hint = (
             "In a batch of one input nothing has to be told apart; triplets outside their margin, pairs of equal "
@@ -247,10 +247,10 @@ class AllCandidatesFit(Problem):
                     bar.update(cross.y.numel())
         return {"curvature": total}
 
-    def finish(self, sums: Sums) -> DatasetCurvature:
+    def finish(self, found: Findings) -> DatasetCurvature:
         """Return the curvature of all points."""
         loss, cost = self._hessian.loss_and_cost()
-        return replace(finished(self.pullback, sums), loss=loss, cost=cost, classes=self._data.classes)
+        return replace(finished(self.pullback, found), loss=loss, cost=cost, classes=self._data.classes)
 
     def _placed(self, reader: Reader) -> Iterator[tuple[slice, Any]]:
         """Give batches as their place among all points and their context; they must be those of before."""

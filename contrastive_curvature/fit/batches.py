@@ -23,7 +23,7 @@ from contrastive_curvature.pairs import make_relation
 from contrastive_curvature.pairs.relation import LabelRelation, TargetRelation, make_target_relation
 from contrastive_curvature.parts.class_table import ClassTableCollector
 from contrastive_curvature.parts.rows import RowCollector
-from contrastive_curvature.parts.state import Origin, Sums
+from contrastive_curvature.parts.state import Findings, Origin
 
 __all__ = ["BatchFit"]
 
@@ -37,7 +37,7 @@ class BatchFit(Problem):
     _every: PairDerivatives
     _inside: list[float]
 
-    def first_pass(self, reader: Reader) -> Sums:
+    def first_pass(self, reader: Reader) -> Findings:
         """Count the pairs; the network does not run."""
         relation, n = self.options.relation, 0
         inside = torch.zeros(2, dtype=torch.float64)
@@ -52,9 +52,9 @@ class BatchFit(Problem):
             if relation is None:
                 table.add(torch.zeros(len(y), 0, dtype=torch.float64, device=y.device), y, unit=True)
             n += len(y)
-        return Sums(n, {_INSIDE: inside}, {_TARGETS: rows.rows()}, table.table())
+        return Findings(n, {_INSIDE: inside}, {_TARGETS: rows.rows()}, table.table())
 
-    def begin(self, statistics: Sums) -> None:
+    def begin(self, statistics: Findings) -> None:
         """Take what the first pass has counted."""
         if not statistics.n:
             raise InputError(expected("train_loader", "at least one batch", "an empty loader"))

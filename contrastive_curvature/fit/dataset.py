@@ -42,7 +42,7 @@ from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.options import Structure
 from contrastive_curvature.pairs import RelationFunction, make_relation
 from contrastive_curvature.parts.rows import RowCollector, Rows
-from contrastive_curvature.parts.state import Origin, Sums
+from contrastive_curvature.parts.state import Findings, Origin
 
 __all__ = [
     "DatasetFit",
@@ -110,7 +110,7 @@ class DatasetFit(Problem):
     _cross: CrossSums | None
     _error: StandardError | None
 
-    def first_pass(self, reader: Reader, *, everything: bool = False) -> Sums:
+    def first_pass(self, reader: Reader, *, everything: bool = False) -> Findings:
         """Return numbers and sums of the classes, and all points, or a sample of them."""
         loss, options = self.loss, self.options
         size, inputs = (None, False) if everything else self._kept()
@@ -129,9 +129,9 @@ class DatasetFit(Problem):
         table, typical = classes.found()
         if not labelled:
             typical = Rows(typical.size, torch.zeros(0, dtype=torch.int64), {})
-        return Sums(n, {}, {_POINTS if size is None else _SAMPLE: points.rows(), TYPICAL: typical}, table)
+        return Findings(n, {}, {_POINTS if size is None else _SAMPLE: points.rows(), TYPICAL: typical}, table)
 
-    def points(self, statistics: Sums, *, keeps: bool = False) -> DatasetPoints:
+    def points(self, statistics: Findings, *, keeps: bool = False) -> DatasetPoints:
         """Return the output Hessian of the data set."""
         loss, relation, n = self.loss, self.options.relation, statistics.n
         samples = samples_of(self.options, n)
@@ -165,7 +165,7 @@ class DatasetFit(Problem):
             check_fittable(n, float(related.counts()[0].sum()))
         return DatasetPoints(loss.dataset_hessian(z, related), n, relation, self.record, centres)
 
-    def begin(self, statistics: Sums) -> None:
+    def begin(self, statistics: Findings) -> None:
         """Make the Hessian of all points, and what observes the second pass."""
         self._points = points = self.points(statistics)
         derivatives = points.hessian.derivatives
@@ -210,15 +210,15 @@ class DatasetFit(Problem):
         """Return the cross terms that the loop has not summed."""
         return {} if self._cross is None else self._cross.remaining(reader, self.progress)
 
-    def finish(self, sums: Sums) -> DatasetCurvature:
+    def finish(self, found: Findings) -> DatasetCurvature:
         """Return the curvature of all parts."""
-        points, found = self._points, sums.sums
+        points, sums = self._points, found.sums
         tell_samples(self.options, points.n)
-        cross = 0 if self._cross is None else finished_cross(found, points, self.structure)
-        curvature = finished(self.pullback, sums, cross)
+        cross = 0 if self._cross is None else finished_cross(sums, points, self.structure)
+        curvature = finished(self.pullback, found, cross)
         # The sums over all pairs, the expensive part of the loss, are in the totals.
-        loss, cost = points.hessian.loss_and_cost(Totals(*(found[name] for name in _TOTALS)))
-        error = None if points.sampled is None else relative_error(found, len(points.sampled), points.n)
+        loss, cost = points.hessian.loss_and_cost(Totals(*(sums[name] for name in _TOTALS)))
+        error = None if points.sampled is None else relative_error(sums, len(points.sampled), points.n)
         return replace(curvature, loss=loss, cost=cost, classes=points.classes, error=error)
 
     def check_adds_up(self) -> None:

@@ -16,23 +16,13 @@ from torch import Tensor
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.network.pullback import KronFactors, Pullback
 from contrastive_curvature.options import Structure
-from contrastive_curvature.parts.contributions import (
-    FEWEST_POINTS,
-    MOST,
-    STORED,
-    Contributions,
-    InputSizes,
-    Place,
-    warn_of_point,
-)
-
-__all__ = ["FEWEST_POINTS", "MOST", "Dominance", "warn_of_point"]
+from contrastive_curvature.parts.contributions import FEWEST_POINTS, MOST, STORED, Contributions, Largest, Place
+from contrastive_curvature.parts.rows import united
 
 
 class _Batch(NamedTuple):
     place: Place
     context: Any
-    size: int
     blocks: Blocks
     sizes: Tensor
 
@@ -48,42 +38,45 @@ class Dominance:
 
     def __init__(self, pullback: Pullback, structure: Structure, part: int = -1) -> None:
         self._pullback, self._structure, self._part = pullback, structure, part
-        self._total: Tensor | None = None
+        self._total: Tensor | int = 0
         self._count = self._batches = 0
         self._first: _Batch | None = None
-        self._dominating: dict[int, tuple[float, Place]] = {}
-        self._inputs: dict[str, InputSizes] = {}
+        self._largest: dict[int, tuple[float, Place]] = {}
+        self._inputs: dict[str, Largest] = {}
 
-    def add(self, context: Any, size: int, blocks: Blocks, term: Tensor | KronFactors) -> None:
+    def add(self, context: Any, blocks: Blocks, term: Tensor | KronFactors) -> None:
         """Record the contribution of one batch."""
         start = Place(self._batches, 0, self._count, self._part)
         if self._structure is Structure.KRON:
-            for layer, inputs in self._pullback.input_sizes(context).items():
-                self._inputs[layer] = self._inputs.get(layer, InputSizes()).merged(_largest(inputs, start))
-        sizes = _sizes(term)
-        self._total = sizes if self._total is None else self._total + sizes
-        batch = _Batch(start, context, size, blocks, sizes)
-        self._count, self._batches = self._count + size, self._batches + 1
+            sizes_of_inputs = self._pullback.input_sizes(context).items()
+            found = {layer: _largest(inputs, start) for layer, inputs in sizes_of_inputs}
+            self._inputs = united(self._inputs, found, Largest.merged)
+        batch = _Batch(start, context, blocks, _sizes(term))
+        self._total = self._total + batch.sizes
+        self._count, self._batches = self._count + len(blocks), self._batches + 1
         if self._first is None:
             # The first batch always exceeds the others so far. It is compared when all others are known.
             self._first = batch
-        elif bool((sizes > MOST * self._total).any()):
-            self._search_batch(batch)
+        else:
+            self._search(batch)
 
     def contributions(self) -> Contributions:
         """Return what is known of the points that were added, to be merged with those of other parts of the data."""
-        if self._total is None or self._first is None:
-            return Contributions(0, (), (), {}, {})
+        if self._first is None:
+            return Contributions()
         # A part of few points may be one of many.
-        tells = self._count >= FEWEST_POINTS or self._part >= 0
-        if tells and bool((self._first.sizes > MOST * self._total).any()):
-            self._search_batch(self._first)
-        names = tuple(self._part_name(k) for k in range(len(self._total)))
-        return Contributions(self._count, tuple(self._total.tolist()), names, self._dominating, self._inputs)
+        if self._count >= FEWEST_POINTS or self._part >= 0:
+            self._search(self._first)
+        factors = {}
+        for k, total in enumerate(torch.as_tensor(self._total).tolist()):
+            name = (
+                f"curvature factor of {self._pullback.parameter_name(k)!r}" if self._structure is Structure.KRON else ""
+            )
+            factors[name] = Largest(total, (self._largest[k],) if k in self._largest else ())
+        return Contributions(self._count, factors, self._inputs)
 
-    def _search_batch(self, batch: _Batch) -> None:
-        if self._total is None:
-            return
+    def _search(self, batch: _Batch) -> None:
+        """Look for points of a batch that contribute most of all so far."""
         threshold = MOST * self._total
 
         def bisect(start: int, stop: int, sizes: Tensor) -> None:
@@ -93,8 +86,7 @@ class Dominance:
             if stop - start == 1:
                 place = Place(batch.place.batch, start, batch.place.point + start, self._part)
                 for k in parts:
-                    if k not in self._dominating or float(sizes[k]) > self._dominating[k][0]:
-                        self._dominating[k] = float(sizes[k]), place
+                    self._largest[k] = max(self._largest.get(k, (0.0, place)), (float(sizes[k]), place))
                 return
             middle = (start + stop) // 2
             rows = slice(start, middle)
@@ -102,26 +94,21 @@ class Dominance:
             bisect(start, middle, left)
             bisect(middle, stop, sizes - left)
 
-        bisect(0, batch.size, batch.sizes)
+        bisect(0, len(batch.blocks), batch.sizes)
 
     def _measure(self, context: Any, blocks: Blocks) -> Tensor | KronFactors:
         if self._structure is Structure.KRON:
             return self._pullback.kron_factors(context, blocks, 1)
         return self._pullback.block_term(context, blocks, Structure.DIAG)
 
-    def _part_name(self, part: int) -> str:
-        if self._structure is not Structure.KRON:
-            return ""
-        return f"curvature factor of {self._pullback.parameter_name(part)!r}"
 
-
-def _largest(sizes: Tensor, start: Place) -> InputSizes:
+def _largest(sizes: Tensor, start: Place) -> Largest:
     values, rows = sizes.topk(min(STORED, sizes.numel()))
     found = [
         (value, Place(start.batch, row, start.point + row, start.part))
         for value, row in zip(values.tolist(), rows.tolist(), strict=True)
     ]
-    return InputSizes(float(sizes.sum()), tuple(found))
+    return Largest(float(sizes.sum()), tuple(found))
 
 
 def _sizes(term: Tensor | KronFactors) -> Tensor:

@@ -37,8 +37,8 @@ from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.network.pullback import KronFactors, Pullback
 from contrastive_curvature.options import KFACApprox, Structure
-from contrastive_curvature.parts.rows import RowCollector, Rows
-from contrastive_curvature.parts.state import Origin, Sums
+from contrastive_curvature.parts.rows import RowCollector, Rows, united
+from contrastive_curvature.parts.state import Findings, Origin
 from contrastive_curvature.progress import Progress
 
 __all__ = [
@@ -97,12 +97,12 @@ def fit(problem: Problem, reader: Reader) -> DatasetCurvature:
     return problem.finish(second_pass(problem, reader)[0])
 
 
-def second_pass(problem: Problem, reader: Reader) -> tuple[Sums, PassRecord | None]:
+def second_pass(problem: Problem, reader: Reader) -> tuple[Findings, PassRecord | None]:
     """Return the curvature of all batches of a reader, as a sum that merges, and which points they were."""
     total = problem.new_sum()
     add_up([total], reader, problem.look, problem.progress, problem.title)
     problem.check_same(total.record)
-    return total.sums(problem.remaining(reader)), total.record
+    return total.findings(problem.remaining(reader)), total.record
 
 
 def add_up(
@@ -177,7 +177,7 @@ class CurvatureSum:
         check_finite(term, self.pullback, f"batch {self._batches} (counted from 0)")
         z = seen.z
         if alone is not None:
-            self._dominance.add(context, len(z), seen.blocks, alone)
+            self._dominance.add(context, seen.blocks, alone)
         if self._features is not None:
             self._features.add(batch.numbers, {"features": context})
         if batch.classes is None:
@@ -187,8 +187,7 @@ class CurvatureSum:
         if self.record is not None:
             self.record.add(z, torch.zeros(len(z)) if batch.labels is None else batch.labels)
         named = {_CURVATURE: term} if isinstance(term, Tensor) else _named(term)
-        for name, part in {**named, **seen.terms, _NORMS: len(z) * mean_norm(z)}.items():
-            self._sums[name] = self._sums[name] + part if name in self._sums else part
+        self._sums = united(self._sums, {**named, **seen.terms, _NORMS: len(z) * mean_norm(z)}, torch.add)
         self._batches, self._n = self._batches + 1, self._n + len(z)
 
     def _curvature(self, context: Any, seen: Seen) -> tuple[Any, Any]:
@@ -208,17 +207,16 @@ class CurvatureSum:
         # Cross terms nearly cancel the terms of single points, so points are compared without cross terms.
         return found, self.pullback.block_term(context, seen.blocks, Structure.DIAG)
 
-    def sums(self, more: Mapping[str, Tensor] | None = None) -> Sums:
-        """Return all sums, with further ones."""
+    def findings(self, more: Mapping[str, Tensor] | None = None) -> Findings:
+        """Return all that was found, with further sums."""
         table, kept = None, {}
         if self._classes is not None and self._batches:
             table, kept[TYPICAL] = self._classes.found()
         if self._features is not None and self._batches:
             kept[_FEATURES] = self._features.rows()
-        sums = dict(self._sums)
-        for name, part in (more or {}).items():
-            sums[name] = sums[name] + part if name in sums else part
-        return Sums(self._n, sums, kept, table, self._dominance.contributions())
+        return Findings(
+            self._n, united(self._sums, more or {}, torch.add), kept, table, self._dominance.contributions()
+        )
 
 
 class Problem:
@@ -229,7 +227,7 @@ class Problem:
     3. ``look(batch)``, for every batch of the second pass, runs the encoder and asks ``hessian(z, ...)`` for the
        Hessian at its outputs, which a :class:`CurvatureSum` adds;
     4. ``remaining(reader)`` gives what the loop has not summed, such as cross terms of points in different batches;
-    5. ``finish(sums)`` makes the curvature.
+    5. ``finish(found)`` makes the curvature.
 
     The default, :class:`~contrastive_curvature.fit.dataset.DatasetFit`, takes loss, cost and class centres in
     ``finish`` from its first pass; the others leave all of it to :func:`finished`.
@@ -281,12 +279,12 @@ class Problem:
         options, wanted = self.options, self.sums_classes
         return CurvatureSum(self.pullback, self.structure, options.kfac_approx, sampler, place, record, classes=wanted)
 
-    def first_pass(self, reader: Reader) -> Sums:
+    def first_pass(self, reader: Reader) -> Findings:
         """Return what all batches have to know of this part of the data; by default nothing."""
         del reader
-        return Sums()
+        return Findings()
 
-    def begin(self, statistics: Sums) -> None:
+    def begin(self, statistics: Findings) -> None:
         """Make the Hessian from what the first passes over all parts found."""
 
     def look(self, batch: Batch, where: str) -> list[tuple[Any, Seen, Batch]]:
@@ -312,27 +310,27 @@ class Problem:
         del reader
         return {}
 
-    def finish(self, sums: Sums) -> DatasetCurvature:
+    def finish(self, found: Findings) -> DatasetCurvature:
         """Return the curvature of all parts."""
-        return finished(self.pullback, sums)
+        return finished(self.pullback, found)
 
 
-def finished(pullback: Pullback, sums: Sums, more: Tensor | int = 0) -> DatasetCurvature:
+def finished(pullback: Pullback, found: Findings, more: Tensor | int = 0) -> DatasetCurvature:
     """Return the curvature of all batches; warns of a point that contributes most of it."""
-    found = sums.sums
-    if not sums.n:
+    sums, classes = found.sums, found.classes
+    if not found.n:
         raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
     raw = raw_curvature(sums)
-    curvature: Any = raw + more if isinstance(raw, Tensor) else per_point(raw, sums.n)
+    curvature: Any = raw + more if isinstance(raw, Tensor) else per_point(raw, found.n)
     check_finite(curvature, pullback, "the sum over all batches")
-    if sums.contributions is not None:
-        sums.contributions.warn()
+    if found.contributions is not None:
+        found.contributions.warn()
     dtype = (curvature if isinstance(curvature, Tensor) else curvature[0][0]).dtype
-    value, cost = (found[name].to(dtype) if name in found else torch.zeros(()) for name in (VALUE, COST))
+    value, cost = (sums[name].to(dtype) if name in sums else torch.zeros(()) for name in (VALUE, COST))
     # Where a part had no sums of classes, those of the others do not say which classes there are.
-    complete = sums.classes is not None and int(sums.classes.counts.sum()) == sums.n and TYPICAL in sums.kept
-    centres = centres_of(sums.classes, sums.kept[TYPICAL]) if complete else None
-    return DatasetCurvature(curvature, value, cost, sums.n, sums.kept.get(_FEATURES), found[_NORMS] / sums.n, centres)
+    complete = classes is not None and int(classes.counts.sum()) == found.n and TYPICAL in found.kept
+    centres = centres_of(classes, found.kept[TYPICAL]) if complete else None
+    return DatasetCurvature(curvature, value, cost, found.n, found.kept.get(_FEATURES), sums[_NORMS] / found.n, centres)
 
 
 def embedded(encoder: Encoder, reader: Iterable[Batch], progress: Progress) -> Iterator[tuple[Batch, Tensor]]:
@@ -353,12 +351,12 @@ def _features_kept(width: int) -> int:
     return max(200, min(2000, 2**22 // max(1, width)))
 
 
-def raw_curvature(sums: Sums) -> Tensor | KronFactors:
+def raw_curvature(sums: Mapping[str, Tensor]) -> Tensor | KronFactors:
     """Return the sum over all batches as it is; of Kronecker factors, those of inputs are sums over points."""
-    if _CURVATURE in sums.sums:
-        return sums.sums[_CURVATURE]
+    if _CURVATURE in sums:
+        return sums[_CURVATURE]
     groups: dict[int, dict[int, Tensor]] = {}
-    for name, part in sums.sums.items():
+    for name, part in sums.items():
         if name.startswith(_FACTOR):
             k, j = map(int, name.removeprefix(_FACTOR).split("/"))
             groups.setdefault(k, {})[j] = part

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -15,11 +13,8 @@ from contrastive_curvature.fit.loop import DatasetCurvature, Problem, second_pas
 from contrastive_curvature.fit.passes import PassRecord
 from contrastive_curvature.fit.readers import Reader
 from contrastive_curvature.parts.exchange import ProcessGroup
-from contrastive_curvature.parts.files import from_bytes, to_bytes
-from contrastive_curvature.parts.share import Claim, Share, sum_of_keys
-from contrastive_curvature.parts.state import CURVATURE, STATISTICS, Origin, State, Sums, merged
-
-__all__ = ["Head", "all_the_same", "check_shares", "curvature_of", "finish_parts", "fit_together", "statistics_of"]
+from contrastive_curvature.parts.share import Claim, sum_of_keys
+from contrastive_curvature.parts.state import CURVATURE, STATISTICS, Findings, Origin, State
 
 _log = logging.getLogger("contrastive_curvature")
 
@@ -34,7 +29,7 @@ def statistics_of(problem: Problem, reader: Reader, identity: Mapping[str, str])
 def curvature_of(problem: Problem, reader: Reader, identity: Mapping[str, str], statistics: State) -> State:
     """Return what a part of the data adds to the curvature, with the statistics of all parts."""
     statistics.check_complete()
-    problem.begin(statistics.total)
+    problem.begin(statistics.found)
     state = _state(CURVATURE, problem, identity, *second_pass(problem, reader))
     if problem.record is None:
         _check_origins(problem, statistics, state, "loader")
@@ -45,9 +40,9 @@ def finish_parts(problem: Problem, statistics: State, curvature: State) -> Datas
     """Return the curvature of all parts."""
     for state in (statistics, curvature):
         state.check_complete()
-    problem.begin(statistics.total)
+    problem.begin(statistics.found)
     _check_origins(problem, statistics, curvature, "curvature")
-    return problem.finish(curvature.total)
+    return problem.finish(curvature.found)
 
 
 def fit_together(
@@ -55,21 +50,23 @@ def fit_together(
 ) -> DatasetCurvature | None:
     """Return the curvature of the parts of all processes; ``None`` where each of them has all the data."""
     device = next(problem.encoder.parameters()).device
-    statistics = _gathered(exchange, reader.loader, lambda: statistics_of(problem, reader, identity))
+    statistics = _gathered(exchange, reader, statistics_of(problem, reader, identity))
     if statistics is None:
         return None
     statistics = statistics.to(device)
-    curvature = _gathered(exchange, reader.loader, lambda: curvature_of(problem, reader, identity, statistics))
+    curvature = _gathered(exchange, reader, curvature_of(problem, reader, identity, statistics))
     if curvature is None:
         return None
     _check_origins(problem, statistics, curvature, "curvature")
-    return problem.finish(curvature.to(device).total)
+    return problem.finish(curvature.to(device).found)
 
 
-def _state(kind: str, problem: Problem, identity: Mapping[str, str], sums: Sums, record: PassRecord | None) -> State:
+def _state(
+    kind: str, problem: Problem, identity: Mapping[str, str], found: Findings, record: PassRecord | None
+) -> State:
     index, count = problem.part or (0, 1)
     origin = Origin(0, 0, 0.0, 0.0) if record is None else record.origin()
-    return State(kind, identity, {index: origin}, count, sums.sums, sums.kept, sums.classes, sums.contributions)
+    return State(kind, identity, {index: origin}, count, found)
 
 
 def _check_origins(problem: Problem, statistics: State, curvature: State, argument: str) -> None:
@@ -77,10 +74,9 @@ def _check_origins(problem: Problem, statistics: State, curvature: State, argume
         problem.check_origin(statistics.origins.get(part), origin, part, argument)
 
 
-def _gathered(exchange: ProcessGroup, loader: Any, make: Callable[[], State]) -> State | None:
+def _gathered(exchange: ProcessGroup, reader: Reader, state: State) -> State | None:
     """Return the state of all processes; ``None`` where every one has all the data."""
-    state = make()
-    heads = [Head.of_text(text) for text in exchange.gather(Head.of(state, loader, exchange.rank).text)]
+    heads = exchange.gather(Head(state.origins[exchange.rank], reader.share.claim))
     if all_the_same(heads):
         _log.warning(
             "every process has the same points, so each fits alone; a DistributedSampler gives each a share of the work"
@@ -88,17 +84,10 @@ def _gathered(exchange: ProcessGroup, loader: Any, make: Callable[[], State]) ->
         return None
     check_shares(heads)
     # One at a time, since the states of all together may be all embeddings of the data set, or many matrices.
-    found: list[State] = []
-
-    def take(content: bytes) -> None:
-        found[:] = [merged([*found, from_bytes(content)])]
-
-    exchange.each(to_bytes(state), take)
-    return found[0]
+    return exchange.merge(state.to(torch.device("cpu")), State.merge)
 
 
-@dataclass(frozen=True)
-class Head:
+class Head(NamedTuple):
     """What a process says of its share.
 
     Args:
@@ -108,23 +97,6 @@ class Head:
 
     origin: Origin
     claim: Claim | None
-
-    @classmethod
-    def of(cls, state: State, loader: Any, rank: int) -> Head:
-        """Make it from the state of one process."""
-        return cls(state.origins[rank], Share(loader, rank).claim)
-
-    def text(self) -> bytes:
-        """Return it for other processes."""
-        return json.dumps([asdict(self.origin), None if self.claim is None else asdict(self.claim)]).encode()
-
-    @classmethod
-    def of_text(cls, text: bytes) -> Head:
-        """Read what :meth:`text` gave."""
-        origin, claim = json.loads(text)
-        return cls(
-            Origin(**{**origin, "extremes": tuple(origin["extremes"])}), None if claim is None else Claim(**claim)
-        )
 
     @property
     def empty(self) -> bool:

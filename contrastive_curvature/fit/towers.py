@@ -164,15 +164,15 @@ def towers_curvature(
         return found
 
     add_up(totals, loader, look, progress, "[curvature]")
-    sums = [total.sums() for total in totals]
-    check_compared(sums[0], changes=False)
+    found = [total.findings() for total in totals]
+    check_compared(found[0], changes=False)
     if without == batches:
         hint = "An anchor is told apart from the inputs of its batch that do not belong to it: use larger batches."
         came = f"{batches} batches whose inputs all belong together" + (", or as much" if loss.graded else "")
         raise InputError(expected("train_loader", "batches of two pairs or more", came, hint))
     if without:
         _log.info("%d of %d batches had no inputs that belong together less than others", without, batches)
-    out = [finished(pullback, part) for pullback, part in zip(pullbacks, sums, strict=True)]
+    out = [finished(pullback, part) for pullback, part in zip(pullbacks, found, strict=True)]
     return [replace(part, loss=part.loss / len(out), cost=part.cost / len(out)) for part in out]
 
 

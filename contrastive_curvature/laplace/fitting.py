@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -35,6 +35,7 @@ from contrastive_curvature.network.inputs import (
     asks_for_example,
     input_length,
     made_up_inputs,
+    move_inputs,
     slice_inputs,
     tokenized_batch,
 )
@@ -43,7 +44,7 @@ from contrastive_curvature.options import Structure
 from contrastive_curvature.pairs.relation import check_labels
 from contrastive_curvature.parts.exchange import ProcessGroup, check_agreed, present_exchange
 from contrastive_curvature.parts.rows import Rows
-from contrastive_curvature.parts.state import CURVATURE, PROBE, STATISTICS, Origin, State, digest_of
+from contrastive_curvature.parts.state import CURVATURE, STATISTICS, Origin, State, digest_of
 from contrastive_curvature.progress import Progress
 
 __all__ = ["FittedPosterior"]
@@ -145,16 +146,14 @@ class FittedPosterior(CheckedPosterior):
         self, loader: Iterable[Any], override: object, progress_bar: object, exchange: ProcessGroup | None = None
     ) -> None:
         """Check the arguments of ``fit``, look at the first batch, and construct the backend."""
-
-        def first() -> Inputs | None:
-            # First, as the labels of la.fit(x, labels) would be taken for override.
-            check_loader(loader, shares=exchange is not None)
-            validate.flag("override", override)
-            if progress_bar is not None:
-                validate.flag("progress_bar", progress_bar)
-            return self._first_inputs(loader)
-
-        probe = first() if exchange is None else _shared_inputs(exchange, first, self._device)
+        # First, as the labels of la.fit(x, labels) would be taken for override.
+        check_loader(loader, shares=exchange is not None)
+        validate.flag("override", override)
+        if progress_bar is not None:
+            validate.flag("progress_bar", progress_bar)
+        probe = self._first_inputs(loader)
+        if exchange is not None:
+            probe = _shared_inputs(exchange, probe, self._device)
         if probe is None:
             raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
         self.look_at(probe)
@@ -370,7 +369,7 @@ class FittedPosterior(CheckedPosterior):
             return self._empty(part, statistics)
         self.look_at(probe)
         state = self.backend.fit_part(loader, self.structure, part, statistics, progress_bar)
-        return replace(state, kept={**state.kept, PROBE: _kept_probe(made_up_inputs(probe, _PROBES), part[0])})
+        return replace(state, probe=_kept_probe(made_up_inputs(probe, _PROBES), part[0]))
 
     def _empty(self, part: tuple[int, int], statistics: State | None) -> State:
         """The state of a part without points."""
@@ -474,28 +473,16 @@ class FittedPosterior(CheckedPosterior):
         return self.backend.encoder({}).dim
 
 
-def _shared_inputs(exchange: ProcessGroup, make: Callable[[], Inputs | None], device: torch.device) -> Inputs | None:
+def _shared_inputs(exchange: ProcessGroup, mine: Inputs | None, device: torch.device) -> Inputs | None:
     """Return the inputs of this process, or of the first one that has any."""
-    from safetensors.torch import load, save
-
-    mine: list[Inputs | None] = []
-
-    def content() -> bytes:
-        mine.append(make())
-        x = mine[0]
-        if x is None:
-            return b""
-        tensors = {"": x} if isinstance(x, Tensor) else {k: v for k, v in x.items() if isinstance(v, Tensor)}
-        return save({f"x/{k}": v.detach().cpu().contiguous().clone() for k, v in tensors.items()})
-
-    every = exchange.gather(content)
-    if mine[0] is not None:
-        return mine[0]
-    for other in every:
-        if other:
-            found = {k.removeprefix("x/"): v.to(device) for k, v in load(other).items()}
-            return found[""] if set(found) == {""} else found
-    return None
+    # Copied, or a few rows would go with their whole batch.
+    few = None if mine is None else move_inputs(mine, torch.device("cpu"))
+    if isinstance(few, Tensor):
+        few = few.clone()
+    elif few is not None:
+        few = {name: part.clone() if isinstance(part, Tensor) else part for name, part in few.items()}
+    first = next((x for x in exchange.gather(few) if x is not None), None)
+    return mine if mine is not None or first is None else move_inputs(first, device)
 
 
 def _merged_classes(earlier: ClassCentres | None, new: ClassCentres | None) -> ClassCentres | None:
@@ -568,11 +555,10 @@ def _kept_probe(x: Inputs, index: int) -> Rows:
 
 
 def _probe_of(state: State) -> Inputs | None:
-    rows = state.kept.get(PROBE)
-    if rows is None or not len(rows):
+    if state.probe is None:
         return None
     found = {
         name.removeprefix(_SHARED).removeprefix("x/"): part[0] if name.startswith(_SHARED) else part
-        for name, part in rows.columns.items()
+        for name, part in state.probe.columns.items()
     }
     return found[""] if set(found) == {""} else found

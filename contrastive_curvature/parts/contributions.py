@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["FEWEST_POINTS", "MOST", "STORED", "Contributions", "InputSizes", "Place", "warn_of_point"]
+from contrastive_curvature.parts.rows import united
 
 FEWEST_POINTS = 32
 """With fewer points than this, one point may well contribute most of the curvature, so there is no warning."""
@@ -37,21 +37,21 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class InputSizes:
-    """The points with the largest inputs of a layer.
+class Largest:
+    """The points that contribute most to something.
 
     Args:
-        total: Sum of the squared norms of all inputs.
-        largest: Squared norms and places of the largest, in descending order, at most :data:`STORED`.
+        total: Size of what all points contribute.
+        largest: Sizes and places of the largest, in descending order, at most :data:`STORED`.
     """
 
     total: float = 0.0
     largest: tuple[tuple[float, Place], ...] = ()
 
-    def merged(self, other: InputSizes) -> InputSizes:
+    def merged(self, other: Largest) -> Largest:
         """Return that of all points of both."""
         largest = sorted([*self.largest, *other.largest], reverse=True)[:STORED]
-        return InputSizes(self.total + other.total, tuple(largest))
+        return Largest(self.total + other.total, tuple(largest))
 
     def fewest_dominating(self, few: int) -> tuple[float, list[Place]]:
         """Return fraction and points of the smallest dominating set, or of the ``few`` largest points."""
@@ -70,34 +70,21 @@ class Contributions:
 
     Args:
         count: Number of points.
-        totals: Size of the curvature, or of each of its factors.
-        names: What to call each of them in a message; empty for the whole.
-        largest: The point that contributes most to each, where it may dominate: its size and its place.
-        inputs: Largest inputs of every layer.
+        factors: Of the curvature, named ``""``, or of each of its factors; the points that may dominate it.
+        inputs: Of every layer, the squared norms of its inputs.
     """
 
-    count: int
-    totals: tuple[float, ...]
-    names: tuple[str, ...]
-    largest: Mapping[int, tuple[float, Place]]
-    inputs: Mapping[str, InputSizes]
+    count: int = 0
+    factors: Mapping[str, Largest] = field(default_factory=dict)
+    inputs: Mapping[str, Largest] = field(default_factory=dict)
 
-    def merged(self, other: Contributions | None) -> Contributions:
+    def merged(self, other: Contributions) -> Contributions:
         """Return that of all points of both."""
-        if other is None or not other.totals:
-            return self
-        if not self.totals:
-            return other
-        totals = tuple(a + b for a, b in zip(self.totals, other.totals, strict=True))
-        largest = dict(self.largest)
-        for k, found in other.largest.items():
-            largest[k] = max(found, largest[k]) if k in largest else found
-        nothing = InputSizes()
-        inputs = {
-            layer: self.inputs.get(layer, nothing).merged(other.inputs.get(layer, nothing))
-            for layer in dict.fromkeys([*self.inputs, *other.inputs])
-        }
-        return replace(self, count=self.count + other.count, totals=totals, largest=largest, inputs=inputs)
+        return Contributions(
+            self.count + other.count,
+            united(self.factors, other.factors, Largest.merged),
+            united(self.inputs, other.inputs, Largest.merged),
+        )
 
     def warn(self) -> None:
         """Warn if a few points contribute most of the curvature, and name them."""
@@ -109,27 +96,25 @@ class Contributions:
             fraction, places, layer = max(large)
             _warn_of_inputs(fraction, places, layer)
             return
-        fractions = {k: size / self.totals[k] for k, (size, _) in self.largest.items() if self.totals[k]}
-        part = max(fractions, key=lambda k: fractions[k], default=None)
-        if part is not None and fractions[part] > MOST:
-            place = self.largest[part][1]
+        found = {name: factor.fewest_dominating(1) for name, factor in self.factors.items()}
+        name = max(found, key=lambda name: found[name][0], default="")
+        if found and found[name][0] > MOST:
+            fraction, (place,) = found[name]
             of = "" if place.part < 0 else f" of part {place.part}"
             where = f"point {place.point}{of} of the pass over the data (row {place.row} of batch {place.batch})"
-            warn_of_point(fractions[part], where, self.names[part])
-
-    def plain(self) -> dict[str, Any]:
-        """Return it as numbers, texts, lists and dictionaries."""
-        return asdict(self)
+            warn_of_point(fraction, where, name)
 
     @classmethod
-    def of_plain(cls, plain: Mapping[str, Any]) -> Contributions:
-        """Read what :meth:`plain` gave, perhaps through JSON, which knows no tuples and no whole numbers as keys."""
-        inputs = {
-            layer: InputSizes(found["total"], tuple((size, Place(*place)) for size, place in found["largest"]))
-            for layer, found in plain["inputs"].items()
-        }
-        largest = {int(k): (size, Place(*place)) for k, (size, place) in plain["largest"].items()}
-        return cls(plain["count"], tuple(plain["totals"]), tuple(plain["names"]), largest, inputs)
+    def of_json(cls, plain: Mapping[str, Any]) -> Contributions:
+        """Read what ``dataclasses.asdict`` gave, through JSON, which knows no tuples."""
+        factors, inputs = (
+            {
+                name: Largest(found["total"], tuple((size, Place(*place)) for size, place in found["largest"]))
+                for name, found in plain[kind].items()
+            }
+            for kind in ("factors", "inputs")
+        )
+        return cls(plain["count"], factors, inputs)
 
 
 def _warn_of_inputs(fraction: float, places: list[Place], layer: str) -> None:

@@ -1,112 +1,76 @@
-"""What processes of one fit give each other; one process alone is the simplest case."""
+"""What processes of one fit give each other."""
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from contrastive_curvature.errors import InputError, ProcessError, expected
 
-__all__ = ["ProcessGroup", "check_agreed", "present_exchange"]
-
 _log = logging.getLogger("contrastive_curvature")
-
-_FAILED = -1
 
 _WAIT_QUIETLY = 30.0
 """Seconds after which a process says that it is waiting."""
 
-_LONGEST_SLEEP = 0.01
+T = TypeVar("T")
 
 
 @contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """Let Ctrl-C inside take effect at the end; a second one at once.
-
-    Python delivers it to the main thread only, so elsewhere there is nothing to do.
-    """
-    before = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
-    if not callable(before):
+    """Let Ctrl-C inside take effect at the end: half an exchange would leave the other processes waiting."""
+    if threading.current_thread() is not threading.main_thread():
+        # Python delivers it to the main thread only.
         yield
         return
-    asked: list[Any] = []
-
-    def later(number: int, frame: Any) -> None:
-        if asked:
-            before(number, frame)
-        asked.append(frame)
-
-    signal.signal(signal.SIGINT, later)
+    asked: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: asked.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
     if asked:
-        before(signal.SIGINT, asked[0])
+        signal.raise_signal(signal.SIGINT)
 
 
 class ProcessGroup:
     """The processes of torch's default group, as ``torchrun`` starts them.
 
-    Every exchange begins with one number of each process: how many bytes follow, or that it has failed. So a process
-    may fail anywhere, and the others see it at their next exchange, with as many messages received as sent.
+    With what it gathers, every process says whether it has failed. So a process may fail anywhere inside
+    :meth:`together`, and the others see it when they gather next.
     """
 
     def __init__(self) -> None:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
-        self._device = _exchange_device(dist.get_backend_config())
         self._inside = self._over = self._lost = False
 
-    def gather(self, make: Callable[[], bytes]) -> list[bytes]:
-        """Return what every process made, in the order of the ranks; in every process. For a few numbers or inputs."""
-        with self._telling():
-            content = make()
-            lengths = self._lengths(len(content))
-            mine = torch.zeros(max(1, *lengths), dtype=torch.uint8, device=self._device)
-            _fill(mine[: len(content)], content)
-            found = [torch.empty_like(mine) for _ in lengths]
-            # That there was memory for it everywhere.
-            self._lengths(0)
-            self._all(found, mine)
-            return [_bytes(part[:n]) for part, n in zip(found, lengths, strict=True)]
+    def gather(self, mine: T) -> list[T]:
+        """Return what every process has, in the order of the ranks. For a few numbers or inputs on the CPU."""
+        return self._gathered(mine)
 
-    def each(self, content: bytes, take: Callable[[bytes], None]) -> None:
-        """Take what every process has, in the order of the ranks; only one of them is in memory besides the own one."""
-        with self._telling():
-            lengths = self._lengths(len(content))
-            buffer = torch.empty(max(1, *lengths), dtype=torch.uint8, device=self._device)
-            self._lengths(0)
-            failure: BaseException | None = None
-            with _interrupts_later():
-                for source, length in enumerate(lengths):
-                    part = buffer[:length]
-                    try:
-                        if source == self.rank:
-                            _fill(part, content)
-                    except BaseException as error:
-                        failure = failure or error
-                    if length:
-                        self._wait(dist.broadcast, part, source)
-                    try:
-                        if failure is None:
-                            take(content if source == self.rank else _bytes(part))
-                    except BaseException as error:
-                        # The others go on with the rest, and wait for this process there.
-                        failure = error
-            if failure is not None:
-                raise failure
+    def merge(self, mine: T, merge: Callable[[T, T], T]) -> T:
+        """Return what all processes have, merged in the order of the ranks; two of them are in memory at a time."""
+        total: Any = None
+        failure: BaseException | None = None
+        with _interrupts_later():
+            for source in range(self.count):
+                box = [mine if source == self.rank else None]
+                self._wait(dist.broadcast_object_list, box, source)
+                try:
+                    if failure is None:
+                        total = box[0] if source == 0 else merge(total, box[0])
+                except BaseException as error:
+                    # The others go on with the rest, and hear of it when they gather next.
+                    failure = error
+        if failure is not None:
+            raise failure
+        return total
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -115,66 +79,46 @@ class ProcessGroup:
             yield
             return
         token = _running.set(self)
-        try:
-            with self._telling():
-                yield
-                self._lengths(0)
-        finally:
-            _running.reset(token)
-
-    @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Let the other processes fail with this one, instead of waiting for it."""
-        if self._inside:
-            yield
-            return
         self._inside, self._over = True, False
         try:
             yield
+            self._gathered(None)
         except BaseException as error:
             if not self._over:
                 self._tell(error)
             raise
         finally:
             self._inside = False
+            _running.reset(token)
 
     def _tell(self, error: BaseException) -> None:
+        """Let the other processes fail with this one, instead of waiting for it."""
         try:
-            self._lengths(_FAILED)
+            self._gathered(None, failed=True)
         except ProcessError as other:
             if self._lost:
                 error.add_note(str(other))
 
-    def _lengths(self, mine: int) -> list[int]:
-        """Return the numbers of all processes."""
-        one = torch.tensor([mine], dtype=torch.int64, device=self._device)
-        every = [torch.empty_like(one) for _ in range(self.count)]
-        self._all(every, one)
-        numbers = [int(number) for number in every]
-        failed = [rank for rank, number in enumerate(numbers) if number == _FAILED]
-        if failed:
+    def _gathered(self, mine: Any, *, failed: bool = False) -> list[Any]:
+        every: list[Any] = [None] * self.count
+        with _interrupts_later():
+            self._wait(dist.all_gather_object, every, (failed, mine))
+        others = [rank for rank, (has_failed, _) in enumerate(every) if has_failed]
+        if others:
             self._over = True
-            which = f"process {failed[0]}" if len(failed) == 1 else f"the processes {failed[:10]}"
+            which = f"process {others[0]}" if len(others) == 1 else f"the processes {others[:10]}"
             msg = f"the fit failed in {which} of {self.count}; its own error says why"
             raise ProcessError(msg)
-        return numbers
-
-    def _all(self, found: list[Tensor], mine: Tensor) -> None:
-        with _interrupts_later():
-            self._wait(dist.all_gather, found, mine)
+        return [found for _, found in every]
 
     def _wait(self, operation: Callable[..., Any], *arguments: Any) -> None:
         """Do an operation of all processes."""
-        began, sleep, said = time.monotonic(), 1e-4, False
+        said = "process %d of %d waits for the others: each of them has to fit"
+        timer = threading.Timer(_WAIT_QUIETLY, _log.info, (said, self.rank, self.count))
+        timer.daemon = True
+        timer.start()
         try:
-            work = operation(*arguments, async_op=True)
-            while not work.is_completed():
-                time.sleep(sleep)
-                sleep = min(_LONGEST_SLEEP, 1.5 * sleep)
-                if not said and time.monotonic() - began > _WAIT_QUIETLY:
-                    said = True
-                    _log.info("process %d of %d waits for the others: each of them has to fit", self.rank, self.count)
-            work.wait()
+            operation(*arguments)
         except RuntimeError as error:
             self._over = self._lost = True
             reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
@@ -183,10 +127,8 @@ class ProcessGroup:
                 f"too, or needs longer than the timeout of init_process_group ({reason})"
             )
             raise ProcessError(msg) from error
-        except BaseException:
-            # Half an operation: nobody can be told any more.
-            self._over = self._lost = True
-            raise
+        finally:
+            timer.cancel()
 
 
 _running: ContextVar[ProcessGroup | None] = ContextVar("contrastive_curvature_exchange", default=None)
@@ -204,7 +146,7 @@ def present_exchange() -> ProcessGroup | None:
 
 def check_agreed(exchange: ProcessGroup, facts: Mapping[str, str]) -> None:
     """Refuse to fit together what differs between the processes."""
-    every = [json.loads(text) for text in exchange.gather(lambda: json.dumps(dict(facts)).encode())]
+    every = exchange.gather(dict(facts))
     for rank, other in enumerate(every):
         for name in dict.fromkeys([*every[0], *other]):
             first, found = every[0].get(name), other.get(name)
@@ -212,25 +154,3 @@ def check_agreed(exchange: ProcessGroup, facts: Mapping[str, str]) -> None:
                 wanted = f"the same in all {exchange.count} processes"
                 hint = "All processes of one fit need the same encoder, options and earlier fits."
                 raise InputError(expected(name, wanted, f"{first} in process 0, {found} in process {rank}", hint))
-
-
-def _exchange_device(config: str) -> torch.device:
-    """Return where the tensors that a group exchanges have to be: on the CPU, where one of its backends works there."""
-    backends = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
-    if "cpu" in backends or not backends:
-        return torch.device("cpu")
-    kind = next(iter(backends))
-    return torch.device(kind, torch.get_device_module(kind).current_device())
-
-
-def _fill(part: Tensor, content: bytes) -> None:
-    found = np.frombuffer(content, dtype=np.uint8)
-    if part.device.type == "cpu":
-        part.numpy()[:] = found
-    else:
-        # torch wants memory that it could write to.
-        part.copy_(torch.from_numpy(found.copy()))
-
-
-def _bytes(part: Tensor) -> bytes:
-    return part.cpu().numpy().tobytes()

@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,12 @@ from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.parts.class_table import ClassTable
 from contrastive_curvature.parts.contributions import Contributions
 from contrastive_curvature.parts.rows import Rows
-from contrastive_curvature.parts.state import CURVATURE, STATISTICS, Origin, State
-
-__all__ = ["VERSION", "from_bytes", "load_state", "save_state", "to_bytes"]
+from contrastive_curvature.parts.state import CURVATURE, STATISTICS, Findings, Origin, State
 
 VERSION = 2
 _FORMAT = "contrastive_curvature.part"
 _KEY = "part"
+_PROBE = "probe"
 _HEADER = 8
 """Bytes in front of the header of a safetensors file: its length, little endian."""
 
@@ -39,13 +38,8 @@ def save_state(state: State, path: Path | str) -> None:
         InputTypeError: It is no path.
         OSError: The file cannot be written.
     """
-    path = _checked(path)
-    content = to_bytes(state)
-
-    def write(file: BinaryIO) -> None:
-        file.write(content)
-
-    write_whole(path, write)
+    path, content = _checked(path), to_bytes(state)
+    write_whole(path, lambda file: file.write(content))
 
 
 def load_state(path: Path | str) -> State:
@@ -72,21 +66,22 @@ def to_bytes(state: State) -> bytes:
     """Return a state in the safetensors format."""
     from safetensors.torch import save
 
-    tensors: dict[str, Tensor] = {f"sums/{name}": part for name, part in state.sums.items()}
-    for name, rows in state.kept.items():
+    found = state.found
+    kept = dict(found.kept) if state.probe is None else {**found.kept, _PROBE: state.probe}
+    tensors: dict[str, Tensor] = {f"sums/{name}": part for name, part in found.sums.items()}
+    for name, rows in kept.items():
         tensors[f"kept/{name}/numbers"] = rows.numbers
         tensors |= {f"kept/{name}/columns/{column}": part for column, part in rows.columns.items()}
-    if state.classes is not None:
-        tensors |= {f"classes/{name}": part for name, part in vars(state.classes).items()}
+    if found.classes is not None:
+        tensors |= {f"classes/{name}": part for name, part in vars(found.classes).items()}
     tensors = {name: part.detach().cpu().contiguous().clone() for name, part in tensors.items()}
-    found = state.contributions
     plain = {
         "kind": state.kind,
         "identity": dict(state.identity),
         "origins": {str(index): asdict(origin) for index, origin in state.origins.items()},
         "count": state.count,
-        "kept": {name: [rows.size, rows.seed] for name, rows in state.kept.items()},
-        "contributions": None if found is None else found.plain(),
+        "kept": {name: [rows.size, rows.seed] for name, rows in kept.items()},
+        "contributions": None if found.contributions is None else asdict(found.contributions),
     }
     text = json.dumps(plain, sort_keys=True)
     about = {"format": _FORMAT, "version": VERSION, "state": text, "checksum": _checksum(tensors, text)}
@@ -126,21 +121,20 @@ def _state(plain: dict[str, Any], tensors: dict[str, Tensor]) -> State:
         columns = _under(tensors, f"kept/{name}/columns/")
         kept[name] = Rows(size, tensors[f"kept/{name}/numbers"], columns, seed)
     classes = _under(tensors, "classes/")
-    found = plain["contributions"]
-    return State(
-        plain["kind"],
-        plain["identity"],
-        {int(index): _origin(origin) for index, origin in plain["origins"].items()},
-        plain["count"],
+    origins = {
+        int(index): Origin(**{**origin, "extremes": tuple(origin["extremes"])})
+        for index, origin in plain["origins"].items()
+    }
+    contributions = plain["contributions"]
+    probe = kept.pop(_PROBE, None)
+    found = Findings(
+        sum(origin.n for origin in origins.values()),
         _under(tensors, "sums/"),
         kept,
         ClassTable(**classes) if classes else None,
-        None if found is None else Contributions.of_plain(found),
+        None if contributions is None else Contributions.of_json(contributions),
     )
-
-
-def _origin(plain: dict[str, Any]) -> Origin:
-    return Origin(**{**plain, "extremes": tuple(plain["extremes"])})
+    return State(plain["kind"], plain["identity"], origins, plain["count"], found, probe)
 
 
 def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

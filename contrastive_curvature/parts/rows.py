@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["RowCollector", "Rows", "point_keys"]
+_T = TypeVar("_T")
 
 _INCREMENT, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
@@ -127,6 +129,14 @@ class RowCollector:
         if not self._kept:
             return Rows(self._size, torch.zeros(0, dtype=torch.int64), {}, self._seed)
         return _joined(self._kept, self._size, self._seed)._smallest()
+
+
+def united(first: Mapping[str, _T], second: Mapping[str, _T], merge: Callable[[_T, _T], _T]) -> dict[str, _T]:
+    """Return what either has by a name, merged where both have it."""
+    out = dict(first)
+    for name, part in second.items():
+        out[name] = merge(out[name], part) if name in out else part
+    return out
 
 
 def _joined(parts: list[Rows], size: int | None, seed: int) -> Rows:

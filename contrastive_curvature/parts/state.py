@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,18 +14,13 @@ from torch import Tensor
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.parts.class_table import ClassTable
 from contrastive_curvature.parts.contributions import Contributions
-from contrastive_curvature.parts.rows import Rows
-
-__all__ = ["CURVATURE", "PROBE", "STATISTICS", "Origin", "State", "check_identity", "digest_of", "merged"]
+from contrastive_curvature.parts.rows import Rows, united
 
 _TELLING = 32
 """Points from which on two parts are not alike by chance."""
 
 STATISTICS, CURVATURE = "statistics", "curvature"
 """The two kinds of states: what a pass over the data has to know of all other parts, and what it then computes."""
-
-PROBE = "probe"
-"""Name of a few inputs that are kept of one part only, that with the smallest index."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +65,8 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Sums:
-    """What a pass over points adds up, and a sample of them; it merges in any order, up to the rounding of sums.
+class Findings:
+    """What a pass over points finds: sums and samples, which merge in any order, up to the rounding of sums.
 
     Args:
         n: Number of points.
@@ -87,43 +82,45 @@ class Sums:
     classes: ClassTable | None = None
     contributions: Contributions | None = None
 
+    def merged(self, other: Findings) -> Findings:
+        """Return what both passes as one would have found."""
+        kept = united(self.kept, other.kept, Rows.merged)
+        classes = self.classes if other.classes is None else other.classes.merged(self.classes)
+        contributions = self.contributions
+        if contributions is None or other.contributions is None:
+            contributions = contributions or other.contributions
+        else:
+            contributions = contributions.merged(other.contributions)
+        return Findings(self.n + other.n, united(self.sums, other.sums, _sum), kept, classes, contributions)
+
+    def to(self, device: torch.device) -> Findings:
+        """Return the same on a device; numbers of points stay on the CPU."""
+        sums = {name: part.to(device) for name, part in self.sums.items()}
+        kept = {name: rows.to(device) for name, rows in self.kept.items()}
+        return replace(self, sums=sums, kept=kept, classes=None if self.classes is None else self.classes.to(device))
+
 
 @dataclass(frozen=True)
 class State:
     """Of one part of a data set, or of several that are merged.
 
-    Everything in it is a sum over points or a sample of them, so that merging is associative and commutative, up to the
-    rounding of sums.
+    Merging is associative and commutative, up to the rounding of sums.
 
     Args:
         kind: :data:`STATISTICS` or :data:`CURVATURE`.
         identity: What has to be equal for two states to fit together: options, encoder, data.
         origins: The parts that are in it, by their index.
         count: Number of all parts of the data set.
-        sums: Tensors that add up.
-        kept: Points that are kept.
-        classes: Numbers and sums of embeddings of every class; ``None`` where targets are no class labels.
-        contributions: Which points dominate; ``None`` for statistics.
+        found: What the pass over these parts found.
+        probe: A few made-up inputs as the encoder takes them, of the part with the smallest index that has points.
     """
 
     kind: str
     identity: Mapping[str, str]
     origins: Mapping[int, Origin]
     count: int
-    sums: Mapping[str, Tensor] = field(default_factory=dict)
-    kept: Mapping[str, Rows] = field(default_factory=dict)
-    classes: ClassTable | None = None
-    contributions: Contributions | None = None
-
-    @property
-    def n(self) -> int:
-        """Number of points."""
-        return sum(origin.n for origin in self.origins.values())
-
-    @property
-    def total(self) -> Sums:
-        """What has been summed, without where it comes from."""
-        return Sums(self.n, self.sums, self.kept, self.classes, self.contributions)
+    found: Findings = field(default_factory=Findings)
+    probe: Rows | None = None
 
     @property
     def missing(self) -> list[int]:
@@ -131,10 +128,8 @@ class State:
         return [index for index in range(self.count) if index not in self.origins]
 
     def to(self, device: torch.device) -> State:
-        """Return the same on a device; numbers of points stay on the CPU."""
-        sums = {name: part.to(device) for name, part in self.sums.items()}
-        kept = {name: rows.to(device) for name, rows in self.kept.items()}
-        return replace(self, sums=sums, kept=kept, classes=None if self.classes is None else self.classes.to(device))
+        """Return the same on a device; numbers of points and the probe stay on the CPU."""
+        return replace(self, found=self.found.to(device))
 
     def merge(self, other: State) -> State:
         """Return the state of both together.
@@ -144,18 +139,13 @@ class State:
                 common.
         """
         check_fit_together(self, other)
-        # Sums over no points have no shape yet.
-        sums = {
-            name: _sum(self.sums.get(name), other.sums.get(name)) for name in dict.fromkeys([*self.sums, *other.sums])
-        }
-        kept = {
-            name: (_first if name == PROBE else _both)(self.kept.get(name), other.kept.get(name))
-            for name in dict.fromkeys([*self.kept, *other.kept])
-        }
-        classes = self.classes if other.classes is None else other.classes.merged(self.classes)
-        found = self.contributions if other.contributions is None else other.contributions.merged(self.contributions)
-        origins = {**self.origins, **other.origins}
-        return replace(self, origins=origins, sums=sums, kept=kept, classes=classes, contributions=found)
+        probes = [state.probe for state in (self, other) if state.probe is not None]
+        return replace(
+            self,
+            origins={**self.origins, **other.origins},
+            found=self.found.merged(other.found),
+            probe=min(probes, key=lambda rows: int(rows.numbers[0]), default=None),
+        )
 
     @staticmethod
     def merged(states: Iterable[State]) -> State:
@@ -219,11 +209,9 @@ def check_fit_together(first: State, second: State) -> None:
     if first.count != second.count:
         hint = "Parts of one fit are counted alike: index 0 to count - 1 of the same count."
         raise InputError(expected("states", f"parts of {first.count}", f"parts of {second.count}", hint))
-    for name in dict.fromkeys([*first.identity, *second.identity]):
-        one, other = first.identity.get(name), second.identity.get(name)
-        if one != other:
-            hint = "States merge where the encoder, the options and the data are the same."
-            raise InputError(expected(f"states: {name}", f"{one} in all parts", f"{other} in another", hint))
+    for name, one, other in _differences(first.identity, second.identity):
+        hint = "States merge where the encoder, the options and the data are the same."
+        raise InputError(expected(f"states: {name}", f"{one} in all parts", f"{other} in another", hint))
     twice = sorted(set(first.origins) & set(second.origins))
     if twice:
         raise InputError(expected("states", "every part once", f"part {twice[0]} twice"))
@@ -237,11 +225,16 @@ def check_fit_together(first: State, second: State) -> None:
 
 def check_identity(state: State, identity: Mapping[str, str]) -> None:
     """Refuse a state of another fit."""
-    for name in dict.fromkeys([*state.identity, *identity]):
-        mine, other = identity.get(name), state.identity.get(name)
-        if mine != other:
-            hint = "Use the encoder, the options and the data that the state was computed with."
-            raise InputError(expected(f"{state.kind}: {name}", str(mine), str(other), hint))
+    for name, mine, other in _differences(identity, state.identity):
+        hint = "Use the encoder, the options and the data that the state was computed with."
+        raise InputError(expected(f"{state.kind}: {name}", str(mine), str(other), hint))
+
+
+def _differences(first: Mapping[str, str], second: Mapping[str, str]) -> Iterator[tuple[str, str | None, str | None]]:
+    """Give the facts in which two fits differ."""
+    for name in dict.fromkeys([*first, *second]):
+        if first.get(name) != second.get(name):
+            yield name, first.get(name), second.get(name)
 
 
 def digest_of(state: State) -> str:
@@ -251,25 +244,5 @@ def digest_of(state: State) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _sum(first: Tensor | None, second: Tensor | None) -> Tensor:
-    if first is None or second is None:
-        present = second if first is None else first
-        if present is None:
-            msg = "a sum without terms"
-            raise RuntimeError(msg)
-        return present
+def _sum(first: Tensor, second: Tensor) -> Tensor:
     return first + second.to(first.device)
-
-
-def _first(first: Rows | None, second: Rows | None) -> Rows:
-    present = [rows for rows in (first, second) if rows is not None and len(rows)]
-    return min(present, key=lambda rows: int(rows.numbers[0]), default=_both(None, None))
-
-
-def _both(first: Rows | None, second: Rows | None) -> Rows:
-    if first is None or second is None:
-        present = second if first is None else first
-        if present is None:
-            return Rows(None, torch.zeros(0, dtype=torch.int64), {})
-        return present
-    return first.merged(second)

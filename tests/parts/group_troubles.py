@@ -16,8 +16,8 @@ from torch import distributed, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import contrastive_curvature as cc
-from contrastive_curvature.fit import processes
 from contrastive_curvature.laplace.forms import DiagonalForm
+from contrastive_curvature.parts import State
 
 LOOK, FIRST, SECOND = 0, 1, 2
 """The passes of a fit over its loader."""
@@ -159,7 +159,7 @@ def faults(la: Any, rank: int, world: int, device: str) -> Iterator[tuple[str, s
     def fails(*_: Any, **__: Any) -> None:
         raise MemoryError("no more")
 
-    for name, thing, attribute in (("taking", DiagonalForm, "clamped"), ("reading", processes, "from_bytes")):
+    for name, thing, attribute in (("taking", DiagonalForm, "clamped"), ("merging", State, "merge")):
         with mock.patch.object(thing, attribute, fails) if last else mock.MagicMock():
             yield name, attempt(lambda: la.fit(mine))
 

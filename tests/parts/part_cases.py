@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import contrastive_curvature as cc
 from contrastive_curvature.losses.logistic import LogisticLoss
 from contrastive_curvature.parts import State
+from contrastive_curvature.parts.state import Findings
 
 __all__ = [
     "ALONE",
@@ -152,7 +153,13 @@ def close_states(one: State, other: State, tolerance: float = 1e-12) -> bool:
     """Whether both say the same, up to the rounding of sums."""
     if (one.kind, one.identity, one.count) != (other.kind, other.identity, other.count):
         return False
-    if dict(one.origins) != dict(other.origins) or one.sums.keys() != other.sums.keys():
+    if dict(one.origins) != dict(other.origins) or (one.probe is None) != (other.probe is None):
+        return False
+    return close_findings(one.found, other.found, tolerance)
+
+
+def close_findings(one: Findings, other: Findings, tolerance: float) -> bool:
+    if one.sums.keys() != other.sums.keys():
         return False
     if not all(near(one.sums[name].double(), other.sums[name].double(), tolerance) for name in one.sums):
         return False

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import operator
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,14 +36,25 @@ def alone(backend: str, tmp_path: Path) -> Iterator[ProcessGroup]:
 
 
 def test_what_is_exchanged_arrives(alone: ProcessGroup, device: str, backend: str) -> None:
-    assert alone._device.type == ("cuda" if backend == "nccl" else "cpu")
-    del device
-    for content in (b"", b"\0", bytes(range(256)) * 1000):
-        taken: list[bytes] = []
-        alone.each(content, taken.append)
-        assert taken == [content]
-        assert alone.gather(lambda content=content: content) == [content]
+    del device, backend
+    for content in (b"", b"\0", bytes(range(256)) * 1000, {"a": 3}):
+        assert alone.merge(content, operator.add) == content
+        assert alone.gather(content) == [content]
     check_agreed(alone, {"options": "these"})
+
+
+def test_what_is_merged_comes_in_the_order_of_the_ranks(
+    alone: ProcessGroup, device: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del device, backend
+    alone.rank, alone.count = 1, 3
+
+    def received(box: list[Any], source: int) -> None:
+        assert (box[0] is None) is (source != 1)
+        box[0] = "abc"[source]
+
+    monkeypatch.setattr(distributed, "broadcast_object_list", received)
+    assert alone.merge("b", operator.add) == "abc"
 
 
 def test_a_fit_inside_has_the_same_exchange(alone: ProcessGroup, device: str, backend: str) -> None:
@@ -49,50 +62,38 @@ def test_a_fit_inside_has_the_same_exchange(alone: ProcessGroup, device: str, ba
     with alone.together():
         assert present_exchange() is alone
         with present_exchange().together():
-            assert alone.gather(lambda: b"mine") == [b"mine"]
+            assert alone.gather("mine") == ["mine"]
         assert alone._inside
     assert present_exchange() is not alone
     assert not alone._inside
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, cc.InputError])
-def test_own_errors_are_raised_as_they_are(alone: ProcessGroup, error: Any, device: str, backend: str) -> None:
+def test_own_errors_are_raised_as_they_are(
+    alone: ProcessGroup, error: Any, device: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     del device, backend
 
-    def fails(*_: bytes) -> bytes:
+    def fails(*_: str) -> str:
         raise error
 
+    monkeypatch.setattr(distributed, "broadcast_object_list", lambda *_: None)
+    alone.count = 2
     with pytest.raises(error):
-        alone.gather(fails)
-    with pytest.raises(error):
-        alone.each(b"mine", fails)
+        alone.merge("mine", fails)
+    alone.count = 1
     with pytest.raises(error), alone.together():
         fails()
-    assert alone.gather(lambda: b"mine") == [b"mine"]
-
-
-class Work:
-    """Stands for an operation of which the other processes do their part late, or never."""
-
-    def __init__(self, polls: int, error: BaseException | None = None) -> None:
-        self.polls, self.error = polls, error
-
-    def is_completed(self) -> bool:
-        self.polls -= 1
-        return self.polls < 0
-
-    def wait(self) -> None:
-        if self.error is not None:
-            raise self.error
+    assert alone.gather("mine") == ["mine"]
 
 
 def test_waiting_is_said_once(
     alone: ProcessGroup, device: str, backend: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del device, backend
-    monkeypatch.setattr(exchange, "_WAIT_QUIETLY", -1.0)
+    monkeypatch.setattr(exchange, "_WAIT_QUIETLY", 0.01)
     with caplog.at_level(logging.INFO, logger="contrastive_curvature"):
-        alone._wait(lambda **_: Work(5))
+        alone._wait(time.sleep, 0.5)
     assert [record.message for record in caplog.records] == [
         "process 0 of 1 waits for the others: each of them has to fit"
     ]
@@ -104,17 +105,17 @@ def test_a_group_that_is_lost_is_told_nothing(
     del device, backend
     calls: list[str] = []
 
-    def gone(*_: Any, async_op: bool) -> Work:
-        assert async_op
+    def gone(*_: Any) -> None:
         calls.append("all_gather")
-        return Work(1, RuntimeError("Connection closed by peer\nand where"))
+        msg = "Connection closed by peer\nand where"
+        raise RuntimeError(msg)
 
-    monkeypatch.setattr(distributed, "all_gather", gone)
+    monkeypatch.setattr(distributed, "all_gather_object", gone)
     wanted = (
         r"process 0 of 1 lost the others during a fit: .*timeout of init_process_group \(Connection closed by peer\)"
     )
     with pytest.raises(cc.ProcessError, match=wanted), alone.together():
-        alone.gather(lambda: b"mine")
+        alone.gather("mine")
     assert calls == ["all_gather"]
     with pytest.raises(ZeroDivisionError) as raised, alone.together():
         raise ZeroDivisionError
@@ -126,8 +127,8 @@ def test_facts_that_differ_are_named(
 ) -> None:
     del device, backend
     monkeypatch.setattr(alone, "count", 2)
-    other = b'{"loss": "that", "more": "x"}'
-    monkeypatch.setattr(alone, "gather", lambda make: [make(), other])
+    other = {"loss": "that", "more": "x"}
+    monkeypatch.setattr(alone, "gather", lambda mine: [mine, other])
     wanted = "loss: expected the same in all 2 processes, got this in process 0, that in process 1"
     with pytest.raises(cc.InputError, match=wanted):
         check_agreed(alone, {"loss": "this", "more": "x"})

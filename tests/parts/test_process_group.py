@@ -115,7 +115,7 @@ def check_alone(every: Said, world: int) -> None:
 def check_failures(every: Said, world: int) -> None:
     """A failure in one process ends the others, and leaves all posteriors as they were."""
     own = {name: text for name, (_, _, text) in FAULTS.items()}
-    own |= dict.fromkeys(("taking", "reading"), "MemoryError: no more")
+    own |= dict.fromkeys(("taking", "merging"), "MemoryError: no more")
     failing = {**dict.fromkeys(own, world - 1), "interrupted while waiting": 0}
     own["interrupted while waiting"] = "KeyboardInterrupt"
     for rank, said in enumerate(every):

@@ -38,7 +38,7 @@ def state(case: str, kind: str, device: str) -> State:
 
 
 def same(one: State, other: State) -> bool:
-    return close_states(one, other, 0.0) and one.contributions == other.contributions
+    return close_states(one, other, 0.0) and one.found.contributions == other.found.contributions
 
 
 @pytest.mark.parametrize("kind", ["statistics", "curvature"])
