@@ -129,9 +129,9 @@ MUTANTS = [
       "self.whole.rows(start, stop", "towers/test_towers_exact.py hessian/test_degenerate_points.py"),
 
     # fit
-    M("cross sums count a point with itself", "sum over i != j: add y_cc P / n^2 to the block", "fit/cross_sums.py",
+    M("cross sums count a point with itself", "sum over i != j: add y_cc P / n^2 to the block", "fit/cross_terms.py",
       "part.blocks.add_projector(y[index]", "part.blocks.add_projector(0 * y[index]", "fit/test_dataset.py"),
-    M("equal points of two batches are one point", "points in one place take turns", "fit/cross_sums.py",
+    M("equal points of two batches are one point", "points in one place take turns", "fit/cross_terms.py",
       ".tril(-1).sum(1) + seen[places]", ".tril(-1).sum(1)", "fit/test_dataset.py losses/test_soft_contrastive.py"),
     M("sampled negatives outside the margin repel", "y = 0 where u_i . u_j <= 1 - m^2 / 2",
       "losses/contrastive_classes.py", "-repel * (u @ among.u.T > threshold)", "-repel",

@@ -41,7 +41,7 @@ from contrastive_curvature.progress import Progress
 __all__ = [
     "MOST_COUPLED",
     "AllCandidatesFit",
-    "AnchorData",
+    "WholeHessian",
     "AnchorFit",
     "anchors_seen",
     "check_compared",
@@ -96,10 +96,8 @@ def check_compared(found: Findings, *, changes: bool = True) -> None:
 
 
 @dataclass(frozen=True)
-class AnchorData:
-    """Output Hessian of a data set, in the order of its loader: of one batch with all points, or of its batches.
-
-    It stands for an :class:`.OutputHessian` in products.
+class WholeHessian:
+    """Output Hessian of a data set, in the order of its loader: of all points at once, or of its batches.
 
     Args:
         z: Raw outputs of all N points, shape (N, D).
@@ -154,7 +152,7 @@ def fit_anchors(sampled: Problem, reader: Reader) -> DatasetCurvature:
     )
 
 
-def collect_anchors(encoder: Encoder, reader: Reader, options: CurvatureOptions, progress: Progress) -> AnchorData:
+def collect_anchors(encoder: Encoder, reader: Reader, options: CurvatureOptions, progress: Progress) -> WholeHessian:
     """Return raw outputs of all points, and the Hessian."""
     loss, candidates, negatives_per_anchor = options.loss, options.compared_within, options.negatives_per_anchor
     parts: list[OutputHessian] = []
@@ -184,7 +182,7 @@ def collect_anchors(encoder: Encoder, reader: Reader, options: CurvatureOptions,
         else:
             parts = [loss.data_hessian(z, relation, min(1.0, negatives_per_anchor / max(1, len(z) - 1)))]
     note_skipped(sum(p.derivatives.anchors for p in parts), sum(p.derivatives.skipped for p in parts))
-    return AnchorData(z, parts, None if classes is None else ClassCentres.of(z, torch.cat(classes)))
+    return WholeHessian(z, parts, None if classes is None else ClassCentres.of(z, torch.cat(classes)))
 
 
 class AllCandidatesFit(Problem):
@@ -206,7 +204,7 @@ class AllCandidatesFit(Problem):
         structure: Structure,
         options: CurvatureOptions,
         progress: Progress,
-        data: AnchorData,
+        data: WholeHessian,
     ) -> None:
         super().__init__(encoder, pullback, structure, options, progress)
         self._data, (self._hessian,), self._at = data, data.parts, 0

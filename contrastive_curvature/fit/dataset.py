@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.fit.class_centres import TYPICAL, ClassCentres, ClassSums, centres_of
-from contrastive_curvature.fit.cross_sums import CrossSums, finished_cross, make_cross, refuse_in_parts
+from contrastive_curvature.fit.cross_terms import CrossTerms, make_cross_terms, refuse_in_parts
 from contrastive_curvature.fit.loop import DatasetCurvature, Problem, Seen, embedded, finished
 from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.passes import PassRecord
@@ -40,13 +40,12 @@ from contrastive_curvature.losses.sampled_rows import SampledRowDerivatives
 from contrastive_curvature.losses.weighting import class_pairs
 from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.options import Structure
-from contrastive_curvature.pairs import RelationFunction, make_relation
+from contrastive_curvature.pairs import make_relation
 from contrastive_curvature.parts.rows import RowCollector, Rows
 from contrastive_curvature.parts.state import Findings, Origin
 
 __all__ = [
     "DatasetFit",
-    "DatasetPoints",
     "check_fittable",
     "expected_points",
     "note_skipped",
@@ -62,35 +61,29 @@ _POINTS, _SAMPLE, _INPUT = "points", "sample", "input"
 _TOTALS = ("degree", "along", "value")
 
 
-@dataclass(frozen=True)
-class DatasetPoints:
-    """The result of the first pass: the output Hessian over all pairs of the data set.
+class DatasetFit(Problem):
+    """All pairs of a data set; of a loss of anchors, whose candidates are the data set, with a sample of them.
 
-    Args:
-        hessian: Output Hessian of all N points.
+    Attributes:
+        data_hessian: Output Hessian of all points, after :meth:`take`.
         n: Number N of points.
-        relation: The callable that relates targets; ``None`` for class labels.
-        record: Of the points of this part; ``None`` where another process ran the first pass.
         classes: Centres of the classes; ``None`` where targets are no class labels.
         sampled: Points that stand for all negatives; ``None`` where all have been counted.
     """
 
-    hessian: DatasetHessian
+    sums_classes: ClassVar[bool] = False
+
+    data_hessian: DatasetHessian
     n: int
-    relation: RelationFunction | None
-    record: PassRecord | None
-    classes: ClassCentres | None = None
-    sampled: Rows | None = None
+    classes: ClassCentres | None
+    sampled: Rows | None
+    _cross: CrossTerms | None
+    _error: StandardError | None
 
     @property
     def dim(self) -> int:
         """Number D of outputs."""
-        return self.hessian.derivatives.u.shape[1]
-
-    def check_same(self, again: PassRecord | None) -> None:
-        """Refuse a later pass over other data, where this process has seen the first one."""
-        if self.record is not None and again is not None:
-            self.record.check_same(again)
+        return self.data_hessian.derivatives.u.shape[1]
 
     def sampled_inputs(self) -> tuple[Inputs, Tensor]:
         """Return inputs and targets of the points that stand for all negatives, which were kept for cross terms."""
@@ -99,16 +92,6 @@ class DatasetPoints:
         if set(found) == {_INPUT}:
             return found[_INPUT], columns["targets"]
         return {name.removeprefix(f"{_INPUT}/"): part for name, part in found.items()}, columns["targets"]
-
-
-class DatasetFit(Problem):
-    """All pairs of a data set; of a loss of anchors, whose candidates are the data set, with a sample of them."""
-
-    sums_classes: ClassVar[bool] = False
-
-    _points: DatasetPoints
-    _cross: CrossSums | None
-    _error: StandardError | None
 
     def first_pass(self, reader: Reader, *, everything: bool = False) -> Findings:
         """Return numbers and sums of the classes, and all points, or a sample of them."""
@@ -131,8 +114,8 @@ class DatasetFit(Problem):
             typical = Rows(typical.size, torch.zeros(0, dtype=torch.int64), {})
         return Findings(n, {}, {_POINTS if size is None else _SAMPLE: points.rows(), TYPICAL: typical}, table)
 
-    def points(self, statistics: Findings, *, keeps: bool = False) -> DatasetPoints:
-        """Return the output Hessian of the data set."""
+    def take(self, statistics: Findings, *, keeps: bool = False) -> None:
+        """Make the output Hessian of the data set from what the first passes over all parts found."""
         loss, relation, n = self.loss, self.options.relation, statistics.n
         samples = samples_of(self.options, n)
         if not keeps and samples is not None and needs_points(loss):
@@ -141,7 +124,7 @@ class DatasetFit(Problem):
         if not n:
             raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
         kept, table = statistics.kept, statistics.classes
-        centres = centres_of(table, kept[TYPICAL])
+        self.n, self.classes, self.sampled = n, centres_of(table, kept[TYPICAL]), None
         rows = kept[_POINTS].in_order() if _POINTS in kept else None
         _check_different(kept[_SAMPLE].in_order() if rows is None else rows)
         if rows is None and samples is None and len(kept[_SAMPLE]) == n:
@@ -153,39 +136,43 @@ class DatasetFit(Problem):
             check_fittable(n, 1.0)
         if table is not None and (rows is None or samples is not None or not isinstance(loss, PairLoss)):
             like = (kept[TYPICAL] if rows is None else rows).columns["outputs"]
-            sampled = None if samples is None else (kept[_SAMPLE] if rows is None else rows).first(samples)
+            if samples is not None:
+                self.sampled = (kept[_SAMPLE] if rows is None else rows).first(samples)
             per_anchor = self.options.negatives_per_anchor
-            hessian = sampled_hessian(loss, table, rows, sampled, keeps, like, per_anchor)
-            return DatasetPoints(hessian, n, relation, self.record, centres, sampled)
+            self.data_hessian = sampled_hessian(loss, table, rows, self.sampled, keeps, like, per_anchor)
+            return
         assert rows is not None
         assert isinstance(loss, PairLoss)
         z, targets = rows.columns["outputs"], rows.columns["targets"]
         related = make_relation(n, z.device, targets, relation)
         if relation is not None:
             check_fittable(n, float(related.counts()[0].sum()))
-        return DatasetPoints(loss.dataset_hessian(z, related), n, relation, self.record, centres)
+        self.data_hessian = loss.dataset_hessian(z, related)
+
+    def collect(self, reader: Reader) -> None:
+        """Keep all points of a reader, and make their output Hessian; no second pass follows."""
+        self.take(self.first_pass(reader, everything=True), keeps=True)
 
     def begin(self, statistics: Findings) -> None:
         """Make the Hessian of all points, and what observes the second pass."""
-        self._points = points = self.points(statistics)
-        derivatives = points.hessian.derivatives
-        if isinstance(derivatives, SampledRowDerivatives):
-            note_skipped(derivatives.anchors, derivatives.skipped)
-        coupled = points.hessian.coupled and self.structure is not Structure.KRON
-        self._cross = make_cross(self.pullback, points, self.structure, alone=self.alone) if coupled else None
+        self.take(statistics)
+        hessian = self.data_hessian
+        if isinstance(hessian.derivatives, SampledRowDerivatives):
+            note_skipped(hessian.derivatives.anchors, hessian.derivatives.skipped)
+        coupled = hessian.coupled and self.structure is not Structure.KRON
+        self._cross = make_cross_terms(self) if coupled else None
         # Cross terms are sampled, too, and would have to be known for each half of the sample.
-        sampled = points.sampled is not None and not coupled
-        self._error = StandardError(self.pullback, points.n) if sampled else None
-        if points.sampled is not None:
-            self.title = f"[curvature, {len(points.sampled):,} negatives]"
+        self._error = StandardError(self.pullback, self.n) if self.sampled is not None and not coupled else None
+        if self.sampled is not None:
+            self.title = f"[curvature, {len(self.sampled):,} negatives]"
 
     def hessian(self, z: Tensor, context: Any, batch: Batch) -> Seen:
         """Return the blocks of some points over all pairs of the data set."""
         targets: Any = batch.labels
-        found = self._points.hessian.at(z, targets)
+        found = self.data_hessian.at(z, targets)
         terms = {name: getattr(found.totals, name) for name in _TOTALS}
         if self._error is not None:
-            terms |= self._error.terms(self._points.hessian, z, targets, context, batch.numbers)
+            terms |= self._error.terms(self.data_hessian, z, targets, context, batch.numbers)
         blocks = found.blocks
         if self._cross is not None:
             blocks, more = self._cross.of_batch(context, found)
@@ -194,7 +181,8 @@ class DatasetFit(Problem):
 
     def check_same(self, again: PassRecord | None) -> None:
         """See :meth:`Problem.check_same`."""
-        self._points.check_same(again)
+        if self.record is not None and again is not None:
+            self.record.check_same(again)
 
     def check_origin(self, before: Origin | None, again: Origin, part: int, argument: str) -> None:
         """See :meth:`Problem.check_origin`."""
@@ -208,18 +196,18 @@ class DatasetFit(Problem):
 
     def remaining(self, reader: Reader) -> dict[str, Tensor]:
         """Return the cross terms that the loop has not summed."""
-        return {} if self._cross is None else self._cross.remaining(reader, self.progress)
+        return {} if self._cross is None else self._cross.remaining(reader)
 
     def finish(self, found: Findings) -> DatasetCurvature:
         """Return the curvature of all parts."""
-        points, sums = self._points, found.sums
-        tell_samples(self.options, points.n)
-        cross = 0 if self._cross is None else finished_cross(sums, points, self.structure)
+        sums = found.sums
+        tell_samples(self.options, self.n)
+        cross = 0 if self._cross is None else self._cross.finish(sums)
         curvature = finished(self.pullback, found, cross)
         # The sums over all pairs, the expensive part of the loss, are in the totals.
-        loss, cost = points.hessian.loss_and_cost(Totals(*(sums[name] for name in _TOTALS)))
-        error = None if points.sampled is None else relative_error(sums, len(points.sampled), points.n)
-        return replace(curvature, loss=loss, cost=cost, classes=points.classes, error=error)
+        loss, cost = self.data_hessian.loss_and_cost(Totals(*(sums[name] for name in _TOTALS)))
+        error = None if self.sampled is None else relative_error(sums, len(self.sampled), self.n)
+        return replace(curvature, loss=loss, cost=cost, classes=self.classes, error=error)
 
     def check_adds_up(self) -> None:
         """Refuse cross terms between different parts of the data, before anything is computed."""

@@ -16,24 +16,39 @@ from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.fit.anchors import AnchorData
+from contrastive_curvature.fit.anchors import WholeHessian, collect_anchors
+from contrastive_curvature.fit.dataset import DatasetFit
 from contrastive_curvature.fit.finite import check_finite
+from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.passes import check_same_outputs
+from contrastive_curvature.fit.readers import Reader
 from contrastive_curvature.hessian.output import OutputHessian
+from contrastive_curvature.losses.base import PairLoss
+from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.pullback import Pullback
+from contrastive_curvature.options import Structure
 from contrastive_curvature.parts.contributions import FEWEST_POINTS, MOST, warn_of_point
 from contrastive_curvature.progress import Progress
 
 DENSE_PARAMETERS = 256
 """Up to so many parameters the matrix is formed, which cannot fail to converge."""
 
-__all__ = ["DENSE_PARAMETERS", "curvature_product", "leading_eigenpairs"]
+
+def whole_hessian(
+    encoder: Encoder, pullback: Pullback, reader: Reader, options: CurvatureOptions, progress: Progress
+) -> WholeHessian:
+    """Return the Hessian at the outputs of a whole data set, in the order of its reader."""
+    if not isinstance(options.loss, PairLoss):
+        return collect_anchors(encoder, reader, options, progress)
+    problem = DatasetFit(encoder, pullback, Structure.DIAG, options, progress)
+    problem.collect(reader)
+    return WholeHessian(problem.data_hessian.z, [problem.data_hessian.whole()], problem.classes)
 
 
 def curvature_product(
     pullback: Pullback,
-    hessian: OutputHessian | AnchorData,
+    hessian: OutputHessian | WholeHessian,
     inputs: Callable[[], Iterable[Inputs]],
     v: Tensor,
     argument: str = "train_loader",
@@ -74,7 +89,7 @@ def _batch(count: int) -> str:
 
 def leading_eigenpairs(
     pullback: Pullback,
-    hessian: OutputHessian | AnchorData,
+    hessian: WholeHessian,
     inputs: Callable[[], Iterable[Inputs]],
     rank: int,
     progress: Progress,
@@ -122,7 +137,7 @@ def leading_eigenpairs(
 
 def _warn_of_point(
     pullback: Pullback,
-    hessian: OutputHessian | AnchorData,
+    hessian: WholeHessian,
     inputs: Callable[[], Iterable[Inputs]],
     vector: Tensor,
     values: Tensor,
@@ -131,8 +146,7 @@ def _warn_of_point(
     if float(values[0]) <= MOST * float(values.sum()):
         return
     moved = torch.cat([pullback.jvp(x, vector)[1] for x in inputs()])
-    curved = hessian.block_products(moved) if isinstance(hessian, AnchorData) else hessian.blocks.matmul(moved)
-    parts = (moved * curved).sum(1).abs()
+    parts = (moved * hessian.block_products(moved)).sum(1).abs()
     share = float(parts.max() / parts.sum())
     if share > MOST:
         warn_of_point(share, f"point {int(parts.argmax())} of the data", "leading eigenvalue")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.fit.dataset import DatasetPoints, note_skipped
+from contrastive_curvature.fit.dataset import DatasetFit, note_skipped
 from contrastive_curvature.fit.passes import PassRecord
 from contrastive_curvature.fit.readers import Reader
 from contrastive_curvature.hessian.sphere import check_outputs
@@ -59,16 +59,14 @@ class HessianSubset:
         return torch.einsum("...mr,mdr->...md", c.unflatten(-1, self.factor.shape[::2]), self.factor)
 
 
-def subset_hessian(
-    encoder: Encoder, reader: Reader, points: DatasetPoints, size: int, seed: int, progress: Progress
-) -> HessianSubset:
+def subset_hessian(problem: DatasetFit, reader: Reader, size: int, seed: int) -> HessianSubset:
     """Draw points without replacement, and compute a square root of their Hessian."""
-    chosen, hessian = _drawn(points.n, size, seed), points.hessian
+    chosen, hessian = _drawn(problem.n, size, seed), problem.data_hessian
     parts, outputs, targets, start = [], [], [], 0
     record = PassRecord()
-    for batch in progress.over(reader, "[inducing points]"):
+    for batch in problem.progress.over(reader, "[inducing points]"):
         y: Any = batch.labels
-        z = check_outputs(encoder(batch.x), "model(x)")
+        z = check_outputs(problem.encoder(batch.x), "model(x)")
         record.add(z, y)
         rows = chosen[start : start + len(z)].to(y.device)
         start += len(z)
@@ -76,11 +74,11 @@ def subset_hessian(
             parts.append(_selected(batch.x, rows))
             outputs.append(z[rows])
             targets.append(y[rows])
-    points.check_same(record)
+    problem.check_same(record)
     inputs, z, y = _concatenated(parts), torch.cat(outputs), torch.cat(targets)
     if hessian.coupled:
         return HessianSubset(inputs, hessian.among(z, y).factor(), coupled=True)
-    return HessianSubset(inputs, (points.n / size) ** 0.5 * hessian.at(z, y).blocks.factor(), coupled=False)
+    return HessianSubset(inputs, (problem.n / size) ** 0.5 * hessian.at(z, y).blocks.factor(), coupled=False)
 
 
 def anchor_subset(

@@ -60,7 +60,7 @@ class ProcessGroup:
         failure: BaseException | None = None
         with _interrupts_later():
             for source in range(self.count):
-                box = [mine if source == self.rank else None]
+                box: list[Any] = [mine if source == self.rank else None]
                 self._wait(dist.broadcast_object_list, box, source)
                 try:
                     if failure is None:

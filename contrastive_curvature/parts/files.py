@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -39,7 +39,11 @@ def save_state(state: State, path: Path | str) -> None:
         OSError: The file cannot be written.
     """
     path, content = _checked(path), to_bytes(state)
-    write_whole(path, lambda file: file.write(content))
+
+    def write(file: BinaryIO) -> None:
+        file.write(content)
+
+    write_whole(path, write)
 
 
 def load_state(path: Path | str) -> State:

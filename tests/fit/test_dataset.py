@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
-from contrastive_curvature.fit import cross_sums, lowrank
+from contrastive_curvature.fit import cross_terms, lowrank
 from contrastive_curvature.losses import contrastive_classes
 from contrastive_curvature.options import Structure
 
@@ -64,8 +64,8 @@ def test_equals_one_batch(drawn: Any, last: bool, held: int, class_sums: int, de
     scale = len(x) / 2 if chosen["normalization"] == "type" else 1.0
     with pytest.MonkeyPatch.context() as patch:
         # Both routes of the coupled fixes, and blocks that hold one batch or all of them.
-        patch.setattr(cross_sums, "_FEATURE_ELEMENTS", held)
-        patch.setattr(cross_sums, "_CLASS_SUM_ELEMENTS", class_sums)
+        patch.setattr(cross_terms, "_FEATURE_ELEMENTS", held)
+        patch.setattr(cross_terms, "_CLASS_SUM_ELEMENTS", class_sums)
         for structure in (Structure.DIAG, Structure.FULL):
             truth = scale * cc.ggn(model, x, y, structure=structure, subset_of_weights=subset, clamp=False, **pairs)
             found = fit(model, loader, chosen, structure, last)

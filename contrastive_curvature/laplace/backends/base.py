@@ -24,21 +24,19 @@ from laplace.utils import Kron
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.fit.anchors import AnchorData, AnchorFit, collect_anchors, fit_anchors
+from contrastive_curvature.fit.anchors import AnchorFit, WholeHessian, fit_anchors
 from contrastive_curvature.fit.api import check_encoder, check_trainable, make_pullback
 from contrastive_curvature.fit.batches import BatchFit
-from contrastive_curvature.fit.class_centres import ClassCentres
 from contrastive_curvature.fit.dataset import DatasetFit, samples_of
 from contrastive_curvature.fit.finite import check_finite
 from contrastive_curvature.fit.loop import DatasetCurvature, Problem, fit, mean_norm
-from contrastive_curvature.fit.lowrank import curvature_product, leading_eigenpairs
+from contrastive_curvature.fit.lowrank import curvature_product, leading_eigenpairs, whole_hessian
 from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.processes import curvature_of, finish_parts, fit_together, statistics_of
 from contrastive_curvature.fit.readers import Batch, Reader, as_batch, labelled_batch
 from contrastive_curvature.fit.structured import BlockSampler, structured_curvature
 from contrastive_curvature.fit.subset import HessianSubset, anchor_subset, subset_hessian
 from contrastive_curvature.hessian.derivatives import refuse_sampled
-from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.laplace.advice import LabelRange
 from contrastive_curvature.losses.base import PairLoss
@@ -391,16 +389,13 @@ class ContrastiveBackend(GGNInterface, ABC):
             raise UnsupportedError(msg)
         if self.options.rank is None:
             raise InputError(expected("rank", "a positive whole number", None))
-        self._check_products()
-        reader = self._ordered_reader(loader)
-        with self._ready(loader) as (encoder, pullback):
-            shown = Progress(progress)
-            hessian, classes = self._all_points(encoder, pullback, reader, shown)
+        shown = Progress(progress)
+        with self._all_at_once(loader, shown) as (pullback, reader, hessian):
             vectors, values = leading_eigenpairs(pullback, hessian, reader.inputs, self.options.rank, shown)
         n, norm = len(hessian.z), mean_norm(hessian.z)
         loss, cost = hessian.loss_and_cost()
         scale = self._data_scale(n)
-        return DatasetCurvature((vectors, scale * values), scale * loss, scale * cost, n, None, norm, classes)
+        return DatasetCurvature((vectors, scale * values), scale * loss, scale * cost, n, None, norm, hessian.classes)
 
     def matvec(self, loader: Iterable[Any], v: Tensor) -> Tensor:
         """Return ``J^T H J v`` over all pairs of a data set, unclamped, times its scale; no matrix is formed.
@@ -415,10 +410,7 @@ class ContrastiveBackend(GGNInterface, ABC):
         Raises:
             UnsupportedError: A sample stands for all negatives, and does not give the product.
         """
-        self._check_products()
-        reader = self._ordered_reader(loader)
-        with self._ready(loader) as (encoder, pullback):
-            hessian, _ = self._all_points(encoder, pullback, reader, Progress(None))
+        with self._all_at_once(loader, Progress(None)) as (pullback, reader, hessian):
             product = curvature_product(pullback, hessian, reader.inputs, v)
         return self._data_scale(len(hessian.z)) * product
 
@@ -454,11 +446,11 @@ class ContrastiveBackend(GGNInterface, ABC):
                     raise UnsupportedError(msg)
                 return anchor_subset(encoder, reader, self.loss, size, seed, shown)
             problem = DatasetFit(encoder, pullback, Structure.DIAG, self.options, shown)
-            points = problem.points(problem.first_pass(reader, everything=True), keeps=True)
-            subset = subset_hessian(encoder, reader, points, size, seed, shown)
-        scale = self._data_scale(points.n)
-        loss, cost = points.hessian.loss_and_cost()
-        return replace(subset, factor=scale**0.5 * subset.factor), scale * loss, scale * cost, points.n
+            problem.collect(reader)
+            subset = subset_hessian(problem, reader, size, seed)
+        scale = self._data_scale(problem.n)
+        loss, cost = problem.data_hessian.loss_and_cost()
+        return replace(subset, factor=scale**0.5 * subset.factor), scale * loss, scale * cost, problem.n
 
     def eig_lowrank(self, data_loader: Iterable[Any]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the host's form of :meth:`fit_lowrank`: eigenvectors, eigenvalues and loss."""
@@ -515,24 +507,6 @@ class ContrastiveBackend(GGNInterface, ABC):
         ordered = in_fixed_order(loader) if self._compares_all else loader
         return Reader(ordered, self.points_of, part, across=self._compares_all)
 
-    def _ordered_reader(self, loader: Any) -> Reader:
-        check_loader(loader)
-        return Reader(in_fixed_order(loader), self.points_of, across=self._compares_all)
-
-    def _all_points(
-        self, encoder: Encoder, pullback: Pullback, reader: Reader, progress: Progress
-    ) -> tuple[OutputHessian | AnchorData, ClassCentres | None]:
-        """Return the Hessian at the outputs of a whole data set, in the order of its reader."""
-        if isinstance(self.loss, PairLoss):
-            problem = DatasetFit(encoder, pullback, Structure.DIAG, self.options, progress)
-            points = problem.points(problem.first_pass(reader, everything=True), keeps=True)
-            return points.hessian.whole(), points.classes
-        data = self._anchors(encoder, reader, progress)
-        return data, data.classes
-
-    def _anchors(self, encoder: Encoder, reader: Reader, progress: Progress) -> AnchorData:
-        return collect_anchors(encoder, reader, self.options, progress)
-
     @contextmanager
     def _ready(self, loader: Iterable[Any]) -> Iterator[tuple[Encoder, Pullback]]:
         """Give the encoder in evaluation mode, and the pullback."""
@@ -546,20 +520,26 @@ class ContrastiveBackend(GGNInterface, ABC):
             return self.points_of(batch).x
         raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
 
-    def _check_products(self) -> None:
-        """Refuse products with the Hessian of all points where a sample does not give them."""
-        if samples_of(self.options) is None:
-            return
-        if not isinstance(self.loss, PairLoss):
+    @contextmanager
+    def _all_at_once(
+        self, loader: Iterable[Any], progress: Progress
+    ) -> Iterator[tuple[Pullback, Reader, WholeHessian]]:
+        """Give the pullback, the batches in a fixed order, and the output Hessian of all points, for products."""
+        sampled = samples_of(self.options) is not None
+        if sampled and not isinstance(self.loss, PairLoss):
             msg = (
                 "negative_samples: the low-rank structure takes all candidates of a loss of anchors. Use "
                 "hessian_structure='diag' or 'kron', or negative_samples=None."
             )
             raise UnsupportedError(msg)
-        if self.loss.coupled:
+        if sampled and self.loss.coupled:
             refuse_sampled(
                 f"pd_fix={str(self.loss.pd_fix)!r} couples points, and this structure multiplies with all pairs"
             )
+        check_loader(loader)
+        reader = Reader(in_fixed_order(loader), self.points_of, across=self._compares_all)
+        with self._ready(loader) as (encoder, pullback):
+            yield pullback, reader, whole_hessian(encoder, pullback, reader, self.options, progress)
 
     def _data_scale(self, n: int) -> float:
         mean = isinstance(self.loss, PairLoss) and self.loss.normalization is Normalization.TYPE

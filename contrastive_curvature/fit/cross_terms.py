@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -14,19 +13,15 @@ from contrastive_curvature.fit.passes import PassRecord
 from contrastive_curvature.fit.readers import Reader
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.cross import CrossBlocks
-from contrastive_curvature.hessian.dataset import ClassCoupling, DatasetHessian, HessianPart, HessianPoints
+from contrastive_curvature.hessian.dataset import ClassCoupling, HessianPart, HessianPoints
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
-from contrastive_curvature.losses.contrastive_classes import LabelledPoints, SampledContrastive
+from contrastive_curvature.losses.contrastive_classes import ContrastiveOfClasses, LabelledPoints, SampledContrastive
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.inputs import slice_inputs
-from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.options import Structure
-from contrastive_curvature.progress import Progress
 
 if TYPE_CHECKING:
-    from contrastive_curvature.fit.dataset import DatasetPoints
-
-__all__ = ["CrossSums", "finished_cross", "make_cross", "refuse_in_parts"]
+    from contrastive_curvature.fit.dataset import DatasetFit
 
 _CLASS_SUM_ELEMENTS = 2**28
 _FEATURE_ELEMENTS = 2**27
@@ -38,87 +33,70 @@ _BY_CLASS, _BY_SAMPLE = "cross/classes", "cross/sample"
 """Names of sums over points: of the rows of ``J`` of every class, and of terms with sampled points."""
 
 
-class CrossSums(ABC):
+class CrossTerms:
     """The cross terms of some points with all others, while their batches pass by."""
 
-    @abstractmethod
+    def __init__(self, problem: DatasetFit) -> None:
+        self.problem, self.pullback, self.structure = problem, problem.pullback, problem.structure
+
     def of_batch(self, context: Any, part: HessianPoints) -> tuple[Blocks, dict[str, Tensor]]:
         """Return sums of a batch, and its blocks without the cross terms of its points with themselves in the sums."""
+        del context
+        return part.blocks, {}
 
-    def remaining(self, reader: Reader, progress: Progress) -> dict[str, Tensor]:
+    def remaining(self, reader: Reader) -> dict[str, Tensor]:
         """Return what takes further passes over the data."""
-        del reader, progress
+        del reader
         return {}
 
+    def finish(self, sums: Mapping[str, Tensor]) -> Tensor | int:
+        """Return the cross terms from sums over all points, in ``diag`` or ``full``."""
+        del sums
+        return 0
 
-def make_cross(pullback: Pullback, points: DatasetPoints, structure: Structure, *, alone: bool) -> CrossSums:
+
+def make_cross_terms(problem: DatasetFit) -> CrossTerms:
     """Return what computes the cross terms of some points with all others."""
-    coupling, derivatives = _coupling(points), points.hessian.derivatives
+    hessian = problem.data_hessian
+    derivatives, coupling = hessian.derivatives, hessian.class_coupling()
+    if coupling is None and isinstance(derivatives, SampledContrastive):
+        # Of a sample those of the positive pairs, which no margin decides.
+        found = derivatives.of_classes.class_weights(attracting=True)
+        coupling = None if found is None else ClassCoupling(*found)
     if coupling is not None:
-        numbers = coupling.classes.numel() * points.dim * pullback.n_params
+        numbers = coupling.classes.numel() * problem.dim * problem.pullback.n_params
         if numbers <= _CLASS_SUM_ELEMENTS:
-            by_class = _ByClass(pullback, coupling)
             if not isinstance(derivatives, SampledContrastive) or derivatives.of_classes.pairs_by_class:
-                return by_class
-            return _WithSample(pullback, points, derivatives, structure, by_class)
+                return _ByClass(problem, coupling)
+            return _WithSample(problem, coupling, derivatives.of_classes)
         if isinstance(derivatives, SampledContrastive):
             msg = (
-                f"pd_fix={str(points.hessian.pd_fix)!r}: sums over {coupling.classes.numel()} classes of "
-                f"{points.dim} rows of {pullback.n_params} parameters have {numbers:.2g} numbers. Use pd_fix='psd' or "
-                "'fixed', which couple no points, or negative_samples=None."
+                f"pd_fix={str(hessian.pd_fix)!r}: sums over {coupling.classes.numel()} classes of "
+                f"{problem.dim} rows of {problem.pullback.n_params} parameters have {numbers:.2g} numbers. Use "
+                "pd_fix='psd' or 'fixed', which couple no points, or negative_samples=None."
             )
             raise UnsupportedError(msg)
-    if not alone:
-        refuse_in_parts(points.hessian)
-    return _Streamed(pullback, points, structure)
+    if not problem.alone:
+        refuse_in_parts(problem.loss)
+    return _Streamed(problem)
 
 
-def refuse_in_parts(fixed: CosineLoss | DatasetHessian) -> NoReturn:
-    """Say that the cross terms of a loss, or of its Hessian, do not add up over parts of the data."""
+def refuse_in_parts(loss: CosineLoss) -> NoReturn:
+    """Say that the cross terms of a loss do not add up over parts of the data."""
     msg = (
-        f"pd_fix={str(fixed.pd_fix)!r}: every point is coupled with every other one, and they are in several parts. "
+        f"pd_fix={str(loss.pd_fix)!r}: every point is coupled with every other one, and they are in several parts. "
         "Use pd_fix='psd' or 'fixed', which couple no points; ContrastiveLoss with "
         "backend_kwargs=dict(negative_samples=2000), whose cross terms add up; or one process."
     )
     raise UnsupportedError(msg)
 
 
-def finished_cross(sums: Mapping[str, Tensor], points: DatasetPoints, structure: Structure) -> Tensor | int:
-    """Return the cross terms from sums over all points, in ``diag`` or ``full``."""
-    total: Tensor | int = 0
-    coupling = _coupling(points)
-    if _BY_CLASS in sums and coupling is not None:
-        total = _of_classes(sums[_BY_CLASS], coupling, structure)
-    if _BY_SAMPLE in sums:
-        part = sums[_BY_SAMPLE]
-        # Every pair has both ends among the sampled points as often as not.
-        total = total + (part if structure is Structure.DIAG else (part + part.T) / 2)
-    return total
-
-
-def _coupling(points: DatasetPoints) -> ClassCoupling | None:
-    """Return pair weights between classes; of a sample those of the positive pairs, which no margin decides."""
-    coupling, derivatives = points.hessian.class_coupling(), points.hessian.derivatives
-    if coupling is None and isinstance(derivatives, SampledContrastive):
-        found = derivatives.of_classes.class_weights(attracting=True)
-        return None if found is None else ClassCoupling(*found)
-    return coupling
-
-
-def _of_classes(sums: Tensor, coupling: ClassCoupling, structure: Structure) -> Tensor:
-    with torch.autocast(sums.device.type, enabled=False):
-        y = coupling.y.to(sums)
-        weighted = -(y.view(-1, 1, 1) * sums if y.ndim == 1 else (y @ sums.flatten(1)).view_as(sums))
-        if structure is Structure.DIAG:
-            return (sums * weighted).sum((0, 1))
-        return sums.flatten(0, 1).T @ weighted.flatten(0, 1)
-
-
-class _ByClass(CrossSums):
+class _ByClass(CrossTerms):
     """For pair weights that depend on the classes only: one sum of rows per class."""
 
-    def __init__(self, pullback: Pullback, coupling: ClassCoupling) -> None:
-        self.pullback, self.coupling = pullback, coupling
+    def __init__(self, problem: DatasetFit, coupling: ClassCoupling) -> None:
+        super().__init__(problem)
+        self.coupling = coupling
 
     def of_batch(self, context: Any, part: HessianPoints) -> tuple[Blocks, dict[str, Tensor]]:
         index = torch.searchsorted(self.coupling.classes, part.targets)
@@ -126,25 +104,27 @@ class _ByClass(CrossSums):
         y = self.coupling.y if self.coupling.y.ndim == 1 else self.coupling.y.diagonal()
         return part.blocks.add_projector(y[index] / part.n / part.n), {_BY_CLASS: sums}
 
+    def finish(self, sums: Mapping[str, Tensor]) -> Tensor | int:
+        rows = sums[_BY_CLASS]
+        with torch.autocast(rows.device.type, enabled=False):
+            y = self.coupling.y.to(rows)
+            weighted = -(y.view(-1, 1, 1) * rows if y.ndim == 1 else (y @ rows.flatten(1)).view_as(rows))
+            if self.structure is Structure.DIAG:
+                return (rows * weighted).sum((0, 1))
+            return rows.flatten(0, 1).T @ weighted.flatten(0, 1)
 
-class _WithSample(CrossSums):
+
+class _WithSample(_ByClass):
     """The positives by class; the negatives of a point among the sampled ones, which stand for all."""
 
-    def __init__(
-        self,
-        pullback: Pullback,
-        points: DatasetPoints,
-        derivatives: SampledContrastive,
-        structure: Structure,
-        by_class: _ByClass,
-    ) -> None:
-        self.pullback, self.points, self.structure, self.by_class = pullback, points, structure, by_class
-        self.of_classes = derivatives.of_classes
+    def __init__(self, problem: DatasetFit, coupling: ClassCoupling, of_classes: ContrastiveOfClasses) -> None:
+        super().__init__(problem, coupling)
+        self.of_classes = of_classes
         self._columns: list[tuple[Any, HessianPart]] = []
 
     def of_batch(self, context: Any, part: HessianPoints) -> tuple[Blocks, dict[str, Tensor]]:
         self._columns = self._columns or list(self._sampled())
-        blocks, sums = self.by_class.of_batch(context, part)
+        blocks, sums = super().of_batch(context, part)
         step = self.pullback.tile_size(self.structure, part.u.shape[1])
         total: Any = 0
         for start in range(0, len(part.u), step):
@@ -156,42 +136,41 @@ class _WithSample(CrossSums):
                 total = total + self.pullback.cross_term(mine, column, cross, self.structure)
         return blocks, {**sums, _BY_SAMPLE: total}
 
+    def finish(self, sums: Mapping[str, Tensor]) -> Tensor | int:
+        part = sums[_BY_SAMPLE]
+        # Every pair has both ends among the sampled points as often as not.
+        return super().finish(sums) + (part if self.structure is Structure.DIAG else (part + part.T) / 2)
+
     def _sampled(self) -> Iterator[tuple[Any, HessianPart]]:
-        inputs, targets = self.points.sampled_inputs()
-        step = self.pullback.tile_size(self.structure, self.points.dim)
+        inputs, targets = self.problem.sampled_inputs()
+        step = self.pullback.tile_size(self.structure, self.problem.dim)
         for start in range(0, len(targets), step):
             rows = slice(start, start + step)
             z, context = self.pullback.forward(slice_inputs(inputs, rows))
             yield context, HessianPart(*normalize(check_outputs(z, "model(x)")), targets[rows])
 
 
-class _Streamed(CrossSums):
+class _Streamed(CrossTerms):
     """Block by block: a block of points i stays in memory during a pass over all points j."""
 
-    def __init__(self, pullback: Pullback, points: DatasetPoints, structure: Structure) -> None:
-        self.pullback, self.points, self.structure = pullback, points, structure
-        self._order: Tensor | None = None
+    _order: Tensor | None = None
 
-    def of_batch(self, context: Any, part: HessianPoints) -> tuple[Blocks, dict[str, Tensor]]:
-        del context
-        return part.blocks, {}
-
-    def remaining(self, reader: Reader, progress: Progress) -> dict[str, Tensor]:
+    def remaining(self, reader: Reader) -> dict[str, Tensor]:
         """Return all cross terms, without pairs of a point with itself."""
-        batches = reader.in_fixed_order()
+        batches, progress = reader.in_fixed_order(), self.problem.progress
         total: Any = 0
-        with progress.bar("[cross terms]", total=self.points.n**2) as bar:
+        with progress.bar("[cross terms]", total=self.problem.n**2) as bar:
             for block in _grouped(self._parts(batches)):
                 for context, columns, others in self._parts(batches):
                     for row_context, rows, numbers in block:
-                        cross = self.points.hessian.cross(rows, columns, numbers.unsqueeze(1) == others)
+                        cross = self.problem.data_hessian.cross(rows, columns, numbers.unsqueeze(1) == others)
                         total = total + self.pullback.cross_term(row_context, context, cross, self.structure)
                         bar.update(cross.y.numel())
         return {"curvature": torch.as_tensor(total)}
 
     def _parts(self, batches: Reader) -> Iterator[_Placed]:
         """Give one pass over the data, which must be the data of the first pass."""
-        record, n, hessian = PassRecord(), self.points.n, self.points.hessian
+        record, n, hessian = PassRecord(), self.problem.n, self.problem.data_hessian
         found: list[Tensor] = []
         seen = torch.zeros(n, dtype=torch.int64, device=hessian.derivatives.u.device)
         for batch in batches:
@@ -209,7 +188,7 @@ class _Streamed(CrossSums):
                 seen.index_add_(0, places, torch.ones_like(places))
                 found.append(places + n * turn)
                 yield self.pullback.slice_context(context, rows), part, found[-1]
-        self.points.check_same(record)
+        self.problem.check_same(record)
         numbers = torch.cat(found).sort().values
         if self._order is not None and not torch.equal(self._order, numbers):
             wanted, came = "the same order in every pass, as some points are nearly equal", "another one"
