@@ -59,6 +59,8 @@ class ProcessGroup:
         total: Any = None
         failure: BaseException | None = None
         with _interrupts_later():
+            # That all are still there: one that fails from here on takes its part in the exchange first.
+            self._gathered(None)
             for source in range(self.count):
                 box: list[Any] = [mine if source == self.rank else None]
                 self._wait(dist.broadcast_object_list, box, source)

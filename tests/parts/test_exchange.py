@@ -54,6 +54,7 @@ def test_what_is_merged_comes_in_the_order_of_the_ranks(
         box[0] = "abc"[source]
 
     monkeypatch.setattr(distributed, "broadcast_object_list", received)
+    monkeypatch.setattr(alone, "_gathered", lambda _: [])
     assert alone.merge("b", operator.add) == "abc"
 
 
@@ -77,11 +78,12 @@ def test_own_errors_are_raised_as_they_are(
     def fails(*_: str) -> str:
         raise error
 
-    monkeypatch.setattr(distributed, "broadcast_object_list", lambda *_: None)
-    alone.count = 2
-    with pytest.raises(error):
-        alone.merge("mine", fails)
-    alone.count = 1
+    with monkeypatch.context() as patch:
+        patch.setattr(distributed, "broadcast_object_list", lambda *_: None)
+        patch.setattr(alone, "_gathered", lambda _: [])
+        patch.setattr(alone, "count", 2)
+        with pytest.raises(error):
+            alone.merge("mine", fails)
     with pytest.raises(error), alone.together():
         fails()
     assert alone.gather("mine") == ["mine"]
