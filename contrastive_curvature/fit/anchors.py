@@ -38,17 +38,6 @@ from contrastive_curvature.options import Structure
 from contrastive_curvature.parts.state import Findings
 from contrastive_curvature.progress import Progress
 
-__all__ = [
-    "MOST_COUPLED",
-    "AllCandidatesFit",
-    "WholeHessian",
-    "AnchorFit",
-    "anchors_seen",
-    "check_compared",
-    "collect_anchors",
-    "fit_anchors",
-]
-
 MOST_COUPLED = 2048
 """Points whose cross terms through all anchors are computed."""
 

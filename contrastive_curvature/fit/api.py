@@ -32,8 +32,6 @@ from contrastive_curvature.options import (
 )
 from contrastive_curvature.pairs import Pairs
 
-__all__ = ["check_encoder", "check_trainable", "ggn", "make_pullback"]
-
 
 def ggn(
     model: nn.Module,
@@ -115,7 +113,7 @@ def ggn(
     approx = parse_kfac_approx(kfac_approx, chosen, kind)
     validate.generator(generator, torch.device("cpu"))
     check_mc_samples(mc_samples, chosen.coupled, kind)
-    sampler = BlockSampler(mc_samples, generator)
+    sampler = None if mc_samples is None else BlockSampler(mc_samples, generator)
     if not isinstance(model, nn.Module):
         raise InputTypeError(expected("model", "a torch.nn.Module", f"a {type(model).__name__}"))
     check_one_encoder(model)

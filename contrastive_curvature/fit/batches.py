@@ -25,8 +25,6 @@ from contrastive_curvature.parts.class_table import ClassTableCollector
 from contrastive_curvature.parts.rows import RowCollector
 from contrastive_curvature.parts.state import Findings, Origin
 
-__all__ = ["BatchFit"]
-
 _INSIDE, _TARGETS = "inside", "targets"
 
 

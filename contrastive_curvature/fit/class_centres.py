@@ -13,20 +13,6 @@ from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.parts.class_table import ClassTable, ClassTableCollector
 from contrastive_curvature.parts.rows import RowCollector, Rows
 
-__all__ = [
-    "CAP",
-    "MOST_NUMBERS",
-    "NEAREST",
-    "TYPICAL",
-    "WEIGHT",
-    "ClassCentres",
-    "ClassSums",
-    "between_classes",
-    "centres_of",
-    "nearest_ratio",
-    "same_centres",
-]
-
 WEIGHT = 3.0
 """How strongly the position between classes counts: the factor of an angle is ``exp(WEIGHT (r - typical r))``.
 Measured: ``docs/defaults.md``."""
@@ -194,7 +180,7 @@ def same_centres(one: ClassCentres | None, other: ClassCentres | None) -> bool:
     return torch.equal(one.labels, other.labels.to(one.labels)) and torch.equal(one.sums, other.sums.to(one.sums))
 
 
-class ClassSums:
+class CentreCollector:
     """Makes the :class:`ClassCentres` of a stream of labelled outputs; they need not be in memory together.
 
     Args:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.fit.class_centres import TYPICAL, ClassCentres, ClassSums, centres_of
+from contrastive_curvature.fit.class_centres import TYPICAL, CentreCollector, ClassCentres, centres_of
 from contrastive_curvature.fit.cross_terms import CrossTerms, make_cross_terms, refuse_in_parts
 from contrastive_curvature.fit.loop import DatasetCurvature, Problem, Seen, embedded, finished
 from contrastive_curvature.fit.options import CurvatureOptions
@@ -43,15 +43,6 @@ from contrastive_curvature.options import Structure
 from contrastive_curvature.pairs import make_relation
 from contrastive_curvature.parts.rows import RowCollector, Rows
 from contrastive_curvature.parts.state import Findings, Origin
-
-__all__ = [
-    "DatasetFit",
-    "check_fittable",
-    "expected_points",
-    "note_skipped",
-    "samples_of",
-    "tell_samples",
-]
 
 _log = logging.getLogger("contrastive_curvature")
 
@@ -97,7 +88,7 @@ class DatasetFit(Problem):
         """Return numbers and sums of the classes, and all points, or a sample of them."""
         loss, options = self.loss, self.options
         size, inputs = (None, False) if everything else self._kept()
-        self.record, classes, points = PassRecord(), ClassSums(limited=False), RowCollector(size)
+        self.record, classes, points = PassRecord(), CentreCollector(limited=False), RowCollector(size)
         labelled, n = True, 0
         for batch, z in embedded(self.encoder, reader, self.progress):
             if not isinstance(loss, PairLoss):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from contrastive_curvature.fit.structured import block_curvature
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.network.pullback import KronFactors, Pullback
 from contrastive_curvature.options import Structure
@@ -90,16 +91,14 @@ class Dominance:
                 return
             middle = (start + stop) // 2
             rows = slice(start, middle)
-            left = _sizes(self._measure(self._pullback.slice_context(batch.context, rows), batch.blocks[rows]))
+            # Of other structures than Kronecker factors, the diagonal says enough.
+            structure = Structure.KRON if self._structure is Structure.KRON else Structure.DIAG
+            some = self._pullback.slice_context(batch.context, rows)
+            left = _sizes(block_curvature(self._pullback, some, batch.blocks[rows], structure))
             bisect(start, middle, left)
             bisect(middle, stop, sizes - left)
 
         bisect(0, len(batch.blocks), batch.sizes)
-
-    def _measure(self, context: Any, blocks: Blocks) -> Tensor | KronFactors:
-        if self._structure is Structure.KRON:
-            return self._pullback.kron_factors(context, blocks, 1)
-        return self._pullback.block_term(context, blocks, Structure.DIAG)
 
 
 def _largest(sizes: Tensor, start: Place) -> Largest:

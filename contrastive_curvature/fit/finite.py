@@ -9,8 +9,6 @@ from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.network.full_precision import full_precision
 from contrastive_curvature.network.pullback import KronFactors, Pullback
 
-__all__ = ["check_finite", "clamp_curvature", "clamp_factors", "eigenpairs", "is_finite", "per_point"]
-
 
 def is_finite(curvature: Tensor | KronFactors) -> Tensor:
     """Return whether all entries are finite, as a boolean tensor with one entry."""

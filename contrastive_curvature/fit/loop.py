@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.fit.class_centres import TYPICAL, ClassCentres, ClassSums, centres_of
+from contrastive_curvature.fit.class_centres import TYPICAL, CentreCollector, ClassCentres, centres_of
 from contrastive_curvature.fit.dominance import Dominance
 from contrastive_curvature.fit.finite import check_finite, per_point
 from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.passes import PassRecord
 from contrastive_curvature.fit.readers import Batch, Reader
-from contrastive_curvature.fit.structured import BlockSampler, structured_curvature
+from contrastive_curvature.fit.structured import BlockSampler, block_curvature, structured_curvature
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
@@ -40,20 +40,6 @@ from contrastive_curvature.options import KFACApprox, Structure
 from contrastive_curvature.parts.rows import RowCollector, Rows, united
 from contrastive_curvature.parts.state import Findings, Origin
 from contrastive_curvature.progress import Progress
-
-__all__ = [
-    "CurvatureSum",
-    "DatasetCurvature",
-    "Problem",
-    "Seen",
-    "add_up",
-    "embedded",
-    "finished",
-    "fit",
-    "mean_norm",
-    "raw_curvature",
-    "second_pass",
-]
 
 VALUE, COST = "value", "cost"
 """Names of sums over batches: the loss, and its non-negative version."""
@@ -167,7 +153,7 @@ class CurvatureSum:
         self._features: RowCollector | None = None
         if isinstance(pullback, LastLayerPullback):
             self._features = RowCollector(_features_kept(pullback.encoder.require_last_layer().in_features))
-        self._classes: ClassSums | None = ClassSums() if classes else None
+        self._classes: CentreCollector | None = CentreCollector() if classes else None
         self._sums: dict[str, Tensor] = {}
         self._batches = self._n = 0
 
@@ -193,11 +179,7 @@ class CurvatureSum:
     def _curvature(self, context: Any, seen: Seen) -> tuple[Any, Any]:
         """Return the unclamped curvature of a batch, and that of its points each by itself, where it is known."""
         if seen.coupled is None:
-            blocks = seen.blocks if self.sampler is None else self.sampler(seen.blocks, self.pullback)
-            if self.structure is Structure.KRON:
-                found: Any = self.pullback.kron_factors(context, blocks, 1)
-            else:
-                found = self.pullback.block_term(context, blocks, self.structure)
+            found = block_curvature(self.pullback, context, seen.blocks, self.structure, 1, self.sampler)
             return found, found
         found = structured_curvature(self.pullback, context, seen.coupled, self.structure, 1, self.approx, self.sampler)
         if self.approx is not KFACApprox.EXPAND:

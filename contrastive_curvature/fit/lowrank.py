@@ -128,8 +128,8 @@ def leading_eigenpairs(
     vectors, values = vectors[:, keep], values[keep]
     if not (np.isfinite(vectors).all() and np.isfinite(values).all()):
         raise InputError(expected("curvature", "finite eigenpairs", "NaN or infinity"))
-    pair = (torch.as_tensor(array, dtype=z.dtype, device=z.device) for array in (vectors, values))
-    eigenvectors, eigenvalues = next(pair), next(pair)
+    eigenvectors = torch.as_tensor(vectors, dtype=z.dtype, device=z.device)
+    eigenvalues = torch.as_tensor(values, dtype=z.dtype, device=z.device)
     if eigenvalues.numel() and len(z) >= FEWEST_POINTS:
         _warn_of_point(pullback, hessian, inputs, eigenvectors[:, 0], eigenvalues)
     return eigenvectors, eigenvalues

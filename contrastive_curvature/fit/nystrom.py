@@ -17,8 +17,6 @@ from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.fit.finite import eigenpairs
 from contrastive_curvature.network.sketch import EXACT_WIDTH, MOST_RANK, sketch_matrix
 
-__all__ = ["LEFT_OVER", "LowRankMoment", "choose_rank", "low_rank_moment"]
-
 LEFT_OVER = 0.01
 """What the chosen rank may leave to the rest, as a fraction of what the first eigenvector leaves of the trace."""
 

@@ -15,8 +15,6 @@ from contrastive_curvature.losses.sampled_data import check_samplable
 from contrastive_curvature.options import KFACApprox, Structure, parse_option
 from contrastive_curvature.pairs import RelationFunction
 
-__all__ = ["CurvatureOptions", "check_mc_samples", "parse_kfac_approx"]
-
 _OF_ANY_LOSS = ("distance", "pd_fix")
 
 

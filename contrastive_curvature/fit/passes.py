@@ -9,8 +9,6 @@ from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.parts.rows import point_keys
 from contrastive_curvature.parts.state import Origin
 
-__all__ = ["PassRecord", "check_same_outputs", "different_data"]
-
 _EXTREMES = 16
 """Lowest and highest numbers of a pass that its summary keeps."""
 

@@ -16,8 +16,6 @@ from contrastive_curvature.pairs import Pairs, RelationFunction
 from contrastive_curvature.pairs.relation import check_labels
 from contrastive_curvature.parts.share import Share
 
-__all__ = ["Batch", "Reader", "as_batch", "check_usable", "compared_everywhere", "labelled_batch"]
-
 
 class Batch(NamedTuple):
     """A batch of n points with what the loss takes besides their embeddings.

@@ -12,8 +12,6 @@ from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.options import Structure
 from contrastive_curvature.parts.rows import point_keys
 
-__all__ = ["StandardError", "relative_error"]
-
 _MOST_POINTS = 2**12
 """Points that the error is estimated from. All points share the noise of a sample; fewer make it look larger, not
 smaller."""

@@ -19,7 +19,6 @@ K-FAC-expand. Biases and other vectors get their exact block with ``reduce``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,29 +33,21 @@ from contrastive_curvature.network.layerwise import LayerwisePullback
 from contrastive_curvature.network.pullback import KronFactors, Pullback
 from contrastive_curvature.options import KFACApprox, Structure
 
-__all__ = ["BlockSampler", "structured_curvature"]
 
-
-@dataclass
 class BlockSampler:
     """Replaces the blocks of the output Hessian by sampled ones, for an unbiased ``diag`` or ``kron``.
 
     Args:
-        mc_samples: Number K of samples; ``None`` keeps the exact blocks.
+        mc_samples: Number K of samples.
         generator: Source of randomness on the CPU; ``None`` takes a fresh one with the seed 0.
     """
 
-    mc_samples: int | None = None
-    generator: torch.Generator | None = field(default=None)
-
-    def __post_init__(self) -> None:
-        if self.generator is None:
-            self.generator = torch.Generator().manual_seed(0)
+    def __init__(self, mc_samples: int, generator: torch.Generator | None = None) -> None:
+        self.mc_samples = mc_samples
+        self.generator = torch.Generator().manual_seed(0) if generator is None else generator
 
     def __call__(self, blocks: Blocks, pullback: Pullback) -> Blocks:
         """Return the blocks to pull back through a network."""
-        if self.mc_samples is None or self.generator is None:
-            return blocks
         if not isinstance(pullback, LayerwisePullback):
             msg = (
                 "mc_samples: it saves backward passes through a whole network, and these parameters need none, or "
@@ -82,12 +73,25 @@ def structured_curvature(
     """Return the unclamped curvature of points that are there at once, in any structure."""
     if approx is not KFACApprox.EXPAND:
         return _shared_factors(pullback, context, hessian, n_data)
-    blocks = hessian.blocks if sampler is None else sampler(hessian.blocks, pullback)
+    if structure is Structure.KRON or sampler is not None:
+        return block_curvature(pullback, context, hessian.blocks, structure, n_data, sampler)
+    return pullback.curvature(context, hessian, structure)
+
+
+def block_curvature(
+    pullback: Pullback,
+    context: Any,
+    blocks: Blocks,
+    structure: Structure,
+    n_data: int = 1,
+    sampler: BlockSampler | None = None,
+) -> Any:
+    """Return the unclamped curvature of points each by itself, in any structure."""
+    if sampler is not None:
+        blocks = sampler(blocks, pullback)
     if structure is Structure.KRON:
         return pullback.kron_factors(context, blocks, n_data)
-    if blocks is not hessian.blocks:
-        return pullback.block_term(context, blocks, structure)
-    return pullback.curvature(context, hessian, structure)
+    return pullback.block_term(context, blocks, structure)
 
 
 def _shared_factors(pullback: Pullback, context: Any, hessian: OutputHessian, n_data: int) -> KronFactors:

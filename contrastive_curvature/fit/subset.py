@@ -23,8 +23,6 @@ from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs, input_length, same_tokens
 from contrastive_curvature.progress import Progress
 
-__all__ = ["HessianSubset", "anchor_subset", "subset_hessian"]
-
 
 @dataclass(frozen=True)
 class HessianSubset:

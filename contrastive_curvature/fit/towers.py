@@ -35,8 +35,6 @@ from contrastive_curvature.options import KFACApprox, Structure
 from contrastive_curvature.pairs.relation import check_labels
 from contrastive_curvature.progress import Progress
 
-__all__ = ["TowerBatch", "TowerReader", "read_towers", "towers_curvature", "towers_product"]
-
 _log = logging.getLogger("contrastive_curvature")
 
 _FORMS = "batches (a, b), ((a, b), labels), (a, b, labels) or (a, b, (labels of a, labels of b))"

@@ -17,7 +17,7 @@ from torch.utils.data import DistributedSampler
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.fit.class_centres import MOST_NUMBERS, ClassCentres, ClassSums
+from contrastive_curvature.fit.class_centres import MOST_NUMBERS, CentreCollector, ClassCentres
 from contrastive_curvature.fit.loop import DatasetCurvature
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.laplace.advice import LabelRange, advise_on_labels
@@ -420,7 +420,7 @@ class FittedPosterior(CheckedPosterior):
         if progress_bar is not None:
             validate.flag("progress_bar", progress_bar)
         check_loader(loader)
-        sums = ClassSums()
+        sums = CentreCollector()
         with evaluation_mode(self.model), torch.no_grad():
             for batch in Progress(progress_bar).over(loader, "[classes]"):
                 x, y = self.backend.read(batch)

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from contrastive_curvature.hessian.sphere import normalize
 
-__all__ = ["ClassTable", "ClassTableCollector"]
-
 _CHUNK_ROWS = 2**16
 """Points that are held in float64 at once."""
 

@@ -15,8 +15,6 @@ from contrastive_curvature.network.inputs import is_texts
 from contrastive_curvature.network.loader import loader_parts
 from contrastive_curvature.parts.rows import point_keys
 
-__all__ = ["Claim", "Share", "sum_of_keys"]
-
 _FAR = 2**40
 """Distance between the numbers of the points of two shares whose loaders say nothing about them."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import contrastive_curvature as cc
 from contrastive_curvature.fit import class_centres
-from contrastive_curvature.fit.class_centres import CAP, WEIGHT, ClassCentres, ClassSums
+from contrastive_curvature.fit.class_centres import CAP, WEIGHT, CentreCollector, ClassCentres
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 
@@ -147,7 +147,7 @@ def test_outputs_of_another_dimension_are_refused() -> None:
 @given(case=labelled(), cut=st.integers(1, 29))
 def test_streams_and_merged_fits_have_the_centres_of_all(case: tuple[Tensor, Tensor, Tensor], cut: int) -> None:
     train, labels, _ = case
-    whole, stream = ClassCentres.of(train, labels), ClassSums()
+    whole, stream = ClassCentres.of(train, labels), CentreCollector()
     for rows in torch.arange(len(train)).split(cut):
         stream.add(train[rows], labels[rows])
     found = stream.centres()
@@ -165,13 +165,13 @@ def test_streams_and_merged_fits_have_the_centres_of_all(case: tuple[Tensor, Ten
 
 
 def test_a_stream_of_nothing_of_one_class_or_of_too_many_classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ClassSums().centres() is None
-    one = ClassSums()
+    assert CentreCollector().centres() is None
+    one = CentreCollector()
     one.add(torch.randn(3, 2), torch.zeros(3, dtype=torch.int64))
     assert one.centres().labels.tolist() == [0]
     # By name in a string, the function cc.ggn would be found instead of the folder.
-    monkeypatch.setattr(importlib.import_module(ClassSums.__module__), "MOST_NUMBERS", 7)
-    many = ClassSums()
+    monkeypatch.setattr(importlib.import_module(CentreCollector.__module__), "MOST_NUMBERS", 7)
+    many = CentreCollector()
     for start in range(0, 6, 2):
         many.add(torch.randn(2, 2), torch.arange(start, start + 2))
     assert many.centres() is None

@@ -63,7 +63,6 @@ from contrastive_curvature.parts.exchange import check_agreed, present_exchange
 from contrastive_curvature.parts.state import State, check_identity, digest_of
 from contrastive_curvature.progress import Progress
 
-__all__ = ["ContrastiveBackend", "ContrastiveGGN"]
 
 
 class ContrastiveBackend(GGNInterface, ABC):

@@ -7,8 +7,6 @@ from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.pullback import Pullback
 
-__all__ = ["CurvlinopsContrastiveGGN"]
-
 
 class CurvlinopsContrastiveGGN(ContrastiveBackend):
     """Generalised Gauss-Newton of a pair loss by curvlinops; see :class:`ContrastiveBackend`.

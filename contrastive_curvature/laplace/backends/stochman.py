@@ -7,8 +7,6 @@ from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.pullback import Pullback
 
-__all__ = ["StochManContrastiveGGN"]
-
 
 class StochManContrastiveGGN(ContrastiveBackend):
     """Generalised Gauss-Newton of the contrastive loss through StochMan's layers; see :class:`ContrastiveBackend`.
