@@ -142,7 +142,7 @@ MUTANTS = [
     M("a batch stands for one point too many", "N (N - 1) / (B (B - 1)) pairs", "losses/weighting.py",
       "[n_data - 1] * 2", "[n_data] * 2", "online/test_online_step.py"),
     M("input factors of anchors are sums", "A = mean of phi phi^T", "fit/loop.py",
-      "per_point(raw, sums.n)", "per_point(raw, 1)", "towers/test_towers_exact.py"),
+      "per_point(raw, found.n)", "per_point(raw, 1)", "towers/test_towers_exact.py"),
     M("the second tower has the blocks of the first", "rows first.. of the Hessian", "fit/towers.py",
       "[slice(0, first), slice(first, len(z))]", "[slice(0, first), slice(0, len(z) - first)]",
       "towers/test_towers_exact.py"),

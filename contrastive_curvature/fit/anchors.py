@@ -33,7 +33,6 @@ from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.losses.row_derivatives import RowDerivatives
 from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.network.encoder import Encoder
-from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.options import Structure
 from contrastive_curvature.parts.state import Findings
 from contrastive_curvature.progress import Progress
@@ -136,9 +135,9 @@ def fit_anchors(sampled: Problem, reader: Reader) -> DatasetCurvature:
     if samples_of(options, len(data.z)) is not None:
         return fit(sampled, reader)
     tell_samples(options, len(data.z))
-    return fit(
-        AllCandidatesFit(sampled.encoder, sampled.pullback, sampled.structure, options, sampled.progress, data), reader
-    )
+    problem = AllCandidatesFit(sampled.encoder, sampled.pullback, sampled.structure, options, sampled.progress)
+    problem.take(data)
+    return fit(problem, reader)
 
 
 def collect_anchors(encoder: Encoder, reader: Reader, options: CurvatureOptions, progress: Progress) -> WholeHessian:
@@ -177,26 +176,19 @@ def collect_anchors(encoder: Encoder, reader: Reader, options: CurvatureOptions,
 class AllCandidatesFit(Problem):
     """A loss of anchors that are compared with all points of the data set, in the order of a reader.
 
-    The outputs of all points (``data``) take the place of a first pass.
-
-    Raises:
-        UnsupportedError: Every anchor couples all pairs of its candidates, and there are too many.
+    The outputs of all points (:meth:`take`) take the place of a first pass.
     """
 
     records: ClassVar[bool] = False
     sums_classes: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        encoder: Encoder,
-        pullback: Pullback,
-        structure: Structure,
-        options: CurvatureOptions,
-        progress: Progress,
-        data: WholeHessian,
-    ) -> None:
-        super().__init__(encoder, pullback, structure, options, progress)
-        self._data, (self._hessian,), self._at = data, data.parts, 0
+    _data: WholeHessian
+    _hessian: OutputHessian
+    _at = 0
+
+    def take(self, data: WholeHessian) -> None:
+        """Take the outputs of all points."""
+        self._data, (self._hessian,) = data, data.parts
         hessian = self._hessian
         rooted = isinstance(hessian.derivatives, RowDerivatives) and len(hessian.derivatives.signs) > 0
         if hessian.coupled and rooted and self.structure is not Structure.KRON and len(data.z) > MOST_COUPLED:

@@ -14,7 +14,7 @@ from torch import Tensor
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.fit.dataset import check_fittable
 from contrastive_curvature.fit.loop import Problem, Seen
-from contrastive_curvature.fit.passes import PassRecord, different_data
+from contrastive_curvature.fit.passes import PassRecord
 from contrastive_curvature.fit.readers import Batch, Reader
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.derivatives import PairDerivatives
@@ -23,7 +23,7 @@ from contrastive_curvature.pairs import make_relation
 from contrastive_curvature.pairs.relation import LabelRelation, TargetRelation, make_target_relation
 from contrastive_curvature.parts.class_table import ClassTableCollector
 from contrastive_curvature.parts.rows import RowCollector
-from contrastive_curvature.parts.state import Findings, Origin
+from contrastive_curvature.parts.state import Findings
 
 _INSIDE, _TARGETS = "inside", "targets"
 
@@ -74,15 +74,3 @@ class BatchFit(Problem):
         relation = make_relation(len(z), z.device, targets, self.options.relation)
         shares = self._every.shares_for(targets).standing_for(self._every.totals, self._inside)
         return Seen.of(self.loss.data_hessian(z, relation, shares.to(z.dtype)))
-
-    def check_same(self, again: PassRecord | None) -> None:
-        """See :meth:`Problem.check_same`: pairs are formed in the second pass alone, so only targets have to agree."""
-        if self.record is not None and again is not None:
-            self.record.check_same_targets(again)
-
-    def check_origin(self, before: Origin | None, again: Origin, part: int, argument: str) -> None:
-        """See :meth:`Problem.check_origin`."""
-        del part, argument
-        if before is None or (before.n, before.targets) != (again.n, again.targets):
-            received = "other targets"
-            raise different_data(received)

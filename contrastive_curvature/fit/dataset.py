@@ -42,7 +42,7 @@ from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.options import Structure
 from contrastive_curvature.pairs import make_relation
 from contrastive_curvature.parts.rows import RowCollector, Rows
-from contrastive_curvature.parts.state import Findings, Origin
+from contrastive_curvature.parts.state import Findings
 
 _log = logging.getLogger("contrastive_curvature")
 
@@ -169,21 +169,6 @@ class DatasetFit(Problem):
             blocks, more = self._cross.of_batch(context, found)
             terms |= more
         return Seen(z, blocks, None, terms)
-
-    def check_same(self, again: PassRecord | None) -> None:
-        """See :meth:`Problem.check_same`."""
-        if self.record is not None and again is not None:
-            self.record.check_same(again)
-
-    def check_origin(self, before: Origin | None, again: Origin, part: int, argument: str) -> None:
-        """See :meth:`Problem.check_origin`."""
-        # Extremes tell samples of one distribution apart, whose sums are nearly equal.
-        if before is not None and before.same(again) and (not before.extremes or before.same_points(again)):
-            return
-        n = 0 if before is None else before.n
-        hint = "Give each part the same points in both passes, and use the same encoder."
-        came = f"{again.n} points for {n}" if again.n != n else "other points, targets or outputs"
-        raise InputError(expected(argument, f"the points of part {part} of the statistics", came, hint))
 
     def remaining(self, reader: Reader) -> dict[str, Tensor]:
         """Return the cross terms that the loop has not summed."""

@@ -280,12 +280,22 @@ class Problem:
 
     def check_same(self, again: PassRecord | None) -> None:
         """Refuse a second pass over other points than those of the first one."""
+        if self.record is not None and again is not None:
+            self.record.check_same(again)
 
     def check_adds_up(self) -> None:
         """Refuse a curvature with cross terms between different parts of the data, before anything is computed."""
 
     def check_origin(self, before: Origin | None, again: Origin, part: int, argument: str) -> None:
         """Refuse sums of a part over other points than those that its first pass saw; ``argument`` holds them."""
+        same = before is not None and (before.n, before.targets) == (again.n, again.targets)
+        # A first pass that counts targets has no outputs.
+        if not self.records or (same and before is not None and (not before.extremes or before.same_points(again))):
+            return
+        n = 0 if before is None else before.n
+        hint = "Give each part the same points in both passes, and use the same encoder."
+        came = f"{again.n} points for {n}" if again.n != n else "other points, targets or outputs"
+        raise InputError(expected(argument, f"the points of part {part} of the statistics", came, hint))
 
     def remaining(self, reader: Reader) -> dict[str, Tensor]:
         """Return what the loop has not summed; by default nothing."""

@@ -38,26 +38,24 @@ class PassRecord:
         self._numbers.append(torch.stack([along, wide.norm(dim=1)], dim=1))
 
     def check_same(self, again: PassRecord) -> None:
-        """Refuse a later pass over other data."""
+        """Refuse a later pass over other data; where this one saw targets alone, over other targets."""
         targets, numbers = self._joined()
         other_targets, other_numbers = again._joined()
         if len(targets) != len(other_targets):
             received = f"{len(targets)} points in the first pass and {len(other_targets)} in a later one"
             raise different_data(received)
-        if _agree(targets, numbers, other_targets, other_numbers, self._coarse):
-            return
         equal = torch.zeros_like(targets)
-        received = "different outputs"
-        if _agree(equal, numbers, equal, other_numbers, self._coarse):
-            received = "the same outputs with other targets, so inputs and labels are not paired in the same way"
-        raise different_data(received)
-
-    def check_same_targets(self, again: PassRecord) -> None:
-        """Refuse a later pass over other targets, whatever their outputs."""
-        mine, theirs = self._joined()[0], again._joined()[0]
-        if len(mine) != len(theirs) or not torch.equal(mine.sort().values, theirs.to(mine.device).sort().values):
+        if not len(numbers):
             received = "other targets"
-            raise different_data(received)
+            if torch.equal(targets.sort().values, other_targets.to(targets.device).sort().values):
+                return
+        elif _agree(targets, numbers, other_targets, other_numbers, self._coarse):
+            return
+        elif _agree(equal, numbers, equal, other_numbers, self._coarse):
+            received = "the same outputs with other targets, so inputs and labels are not paired in the same way"
+        else:
+            received = "different outputs"
+        raise different_data(received)
 
     def add_targets(self, targets: Tensor) -> None:
         """Record the targets of a batch, shape (B, ...), without outputs."""

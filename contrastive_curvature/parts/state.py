@@ -123,6 +123,11 @@ class State:
     probe: Rows | None = None
 
     @property
+    def n(self) -> int:
+        """Number of points."""
+        return self.found.n
+
+    @property
     def missing(self) -> list[int]:
         """Indices of the parts that are not in it."""
         return [index for index in range(self.count) if index not in self.origins]
