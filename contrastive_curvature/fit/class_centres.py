@@ -33,7 +33,6 @@ _SAMPLE = 2000
 TYPICAL = "typical"
 """Name of the points that say which position between classes is typical."""
 
-_ROWS = 4096
 _ALONE = 1e-3
 """Norm of a sum of unit vectors below which it has no direction."""
 
@@ -63,21 +62,9 @@ class ClassCentres:
     @classmethod
     def of(cls, outputs: Tensor, labels: Tensor) -> ClassCentres | None:
         """Return the centres of raw outputs (N, D) with int64 labels (N,); ``None`` where they cost too much."""
-        kinds, rows = labels.unique(return_inverse=True)
-        if len(kinds) * outputs.shape[1] > MOST_NUMBERS:
-            return None
-        sums = torch.zeros(len(kinds), outputs.shape[1], dtype=torch.float64, device=outputs.device)
-        for part, into in zip(outputs.detach().split(_ROWS), rows.split(_ROWS), strict=True):
-            sums.index_add_(0, into, normalize(part)[0].double())
         some = torch.randperm(len(outputs), generator=torch.Generator().manual_seed(0))[:_SAMPLE].to(outputs.device)
-        return cls.from_sums(kinds, sums, outputs[some], labels[some], len(outputs))
-
-    @classmethod
-    def from_sums(cls, labels: Tensor, sums: Tensor, sample: Tensor, of: Tensor, n: int) -> ClassCentres | None:
-        """Return the centres of classes whose sums are known; ``None`` where they cost too much."""
-        if sums.numel() > MOST_NUMBERS:
-            return None
-        return cls(labels, sums, 0.0, n, (normalize(sample.detach())[0], of))._measured()
+        sample = Rows(None, some, {"outputs": outputs[some], "targets": labels[some]})
+        return centres_of(ClassTable.of(outputs.detach(), labels), sample)
 
     def merged(self, other: ClassCentres) -> ClassCentres | None:
         """Return the centres of both data sets, measured anew; ``None`` where they are too many.
@@ -206,10 +193,7 @@ class CentreCollector:
 
     def found(self) -> tuple[ClassTable | None, Rows]:
         """Return numbers and sums of all classes, and the points that say what is typical."""
-        table = None if self._too_many else self._table.table()
-        if self._limited and table is not None and table.sums.numel() > MOST_NUMBERS:
-            table = None
-        return table, self._typical.rows()
+        return None if self._too_many else self._table.table(), self._typical.rows()
 
     def centres(self) -> ClassCentres | None:
         """Return the centres, or ``None``, see :meth:`ClassCentres.of`."""
@@ -218,9 +202,7 @@ class CentreCollector:
 
 def centres_of(table: ClassTable | None, typical: Rows) -> ClassCentres | None:
     """Return the centres of classes; ``None`` where there are none, or they say nothing or cost too much."""
-    if table is None or not len(typical):
+    if table is None or not len(typical) or table.sums.numel() > MOST_NUMBERS:
         return None
-    columns = typical.columns
-    return ClassCentres.from_sums(
-        table.labels, table.sums, columns["outputs"], columns["targets"], int(table.counts.sum())
-    )
+    sample = normalize(typical.columns["outputs"].detach())[0], typical.columns["targets"]
+    return ClassCentres(table.labels, table.sums, 0.0, int(table.counts.sum()), sample)._measured()
