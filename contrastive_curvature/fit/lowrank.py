@@ -43,7 +43,8 @@ def whole_hessian(
         return collect_anchors(encoder, reader, options, progress)
     problem = DatasetFit(encoder, pullback, Structure.DIAG, options, progress)
     problem.collect(reader)
-    return WholeHessian(problem.data_hessian.z, [problem.data_hessian.whole()], problem.classes)
+    hessian = problem.data_hessian.whole()
+    return WholeHessian(hessian.z, [hessian], problem.classes)
 
 
 def curvature_product(

@@ -64,7 +64,6 @@ from contrastive_curvature.parts.state import State, check_identity, digest_of
 from contrastive_curvature.progress import Progress
 
 
-
 class ContrastiveBackend(GGNInterface, ABC):
     """Generalised Gauss-Newton of the contrastive loss, for laplace-torch.
 
