@@ -20,7 +20,7 @@ from contrastive_curvature.network.inputs import Inputs, check_inputs, input_len
 from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.network.layerwise import LayerwisePullback
 from contrastive_curvature.network.loader import check_one_encoder
-from contrastive_curvature.network.module import ModulePullback
+from contrastive_curvature.network.module import SubnetworkPullback
 from contrastive_curvature.network.pullback import KronFactors, Pullback
 from contrastive_curvature.options import (
     Distance,
@@ -169,7 +169,7 @@ def make_pullback(encoder: Encoder, subset_of_weights: str | Tensor) -> Pullback
                 f"{int(indices.min())}..{int(indices.max())}, {indices.unique().numel()} distinct of {indices.numel()}"
             )
             raise InputError(expected("subset_of_weights", f"distinct indices in 0..{total - 1}", came))
-        return ModulePullback(encoder, indices)
+        return SubnetworkPullback.of_touched(encoder, indices)
     if not isinstance(subset_of_weights, str):
         raise InputTypeError(expected("subset_of_weights", wanted, f"a {type(subset_of_weights).__name__}"))
     if subset_of_weights == "last_layer":

@@ -1,4 +1,4 @@
-"""The pullback to all trainable parameters of any module, or to some of their entries, by ``torch.func``.
+"""The pullback to the trainable parameters of any module by ``torch.func``, and that to some of their entries.
 
 While ``torch.func.functional_call`` runs, it replaces the parameters of the module for every thread: another thread
 that runs the model at that time would get outputs of other weights. So it is called on a copy of the modules.
@@ -28,33 +28,23 @@ from contrastive_curvature.options import Structure
 
 
 class ModulePullback(Pullback):
-    """All trainable parameters of any module, or some of their entries, by ``torch.func``.
+    """All trainable parameters of any module by ``torch.func``.
 
     Args:
         encoder: The analysed encoder, in evaluation mode.
-        indices: Entries of the flattened trainable parameters, for a subnetwork; ``None`` takes all.
-        only: Names of the parameters to take; ``None`` takes all trainable ones. Not together with ``indices``.
+        only: Names of the parameters to take; ``None`` takes all trainable ones.
     """
 
-    def __init__(self, encoder: Encoder, indices: Tensor | None = None, only: set[str] | None = None) -> None:
+    def __init__(self, encoder: Encoder, only: set[str] | None = None) -> None:
         self.encoder: Encoder = encoder
         trainable = {name: p for name, p in encoder.named_parameters() if p.requires_grad}
-        if indices is not None:
-            only, indices = _touched(trainable, indices)
         self.params = {name: p.detach() for name, p in trainable.items() if only is None or name in only}
         self._constants = {name: p.detach() for name, p in encoder.named_parameters() if name not in self.params}
         self._buffers = dict(encoder.named_buffers())
         self._places = parameter_places(encoder)
         self._outputs = _FunctionalEncoder(encoder)
-        self.indices = indices
         self._vectorizes = True
-        self._width = sum(p.numel() for p in self.params.values())
-        self.n_params = self._width if indices is None else indices.numel()
-
-    @property
-    def width(self) -> int:
-        """See :class:`Pullback`."""
-        return self._width
+        self.n_params = sum(p.numel() for p in self.params.values())
 
     def keep_values(self) -> None:
         """Hold on to the present values of parameters and buffers, whatever becomes of the encoder's."""
@@ -63,12 +53,8 @@ class ModulePullback(Pullback):
         self._buffers = {k: b.clone() for k, b in self._buffers.items()}
 
     def named_sizes(self) -> list[tuple[str, int]]:
-        """See :meth:`Pullback.named_sizes`; of all parameters that the entries lie in."""
+        """See :meth:`Pullback.named_sizes`."""
         return [(own_name(name), p.numel()) for name, p in self.params.items()]
-
-    def parameter_at(self, position: int) -> str:
-        """See :meth:`Pullback.parameter_at`."""
-        return super().parameter_at(position if self.indices is None else int(self.indices[position]))
 
     def forward(self, x: Inputs) -> tuple[Tensor, Any]:
         """See :meth:`Pullback.forward`; the context is the batch itself."""
@@ -95,9 +81,7 @@ class ModulePullback(Pullback):
                 self._vectorizes = False
                 reason = str(error).splitlines()[0]
                 warnings.warn(f"Jacobians are taken point by point, which is slow: {reason}", stacklevel=2)
-        if flat is None:
-            flat = self._vjp_one_by_one(context, cotangents)
-        return flat if self.indices is None else flat[..., self.indices]
+        return self._vjp_one_by_one(context, cotangents) if flat is None else flat
 
     def outputs_at(self, x: Inputs, theta: Tensor) -> Tensor:
         """Return raw outputs (N, D) at other values (P,) of all trainable parameters."""
@@ -109,8 +93,6 @@ class ModulePullback(Pullback):
         Not forward mode: that ignores ``torch.no_grad()`` and the padding index of an embedding, which reverse mode
         respects, so that a product with the curvature would not be symmetric; and some modules do not have it.
         """
-        if self.indices is not None:
-            v = v.new_zeros(self._width).index_copy(0, self.indices, v)
         keep_graph = torch.is_grad_enabled()
         z, params = self._graph(x)
         with torch.enable_grad():
@@ -124,8 +106,7 @@ class ModulePullback(Pullback):
 
     def vjp_sum(self, x: Inputs, cotangents: Tensor) -> Tensor:
         """See :meth:`Pullback.vjp_sum`: one reverse pass."""
-        flat = torch.cat([g.flatten() for g in self._pull(*self._graph(x), cotangents)])
-        return flat if self.indices is None else flat[self.indices]
+        return torch.cat([g.flatten() for g in self._pull(*self._graph(x), cotangents)])
 
     def _graph(self, x: Inputs) -> tuple[Tensor, list[Tensor]]:
         """Return raw outputs with a graph to copies of the parameters, and those."""
@@ -192,26 +173,26 @@ def parameter_places(module: nn.Module) -> dict[str, list[str]]:
     return out
 
 
-def _touched(params: dict[str, nn.Parameter], indices: Tensor) -> tuple[set[str], Tensor]:
-    """Return names of the parameters that hold some of the flat indices, and the indices within those alone."""
-    names, moved, start, kept = set(), torch.empty_like(indices), 0, 0
-    for name, p in params.items():
-        mine = (indices >= start) & (indices < start + p.numel())
-        if bool(mine.any()):
-            moved[mine] = indices[mine] - start + kept
-            names.add(name)
-            kept += p.numel()
-        start += p.numel()
-    return names, moved
-
-
 class SubnetworkPullback(Pullback):
-    """Some entries of the parameters of another pullback, for a host library that only knows whole modules.
+    """Some entries of the parameters of another pullback.
 
     Args:
         inner: All trainable parameters.
         indices: Entries of the flattened parameters, shape (P,).
     """
+
+    @classmethod
+    def of_touched(cls, encoder: Encoder, indices: Tensor) -> SubnetworkPullback:
+        """Return the pullback to entries of all trainable parameters, which leaves out parameters without any."""
+        names, moved, start, kept = set(), torch.empty_like(indices), 0, 0
+        for name, p in encoder.named_parameters():
+            mine = (indices >= start) & (indices < start + p.numel())
+            if p.requires_grad and bool(mine.any()):
+                moved[mine] = indices[mine] - start + kept
+                names.add(name)
+                kept += p.numel()
+            start += p.numel() if p.requires_grad else 0
+        return cls(ModulePullback(encoder, names), moved)
 
     def __init__(self, inner: Pullback, indices: Tensor) -> None:
         self.inner, self.encoder, self.indices = inner, inner.encoder, indices
