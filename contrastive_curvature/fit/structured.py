@@ -22,12 +22,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.hessian.blocks import Blocks, SampledBlocks
 from contrastive_curvature.hessian.output import OutputHessian
-from contrastive_curvature.network.kron import LayerRun, ModuleKron, sandwich
+from contrastive_curvature.network.kron import LayerRun, coupled_factors, sandwich
 from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.network.layerwise import LayerwisePullback
 from contrastive_curvature.network.pullback import KronFactors, Pullback
@@ -118,12 +118,11 @@ def _shared_factors(pullback: Pullback, context: Any, hessian: OutputHessian, n_
             "point alone. Use kfac_approx='expand', or backend=ContrastiveGGN with all parameters or the last layer."
         )
         raise UnsupportedError(msg)
-    kron = ModuleKron(pullback)
 
-    def vector(p: nn.Parameter) -> Tensor:
-        return kron.vector_pullback(p).curvature(context, hessian, Structure.FULL)
+    def vector(alone: Pullback) -> Tensor:
+        return alone.curvature(context, hessian, Structure.FULL)
 
-    return kron.coupled_factors(context, weight, bias, vector)
+    return coupled_factors(pullback, context, weight, bias, vector)
 
 
 def _pair_moment(a: Tensor, together: Tensor) -> Tensor:

@@ -12,20 +12,19 @@ Fixes whose output Hessian couples points have cross terms besides, which are le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.network.inputs import Inputs
-from contrastive_curvature.network.layer_parts import MatrixPart
 from contrastive_curvature.network.layer_tape import Piece
 from contrastive_curvature.network.module import ModulePullback
-from contrastive_curvature.network.pullback import KronFactors, own_name
+from contrastive_curvature.network.pullback import KronFactors, chunks, own_name
 from contrastive_curvature.options import Structure
 
 if TYPE_CHECKING:
@@ -54,179 +53,167 @@ class LayerRun:
     jacobian: Tensor
 
 
-class ModuleKron:
-    """Factors of every parameter of an encoder, from the gradients at its layers.
+def kron_kinds(pullback: LayerwisePullback) -> list[str]:
+    """Return what the factors of every parameter are; those of batches add up where it stays the same."""
+    matrices, used = pullback.layouts.matrices - pullback.by_func, _used(pullback)
+
+    def kind(number: int, p: Tensor) -> str:
+        if p.ndim > 1 and number in matrices:
+            return "matrix"
+        if p.ndim > 1 and number not in used:
+            return "none"
+        return "block" if p.ndim <= 1 or p.numel() <= BLOCK_ENTRIES else "entries"
+
+    return [kind(number, p) for number, p in enumerate(pullback.trainable)]
+
+
+def kron_factors(pullback: LayerwisePullback, x: Inputs, blocks: Blocks, n_data: int) -> KronFactors:
+    """Return the factors of a batch, whose ``A`` are averaged over ``n_data`` points; those of batches add up.
 
     A matrix that multiplies the inputs of every position has ``[G, A]``; several runs of it count as more positions.
     A vector has its exact block. Other parameters (tokens and tables that are added, embeddings, grouped convolutions)
     have their exact block up to :data:`BLOCK_ENTRIES` entries, and above that ``[G, A]`` too: their first axis takes
     the place of a layer's outputs, and the other axes that of positions whose inputs are unit vectors.
+    """
+    out = pullback.run_layers(x, lambda: _layer_factors(pullback, x, blocks, n_data))
+    kinds = kron_kinds(pullback)
+    for number in sorted(pullback.by_func):
+        if kinds[number] == "block":
+            out[number] = [_of_one(pullback, number).block_term(x, blocks, Structure.FULL)]
+        else:
+            g = sandwich(_run_of_entries(pullback, number, x).jacobian, blocks.matmul)
+            out[number] = [g, _identity(pullback.trainable[number], len(blocks) / n_data)]
+    return out
+
+
+def _layer_factors(pullback: LayerwisePullback, x: Inputs, blocks: Blocks, n_data: int) -> KronFactors:
+    """Return factors of all parameters that are seen in layers; those of the others are zero."""
+    kinds = kron_kinds(pullback)
+    out = [_zeros(pullback, number, kind, blocks.u) for number, kind in enumerate(kinds)]
+    for rows, tape in pullback.tapes(x):
+        for piece in tape.pieces:
+            if kinds[piece.number] == "matrix":
+                inputs = _inputs(piece)
+                a = inputs.flatten(0, 1)
+                out[piece.number][1].addmm_(a.mT, a, alpha=1 / (n_data * inputs.shape[1]))
+        for number, p in enumerate(pullback.trainable):
+            if kinds[number] in ("entries", "none") and number not in pullback.by_func:
+                out[number][1] += _identity(p, len(tape.z) / n_data).to(tape.z)
+        factor = blocks[rows].signed_factor()
+        for group, signs in pullback.backward(tape, factor.columns, factor.signs):
+            jacobians: dict[int, Tensor] = {}
+            for piece, b in group:
+                if kinds[piece.number] == "matrix":
+                    flat = b[:, :, 0]
+                    signed = flat * signs[:, :, None, None]
+                    out[piece.number][0].addmm_(signed.flatten(0, 2).mT, flat.flatten(0, 2))
+                else:
+                    _add_jacobians(jacobians, piece, b, pullback.trainable[piece.number].numel())
+            for number, jacobian in jacobians.items():
+                _add_products(out[number][0], jacobian, signs)
+    return out
+
+
+def _add_jacobians(out: dict[int, Tensor], piece: Piece, b: Tensor, size: int) -> None:
+    """Add a part to the Jacobians of its parameter, (n, K, size) by its number."""
+    if piece.number not in out:
+        out[piece.number] = b.new_zeros(b.shape[1], b.shape[0], size)
+    for entries, chunk in piece.part.jacobians(b):
+        place = entries if piece.part.entries is None else piece.part.entries[entries]
+        out[piece.number][..., place] += chunk
+
+
+def _add_products(out: Tensor, jacobian: Tensor, signs: Tensor) -> None:
+    """Add ``sum_kip sign_ki j_kip j_kip^T`` (rows, rows) of Jacobians (n, K, rows * P) and signs (K, n)."""
+    rows = len(out)
+    for some in chunks(len(jacobian), _CHUNK_ELEMENTS // max(1, jacobian[0].numel())):
+        columns = jacobian[some].unflatten(2, (rows, -1)).movedim(3, 2)
+        weights = signs[:, some].T.unsqueeze(2).expand(columns.shape[:3]).flatten()
+        flat = columns.flatten(0, 2)
+        out.addmm_((flat * weights.unsqueeze(1)).mT, flat)
+
+
+def coupled_factors(
+    pullback: LayerwisePullback,
+    x: Inputs,
+    of_weight: Callable[[LayerRun], list[Tensor]],
+    of_bias: Callable[[LayerRun], Tensor],
+    of_vector: Callable[[ModulePullback], Tensor],
+) -> KronFactors:
+    """Return factors that see all points of a batch at once.
 
     Args:
         pullback: The layerwise pullback of the encoder.
+        x: N points.
+        of_weight: Returns ``[G, A]`` of a layer.
+        of_bias: Returns the block of its bias.
+        of_vector: Returns the block of another parameter, from the pullback to it alone.
     """
+    # A parameter of several modules belongs to the first.
+    modules = reversed(list(pullback.encoder.modules()))
+    owners = {id(p): module for module in modules for p in module.parameters(recurse=False)}
 
-    def __init__(self, pullback: LayerwisePullback) -> None:
-        self.pullback = pullback
-        self.params: list[nn.Parameter] = pullback.trainable
-        owners: dict[int, nn.Module] = {}
-        for module in pullback.encoder.modules():
-            for p in module.parameters(recurse=False):
-                owners.setdefault(id(p), module)
-        self.owners = [owners[id(p)] for p in self.params]
-
-    def kinds(self) -> list[str]:
-        """Return what the factors of every parameter are; those of batches add up where it stays the same."""
-        layouts, used = self.pullback.layouts, self._used()
-        matrices = frozenset() if layouts is None else layouts.matrices - self.pullback.by_func
-
-        def kind(number: int, p: Tensor) -> str:
-            if p.ndim > 1 and number in matrices:
-                return "matrix"
-            if p.ndim > 1 and number not in used:
-                return "none"
-            return "block" if p.ndim <= 1 or p.numel() <= BLOCK_ENTRIES else "entries"
-
-        return [kind(number, p) for number, p in enumerate(self.params)]
-
-    def factors(self, x: Inputs, blocks: Blocks, n_data: int) -> KronFactors:
-        """Return the factors of a batch, whose ``A`` are averaged over ``n_data`` points; those of batches add up.
-
-        Raises:
-            UnsupportedError: A factor would have more than :data:`FACTOR_SIZE` rows.
-        """
-        out = self.pullback.run_layers(x, lambda: self._layer_factors(x, blocks, n_data))
-        kinds = self.kinds()
-        for number in sorted(self.pullback.by_func):
-            p = self.params[number]
-            if kinds[number] == "block":
-                out[number] = [self.vector_pullback(p).block_term(x, blocks, Structure.FULL)]
-            else:
-                run = self._run_of_entries(p, x)
-                out[number] = [sandwich(run.jacobian, blocks.matmul), _identity(p, len(blocks) / n_data)]
-        return out
-
-    def _layer_factors(self, x: Inputs, blocks: Blocks, n_data: int) -> KronFactors:
-        """Return factors of all parameters that are seen in layers; those of the others are zero."""
-        out: KronFactors | None = None
-        for rows, tape in self.pullback.tapes(x):
-            kinds = self.kinds()
-            factor = blocks[rows].signed_factor()
-            if out is None:
-                out = [self._zeros(number, kind, tape.z) for number, kind in enumerate(kinds)]
-            for piece in tape.pieces:
-                if kinds[piece.number] == "matrix":
-                    a = _matrix(piece).inputs[:, 0].flatten(0, 1)
-                    out[piece.number][1].addmm_(a.mT, a, alpha=1 / (n_data * _matrix(piece).positions))
-            for number, p in enumerate(self.params):
-                if kinds[number] in ("entries", "none") and number not in self.pullback.by_func:
-                    out[number][1] += _identity(p, len(tape.z) / n_data).to(tape.z)
-            for group, signs in self.pullback.backward(tape, factor.columns, factor.signs):
-                self._add_curvature(out, group, signs, kinds)
-        if out is None:
-            out = [self._zeros(number, kind, blocks.u) for number, kind in enumerate(self.kinds())]
-        return out
-
-    def _add_curvature(
-        self, out: KronFactors, group: Iterable[tuple[Piece, Tensor]], signs: Tensor, kinds: list[str]
-    ) -> None:
-        parts: dict[int, list[tuple[Piece, Tensor]]] = {}
-        for piece, b in group:
-            if kinds[piece.number] == "matrix":
-                flat = b[:, :, 0]
-                signed = flat * signs[:, :, None, None]
-                out[piece.number][0].addmm_(signed.flatten(0, 2).mT, flat.flatten(0, 2))
-            else:
-                parts.setdefault(piece.number, []).append((piece, b))
-        for number, found in parts.items():
-            p = self.params[number]
-            rows = p.numel() if kinds[number] == "block" else _rows(p)
-            step = max(1, _CHUNK_ELEMENTS // max(1, p.numel() * signs.shape[0]))
-            for start in range(0, signs.shape[1], step):
-                some = slice(start, start + step)
-                jacobian = _dense(found, p.numel(), some).unflatten(2, (rows, -1)).movedim(3, 2).flatten(0, 2)
-                weights = signs[:, some].T.unsqueeze(2).expand(-1, -1, p.numel() // max(1, rows)).flatten()
-                out[number][0].addmm_((jacobian * weights.unsqueeze(1)).mT, jacobian)
-
-    def coupled_factors(
-        self,
-        x: Inputs,
-        of_weight: Callable[[LayerRun], list[Tensor]],
-        of_bias: Callable[[LayerRun], Tensor],
-        of_vector: Callable[[nn.Parameter], Tensor],
-    ) -> KronFactors:
-        """Return factors that see all points of a batch at once.
-
-        Args:
-            x: N points.
-            of_weight: Returns ``[G, A]`` of a layer.
-            of_bias: Returns the block of its bias.
-            of_vector: Returns the block of another parameter.
-        """
-        return self.pullback.run_layers(x, lambda: self._coupled_factors(x, of_weight, of_bias, of_vector))
-
-    def _coupled_factors(
-        self,
-        x: Inputs,
-        of_weight: Callable[[LayerRun], list[Tensor]],
-        of_bias: Callable[[LayerRun], Tensor],
-        of_vector: Callable[[nn.Parameter], Tensor],
-    ) -> KronFactors:
-        tape = self.pullback.tape(x, prove=True)
-        kinds = self.kinds()
-        axes = torch.eye(tape.z.shape[1], dtype=tape.z.dtype, device=tape.z.device)
+    def compute() -> KronFactors:
+        tape = pullback.tape(x, prove=True)
+        kinds = kron_kinds(pullback)
+        used = _used(pullback)
         places = {piece.number: {id(run) for run in piece.runs} for piece in tape.pieces}
-        runs: dict[int, LayerRun] = {}
-        for piece, b in tape.by_piece(axes.unsqueeze(1).expand(-1, len(tape.z), -1)):
-            if kinds[piece.number] == "matrix":
-                runs[piece.number] = LayerRun(_matrix(piece).inputs[:, 0], b[:, :, 0].transpose(0, 1))
+        runs = {
+            piece.number: LayerRun(_inputs(piece), b[:, :, 0].transpose(0, 1))
+            for piece, b in tape.by_piece(tape.axes)
+            if kinds[piece.number] == "matrix"
+        }
+        of_layer = {(id(owners[id(pullback.trainable[k])]), frozenset(places[k])): run for k, run in runs.items()}
         factors: KronFactors = []
-        for number, p in enumerate(self.params):
-            same = (k for k in runs if self.owners[k] is self.owners[number] and places[k] == places.get(number))
-            weight = next(same, None)
+        for number, p in enumerate(pullback.trainable):
+            layer = of_layer.get((id(owners[id(p)]), frozenset(places.get(number, ()))))
             if number in runs:
                 factors.append(of_weight(runs[number]))
             elif kinds[number] in ("entries", "none"):
-                factors.append(of_weight(self._run_of_entries(p, x)))
-            elif weight is not None:
-                factors.append([of_bias(runs[weight])])
-            elif kinds[number] == "matrix" or number not in self._used():
+                factors.append(of_weight(_run_of_entries(pullback, number, x)))
+            elif layer is not None:
+                factors.append([of_bias(layer)])
+            elif kinds[number] == "matrix" or number not in used:
                 # What the encoder never runs has no curvature.
-                factors.append(self._zeros(number, kinds[number], tape.z))
+                factors.append(_zeros(pullback, number, kinds[number], tape.z))
             else:
-                factors.append([of_vector(p)])
+                factors.append([of_vector(_of_one(pullback, number))])
         return factors
 
-    def vector_pullback(self, p: nn.Parameter) -> ModulePullback:
-        """Return the pullback to one parameter."""
-        name = next(name for name, other in self.pullback.encoder.named_parameters() if other is p)
-        return ModulePullback(self.pullback.encoder, only={name})
+    return pullback.run_layers(x, compute)
 
-    def _run_of_entries(self, p: nn.Parameter, x: Inputs) -> LayerRun:
-        """Return a parameter as a layer: its first axis in place of the outputs, its others in place of positions."""
-        pullback = self.vector_pullback(p)
-        z, context = pullback.forward(x)
-        jacobian = pullback.jacobians(context, z)
-        others = p.numel() // _rows(p)
-        eye = torch.eye(others, dtype=z.dtype, device=z.device)
-        return LayerRun(eye.expand(len(z), -1, -1), jacobian.unflatten(2, (_rows(p), others)).transpose(2, 3))
 
-    def _zeros(self, number: int, kind: str, like: Tensor) -> list[Tensor]:
-        p = self.params[number]
-        sizes: tuple[int, ...] = (_rows(p), p.numel() // _rows(p))
-        if kind == "block":
-            sizes = (p.numel(),)
-        elif kind in ("matrix", "none"):
-            sizes = (len(p), p.shape[1:].numel())
-        if max(sizes) > FACTOR_SIZE:
-            name = own_name(self.pullback.names[number])
-            refuse_kron(f"the parameter {name!r}, shape {tuple(p.shape)}, has a factor of {max(sizes)} rows. Freeze it")
-        return [like.new_zeros(size, size) for size in sizes]
+def _of_one(pullback: LayerwisePullback, number: int) -> ModulePullback:
+    """Return the pullback to one parameter."""
+    return ModulePullback(pullback.encoder, only={pullback.names[number]})
 
-    def _used(self) -> set[int]:
-        """Return the numbers of the parameters that some function takes."""
-        layouts = self.pullback.layouts
-        return {*self.pullback.by_func, *(() if layouts is None else layouts.used)}
+
+def _run_of_entries(pullback: LayerwisePullback, number: int, x: Inputs) -> LayerRun:
+    """Return a parameter as a layer: its first axis in place of the outputs, its others in place of positions."""
+    p, alone = pullback.trainable[number], _of_one(pullback, number)
+    z, context = alone.forward(x)
+    jacobian = alone.jacobians(context, z)
+    others = p.numel() // _rows(p)
+    eye = torch.eye(others, dtype=z.dtype, device=z.device)
+    return LayerRun(eye.expand(len(z), -1, -1), jacobian.unflatten(2, (_rows(p), others)).transpose(2, 3))
+
+
+def _zeros(pullback: LayerwisePullback, number: int, kind: str, like: Tensor) -> list[Tensor]:
+    p = pullback.trainable[number]
+    sizes: tuple[int, ...] = (_rows(p), p.numel() // _rows(p))
+    if kind == "block":
+        sizes = (p.numel(),)
+    elif kind in ("matrix", "none"):
+        sizes = (len(p), p.shape[1:].numel())
+    if max(sizes) > FACTOR_SIZE:
+        name = own_name(pullback.names[number])
+        refuse_kron(f"the parameter {name!r}, shape {tuple(p.shape)}, has a factor of {max(sizes)} rows. Freeze it")
+    return [like.new_zeros(size, size) for size in sizes]
+
+
+def _used(pullback: LayerwisePullback) -> frozenset[int]:
+    """Return the numbers of the parameters that some function takes."""
+    return pullback.layouts.used | pullback.by_func
 
 
 def refuse_kron(why: str) -> None:
@@ -261,21 +248,8 @@ def _identity(p: Tensor, share: float) -> Tensor:
     return torch.eye(others, dtype=p.dtype, device=p.device) * (share / others)
 
 
-def _matrix(piece: Piece) -> MatrixPart:
+def _inputs(piece: Piece) -> Tensor:
+    """Return the inputs (N, T, F) of a matrix without groups."""
     part: Any = piece.part
-    return part
-
-
-def _dense(found: list[tuple[Piece, Tensor]], size: int, rows: slice) -> Tensor:
-    """Return Jacobians of one parameter, shape (n, K, size), of some of the points."""
-    first = found[0][1]
-    out: Tensor | None = None
-    for piece, b in found:
-        for entries, chunk in piece.part.jacobians(b):
-            if out is None:
-                out = first.new_zeros(*chunk.shape[:2], size)
-            place = entries if piece.part.entries is None else piece.part.entries[entries]
-            out[..., place] += chunk
-    if out is None:
-        return first.new_zeros(len(range(*rows.indices(first.shape[1]))), first.shape[0], size)
-    return out[rows]
+    inputs: Tensor = part.inputs[:, 0]
+    return inputs

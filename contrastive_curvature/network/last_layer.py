@@ -15,7 +15,7 @@ from contrastive_curvature.hessian.cross import CrossBlocks
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.full_precision import full_precision
 from contrastive_curvature.network.inputs import Inputs
-from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS, KronFactors, Pullback
+from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS, KronFactors, Pullback, chunks
 from contrastive_curvature.network.sketch import sketch_moment
 from contrastive_curvature.options import Structure
 
@@ -84,9 +84,7 @@ class LastLayerPullback(Pullback):
     def _block_diag(self, context: Any, blocks: Blocks) -> Tensor:
         m, phi = blocks.diagonal(), context
         out = m.new_zeros(m.shape[1], phi.shape[1])
-        step = max(1, _CHUNK_ELEMENTS // max(1, phi.shape[1]))
-        for start in range(0, phi.shape[0], step):
-            rows = slice(start, start + step)
+        for rows in chunks(len(phi), _CHUNK_ELEMENTS // max(1, phi.shape[1])):
             out.addmm_(m[rows].T, phi[rows].square())
         return torch.cat([out.flatten(), m.sum(0)]) if self.bias else out.flatten()
 
@@ -95,9 +93,7 @@ class LastLayerPullback(Pullback):
         phi = self._extended(context)
         (n, width), dim = phi.shape, blocks.u.shape[1]
         out = phi.new_zeros(dim * dim, width * width)
-        step = max(1, JACOBIAN_ELEMENTS // max(1, width * width, dim * dim))
-        for start in range(0, n, step):
-            rows = slice(start, start + step)
+        for rows in chunks(n, JACOBIAN_ELEMENTS // max(1, width * width, dim * dim)):
             outer = (phi[rows].unsqueeze(2) * phi[rows].unsqueeze(1)).flatten(1)
             out += blocks[rows].dense().flatten(1).T @ outer
         by_layer = out.view(dim, dim, width, width).permute(0, 2, 1, 3).reshape(dim * width, dim * width)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from contrastive_curvature.hessian.cross import CrossBlocks
+from contrastive_curvature.network.pullback import chunks
 
 _CACHE_ELEMENTS = 2**18
 """Numbers in a temporary Jacobian that is squared at once; more would leave the cache."""
@@ -31,26 +33,37 @@ class Part(ABC):
     Attributes:
         size: How many entries.
         entries: Their places in the flat parameter, or ``None`` where it is the whole parameter.
+        is_vector: Whether it is a matrix that multiplies one vector of inputs of every point.
     """
 
     size: int
     entries: Tensor | None = None
+    is_vector = False
+
+    @property
+    def place(self) -> Entries:
+        """The entries, as an index into the flat parameter."""
+        return slice(None) if self.entries is None else self.entries
 
     @abstractmethod
     def diagonal(self, b: Tensor, signs: Tensor) -> Tensor:
         """Return ``sum_ki sign_ki (J_i^T v_ki)^2`` (size,), from gradients ``b`` of K columns and ``signs`` (K, n)."""
 
     @abstractmethod
-    def total(self, b: Tensor) -> Tensor:
-        """Return ``sum_ki J_i^T v_ki``, shape (size,)."""
+    def total(self, b: Tensor, absolute: bool = False) -> Tensor:
+        """Return ``sum_ki J_i^T v_ki``, shape (size,); or the sum of the absolute terms."""
 
     @abstractmethod
-    def magnitude(self, b: Tensor) -> float:
-        """Return the largest sum of absolute terms in an entry of :meth:`total`."""
+    def jacobians(
+        self, b: Tensor, points: int | None = None, other: Part | None = None
+    ) -> Iterator[tuple[Entries, Tensor]]:
+        """Yield ``J_i^T v_ki`` in chunks of entries, each with its places: (n, K, entries).
 
-    @abstractmethod
-    def jacobians(self, b: Tensor, points: int | None = None) -> Iterator[tuple[Entries, Tensor]]:
-        """Yield ``J_i^T v_ki`` in chunks of entries, as small as for ``points`` points: places, and (n, K, entries)."""
+        Args:
+            b: Gradients of K columns.
+            points: How many points the chunks are small enough for; ``None`` takes n.
+            other: Leave out entries that do not enter this part of other points.
+        """
 
     def cross(self, left: Tensor, right_part: Part, right: Tensor, blocks: CrossBlocks) -> Tensor:
         """Return the diagonal of ``sum_ij J_i^T H_ij J_j``, from gradients of the D axes at both sides."""
@@ -70,19 +83,14 @@ class Part(ABC):
     ) -> Tensor:
         out = left.new_zeros(self.size)
         points = finer * max(left.shape[1], right.shape[1])
-        for entries, a, b in self._together(left, right_part, right, points):
+        if right is left:
+            for entries, a in self.jacobians(left, points):
+                out[entries] += (a * product(a)).sum((0, 1))
+            return out
+        sides = self.jacobians(left, points, right_part), right_part.jacobians(right, points, self)
+        for (entries, a), (_, b) in zip(*sides, strict=True):
             out[entries] += (a * product(b)).sum((0, 1))
         return out
-
-    def _together(
-        self, left: Tensor, right_part: Part, right: Tensor, points: int
-    ) -> Iterator[tuple[Entries, Tensor, Tensor]]:
-        """Yield Jacobians of the same entries at both sides, which may be the same object."""
-        if right is left:
-            yield from ((entries, a, a) for entries, a in self.jacobians(left, points))
-            return
-        sides = self.jacobians(left, points), right_part.jacobians(right, points)
-        yield from ((entries, a, b) for (entries, a), (_, b) in zip(*sides, strict=True))
 
     def covariance(self, b: Tensor, variance: Tensor) -> Tensor:
         """Return ``J_i diag(variance) J_i^T``, shape (n, K, K), for variances (size,)."""
@@ -120,78 +128,66 @@ class MatrixPart(Part):
         # New memory for every chunk would take as long as the products.
         buffer = b.new_empty(step * self.groups, self.channels, self.width)
         for column, sign in zip(b.unbind(), signs.unbind(), strict=True):
-            for start in range(0, len(sign), step):
-                rows = slice(start, start + step)
+            for rows in chunks(len(sign), step):
                 few = column[rows].flatten(0, 1).mT
                 jacobian = torch.bmm(few, self.inputs[rows].flatten(0, 1), out=buffer[: len(few)])
                 out.addmv_(jacobian.view(-1, self.size).square_().T, sign[rows])
         return out
 
-    def total(self, b: Tensor) -> Tensor:
+    def total(self, b: Tensor, absolute: bool = False) -> Tensor:
         """See :meth:`Part.total`."""
-        return _sum_of_outer(b.sum(0), self.inputs)
+        b, a = (b.abs(), self.inputs.abs()) if absolute else (b, self.inputs)
+        by_group = b.sum(0).transpose(0, 1).flatten(1, 2).mT
+        return torch.matmul(by_group, a.transpose(0, 1).flatten(1, 2)).flatten()
 
-    def magnitude(self, b: Tensor) -> float:
-        """See :meth:`Part.magnitude`."""
-        return _largest(_sum_of_outer(b.abs().sum(0), self.inputs.abs()))
-
-    def jacobians(self, b: Tensor, points: int | None = None) -> Iterator[tuple[Entries, Tensor]]:
+    def jacobians(
+        self, b: Tensor, points: int | None = None, other: Part | None = None
+    ) -> Iterator[tuple[Entries, Tensor]]:
         """See :meth:`Part.jacobians`."""
         many, n = b.shape[:2]
         count = max(1, many * (n if points is None else points))
         step = max(1, _CHUNK_ELEMENTS // (count * self.width))
+        # Less than the width only where the step is a single channel.
         width = max(1, min(self.width, _CHUNK_ELEMENTS // count))
         for group in range(self.groups):
-            a = self.inputs[:, group]
-            for start in range(0, self.channels, step):
-                stop = min(start + step, self.channels)
-                first = (group * self.channels + start) * self.width
-                chosen = b[:, :, group, :, start:stop].permute(1, 0, 3, 2).flatten(1, 2)
-                # Only a single channel is cut along its inputs.
-                for begin in range(0, self.width, width) if stop - start == 1 else (0,):
-                    end = min(begin + width, self.width) if stop - start == 1 else self.width
-                    chunk = torch.bmm(chosen, a[:, :, begin:end]).view(n, many, -1)
-                    yield slice(first + begin, first + begin + chunk.shape[2]), chunk
+            for channels in chunks(self.channels, step):
+                chosen = b[:, :, group, :, channels].permute(1, 0, 3, 2).flatten(1, 2)
+                for some in chunks(self.width, width):
+                    chunk = torch.bmm(chosen, self.inputs[:, group, :, some]).view(n, many, -1)
+                    first = (group * self.channels + channels.start) * self.width + some.start
+                    yield slice(first, first + chunk.shape[2]), chunk
 
     def cross(self, left: Tensor, right_part: Part, right: Tensor, blocks: CrossBlocks) -> Tensor:
         """See :meth:`Part.cross`; with one position, ``sum_ij (B_i^T H_ij B_j)_cc a_if a_jf`` over the pairs."""
-        if not self.is_vector or not isinstance(right_part, MatrixPart):
+        if not (self.is_vector and right_part.is_vector):
             return super().cross(left, right_part, right, blocks)
-        a, b = self.inputs[:, 0, 0], right_part.inputs[:, 0, 0]
-        pairs = blocks.pairs()
-        factor = 2 if blocks.symmetric else 1
+        of_left, of_right = (b[:, :, 0, 0].transpose(0, 1) for b in (left, right))
         out = left.new_zeros(self.channels, self.width)
-        products = None
-        step = max(1, _CACHE_ELEMENTS // max(1, self.width))
-        if 0 < len(pairs) <= step:
-            products = a[pairs[:, 0]] * b[pairs[:, 1]]
-        at_once = max(1, _CHUNK_ELEMENTS // max(1, len(a) * len(b)))
-        for start in range(0, self.channels, at_once):
-            channels = slice(start, start + at_once)
-            forms = blocks.forms(_axes_second(left[..., channels]), _axes_second(right[..., channels]))
-            if blocks.symmetric and blocks.itself() is not None:
-                out[channels] += forms.diagonal(dim1=1, dim2=2) @ a.square()
-            for chunk in pairs.split(step):
-                i, j = chunk.unbind(1)
-                both = a[i] * b[j] if products is None else products
-                out[channels].addmm_(forms[:, i, j], both, alpha=factor)
+        pairs = blocks.pairs()
+        for channels in chunks(self.channels, _CHUNK_ELEMENTS // max(1, blocks.y.numel())):
+            forms = blocks.forms(of_left[..., channels], of_right[..., channels])
+            self._add_pairs(out[channels], forms, right_part, pairs)
         return out.flatten()
 
     def weighted(self, left: Tensor, right_part: Part, right: Tensor, weight: Tensor) -> Tensor:
         """See :meth:`Part.weighted`; with one position without a Jacobian."""
         if self.groups == 1 and self.positions > 1 and right is left:
             return self._weighted_by_channels(left[:, :, 0], weight)
-        if not self.is_vector or not isinstance(right_part, MatrixPart):
+        if not (self.is_vector and right_part.is_vector):
             return super().weighted(left, right_part, right, weight)
-        a, b = self.inputs[:, 0, 0], right_part.inputs[:, 0, 0]
         forms = torch.bmm(left[:, :, 0, 0].permute(2, 1, 0), right[:, :, 0, 0].permute(2, 0, 1)).mul_(weight)
         out = left.new_zeros(self.channels, self.width)
-        if right is left:
-            out.addmm_(forms.diagonal(dim1=1, dim2=2), a.square())
-        pairs = ((weight.triu(1) if right is left else weight) != 0).nonzero()
-        for i, j in (chunk.unbind(1) for chunk in pairs.split(max(1, _CACHE_ELEMENTS // max(1, self.width)))):
-            out.addmm_(forms[:, i, j], a[i] * b[j], alpha=2 if right is left else 1)
+        pairs = ((weight.triu(1) if right_part is self else weight) != 0).nonzero()
+        self._add_pairs(out, forms, right_part, pairs)
         return out.flatten()
+
+    def _add_pairs(self, out: Tensor, forms: Tensor, right_part: Any, pairs: Tensor) -> None:
+        """Add ``sum_ij forms_cij a_if a_jf`` (C, F) over pairs; where both sides are the same, i < j counts twice."""
+        a, b = self.inputs[:, 0, 0], right_part.inputs[:, 0, 0]
+        if right_part is self:
+            out.addmm_(forms.diagonal(dim1=1, dim2=2), a.square())
+        for i, j in (chunk.unbind(1) for chunk in pairs.split(max(1, _CACHE_ELEMENTS // max(1, self.width)))):
+            out.addmm_(forms[:, i, j], a[i] * b[j], alpha=2 if right_part is self else 1)
 
     def _weighted_by_channels(self, b: Tensor, weight: Tensor) -> Tensor:
         """See :meth:`Part.weighted`, for gradients (K, n, T, C) of one side."""
@@ -234,37 +230,30 @@ class EntryPart(Part):
     ) -> None:
         self.factors, self.size, self.places, self.entries = factors, size, places, entries
 
-    def gradients(self, b: Tensor) -> Tensor:
-        """Return ``J_i^T v_ki``, shape (K, n, size)."""
-        return self._gather(b if self.factors is None else b * self.factors)
+    def gradients(self, b: Tensor, absolute: bool = False) -> Tensor:
+        """Return ``J_i^T v_ki``, shape (K, n, size); or the sum of the absolute terms."""
+        terms = b if self.factors is None else b * self.factors
+        summed = (terms.abs() if absolute else terms).sum(2)
+        if self.places is None:
+            return summed
+        return summed.new_zeros(*summed.shape[:2], self.size).index_add_(2, self.places, summed)
 
     def diagonal(self, b: Tensor, signs: Tensor) -> Tensor:
         """See :meth:`Part.diagonal`."""
         return signs.flatten() @ self.gradients(b).square().flatten(0, 1)
 
-    def total(self, b: Tensor) -> Tensor:
+    def total(self, b: Tensor, absolute: bool = False) -> Tensor:
         """See :meth:`Part.total`."""
-        return self.gradients(b).sum((0, 1))
+        return self.gradients(b, absolute).sum((0, 1))
 
-    def magnitude(self, b: Tensor) -> float:
-        """See :meth:`Part.magnitude`."""
-        terms = (b if self.factors is None else b * self.factors).abs()
-        return _largest(self._gather(terms).sum((0, 1)))
-
-    def jacobians(self, b: Tensor, points: int | None = None) -> Iterator[tuple[Entries, Tensor]]:
+    def jacobians(
+        self, b: Tensor, points: int | None = None, other: Part | None = None
+    ) -> Iterator[tuple[Entries, Tensor]]:
         """See :meth:`Part.jacobians`."""
         jacobian = self.gradients(b).transpose(0, 1)
         n, many = jacobian.shape[:2]
-        step = max(1, _CHUNK_ELEMENTS // max(1, many * (n if points is None else points)))
-        for start in range(0, self.size, step):
-            entries = slice(start, min(start + step, self.size))
+        for entries in chunks(self.size, _CHUNK_ELEMENTS // max(1, many * (n if points is None else points))):
             yield entries, jacobian[..., entries]
-
-    def _gather(self, terms: Tensor) -> Tensor:
-        summed = terms.squeeze(2) if terms.shape[2] == 1 else terms.sum(2)
-        if self.places is None:
-            return summed
-        return summed.new_zeros(*summed.shape[:2], self.size).index_add_(2, self.places, summed)
 
 
 class EmbeddingPart(Part):
@@ -296,22 +285,20 @@ class EmbeddingPart(Part):
         rows = torch.einsum("kue,ku->ue", self._rows(b).square(), signs[:, self._point])
         return b.new_zeros(self.shape).index_add_(0, self._token, rows).flatten()
 
-    def total(self, b: Tensor) -> Tensor:
+    def total(self, b: Tensor, absolute: bool = False) -> Tensor:
         """See :meth:`Part.total`."""
-        return b.new_zeros(self.shape).index_add_(0, self._token, self._rows(b).sum(0)).flatten()
+        rows = self._rows(b.abs() if absolute else b)
+        return b.new_zeros(self.shape).index_add_(0, self._token, rows.sum(0)).flatten()
 
-    def magnitude(self, b: Tensor) -> float:
-        """See :meth:`Part.magnitude`."""
-        return _largest(self.total(b.abs()))
-
-    def jacobians(self, b: Tensor, points: int | None = None) -> Iterator[tuple[Entries, Tensor]]:
+    def jacobians(
+        self, b: Tensor, points: int | None = None, other: Part | None = None
+    ) -> Iterator[tuple[Entries, Tensor]]:
         """See :meth:`Part.jacobians`; of the tokens that occur."""
-        return self._jacobians_of(b, self._token.unique(), self._points if points is None else points)
-
-    def _jacobians_of(self, b: Tensor, tokens: Tensor, points: int) -> Iterator[tuple[Entries, Tensor]]:
-        """Yield Jacobians of some tokens, sorted."""
+        tokens = self._token.unique()
+        if isinstance(other, EmbeddingPart):
+            tokens = tokens[torch.isin(tokens, other._token)]
         rows, width = self._rows(b), self.shape[1]
-        step = max(1, _CHUNK_ELEMENTS // max(1, b.shape[0] * points * width))
+        step = max(1, _CHUNK_ELEMENTS // max(1, b.shape[0] * (self._points if points is None else points) * width))
         for chosen in tokens.split(step) if len(tokens) else ():
             place = torch.searchsorted(chosen, self._token).clamp(max=len(chosen) - 1)
             mine = (chosen[place] == self._token).nonzero().flatten()
@@ -319,29 +306,3 @@ class EmbeddingPart(Part):
             jacobian[self._point[mine], place[mine]] = rows[:, mine].transpose(0, 1)
             entries = (chosen.unsqueeze(1) * width + torch.arange(width, device=b.device)).flatten()
             yield entries, jacobian.transpose(1, 2).flatten(2)
-
-    def _together(
-        self, left: Tensor, right_part: Part, right: Tensor, points: int
-    ) -> Iterator[tuple[Entries, Tensor, Tensor]]:
-        """See :meth:`Part._together`; of the tokens that both sides have."""
-        if right is left or not isinstance(right_part, EmbeddingPart):
-            yield from super()._together(left, right_part, right, points)
-            return
-        both = self._token.unique()
-        both = both[torch.isin(both, right_part._token)]
-        sides = self._jacobians_of(left, both, points), right_part._jacobians_of(right, both, points)
-        yield from ((entries, a, b) for (entries, a), (_, b) in zip(*sides, strict=True))
-
-
-def _sum_of_outer(b: Tensor, a: Tensor) -> Tensor:
-    """Return ``sum_nt b_ntc a_ntf`` of every group, flattened."""
-    return torch.matmul(b.transpose(0, 1).flatten(1, 2).mT, a.transpose(0, 1).flatten(1, 2)).flatten()
-
-
-def _axes_second(b: Tensor) -> Tensor:
-    """Return gradients (D, n, 1, 1, C) of the axes of a vector layer as (n, D, C)."""
-    return b[:, :, 0, 0].transpose(0, 1)
-
-
-def _largest(t: Tensor) -> float:
-    return float(t.max()) if t.numel() else 0.0

@@ -10,8 +10,8 @@ alone. Together, every ``J_i`` is right, up to rounding, with probability one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.layer_parts import MatrixPart, Part
-from contrastive_curvature.network.layer_tape import Gradients, NotVerifiedError, Tape, gradients_at, make_pieces
+from contrastive_curvature.network.layer_tape import Gradients, Tape, gradients_at, make_pieces
 from contrastive_curvature.network.pullback import own_name
 from contrastive_curvature.network.recorder import Layout, Recorder, Run, Use, by_point, candidates, separates
 
@@ -37,7 +37,7 @@ _TOLERANCE = 0.1
 
 @dataclass(frozen=True)
 class Layouts:
-    """What a few points tell about an encoder.
+    """What a few points tell about an encoder; by default nothing is known.
 
     Args:
         places: Where the points lie at each use: by number of the parameter and of its use.
@@ -49,13 +49,13 @@ class Layouts:
         lacking: Numbers of the parameters that have a use without a rule.
     """
 
-    places: dict[tuple[int, int], Layout]
-    lookups: frozenset[int]
-    matrices: frozenset[int]
-    used: frozenset[int]
-    gradients: int
-    inputs: int
-    lacking: frozenset[int]
+    places: Mapping[tuple[int, int], Layout] = field(default_factory=dict)
+    lookups: frozenset[int] = frozenset()
+    matrices: frozenset[int] = frozenset()
+    used: frozenset[int] = frozenset()
+    gradients: int = 1
+    inputs: int = 0
+    lacking: frozenset[int] = frozenset()
 
 
 def find_layouts(encoder: Encoder, params: Sequence[Tensor], few: Inputs) -> Layouts:
@@ -66,65 +66,50 @@ def find_layouts(encoder: Encoder, params: Sequence[Tensor], few: Inputs) -> Lay
         params: Its trainable parameters.
         few: From :func:`.few_points`.
     """
-    every = frozenset(range(len(params)))
     lookups: frozenset[int] = frozenset()
-    tamed = False
     while True:
         with Recorder(list(params), lookups) as recorder:
             z = encoder(few)
-        runs = [use.run for use in recorder.uses]
-        v = _random_like(z, seed=0)
-        of_first, of_others = v.clone(), v.clone()
-        of_first[1:], of_others[0] = 0, 0
-        first, others = gradients_at(z, runs, [of_first]), gradients_at(z, runs, [of_others])
-        # A sum is finite only where all terms are, and takes a third of the time of asking each.
-        finite = all(bool(g.sum().isfinite()) for found in (first, others) for (g,) in found.values())
-        if not tamed and not (finite and bool(z.isfinite().all())):
-            # Inputs that overflow say nothing about the layers; the curvature of their batch is refused later.
-            few, tamed = _tamed(few), True
-            continue
-        places, without = _places(recorder.uses, len(z), first, others)
+        places, without = _places(recorder.uses, z)
         tables = {use.selection.number for use in without if use.kind == "embedding"} - lookups
         if not tables:
             break
         lookups |= tables
-    plain = encoder(few).detach()
-    if not _agree(z.detach(), plain, float(plain.abs().amax()), coarsest_dtype(runs, z.dtype)):
-        # Every run gives other outputs.
-        return Layouts({}, frozenset(), frozenset(), every, 1, 1, every)
     lacking = recorder.unknown | {use.selection.number for use in without}
-    while True:
-        try:
-            pieces = make_pieces(recorder.uses, places, z, lacking)
-            break
-        except NotVerifiedError as error:
-            lacking |= error.numbers
+    plain = encoder(few).detach()
+    if not _agree(z.detach(), plain, plain, coarsest_dtype([use.run for use in recorder.uses], z.dtype)):
+        # Every run gives other outputs.
+        lacking = set(range(len(params)))
+    pieces, wrong = make_pieces(recorder.uses, places, z, lacking)
+    lacking |= wrong
     counts = Counter(piece.number for piece in pieces)
-    matrices = {p.number: p.part for p in pieces if isinstance(p.part, MatrixPart)}
-    distinct = {id(run): run for piece in pieces for run in piece.runs}
+    matrices = {piece.number: piece.part for piece in pieces if isinstance(piece.part, MatrixPart)}
+    runs = {id(run): run for piece in pieces for run in piece.runs}
     return Layouts(
         places,
         lookups,
         frozenset(k for k, m in matrices.items() if counts[k] == 1 and m.groups == 1 and m.entries is None),
         frozenset(use.selection.number for use in recorder.uses) | lacking,
-        max(1, sum(run.shape.numel() for run in distinct.values()) // len(z)),
+        max(1, sum(run.shape.numel() for run in runs.values()) // len(z)),
         sum(p.part.inputs.numel() for p in pieces if isinstance(p.part, MatrixPart)) // len(z),
         frozenset(lacking),
     )
 
 
-def _places(
-    uses: Sequence[Use], n: int, first: Gradients, others: Gradients
-) -> tuple[dict[tuple[int, int], Layout], list[Use]]:
+def _places(uses: Sequence[Use], z: Tensor) -> tuple[dict[tuple[int, int], Layout], list[Use]]:
     """Return where the points lie at every use, from the gradients that tell it, and the uses without such an axis."""
+    n = len(z)
+    of_first, of_others = _random_like(z, seed=0).repeat(2, 1, 1)
+    of_first[1:], of_others[0] = 0, 0
+    found = gradients_at(z, [use.run for use in uses], torch.stack([of_first, of_others]))
     places: dict[tuple[int, int], Layout] = {}
     without = []
     seen: Counter[int] = Counter()
     for use in uses:
         number, run = use.selection.number, id(use.run)
         possible = candidates(use.run.shape, use.run.axes, n)
-        if run in first and run in others:
-            possible = [c for c in possible if separates(c, n, first[run][0], others[run][0])]
+        if run in found:
+            possible = [c for c in possible if separates(c, n, *found[run])]
         if possible:
             places[number, seen[number]] = possible[0]
         else:
@@ -143,86 +128,75 @@ def unproven(tape: Tape, params: Sequence[Tensor], without: Collection[int] = ()
         params: The trainable parameters.
         without: Numbers of those that are computed in another way.
     """
-    tracked = [k for k in range(len(params)) if k not in without]
-    if not tape.z.requires_grad or not tracked or not len(tape.z):
-        return set()
+    tracked = [k for k, p in enumerate(params) if k not in without and p.numel()]
     z, n = tape.z, len(tape.z)
+    if not z.requires_grad or not tracked or not n:
+        return set()
     runs = {id(run): run for piece in tape.pieces for run in piece.runs}
     coarsest = coarsest_dtype(runs.values(), z.dtype)
     v = _random_like(z, seed=n)
-    edges = [run.edge for run in runs.values()]
-    inputs: Any = [*edges, *(params[k] for k in tracked)]
+    inputs: Any = [*(run.edge for run in runs.values()), *(params[k] for k in tracked)]
     found = torch.autograd.grad(z, inputs, v, retain_graph=True, allow_unused=True)
-    one: Gradients = {key: [g] for key, g in zip(runs, found, strict=False) if g is not None}
-    # Those of nn.Embedding(sparse=True) are sparse.
+    one: Gradients = {key: g.to(z.dtype).unsqueeze(0) for key, g in zip(runs, found, strict=False) if g is not None}
     wanted = {
-        k: g.to_dense() if g is not None and g.is_sparse else g
-        for k, g in zip(tracked, found[len(edges) :], strict=True)
+        k: torch.zeros_like(params[k]) if g is None else g for k, g in zip(tracked, found[len(runs) :], strict=True)
     }
     del found
-    if any(g is not None and not bool(g.isfinite().all()) for g in wanted.values()):
+    # Those of nn.Embedding(sparse=True) are sparse.
+    flat = {k: (g.to_dense() if g.is_sparse else g).to(z.dtype).flatten() for k, g in wanted.items()}
+    if not all(bool(g.isfinite().all()) for g in flat.values()):
         return set()
-    wrong = {k for k, g in wanted.items() if not _is_sum(tape, k, g, one, coarsest)}
-    if n > 1 and edges:
+    terms: dict[int, list[tuple[Part, Tensor]]] = {k: [] for k in tracked}
+    for piece, b in tape.reached(one):
+        terms[piece.number].append((piece.part, b))
+    wrong = {k for k, g in flat.items() if not _is_sum(terms[k], g, coarsest)}
+    if n > 1 and runs:
         levels = _LEVELS if torch.finfo(coarsest).bits > 16 else _LEVELS_OF_HALF
         order = torch.randperm(-(-n // levels) * levels, generator=torch.Generator().manual_seed(n))[:n]
         multiples = torch.exp2(-(order % levels).double()).to(z)
-        other = tape.gradients([v * multiples.unsqueeze(1)])
-        seen: dict[tuple[int, Layout], bool] = {}
-        for piece in tape.pieces:
-            for use in piece.uses:
-                key = id(use.run), use.layout
-                if key[0] in one and key not in seen:
-                    seen[key] = _scales(one[key[0]][0], other[key[0]][0], use.layout, multiples)
-                if not seen.get(key, True):
-                    wrong.add(piece.number)
+        other = tape.gradients((v * multiples.unsqueeze(1)).unsqueeze(0))
+        uses = {(id(use.run), use.layout): use for piece in tape.pieces for use in piece.uses if id(use.run) in one}
+        mixed = {key for key, use in uses.items() if not _scales(one[key[0]][0], other[key[0]][0], use, multiples)}
+        wrong |= {p.number for p in tape.pieces if any((id(use.run), use.layout) in mixed for use in p.uses)}
     return wrong
 
 
-def _is_sum(tape: Tape, number: int, wanted: Tensor | None, found: Gradients, coarsest: torch.dtype) -> bool:
-    """Return whether the pieces of a parameter add up to its gradient."""
-    parts: list[tuple[Part, Tensor]] = []
-    for piece in tape.pieces:
-        b = piece.gradients(found, len(tape.z), tape.z.dtype) if piece.number == number else None
-        if b is not None:
-            parts.append((piece.part, b))
-    if wanted is None or not parts:
-        return not any(bool(part.total(b).any()) for part, b in parts) and (wanted is None or not bool(wanted.any()))
-    flat = wanted.flatten()
-    if len(parts) == 1 and parts[0][0].entries is None:
-        total = parts[0][0].total(parts[0][1])
-    else:
-        total = parts[0][1].new_zeros(flat.numel())
-        for part, b in parts:
-            total[slice(None) if part.entries is None else part.entries] += part.total(b)
-    if not flat.numel() or _agree(total, flat, float(flat.abs().amax()), coarsest):
-        return True
+def _is_sum(terms: Sequence[tuple[Part, Tensor]], wanted: Tensor, coarsest: torch.dtype) -> bool:
+    """Return whether the parts of a parameter add up to its gradient (size,)."""
+
+    def total(absolute: bool) -> Tensor:
+        out = torch.zeros_like(wanted)
+        for part, b in terms:
+            out[part.place] += part.total(b, absolute)
+        return out
+
+    found = total(absolute=False)
     # A gradient that is a cancellation has the rounding error of its terms.
-    return _agree(total, flat, max(part.magnitude(b) for part, b in parts), coarsest)
+    return _agree(found, wanted, wanted, coarsest) or _agree(found, wanted, total(absolute=True), coarsest)
 
 
-def _scales(one: Tensor, other: Tensor, layout: Layout, multiples: Tensor) -> bool:
+def _scales(one: Tensor, other: Tensor, use: Use, multiples: Tensor) -> bool:
     """Return whether the rows of every point in ``other`` are its multiple of those in ``one``."""
-    a, b = (by_point(t, layout, len(multiples)).flatten(1) for t in (one, other))
+    a, b = (by_point(t, use.layout, len(multiples)).flatten(1) for t in (one, other))
     if not a.numel():
         return True
-    expected = a * multiples.unsqueeze(1).to(a)
+    expected = a * multiples.unsqueeze(1)
     size = expected.abs().amax(1)
     # Rows whose numbers lose digits near the smallest one say nothing.
-    kind = torch.finfo(a.dtype)
+    kind = torch.finfo(use.run.dtype)
     ignored = kind.tiny * (16 if kind.bits == 16 else 1 / kind.eps)
     return bool(((b - expected).abs().amax(1) <= _TOLERANCE * size + ignored).all())
 
 
-def _agree(found: Tensor, wanted: Tensor, size: float, dtype: torch.dtype) -> bool:
-    """Return whether two tensors are equal up to rounding, relative to the sum of their absolute terms."""
+def _agree(found: Tensor, wanted: Tensor, size: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether two tensors are equal up to rounding, relative to the largest entry of ``size``."""
     tolerance = {torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 5e-2)
     if wanted.is_cuda and dtype == torch.float32:
         # Convolutions and products may be rounded to the ten bits of TF32.
         tolerance = 1e-2
     if torch.is_autocast_enabled(wanted.device.type):
         tolerance = max(tolerance, 5e-2)
-    return float((found - wanted).abs().amax()) <= tolerance * size
+    return float((found - wanted).abs().amax()) <= tolerance * float(size.abs().amax())
 
 
 def coarsest_dtype(runs: Iterable[Run], dtype: torch.dtype) -> torch.dtype:
@@ -234,13 +208,6 @@ def _random_like(z: Tensor, seed: int) -> Tensor:
     return torch.randn(z.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(z)
 
 
-def _tamed(x: Inputs) -> Inputs:
-    """Return inputs without infinite, missing and huge numbers."""
-    if not isinstance(x, Tensor):
-        return {k: _tamed(v) if isinstance(v, Tensor) else v for k, v in x.items()}
-    return x.nan_to_num(0.0, 0.0, 0.0).clamp(-10, 10) if x.is_floating_point() else x
-
-
 def refuse_gradients(encoder: nn.Module) -> None:
     """Refuse parameters whose gradients are no derivatives of the outputs.
 
@@ -249,18 +216,12 @@ def refuse_gradients(encoder: nn.Module) -> None:
     """
     for name, p in encoder.named_parameters():
         if p.requires_grad and p.is_complex():
-            msg = (
-                f"model: the parameter {own_name(name)!r} is complex, so the outputs have no Jacobian with respect to "
-                "it. Keep its real and imaginary part as a parameter each, or freeze it."
-            )
+            msg = f"model: the parameter {own_name(name)!r} is complex. Use two real parameters instead, or freeze it."
             raise UnsupportedError(msg)
     for name, module in encoder.named_modules():
         scaled = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.scale_grad_by_freq
         if scaled and module.weight.requires_grad:
-            msg = (
-                f"model: {own_name(name)!r} has scale_grad_by_freq=True, which divides gradients by how often a batch "
-                "has a token; they are no derivatives. Set it to False for the curvature."
-            )
+            msg = f"model: {own_name(name)!r} has scale_grad_by_freq=True: its gradients are no derivatives. Set False."
             raise UnsupportedError(msg)
 
 
@@ -276,8 +237,7 @@ def check_fast_path(encoder: nn.Module, x: Inputs, z: Tensor) -> None:
         other = encoder(x)
     if bool((other - z).abs().amax() > 1e-2 * z.abs().amax()):
         msg = (
-            "model: its outputs with and without gradients differ, because nn.TransformerEncoder puts zeros in padded "
-            "positions where no gradients are asked for, and the outputs depend on these positions. Leave them out of "
-            "the pooling, or use nn.TransformerEncoder(..., enable_nested_tensor=False)."
+            "model: its outputs depend on padded positions, where nn.TransformerEncoder puts zeros without gradients. "
+            "Leave them out of the pooling, or use nn.TransformerEncoder(..., enable_nested_tensor=False)."
         )
         raise UnsupportedError(msg)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, takewhile
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,23 +16,9 @@ from torch.nn import functional as F
 from contrastive_curvature.network.layer_parts import EmbeddingPart, EntryPart, MatrixPart, Part
 from contrastive_curvature.network.recorder import Layout, Run, Use, by_point, fits
 
-Gradients = dict[int, list[Tensor]]
-"""By the ``id`` of a run: the gradient at its output for each of K cotangents. A run that none reaches is left out."""
-
-Stacks = dict[tuple[int, Layout], Tensor]
-"""By run and layout: the gradients of K cotangents, shape (K, n, ...)."""
-
-
-class NotVerifiedError(Exception):
-    """Uses of some parameters have no rule, are other ones than those of the first batch, or disagree with autograd.
-
-    Args:
-        numbers: Of those parameters.
-    """
-
-    def __init__(self, numbers: set[int]) -> None:
-        super().__init__(f"parameters {sorted(numbers)}")
-        self.numbers = numbers
+Gradients = dict[int, Tensor]
+"""By the ``id`` of a run: the gradients at its output for K cotangents, shape (K, *output). A run that none reaches is
+left out."""
 
 
 @dataclass
@@ -52,30 +40,17 @@ class Piece:
         """The runs whose gradients it needs."""
         return [use.run for use in self.uses]
 
-    def gradients(self, found: Gradients, n: int, dtype: torch.dtype, stacks: Stacks | None = None) -> Tensor | None:
-        """Return gradients of K cotangents as the part takes them; ``None`` where none reaches it.
-
-        Args:
-            found: At the runs.
-            n: Number of points.
-            dtype: Of the outputs.
-            stacks: Those of other pieces, which share runs; filled.
-        """
-        stacks = {} if stacks is None else stacks
-        present = [found.get(id(use.run)) for use in self.uses]
-        if all(p is None for p in present):
+    def gradients(self, found: Gradients, n: int) -> Tensor | None:
+        """Return gradients of K cotangents of n points as the part takes them; ``None`` where none reaches it."""
+        reached = [found[id(run)] for run in self.runs if id(run) in found]
+        if not reached:
             return None
-        one = next(p for p in present if p is not None)
         made = []
-        for use, columns in zip(self.uses, present, strict=True):
-            if columns is None:
-                columns = [one[0].new_zeros(()).expand(use.run.shape)] * len(one)
-            key = (id(use.run), use.layout)
-            if key not in stacks:
-                views = [by_point(column.to(dtype), use.layout, n) for column in columns]
-                stacks[key] = views[0].unsqueeze(0) if len(one) == 1 else torch.stack(views)
-            made.append(_ordered(use, stacks[key]))
-        return made[0] if len(made) == 1 else torch.cat(made, dim=made[0].ndim - 2)
+        for use in self.uses:
+            nothing = reached[0].new_zeros(()).expand(len(reached[0]), *use.run.shape)
+            b = by_point(found.get(id(use.run), nothing), use.layout._replace(axis=use.layout.axis + 1), n)
+            made.append(_ordered(use, b.movedim(2, 0)))
+        return made[0] if len(made) == 1 else torch.cat(made, dim=-2)
 
 
 class Tape:
@@ -89,43 +64,52 @@ class Tape:
     def __init__(self, z: Tensor, pieces: list[Piece]) -> None:
         self.z, self.pieces = z, pieces
 
-    def gradients(self, columns: Iterable[Tensor], pieces: Sequence[Piece] | None = None) -> Gradients:
-        """Return gradients of cotangents (n, D) at the runs of some pieces, or of all."""
-        return gradients_at(
-            self.z, [run for p in (self.pieces if pieces is None else pieces) for run in p.runs], columns
-        )
+    @property
+    def axes(self) -> Tensor:
+        """The cotangents of every output alone, shape (D, n, D)."""
+        eye = torch.eye(self.z.shape[1], dtype=self.z.dtype, device=self.z.device)
+        return eye.unsqueeze(1).expand(-1, len(self.z), -1)
+
+    def gradients(self, columns: Tensor, pieces: Sequence[Piece] | None = None) -> Gradients:
+        """Return gradients of cotangents (K, n, D) at the runs of some pieces, or of all."""
+        runs = [run for piece in (self.pieces if pieces is None else pieces) for run in piece.runs]
+        return gradients_at(self.z, runs, columns)
 
     def by_piece(self, columns: Tensor) -> Iterator[tuple[Piece, Tensor]]:
         """Yield pieces with the gradients of columns (K, n, D), without those that none reaches."""
-        found = self.gradients(columns)
-        stacks: Stacks = {}
+        return self.reached(self.gradients(columns))
+
+    def reached(self, found: Gradients) -> Iterator[tuple[Piece, Tensor]]:
+        """Yield pieces with the gradients at their runs, without those that none reaches."""
         for piece in self.pieces:
-            if stacks and not stacks.keys() & {(id(use.run), use.layout) for use in piece.uses}:
-                # Neighbours share runs, as a weight and its bias.
-                stacks.clear()
-            b = piece.gradients(found, len(self.z), self.z.dtype, stacks)
+            b = piece.gradients(found, len(self.z))
             if b is not None:
                 yield piece, b
 
 
-def gradients_at(z: Tensor, runs: Iterable[Run], columns: Iterable[Tensor]) -> Gradients:
-    """Return gradients of cotangents (n, D) of the outputs at some runs."""
+def gradients_at(z: Tensor, runs: Iterable[Run], columns: Tensor) -> Gradients:
+    """Return gradients of cotangents (K, n, D) of the outputs at some runs, in the type of the outputs."""
     distinct = {id(run): run for run in runs}
-    out: Gradients = {}
     if not z.requires_grad or not distinct:
-        return out
+        return {}
     edges = [run.edge for run in distinct.values()]
+    by_run: dict[int, list[Tensor]] = {}
     for column in columns:
         found = torch.autograd.grad(z, edges, column, retain_graph=True, allow_unused=True)
         for key, gradient in zip(distinct, found, strict=True):
             if gradient is not None:
-                out.setdefault(key, []).append(gradient)
+                by_run.setdefault(key, []).append(gradient.to(z.dtype))
+    out: Gradients = {}
+    for key in list(by_run):
+        # One run at a time is held twice.
+        mine = by_run.pop(key)
+        out[key] = mine[0].unsqueeze(0) if len(mine) == 1 else torch.stack(mine)
     return out
 
 
 def make_pieces(
-    uses: Iterable[Use], places: Mapping[tuple[int, int], Layout], z: Tensor, lacking: set[int]
-) -> list[Piece]:
+    uses: Iterable[Use], places: Mapping[tuple[int, int], Layout], z: Tensor, lacking: Collection[int]
+) -> tuple[list[Piece], set[int]]:
     """Sort the uses of a batch by parameter and entries, and prepare what their gradients need.
 
     Args:
@@ -134,13 +118,13 @@ def make_pieces(
         z: The outputs (n, D).
         lacking: Numbers of parameters that are left out.
 
-    Raises:
-        NotVerifiedError: A use is not in ``places``, has another shape, was overwritten, or the uses of a parameter do
-            not add up to pieces.
+    Returns:
+        The pieces; and the numbers of parameters without pieces, because a use is not in ``places``, has another shape
+        or was overwritten, or because their uses do not add up to pieces.
     """
     n, wrong = len(z), set[int]()
     seen: Counter[int] = Counter()
-    groups: list[list[Use]] = []
+    groups: dict[tuple[Any, ...], list[list[Use]]] = {}
     for use in uses:
         number = use.selection.number
         if number in lacking:
@@ -151,14 +135,15 @@ def make_pieces(
             wrong.add(number)
             continue
         use.layout = layout
-        mine = next((group for group in groups if _alike(group[0], use)), None)
+        alike = groups.setdefault(_way(use), [])
+        mine = next((group for group in alike if _same_entries(group[0], use)), None)
         if mine is None:
-            groups.append([use])
+            alike.append([use])
         else:
             mine.append(use)
     pieces: list[Piece] = []
     parts: dict[int, list[Part]] = {}
-    for group in groups:
+    for group in chain.from_iterable(groups.values()):
         number = group[0].selection.number
         part = None if number in wrong else _make_part(group, n, z.dtype)
         if part is None:
@@ -167,39 +152,33 @@ def make_pieces(
             pieces.append(Piece(number, part, group))
             parts.setdefault(number, []).append(part)
     # Squares of sums over several parts are no sums of squares.
-    wrong |= {number for number, several in parts.items() if len(several) > 1 and not _disjoint(several)}
-    if wrong:
-        raise NotVerifiedError(wrong)
-    return pieces
+    wrong |= {number for number, several in parts.items() if _overlap(several)}
+    return [piece for piece in pieces if piece.number not in wrong], wrong
 
 
-def _alike(a: Use, b: Use) -> bool:
-    """Return whether two uses are of the same entries in the same way, so that their positions fit into one row."""
-    if a.selection.number != b.selection.number or _family(a) != _family(b) or _own_shape(a) != _own_shape(b):
-        return False
-    if a.options.get("groups", 1) != b.options.get("groups", 1):
-        return False
+def _way(use: Use) -> tuple[Any, ...]:
+    """Return the parameter, the rule and the shape of the entries, without axes only aligned with an output.
+
+    Positions of uses of the same entries in the same way fit into one row.
+    """
+    kind = "matrix" if use.kind in ("linear", "convolution") else use.kind
+    aligned = takewhile(lambda size: size == 1, use.shape) if use.kind == "entrywise" else ()
+    return use.selection.number, kind, use.shape[len(list(aligned)) :], use.options.get("groups", 1)
+
+
+def _same_entries(a: Use, b: Use) -> bool:
     one, other = a.selection.entries, b.selection.entries
     if one is None or other is None:
         return one is other
     return torch.equal(one.flatten(), other.flatten())
 
 
-def _family(use: Use) -> str:
-    return "matrix" if use.kind in ("linear", "convolution") else use.kind
-
-
-def _own_shape(use: Use) -> tuple[int, ...]:
-    """Return the shape of the entries, without axes that were only aligned with an output."""
-    start = next((j for j, size in enumerate(use.shape) if size > 1), len(use.shape)) if use.kind == "entrywise" else 0
-    return tuple(use.shape[start:])
-
-
-def _disjoint(parts: list[Part]) -> bool:
-    if any(part.entries is None for part in parts):
+def _overlap(parts: list[Part]) -> bool:
+    """Return whether several parts of one parameter share an entry."""
+    if len(parts) < 2:
         return False
-    together = torch.cat([part.entries for part in parts if part.entries is not None])
-    return together.unique().numel() == together.numel()
+    entries = [part.entries for part in parts if part.entries is not None]
+    return len(entries) < len(parts) or torch.cat(entries).unique().numel() < sum(map(len, entries))
 
 
 def _make_part(group: list[Use], n: int, dtype: torch.dtype) -> Part | None:

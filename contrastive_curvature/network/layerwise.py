@@ -18,7 +18,6 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -32,7 +31,7 @@ from contrastive_curvature.hessian.node_blocks import NodeBlocks
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs, few_points, input_length
-from contrastive_curvature.network.kron import ModuleKron, refuse_kron
+from contrastive_curvature.network.kron import kron_factors, kron_kinds, refuse_kron
 from contrastive_curvature.network.layer_proof import (
     Layouts,
     check_fast_path,
@@ -40,14 +39,16 @@ from contrastive_curvature.network.layer_proof import (
     refuse_gradients,
     unproven,
 )
-from contrastive_curvature.network.layer_tape import Gradients, NotVerifiedError, Piece, Tape, make_pieces
+from contrastive_curvature.network.layer_tape import Piece, Tape, make_pieces
 from contrastive_curvature.network.module import ModulePullback
-from contrastive_curvature.network.pullback import KronFactors, own_name
+from contrastive_curvature.network.pullback import KronFactors, chunks, own_name
 from contrastive_curvature.network.recorder import Recorder
 from contrastive_curvature.network.threads import private_copy
 from contrastive_curvature.options import Structure
 
 _T = TypeVar("_T")
+
+_UNKNOWN = Layouts()
 
 _CHUNK_ELEMENTS = 2**25
 """Numbers that the inputs of the layers and one or more gradients of a chunk of points may hold: 128 MiB in float32."""
@@ -68,6 +69,18 @@ _disproven: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """Parameters of encoders that a later batch of a fit used in another way than the first, for the next fit."""
 
 
+class NotVerifiedError(Exception):
+    """Uses of some parameters have no rule, are other ones than those of the first batch, or disagree with autograd.
+
+    Args:
+        numbers: Of those parameters.
+    """
+
+    def __init__(self, numbers: set[int]) -> None:
+        super().__init__(f"parameters {sorted(numbers)}")
+        self.numbers = numbers
+
+
 class LayerwisePullback(ModulePullback):
     """All trainable parameters of any module: ``diag``, ``kron``, cross terms and covariances of the outputs.
 
@@ -79,7 +92,7 @@ class LayerwisePullback(ModulePullback):
 
     Attributes:
         by_func: Numbers of the parameters that go through ``torch.func``.
-        layouts: What a few points told about the layers; ``None`` before the first batch.
+        layouts: What a few points of the first batch told about the layers.
 
     Raises:
         UnsupportedError: Gradients of a parameter are no derivatives.
@@ -90,7 +103,7 @@ class LayerwisePullback(ModulePullback):
         refuse_gradients(encoder)
         self.names = list(self.params)
         self.trainable = [p for name, p in encoder.named_parameters() if name in self.params]
-        self.layouts: Layouts | None = None
+        self.layouts = _UNKNOWN
         self._example: Inputs | None = None
         self.by_func: set[int] = set()
         self.general: ModulePullback | None = None
@@ -101,7 +114,7 @@ class LayerwisePullback(ModulePullback):
 
     def forward(self, x: Inputs) -> tuple[Tensor, Any]:
         """See :meth:`Pullback.forward`."""
-        if self.layouts is None and input_length(x):
+        if self.layouts is _UNKNOWN and input_length(x):
             self._example = few_points(x)
         return super().forward(x)
 
@@ -110,18 +123,11 @@ class LayerwisePullback(ModulePullback):
         if structure is not Structure.DIAG:
             return super().block_term(context, blocks, structure)
 
-        def compute() -> Tensor:
-            out: Tensor | None = None
+        def add(pieces: Sequence[Tensor]) -> None:
             for rows, tape in self.tapes(context):
-                factor = blocks[rows].signed_factor()
-                if out is None:
-                    out = factor.columns.new_zeros(self.n_params)
-                self._add_squares(out, tape, factor.columns, factor.signs)
-            return blocks.u.new_zeros(self.n_params) if out is None else out
+                self._add_squares(pieces, tape, blocks[rows].signed_factor())
 
-        out = self.run_layers(context, compute)
-        self._insert_general(out, lambda general: general.block_term(context, blocks, structure))
-        return out
+        return self._diagonal(blocks.u, context, add, lambda general: general.block_term(context, blocks, structure))
 
     def curvature(self, context: Any, hessian: OutputHessian, structure: Structure) -> Tensor:
         """See :meth:`Pullback.curvature`; in one tile, blocks and cross terms share their backward passes."""
@@ -132,19 +138,14 @@ class LayerwisePullback(ModulePullback):
             return super().curvature(context, hessian, structure)
         columns, weight, rest = shared
 
-        def compute() -> Tensor:
-            out = hessian.z.new_zeros(self.n_params)
-            pieces = self.split(out)
+        def add(pieces: Sequence[Tensor]) -> None:
             tape = self.tape(context, prove=True)
             for group, _ in self.backward(tape, columns, columns[..., 0]):
                 for piece, b in group:
-                    _add(pieces[piece.number], piece, piece.part.weighted(b, piece.part, b, weight))
-            self._add_squares(out, tape, rest.columns, rest.signs)
-            return out
+                    pieces[piece.number][piece.part.place] += piece.part.weighted(b, piece.part, b, weight)
+            self._add_squares(pieces, tape, rest)
 
-        out = self.run_layers(context, compute)
-        self._insert_general(out, lambda general: general.curvature(context, hessian, structure))
-        return out
+        return self._diagonal(hessian.z, context, add, lambda general: general.curvature(context, hessian, structure))
 
     def cross_term(self, rows_context: Any, columns_context: Any, cross: CrossBlocks, structure: Structure) -> Tensor:
         """See :meth:`Pullback.cross_term`; the diagonal without a Jacobian of the network."""
@@ -153,18 +154,16 @@ class LayerwisePullback(ModulePullback):
         if not all(cross.shape):
             return cross.u_rows.new_zeros(self.n_params)
 
-        def compute() -> Tensor:
-            out = cross.u_rows.new_zeros(self.n_params)
-            pieces = self.split(out)
+        def add(pieces: Sequence[Tensor]) -> None:
             left = self.tape(rows_context, prove=True)
             right = left if cross.symmetric else self.tape(columns_context, prove=True)
             for piece, found in _cross_diagonals(left, right, cross):
-                _add(pieces[piece.number], piece, found)
-            return out
+                pieces[piece.number][piece.part.place] += found
 
-        out = self.run_layers(rows_context, compute)
-        self._insert_general(out, lambda general: general.cross_term(rows_context, columns_context, cross, structure))
-        return out
+        def general(pullback: ModulePullback) -> Tensor:
+            return pullback.cross_term(rows_context, columns_context, cross, structure)
+
+        return self._diagonal(cross.u_rows, rows_context, add, general)
 
     def kron_factors(self, context: Any, blocks: Blocks, n_data: int) -> KronFactors:
         """See :meth:`Pullback.kron_factors`.
@@ -173,9 +172,8 @@ class LayerwisePullback(ModulePullback):
             UnsupportedError: A parameter has other factors in this batch than in the batches before, so that their sum
                 would have no meaning.
         """
-        kron = ModuleKron(self)
-        factors = kron.factors(context, blocks, n_data)
-        kinds = kron.kinds()
+        factors = kron_factors(self, context, blocks, n_data)
+        kinds = kron_kinds(self)
         if self._kinds is not None and kinds != self._kinds:
             changed = [k for k, (old, new) in enumerate(zip(self._kinds, kinds, strict=True)) if old != new]
             name = own_name(self.names[changed[0]])
@@ -200,12 +198,8 @@ class LayerwisePullback(ModulePullback):
             out = []
             for _, tape in self.tapes(context, columns=dim, prove=True):
                 covariance = tape.z.new_zeros(len(tape.z), dim, dim)
-                found = _axes(tape)
-                for piece in tape.pieces:
-                    b = piece.gradients(found, len(tape.z), tape.z.dtype)
-                    if b is not None:
-                        place = slice(None) if piece.part.entries is None else piece.part.entries
-                        covariance += piece.part.covariance(b, own[piece.number][place])
+                for piece, b in tape.by_piece(tape.axes):
+                    covariance += piece.part.covariance(b, own[piece.number][piece.part.place])
                 out.append(covariance)
             return torch.cat(out) if out else variance.new_zeros(0, dim, dim)
 
@@ -218,20 +212,20 @@ class LayerwisePullback(ModulePullback):
 
     def tile_size(self, structure: Structure, dim: int) -> int:
         """See :meth:`Pullback.tile_size`; for diagonals as many points as one graph may have."""
-        if structure is not Structure.DIAG or (self.layouts is None and self._example is None):
+        if structure is not Structure.DIAG or (self.layouts is _UNKNOWN and self._example is None):
             return super().tile_size(structure, dim)
-        with _gradients():
-            layouts = self._layouts_of(self._example)
+        self.run_layers(self._example, lambda: None)
         if self.general is not None:
             return min(_TILE_POINTS, self.general.tile_size(structure, dim))
-        return max(1, min(_TILE_POINTS, 4 * _CHUNK_ELEMENTS // (layouts.inputs + 2 * layouts.gradients)))
+        size = self.layouts.inputs + 2 * self.layouts.gradients
+        return max(1, min(_TILE_POINTS, 4 * _CHUNK_ELEMENTS // size))
 
     def run_layers(self, context: Any, compute: Callable[[], _T]) -> _T:
         """Compute something from the layers; again, where a batch turns out to use parameters in another way."""
-        with _gradients():
+        with torch.inference_mode(False), torch.enable_grad():
+            if self.layouts is _UNKNOWN and input_length(context):
+                self._analyse(context)
             while True:
-                if input_length(context):
-                    self._layouts_of(context)
                 try:
                     with torch.no_grad():
                         return compute()
@@ -240,19 +234,15 @@ class LayerwisePullback(ModulePullback):
 
     def tapes(self, context: Any, columns: int = 1, prove: bool = False) -> Iterator[tuple[slice, Tape]]:
         """Yield runs of chunks of points, of bounded memory, for gradients of some columns at once."""
-        n = input_length(context)
-        size = 1 if self.layouts is None else self.layouts.inputs + (1 + columns) * self.layouts.gradients
-        step = max(1, _CHUNK_ELEMENTS * (1 if columns == 1 else 2) // max(1, size))
-        for start in range(0, n, step):
-            rows = slice(start, min(start + step, n))
+        size = self.layouts.inputs + (1 + columns) * self.layouts.gradients
+        for rows in chunks(input_length(context), _CHUNK_ELEMENTS * (1 if columns == 1 else 2) // size):
             yield rows, self.tape(self.slice_context(context, rows), prove)
 
     def backward(
         self, tape: Tape, columns: Tensor, signs: Tensor
     ) -> Iterator[tuple[Iterator[tuple[Piece, Tensor]], Tensor]]:
         """Yield the gradients of all pieces for columns (K, n, D) and the signs (K, n), several columns at a time."""
-        size = 1 if self.layouts is None else self.layouts.gradients
-        step = max(1, _COLUMN_ELEMENTS // max(1, len(tape.z) * size))
+        step = max(1, _COLUMN_ELEMENTS // max(1, len(tape.z) * self.layouts.gradients))
         for v, s in zip(columns.split(step), signs.split(step), strict=True):
             yield tape.by_piece(v), s
 
@@ -270,25 +260,26 @@ class LayerwisePullback(ModulePullback):
             self._trusted = True
             return tape
         wrong = unproven(tape, self.trainable, self.by_func)
-        if not wrong:
-            return tape
-        if self._trusted:
+        if wrong and self._trusted:
             self._refuse_sum(wrong)
-        raise NotVerifiedError(wrong)
+        if wrong:
+            raise NotVerifiedError(wrong)
+        return tape
 
     def split(self, flat: Tensor) -> Sequence[Tensor]:
         """Return views of a vector (P,), one a parameter."""
         return flat.split([p.numel() for p in self.trainable])
 
     def _record(self, context: Any) -> Tape:
-        layouts = self._layouts_of(context)
         x = _plain(context)
-        with torch.enable_grad(), Recorder(list(self.trainable), layouts.lookups) as recorder:
+        with torch.enable_grad(), Recorder(list(self.trainable), self.layouts.lookups) as recorder:
             z = self._running(x)
         check_fast_path(self._running, x, z)
-        if recorder.unknown - self.by_func:
-            raise NotVerifiedError(recorder.unknown - self.by_func)
-        return Tape(z, make_pieces(recorder.uses, layouts.places, z, self.by_func))
+        pieces, wrong = make_pieces(recorder.uses, self.layouts.places, z, self.by_func | recorder.unknown)
+        wrong |= recorder.unknown - self.by_func
+        if wrong:
+            raise NotVerifiedError(wrong)
+        return Tape(z, pieces)
 
     def _refuse_sum(self, numbers: set[int]) -> None:
         """Refuse sums over batches that may be wrong, and remember the parameters for the next fit.
@@ -299,44 +290,60 @@ class LayerwisePullback(ModulePullback):
         names = {self.names[k] for k in numbers}
         _disproven.setdefault(self.encoder.model, set()).update(names)
         msg = (
-            f"model: a later batch uses {_listed(names)} in another way than the first, as an encoder does that sorts "
-            "points or branches on their values, and the sums over the batches before may be wrong. Fit once more: the "
-            "Jacobians of these parameters are then taken point by point, which is exact and slow."
+            f"model: a later batch uses {_listed(names)} in another way than the first: the sums over the batches "
+            "before may be wrong. Fit once more; these Jacobians are then taken point by point, exact and slow."
         )
         raise UnsupportedError(msg)
 
-    def _add_squares(self, out: Tensor, tape: Tape, columns: Tensor, signs: Tensor) -> None:
-        """Add ``sum_ki sign_ki (J_i^T v_ki)^2`` of columns (K, n, D)."""
-        pieces = self.split(out)
-        for group, s in self.backward(tape, columns, signs):
+    def _diagonal(
+        self,
+        like: Tensor,
+        context: Any,
+        add: Callable[[Sequence[Tensor]], None],
+        general: Callable[[ModulePullback], Tensor],
+    ) -> Tensor:
+        """Return a vector (P,), of the type of another tensor.
+
+        Args:
+            like: The other tensor.
+            context: Of some points.
+            add: Adds what the layers give to the pieces of the vector, one a parameter.
+            general: Computes the pieces of the parameters that go through ``torch.func``.
+        """
+
+        def compute() -> Tensor:
+            out = like.new_zeros(self.n_params)
+            add(self.split(out))
+            return out
+
+        out = self.run_layers(context, compute)
+        if self.general is not None:
+            with torch.no_grad():
+                found = self.general._split(general(self.general))
+            for name, piece in zip(self.names, self.split(out), strict=True):
+                if name in found:
+                    piece.copy_(found[name].flatten())
+        return out
+
+    def _add_squares(self, pieces: Sequence[Tensor], tape: Tape, factor: SignedFactor) -> None:
+        """Add ``sum_ki sign_ki (J_i^T v_ki)^2`` of columns (K, n, D) to the pieces of a vector."""
+        for group, signs in self.backward(tape, factor.columns, factor.signs):
             for piece, b in group:
-                _add(pieces[piece.number], piece, piece.part.diagonal(b, s))
+                pieces[piece.number][piece.part.place] += piece.part.diagonal(b, signs)
 
-    def _insert_general(self, flat: Tensor, compute: Callable[[ModulePullback], Tensor]) -> None:
-        """Put what ``torch.func`` computes in the places of its parameters."""
-        if self.general is None:
-            return
-        with torch.no_grad():
-            found = compute(self.general)
-        pieces, mine = self.split(flat), sorted(self.by_func)
-        for number, values in zip(mine, found.split([self.trainable[k].numel() for k in mine]), strict=True):
-            pieces[number].copy_(values)
-
-    def _layouts_of(self, context: Any) -> Layouts:
+    def _analyse(self, context: Any) -> None:
         """Analyse the layers with a few points of the first batch."""
-        if self.layouts is None:
-            few = _plain(few_points(context))
-            self.layouts = find_layouts(self._running, self.trainable, few)
-            known = _disproven.get(self.encoder.model, set())
-            self.by_func = {*self.layouts.lacking, *(k for k, name in enumerate(self.names) if name in known)}
-            try:
-                wrong = unproven(self._record(few), self.trainable, self.by_func)
-            except NotVerifiedError as error:
-                wrong = error.numbers
-            lacking, self.by_func = self.by_func | wrong, set()
-            if lacking:
-                self._give_up(lacking)
-        return self.layouts
+        few = _plain(few_points(context))
+        self.layouts = find_layouts(self._running, self.trainable, few)
+        known = _disproven.get(self.encoder.model, set())
+        self.by_func = {*self.layouts.lacking, *(k for k, name in enumerate(self.names) if name in known)}
+        try:
+            wrong = unproven(self._record(few), self.trainable, self.by_func)
+        except NotVerifiedError as error:
+            wrong = error.numbers
+        lacking, self.by_func = self.by_func | wrong, set()
+        if lacking:
+            self._give_up(lacking)
 
     def _give_up(self, numbers: set[int]) -> None:
         """Take parameters through ``torch.func`` from now on."""
@@ -357,13 +364,6 @@ def _listed(names: Iterable[str]) -> str:
     return f"{len(own)} parameters ({shown})"
 
 
-def _add(target: Tensor, piece: Piece, found: Tensor) -> None:
-    if piece.part.entries is None:
-        target += found
-    else:
-        target.index_add_(0, piece.part.entries, found)
-
-
 def _without_backward_hooks(encoder: Encoder) -> Encoder:
     """Return the encoder, or a copy where hooks would compute for the user in every backward pass (BackPACK's do)."""
     if not any(module._backward_hooks or module._backward_pre_hooks for module in encoder.modules()):
@@ -372,12 +372,6 @@ def _without_backward_hooks(encoder: Encoder) -> Encoder:
         return private_copy(encoder, backward_hooks=False)
     except Exception:
         return encoder
-
-
-@contextmanager
-def _gradients() -> Iterator[None]:
-    with torch.inference_mode(False), torch.enable_grad():
-        yield
 
 
 def _plain(x: Any) -> Any:
@@ -420,50 +414,40 @@ def _cross_diagonals(left: Tape, right: Tape, cross: CrossBlocks) -> Iterator[tu
     numbers = [[piece.number for piece in tape.pieces] for tape in (left, right)]
     if numbers[0] != numbers[1]:
         raise NotVerifiedError({*numbers[0], *numbers[1]})
-    if cross.c is None and cross.roots is None:
-        # One axis at a time; the gradients of all axes at all layers are never held.
-        sides = [(left, tangent_axes(cross.u_rows, cross.n_rows).transpose(0, 1))]
-        if right is not left:
-            sides.append((right, tangent_axes(cross.u_columns, cross.n_columns).transpose(0, 1)))
-        for k in range(left.z.shape[1]):
-            for pair in zip(*(tape.by_piece(axes[k : k + 1]) for tape, axes in sides), strict=False):
-                (piece, a), (other, b) = pair[0], pair[-1]
-                if other.number != piece.number:
-                    raise NotVerifiedError({piece.number, other.number})
-                yield piece, piece.part.weighted(a, other.part, b, -cross.y)
-        return
     pairs = list(zip(left.pieces, right.pieces, strict=True))
+    if cross.c is None and cross.roots is None:
+        of_rows, of_columns = tangent_axes(cross.u_rows, cross.n_rows), tangent_axes(cross.u_columns, cross.n_columns)
+        # One axis at a time; the gradients of all axes at all layers are never held.
+        for a, b in zip(of_rows.transpose(0, 1).split(1), of_columns.transpose(0, 1).split(1), strict=True):
+            for one, rows, other, columns in _at_both(left, right, pairs, a, b):
+                yield one, one.part.weighted(rows, other.part, columns, -cross.y)
+        return
     points = len(left.z) + (0 if right is left else len(right.z))
     for group in _groups(pairs, left.z.shape[1] * points // max(1, len(left.z))):
-        of_left = _axes(left, [a for a, _ in group])
-        of_right = of_left if right is left else _axes(right, [b for _, b in group])
-        for one, other in group:
-            rows = one.gradients(of_left, len(left.z), left.z.dtype)
-            columns = rows if right is left else other.gradients(of_right, len(right.z), right.z.dtype)
-            if rows is not None and columns is not None:
-                yield one, one.part.cross(rows, other.part, columns, cross)
+        for one, rows, other, columns in _at_both(left, right, group, left.axes, right.axes):
+            yield one, one.part.cross(rows, other.part, columns, cross)
 
 
-def _axes(tape: Tape, pieces: Sequence[Piece] | None = None) -> Gradients:
-    """Return the gradients of every output at the runs of some pieces, or of all."""
-    axes = torch.eye(tape.z.shape[1], dtype=tape.z.dtype, device=tape.z.device)
-    return tape.gradients((axis.expand(len(tape.z), -1) for axis in axes), pieces)
+def _at_both(
+    left: Tape, right: Tape, pairs: list[tuple[Piece, Piece]], of_left: Tensor, of_right: Tensor
+) -> Iterator[tuple[Piece, Tensor, Piece, Tensor]]:
+    """Yield pairs of pieces, each with its gradients of columns (K, n, D) at its side, where both are reached."""
+    at_left = left.gradients(of_left, [one for one, _ in pairs])
+    at_right = at_left if right is left else right.gradients(of_right, [other for _, other in pairs])
+    for one, other in pairs:
+        rows = one.gradients(at_left, len(left.z))
+        columns = rows if right is left else other.gradients(at_right, len(right.z))
+        if rows is not None and columns is not None:
+            yield one, rows, other, columns
 
 
 def _groups(pairs: list[tuple[Piece, Piece]], copies: int) -> Iterator[list[tuple[Piece, Piece]]]:
     """Yield pieces whose gradients fit into memory together, from the last layers, whose passes are short, on."""
     group: list[tuple[Piece, Piece]] = []
-    runs: set[int] = set()
-    held = 0
     for pair in reversed(pairs):
-        new = {id(run): run for run in pair[0].runs if id(run) not in runs}
-        size = copies * sum(run.shape.numel() for run in new.values())
-        if group and held + size > _HELD_ELEMENTS:
+        runs = {id(run): run for piece, _ in [*group, pair] for run in piece.runs}
+        if group and copies * sum(run.shape.numel() for run in runs.values()) > _HELD_ELEMENTS:
             yield group
-            group, runs, held = [], set(), 0
-            size = copies * sum(run.shape.numel() for run in pair[0].runs)
+            group = []
         group.append(pair)
-        runs.update(id(run) for run in pair[0].runs)
-        held += size
-    if group:
-        yield group
+    yield group

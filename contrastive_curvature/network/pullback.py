@@ -27,6 +27,12 @@ JACOBIAN_ELEMENTS = 2**25
 """Numbers that a chunk of Jacobians may hold: 128 MiB in float32."""
 
 
+def chunks(n: int, step: int) -> Iterator[slice]:
+    """Yield slices of ``step`` of n rows at a time, but of one at least."""
+    for start in range(0, n, max(1, step)):
+        yield slice(start, min(start + max(1, step), n))
+
+
 def own_name(name: str) -> str:
     """Return the name that a parameter of an analysed encoder has in the user's model."""
     return name.removeprefix("model.")
@@ -139,8 +145,7 @@ class Pullback(ABC):
         out = self.block_term(context, hessian.blocks, structure)
         if not hessian.coupled:
             return out
-        n, step = len(hessian), self.tile_size(structure, hessian.z.shape[1])
-        tiles = [slice(k, min(k + step, n)) for k in range(0, n, step)]
+        tiles = list(chunks(len(hessian), self.tile_size(structure, hessian.z.shape[1])))
         for rows in tiles:
             left = context if len(tiles) == 1 else self.slice_context(context, rows)
             for columns in tiles:
@@ -179,11 +184,8 @@ class Pullback(ABC):
         """Return covariances (N, D, D) of linearised outputs, ``J diag(v) J^T``, for variances (P,) of parameters."""
         dim = self._dim(context)
         out = variance.new_zeros(input_length(context), dim, dim)
-        eye = torch.eye(dim, dtype=variance.dtype, device=variance.device)
-        step = max(1, JACOBIAN_ELEMENTS // max(1, self.width * dim))
-        for start in range(0, len(out), step):
-            rows = slice(start, min(start + step, len(out)))
-            jacobian = self.vjp(self.slice_context(context, rows), eye.expand(rows.stop - start, dim, dim))
+        for rows in chunks(len(out), self._points_at_once(dim)):
+            jacobian = self.jacobians(self.slice_context(context, rows), out[rows, 0])
             out[rows] = (jacobian * variance) @ jacobian.mT
         return out
 
@@ -215,6 +217,10 @@ class Pullback(ABC):
 
     def tile_size(self, structure: Structure, dim: int) -> int:
         """Return how many points with D outputs a tile of the cross terms may have on each side."""
+        return self._points_at_once(dim)
+
+    def _points_at_once(self, dim: int) -> int:
+        """Return how many points may have their Jacobians of D outputs in memory."""
         return max(1, JACOBIAN_ELEMENTS // max(1, self.width * dim))
 
     def _dim(self, context: Any) -> int:
@@ -243,18 +249,13 @@ class Pullback(ABC):
     def _block_full(self, context: Any, blocks: Blocks) -> Tensor:
         n, dim = blocks.u.shape
         out = blocks.u.new_zeros(self.n_params, self.n_params)
-        step = max(1, JACOBIAN_ELEMENTS // max(1, self.width * dim))
-        for start in range(0, n, step):
-            rows = slice(start, min(start + step, n))
+        for rows in chunks(n, self._points_at_once(dim)):
             jacobian = self.jacobians(self.slice_context(context, rows), blocks.u[rows])
             out += jacobian.flatten(0, 1).T @ blocks[rows].matmul(jacobian).flatten(0, 1)
         return out
 
     def _chunks(self, n: int, dim: int) -> Iterator[tuple[slice, slice]]:
         """Yield points by output axes, such that a chunk of Jacobian rows stays within bounds."""
-        step = max(1, JACOBIAN_ELEMENTS // max(1, self.width * dim))
-        for start in range(0, n, step):
-            rows = slice(start, min(start + step, n))
-            few = min(dim, max(1, JACOBIAN_ELEMENTS // max(1, (rows.stop - start) * self.width)))
-            for first in range(0, dim, few):
-                yield rows, slice(first, min(first + few, dim))
+        for rows in chunks(n, self._points_at_once(dim)):
+            for axes in chunks(dim, JACOBIAN_ELEMENTS // max(1, (rows.stop - rows.start) * self.width)):
+                yield rows, axes

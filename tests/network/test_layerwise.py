@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -347,6 +348,25 @@ def test_second_derivatives_of_the_loss_in_the_cosines(device: str) -> None:
         columns = jacobian.view(*z.shape, -1).to(device)
         truth = (columns * cross.matmul(columns)).sum((0, 1))
         assert close(found, truth, tolerance=1e-9)
+
+
+@pytest.mark.parametrize("second_derivatives", [False, True])
+def test_tiles_of_one_position_and_of_several(second_derivatives: bool, device: str) -> None:
+    torch.manual_seed(0)
+    model = Lambda(lambda m, x: m.c(torch.tanh(m.a(x)).sum(1)), a=nn.Linear(4, 5), c=nn.Linear(5, 3))
+    model = model.double().to(device)
+    tiles = [torch.randn(3, positions, 4, dtype=torch.float64, device=device) for positions in (1, 3)]
+    z = torch.cat([model(tile).detach() for tile in tiles])
+    whole = cc.output_hessian(z, LABELS.to(device), pd_fix="full", margin=None)
+    for left, right in ((0, 1), (1, 0)):
+        sides = [slice(3 * side, 3 * side + 3) for side in (left, right)]
+        cross = whole.cross(*sides)
+        if second_derivatives:
+            cross = replace(cross, c=torch.linspace(-1, 1, 9, dtype=z.dtype, device=device).view(3, 3))
+        jacobians = [dense_jacobian(model, tiles[side]).view(3, 3, -1) for side in (left, right)]
+        truth = (jacobians[0] * cross.matmul(jacobians[1])).sum((0, 1))
+        pullback = LayerwisePullback(Encoder(model, tiles[1]))
+        assert close(pullback.cross_term(tiles[left], tiles[right], cross, Structure.DIAG), truth, tolerance=1e-9)
 
 
 def test_one_point_no_point_one_output_and_frozen_parameters(device: str) -> None:
