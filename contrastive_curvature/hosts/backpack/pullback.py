@@ -18,7 +18,7 @@ from contrastive_curvature.network import pullback
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.layerwise import LayerwisePullback
-from contrastive_curvature.network.threads import private_copy
+from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.options import Structure
 
 _T = TypeVar("_T")
@@ -136,7 +136,10 @@ class BackPackPullback(LayerwisePullback):
                 f"place, or that a copy does not share?). {ADVICE}"
             )
             raise UnsupportedError(msg)
-        wanted = _attempt("autograd", lambda: self._autograd_product(few, v))
+        with torch.inference_mode(False):
+            # Without the hooks of a model that its user extended, which would overwrite or delete what it keeps.
+            autograd = ModulePullback(self._running)
+            wanted = _attempt("autograd", lambda: autograd.vjp_sum(few.clone(), v.clone()))
         check_finite(wanted, self, "the first batch")
         factor = SignedFactor(v.unsqueeze(0), v.new_ones(1, len(v)))
         products, diagonals = _attempt("a backward pass", lambda: run.pull(factor, CurvatureFactor(), DiagCurvature()))
@@ -156,19 +159,6 @@ class BackPackPullback(LayerwisePullback):
             )
             raise UnsupportedError(msg)
         self._agrees = True
-
-    def _autograd_product(self, x: Tensor, v: Tensor) -> Tensor:
-        """Return ``sum_i J_i^T v_i`` by autograd through the encoder, shape (P,); zero for unused parameters."""
-        params = self.hosted.params
-        # In a copy, BackPACK's hooks neither overwrite nor delete what a model that its user extended keeps.
-        own = private_copy(self.encoder, backward_hooks=False)
-        with torch.inference_mode(False), torch.enable_grad():
-            z = own(x.detach().clone())
-            found: tuple[Tensor | None, ...] = (None,) * len(params)
-            if z.requires_grad and params:
-                found = torch.autograd.grad(z, params, v.clone(), allow_unused=True)
-        parts = [torch.zeros_like(p) if g is None else g for g, p in zip(found, params, strict=True)]
-        return torch.cat([v.new_zeros(0), *(part.detach().flatten() for part in parts)])
 
 
 def _attempt(what: str, compute: Callable[[], _T]) -> _T:
