@@ -67,7 +67,8 @@ def versine(cosine: Tensor) -> Tensor:
     return _within(1 - cosine, 0.0, 2.0)
 
 
-def _row_kappas(name: str, value: object, directions: Tensor) -> Tensor:
+def row_kappas(name: str, value: object, directions: Tensor) -> Tensor:
+    """Return the concentrations of directions (rows, D): shape (rows,), or () for one of all."""
     checked = check_kappa(value, name)
     rows = directions.shape[0]
     if tuple(checked.shape) not in ((), (rows,)):
@@ -80,7 +81,7 @@ def _pairs(mu: object, kappa: object, proxy_mu: object, proxy_kappa: object) -> 
     """Check the arguments of a distance and pair every embedding with every proxy, by one matrix product."""
     u, p = checked_directions("mu", mu), checked_directions("proxy_mu", proxy_mu)
     dtype = common_dtype(mu=u, proxy_mu=p)
-    k, other = _row_kappas("kappa", kappa, u), _row_kappas("proxy_kappa", proxy_kappa, p)
+    k, other = row_kappas("kappa", kappa, u), row_kappas("proxy_kappa", proxy_kappa, p)
     apart = versine((u.to(dtype) @ p.to(dtype).T).double())
     dtype = torch.promote_types(torch.promote_types(dtype, k.dtype), other.dtype)
     column, row = k.double().expand(u.shape[0])[:, None], other.double().expand(p.shape[0])[None]

@@ -28,7 +28,7 @@ from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.vmf.checks import broadcast_batch, check_kappa, unit
 from contrastive_curvature.vmf.density import log_density_at_mode
-from contrastive_curvature.vmf.distances import checked_directions, common_dtype, versine
+from contrastive_curvature.vmf.distances import checked_directions, common_dtype, row_kappas, versine
 from contrastive_curvature.vmf.sampling import rsample
 
 
@@ -100,16 +100,17 @@ def _all_pairs(u: Tensor, m: Tensor, kappa: Tensor, normalized: bool) -> Tensor:
     return log_prob - u.shape[-1] * stretch.log() if normalized else log_prob
 
 
-def _checked_proxies(u: Tensor, proxy_mu: object, proxy_kappa: object, normalized: object) -> tuple[Tensor, Tensor]:
-    """Return directions and concentrations of nivMF proxies, both (C, D), in the space of the directions ``u``."""
+def _checked(mu: object, proxy_mu: object, proxy_kappa: object, normalized: object) -> tuple[Tensor, Tensor, Tensor]:
+    """Return directions (B, D), and directions and concentrations of nivMF proxies (C, D), in one dtype."""
     validate.flag("normalized", normalized)
+    u = checked_directions("mu", mu)
     p = checked_directions("proxy_mu", proxy_mu)
     k = _axis_kappas("proxy_kappa", proxy_kappa)
     if k.shape != p.shape:
         hint = f"To use one concentration for all axes, call .expand({tuple(p.shape)}) on a column."
         raise InputError(expected("proxy_kappa", f"shape {tuple(p.shape)}, that of proxy_mu", tuple(k.shape), hint))
-    common_dtype(mu=u, proxy_mu=p, proxy_kappa=k)
-    return p, k
+    dtype = common_dtype(mu=u, proxy_mu=p, proxy_kappa=k)
+    return u.to(dtype), p.to(dtype), k.to(dtype)
 
 
 def nivmf_distance(mu: Tensor, proxy_mu: Tensor, proxy_kappa: Tensor, *, normalized: bool = True) -> Tensor:
@@ -126,10 +127,7 @@ def nivmf_distance(mu: Tensor, proxy_mu: Tensor, proxy_kappa: Tensor, *, normali
 
     Source: Eq. 22.
     """
-    u = checked_directions("mu", mu)
-    p, k = _checked_proxies(u, proxy_mu, proxy_kappa, normalized)
-    dtype = torch.promote_types(torch.promote_types(u.dtype, p.dtype), k.dtype)
-    return -_all_pairs(u.to(dtype), p.to(dtype), k.to(dtype), normalized)
+    return -_all_pairs(*_checked(mu, proxy_mu, proxy_kappa, normalized), normalized)
 
 
 def _log_likelihoods(
@@ -142,16 +140,9 @@ def _log_likelihoods(
     normalized: bool,
 ) -> Tensor:
     """Return the log-likelihoods (n_samples, B, C) of samples of every embedding under every proxy."""
-    u = checked_directions("mu", mu)
-    p, k = _checked_proxies(u, proxy_mu, proxy_kappa, normalized)
-    rows = u.shape[0]
-    shape = tuple(check_kappa(kappa).shape)
-    if shape not in ((), (rows,)):
-        raise InputError(expected("kappa", f"shape ({rows},), one for each row of mu, or ()", shape))
-    dtype = torch.promote_types(torch.promote_types(u.dtype, p.dtype), k.dtype)
-    samples = rsample(u.to(dtype), kappa, n_samples, generator)
-    flat = samples.reshape(n_samples * rows, u.shape[1])
-    return _all_pairs(flat, p.to(dtype), k.to(dtype), normalized).reshape(n_samples, rows, p.shape[0])
+    u, p, k = _checked(mu, proxy_mu, proxy_kappa, normalized)
+    samples = rsample(u, row_kappas("kappa", kappa, u), n_samples, generator)
+    return _all_pairs(samples.flatten(0, 1), p, k, normalized).unflatten(0, samples.shape[:2])
 
 
 def el_nivmf_distance(
