@@ -94,19 +94,6 @@ def pair_kinds(
 
 
 @st.composite
-def cases(draw: st.DrawFn, max_points: int = 7, max_dim: int = 4) -> Case:
-    """Points near each other and far apart, of norms from 0.1 to 10, with pairs and options."""
-    n, dim = draw(st.integers(1, max_points)), draw(st.integers(1, max_dim))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
-    spread = draw(st.sampled_from((0.1, 1.0)))
-    centre = torch.randn(1, dim, generator=generator, dtype=torch.float64)
-    z = centre + spread * torch.randn(n, dim, generator=generator, dtype=torch.float64)
-    z = z * 10 ** (2 * torch.rand(n, 1, generator=generator, dtype=torch.float64) - 1)
-    labels, pairs = draw(pair_kinds(n, generator))
-    return Case(z, labels, pairs, draw(options))
-
-
-@st.composite
 def network_cases(
     draw: st.DrawFn,
     max_points: int = 6,

@@ -9,6 +9,7 @@ import torch
 from devices import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import Case, cases, close, network_cases
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -16,7 +17,6 @@ from contrastive_curvature.hessian.blocks import UnrepresentableError
 from contrastive_curvature.losses import row_derivatives
 from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.pairs import relation
-from contrastive_curvature.testing.cases import Case, cases, close, network_cases
 from contrastive_curvature.testing.oracle import AnchorCase, anchor_hessian, dense_jacobian, masks_of
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
