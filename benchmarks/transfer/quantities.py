@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.transfer.compact import Compact
-from contrastive_curvature.embedding.known import Standard
+from contrastive_curvature.embedding.known import Reference
 
 __all__ = ["COMBINATIONS", "QUANTITIES", "WITH_VARIANCE", "Encoder", "Numbers", "columns", "log"]
 
@@ -74,7 +74,8 @@ class Encoder:
         if variance not in self._logs:
             exponents = np.array(list(QUANTITIES.values()), dtype=float).T
             logs = {one: v @ exponents for one, v in self.logs(variance).items()}
-            standard = Standard.of(torch.from_numpy(logs["train"]))
+            train = torch.from_numpy(logs["train"])
+            standard = Reference.of(train, train)
             location, scale = standard.location.numpy(), standard.scale.numpy()
             self._logs[variance] = {one: (v - location) / scale for one, v in logs.items()}
         return self._logs[variance]

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.embedding.known import Judge
 from contrastive_curvature.embedding.spread import Axes, Dense, Diagonal, Joint, Samples, Spread, taken
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.fit.class_centres import ClassCentres, same_centres
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.vmf.checks import unit
 
-__all__ = ["EmbeddingDistribution", "InvalidRowsError", "turning_angle", "with_invalid_rows"]
+if TYPE_CHECKING:
+    from contrastive_curvature.laplace.calibration import Judge
 
 _Arguments = ParamSpec("_Arguments")
 

@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,21 +17,6 @@ from contrastive_curvature.errors import InputError, expected
 
 if TYPE_CHECKING:
     from contrastive_curvature.embedding.distribution import EmbeddingDistribution
-
-__all__ = [
-    "BELOW",
-    "ROUNDING",
-    "Judge",
-    "OptimisticPValueWarning",
-    "Reference",
-    "Standard",
-    "check_alpha",
-    "combine",
-    "components",
-    "points_needed",
-    "split",
-    "statistic_name",
-]
 
 _WITH_FEATURES = ("log V/|phi|", "log V/|phi|^2", "-log n")
 _WITHOUT = ("log V", "log V/n^2", "-log n")
@@ -61,35 +45,13 @@ class OptimisticPValueWarning(UserWarning):
     """A p-value is relative to inputs that the encoder was trained on, so it is too small for other known inputs."""
 
 
-class Judge(Protocol):
-    """Answers what an embedding is asked about known inputs; a posterior gives one to each of its predictions."""
+def statistic_name(with_features: bool) -> str:
+    """Return the name of the statistic.
 
-    def novelty(self, embedding: EmbeddingDistribution) -> Tensor:
-        """Return the statistic, shape (B,)."""
-
-    def p_value(self, embedding: EmbeddingDistribution) -> Tensor:
-        """Return p-values, shape (B,)."""
-
-    def is_known(self, embedding: EmbeddingDistribution, alpha: float) -> Tensor:
-        """Return whether the p-values are above ``alpha``, shape (B,)."""
-
-    def rows(self, rows: Tensor) -> Judge:
-        """Return the judge of some of the embeddings; -1 is a row of NaN."""
-
-    def fixed(self, embedding: EmbeddingDistribution) -> Judge:
-        """Return a judge that no longer looks at the embedding, which is about to be rounded."""
-
-    def joined(self, judges: Sequence[Judge | None], embeddings: Sequence[EmbeddingDistribution]) -> Judge | None:
-        """Return the judge of a concatenation that begins with this one's embedding, if there is one of all parts."""
-
-
-def statistic_name(with_features: bool) -> tuple[str, int]:
-    """Return the name of the statistic and the number K of its components.
-
-    Saved calibrations carry the name, so it must change whenever :func:`components` or :func:`combine` does.
+    Saved calibrations carry it, so it must change whenever :func:`components` or :func:`combine` does.
     """
     names = _WITH_FEATURES if with_features else _WITHOUT
-    return f"soft maximum of standardised {', '.join(names)} and minus half the first", len(names)
+    return f"soft maximum of standardised {', '.join(names)} and minus half the first"
 
 
 def components(embedding: EmbeddingDistribution, feature_norm: Tensor | None = None) -> Tensor:
@@ -113,15 +75,11 @@ def components(embedding: EmbeddingDistribution, feature_norm: Tensor | None = N
         Shape (B, 3), float64.
     """
     with torch.no_grad():
-        mean, least = embedding.raw_mean.double(), math.log(_TINY)
-        size = mean.abs().amax(1).clamp(min=_TINY)
-        scaled = mean / size.unsqueeze(1)
-        norm = torch.linalg.vector_norm(scaled, dim=1)
-        scale, total, radial = embedding.spread.across(scaled / norm.clamp(min=_TINY).unsqueeze(1))
+        mean = embedding.raw_mean.double()
+        norm = torch.linalg.vector_norm(mean, dim=1)
+        total, radial = embedding.spread.across(mean / norm.clamp(min=_TINY).unsqueeze(1))
         rounding = mean.shape[1] * torch.finfo(embedding.raw_mean.dtype).eps
-        across = torch.maximum(total - radial, rounding * total)
-        spread = (_log(across) + 2 * _log(scale)).clamp(min=least)
-        length = (_log(norm) + size.log()).clamp(min=least)
+        spread, length = _log(torch.maximum(total - radial, rounding * total)), _log(norm)
         if feature_norm is None:
             return torch.stack([spread, spread - 2 * length, -length], dim=1)
         features = _log(feature_norm)
@@ -140,56 +98,44 @@ def combine(standardised: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Standard:
-    """Location and scale of every component among known inputs.
+class Reference:
+    """Known inputs that others are compared with.
 
     Attributes:
-        location: Medians, shape (K,).
-        scale: Spreads, positive, shape (K,).
+        location: Medians of the components, shape (K,). Location and scale must not depend on which of the known inputs
+            are compared with.
+        scale: Spreads of the components, positive, shape (K,).
+        statistics: Of n known inputs, ascending, shape (n,).
     """
 
     location: Tensor
     scale: Tensor
-
-    @classmethod
-    def of(cls, known: Tensor) -> Standard:
-        """Return median and median absolute deviation (where that is zero, standard deviation) of components (m, K)."""
-        location = known.median(0).values
-        apart = (known - location).abs()
-        robust = _NORMAL * apart.median(0).values
-        scale = torch.where(robust < _LEAST_SPREAD, apart.square().mean(0).sqrt(), robust)
-        return cls(location, scale.clamp(min=_LEAST_SPREAD))
-
-    def statistic(self, values: Tensor) -> Tensor:
-        """Return the statistic (B,) of components (B, K)."""
-        return combine((values - self.location) / self.scale)
-
-
-@dataclass(frozen=True)
-class Reference:
-    """Statistics of known inputs, which others are compared with.
-
-    Attributes:
-        standard: How components are standardised; it must not depend on which of the known inputs are compared with.
-        statistics: Of n known inputs, ascending, shape (n,).
-    """
-
-    standard: Standard
     statistics: Tensor
 
     @classmethod
-    def of(cls, standard: Standard, known: Tensor) -> Reference:
-        """Return the reference that components (n, K) of known inputs give."""
-        return cls(standard, standard.statistic(known).sort().values)
+    def of(cls, for_scale: Tensor, known: Tensor) -> Reference:
+        """Return the reference of components (n, K) of known inputs, standardised with those of others, (m, K).
+
+        The scale is the median absolute deviation; where that is zero, the standard deviation.
+        """
+        location = for_scale.median(0).values
+        apart = (for_scale - location).abs()
+        robust = _NORMAL * apart.median(0).values
+        scale = torch.where(robust < _LEAST_SPREAD, apart.square().mean(0).sqrt(), robust).clamp(min=_LEAST_SPREAD)
+        return cls(location, scale, combine((known - location) / scale).sort().values)
+
+    def statistic(self, values: Tensor) -> Tensor:
+        """Return the statistic (B,) of components (B, K)."""
+        return combine((values.to(self.location.device) - self.location) / self.scale).to(values.device)
 
     def p_value(self, values: Tensor) -> Tensor:
         """Return conformal p-values ``(1 + #{known >= s}) / (n + 1)`` of components (B, K); float64, shape (B,).
 
         Equal up to rounding counts as equal, or known inputs that repeat would be flagged all together, by chance.
         """
-        found = self.standard.statistic(values.to(self.statistics.device)).contiguous()
+        found = self.statistic(values).to(self.statistics.device)
         n = len(self.statistics)
-        below = torch.searchsorted(self.statistics, found - ROUNDING / self.standard.scale.min())
+        below = torch.searchsorted(self.statistics, found - ROUNDING / self.scale.min())
         return ((1 + n - below).double() / (n + 1)).to(values.device)
 
 

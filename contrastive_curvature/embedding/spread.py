@@ -15,8 +15,6 @@ from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.vmf.checks import unit
 from contrastive_curvature.vmf.estimation import concentration_of_variance
 
-__all__ = ["Axes", "Dense", "Diagonal", "Joint", "Samples", "Spread", "taken"]
-
 _ENTRIES = 2**22
 """Numbers of a block of dense covariances that is converted to float64 at once."""
 
@@ -54,37 +52,28 @@ class Spread:
         """Return which outputs have a finite spread, booleans, shape (B,)."""
         return self.covariance.isfinite().flatten(1).all(1)
 
-    def across(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the trace of the covariance, and the variance along directions.
-
-        Args:
-            u: Unit vectors, float64, shape (B, D).
-
-        Returns:
-            The root of the largest variance, without a graph; ``tr Cov`` and ``u^T Cov u`` divided by its square.
-            Float64, shape (B,) each.
-        """
+    def across(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``tr Cov`` and ``u^T Cov u`` of unit vectors ``u`` (B, D), float64, shape (B,) each."""
         step = max(1, _ENTRIES // u.shape[1] ** 2)
         parts = []
         for covariance, v in zip(self.covariance.split(step), u.split(step), strict=True):
-            # No entry is larger than the largest variance.
-            scale, wide = _scaled(covariance, covariance.diagonal(dim1=1, dim2=2))
-            total = wide.diagonal(dim1=1, dim2=2).sum(1)
-            parts.append((scale, total, ((wide @ v.unsqueeze(2)).squeeze(2) * v).sum(1)))
-        scale, total, radial = (torch.cat(part) for part in zip(*parts, strict=True))
-        return scale, total, radial
+            wide = covariance.double()
+            radial = ((wide @ v.unsqueeze(2)).squeeze(2) * v).sum(1)
+            parts.append((wide.diagonal(dim1=1, dim2=2).sum(1), radial))
+        total, radial = (torch.cat(part) for part in zip(*parts, strict=True))
+        return total, radial
 
     def tangential(self, mean: Tensor) -> Tensor:
         """Return the variance perpendicular to means (B, D), over their squared norm, shape (B,)."""
         u, norm = unit("raw_mean", mean)
-        scale, total, radial = self.across(u.double())
+        total, radial = self.across(u.double())
         rounding = 64 * u.shape[1] * torch.finfo(u.dtype).eps * total.detach()
         if bool(((total - radial < -rounding) | (radial < -rounding)).any()):
             received = f"u^T V u = {float(radial.min()):.3g}, tr V - u^T V u = {float((total - radial).min()):.3g}"
             raise InputError(expected("covariance", "a positive semidefinite matrix", received))
-        # The quotient first, because squares of norms underflow or overflow; and zero times infinity would be NaN.
-        square = (scale / norm).square().clamp(max=torch.finfo(torch.float64).max)
-        return ((total - radial).clamp(min=0) * square).to(u.dtype)
+        # Divided twice, because squares of norms underflow or overflow.
+        relative = (total - radial).clamp(min=0) / norm / norm
+        return relative.clamp(max=torch.finfo(torch.float64).max).to(u.dtype)
 
     def direction(self, mean: Tensor) -> Tensor:
         """Return mean directions, shape (B, D)."""
@@ -141,10 +130,10 @@ class Diagonal(Spread):
         """See :meth:`Spread.finite`."""
         return self.values.isfinite().all(1)
 
-    def across(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def across(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Spread.across`."""
-        scale, wide = _scaled(self.values, self.values)
-        return scale, wide.sum(1), (wide * u.square()).sum(1)
+        wide = self.values.double()
+        return wide.sum(1), (wide * u.square()).sum(1)
 
     def sample(self, mean: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
         """See :meth:`Spread.sample`."""
@@ -208,21 +197,15 @@ class Axes(Spread):
         finite = self.values.amax(1).isfinite()
         return finite if self.common is None else finite & self.common.diagonal().isfinite().all()
 
-    def across(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def across(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Spread.across`."""
         axes, values = self.axes.double(), self.values.double()
-        size = values.detach().amax(1)
-        common = None if self.common is None else self.common.double()
-        if common is not None:
-            size = torch.maximum(size, common.detach().abs().amax())
-        size = torch.where(size > 0, size, 1)
-        values = values / size.unsqueeze(1)
         total = values @ axes.square().sum(0)
         radial = (values * (u @ axes).square()).sum(1)
-        if common is not None:
-            total = total + common.diagonal().sum() / size
-            radial = radial + ((u @ common) * u).sum(1) / size
-        return size.sqrt(), total, radial
+        if self.common is None:
+            return total, radial
+        common = self.common.double()
+        return total + common.diagonal().sum(), radial + ((u @ common) * u).sum(1)
 
     def rows(self, rows: Tensor) -> Axes:
         """See :meth:`Spread.rows`."""
@@ -293,14 +276,11 @@ class Samples(Spread):
         """Sample covariances, shape (B, D, D)."""
         return sample_covariance(self.samples)
 
-    def across(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def across(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Spread.across`; it takes no covariance."""
-        centred = self.samples - self.samples.mean(1, keepdim=True)
-        scale = centred.detach().abs().amax((1, 2)).double()
-        scale = torch.where(scale > 0, scale, 1)
-        wide = centred.double() / scale.view(-1, 1, 1)
+        centred = (self.samples - self.samples.mean(1, keepdim=True)).double()
         others = centred.shape[1] - 1
-        return scale, wide.square().sum((1, 2)) / others, (wide @ u.unsqueeze(2)).square().sum((1, 2)) / others
+        return centred.square().sum((1, 2)) / others, (centred @ u.unsqueeze(2)).square().sum((1, 2)) / others
 
     def direction(self, mean: Tensor) -> Tensor:
         """See :meth:`Spread.direction`; of the normalised samples."""
@@ -330,14 +310,6 @@ def sample_covariance(samples: Tensor) -> Tensor:
     """Return the covariances (B, D, D) of samples (B, S, D)."""
     centred = (samples - samples.mean(1, keepdim=True)).mT
     return centred @ centred.mT / (samples.shape[1] - 1)
-
-
-def _scaled(values: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the roots (B,) of the largest variances (B, D), and values (B, ...) divided by these, in float64."""
-    # Divided, because sums of the largest numbers would overflow.
-    size = variances.detach().amax(1).double()
-    size = torch.where(size > 0, size, 1)
-    return size.sqrt(), values.double() / size.view(-1, *([1] * (values.ndim - 1)))
 
 
 def _noise(mean: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:

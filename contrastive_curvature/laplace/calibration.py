@@ -20,10 +20,8 @@ from torch import Tensor
 from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.known import (
-    Judge,
     OptimisticPValueWarning,
     Reference,
-    Standard,
     check_alpha,
     components,
     split,
@@ -43,8 +41,6 @@ from contrastive_curvature.progress import Progress
 if TYPE_CHECKING:
     from contrastive_curvature.laplace.base import ContrastiveLaplace
 
-__all__ = ["Calibration", "KnownInputs", "calibrate", "calibrated_reference", "TrainingSample", "judged"]
-
 _AT_ONCE = 256
 """Training inputs of one prediction: a covariance for each of them has D^2 numbers."""
 
@@ -63,36 +59,28 @@ _CALIBRATE = "Call la.calibrate(loader) with known inputs, best those that the e
 
 @dataclass(frozen=True, eq=False)
 class Stamp:
-    """State of a posterior at a prediction, in what torch counts.
+    """State of a posterior at a prediction, without a look at the encoder's weights.
 
     Attributes:
-        fits: How often the curvature was set.
-        temperature: Temperature.
-        prior: Prior precision.
+        counted: How often the curvature was set, the temperature, and how often torch saw each of the tensors change.
+        prior: Copy of the prior precision.
         tensors: Parameters and saved buffers of the encoder; while they are held, no other tensor has their memory.
-        versions: How often torch saw the prior precision and each of them change, and where in memory they are.
     """
 
-    fits: int
-    temperature: float
+    counted: tuple[Any, ...]
     prior: Tensor
     tensors: tuple[Tensor, ...]
-    versions: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, la: ContrastiveLaplace) -> Stamp:
         """Return the present state of a posterior."""
-        prior = la.prior_precision
         tensors = tuple(tensor for _, tensor in state_tensors(la.model))
-        return cls(la.known.fits, la.temperature, prior, tensors, versions((prior, *tensors)))
+        counted = (la.known.fits, la.temperature, versions(tensors))
+        return cls(counted, la.prior_precision.detach().clone(), tensors)
 
     def equals(self, now: Stamp) -> bool:
-        """Return whether the posterior is unchanged; the same prior precision may have been set once more."""
-        if (self.fits, self.temperature, self.versions[1:]) != (now.fits, now.temperature, now.versions[1:]):
-            return False
-        if now.prior is self.prior:
-            return now.versions[0] == self.versions[0]
-        return now.prior.shape == self.prior.shape and torch.equal(now.prior, self.prior)
+        """Return whether the posterior is unchanged."""
+        return self.counted == now.counted and torch.equal(self.prior, now.prior)
 
 
 def _fingerprint(la: ContrastiveLaplace) -> Tensor:
@@ -149,14 +137,14 @@ class KnownInputs:
 
 
 @dataclass
-class _Prediction:
-    """The :class:`~contrastive_curvature.embedding.known.Judge` of one prediction ``la(x)``.
+class Judge:
+    """Answers what the embeddings of one prediction ``la(x)`` are asked about known inputs.
 
     Attributes:
         la: The posterior that made it.
         stamp: Its state then.
         feature_norm: Norms of the features, shape (B,).
-        values: Components (B, K) of the embedding as it was predicted, where it has been rounded since.
+        values: Components (B, K) of the embeddings, once they are known.
     """
 
     la: ContrastiveLaplace
@@ -165,44 +153,46 @@ class _Prediction:
     values: Tensor | None = None
 
     def novelty(self, embedding: EmbeddingDistribution) -> Tensor:
-        standard, values = self._reference(quiet=True).standard, self._components(embedding)
-        return standard.statistic(values.to(standard.location.device)).to(embedding.raw_mean.device)
+        """Return the statistic, shape (B,)."""
+        return self._reference(quiet=True).statistic(self._components(embedding))
 
     def p_value(self, embedding: EmbeddingDistribution) -> Tensor:
-        return self._reference().p_value(self._components(embedding)).to(embedding.raw_mean.device)
+        """Return p-values, shape (B,)."""
+        return self._reference().p_value(self._components(embedding))
 
     def is_known(self, embedding: EmbeddingDistribution, alpha: float) -> Tensor:
+        """Return whether the p-values are above ``alpha``, shape (B,)."""
         check_alpha(alpha)
         reference = self._reference()
         n = len(reference.statistics)
         # What the error says needs a look at the whole encoder.
         check_alpha(alpha, n, alpha < 1 / (n + 1) and _present_sample(self.la) is None)
-        return reference.p_value(self._components(embedding)).to(embedding.raw_mean.device) > alpha
+        return reference.p_value(self._components(embedding)) > alpha
 
-    def rows(self, rows: Tensor) -> _Prediction:
+    def rows(self, rows: Tensor) -> Judge:
+        """Return the judge of some of the embeddings; -1 is a row of NaN."""
+
         def of_rows(value: Tensor | None) -> Tensor | None:
             return None if value is None else taken(value, rows.to(value.device))
 
         return replace(self, feature_norm=of_rows(self.feature_norm), values=of_rows(self.values))
 
-    def fixed(self, embedding: EmbeddingDistribution) -> _Prediction:
-        return replace(self, values=self._components(embedding))
+    def fixed(self, embedding: EmbeddingDistribution) -> Judge:
+        """Return a judge that no longer looks at the embedding, which is about to be rounded."""
+        return replace(self, feature_norm=None, values=self._components(embedding))
 
-    def joined(self, judges: Sequence[Judge | None], embeddings: Sequence[EmbeddingDistribution]) -> _Prediction | None:
-        if not all(isinstance(j, _Prediction) and j.la is self.la and j.stamp.equals(self.stamp) for j in judges):
-            return None
-        same: list[Any] = list(judges)
-        if all(judge.values is None for judge in same):
-            if self.feature_norm is None:
-                return self
-            norms = [judge.feature_norm.to(self.feature_norm.device) for judge in same]
-            return replace(self, feature_norm=torch.cat(norms))
-        found = [judge._components(embedding) for judge, embedding in zip(same, embeddings, strict=True)]
-        return replace(self, feature_norm=None, values=torch.cat([value.to(found[0].device) for value in found]))
+    def joined(self, judges: Sequence[Judge | None], embeddings: Sequence[EmbeddingDistribution]) -> Judge | None:
+        """Return the judge of a concatenation that begins with this one's embedding, if there is one of all parts."""
+        parts = []
+        for judge, embedding in zip(judges, embeddings, strict=True):
+            if judge is None or judge.la is not self.la or not judge.stamp.equals(self.stamp):
+                return None
+            parts.append(judge._components(embedding))
+        return replace(self, feature_norm=None, values=torch.cat(parts))
 
     def _components(self, embedding: EmbeddingDistribution) -> Tensor:
         if self.values is not None:
-            return self.values
+            return self.values.to(embedding.raw_mean.device)
         norm = self.feature_norm
         return components(embedding, None if norm is None else norm.to(embedding.raw_mean.device))
 
@@ -236,12 +226,12 @@ class _Prediction:
                 f"{_CALIBRATE}"
             )
             warnings.warn(msg, OptimisticPValueWarning, stacklevel=5)
-        return Reference.of(Standard.of(known), known)
+        return Reference.of(known, known)
 
 
 def judged(la: ContrastiveLaplace, found: EmbeddingDistribution, feature_norm: Tensor | None) -> EmbeddingDistribution:
     """Return a prediction with the judge that its p-value asks; the norms (B,) are of the features, if known."""
-    found._judge = _Prediction(la, Stamp.of(la), feature_norm)
+    found._judge = Judge(la, Stamp.of(la), feature_norm)
     return found
 
 
@@ -270,7 +260,7 @@ def calibrate(la: ContrastiveLaplace, loader: Iterable[Any], progress_bar: bool 
             "Calibrate with inputs that the encoder was not trained on."
         )
         warnings.warn(msg, OptimisticPValueWarning, stacklevel=3)
-    reference = Reference.of(Standard.of(known.to(values)), values)
+    reference = Reference.of(known.to(values), values)
     la.known = replace(la.known, calibration=Calibration(reference, _fingerprint(la)), seen=(Stamp.of(la), _spots(la)))
 
 

@@ -127,18 +127,6 @@ class _FunctionSpace(ContrastiveLaplace):
         self._remember(loss, float(cost), n, mean_norm(z))
 
     @property
-    def prior_precision(self) -> Tensor:
-        """Precision of the prior of every parameter, one number."""
-        return super().prior_precision
-
-    @prior_precision.setter
-    def prior_precision(self, value: float | Tensor) -> None:
-        if isinstance(value, Tensor) and value.numel() != 1:
-            hint = "A kernel has one prior for all parameters; hessian_structure='diag' has room for more."
-            raise InputError(expected("prior_precision", "one number", f"shape {tuple(value.shape)}", hint))
-        super(_FunctionSpace, type(self)).prior_precision.fset(self, value)  # type: ignore[attr-defined]
-
-    @property
     def posterior_precision(self) -> Tensor:
         """Never formed.
 

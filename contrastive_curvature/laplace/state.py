@@ -14,7 +14,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
-from contrastive_curvature.embedding.known import Reference, Standard, statistic_name
+from contrastive_curvature.embedding.known import Reference, statistic_name
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.fit.class_centres import ClassCentres
 from contrastive_curvature.laplace.calibration import Calibration
@@ -174,14 +174,8 @@ def saved_calibration(calibration: Calibration | None, with_features: bool) -> d
     """
     if calibration is None:
         return None
-    reference = calibration.reference
-    return {
-        "statistic": statistic_name(with_features)[0],
-        "statistics": reference.statistics,
-        "location": reference.standard.location,
-        "scale": reference.standard.scale,
-        "fingerprint": calibration.fingerprint,
-    }
+    name = statistic_name(with_features)
+    return {"statistic": name, **vars(calibration.reference), "fingerprint": calibration.fingerprint}
 
 
 def loaded_calibration(saved: Mapping[str, Any] | None, with_features: bool, like: Tensor) -> Calibration | None:
@@ -190,21 +184,20 @@ def loaded_calibration(saved: Mapping[str, Any] | None, with_features: bool, lik
         return None
     if set(saved) != set(_OF_CALIBRATION):
         refuse("calibration", f"None, or a dictionary of {', '.join(_OF_CALIBRATION)}", f"the keys {sorted(saved)}")
-    name, n_components = statistic_name(with_features)
-    if saved["statistic"] != name:
+    if saved["statistic"] != statistic_name(with_features):
         msg = (
             f"state_dict['calibration']: it is of another statistic ({saved['statistic']!r}), which another version of "
             "this library used, so it is left out. Call la.calibrate(loader) again."
         )
         warnings.warn(msg, UserWarning, stacklevel=4)
         return None
-    shapes = {"statistics": (None,), "location": (n_components,), "scale": (n_components,)}
+    shapes = {"statistics": (None,), "location": (3,), "scale": (3,)}
     check_shapes("calibration", saved, like, shapes, torch.float64)
     if not len(saved["statistics"]) or bool((saved["scale"] <= 0).any()):
         refuse("calibration", "statistics, and positive scales", "none, or others")
     marks = saved["fingerprint"]
     marks = _check_tensor("calibration", marks, marks, (9,), torch.float64).cpu()
-    return Calibration(Reference(Standard(saved["location"], saved["scale"]), saved["statistics"]), marks)
+    return Calibration(Reference(saved["location"], saved["scale"], saved["statistics"]), marks)
 
 
 def saved_classes(centres: ClassCentres | None) -> dict[str, Any] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,13 +20,11 @@ from contrastive_curvature.laplace.prior import PriorMethod
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.network.encoder import evaluation_mode
-from contrastive_curvature.network.inputs import Inputs, slice_inputs, tokenized_batch
+from contrastive_curvature.network.inputs import slice_inputs, tokenized_batch
 from contrastive_curvature.network.loader import check_loader
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.progress import Progress
 from contrastive_curvature.two_towers import TwoTowers
-
-__all__ = ["TwoTowerLaplace"]
 
 _STRUCTURES = ("diag", "kron", "kron_lowrank", "full")
 
@@ -148,12 +145,9 @@ class TwoTowerLaplace:
             UnsupportedError: ``"gridsearch"``, whose criterion is one of labelled inputs of one tower.
             NotFittedError: Before ``fit``.
         """
-        given = inspect.signature(ContrastiveLaplace.optimize_prior_precision).bind(self.a, *args, **kwargs).arguments
-        if given.get("method") == PriorMethod.GRIDSEARCH:
-            msg = (
-                "method='gridsearch': its criterion searches among labelled inputs of one tower. Call "
-                "la.a.optimize_prior_precision(method='gridsearch', val_loader=...) with batches (a, labels), and la.b."
-            )
+        method = kwargs.get("method", args[1] if len(args) > 1 else None)
+        if method == PriorMethod.GRIDSEARCH:
+            msg = "method='gridsearch': call la.a.optimize_prior_precision(...) with batches (a, labels), and la.b."
             raise UnsupportedError(msg)
         with self._unchanged_on_error():
             for la in self._each():
@@ -175,7 +169,8 @@ class TwoTowerLaplace:
         sides = [("a", "b")] if self.shared else [("a",), ("b",)]
         with self._unchanged_on_error():
             for la, side in zip(self._each(), sides, strict=True):
-                la.calibrate(_Inputs(loader, self._read, side), progress_bar)
+                inputs = (getattr(batch, tower) for batch in map(self._read, loader) for tower in side)
+                la.calibrate(inputs, progress_bar)
 
     def curvature_product(self, loader: Iterable[Any], v_a: Tensor, v_b: Tensor | None = None) -> tuple[Tensor, ...]:
         """``J^T H J (v_a, v_b)`` over a data set, with the blocks between the towers, unclamped.
@@ -196,7 +191,13 @@ class TwoTowerLaplace:
             NotFittedError: Before ``fit``.
         """
         check_loader(loader, "loader")
-        vectors = _checked_vectors(self._each(), [v_a] if v_b is None else [v_a, v_b])
+        if (v_b is None) is not self.shared:
+            wanted = "None: one module" if self.shared else "a vector over the parameters of the second tower"
+            raise InputError(expected("v_b", wanted, "none" if v_b is None else "a vector"))
+        vectors = [v_a] if v_b is None else [v_a, v_b]
+        for name, la, v in zip(("v_a", "v_b"), self._each(), vectors, strict=False):
+            la.check_fitted()
+            validate.tensor(name, v, tuple(la.mean.shape), la.mean)
         with self._ready(self._first(loader)) as pullbacks:
             return tuple(towers_product(pullbacks, loader, self._read, self.loss_of_towers, vectors))
 
@@ -228,17 +229,12 @@ class TwoTowerLaplace:
             InputError: Something in it is malformed, or belongs to other towers or options. Both posteriors are as they
                 were.
         """
-        if not isinstance(state_dict, Mapping):
-            raise InputError(expected("state_dict", "what la.state_dict() gave", f"a {type(state_dict).__name__}"))
-        missing = [key for key in ("cls_name", "shared", "a", "b") if key not in state_dict]
-        if missing or state_dict["cls_name"] != type(self).__name__:
+        if not isinstance(state_dict, Mapping) or state_dict.get("cls_name") != type(self).__name__:
             hint = "The state of one posterior goes into la.a or la.b."
             raise InputError(expected("state_dict", "one of two towers", "another one", hint))
         if state_dict["shared"] is not self.shared:
-            wanted, came = ("one of a module that both towers share", "one of two modules")
-            if not self.shared:
-                wanted, came = came, wanted
-            raise InputError(expected("state_dict", wanted, came))
+            both = "one of two modules", "one of a module that both towers share"
+            raise InputError(expected("state_dict", both[self.shared], both[not self.shared]))
         with self._unchanged_on_error():
             for tower, la in zip("ab", self._each(), strict=False):
                 with _naming(tower):
@@ -302,19 +298,6 @@ class TwoTowerLaplace:
             yield
 
 
-class _Inputs:
-    """The inputs of one tower, or of both, of a loader of pairs."""
-
-    def __init__(self, loader: Iterable[Any], read: Any, sides: tuple[str, ...]) -> None:
-        self._loader, self._read, self._sides = loader, read, sides
-
-    def __iter__(self) -> Iterator[Inputs]:
-        for batch in self._loader:
-            given = self._read(batch)
-            for side in self._sides:
-                yield getattr(given, side)
-
-
 @contextmanager
 def _naming(tower: str) -> Iterator[None]:
     """Say in the message of an error which tower it is about."""
@@ -333,17 +316,10 @@ def _check_towers(model: object, likelihood: object, weights: object, structure:
         raise InputTypeError(expected("model", "a TwoTowers(encoder_a, encoder_b)", f"a {type(model).__name__}"))
     if likelihood != CONTRASTIVE:
         raise InputError(expected("likelihood", repr(CONTRASTIVE), likelihood))
-    if weights == "subnetwork":
+    if weights == "subnetwork" or structure not in _STRUCTURES:
         msg = (
-            "subset_of_weights='subnetwork': its indices count the weights of one encoder. Use 'last_layer' or 'all' "
-            "for two towers."
-        )
-        raise UnsupportedError(msg)
-    if structure not in _STRUCTURES:
-        known = ", ".join(repr(name) for name in _STRUCTURES[:-1])
-        msg = (
-            f"hessian_structure={structure!r}: two towers are fitted in one pass over pairs, and this structure needs "
-            f"the data set of one encoder. Use {known} or 'full'."
+            f"subset_of_weights={weights!r}, hessian_structure={structure!r}: two towers have posteriors of the last "
+            f"layers or of all weights, of the structures {', '.join(_STRUCTURES)}."
         )
         raise UnsupportedError(msg)
     places = [
@@ -359,29 +335,19 @@ def _loss_of(la: ContrastiveLaplace) -> CosineLoss:
     options = la.curvature_options
     loss = options.loss
     if not options.given_loss:
-        hint = (
-            "CLIP and dual encoders of queries and documents were trained with InfoNCELoss(temperature=...), SigLIP "
-            "with SigLIPLoss(scale=..., bias=...); use the trained temperature, or scale and bias."
-        )
-        wanted = "backend_kwargs=dict(loss=...) with the loss that the towers were trained with"
-        raise InputError(expected("backend_kwargs: loss", wanted, "none", hint))
+        hint = "CLIP: InfoNCELoss(temperature=...), SigLIP: SigLIPLoss(scale=..., bias=...), with the trained numbers."
+        raise InputError(expected("backend_kwargs: loss", "the loss that the towers were trained with", "none", hint))
     if not isinstance(loss, RowLoss) and not loss.graded:
         msg = (
-            f"loss: {type(loss).__name__} compares points of one tower. For two towers use a loss of anchors and their "
-            "candidates, such as InfoNCELoss, SupConLoss or SigLIPLoss, or of graded pairs, CoSENTLoss."
+            f"loss: {type(loss).__name__} compares points of one tower. Use a loss of anchors, such as InfoNCELoss, "
+            "SupConLoss or SigLIPLoss, or of graded pairs, CoSENTLoss."
         )
         raise UnsupportedError(msg)
     if options.candidates == "dataset":
-        msg = (
-            "candidates='dataset': two towers are fitted in one pass, with the candidates of each batch. Leave it out, "
-            "and take batches as large as in training."
-        )
+        msg = "candidates='dataset': two towers have the candidates of a batch. Take batches as large as in training."
         raise UnsupportedError(msg)
     if options.relation is not None:
-        msg = (
-            "relation: inputs of two towers belong together pair by pair, or by their labels. Leave it out, and yield "
-            "(a, b) or (a, b, labels)."
-        )
+        msg = "relation: inputs of two towers belong together by pairs or labels. Yield (a, b) or (a, b, labels)."
         raise UnsupportedError(msg)
     return loss
 
@@ -396,23 +362,9 @@ def _refuse_shared_parameters(model: TwoTowers, last_layers: Sequence[str] | Non
     second = {id(p) for p in of_b.parameters() if p.requires_grad}
     common = [name for name, p in of_a.named_parameters() if p.requires_grad and id(p) in second]
     if common:
-        shown = ", ".join(repr(name) for name in common[:3]) + (" and others" if len(common) > 3 else "")
         msg = (
-            f"encoder_a, encoder_b: two modules that share the parameters {shown}. Each tower has a posterior of its "
-            "own, and a shared parameter would have two. Pass one module as both encoders, or, where only earlier "
-            "layers are shared, use subset_of_weights='last_layer'."
+            f"encoder_a, encoder_b: two modules that share the parameters {', '.join(map(repr, common[:3]))}, so that "
+            "these would have two posteriors. Pass one module as both encoders, or, where only earlier layers are "
+            "shared, use subset_of_weights='last_layer'."
         )
         raise UnsupportedError(msg)
-
-
-def _checked_vectors(posteriors: Sequence[ContrastiveLaplace], vectors: Sequence[Tensor]) -> list[Tensor]:
-    """Return vectors over the parameters of fitted posteriors."""
-    if len(vectors) != len(posteriors):
-        wanted, came = ("nothing: both towers are one module", "a vector")
-        if len(posteriors) == 2:
-            wanted, came = "a vector over the parameters of the second tower", "none"
-        raise InputError(expected("v_b", wanted, came))
-    for name, la, v in zip(("v_a", "v_b"), posteriors, vectors, strict=False):
-        la.check_fitted()
-        validate.tensor(name, v, tuple(la.mean.shape), la.mean)
-    return list(vectors)

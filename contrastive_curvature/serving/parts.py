@@ -122,8 +122,7 @@ def parts_of(la: Any, p_value: bool | None = None) -> Parts:
         raise NotFittedError(msg)
     reference = None if p_value is False else calibrated_reference(la)
     if reference is not None:
-        arrays["location"], arrays["scale"] = reference.standard.location, reference.standard.scale
-        arrays["statistics"] = reference.statistics
+        arrays |= vars(reference)
     return Parts(form, la._key[1], {name: _copy(array) for name, array in arrays.items()})
 
 

@@ -31,7 +31,7 @@ from benchmarks.transfer.rules import (
     lower_rules,
     match_rules,
 )
-from contrastive_curvature.embedding.known import Standard
+from contrastive_curvature.embedding.known import Reference
 from contrastive_curvature.laplace.prior import STRENGTH
 
 KNOWN = {rule.name: rule for rule in known_rules()}
@@ -68,7 +68,8 @@ def test_the_librarys_rule_follows_the_librarys_statistic(train: int, other: int
         v, n, phi = (np.log(numbers[one][name]) for name in (f"V {STRENGTH:g}", "n", "phi"))
         return torch.from_numpy(np.stack([v - phi, v - 2 * phi, -n], axis=1))
 
-    expected = Standard.of(components("train")).statistic(components("unknown_far")).numpy()
+    train = components("train")
+    expected = Reference.of(train, train).statistic(components("unknown_far")).numpy()
     found = KNOWN[LIBRARY_KNOWN].score(Encoder("one", numbers))("unknown_far")
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(found, LOWER[LIBRARY_LOWER].score(Encoder("one", numbers))("unknown_far"))

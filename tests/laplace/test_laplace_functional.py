@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
-from contrastive_curvature.laplace import functional
+from contrastive_curvature.laplace import functional, prediction
 
 POINTS = 12
 PSD: list[dict[str, Any]] = [
@@ -118,7 +118,7 @@ def test_a_subset_stands_for_the_data(weights: str, options: dict[str, Any], dev
 @for_every_psd
 def test_bounded_chunks_change_nothing(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = pair("all", options, "cpu")
-    monkeypatch.setattr(functional, "JACOBIAN_ELEMENTS", 300)
+    monkeypatch.setattr(prediction, "JACOBIAN_ELEMENTS", 300)
     parts, _ = pair("all", options, "cpu")
     x = torch.randn(7, 4, dtype=torch.float64)
     assert close(parts(x, joint=True).joint_covariance, whole(x, joint=True).joint_covariance)
@@ -198,7 +198,7 @@ def test_refusals() -> None:
         make(n_subset=3, backend_kwargs={"pairs": "batch"}).fit(data())
     with pytest.raises(cc.UnsupportedError, match="override=False"):
         make(n_subset=3).fit(data(), override=False)
-    with pytest.raises(cc.InputError, match="prior_precision: expected one number"):
+    with pytest.raises(cc.InputError, match="prior_precision: expected 1 entries"):
         make(n_subset=3, prior_precision=torch.ones(2))
     for worthless in (0.0, -1.0, float("nan")):
         with pytest.raises(cc.InputError, match="prior_precision: expected positive numbers"):
