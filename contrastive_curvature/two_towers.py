@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputTypeError, expected
 
-__all__ = ["TwoTowers"]
-
 
 class TwoTowers(nn.Module):
     """Two encoders that were trained with one loss, each of whose inputs finds its partner among those of the other.

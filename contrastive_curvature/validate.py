@@ -12,8 +12,6 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
-__all__ = ["choice", "count", "dense", "flag", "fraction", "generator", "number", "real", "tensor"]
-
 
 def count(argument: str, value: object) -> int:
     """Return ``value`` if it is a positive whole number.

@@ -13,8 +13,6 @@ from contrastive_curvature.embedding.spread import Diagonal, Samples, sample_cov
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.vmf.checks import unit
 
-__all__ = ["Directions", "check_embeddings", "directions"]
-
 _MOST = 1e8
 """Largest sum of relative variances: there the direction is random, and powers of more would lose all digits."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.embedding.spread import Axes, Dense, Diagonal, Joint, Samples, Spread, taken
+from contrastive_curvature.embedding.spread import Dense, Diagonal, Joint, Samples, Spread, taken
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.fit.class_centres import ClassCentres, same_centres
 from contrastive_curvature.hessian.sphere import normalize
@@ -127,11 +127,13 @@ class EmbeddingDistribution:
             raise InputError(expected("raw_mean", "rows that are not zero", f"zero rows {zero}", hint))
         shape = {"variance": (n, dim), "covariance": (n, dim, dim), "joint_covariance": (n * dim, n * dim)}[given[0]]
         checked = validate.tensor(given[0], spreads[given[0]], shape, raw_mean)
+        spread: Spread = Diagonal(checked)
         if variance is None:
             _check_semidefinite(given[0], checked)
+            spread = Joint(checked.view(n, dim, n, dim)) if covariance is None else Dense(checked)
         elif bool((variance < 0).any()):
             raise InputError(expected("variance", "variances >= 0", f"a smallest variance of {float(variance.min())}"))
-        self._hold(raw_mean, _spread_of(raw_mean, variance, covariance, joint_covariance))
+        self._hold(raw_mean, spread)
         self.relative_to(typical_norm)
 
     def _hold(self, raw_mean: Tensor, spread: Spread) -> Self:
@@ -142,21 +144,13 @@ class EmbeddingDistribution:
         return self
 
     @classmethod
-    def trusted(
-        cls,
-        raw_mean: Tensor,
-        *,
-        variance: Tensor | None = None,
-        covariance: Tensor | Axes | None = None,
-        joint_covariance: Tensor | None = None,
-    ) -> EmbeddingDistribution:
+    def trusted(cls, raw_mean: Tensor, spread: Spread) -> EmbeddingDistribution:
         """Build a distribution without checking symmetry and sign, for the library's own posteriors.
 
         Rounding alone could fail these checks: a covariance computed as a difference of large matrices has the rounding
         errors of the large matrices, which a tolerance relative to the small difference does not cover. The checks
         would also need a matrix decomposition for every prediction.
         """
-        spread = _spread_of(raw_mean, variance, covariance, joint_covariance)
         bad = ~spread.finite()
         if bool(bad.any()):
             hint = "The prior precision or the temperature may be too small, or an input's Jacobian too large."
@@ -501,17 +495,6 @@ def with_invalid_rows(good: EmbeddingDistribution, valid: Tensor) -> EmbeddingDi
     """Return embeddings with rows of NaN between them, where ``valid`` (B,) is false."""
     valid = valid.to(good.raw_mean.device)
     return good._select(torch.where(valid, valid.cumsum(0) - 1, -1))
-
-
-def _spread_of(
-    mean: Tensor, variance: Tensor | None, covariance: Tensor | Axes | None, joint_covariance: Tensor | None
-) -> Spread:
-    """Return the one of three spreads that is given."""
-    if variance is not None:
-        return Diagonal(variance)
-    if joint_covariance is not None:
-        return Joint(joint_covariance.view(*mean.shape, *mean.shape))
-    return covariance if isinstance(covariance, Axes) else Dense(covariance)  # type: ignore[arg-type]
 
 
 def _check_semidefinite(name: str, matrices: Tensor) -> None:

@@ -13,8 +13,6 @@ from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.metrics._checks import check_embeddings, check_k, check_labels, check_scores
 from contrastive_curvature.metrics.neighbors import MORE, squared_distances
 
-__all__ = ["SHARE", "RetrievalUncertainty", "nearest_others", "neighbor_distance"]
-
 SHARE = 0.02
 """Share of the known inputs that may be flagged as unknown. Measured: ``docs/defaults.md``."""
 

@@ -13,8 +13,6 @@ from contrastive_curvature.embedding.directions import Directions, check_embeddi
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
-__all__ = ["CosineDistribution", "cosine_distribution", "similarity"]
-
 _ENTRIES = 2**24
 """Numbers in one block of covariances or of pairs: 128 MiB in float64."""
 

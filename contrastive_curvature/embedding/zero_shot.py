@@ -49,8 +49,6 @@ from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.pairs.relation import check_labels
 
-__all__ = ["ZeroShotClassifier"]
-
 _ENTRIES = 2**24
 """Cosines between images and prompts that are held at once."""
 

@@ -12,16 +12,6 @@ from torch.nn.functional import linear
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.network.last_layer import diag_last_layer_variance
 
-__all__ = [
-    "DefaultPriorWarning",
-    "FeatureNormWarning",
-    "LabelRange",
-    "LabelWarning",
-    "advise_on_labels",
-    "advise_on_norms",
-    "norm_correlation",
-]
-
 _MOST_CORRELATION = 0.93
 
 _FEWEST_POINTS = 100
@@ -41,11 +31,10 @@ class FeatureNormWarning(UserWarning):
 
 
 class LabelRange:
-    """Smallest and largest class label that a fit has read, on the device of the labels."""
+    """Smallest and largest class label that a fit has read, on the device of the labels, shape (2,)."""
 
     def __init__(self) -> None:
-        self.low: Tensor | None = None
-        self.high: Tensor | None = None
+        self.ends: Tensor | None = None
 
     def note(self, labels: Tensor | None) -> None:
         """Take note of the labels of a batch; targets that are no class labels are left alone."""
@@ -55,27 +44,25 @@ class LabelRange:
             return
         # Not every integer dtype has a minimum.
         labels = labels.long()
-        low, high = labels.min(), labels.max()
+        if self.ends is not None:
+            labels = torch.cat([labels, self.ends])
         # Not compared here: the numbers of a GPU would have to be waited for in every batch.
-        self.low = low if self.low is None else torch.minimum(self.low, low)
-        self.high = high if self.high is None else torch.maximum(self.high, high)
+        self.ends = torch.stack(labels.aminmax())
 
     def joined(self, earlier: LabelRange) -> LabelRange:
         """Return the range of this fit and an earlier one; without labels where one of them has none."""
         out = LabelRange()
-        if self.low is not None and earlier.low is not None:
-            for fit in (self, earlier):
-                for label in (fit.low, fit.high):
-                    out.note(None if label is None else label.reshape(1).to(self.low.device))
+        if self.ends is not None and earlier.ends is not None:
+            out.note(torch.cat([self.ends, earlier.ends.to(self.ends)]))
         return out
 
 
 def advise_on_labels(seen: LabelRange, everything: LabelRange) -> None:
     """Warn of the labels that a fit has read, where ``everything`` has those of the fits that it adds to, too."""
-    if seen.low is None:
+    if seen.ends is None:
         return
-    low = int(seen.low)
-    if everything.low is not None and everything.high is not None and int(everything.low) == int(everything.high):
+    low = int(seen.ends[0])
+    if everything.ends is not None and len(everything.ends.unique()) == 1:
         msg = (
             f"train_loader: all labels are {low}. Points of one class only attract each other, so nothing says which "
             "embeddings must stay apart, and uncertainties are of little use. Yield labels of two classes or more; for "

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
+from contrastive_curvature.embedding.spread import Dense, Diagonal
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.fit.class_centres import ClassCentres
 from contrastive_curvature.hessian.sphere import normalize
@@ -435,12 +436,12 @@ class ContrastiveLaplace(FittedPosterior):
             if kind is PredType.NN:
                 found = EmbeddingDistribution.from_samples(mean.expand(n_samples, -1, -1))
             elif joint:
-                found = EmbeddingDistribution.trusted(mean, joint_covariance=mean.new_empty(0, 0))
+                found = prediction.joint_distribution(mean, mean.new_empty(0, 0))
             elif diagonal_output:
-                found = EmbeddingDistribution.trusted(mean, variance=mean)
+                found = EmbeddingDistribution.trusted(mean, Diagonal(mean))
             else:
                 covariance = mean.new_empty(0, self.n_outputs, self.n_outputs)
-                found = calibration.judged(self, EmbeddingDistribution.trusted(mean, covariance=covariance), norms)
+                found = calibration.judged(self, EmbeddingDistribution.trusted(mean, Dense(covariance)), norms)
             return found.relative_to(self.typical_norm, self.class_centres)
 
         return prediction.with_nan_rows(predict, x, generator, nothing)
@@ -631,8 +632,8 @@ class ContrastiveLaplace(FittedPosterior):
             jacobians, z = self.backend.jacobians(x, enable_backprop=True)
             prediction.check_outputs(x, z, self.n_outputs)
             if joint:
-                return EmbeddingDistribution.trusted(z, joint_covariance=self.functional_covariance(jacobians))
-            return prediction.distribution(z, self.functional_variance(jacobians), diagonal)
+                return prediction.joint_distribution(z, self.functional_covariance(jacobians))
+            return prediction.distribution(z, Dense(self.functional_variance(jacobians)), diagonal)
         with evaluation_mode(self.model):
             with torch.no_grad():
                 pullback = self.backend.pullback(x)
@@ -640,14 +641,12 @@ class ContrastiveLaplace(FittedPosterior):
             prediction.check_outputs(x, z, self.n_outputs)
             if joint:
                 jacobians = prediction.jacobians_of_all(pullback, context, z)
-                return EmbeddingDistribution.trusted(z, joint_covariance=self.functional_covariance(jacobians))
+                return prediction.joint_distribution(z, self.functional_covariance(jacobians))
             of_weights = self.posterior_variance if self.structure is Structure.DIAG else None
             if of_weights is not None and of_weights.requires_grad:
                 of_weights = None
             spread = prediction.marginal_spread(pullback, context, z, self.functional_variance, of_weights, diagonal)
-        if diagonal:
-            return EmbeddingDistribution.trusted(z, variance=spread)
-        return EmbeddingDistribution.trusted(z, covariance=spread)
+        return EmbeddingDistribution.trusted(z, Diagonal(spread) if diagonal else Dense(spread))
 
     def sampling_context(self, x: Inputs) -> Any:
         """What :meth:`outputs_at` needs of a batch, computed once for all samples."""

@@ -17,7 +17,7 @@ from laplace.utils.matrix import KronDecomposed
 from torch import Tensor, nn
 
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
-from contrastive_curvature.embedding.spread import Axes
+from contrastive_curvature.embedding.spread import Axes, Dense, Diagonal
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.fit.loop import DatasetCurvature
 from contrastive_curvature.laplace.advice import advise_on_norms
@@ -200,9 +200,8 @@ class ContrastiveDiagLLLaplace(LastLayerLaplace, DiagLLLaplace):
         if joint:
             return super()._gaussian(x, joint, diagonal)
         z, phi = self._features(x)
-        return EmbeddingDistribution.trusted(
-            z, variance=diag_last_layer_variance(phi, self.posterior_variance, z.shape[1])
-        )
+        variance = diag_last_layer_variance(phi, self.posterior_variance, z.shape[1])
+        return EmbeddingDistribution.trusted(z, Diagonal(variance))
 
 
 class ContrastiveKronLLLaplace(LastLayerLaplace, KronLLLaplace):
@@ -239,7 +238,7 @@ class ContrastiveFullLLLaplace(LastLayerLaplace, DensePosterior, FullLLLaplace):
             return super()._gaussian(x, joint, diagonal)
         z, phi = self._features(x)
         covariance = _dense_covariance(phi.double(), self.wide_covariance(), z.shape[1]).to(z.dtype)
-        return distribution(z, covariance, diagonal)
+        return distribution(z, Dense(covariance), diagonal)
 
 
 def _checked_indices(value: object, n_params: int) -> Tensor:

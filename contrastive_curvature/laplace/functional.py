@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
+from contrastive_curvature.embedding.spread import Dense, Diagonal
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.fit.finite import check_finite, eigenpairs
 from contrastive_curvature.fit.loop import mean_norm
@@ -27,7 +28,13 @@ from contrastive_curvature.laplace.base import ContrastiveLaplace
 from contrastive_curvature.laplace.forms import KernelForm
 from contrastive_curvature.laplace.last_layer import LastLayerLaplace
 from contrastive_curvature.laplace.options import CONTRASTIVE
-from contrastive_curvature.laplace.prediction import check_joint_size, check_outputs, moved_inputs, point_chunks
+from contrastive_curvature.laplace.prediction import (
+    check_joint_size,
+    check_outputs,
+    joint_distribution,
+    moved_inputs,
+    point_chunks,
+)
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.parts.contributions import FEWEST_POINTS, MOST, warn_of_point
@@ -188,12 +195,10 @@ class _FunctionSpace(ContrastiveLaplace):
             held = self._embed(self.H["inputs"])[1]
             if joint:
                 spread = self._joint_spread(context, held).to(z.dtype)
-                return EmbeddingDistribution.trusted(z, joint_covariance=spread)
+                return joint_distribution(z, spread)
             parts = [self._marginal_spread(part, held, diagonal) for part in self._context_chunks(context, *z.shape)]
             spread = torch.cat(parts).to(z.dtype)
-        if diagonal:
-            return EmbeddingDistribution.trusted(z, variance=spread)
-        return EmbeddingDistribution.trusted(z, covariance=spread)
+        return EmbeddingDistribution.trusted(z, Diagonal(spread) if diagonal else Dense(spread))
 
     def _joint_spread(self, points: Any, held: Any) -> Tensor:
         """Return the covariance of all outputs of B points together, shape (B D, B D)."""

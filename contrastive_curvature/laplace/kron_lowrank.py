@@ -13,7 +13,7 @@ from contrastive_curvature.laplace.forms import KronLowRankForm
 from contrastive_curvature.laplace.kron_lowrank_precision import KronLowRankPrecision
 from contrastive_curvature.laplace.last_layer import LastLayerLaplace
 from contrastive_curvature.laplace.options import CONTRASTIVE, arguments_by_name, given_options
-from contrastive_curvature.laplace.prediction import check_joint_size, distribution
+from contrastive_curvature.laplace.prediction import check_joint_size, distribution, joint_distribution
 from contrastive_curvature.network.full_precision import full_precision
 from contrastive_curvature.options import Structure
 
@@ -111,5 +111,5 @@ class ContrastiveKronLowRankLLLaplace(LastLayerLaplace, _KronLowRankHost):
         precision = self.posterior_precision
         if joint:
             check_joint_size(len(z), z.shape[1], 0)
-            return EmbeddingDistribution.trusted(z, joint_covariance=precision.joint_covariance(phi))
+            return joint_distribution(z, precision.joint_covariance(phi))
         return distribution(z, precision.output_covariance(phi), diagonal)

@@ -15,7 +15,7 @@ from laplace.utils.enums import LinkApprox, PredType
 from torch import Tensor
 
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution, InvalidRowsError, with_invalid_rows
-from contrastive_curvature.embedding.spread import Axes
+from contrastive_curvature.embedding.spread import Diagonal, Joint, Spread
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.network.inputs import Inputs, slice_inputs, tokenized
 from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS, Pullback
@@ -84,13 +84,14 @@ def check_outputs(x: Inputs, z: Tensor, dim: int, *, sampled: bool = False) -> N
     raise InvalidRowsError(expected("x", "inputs with finite outputs", received, hint), bad)
 
 
-def distribution(z: Tensor, covariance: Tensor | Axes, diagonal: bool) -> EmbeddingDistribution:
-    """Return the distribution with means (B, D) and covariances (B, D, D), or their diagonals alone."""
-    if not diagonal:
-        return EmbeddingDistribution.trusted(z, covariance=covariance)
-    if isinstance(covariance, Axes):
-        return EmbeddingDistribution.trusted(z, variance=covariance.variance)
-    return EmbeddingDistribution.trusted(z, variance=covariance.diagonal(dim1=1, dim2=2))
+def distribution(z: Tensor, spread: Spread, diagonal: bool) -> EmbeddingDistribution:
+    """Return the distribution with means (B, D) and a spread, or its variances alone."""
+    return EmbeddingDistribution.trusted(z, Diagonal(spread.variance) if diagonal else spread)
+
+
+def joint_distribution(z: Tensor, covariance: Tensor) -> EmbeddingDistribution:
+    """Return the distribution with means (B, D) and a covariance (B D, B D) of all outputs together."""
+    return EmbeddingDistribution.trusted(z, Joint(covariance.view(*z.shape, *z.shape)))
 
 
 def with_nan_rows(

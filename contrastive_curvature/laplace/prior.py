@@ -20,25 +20,10 @@ from contrastive_curvature import metrics, validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.network.loader import check_loader
+from contrastive_curvature.options import parse_option
 
 if TYPE_CHECKING:
     from contrastive_curvature.laplace.base import ContrastiveLaplace
-
-__all__ = [
-    "NOTHING_POSITIVE",
-    "PRIOR_STRUCTURES",
-    "STRENGTH",
-    "PriorMethod",
-    "RetrievalCriterion",
-    "average_information",
-    "make_grid",
-    "of_dense",
-    "of_eigenpairs",
-    "of_eigenvalues",
-    "parse_method",
-    "search_grid",
-    "set_information",
-]
 
 PRIOR_STRUCTURES = ("scalar", "layerwise", "diag")
 """One prior precision in all, one a parameter tensor, or one a parameter."""
@@ -89,7 +74,7 @@ def average_information(diagonal: Tensor, sizes: list[int], structure: str) -> T
         Shape (1,), (number of tensors,) or (P,).
 
     Raises:
-        InputError: The structure is unknown, or the curvature is zero everywhere.
+        InputError: The curvature is zero everywhere.
     """
     if not bool((diagonal > 0).any()):
         hint = f"{NOTHING_POSITIVE} Or set la.prior_precision by hand."
@@ -100,20 +85,14 @@ def average_information(diagonal: Tensor, sizes: list[int], structure: str) -> T
     if structure == "layerwise":
         parts = torch.stack([part.mean() for part in diagonal.split(sizes)])
         return torch.where(parts > 0, parts, mean)
-    if structure == "diag":
-        return (diagonal + mean) / 2
-    raise InputError(expected("prior_structure", "'scalar', 'layerwise' or 'diag'", structure))
+    return (diagonal + mean) / 2
 
 
 def parse_method(
     method: PriorMethod | str, prior_structure: str, strength: object, room: tuple[str, ...]
 ) -> PriorMethod:
     """Return the method as an enumeration, once it goes with the other options and the structures that have room."""
-    try:
-        method = PriorMethod(method)
-    except ValueError:
-        known = ", ".join(repr(m.value) for m in PriorMethod)
-        raise InputError(expected("method", f"one of {known}", method)) from None
+    method = parse_option(PriorMethod, "method", method)
     if strength is not None:
         if method is not PriorMethod.AVERAGE_INFORMATION:
             hint = "It is for method='average_information'."

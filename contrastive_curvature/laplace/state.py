@@ -20,20 +20,6 @@ from contrastive_curvature.fit.class_centres import ClassCentres
 from contrastive_curvature.laplace.calibration import Calibration
 from contrastive_curvature.laplace.checks import check_prior
 
-__all__ = [
-    "KNOWN_BACKENDS",
-    "check_settings",
-    "check_shapes",
-    "check_state",
-    "kind_of",
-    "loaded_calibration",
-    "loaded_classes",
-    "owned",
-    "refuse",
-    "saved_calibration",
-    "saved_classes",
-]
-
 _KEYS: dict[str, Any] = {
     "mean": Tensor,
     "H": object,
@@ -101,12 +87,8 @@ def check_state(state: object, name: str, likelihood: str, options: Mapping[str,
         refuse("cls_name", name, state["cls_name"], hint)
     if state["likelihood"] != likelihood:
         refuse("likelihood", repr(likelihood), repr(state["likelihood"]))
-    was, missing_one = state["contrastive"], object()
-    differ = [
-        option
-        for option in sorted({*options, *was}, key=str)
-        if type(was.get(option)) is not type(options.get(option)) or was.get(option, missing_one) != options.get(option)
-    ]
+    was = state["contrastive"]
+    differ = [name for name in sorted({*options, *was}, key=str) if name not in was or was[name] != options.get(name)]
     if differ:
         wanted, saved = (", ".join(f"{name}={given.get(name)!r}" for name in differ) for given in (options, was))
         hint = "Give this object the same backend_kwargs."
@@ -127,8 +109,6 @@ def check_settings(
         number = 0.0 if state[key] is None else float(state[key])
         if not math.isfinite(number) or number < least:
             refuse(key, "one finite number" if least else "a number that is not negative", number)
-    if not bool(state["encoder_norms"].isfinite().all()):
-        refuse("encoder_norms", "norms of parameters", "NaN or infinity")
 
 
 def check_shapes(key: str, value: Any, like: Tensor, shapes: Any, dtype: torch.dtype | None = None) -> None:

@@ -18,8 +18,6 @@ from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.matching.regression import Regression
 from contrastive_curvature.metrics._checks import check_embeddings, check_labels, check_tensor
 
-__all__ = ["MatchProbability", "NearestMatch", "Side", "pair_features"]
-
 _Embeddings = EmbeddingDistribution | Tensor
 
 _EQUAL = 8 * torch.finfo(torch.float64).eps

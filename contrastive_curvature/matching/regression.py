@@ -11,8 +11,6 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["Regression"]
-
 _LEAST = 10
 """Fewest examples of each kind: with fewer, no weight has a sign that can be trusted."""
 
@@ -68,7 +66,9 @@ class Regression:
         # A feature that does not vary, beyond rounding, has no say.
         varies = scale > 1e-9 * (1 + shift.abs())
         scale = torch.where(varies, scale, torch.full_like(scale, torch.inf))
-        terms = _with_product((x - shift) / scale)
+        standardised = (x - shift) / scale
+        # With one feature, the product has no columns.
+        terms = torch.cat([standardised, standardised[:, :1] * standardised[:, 1:2]], 1)
         model = LogisticRegression(max_iter=10_000, tol=1e-8).fit(terms.numpy(), y)
         weight = torch.from_numpy(model.coef_[0]).double()
         if not bool(weight[0] > 0):
@@ -130,8 +130,3 @@ class Regression:
                 raise InputError(expected(f"state_dict[{prefix + field.name!r}]", wanted, str(kind)))
             parts[field.name] = value.detach().cpu().clone()
         return cls(**parts)
-
-
-def _with_product(x: Tensor) -> Tensor:
-    """Append the product of the first two columns, if there are two."""
-    return torch.cat([x, x[:, :1] * x[:, 1:2]], 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import contrastive_curvature as cc
 from contrastive_curvature.embedding.known import components
-from contrastive_curvature.embedding.spread import Axes
+from contrastive_curvature.embedding.spread import Axes, Dense
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 
@@ -39,8 +39,8 @@ def test_every_figure_is_that_of_the_dense_covariances(
 ) -> None:
     made = parts(n, dim, common, size, device)
     z = torch.randn(n, dim, dtype=torch.float64, device=device)
-    out = cc.EmbeddingDistribution.trusted(z, covariance=made).relative_to(2.0)
-    truth = cc.EmbeddingDistribution.trusted(z, covariance=by_hand(made)).relative_to(2.0)
+    out = cc.EmbeddingDistribution.trusted(z, made).relative_to(2.0)
+    truth = cc.EmbeddingDistribution.trusted(z, Dense(by_hand(made))).relative_to(2.0)
     for name in ("variance", "tangential_variance", "uncertainty", "kappa", "mu", "covariance"):
         torch.testing.assert_close(getattr(out, name), getattr(truth, name), rtol=1e-9, atol=1e-12 * size)
     norm = z.norm(dim=1)
@@ -59,10 +59,10 @@ def test_every_figure_is_that_of_the_dense_covariances(
 def test_in_single_precision(dim: int, common: bool) -> None:
     made = parts(4, dim, common)
     z = torch.randn(4, dim, dtype=torch.float64)
-    truth = cc.EmbeddingDistribution.trusted(z, covariance=by_hand(made))
+    truth = cc.EmbeddingDistribution.trusted(z, Dense(by_hand(made)))
     shared = None if made.common is None else made.common.float()
     single = Axes(made.axes.float(), made.values.float(), shared, torch.float32)
-    out = cc.EmbeddingDistribution.trusted(z.float(), covariance=single)
+    out = cc.EmbeddingDistribution.trusted(z.float(), single)
     for name in ("variance", "uncertainty", "covariance"):
         assert getattr(out, name).dtype == torch.float32
         torch.testing.assert_close(getattr(out, name).double(), getattr(truth, name), rtol=1e-4, atol=1e-4)
@@ -71,9 +71,7 @@ def test_in_single_precision(dim: int, common: bool) -> None:
 def test_autocast_changes_nothing() -> None:
     """It would round the products to bfloat16."""
     axes = torch.linalg.qr(torch.randn(6, 6))[0]
-    out = cc.EmbeddingDistribution.trusted(
-        torch.randn(5, 6), covariance=Axes(axes, torch.rand(5, 6), torch.eye(6), torch.float32)
-    )
+    out = cc.EmbeddingDistribution.trusted(torch.randn(5, 6), Axes(axes, torch.rand(5, 6), torch.eye(6), torch.float32))
     names = ("variance", "covariance", "uncertainty", "kappa")
     truth = [getattr(out, name) for name in names]
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -81,7 +79,7 @@ def test_autocast_changes_nothing() -> None:
 
 
 def test_no_dense_covariance_is_made_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    out = cc.EmbeddingDistribution.trusted(torch.randn(5, 3).double(), covariance=parts(5, 3, True)).relative_to(1.0)
+    out = cc.EmbeddingDistribution.trusted(torch.randn(5, 3).double(), parts(5, 3, True)).relative_to(1.0)
     with monkeypatch.context() as patch:
         patch.setattr(Axes, "covariance", property(lambda _: pytest.fail("made")))
         assert out.uncertainty.shape == out.kappa.shape == (5,)
@@ -97,17 +95,17 @@ def test_components_are_finite_at_every_extreme(dtype: torch.dtype, common: bool
         made = Axes(torch.eye(3, dtype=dtype), values, values[0].diag() if common else None, dtype)
         for length in (0.0, least, most / 4):
             z = torch.full((2, 3), length, dtype=dtype)
-            assert components(cc.EmbeddingDistribution.trusted(z, covariance=made)).isfinite().all()
+            assert components(cc.EmbeddingDistribution.trusted(z, made)).isfinite().all()
 
 
 def test_overflow_is_refused_where_an_entry_overflows() -> None:
     most = torch.finfo(torch.float32).max
     z = torch.ones(1, 3)
     fine = Axes(torch.eye(3), torch.full((1, 3), 0.9 * most), None, torch.float32)
-    assert cc.EmbeddingDistribution.trusted(z, covariance=fine).covariance.isfinite().all()
+    assert cc.EmbeddingDistribution.trusted(z, fine).covariance.isfinite().all()
     for bad in (torch.full((1, 3), torch.inf), torch.tensor([[1.0, torch.nan, 1.0]])):
         with pytest.raises(cc.InputError, match=r"covariance.*finite numbers"):
-            cc.EmbeddingDistribution.trusted(z, covariance=Axes(torch.eye(3), bad, None, torch.float32))
+            cc.EmbeddingDistribution.trusted(z, Axes(torch.eye(3), bad, None, torch.float32))
 
 
 def test_gradients() -> None:
@@ -116,7 +114,7 @@ def test_gradients() -> None:
 
     def of(z: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         spread = Axes(made.axes, values, made.common, torch.float64)
-        out = cc.EmbeddingDistribution.trusted(z, covariance=spread).relative_to(2.0)
+        out = cc.EmbeddingDistribution.trusted(z, spread).relative_to(2.0)
         return out.uncertainty, out.kappa
 
     assert torch.autograd.gradcheck(of, (z, values))

@@ -14,6 +14,7 @@ from torch import Tensor
 import contrastive_curvature as cc
 from contrastive_curvature import metrics
 from contrastive_curvature.embedding.gallery import neighbor_distance
+from contrastive_curvature.embedding.spread import Dense, Joint
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 NAN, INF = math.nan, math.inf
@@ -227,7 +228,7 @@ def test_an_output_that_may_point_anywhere(dtype: torch.dtype, size: float) -> N
 def test_a_covariance_that_only_the_tangent_shows_to_be_none() -> None:
     """Those of the library's own posteriors are not decomposed, but no angle comes of a negative variance."""
     for covariance in ([[1.0, 5.0], [5.0, 1.0]], [[1.0, -5.0], [-5.0, 1.0]]):
-        found = cc.EmbeddingDistribution.trusted(torch.ones(1, 2), covariance=torch.tensor([covariance]))
+        found = cc.EmbeddingDistribution.trusted(torch.ones(1, 2), Dense(torch.tensor([covariance])))
         refused(lambda found=found: found.uncertainty, "covariance", "positive semidefinite")
 
 
@@ -235,11 +236,11 @@ def test_a_joint_covariance_names_the_inputs_that_are_not_finite() -> None:
     joint = torch.eye(B * D)
     joint[D : 2 * D] = joint[:, D : 2 * D] = INF
     with pytest.raises(cc.InputError, match=r"joint_covariance.*rows \[1\]"):
-        cc.EmbeddingDistribution.trusted(mean(), joint_covariance=joint)
+        cc.EmbeddingDistribution.trusted(mean(), Joint(joint.view(B, D, B, D)))
     between = torch.eye(B * D)
     between[0, D] = between[D, 0] = NAN
     with pytest.raises(cc.InputError, match=r"rows \[0, 1\]"):
-        cc.EmbeddingDistribution.trusted(mean(), joint_covariance=between)
+        cc.EmbeddingDistribution.trusted(mean(), Joint(between.view(B, D, B, D)))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from laplace import Laplace
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.embedding.spread import Axes
+from contrastive_curvature.embedding.spread import Axes, Dense
 from contrastive_curvature.fit.class_centres import ClassCentres
 
 pytestmark = [
@@ -47,7 +47,7 @@ def build(kind: str, device: str, n: int = N, seed: int = 0) -> cc.EmbeddingDist
     axes = torch.linalg.qr(draw(D, D, seed=9).to(device)).Q
     common = torch.eye(D, dtype=torch.float64, device=device)
     parts = Axes(axes, root[:, 0].square(), common, torch.float64)
-    return cc.EmbeddingDistribution.trusted(mean, covariance=parts).relative_to(1.5)
+    return cc.EmbeddingDistribution.trusted(mean, parts).relative_to(1.5)
 
 
 def answers(found: cc.EmbeddingDistribution) -> dict[str, Tensor]:
@@ -251,7 +251,7 @@ def test_samples_in_half_precision(kind: str, dtype: torch.dtype, device: str) -
     single = half.to(torch.float32)
     if kind == "axes":
         # Axes are put together before they are rounded.
-        single = cc.EmbeddingDistribution.trusted(half.raw_mean.float(), covariance=half.covariance.float())
+        single = cc.EmbeddingDistribution.trusted(half.raw_mean.float(), Dense(half.covariance.float()))
     found, truth = (one.raw_samples(6, torch.Generator(device).manual_seed(0)) for one in (half, single))
     assert found.dtype == dtype
     eps = torch.finfo(dtype).eps

@@ -24,14 +24,15 @@ from contrastive_curvature.embedding.known import (
     points_needed,
     split,
 )
+from contrastive_curvature.embedding.spread import Dense, Diagonal
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 KINDS = ("variance", "covariance")
 
 
 def embedding(kind: str, mean: Tensor, covariance: Tensor) -> cc.EmbeddingDistribution:
-    spread = covariance.diagonal(dim1=1, dim2=2) if kind == "variance" else covariance
-    return cc.EmbeddingDistribution.trusted(mean, **{kind: spread})
+    spread = Diagonal(covariance.diagonal(dim1=1, dim2=2)) if kind == "variance" else Dense(covariance)
+    return cc.EmbeddingDistribution.trusted(mean, spread)
 
 
 def covariances(n: int, dim: int, seed: int = 0) -> Tensor:

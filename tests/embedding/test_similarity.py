@@ -18,6 +18,7 @@ from torch import Tensor
 import contrastive_curvature as cc
 from contrastive_curvature import EmbeddingDistribution, InputError, InputTypeError, similarity
 from contrastive_curvature.embedding.directions import directions
+from contrastive_curvature.embedding.spread import Dense, Diagonal
 
 DOUBLE = torch.float64
 
@@ -235,11 +236,11 @@ def test_samples_enter_with_their_own_moments():
 def test_gradients(kind, pairwise):
     mean, other = draw(2, 3, seed=1), build("dense", 2, 3, 2)
     spread = draw(2, 3, seed=3).square() if kind == "diagonal" else covariances(2, 3, 3)
-    key = "variance" if kind == "diagonal" else "covariance"
+    made = Diagonal if kind == "diagonal" else Dense
 
     def both(m: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
         s = s if kind == "diagonal" else (s + s.mT) / 2
-        out = similarity(EmbeddingDistribution.trusted(m, **{key: 0.1 * s}), other, pairwise=pairwise)
+        out = similarity(EmbeddingDistribution.trusted(m, made(0.1 * s)), other, pairwise=pairwise)
         return out.mean, out.variance
 
     assert torch.autograd.gradcheck(both, (mean.requires_grad_(), spread.requires_grad_()))
