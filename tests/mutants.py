@@ -213,7 +213,7 @@ MUTANTS = [
     M("two spreads do not meet", "tr(C_a C_b)", "embedding/similarity.py",
       "(spread_b + outer_b)", "outer_b", "embedding/test_similarity.py"),
     M("what a mean lacks of norm one forgets the bend", "1 - |E x|^2 = tau by_tau - |c|^2 (1 + tau + rho)^-3",
-      "embedding/directions.py", "- bend * (whole + rho) ** -3", "- bend * (whole + rho) ** -1.5",
+      "embedding/similarity.py", "- bend * (whole + rho) ** -3", "- bend * (whole + rho) ** -1.5",
       "embedding/test_similarity.py"),
     M("p-value of zero", "(1 + #{known >= s}) / (n + 1)", "embedding/known.py",
       "(1 + n - below)", "(n - below)", "embedding/test_known.py"),

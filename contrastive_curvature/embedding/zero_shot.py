@@ -42,9 +42,8 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.embedding.directions import Directions, check_embeddings, directions
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
-from contrastive_curvature.embedding.similarity import cosine_distribution
+from contrastive_curvature.embedding.similarity import Directions, check_embeddings, cosine_distribution, directions
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.pairs.relation import check_labels

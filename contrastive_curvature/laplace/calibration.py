@@ -311,14 +311,12 @@ def _share_found(sample: Tensor, values: Tensor) -> float:
 
 def _components_of(la: ContrastiveLaplace, batch: Any, number: int) -> Tensor:
     """Return components (B, K) of what a loader yields, whose labels are not used; an error names the batch."""
-    if isinstance(batch, (tuple, list)) and not is_texts(batch):
-        if len(batch) not in (1, 2):
-            wanted = "batches (x, labels), or of inputs alone"
-            raise InputTypeError(expected("loader", wanted, f"a {type(batch).__name__} of {len(batch)}"))
+    several = isinstance(batch, (tuple, list)) and not is_texts(batch)
+    if several and len(batch) in (1, 2):
         batch = batch[0]
-    elif not isinstance(batch, (Tensor, Mapping, tuple, list)):
-        wanted = "batches (x, labels), or of inputs alone"
-        raise InputTypeError(expected("loader", wanted, f"a {type(batch).__name__}"))
+    elif several or not isinstance(batch, (Tensor, Mapping, tuple, list)):
+        shown = f"a {type(batch).__name__}" + (f" of {len(batch)}" if several else "")
+        raise InputTypeError(expected("loader", "batches (x, labels), or of inputs alone", shown))
     x = tokenized(la.model, batch, "loader: inputs of a batch")
     x = check_inputs(x, "loader: inputs of a batch")
     try:

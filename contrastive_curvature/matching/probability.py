@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import metrics, validate
-from contrastive_curvature.embedding.directions import Directions, directions
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
+from contrastive_curvature.embedding.similarity import Directions, directions
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, expected
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.matching.regression import Regression

@@ -26,7 +26,7 @@ from contrastive_curvature import (
     NotFittedError,
     metrics,
 )
-from contrastive_curvature.embedding.directions import directions
+from contrastive_curvature.embedding.similarity import directions
 from contrastive_curvature.matching.probability import Side, pair_features
 
 DOUBLE = torch.float64

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import contrastive_curvature as cc
 from contrastive_curvature import EmbeddingDistribution, InputError, InputTypeError, similarity
-from contrastive_curvature.embedding.directions import directions
+from contrastive_curvature.embedding.similarity import directions
 from contrastive_curvature.embedding.spread import Dense, Diagonal
 
 DOUBLE = torch.float64
@@ -334,7 +334,7 @@ def test_equal_directions_without_spread_reach_every_cosine(dim, scale, dtype, p
 )
 def test_what_a_mean_lacks_of_norm_one(kind, n, dim, size, entries, seed):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["contrastive_curvature.embedding.directions"], "_ENTRIES", entries)
+        patch.setattr(sys.modules["contrastive_curvature.embedding.similarity"], "_ENTRIES", entries)
         found = directions("a", build(kind, n, dim, seed, size))
     assert found.mean.shape == (n, dim)
     assert torch.allclose(found.lost, 1 - found.mean.square().sum(1), rtol=0, atol=1e-14)
