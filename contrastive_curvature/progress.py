@@ -43,8 +43,3 @@ class Progress:
             "delay": 0.0 if self._show else max(0.0, _SHOW_AFTER - waited),
             "leave": bool(self._show),
         }
-
-
-def late_bar(items: Iterable[_T], desc: str) -> Iterable[_T]:
-    """Iterate with a bar that appears after ten seconds and disappears at the end."""
-    return tqdm(items, desc=desc, delay=_SHOW_AFTER, leave=False)

@@ -241,10 +241,7 @@ class Directions:
 
     def __getitem__(self, rows: Tensor | slice) -> Directions:
         """Return the directions of some of the rows."""
-        covariance = None if self.covariance is None else self.covariance[rows]
-        return Directions(
-            self.mean[rows], self.lost[rows], self.diagonal[rows], self.axis[rows], self.tilt[rows], covariance
-        )
+        return Directions(*(None if value is None else value[rows] for value in vars(self).values()))
 
     def dense(self) -> Tensor:
         """Return covariances, shape (N, D, D)."""

@@ -51,6 +51,9 @@ from contrastive_curvature.pairs.relation import check_labels
 _ENTRIES = 2**24
 """Cosines between images and prompts that are held at once."""
 
+_CANCELS = 1e-6
+"""Length of the mean of unit vectors below which they are opposite."""
+
 _MOST_TEMPERATURE = 100.0
 
 
@@ -180,8 +183,10 @@ class ZeroShotClassifier:
     def _logits_of(self, images: Directions) -> Tensor:
         many = len(self.classes)
         # Half of a difference of unit vectors has a length of at most one, as a direction has.
-        half = _certain(self._centred / 2)
-        variance = 4 * cosine_distribution(images, half, pairwise=True).variance
+        half = self._centred / 2
+        nothing = torch.zeros_like(half)
+        certain = Directions(half, 1 - half.square().sum(1), nothing, nothing, nothing)
+        variance = 4 * cosine_distribution(images, certain, pairwise=True).variance
         if self._spread is not None:
             of_prompts = self._share * cosine_distribution(images, self._spread, pairwise=True).variance
             own = self._summed(of_prompts.mT, self._index).mT
@@ -192,13 +197,3 @@ class ZeroShotClassifier:
     def _summed(self, rows: Tensor, index: Tensor) -> Tensor:
         """Return sums of rows (P, K) over the prompts of every class, shape (C, K)."""
         return rows.new_zeros(len(self.classes), rows.shape[1]).index_add(0, index, rows)
-
-
-_CANCELS = 1e-6
-"""Length of the mean of unit vectors below which they are opposite."""
-
-
-def _certain(mean: Tensor) -> Directions:
-    """Return vectors (N, D) without spread, in the form of directions."""
-    nothing = torch.zeros_like(mean)
-    return Directions(mean, 1 - mean.square().sum(1), nothing, nothing, nothing)

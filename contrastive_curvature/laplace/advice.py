@@ -64,16 +64,14 @@ def advise_on_labels(seen: LabelRange, everything: LabelRange) -> None:
     low = int(seen.ends[0])
     if everything.ends is not None and len(everything.ends.unique()) == 1:
         msg = (
-            f"train_loader: all labels are {low}. Points of one class only attract each other, so nothing says which "
-            "embeddings must stay apart, and uncertainties are of little use. Yield labels of two classes or more; for "
-            "data without labels, yield two views of every input, (view, view), with a loss such as InfoNCELoss."
+            f"train_loader: all labels are {low}, so nothing says which embeddings must stay apart. Yield labels of "
+            "two classes or more, or two views of every input, (view, view), with a loss such as InfoNCELoss."
         )
         warnings.warn(msg, LabelWarning, stacklevel=3)
     elif low == -1:
         msg = (
-            "train_loader: some labels are -1, which often means 'no label' or 'noise'. Here it is a class like any "
-            "other, whose points belong together. Leave such points out of the loader; if it is a class, give it a "
-            "number that is not negative."
+            "train_loader: some labels are -1, which is a class like any other here. Leave such points out of the "
+            "loader; if they are a class, give it a number that is not negative."
         )
         warnings.warn(msg, LabelWarning, stacklevel=3)
 
@@ -89,10 +87,8 @@ def advise_on_norms(phi: Tensor, weight: Tensor, bias: Tensor | None, diagonal: 
     correlation = norm_correlation(phi, weight, bias, diagonal)
     if correlation > _MOST_CORRELATION:
         msg = (
-            f"The variance that hessian_structure='diag' gives the training points has a rank correlation of "
-            f"{correlation:.3f} with the norm of their features: the score says little more than that norm, which "
-            "is often larger where the encoder is sure. Use the default structure, hessian_structure="
-            "'kron_lowrank', which sees correlations between features."
+            f"hessian_structure='diag': the variance has a rank correlation of {correlation:.3f} with the norm of the "
+            "features, and says little more than it. The default, 'kron_lowrank', sees correlations between features."
         )
         warnings.warn(msg, FeatureNormWarning, stacklevel=6)
 

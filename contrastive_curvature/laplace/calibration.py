@@ -54,6 +54,8 @@ flagged grows by a ninth at most."""
 _OWN = 5
 """Numbers of a posterior's fingerprint before those of the encoder."""
 
+_OPTIMISTIC = "P-values are then optimistic: of other known inputs, more than a share alpha may fall below alpha."
+
 _CALIBRATE = "Call la.calibrate(loader) with known inputs, best those that the encoder was not trained on."
 
 
@@ -213,18 +215,11 @@ class Judge:
             return calibrated
         known = _training_components(la)
         if known is None:
-            msg = (
-                "p_value: la is not calibrated, and has no inputs of its fit to compare with at the encoder's present "
-                f"weights. {_CALIBRATE}"
-            )
+            msg = f"p_value: la is not calibrated, and has no inputs of a fit at the present weights. {_CALIBRATE}"
             raise NotFittedError(msg)
         if not la.known.warned and not quiet:
             la.known = replace(la.known, warned=True)
-            msg = (
-                "p_value: la is not calibrated, so p-values are relative to inputs that the encoder was trained on. "
-                "They are optimistic: of other known inputs, more than a share alpha may fall below alpha. "
-                f"{_CALIBRATE}"
-            )
+            msg = f"p_value: la is not calibrated, and compares with inputs of the training. {_OPTIMISTIC} {_CALIBRATE}"
             warnings.warn(msg, OptimisticPValueWarning, stacklevel=5)
         return Reference.of(known, known)
 
@@ -256,8 +251,7 @@ def calibrate(la: ContrastiveLaplace, loader: Iterable[Any], progress_bar: bool 
     elif (share := _share_found(values, known.to(values)) * max(1, la.n_data / len(known))) > _MOST_FITTED:
         msg = (
             f"calibrate: about {min(share, 1):.0%} of these inputs are among those that the posterior was fitted on. "
-            "P-values are then optimistic: of other known inputs, more than a share alpha may fall below alpha. "
-            "Calibrate with inputs that the encoder was not trained on."
+            f"{_OPTIMISTIC} {_CALIBRATE}"
         )
         warnings.warn(msg, OptimisticPValueWarning, stacklevel=3)
     reference = Reference.of(known.to(values), values)

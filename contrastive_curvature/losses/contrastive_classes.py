@@ -21,7 +21,7 @@ from contrastive_curvature.hessian.derivatives import CosineDerivatives, Dataset
 from contrastive_curvature.losses.weighting import ClassShares, class_pairs, pair_totals, weigh_pairs
 from contrastive_curvature.pairs.relation import LabelRelation
 from contrastive_curvature.parts.class_table import ClassTable
-from contrastive_curvature.progress import late_bar
+from contrastive_curvature.progress import Progress
 
 if TYPE_CHECKING:
     from contrastive_curvature.losses.contrastive import ContrastiveLoss
@@ -111,7 +111,7 @@ class InsideColumns:
         out = u.new_zeros(u.shape[0], self.extended.shape[1], dtype=torch.float64)
         height, width = (_GPU_TILE, _GPU_TILE) if u.is_cuda else (_TILE_ROWS, _TILE_COLUMNS)
         starts = range(0, u.shape[0], height)
-        for row in late_bar(starts, "[pairs inside the margin]") if len(starts) > _MANY_TILES else starts:
+        for row in Progress().over(starts, "[pairs inside the margin]") if len(starts) > _MANY_TILES else starts:
             rows = slice(row, row + height)
             for column in range(start, stop, width):
                 columns = slice(column, min(column + width, stop))

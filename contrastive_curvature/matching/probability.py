@@ -234,11 +234,8 @@ class MatchProbability:
         regression, dim = self._need("retrieval", "fit_retrieval(queries, labels, gallery, gallery_labels)")
         _check_dim("queries", asking.mu.shape[1], dim)
         if not self._gallery_size <= 2 * size <= 4 * self._gallery_size:
-            text = (
-                f"{argument}: the probabilities were fitted with {self._gallery_size} points to search, {size} were "
-                "searched here. Fit again with a gallery of about this size."
-            )
-            warnings.warn(text, stacklevel=3)
+            fitted = f"the probabilities were fitted with {self._gallery_size} points to search, {size} were searched"
+            warnings.warn(f"{argument}: {fitted}. Fit again with a gallery of about this size.", stacklevel=3)
         return regression(pair_features(asking, found, symmetric=False))
 
     def state_dict(self) -> dict[str, Any]:
@@ -270,14 +267,11 @@ class MatchProbability:
         for question in ("pairs", "retrieval"):
             if f"{question}.dim" in state:
                 regression = Regression.from_state(state, f"{question}.", 4 if self.use_uncertainty else 1)
-                fitted[question] = (
-                    regression,
-                    validate.count(f"state_dict['{question}.dim']", state[f"{question}.dim"]),
-                )
-        size = state.get("retrieval.gallery_size")
-        self._gallery_size = (
-            validate.count("state_dict['retrieval.gallery_size']", size) if "retrieval" in fitted else 0
-        )
+                dim = validate.count(f"state_dict['{question}.dim']", state[f"{question}.dim"])
+                fitted[question] = regression, dim
+        if "retrieval" in fitted:
+            size = state.get("retrieval.gallery_size")
+            self._gallery_size = validate.count("state_dict['retrieval.gallery_size']", size)
         self._fitted = fitted
 
     def __repr__(self) -> str:
