@@ -19,11 +19,7 @@ if sys.platform != "win32":
 
 
 def final_target(path: Path | str) -> Path:
-    """The path of a file after all symbolic links are followed.
-
-    Raises:
-        InputError: The links form a circle, the folder does not exist, or the path is no regular file.
-    """
+    """Return the path of a file after all symbolic links are followed."""
     target = Path(os.path.realpath(path))
     if target.is_symlink():
         raise InputError(expected(str(path), "a file or a link to one", "symbolic links that form a circle"))
@@ -39,14 +35,6 @@ def write_whole(path: Path | str, write: Callable[[BinaryIO], None]) -> None:
 
     If the path is a symbolic link, the link stays and its target is replaced. An existing file keeps its mode; a new
     file gets the mode of the user's umask. Unfinished files of killed writers of the same file are removed.
-
-    Args:
-        path: The file; its folder must exist.
-        write: Writes the content to the open file.
-
-    Raises:
-        InputError: The links of the path form a circle, its folder does not exist, or it is no regular file.
-        OSError: The file cannot be written, for example because the disk is full. The old file stays.
     """
     target = final_target(path)
     _remove_abandoned(target)

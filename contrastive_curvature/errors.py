@@ -57,14 +57,8 @@ class DivergenceError(ContrastiveCurvatureError, ArithmeticError):
 def expected(argument: str, wanted: str, received: object, hint: str = "") -> str:
     """Build an error message in the form that all messages of the library have.
 
-    Args:
-        argument: Name of the argument as the caller typed it.
-        wanted: What is allowed.
-        received: What the caller gave. A string is shown as it is, anything else with ``repr``.
-        hint: What to do about it, a sentence; may be empty.
-
-    Returns:
-        ``"<argument>: expected <wanted>, got <received>. <hint>"``.
+    It is ``"<argument>: expected <wanted>, got <received>. <hint>"``. What was received is shown as it is if it is a
+    string, anything else with ``repr``.
     """
     shown = received if isinstance(received, str) else repr(received)
     return f"{argument}: expected {wanted}, got {shown}.{' ' + hint if hint else ''}"

@@ -109,19 +109,7 @@ _ALIASES = {"pos": "positive", "fix": "fixed"}
 
 
 def parse_option(kind: type[_E], argument: str, value: str) -> _E:
-    """Convert a string to a member of the enumeration ``kind``.
-
-    Args:
-        kind: The option's enumeration.
-        argument: Name of the argument, for the error message.
-        value: A member, its string, or (for ``PDFix``) its name in the authors' code.
-
-    Returns:
-        The member.
-
-    Raises:
-        InputError: The value is unknown; the message lists the known ones.
-    """
+    """Return the member of an enumeration that a string is; of ``PDFix`` also by its name in the authors' code."""
     known_as = _ALIASES if kind is PDFix else {}
     try:
         return kind(known_as.get(value, value))
@@ -131,11 +119,7 @@ def parse_option(kind: type[_E], argument: str, value: str) -> _E:
 
 
 class Default:
-    """A default value that the library can distinguish from the same value given by the user.
-
-    Args:
-        value: The default.
-    """
+    """A default value that the library can distinguish from the same value given by the user."""
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -153,12 +137,7 @@ def default(value: object) -> Any:
 
 
 def check_margin(margin: object) -> None:
-    """Refuse a margin that is not a possible distance between unit vectors.
-
-    Raises:
-        InputTypeError: The margin is neither a number nor ``None``.
-        InputError: The margin is outside (0, 2].
-    """
+    """Refuse a margin that is not a possible distance between unit vectors."""
     wanted = "None (every negative counts) or a number in (0, 2]"
     hint = "It is a threshold on the distance |u_i - u_j| of unit embeddings, which never exceeds 2."
     if margin is None:
@@ -170,12 +149,7 @@ def check_margin(margin: object) -> None:
 
 
 def check_negative_weight(weight: object) -> None:
-    """Refuse a weight of the negative pairs outside [0, 1] (Eq. 10).
-
-    Raises:
-        InputTypeError: The weight is not a number.
-        InputError: The weight is outside [0, 1].
-    """
+    """Refuse a weight of the negative pairs outside [0, 1] (Eq. 10)."""
     wanted = "a number in [0, 1]"
     hint = "0.5 is unbiased sampling, 0 ignores the negatives (Eq. 10)."
     if isinstance(weight, bool) or not isinstance(weight, (int, float)):

@@ -14,29 +14,14 @@ from contrastive_curvature.errors import InputError, InputTypeError, expected
 
 
 def count(argument: str, value: object) -> int:
-    """Return ``value`` if it is a positive whole number.
-
-    Raises:
-        InputError: ``value`` is anything else.
-    """
+    """Return ``value`` if it is a positive whole number."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InputError(expected(argument, "a positive whole number", value))
     return value
 
 
 def number(argument: str, value: object, *, positive: bool = False, signed: bool = False) -> float:
-    """Return ``value`` if it is a finite number that is not negative.
-
-    Args:
-        argument: Name of the argument, for the error messages.
-        value: What the caller gave.
-        positive: Whether zero is refused, too.
-        signed: Whether negative numbers are accepted.
-
-    Raises:
-        InputTypeError: ``value`` is not an int or a float.
-        InputError: It is NaN or infinite; negative, unless ``signed``; or zero, where ``positive``.
-    """
+    """Return ``value`` if it is a finite number: not negative, or ``positive``, or of any sign if ``signed``."""
     wanted = "a finite number" + ("" if signed else " > 0" if positive else " >= 0")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InputTypeError(expected(argument, wanted, f"a {type(value).__name__}"))
@@ -50,12 +35,7 @@ def number(argument: str, value: object, *, positive: bool = False, signed: bool
 
 
 def fraction(argument: str, value: object) -> float:
-    """Return ``value`` if it is a number between 0 and 1, neither of them.
-
-    Raises:
-        InputTypeError: ``value`` is not an int or a float.
-        InputError: It is out of range.
-    """
+    """Return ``value`` if it is a number between 0 and 1, neither of them."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InputTypeError(expected(argument, "a number in (0, 1)", repr(value)))
     if not 0 < value < 1:
@@ -64,31 +44,19 @@ def fraction(argument: str, value: object) -> float:
 
 
 def choice(argument: str, value: object, known: tuple[str, ...]) -> None:
-    """Refuse a string that is not one of the known ones.
-
-    Raises:
-        InputError: ``value`` is anything else.
-    """
+    """Refuse a string that is not one of the known ones."""
     if not isinstance(value, str) or value not in known:
         raise InputError(expected(argument, "one of " + ", ".join(map(repr, known)), value))
 
 
 def flag(argument: str, value: object) -> None:
-    """Refuse anything but ``True`` and ``False``: Python would read the string ``"no"`` as true.
-
-    Raises:
-        InputTypeError: ``value`` is anything else.
-    """
+    """Refuse anything but ``True`` and ``False``: Python would read the string ``"no"`` as true."""
     if not isinstance(value, bool):
         raise InputTypeError(expected(argument, "True or False", f"a {type(value).__name__}"))
 
 
 def dense(argument: str, value: Tensor) -> None:
-    """Refuse a tensor that is not dense: sparse tensors can be neither sliced by rows nor compared.
-
-    Raises:
-        InputTypeError: The tensor is sparse or has another special layout.
-    """
+    """Refuse a tensor that is not dense: sparse tensors can be neither sliced by rows nor compared."""
     if value.layout != torch.strided:
         raise InputTypeError(expected(argument, "a dense tensor", f"layout {value.layout}", "Call .to_dense() on it."))
 
@@ -98,15 +66,7 @@ def tensor(
 ) -> Tensor:
     """Return ``value`` if it is a dense tensor of finite floating-point numbers.
 
-    Args:
-        argument: Name of the argument, for the error messages.
-        value: What the caller gave.
-        shape: The sizes that it must have; a letter is any size. ``None`` takes any shape.
-        like: A tensor with the dtype and on the device that it must have.
-
-    Raises:
-        InputTypeError: It is no floating-point tensor.
-        InputError: A size, the dtype or the device differs, or a number is NaN or infinite.
+    In its ``shape``, a letter is any size. ``like`` is a tensor with the dtype and on the device that it must have.
     """
     wanted = "any shape" if shape is None else f"shape ({', '.join(map(str, shape))})"
     if not isinstance(value, Tensor):
@@ -132,12 +92,7 @@ def real(argument: str, value: object) -> Tensor:
 
 
 def generator(generator: object, device: torch.device) -> None:
-    """Refuse a random generator that torch cannot use on ``device``; ``None`` is accepted.
-
-    Raises:
-        InputTypeError: ``generator`` is not a ``torch.Generator``.
-        InputError: ``generator`` lives on another type of device.
-    """
+    """Refuse a random generator that torch cannot use on ``device``; ``None`` is accepted."""
     if generator is None:
         return
     if not isinstance(generator, torch.Generator):

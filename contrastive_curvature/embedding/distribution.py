@@ -43,12 +43,8 @@ def turning_angle(
 ) -> Tensor:
     """Return ``arctan(sqrt(V / n^2) sqrt(t / n) b)``, shape (B,); see :attr:`EmbeddingDistribution.uncertainty`.
 
-    Args:
-        tangential: Relative variances ``V / n^2``, shape (B,).
-        norm: Norms ``n`` of the raw outputs, shape (B,).
-        typical_norm: Typical norm ``t``; ``None``: without this factor.
-        between: Factors ``b`` by the position between classes, shape (B,); ``None``: without them.
-        arctan: For runtimes that have it in some dtypes only.
+    ``tangential`` is ``V / n^2``, shape (B,), and ``between`` the factor ``b`` by the position between classes. Without
+    a typical norm ``t`` or without ``b``, these factors are 1. Some runtimes need an ``arctan`` of their own.
     """
     certain = tangential == 0
     # Where there is no spread, the root has no derivative.
@@ -147,9 +143,8 @@ class EmbeddingDistribution:
     def trusted(cls, raw_mean: Tensor, spread: Spread) -> EmbeddingDistribution:
         """Build a distribution without checking symmetry and sign, for the library's own posteriors.
 
-        Rounding alone could fail these checks: a covariance computed as a difference of large matrices has the rounding
-        errors of the large matrices, which a tolerance relative to the small difference does not cover. The checks
-        would also need a matrix decomposition for every prediction.
+        Rounding alone could fail these checks where a covariance is a small difference of large matrices, and they
+        would decompose matrices in every prediction.
         """
         bad = ~spread.finite()
         if bool(bad.any()):
@@ -181,7 +176,7 @@ class EmbeddingDistribution:
         return cls.__new__(cls)._hold(samples.mean(0), Samples(samples.transpose(0, 1).contiguous()))
 
     def relative_to(self, typical_norm: float | None, class_centres: ClassCentres | None = None) -> Self:
-        """This object, with what :attr:`uncertainty` compares it with.
+        """Return this object, with what :attr:`uncertainty` compares it with.
 
         Args:
             typical_norm: Typical norm of the raw outputs; ``None`` for none.

@@ -67,12 +67,8 @@ def components(embedding: EmbeddingDistribution, feature_norm: Tensor | None = N
     A ``V`` below the rounding of ``tr Cov`` counts as that rounding, and what is zero even then counts as the smallest
     normal number of float64: zero variances, outputs and features give finite components.
 
-    Args:
-        embedding: Distribution of B embeddings.
-        feature_norm: Norms of the inputs of the last layer, shape (B,); ``None`` where there are none.
-
-    Returns:
-        Shape (B, 3), float64.
+    The norms of the features, of shape (B,), are those of the inputs of the last layer. The result has the shape
+    (B, 3), float64.
     """
     with torch.no_grad():
         mean = embedding.raw_mean.double()

@@ -199,12 +199,7 @@ class Judge:
         return components(embedding, None if norm is None else norm.to(embedding.raw_mean.device))
 
     def _reference(self, quiet: bool = False) -> Reference:
-        """Return the calibration, or the training inputs where there is none.
-
-        Raises:
-            InputError: The posterior has changed since the prediction.
-            NotFittedError: There is neither, or the calibration is of another posterior.
-        """
+        """Return the calibration, or the training inputs where there is none; refuse those of another posterior."""
         la, now = self.la, Stamp.of(self.la)
         if not self.stamp.equals(now):
             wanted = "the posterior as it was when it made this prediction"
@@ -259,12 +254,9 @@ def calibrate(la: ContrastiveLaplace, loader: Iterable[Any], progress_bar: bool 
 
 
 def calibrated_reference(la: ContrastiveLaplace, now: Stamp | None = None) -> Reference | None:
-    """Return the calibration; ``None`` where there is none since the last fit.
+    """Return the calibration, if it is of the present posterior; ``None`` where there is none since the last fit.
 
     All weights are looked at only where torch has counted a change since the last look.
-
-    Raises:
-        NotFittedError: The calibration is of another posterior.
     """
     calibration = la.known.calibration
     if calibration is None:

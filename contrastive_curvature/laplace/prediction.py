@@ -60,12 +60,7 @@ def moved_inputs(model: Any, x: Any, device: torch.device) -> Inputs:
 
 
 def check_outputs(x: Inputs, z: Tensor, dim: int, *, sampled: bool = False) -> None:
-    """Refuse inputs without finite raw outputs (B, D), or (S, B, D) of samples: linear layers take any number of axes.
-
-    Raises:
-        InputError: The shape is another.
-        InvalidRowsError: Outputs are NaN or infinite; the message says in which rows, and whether inputs are, too.
-    """
+    """Refuse inputs without finite raw outputs (B, D), or (S, B, D) of samples: linear layers take all shapes."""
     tensors = {"": x} if isinstance(x, Tensor) else {k: v for k, v in x.items() if isinstance(v, Tensor)}
     if z.ndim != 2 + sampled or z.shape[-1] != dim:
         shapes = ", ".join(f"{key} {tuple(t.shape)}".strip() for key, t in tensors.items())

@@ -131,9 +131,7 @@ def set_information(
     log-likelihood is the loss, a sum of half squares. To second order a sampled network has on average the loss
     ``L + T gamma / 2``: with ``gamma`` in the denominator, this stays below ``2 L`` however many parameters there are.
 
-    Raises:
-        InputError: The curvature is zero everywhere, is not positive semidefinite by rounding, or the prior precision
-            leaves the numbers of the encoder's dtype. Prior and temperature are as they were.
+    Where the prior precision is refused, the temperature is as it was.
     """
     prior = average_information(la.curvature_diagonal(), la.parameter_sizes(), prior_structure)
     before = la.temperature

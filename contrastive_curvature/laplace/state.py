@@ -64,12 +64,7 @@ def refuse(key: str, wanted: str, got: object, instead: str = "") -> Never:
 
 
 def check_state(state: object, name: str, likelihood: str, options: Mapping[str, Any]) -> None:
-    """Refuse what is no state of a class of this name, with these options; the numbers are not looked at.
-
-    Raises:
-        InputError: Not a dictionary, another likelihood's or class's, a key is missing or has a value of another type,
-            or an option differs.
-    """
+    """Refuse what is no state of a class of this name, with these options; the numbers are not looked at."""
     if not isinstance(state, Mapping):
         raise InputError(expected("state_dict", "what la.state_dict() gave", f"a {type(state).__name__}"))
     if "contrastive" not in state:
