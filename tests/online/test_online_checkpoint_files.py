@@ -12,7 +12,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -118,28 +117,6 @@ def test_what_a_killed_writer_leaves_is_removed_by_the_next(tmp_path: Path) -> N
         (tmp_path / name).write_bytes(content)
     save_checkpoint(tmp_path / "run.pt", CONTENT)
     assert sorted(os.listdir(tmp_path)) == sorted([*others, "run.pt"])
-
-
-def test_leftovers_of_former_releases_are_told_from_files_of_the_user(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "whole", CONTENT)
-    whole = (tmp_path / "whole").read_bytes()
-    day = 24 * 3600
-    #        name                content       mode   age
-    files = {
-        ".run.pt.ab12_xyz": (whole[:500], 0o600, 2 * day),  # killed
-        ".run.pt.ab12_xyy": (b"", 0o600, 2 * day),  # killed before the first byte
-        ".run.pt.20260101": (whole, 0o600, 2 * day),  # a copy of the user's
-        ".run.pt.20260102": (whole[:500], 0o644, 2 * day),
-        ".run.pt.my_notes": (b"notes", 0o600, 2 * day),
-        ".run.pt.ab12_xyx": (whole[:500], 0o600, 60),  # may be written now
-    }
-    for name, (content, mode, age) in files.items():
-        (tmp_path / name).write_bytes(content)
-        (tmp_path / name).chmod(mode)
-        os.utime(tmp_path / name, (time.time() - age,) * 2)
-    save_checkpoint(tmp_path / "run.pt", CONTENT)
-    left = [name for name in files if (tmp_path / name).exists()]
-    assert left == [".run.pt.20260101", ".run.pt.20260102", ".run.pt.my_notes", ".run.pt.ab12_xyx"]
 
 
 def test_writers_of_one_file_do_not_remove_what_the_others_write(tmp_path: Path) -> None:
