@@ -241,7 +241,9 @@ class Directions:
 
     def __getitem__(self, rows: Tensor | slice) -> Directions:
         """Return the directions of some of the rows."""
-        return Directions(*(None if value is None else value[rows] for value in vars(self).values()))
+        vectors = (self.mean, self.lost, self.diagonal, self.axis, self.tilt)
+        covariance = None if self.covariance is None else self.covariance[rows]
+        return Directions(*(value[rows] for value in vectors), covariance)
 
     def dense(self) -> Tensor:
         """Return covariances, shape (N, D, D)."""
