@@ -241,9 +241,10 @@ class Directions:
 
     def __getitem__(self, rows: Tensor | slice) -> Directions:
         """Return the directions of some of the rows."""
-        vectors = (self.mean, self.lost, self.diagonal, self.axis, self.tilt)
         covariance = None if self.covariance is None else self.covariance[rows]
-        return Directions(*(value[rows] for value in vectors), covariance)
+        return Directions(
+            self.mean[rows], self.lost[rows], self.diagonal[rows], self.axis[rows], self.tilt[rows], covariance
+        )
 
     def dense(self) -> Tensor:
         """Return covariances, shape (N, D, D)."""
