@@ -11,7 +11,7 @@ from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.fit.finite import check_finite, clamp_curvature, clamp_factors
 from contrastive_curvature.fit.options import check_mc_samples, parse_kfac_approx
-from contrastive_curvature.fit.structured import BlockSampler, structured_curvature
+from contrastive_curvature.fit.structured import make_sampler, structured_curvature
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.choice import DISTANCE, MARGIN, NEGATIVE_WEIGHT, NORMALIZATION, PD_FIX, choose_loss
 from contrastive_curvature.losses.cosine import CosineLoss
@@ -113,7 +113,7 @@ def ggn(
     approx = parse_kfac_approx(kfac_approx, chosen, kind)
     validate.generator(generator, torch.device("cpu"))
     check_mc_samples(mc_samples, chosen.coupled, kind)
-    sampler = None if mc_samples is None else BlockSampler(mc_samples, generator)
+    sampler = make_sampler(mc_samples, generator)
     if not isinstance(model, nn.Module):
         raise InputTypeError(expected("model", "a torch.nn.Module", f"a {type(model).__name__}"))
     check_one_encoder(model)

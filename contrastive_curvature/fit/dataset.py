@@ -46,7 +46,7 @@ from contrastive_curvature.parts.state import Findings
 
 _log = logging.getLogger("contrastive_curvature")
 
-_POINTS, _SAMPLE, _INPUT = "points", "sample", "input"
+_POINTS, _INPUT = "points", "input"
 """Names of what is kept: all points, or those that stand for all negatives; and of their inputs."""
 
 _TOTALS = ("degree", "along", "value")
@@ -103,7 +103,7 @@ class DatasetFit(Problem):
         table, typical = classes.found()
         if not labelled:
             typical = Rows(typical.size, torch.zeros(0, dtype=torch.int64), {})
-        return Findings(n, {}, {_POINTS if size is None else _SAMPLE: points.rows(), TYPICAL: typical}, table)
+        return Findings(n, {}, {_POINTS: points.rows(), TYPICAL: typical}, table)
 
     def take(self, statistics: Findings, *, keeps: bool = False) -> None:
         """Make the output Hessian of the data set from what the first passes over all parts found."""
@@ -116,11 +116,11 @@ class DatasetFit(Problem):
             raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
         kept, table = statistics.kept, statistics.classes
         self.n, self.classes, self.sampled = n, centres_of(table, kept[TYPICAL]), None
-        rows = kept[_POINTS].in_order() if _POINTS in kept else None
-        _check_different(kept[_SAMPLE].in_order() if rows is None else rows)
-        if rows is None and samples is None and len(kept[_SAMPLE]) == n:
-            # Of few points the sample has all.
-            rows = kept[_SAMPLE].in_order()
+        points = kept[_POINTS].in_order()
+        _check_different(points)
+        # Of few points a sample has all.
+        every = points.size is None or (samples is None and len(points) == n)
+        rows = points if every else None
         if table is not None and isinstance(loss, PairLoss):
             check_fittable(n, class_pairs(table.counts)[2][0])
         elif n < 2:
@@ -128,7 +128,7 @@ class DatasetFit(Problem):
         if table is not None and (rows is None or samples is not None or not isinstance(loss, PairLoss)):
             like = (kept[TYPICAL] if rows is None else rows).columns["outputs"]
             if samples is not None:
-                self.sampled = (kept[_SAMPLE] if rows is None else rows).first(samples)
+                self.sampled = points.first(samples)
             per_anchor = self.options.negatives_per_anchor
             self.data_hessian = sampled_hessian(loss, table, rows, self.sampled, keeps, like, per_anchor)
             return

@@ -29,7 +29,7 @@ from contrastive_curvature.fit.finite import check_finite, per_point
 from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.passes import PassRecord
 from contrastive_curvature.fit.readers import Batch, Reader
-from contrastive_curvature.fit.structured import BlockSampler, block_curvature, structured_curvature
+from contrastive_curvature.fit.structured import BlockSampler, block_curvature, make_sampler, structured_curvature
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
@@ -152,7 +152,9 @@ class CurvatureSum:
         self._dominance = Dominance(pullback, structure, part)
         self._features: RowCollector | None = None
         if isinstance(pullback, LastLayerPullback):
-            self._features = RowCollector(_features_kept(pullback.encoder.require_last_layer().in_features))
+            # 2,000 rows and 2^22 numbers at most, but 200 rows of any width.
+            width = pullback.encoder.require_last_layer().in_features
+            self._features = RowCollector(max(200, min(2000, 2**22 // max(1, width))))
         self._classes: CentreCollector | None = CentreCollector() if classes else None
         self._sums: dict[str, Tensor] = {}
         self._batches = self._n = 0
@@ -172,7 +174,10 @@ class CurvatureSum:
             self._classes.add(z, batch.classes, batch.numbers)
         if self.record is not None:
             self.record.add(z, torch.zeros(len(z)) if batch.labels is None else batch.labels)
-        named = {_CURVATURE: term} if isinstance(term, Tensor) else _named(term)
+        if isinstance(term, Tensor):
+            named = {_CURVATURE: term}
+        else:
+            named = {f"{_FACTOR}{k}/{j}": part for k, group in enumerate(term) for j, part in enumerate(group)}
         self._sums = united(self._sums, {**named, **seen.terms, _NORMS: len(z) * mean_norm(z)}, torch.add)
         self._batches, self._n = self._batches + 1, self._n + len(z)
 
@@ -252,10 +257,8 @@ class Problem:
     def new_sum(self) -> CurvatureSum:
         """Return an empty sum."""
         index = 0 if self.part is None else self.part[0]
-        mc_samples, sampler = self.options.mc_samples, None
-        if mc_samples is not None:
-            # Different in every part.
-            sampler = BlockSampler(mc_samples, torch.Generator().manual_seed(index))
+        # Different in every part.
+        sampler = make_sampler(self.options.mc_samples, torch.Generator().manual_seed(index))
         record = PassRecord() if self.records or self.part is not None else None
         place = -1 if self.alone else index
         options, wanted = self.options, self.sums_classes
@@ -338,11 +341,6 @@ def mean_norm(z: Tensor) -> Tensor:
     return normalize(z.detach())[1].double().mean()
 
 
-def _features_kept(width: int) -> int:
-    """Return how many rows of features are kept: 2,000 and 2^22 numbers at most, but 200 of any width."""
-    return max(200, min(2000, 2**22 // max(1, width)))
-
-
 def raw_curvature(sums: Mapping[str, Tensor]) -> Tensor | KronFactors:
     """Return the sum over all batches as it is; of Kronecker factors, those of inputs are sums over points."""
     if _CURVATURE in sums:
@@ -353,8 +351,3 @@ def raw_curvature(sums: Mapping[str, Tensor]) -> Tensor | KronFactors:
             k, j = map(int, name.removeprefix(_FACTOR).split("/"))
             groups.setdefault(k, {})[j] = part
     return [[groups[k][j] for j in sorted(groups[k])] for k in sorted(groups)]
-
-
-def _named(factors: KronFactors) -> dict[str, Tensor]:
-    """Return Kronecker factors with a name each."""
-    return {f"{_FACTOR}{k}/{j}": part for k, group in enumerate(factors) for j, part in enumerate(group)}

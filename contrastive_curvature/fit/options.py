@@ -120,8 +120,8 @@ class CurvatureOptions:
         if self.relation is not None and not callable(self.relation):
             wanted = "a callable (targets_a, targets_b) -> (positives, negatives)"
             raise InputTypeError(expected("relation", wanted, f"a {type(self.relation).__name__}"))
-        if self.rank is not None and (isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1):
-            raise InputError(expected("rank", "a positive whole number", self.rank))
+        if self.rank is not None:
+            validate.count("rank", self.rank)
 
     def _check_candidates(self, pairs_given: bool) -> None:
         """Check the options of data sets against the loss: of pairs, or of anchors and their candidates."""

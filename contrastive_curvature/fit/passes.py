@@ -41,21 +41,23 @@ class PassRecord:
         """Refuse a later pass over other data; where this one saw targets alone, over other targets."""
         targets, numbers = self._joined()
         other_targets, other_numbers = again._joined()
+        equal = torch.zeros_like(targets)
         if len(targets) != len(other_targets):
             received = f"{len(targets)} points in the first pass and {len(other_targets)} in a later one"
-            raise different_data(received)
-        equal = torch.zeros_like(targets)
-        if not len(numbers):
-            received = "other targets"
+        elif not len(numbers):
             if torch.equal(targets.sort().values, other_targets.to(targets.device).sort().values):
                 return
+            received = "other targets"
         elif _agree(targets, numbers, other_targets, other_numbers, self._coarse):
             return
         elif _agree(equal, numbers, equal, other_numbers, self._coarse):
             received = "the same outputs with other targets, so inputs and labels are not paired in the same way"
         else:
             received = "different outputs"
-        raise different_data(received)
+        hint = (
+            "Turn random augmentation and drop_last off (shuffling is fine), or use pairs='batch': it needs one pass."
+        )
+        raise InputError(expected("train_loader", "the same data in every pass", received, hint))
 
     def add_targets(self, targets: Tensor) -> None:
         """Record the targets of a batch, shape (B, ...), without outputs."""
@@ -82,12 +84,6 @@ def check_same_outputs(again: Tensor, known: Tensor, argument: str, hint: str) -
     """Refuse a batch of other points than those that stood at its place in an earlier pass."""
     if known.shape != again.shape or not torch.allclose(again, known, rtol=1e-3, atol=1e-5 * float(known.abs().max())):
         raise InputError(expected(argument, "the same points in the same order in every pass", "others", hint))
-
-
-def different_data(received: str) -> InputError:
-    """Return the error for a later pass over other data; ``received`` says in what they differ."""
-    hint = "Turn random augmentation and drop_last off (shuffling is fine), or use pairs='batch': it needs one pass."
-    return InputError(expected("train_loader", "the same data in every pass", received, hint))
 
 
 def _agree(targets: Tensor, numbers: Tensor, other_targets: Tensor, other_numbers: Tensor, coarse: bool) -> bool:

@@ -61,6 +61,11 @@ class BlockSampler:
         return SampledBlocks(blocks, self.mc_samples, self.generator)
 
 
+def make_sampler(mc_samples: int | None, generator: torch.Generator | None = None) -> BlockSampler | None:
+    """Return what samples blocks; ``None`` for exact ones."""
+    return None if mc_samples is None else BlockSampler(mc_samples, generator)
+
+
 def structured_curvature(
     pullback: Pullback,
     context: Any,

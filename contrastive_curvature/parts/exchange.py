@@ -87,19 +87,16 @@ class ProcessGroup:
             self._gathered(None)
         except BaseException as error:
             if not self._over:
-                self._tell(error)
+                # The others fail with this one, instead of waiting for it.
+                try:
+                    self._gathered(None, failed=True)
+                except ProcessError as other:
+                    if self._lost:
+                        error.add_note(str(other))
             raise
         finally:
             self._inside = False
             _running.reset(token)
-
-    def _tell(self, error: BaseException) -> None:
-        """Let the other processes fail with this one, instead of waiting for it."""
-        try:
-            self._gathered(None, failed=True)
-        except ProcessError as other:
-            if self._lost:
-                error.add_note(str(other))
 
     def _gathered(self, mine: Any, *, failed: bool = False) -> list[Any]:
         every: list[Any] = [None] * self.count

@@ -34,7 +34,7 @@ from contrastive_curvature.fit.lowrank import curvature_product, leading_eigenpa
 from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.processes import curvature_of, finish_parts, fit_together, statistics_of
 from contrastive_curvature.fit.readers import Batch, Reader, as_batch, labelled_batch
-from contrastive_curvature.fit.structured import BlockSampler, structured_curvature
+from contrastive_curvature.fit.structured import BlockSampler, make_sampler, structured_curvature
 from contrastive_curvature.fit.subset import HessianSubset, anchor_subset, subset_hessian
 from contrastive_curvature.hessian.derivatives import refuse_sampled
 from contrastive_curvature.hessian.sphere import check_outputs
@@ -479,7 +479,7 @@ class ContrastiveBackend(GGNInterface, ABC):
     def sampler(self, structure: Structure) -> BlockSampler | None:
         """Return what ``mc_samples`` asks for, with the seed 0; ``None`` for exact blocks."""
         self.options.check_structure(structure)
-        return None if self.options.mc_samples is None else BlockSampler(self.options.mc_samples)
+        return make_sampler(self.options.mc_samples)
 
     @property
     def _compares_all(self) -> bool:
