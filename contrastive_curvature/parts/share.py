@@ -46,7 +46,6 @@ class Share:
 
     Attributes:
         loader: The same.
-        claim: What the loader says about its points, if anything.
 
     Raises:
         UnsupportedError: The loader divides the data in a way that does not say which points are padding.
@@ -55,12 +54,11 @@ class Share:
     def __init__(self, loader: Any, index: int = 0) -> None:
         self.loader, self.start = loader, index * _FAR
         self._numbers: Tensor | None = None
-        self._real: Tensor | None = None
-        self.claim: Claim | None = None
+        self._points: int | None = None
         given = getattr(loader, "numbers", None)
         if given is not None:
             self._numbers = _whole_numbers(given)
-            self.claim = Claim(len(self._numbers), sum_of_keys(self._numbers), None)
+            self._real = torch.ones(len(self._numbers), dtype=torch.bool)
         parts = loader_parts(loader)
         sampler = next((part for part in parts if isinstance(part, DistributedSampler)), None)
         if sampler is not None:
@@ -83,12 +81,18 @@ class Share:
                 "DataLoader(dataset, batch_size=..., sampler=sampler), or drop_last=True in the sampler."
             )
             raise UnsupportedError(msg)
-        numbers = torch.tensor(list(sampler), dtype=torch.int64)
+        self._numbers = torch.tensor(list(sampler), dtype=torch.int64)
         # Every replica takes every num_replicas-th of a list whose end repeats its beginning.
-        real = sampler.rank + sampler.num_replicas * torch.arange(len(numbers)) < points
-        self._numbers, self._real = numbers, real
-        mine = numbers[real]
-        self.claim = Claim(len(mine), sum_of_keys(mine), None if sampler.drop_last else points)
+        self._real = sampler.rank + sampler.num_replicas * torch.arange(len(self._numbers)) < points
+        self._points = None if sampler.drop_last else points
+
+    @property
+    def claim(self) -> Claim | None:
+        """What the loader says about its points, if anything."""
+        if self._numbers is None:
+            return None
+        mine = self._numbers[self._real]
+        return Claim(len(mine), sum_of_keys(mine), self._points)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -98,19 +102,17 @@ class Share:
         start = 0
         for batch in self.loader:
             count = _length(batch) or 0
+            rows = slice(start, start + count)
+            start = rows.stop
             if self._numbers is None:
-                first = self.start + start
-                yield batch, torch.arange(first, first + count)
-                start += count
+                yield batch, self.start + torch.arange(rows.start, rows.stop)
                 continue
-            numbers = self._numbers[start : start + count]
-            real = None if self._real is None else self._real[start : start + count]
-            start += count
+            numbers, real = self._numbers[rows], self._real[rows]
             if len(numbers) < count:
                 hint = "Which of them are padding is unknown. Give batches with one row for each point of the sampler."
                 wanted = f"the {len(self._numbers)} points of its sampler"
                 raise InputError(expected("train_loader", wanted, f"{start} or more", hint))
-            if real is None or bool(real.all()):
+            if bool(real.all()):
                 yield batch, numbers
             elif bool(real.any()):
                 yield _selected(batch, real), numbers[real]
@@ -133,15 +135,16 @@ def sum_of_keys(numbers: Tensor) -> int:
 
 def _keeps_order(sampler: DistributedSampler[Any], parts: list[Any]) -> bool:
     """Return whether points come in the order of the sampler."""
-    loaders = [part for part in parts if isinstance(part, DataLoader) and any(s is sampler for s in _samplers(part))]
+    loaders = [
+        part
+        for part in parts
+        if isinstance(part, DataLoader)
+        and (part.sampler is sampler or getattr(part.batch_sampler, "sampler", None) is sampler)
+    ]
     return bool(loaders) and all(
         type(loader.batch_sampler) in (BatchSampler, type(None)) and getattr(loader, "in_order", True)
         for loader in loaders
     )
-
-
-def _samplers(loader: DataLoader[Any]) -> list[Any]:
-    return [loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
 
 
 def _divides(part: Any) -> bool:
