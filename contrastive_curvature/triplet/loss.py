@@ -10,8 +10,15 @@ from torch import Tensor
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.triplet.divergence import kl_to_normal_of, kl_to_uniform_of
-from contrastive_curvature.triplet.moments import Directed, Gaussian, Triplet, check_triplet, moments_of_vmf, spread_of
-from contrastive_curvature.triplet.probability import log_probability_of, log_probability_with
+from contrastive_curvature.triplet.moments import (
+    Directed,
+    Gaussian,
+    check_triplet,
+    moments_of,
+    moments_of_vmf,
+    spread_of,
+)
+from contrastive_curvature.triplet.probability import log_probability_with
 from contrastive_curvature.vmf.checks import check_dim, unit
 
 
@@ -84,22 +91,22 @@ def bayesian_triplet_loss(
     if distribution == "gaussian" and moments == "vmf":
         hint = 'Only embeddings on the sphere have them: distribution="vmf".'
         raise InputError(expected("moments", '"gaussian" with distribution="gaussian"', moments, hint))
-    triplet = check_triplet(anchor, positive, negative)
-    named = zip(("anchor", "positive", "negative"), triplet[:3], strict=True)
+    embeddings, dtype = check_triplet(anchor, positive, negative)
+    named = zip(("anchor", "positive", "negative"), embeddings, strict=True)
     if distribution == "gaussian":
         divergences = [kl_to_normal_of(one, prior, f"variance of {name}") for name, one in named]
-        log_probabilities = log_probability_of(triplet, margin)
+        of_tau = moments_of(*embeddings)
     else:
         a, p, n = (_on_sphere(name, one) for name, one in named)
         divergences = [kl_to_uniform_of(kappa, one.mean.shape[-1]) for one, kappa in (a, p, n)]
         if moments == "gaussian":
-            log_probabilities = log_probability_of(Triplet(a[0], p[0], n[0], triplet.dtype), margin)
+            of_tau = moments_of(a[0], p[0], n[0])
         else:
             directed = (Directed(one.mean, spread_of(kappa, one.mean.shape[-1])) for one, kappa in (a, p, n))
-            log_probabilities = log_probability_with(moments_of_vmf(*directed), margin)
-    losses = kl_weight * (divergences[0] + divergences[1] + divergences[2]) - log_probabilities
+            of_tau = moments_of_vmf(*directed)
+    losses = kl_weight * (divergences[0] + divergences[1] + divergences[2]) - log_probability_with(of_tau, margin)
     if reduction == "mean" and not losses.numel():
         raise InputError(expected("anchor, positive, negative", "at least one triplet", "none", 'Or reduction="sum".'))
     if reduction != "none":
         losses = losses.mean() if reduction == "mean" else losses.sum()
-    return losses.to(triplet.dtype)
+    return losses.to(dtype)

@@ -22,15 +22,6 @@ class Gaussian(NamedTuple):
     """The dtype of results."""
 
 
-class Triplet(NamedTuple):
-    """Three checked embeddings of one dimension, whose batch shapes broadcast."""
-
-    anchor: Gaussian
-    positive: Gaussian
-    negative: Gaussian
-    dtype: torch.dtype
-
-
 def check_gaussian(mean_name: str, mean: object, variance_name: str, variance: object) -> Gaussian:
     """Return an embedding in float64: mean (..., D), and variance >= 0, (..., D) or (..., 1)."""
     centre, spread = validate.real(mean_name, mean), validate.real(variance_name, variance)
@@ -59,12 +50,14 @@ def check_pair(name: str, value: object, names: str = "(mean, variance)") -> tup
     return value
 
 
-def check_triplet(anchor: object, positive: object, negative: object) -> Triplet:
-    """Return three embeddings in float64, of one dimension and with batch shapes that broadcast."""
+def check_triplet(
+    anchor: object, positive: object, negative: object
+) -> tuple[tuple[Gaussian, Gaussian, Gaussian], torch.dtype]:
+    """Return three embeddings of one dimension, whose batch shapes broadcast, in float64; and the dtype of results."""
     a, p, n = _pair("anchor", anchor), _pair("positive", positive), _pair("negative", negative)
     same_dim(anchor=a.mean, positive=p.mean, negative=n.mean)
     broadcast_batch(anchor=(a.mean, 1), positive=(p.mean, 1), negative=(n.mean, 1))
-    return Triplet(a, p, n, torch.promote_types(a.dtype, torch.promote_types(p.dtype, n.dtype)))
+    return (a, p, n), torch.promote_types(a.dtype, torch.promote_types(p.dtype, n.dtype))
 
 
 class TauMoments(NamedTuple):
@@ -87,9 +80,9 @@ def _representable(moments: TauMoments) -> TauMoments:
     return moments
 
 
-def moments_of(triplet: Triplet) -> TauMoments:
+def moments_of(anchor: Gaussian, positive: Gaussian, negative: Gaussian) -> TauMoments:
     """Return the moments of tau for checked embeddings, in float64."""
-    (a, a_var, _), (p, p_var, _), (n, n_var, _) = triplet[:3]
+    (a, a_var, _), (p, p_var, _), (n, n_var, _) = anchor, positive, negative
     # In differences of the means alone, every term of the variance is >= 0, and far embeddings close to each other
     # lose nothing. The printed forms, polynomials in the means, cancel.
     to_positive, to_negative, apart = p - a, n - a, p - n
@@ -126,9 +119,9 @@ def tau_moments(
     Source: Eq. 5 and Eq. 17, 18 and 26 in Eq. 7 of the supplement of Warburg et al. (2021), rearranged. The variance on
     their poster (step 6) has two wrong signs.
     """
-    triplet = check_triplet(anchor, positive, negative)
-    mean, variance = moments_of(triplet)
-    return _representable(TauMoments(mean.to(triplet.dtype), variance.to(triplet.dtype)))
+    embeddings, dtype = check_triplet(anchor, positive, negative)
+    mean, variance = moments_of(*embeddings)
+    return _representable(TauMoments(mean.to(dtype), variance.to(dtype)))
 
 
 class Spread(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.triplet.moments import TauMoments, Triplet, check_triplet, moments_of
+from contrastive_curvature.triplet.moments import TauMoments, check_triplet, moments_of
 
 # From here on outwards the continued fraction is used; measured with mpmath, _LEVELS of it err by less than 1e-15.
 _TAIL = 5.0
@@ -102,11 +102,6 @@ def log_normal_cdf(z: Tensor) -> Tensor:
     return value
 
 
-def log_probability_of(triplet: Triplet, margin: float) -> Tensor:
-    """Return ``log P(tau < -margin)`` for checked arguments, in float64."""
-    return log_probability_with(moments_of(triplet), margin)
-
-
 def log_probability_with(moments: TauMoments, margin: float) -> Tensor:
     """Return ``log P(tau < -margin)`` for a normal distribution of tau with these moments."""
     mean, variance = moments
@@ -144,5 +139,5 @@ def log_probability(
     part; see ``docs/bayesian_triplet.md``.
     """
     margin = validate.number("margin", margin)
-    triplet = check_triplet(anchor, positive, negative)
-    return log_probability_of(triplet, margin).to(triplet.dtype)
+    embeddings, dtype = check_triplet(anchor, positive, negative)
+    return log_probability_with(moments_of(*embeddings), margin).to(dtype)
