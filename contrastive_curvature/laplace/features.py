@@ -7,7 +7,7 @@ from typing import NamedTuple
 from laplace.utils import FeatureExtractor
 from torch import Tensor, nn
 
-from contrastive_curvature.network.encoder import Encoder, evaluation_mode
+from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
 
 __all__ = ["Features", "RawFeatureExtractor"]
@@ -73,9 +73,8 @@ class RawFeatureExtractor(FeatureExtractor):
         """
         if self._analysed is not None:
             return
-        with evaluation_mode(self.model):
-            few = slice_inputs(probe, slice(0, 8))
-            encoder = Encoder(self.model, few, self._wanted, takes_features=True, label_key=self._label_key)
+        few = slice_inputs(probe, slice(0, 8))
+        encoder = Encoder(self.model, few, self._wanted, takes_features=True, label_key=self._label_key)
         layer = encoder.require_last_layer()
         object.__setattr__(self, "_analysed", encoder)
         object.__setattr__(self, "last_layer", layer)

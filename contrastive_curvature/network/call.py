@@ -59,11 +59,7 @@ class ModelCall:
         self._labels = frozenset((_LABELS, label_key))
 
     def __call__(self, model: nn.Module, x: Inputs) -> Tensor:
-        """Return the embeddings of a batch; of any shape, where the model, the same in every call, returns one tensor.
-
-        Raises:
-            InputTypeError: The model returns neither a tensor nor something with exactly one embedding.
-        """
+        """Return the embeddings of a batch; of any shape, where the model returns one tensor."""
         out = self.raw(model, x)
         if isinstance(out, Tensor):
             return out
@@ -116,11 +112,7 @@ def entry_of(out: Any, name: str | int | None) -> Any:
 
 
 def embedding_name(out: Any) -> str:
-    """Return the name of the embeddings among the outputs of a model, where there can be no doubt.
-
-    Raises:
-        InputTypeError: There is no tensor (N, D), or there are several, or one that need not be the embedding.
-    """
+    """Return the name of the embeddings among the outputs of a model, where there can be no doubt."""
     entries = {name: value for name, value in named_entries(out) if isinstance(value, Tensor)}
     known = [name for name in EMBEDDING_NAMES if name in entries]
     flat = [name for name, value in entries.items() if value.ndim == 2 and value.is_floating_point()]
@@ -199,10 +191,6 @@ def naming_the_input(x: Any, known: str | None = None) -> Iterator[None]:
         x: The batch.
         known: Description by :func:`describe_points` of points that the model could process before. An error on points
             of the same description has another cause than their shape, and is raised unchanged.
-
-    Raises:
-        InputError: The model raised an error on points of another description. Errors of this library, of the memory,
-            of the device and of torch.compile are raised unchanged.
     """
     try:
         yield

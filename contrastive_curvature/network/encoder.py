@@ -8,6 +8,7 @@ every Jacobian would be that of another function, without any sign of it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.network.call import (
     ModelCall,
     describe_points,
+    eager,
     entry_of,
     naming_the_input,
     refuse_compiled_layer,
@@ -30,7 +32,7 @@ from contrastive_curvature.network.given_features import (
     source_of,
 )
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
-from contrastive_curvature.network.raw_outputs import Key, Place, Record, carries, feeds, find_raw, is_same, trace
+from contrastive_curvature.network.raw_outputs import Key, Place, carries, feeds, find_raw, is_same, trace
 from contrastive_curvature.network.threads import evaluation_mode as evaluation_mode
 from contrastive_curvature.network.threads import watched
 
@@ -67,12 +69,6 @@ class Encoder(nn.Module):
         place: Where the raw outputs are.
         normalized: Whether the raw outputs have unit norm, because no earlier output could be reached.
         call: How the model is called, and which of its outputs are the embeddings.
-
-    Raises:
-        InputTypeError: The model does not return a tensor, or which of its outputs are the embeddings is not clear.
-        InputError: The model cannot process the probe, does not return (N, D), or has no layer of that name.
-        UnsupportedError: The model normalises inside ``forward``, or a point's output depends on the rest of its batch;
-            or saved features where they are not taken.
     """
 
     def __init__(
@@ -118,31 +114,26 @@ class Encoder(nn.Module):
         """Analyse the encoder with its first inputs, where only features have been there before."""
         if self._saw_inputs:
             return
-        with evaluation_mode(self.model):
-            self._analyse(slice_inputs(x, slice(0, 8)), self.last_layer_name)
+        self._analyse(slice_inputs(x, slice(0, 8)), self.last_layer_name)
         self._saw_inputs = True
 
     def _analyse(self, probe: Inputs, last_layer_name: str | None) -> None:
-        records, out = trace(self.model, self.call, probe)
-        self._probe_points = describe_points(probe)
-        self.dim = self._kept(out.shape[1])
-        if not bool(out.isfinite().all()):
-            rows = (~out.isfinite().all(dim=1)).nonzero().flatten()[:5].tolist()
-            raise InputError(expected("model(x)", "finite embeddings", f"NaN or infinity in rows {rows}"))
         few = slice_inputs(probe, slice(0, 2))
-
-        def made_of(record: Record) -> bool:
-            return carries(self.model, lambda: self.call(self.model, few), record, feeds, direction_only=True)
-
-        def gives_the_raw_outputs(record: Record) -> bool:
-            return carries(self.model, lambda: self._raw_outputs(few), record, is_same, direction_only=False)
-
-        raw, self.place, self.normalized = find_raw(records, out, made_of)
-        layers: list[nn.Module] = [
-            r.module
-            for r in records
-            if isinstance(r.module, nn.Linear) and is_same(r.output, raw) and gives_the_raw_outputs(r)
-        ]
+        makes_out = partial(carries, self.model, lambda: self.call(self.model, few), matches=feeds, direction_only=True)
+        makes_raw = partial(carries, self.model, lambda: self._raw_outputs(few), matches=is_same, direction_only=False)
+        with torch.no_grad(), evaluation_mode(self.model), eager(self.model):
+            records, out = trace(self.model, self.call, probe)
+            self._probe_points = describe_points(probe)
+            self.dim = self._kept(out.shape[1])
+            if not bool(out.isfinite().all()):
+                rows = (~out.isfinite().all(dim=1)).nonzero().flatten()[:5].tolist()
+                raise InputError(expected("model(x)", "finite embeddings", f"NaN or infinity in rows {rows}"))
+            raw, self.place, self.normalized = find_raw(records, out, makes_out)
+            layers: list[nn.Module] = [
+                record.module
+                for record in records
+                if isinstance(record.module, nn.Linear) and is_same(record.output, raw) and makes_raw(record)
+            ]
         if last_layer_name is not None:
             names = [name for name, module in self.model.named_modules() if module in layers]
             if last_layer_name not in names:
@@ -164,12 +155,7 @@ class Encoder(nn.Module):
         return layer
 
     def require_last_layer(self) -> nn.Linear:
-        """Return the last layer, if a last-layer curvature of it is exact.
-
-        Raises:
-            UnsupportedError: There is no last layer, the last layer runs more than once, or its weight is
-                reparametrised.
-        """
+        """Return the last layer, if a last-layer curvature of it is exact."""
         layer, name = self.last_layer, self.last_layer_name
         if layer is None or layer.out_features != self.dim:
             why = "no linear layer computes the raw outputs of this encoder"
@@ -191,12 +177,7 @@ class Encoder(nn.Module):
         raise UnsupportedError(msg)
 
     def forward(self, x: Inputs) -> Tensor:
-        """Return raw outputs, shape (N, D).
-
-        Raises:
-            InputError: The model raises an error for inputs of another shape or dtype than the probe.
-            UnsupportedError: The normalisation did not run in this thread.
-        """
+        """Return raw outputs, shape (N, D)."""
         if has_features(x):
             return self.features(x)[0]
         self._see_inputs(x)
@@ -232,12 +213,7 @@ class Encoder(nn.Module):
         return out if entry is None else entry_of(out, self.place.key)
 
     def features(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        """Return raw outputs (N, D), and the inputs of the last layer, (N, F).
-
-        Raises:
-            InputError: Saved features of another encoder, or of another shape.
-            UnsupportedError: There is no one last layer, or saved features where they are not taken.
-        """
+        """Return raw outputs (N, D), and the inputs of the last layer, (N, F)."""
         if isinstance(x, Mapping) and has_features(x):
             if self._check_source is None:
                 raise refuse_features()
@@ -261,9 +237,6 @@ class Encoder(nn.Module):
             run: Which run of the module, counted from zero.
             entry: Name of the tensor in a mapping that the module takes.
             key: Name of the tensor in a mapping that it puts out.
-
-        Raises:
-            UnsupportedError: The module did not run in this thread, or its output is not what ``forward`` normalises.
         """
         inputs: list[Any] = []
         outputs: list[Any] = []

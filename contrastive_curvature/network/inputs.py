@@ -108,9 +108,6 @@ def same_tokens(parts: Sequence[Inputs]) -> list[Inputs]:
 
     The padding goes to the side where the masks have zeros already: an encoder may take its embedding from the first or
     the last token, and then it is not the same on both sides.
-
-    Raises:
-        InputError: No mask shows on which side the tokenizer pads.
     """
     masks = [part.get("attention_mask") if isinstance(part, Mapping) else None for part in parts]
     tokens = [mask for mask in masks if isinstance(mask, Tensor) and mask.ndim == 2]
@@ -156,10 +153,6 @@ def tokenized(model: Any, x: Any, argument: str = "x") -> Any:
 
     The first module of the encoder that has a method ``preprocess`` or ``tokenize``, as sentence-transformers' models
     have, turns texts into a mapping.
-
-    Raises:
-        InputTypeError: Texts, and the encoder has no tokenizer; or one text that is in no list.
-        InputError: Its tokenizer does not return a mapping with as many points.
     """
     if isinstance(x, str):
         raise InputTypeError(expected(argument, "a list of texts", "one text", "Pass [text]."))
@@ -190,9 +183,6 @@ def tokenized_batch(model: Any, batch: Any, argument: str = "train_loader") -> A
         model: The encoder; or those of two views, ``(encoder_a, encoder_b)``.
         batch: Any form that :func:`~contrastive_curvature.network.loader.read_views` knows.
         argument: Name of the loader for the error message.
-
-    Raises:
-        InputTypeError: Texts, and the encoder has no tokenizer.
     """
     if not isinstance(batch, (tuple, list)) or not batch:
         return batch

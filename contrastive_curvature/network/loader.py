@@ -47,22 +47,16 @@ class Views(NamedTuple):
 
 def has_views(batch: Any) -> bool:
     """Return whether a batch holds two views of every input, and not one view and its labels."""
-    if not isinstance(batch, (tuple, list)):
+    if not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
         return False
+    first, second = batch[:2]
     if len(batch) == 3:
         # (x, labels, index) has no second view.
-        return not (isinstance(batch[1], Tensor) and batch[1].ndim < 2)
-    if len(batch) != 2:
-        return False
-    first, second = batch
+        return not (isinstance(second, Tensor) and second.ndim < 2)
     if isinstance(first, (tuple, list)):
         return len(first) == 2
-    if isinstance(second, Mapping):
-        return True
     # Labels are whole numbers, one a point; a second view looks like the first.
-    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
-        return False
-    return _alike(first, second)
+    return isinstance(second, Mapping) or _alike(first, second)
 
 
 def read_views(
@@ -83,32 +77,26 @@ def read_views(
         argument: Name of the loader for the error message.
         towers: Whether a pair is always two views, as where two encoders wait for one each.
         related: Whether a pair of tensors is inputs and targets, whatever their shapes.
-
-    Raises:
-        InputTypeError: Something else.
-        InputError: A batch without a point, or views of another number of points.
     """
     if isinstance(batch, Mapping):
         if label_key not in batch:
             wanted, hint = f"mappings with the labels under {label_key!r}", "Name the key with dict_key_y=..."
             raise InputTypeError(expected(argument, wanted, f"the keys {sorted(batch)}", hint))
         return Views(_moved(batch, device, argument), None, _target(batch[label_key], device, argument))
-    if not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
+    pair = isinstance(batch, (tuple, list)) and len(batch) in (2, 3)
+    plain = related and pair and isinstance(batch[-1], Tensor) and not isinstance(batch[0], (tuple, list))
+    viewed = pair and not (plain and len(batch) == 2) and (towers or has_views(batch))
+    if not pair or (len(batch) == 3 and not viewed):
         came = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
-        raise InputTypeError(expected(argument, _FORMS, came))
-    single = related and len(batch) == 2 and isinstance(batch[1], Tensor) and not isinstance(batch[0], (tuple, list))
-    if single or not (has_views(batch) or towers):
-        if len(batch) == 3:
-            hint = "The second entry has one number a point, so it is no second view. Yield (x, labels)."
-            raise InputTypeError(
-                expected(argument, _FORMS, f"a {type(batch).__name__} of 3: x and one number a point twice", hint)
-            )
+        hint = "One number a point, in the place of the second of three, is no second view."
+        raise InputTypeError(expected(argument, _FORMS, came, hint))
+    if not viewed:
         x, y = batch
         return Views(_moved(x, device, argument), None, _target(y, device, argument))
     unusable: str | None = None
     if len(batch) == 3:
         first, second, y = batch
-        if isinstance(y, Tensor) and isinstance(first, Tensor) and _alike(first, y):
+        if _alike(first, y):
             hint = "Views are compared two by two: yield two of them, or the third beside other two in a further batch."
             raise InputError(expected(argument, "two views of every input", "three", hint))
     elif isinstance(batch[0], (tuple, list)):
@@ -128,21 +116,17 @@ def read_views(
 def read_batch(
     batch: Any, device: torch.device, label_key: str = "labels", argument: str = "train_loader"
 ) -> tuple[Inputs, Tensor]:
-    """Take apart ``(x, labels)``, or a mapping that holds the labels too, and bring both to a device.
-
-    Raises:
-        InputTypeError: Something else.
-        InputError: A batch without a point.
-    """
+    """Take apart ``(x, labels)``, or a mapping that holds the labels too, and bring both to a device."""
     views = read_views(batch, device, label_key, argument, related=True)
     if views.second is not None or views.targets is None:
         raise InputTypeError(expected(argument, "batches (x, labels) or mappings", "two views of every input"))
     return views.first, views.targets
 
 
-def _alike(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors look like two views."""
-    return second.ndim > 1 and second.shape == first.shape and second.dtype == first.dtype
+def _alike(first: Any, second: Any) -> bool:
+    """Return whether two objects are tensors that look like two views."""
+    tensors = isinstance(first, Tensor) and isinstance(second, Tensor)
+    return tensors and second.ndim > 1 and second.shape == first.shape and second.dtype == first.dtype
 
 
 def _moved(x: Any, device: torch.device, argument: str) -> Inputs:
@@ -160,11 +144,7 @@ def _target(y: Any, device: torch.device, argument: str) -> Tensor:
 
 
 def joined_inputs(first: Inputs, second: Inputs, argument: str = "train_loader") -> Inputs:
-    """Join two batches of B inputs each, for one encoder.
-
-    Raises:
-        InputError: They do not fit together.
-    """
+    """Join two batches of B inputs each, for one encoder."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return _joined(first, second, argument)
     if not isinstance(first, Mapping) or not isinstance(second, Mapping) or first.keys() != second.keys():

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.network.call import ModelCall, check_output, eager, entry_of, named_entries, naming_the_input
+from contrastive_curvature.network.call import ModelCall, check_output, entry_of, named_entries, naming_the_input
 from contrastive_curvature.network.inputs import Inputs, few_points, made_up_inputs, slice_inputs
-from contrastive_curvature.network.threads import evaluation_mode, users_hooks, watched
+from contrastive_curvature.network.threads import users_hooks, watched
 
 Key = str | int | None
 """Name of an entry of a mapping that a module takes and returns; ``None`` where it takes and returns tensors."""
@@ -65,44 +65,37 @@ def find_raw(records: Sequence[Record], out: Tensor, made_of: Callable[[Record],
 
     Returns:
         The raw outputs (N, D), where they are, and whether they are normalised still.
-
-    Raises:
-        UnsupportedError: The output is normalised inside ``forward``, and by no module's output.
     """
-    raw, place, k = out, Place(), len(records)
+
+    def last(matches: Callable[[Any, Tensor], bool], end: int) -> int:
+        """Return the index of the last record before ``end`` that matches, and that the output is made of, or -1."""
+        indices = reversed(range(end))
+        return next((k for k in indices if matches(records[k].output, raw) and made_of(records[k])), -1)
+
+    raw, place, end = out, Place(), len(records)
     while has_constant_norm(raw):
-        start, k = k, _last(records[:k], is_same, raw, made_of)
-        if k < 0:
-            if out.shape[1] == 1:
+        k = last(is_same, end)
+        if k >= 0:
+            record = records[k]
+            if isinstance(record.module, nn.Linear):
                 break
-            k = _last(records[:start], feeds, raw, made_of)
+            entry = record.rescaled()
+            if entry is False:
+                # A layer norm gives rows of a common norm other than one; that is no l2-normalisation.
+                return raw, place, has_unit_norm(raw)
+            raw, place = record.inputs[entry], Place(record.module, record.run, entry, record.key, normalizes=True)
+            end = k
+        elif out.shape[1] == 1:
+            break
+        else:
+            k = last(feeds, end)
             if k < 0:
                 _refuse_hidden_normalization(raw)
                 break
             raw, place = records[k].output, Place(records[k].module, records[k].run, key=records[k].key)
             # The module may be a normalisation, too.
-            k += 1
-            continue
-        record = records[k]
-        if isinstance(record.module, nn.Linear):
-            break
-        entry = record.rescaled()
-        if entry is False:
-            # A layer norm gives rows of a common norm other than one; that is no l2-normalisation.
-            return raw, place, has_unit_norm(raw)
-        raw, place = record.inputs[entry], Place(record.module, record.run, entry, record.key, normalizes=True)
+            end = k + 1
     return raw, place, False
-
-
-def _last(
-    records: Sequence[Record],
-    matches: Callable[[Any, Tensor], bool],
-    values: Tensor,
-    made_of: Callable[[Record], bool],
-) -> int:
-    """Return the index of the last record whose output matches, and is what the values are made of, or -1."""
-    indices = reversed(range(len(records)))
-    return next((k for k in indices if matches(records[k].output, values) and made_of(records[k])), -1)
 
 
 def _refuse_hidden_normalization(out: Tensor) -> None:
@@ -147,15 +140,10 @@ class Record:
 
 
 def trace(model: nn.Module, call: ModelCall, probe: Inputs) -> tuple[list[Record], Tensor]:
-    """Run an encoder in evaluation mode; return what its innermost modules did, in order, and the outputs (N, D).
+    """Run an encoder; return what its innermost modules did, in order, and the outputs (N, D).
 
     One point, or equal ones, of another norm than one do not show whether the encoder gives all points that norm: then
     made-up points take their place, where the encoder takes them.
-
-    Raises:
-        InputTypeError: The model does not return a tensor.
-        InputError: The model cannot process the probe, or does not return (N, D).
-        UnsupportedError: A point's output depends on the rest of its batch.
     """
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     if any(norm.running_mean is None for norm in norms):
@@ -197,13 +185,7 @@ def _recorded(model: nn.Module, call: ModelCall, probe: Inputs) -> tuple[list[Re
 
     # Modules in script have no hooks.
     leaves = [m for m in model.modules() if not any(m.children()) and not isinstance(m, torch.jit.ScriptModule)]
-    with (
-        torch.no_grad(),
-        evaluation_mode(model),
-        eager(model),
-        watched(leaves, before=start, after=finish),
-        naming_the_input(probe),
-    ):
+    with watched(leaves, before=start, after=finish), naming_the_input(probe):
         out = call(model, probe)
     return records, out
 
@@ -212,8 +194,7 @@ def _depends_on_batch(model: nn.Module, call: ModelCall, probe: Inputs, out: Ten
     """Return whether an encoder's output for a point is another one without the rest of the batch."""
     if len(out) < 2:
         return False
-    with torch.no_grad(), evaluation_mode(model), eager(model):
-        alone = call(model, slice_inputs(probe, slice(0, 1)))
+    alone = call(model, slice_inputs(probe, slice(0, 1)))
     return float((alone - out[:1]).abs().max()) > 1e-2 * float(out.abs().max())
 
 
@@ -300,7 +281,7 @@ def carries(
     """
 
     def passes() -> Tensor | None:
-        with evaluation_mode(model), eager(model), _substituted(record) as put:
+        with _substituted(record) as put:
             out = run()
         return out if put and matches(put[0], out.detach()) else None
 
@@ -321,7 +302,7 @@ def carries(
             return passes() is not None
         return False
     # A module may keep what it computed last: other values, with a graph that cannot be copied.
-    with torch.no_grad(), evaluation_mode(model), eager(model):
+    with torch.no_grad():
         run()
     return found
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from contrastive_curvature.network.module import with_globals
 
@@ -171,7 +172,7 @@ class Recorder(TorchFunctionMode):
                 return _ATTENTION(*args, **kwargs)
         out = func(*args, **kwargs)
         found = [s for s in map(self._selection, _flat((*args, *kwargs.values()))) if s is not None]
-        if not found or not _has_graph(out):
+        if not found or not any(isinstance(part, Tensor) and part.requires_grad for part in _flat((out,))):
             return out
         return self._note(func, args, kwargs, out, found)
 
@@ -199,7 +200,8 @@ class Recorder(TorchFunctionMode):
             self._track(out, first)
             return True
         try:
-            moved = func(first.indices(args[0].shape), *_on_cpu(args[1:]), **kwargs)
+            on_cpu = tree_map(lambda a: a.cpu() if isinstance(a, Tensor) else a, args[1:])
+            moved = func(first.indices(args[0].shape), *on_cpu, **kwargs)
         except RuntimeError:
             # A view that needs the parameter's own order of memory.
             return False
@@ -277,12 +279,8 @@ class Recorder(TorchFunctionMode):
         return self._tracked.get(id(value)) if isinstance(value, Tensor) else None
 
 
-def _never(_: Any) -> bool:
-    return False
-
-
 # Its body runs under a mode then, which sees its calls.
-_ATTENTION = with_globals(F.multi_head_attention_forward, has_torch_function=_never)
+_ATTENTION = with_globals(F.multi_head_attention_forward, has_torch_function=lambda _: False)
 
 _CONVOLUTION = ("convolution", ("input", "weight", "bias", "stride", "padding", "dilation", "groups"))
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
@@ -330,15 +328,6 @@ def _flat(values: Any) -> Iterator[Any]:
             yield value
 
 
-def _has_graph(out: Any) -> bool:
-    return any(isinstance(part, Tensor) and part.requires_grad for part in _flat((out,)))
-
-
-def _on_cpu(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments of an indexing function for indices on the CPU."""
-    return tuple(a.cpu() if isinstance(a, Tensor) else (_on_cpu(a) if isinstance(a, tuple) else a) for a in args)
-
-
 def _run(out: Tensor, axes: tuple[int, ...]) -> Run:
     return Run(get_gradient_edge(out), out.shape, axes, out.device, out.dtype)
 
@@ -362,7 +351,6 @@ def _aligned(kind: str, value: Tensor, out: Tensor) -> torch.Size:
 
 def _normalized(norm: Any, given: dict[str, Any]) -> Tensor:
     """Return what a norm multiplies with its scale."""
-    plain = {k: v.detach() if isinstance(v, Tensor) else v for k, v in given.items() if k not in ("weight", "bias")}
     with torch.no_grad():
-        out: Tensor = norm(**plain)
+        out: Tensor = norm(**{name: value for name, value in given.items() if name not in ("weight", "bias")})
     return out
