@@ -84,11 +84,11 @@ def read_views(
             raise InputTypeError(expected(argument, wanted, f"the keys {sorted(batch)}", hint))
         return Views(_moved(batch, device, argument), None, _target(batch[label_key], device, argument))
     pair = isinstance(batch, (tuple, list)) and len(batch) in (2, 3)
-    plain = related and pair and isinstance(batch[-1], Tensor) and not isinstance(batch[0], (tuple, list))
-    viewed = pair and not (plain and len(batch) == 2) and (towers or has_views(batch))
+    plain = pair and len(batch) == 2 and isinstance(batch[1], Tensor) and not isinstance(batch[0], (tuple, list))
+    viewed = pair and (towers or has_views(batch)) and not (related and plain)
     if not pair or (len(batch) == 3 and not viewed):
         came = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
-        hint = "One number a point, in the place of the second of three, is no second view."
+        hint = "Of three entries, a second one with one number a point is no second view."
         raise InputTypeError(expected(argument, _FORMS, came, hint))
     if not viewed:
         x, y = batch
