@@ -155,7 +155,7 @@ MUTANTS = [
     M("clamping folds negative eigenvalues up", "max(0, lambda)", "fit/finite.py",
       "(vectors * values.clamp(min=0)) @", "(vectors * values.abs()) @", "fit/test_ggn.py"),
     M("a subset's factor is scaled like the Hessian", "sqrt(N / M) S", "fit/subset.py",
-      "(points.n / size) ** 0.5 *", "(points.n / size) *", "laplace/test_laplace_functional.py"),
+      "(problem.n / size) ** 0.5 *", "(problem.n / size) *", "laplace/test_laplace_functional.py"),
 
     # network
     M("positions of an entry are averaged", "bias: sum over the positions", "network/layer_parts.py",

@@ -56,6 +56,16 @@ class AnchorFit(Problem):
     def finish(self, found: Findings) -> DatasetCurvature:
         """Return the sum over all batches."""
         check_compared(found)
+        raw = raw_curvature(found.sums)
+        parts = [raw] if isinstance(raw, Tensor) else [factors[0] for factors in raw]
+        if not any(bool(part.any()) for part in parts):
+            hint = (
+                "In a batch of one input nothing has to be told apart; triplets outside their margin, pairs of equal "
+                "grades, and comparisons that float32 takes for certain add nothing either. Use larger batches, or the "
+                "pair loss."
+            )
+            wanted = "batches in which the loss changes with the embeddings"
+            raise InputError(expected("train_loader", wanted, "a curvature that is zero everywhere", hint))
         return finished(self.pullback, found)
 
 
@@ -66,21 +76,11 @@ def anchors_seen(hessian: OutputHessian) -> Seen:
     return Seen.of(hessian, **counts)
 
 
-def check_compared(found: Findings, *, changes: bool = True) -> None:
+def check_compared(found: Findings) -> None:
     """Say how many anchors had nothing to be compared with."""
     if not found.n:
         raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
     note_skipped(int(found.sums[_ANCHORS]), int(found.sums[_SKIPPED]))
-    raw = raw_curvature(found.sums)
-    parts = [raw] if isinstance(raw, Tensor) else [factors[0] for factors in raw]
-    if changes and not any(bool(part.any()) for part in parts):
-        hint = (
-            "In a batch of one input nothing has to be told apart; triplets outside their margin, pairs of equal "
-            "grades, and comparisons that float32 takes for certain add nothing either. Use larger batches, or the "
-            "pair loss."
-        )
-        wanted = "batches in which the loss changes with the embeddings"
-        raise InputError(expected("train_loader", wanted, "a curvature that is zero everywhere", hint))
 
 
 @dataclass(frozen=True)

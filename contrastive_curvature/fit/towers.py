@@ -163,7 +163,7 @@ def towers_curvature(
 
     add_up(totals, loader, look, progress, "[curvature]")
     found = [total.findings() for total in totals]
-    check_compared(found[0], changes=False)
+    check_compared(found[0])
     if without == batches:
         hint = "An anchor is told apart from the inputs of its batch that do not belong to it: use larger batches."
         came = f"{batches} batches whose inputs all belong together" + (", or as much" if loss.graded else "")
