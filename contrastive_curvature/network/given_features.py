@@ -120,9 +120,8 @@ def read_features(x: Mapping[str, Any], layer: nn.Linear) -> Tensor:
 def refuse_features() -> UnsupportedError:
     """Return the error where more than the last layer's weights is asked for."""
     msg = (
-        "features: saved features are what the last layer takes in, and this needs the encoder's own inputs. Use "
-        "subset_of_weights='last_layer' of laplace.Laplace, with hessian_structure='diag', 'kron', 'kron_lowrank' or "
-        "'full', or pass the loader of the inputs."
+        "features: this needs the encoder's own inputs. Use subset_of_weights='last_layer' of laplace.Laplace, with "
+        "hessian_structure='diag', 'kron', 'kron_lowrank' or 'full', or pass the loader of the inputs."
     )
     return UnsupportedError(msg)
 

@@ -77,16 +77,15 @@ class LastLayerPullback(Pullback):
 
     def vjp_sum(self, x: Inputs, cotangents: Tensor) -> Tensor:
         """See :meth:`Pullback.vjp_sum`."""
-        weight = (cotangents.T @ self.forward(x)[1]).flatten()
-        return torch.cat([weight, cotangents.sum(0)]) if self.bias else weight
+        return self._flat(cotangents.T @ self._extended(self.forward(x)[1]))
 
     @full_precision
     def _block_diag(self, context: Any, blocks: Blocks) -> Tensor:
-        m, phi = blocks.diagonal(), context
-        out = m.new_zeros(m.shape[1], phi.shape[1])
-        for rows in chunks(len(phi), _CHUNK_ELEMENTS // max(1, phi.shape[1])):
-            out.addmm_(m[rows].T, phi[rows].square())
-        return torch.cat([out.flatten(), m.sum(0)]) if self.bias else out.flatten()
+        m, width = blocks.diagonal(), context.shape[1] + self.bias
+        out = m.new_zeros(m.shape[1], width)
+        for rows in chunks(len(context), _CHUNK_ELEMENTS // width):
+            out.addmm_(m[rows].T, self._extended(context[rows]).square())
+        return self._flat(out)
 
     @full_precision
     def _block_full(self, context: Any, blocks: Blocks) -> Tensor:
@@ -120,7 +119,7 @@ class LastLayerPullback(Pullback):
             out = _cross_by_points(cross, left, right)
         else:
             out = _cross_by_pairs(cross, left, right, pairs)
-        return torch.cat([out[:, :-1].flatten(), out[:, -1]]) if self.bias else out.flatten()
+        return self._flat(out)
 
     def output_covariance(self, context: Any, variance: Tensor) -> Tensor:
         """See :meth:`Pullback.output_covariance`; the outputs are independent."""
@@ -152,13 +151,18 @@ class LastLayerPullback(Pullback):
         out = phi.new_zeros(n_classes, cotangents.shape[1], self.n_params)
         for label in index.unique().tolist():
             mine = index == label
-            sums = torch.einsum("nrd,nf->rdf", cotangents[mine], phi[mine])
-            flat = torch.cat([sums[..., :-1].flatten(1), sums[..., -1]], dim=1) if self.bias else sums.flatten(1)
-            out[label] += flat
+            out[label] += self._flat(torch.einsum("nrd,nf->rdf", cotangents[mine], phi[mine]))
         return out
 
     def _extended(self, phi: Tensor) -> Tensor:
+        """Return features with a one for the bias, (N, F + 1)."""
         return torch.cat([phi, torch.ones_like(phi[:, :1])], dim=1) if self.bias else phi
+
+    def _flat(self, by_output: Tensor) -> Tensor:
+        """Return entries (..., D, F + 1), the last one that of the bias, in the order of the parameters (..., P)."""
+        if not self.bias:
+            return by_output.flatten(-2)
+        return torch.cat([by_output[..., :-1].flatten(-2), by_output[..., -1]], dim=-1)
 
 
 @full_precision

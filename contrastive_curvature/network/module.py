@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.hessian.blocks import Blocks
@@ -39,9 +40,9 @@ class ModulePullback(Pullback):
         self.encoder: Encoder = encoder
         trainable = {name: p for name, p in encoder.named_parameters() if p.requires_grad}
         self.params = {name: p.detach() for name, p in trainable.items() if only is None or name in only}
-        self._constants = {name: p.detach() for name, p in encoder.named_parameters() if name not in self.params}
-        self._buffers = dict(encoder.named_buffers())
         self._places = parameter_places(encoder)
+        others = {name: p.detach() for name, p in encoder.named_parameters() if name not in self.params}
+        self._constants = {**self._everywhere(others), **dict(encoder.named_buffers())}
         self._outputs = _FunctionalEncoder(encoder)
         self._vectorizes = True
         self.n_params = sum(p.numel() for p in self.params.values())
@@ -49,8 +50,7 @@ class ModulePullback(Pullback):
     def keep_values(self) -> None:
         """Hold on to the present values of parameters and buffers, whatever becomes of the encoder's."""
         self.params = {k: p.clone() for k, p in self.params.items()}
-        self._constants = {k: p.clone() for k, p in self._constants.items()}
-        self._buffers = {k: b.clone() for k, b in self._buffers.items()}
+        self._constants = {k: t.clone() for k, t in self._constants.items()}
 
     def named_sizes(self) -> list[tuple[str, int]]:
         """See :meth:`Pullback.named_sizes`."""
@@ -158,9 +158,11 @@ class ModulePullback(Pullback):
 
     def _at(self, x: Inputs, params: Mapping[str, Tensor]) -> Tensor:
         """Run the encoder at some values of the parameters."""
-        values = {**params, **self._constants}
-        everywhere = {place: value for name, value in values.items() for place in self._places[name]}
-        return self._outputs({**everywhere, **self._buffers}, x)
+        return self._outputs({**self._everywhere(params), **self._constants}, x)
+
+    def _everywhere(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return values of parameters under every name that each of them has."""
+        return {place: value for name, value in params.items() for place in self._places[name]}
 
 
 def parameter_places(module: nn.Module) -> dict[str, list[str]]:
@@ -258,15 +260,16 @@ class _FunctionalEncoder:
         """Run the encoder with values of all parameters and buffers, under every name that each of them has."""
         own = self._free_copy()
         if own is not None:
-            watching = MathAttention(self._originals)
             try:
-                out = _call(watching, own, values, x)
+                with MathAttention(self._originals) as watching:
+                    out = _call(own, values, x)
             finally:
                 self._free_copies.append(own)
             if not watching.original_used:
                 return out
             self._can_be_copied = False
-        return _call(MathAttention(), self._encoder, values, x)
+        with MathAttention():
+            return _call(self._encoder, values, x)
 
     def _free_copy(self) -> Encoder | None:
         """Return a copy that no thread runs at the moment; ``None`` if the encoder cannot be copied."""
@@ -279,10 +282,9 @@ class _FunctionalEncoder:
             return None
 
 
-def _call(mode: MathAttention, encoder: Encoder, values: dict[str, Tensor], x: Inputs) -> Tensor:
-    with mode:
-        # Tied by torch, a module with two names would keep the replaced tensors afterwards.
-        return torch.func.functional_call(encoder, values, (x,), tie_weights=False)
+def _call(encoder: Encoder, values: dict[str, Tensor], x: Inputs) -> Tensor:
+    # Tied by torch, a module with two names would keep the replaced tensors afterwards.
+    return torch.func.functional_call(encoder, values, (x,), tie_weights=False)
 
 
 class MathAttention(TorchFunctionMode):
@@ -305,13 +307,8 @@ class MathAttention(TorchFunctionMode):
         kwargs = kwargs or {}
         # Reading an attribute such as the shape does not count.
         if self._originals and getattr(func, "__name__", "") != "__get__":
-            self.original_used |= self._uses_original((*args, *kwargs.values()))
+            self.original_used |= any(id(leaf) in self._originals for leaf in tree_leaves((args, kwargs)))
         return _REPLACEMENTS.get(func, func)(*args, **kwargs)
-
-    def _uses_original(self, argument: Any) -> bool:
-        if isinstance(argument, (list, tuple)):
-            return any(self._uses_original(a) for a in argument)
-        return id(argument) in self._originals
 
 
 def _math_attention(

@@ -36,16 +36,12 @@ def sketch_size(width: int, rank: int | None) -> int:
     return width if 2 * size >= width else size
 
 
+@functools.lru_cache(maxsize=4)
 def sketch_matrix(width: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the test matrix (F, size) of a sketch: independent Gaussian entries of variance 1 / F, always the same.
 
     The entries are those of float64 on the CPU, rounded, so that devices agree; they are not to be changed.
     """
-    return _drawn(width, size, dtype, str(device))
-
-
-@functools.lru_cache(maxsize=4)
-def _drawn(width: int, size: int, dtype: torch.dtype, device: str) -> Tensor:
     # Drawing a million numbers takes longer than a training step's product with them, hence the cache.
     with torch.inference_mode(mode=False):
         generator = torch.Generator("cpu").manual_seed(0)
