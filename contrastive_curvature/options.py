@@ -148,11 +148,12 @@ def check_margin(margin: object) -> None:
         raise InputError(expected("margin", wanted, margin, hint))
 
 
-def check_negative_weight(weight: object) -> None:
-    """Refuse a weight of the negative pairs outside [0, 1] (Eq. 10)."""
+def check_negative_weight(weight: object) -> float:
+    """Return a weight of the negative pairs, if it is in [0, 1] (Eq. 10)."""
     wanted = "a number in [0, 1]"
     hint = "0.5 is unbiased sampling, 0 ignores the negatives (Eq. 10)."
     if isinstance(weight, bool) or not isinstance(weight, (int, float)):
         raise InputTypeError(expected("negative_weight", wanted, weight, hint))
     if not 0 <= weight <= 1:
         raise InputError(expected("negative_weight", wanted, weight, hint))
+    return float(weight)

@@ -58,7 +58,7 @@ MUTANTS = [
     M("margin on the wrong scale", "a negative counts where u_i . u_j > 1 - m^2 / 2", "losses/contrastive.py",
       "return 1 - self.margin**2 / 2", "return 1 - self.margin**2", "losses/test_derivatives.py"),
     M("positive fix of a curved loss keeps the negatives", "first derivatives of the positives alone (Eq. 109)",
-      "losses/derivatives.py", "_checked_terms(cosine, attract, nothing).first",
+      "losses/pair_derivatives.py", "_checked_terms(cosine, attract, nothing).first",
       "_checked_terms(cosine, attract, repel).first", "losses/test_pair_losses.py"),
     M("second derivative of the logistic loss takes negatives off", "c = a^2 (w+ + w-) sigma (1 - sigma)",
       "losses/logistic.py", "self.scale**2 * (attract + repel)", "self.scale**2 * (attract - repel)",

@@ -17,7 +17,7 @@ from contrastive_curvature.fit.loop import Problem, Seen
 from contrastive_curvature.fit.passes import PassRecord
 from contrastive_curvature.fit.readers import Batch, Reader
 from contrastive_curvature.losses.base import PairLoss
-from contrastive_curvature.losses.derivatives import PairDerivatives
+from contrastive_curvature.losses.pair_derivatives import PairDerivatives
 from contrastive_curvature.losses.weighting import pair_totals
 from contrastive_curvature.pairs import make_relation
 from contrastive_curvature.pairs.relation import LabelRelation, TargetRelation, make_target_relation

@@ -13,7 +13,8 @@ from contrastive_curvature.fit.passes import PassRecord
 from contrastive_curvature.fit.readers import Reader
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.cross import CrossBlocks
-from contrastive_curvature.hessian.dataset import ClassCoupling, HessianPart, HessianPoints
+from contrastive_curvature.hessian.dataset import HessianPart, HessianPoints
+from contrastive_curvature.hessian.derivatives import ClassWeights
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.losses.contrastive_classes import ContrastiveOfClasses, LabelledPoints, SampledContrastive
 from contrastive_curvature.losses.cosine import CosineLoss
@@ -58,11 +59,11 @@ class CrossTerms:
 def make_cross_terms(problem: DatasetFit) -> CrossTerms:
     """Return what computes the cross terms of some points with all others."""
     hessian = problem.data_hessian
-    derivatives, coupling = hessian.derivatives, hessian.class_coupling()
+    derivatives = hessian.derivatives
+    coupling = derivatives.class_weights()
     if coupling is None and isinstance(derivatives, SampledContrastive):
         # Of a sample those of the positive pairs, which no margin decides.
-        found = derivatives.of_classes.class_weights(attracting=True)
-        coupling = None if found is None else ClassCoupling(*found)
+        coupling = derivatives.of_classes.class_weights(attracting=True)
     if coupling is not None:
         numbers = coupling.classes.numel() * problem.dim * problem.pullback.n_params
         if numbers <= _CLASS_SUM_ELEMENTS:
@@ -94,7 +95,7 @@ def refuse_in_parts(loss: CosineLoss) -> NoReturn:
 class _ByClass(CrossTerms):
     """For pair weights that depend on the classes only: one sum of rows per class."""
 
-    def __init__(self, problem: DatasetFit, coupling: ClassCoupling) -> None:
+    def __init__(self, problem: DatasetFit, coupling: ClassWeights) -> None:
         super().__init__(problem)
         self.coupling = coupling
 
@@ -117,7 +118,7 @@ class _ByClass(CrossTerms):
 class _WithSample(_ByClass):
     """The positives by class; the negatives of a point among the sampled ones, which stand for all."""
 
-    def __init__(self, problem: DatasetFit, coupling: ClassCoupling, of_classes: ContrastiveOfClasses) -> None:
+    def __init__(self, problem: DatasetFit, coupling: ClassWeights, of_classes: ContrastiveOfClasses) -> None:
         super().__init__(problem, coupling)
         self.of_classes = of_classes
         self._columns: list[tuple[Any, HessianPart]] = []

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.hessian.sphere import project_tangent
-from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS
+from contrastive_curvature.pairs.relation import row_ranges
 
 
 def tangent_axes(u: Tensor, n: Tensor) -> Tensor:
@@ -202,9 +202,7 @@ class RootSide(PointVectors):
         """See :meth:`PointVectors.summed`."""
         dim, columns = t.shape[1:]
         out = t.new_zeros(self.weights.shape[0], columns)
-        step = max(1, BLOCK_ELEMENTS // max(1, dim * columns))
-        for start in range(0, len(out), step):
-            some = slice(start, start + step)
+        for some in row_ranges(len(out), dim * columns):
             moved = (self.weights[some] @ t.flatten(1)).view(-1, dim, columns)
             out[some] = torch.einsum("ad,adk->ak", self.anchors[some], moved)
         vector, point, own = self.own
@@ -214,9 +212,7 @@ class RootSide(PointVectors):
         """See :meth:`PointVectors.spread`."""
         points, dim = self.weights.shape[1], self.anchors.shape[1]
         out = x.new_zeros(points, dim * x.shape[1])
-        step = max(1, BLOCK_ELEMENTS // max(1, dim * x.shape[1]))
-        for start in range(0, len(x), step):
-            some = slice(start, start + step)
+        for some in row_ranges(len(x), dim * x.shape[1]):
             outer = (self.anchors[some].unsqueeze(2) * x[some].unsqueeze(1)).flatten(1)
             out.addmm_(self.weights[some].T, outer)
         vector, point, own = self.own

@@ -111,8 +111,6 @@ class ProjectedBlocks(Blocks):
 
     def matmul(self, v: Tensor) -> Tensor:
         """See :meth:`Blocks.matmul`."""
-        if v.ndim == 2:
-            return self.matmul(v.unsqueeze(2)).squeeze(2)
         return _by_chunks(self.exact, lambda part, rows: part.project_psd().matmul(v[rows]))
 
     def diagonal(self) -> Tensor:
@@ -126,15 +124,6 @@ class ProjectedBlocks(Blocks):
     def total(self) -> Tensor:
         """See :meth:`Blocks.total`."""
         return _by_chunks(self.exact, lambda part, _: part.project_psd().total().unsqueeze(0)).sum(0)
-
-    def eigenvalue_bounds(self) -> tuple[Tensor, Tensor]:
-        """See :meth:`Blocks.eigenvalue_bounds`."""
-        low, high = self.exact.eigenvalue_bounds()
-        return low.clamp(min=0), high.clamp(min=0)
-
-    def project_psd(self) -> ProjectedBlocks:
-        """See :meth:`Blocks.project_psd`."""
-        return self
 
     def factor(self) -> Tensor:
         """See :meth:`Blocks.factor`."""

@@ -48,19 +48,6 @@ class HessianPoints(HessianPart):
     totals: Totals
 
 
-@dataclass(frozen=True)
-class ClassCoupling:
-    """Cross blocks ``H_ij = -y_ab P_i P_j / (n_i n_j)`` that depend on the classes a and b of the two points only.
-
-    Args:
-        classes: Class labels, ascending, shape (C,).
-        y: Pair weights between classes, shape (C, C); or (C,), the diagonal, where all others are zero.
-    """
-
-    classes: Tensor
-    y: Tensor
-
-
 class DatasetHessian:
     """Output Hessian over all pairs of a data set.
 
@@ -118,11 +105,6 @@ class DatasetHessian:
         """Return the blocks ``H_ij`` between two parts, zero for a point with ``itself``, boolean, shape (A, B)."""
         y, c = self.derivatives.between(rows.u, rows.targets, columns.u, columns.targets, itself)
         return CrossBlocks(rows.u, rows.n, columns.u, columns.n, y, c)
-
-    def class_coupling(self) -> ClassCoupling | None:
-        """Return the cross blocks by classes, where they depend on nothing else."""
-        found = self.derivatives.class_weights()
-        return None if found is None else ClassCoupling(*found)
 
     def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
         """See :meth:`CosineDerivatives.loss_and_cost`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from contrastive_curvature.errors import UnsupportedError, expected
 from contrastive_curvature.hessian.blocks import UnrepresentableError
 from contrastive_curvature.hessian.cross import CrossRoots
 from contrastive_curvature.hessian.moments import Moments
-from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS
+from contrastive_curvature.pairs.relation import row_ranges
 
 _CHUNK_ROWS = 2**16
 """Points that are held in float64 at once."""
@@ -110,10 +110,8 @@ class CosineDerivatives(ABC):
 
     def row_blocks(self, width: int = 1) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
         """Stream all rows, ``(rows, y, c)``, in blocks of pairs for which the caller stores ``width`` numbers each."""
-        step = max(1, BLOCK_ELEMENTS // max(1, self.n * width))
-        for start in range(0, self.n, step):
-            stop = min(start + step, self.n)
-            yield slice(start, stop), *self.rows(start, stop)
+        for rows in row_ranges(self.n, self.n * width):
+            yield rows, *self.rows(rows.start, rows.stop)
 
     def dense(self) -> tuple[Tensor, Tensor | None]:
         """Return ``y`` and ``c`` as matrices (N, N); for small N."""
@@ -210,6 +208,18 @@ class PartOfDerivatives(CosineDerivatives):
         return slice(start + self._start, stop + self._start)
 
 
+class ClassWeights(NamedTuple):
+    """Weights of pairs that depend on the classes of the two points only.
+
+    Args:
+        classes: Class labels, ascending, shape (C,).
+        y: ``y`` between any two classes, shape (C, C); or (C,), the diagonal, where all others are zero.
+    """
+
+    classes: Tensor
+    y: Tensor
+
+
 class DatasetDerivatives(CosineDerivatives):
     """The same where a target tells which point arrives again, in any order."""
 
@@ -243,11 +253,8 @@ class DatasetDerivatives(CosineDerivatives):
         """Return the derivatives of some points of this set among themselves, which stand for the whole set."""
         _refuse_pairs()
 
-    def class_weights(self) -> tuple[Tensor, Tensor] | None:
-        """Return the class labels, shape (C,), and ``y`` between any two classes, (C, C), or (C,) if it is diagonal.
-
-        ``None`` where the weight of a pair depends on more than the two classes.
-        """
+    def class_weights(self) -> ClassWeights | None:
+        """Return the weights of pairs by class; ``None`` where they depend on more than the two classes."""
         return None
 
 

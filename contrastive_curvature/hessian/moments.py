@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
 from torch import Tensor
 
 from contrastive_curvature.hessian.sphere import project_tangent
-from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS
+from contrastive_curvature.pairs.relation import row_ranges
 
 
 class Moments(ABC):
@@ -50,6 +51,7 @@ class Moments(ABC):
         """Return a bound of the entries of ``M_i`` in absolute value, shape (N,); not finite where an entry is not."""
 
 
+@dataclass
 class MomentPart:
     """Weights of some points with the candidates that they have in common.
 
@@ -59,20 +61,14 @@ class MomentPart:
             these are known.
         others: ``o``, shape (M, D).
         first: Number of the first point for ``weigh``.
-
-    Attributes:
         last: Range and weights of the last block, kept as one operation follows another.
     """
 
-    def __init__(
-        self,
-        points: Tensor,
-        weigh: Callable[[int, int], tuple[Tensor, Tensor | None]],
-        others: Tensor,
-        first: int = 0,
-    ) -> None:
-        self.points, self.weigh, self.others, self.first = points, weigh, others, first
-        self.last: tuple[tuple[int, int], tuple[Tensor, Tensor | None]] | None = None
+    points: Tensor
+    weigh: Callable[[int, int], tuple[Tensor, Tensor | None]]
+    others: Tensor
+    first: int = 0
+    last: tuple[tuple[int, int], tuple[Tensor, Tensor | None]] | None = None
 
     def between(self, low: int, high: int) -> MomentPart:
         """Return the part of points ``low..high``, counted from the first one of them."""
@@ -81,13 +77,11 @@ class MomentPart:
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:
         """Iterate over points, their weights, known cosines and candidates, in blocks of bounded size."""
-        step = max(1, BLOCK_ELEMENTS // max(1, len(self.others)))
-        for start in range(0, len(self.points), step):
-            points = self.points[start : start + step]
-            numbers = self.first + start, self.first + start + len(points)
+        for some in row_ranges(len(self.points), len(self.others)):
+            numbers = self.first + some.start, self.first + some.stop
             if self.last is None or self.last[0] != numbers:
                 self.last = numbers, self.weigh(*numbers)
-            yield points, *self.last[1], self.others
+            yield self.points[some], *self.last[1], self.others
 
 
 class PairMoments(Moments):
@@ -125,11 +119,9 @@ class PairMoments(Moments):
         _, n, dim = self.vectors.shape
         out = self.vectors.new_zeros(n, dim * dim)
         for points, weights, _, others in self._blocks():
-            step = max(1, BLOCK_ELEMENTS // dim**2)
-            for start in range(0, others.shape[0], step):
-                some = others[start : start + step]
-                outer = (some.unsqueeze(2) * some.unsqueeze(1)).flatten(1)
-                out.index_add_(0, points, weights[:, start : start + step] @ outer)
+            for some in row_ranges(len(others), dim**2):
+                outer = (others[some].unsqueeze(2) * others[some].unsqueeze(1)).flatten(1)
+                out.index_add_(0, points, weights[:, some] @ outer)
         out = out.view(n, dim, dim)
         for sign, v in zip(self.signs, self.vectors, strict=True):
             out += sign * v.unsqueeze(2) * v.unsqueeze(1)
@@ -140,8 +132,7 @@ class PairMoments(Moments):
         _, n, dim = self.vectors.shape
         if x.shape[2] > dim:
             # More columns than a matrix has: forming it is cheaper.
-            step = max(1, BLOCK_ELEMENTS // max(1, dim * dim))
-            parts = [self[k : k + step].dense() @ x[k : k + step] for k in range(0, n, step)]
+            parts = [self[rows].dense() @ x[rows] for rows in row_ranges(n, dim * dim)]
             return torch.cat(parts) if parts else torch.zeros_like(x)
         x = x.to(self.vectors.dtype)
         out = torch.zeros_like(x)

@@ -122,7 +122,7 @@ class NodeBlocks(Blocks):
         # Without a tangent the plane of u and t shrinks to the line of u.
         low = torch.where(moves, values[0], self.r)
         high = torch.where(moves, values[1], self.r)
-        others = self._complement_dimension()
+        others = self.u.shape[1] - 1 - moves.long()
         low = torch.where(others > 0, torch.minimum(low, self.c), low)
         return low, torch.where(others > 0, torch.maximum(high, self.c), high)
 
@@ -177,10 +177,6 @@ class NodeBlocks(Blocks):
         values, vectors = values[:, keep], vectors[:, :, keep]
         columns = (vectors * values.abs().sqrt().unsqueeze(1)).permute(2, 0, 1)
         return SignedFactor(columns.contiguous(), values.sign().T.contiguous())
-
-    def _complement_dimension(self) -> Tensor:
-        """Return the dimension of the tangent space without ``t``, shape (N,)."""
-        return self.u.shape[1] - 1 - (self.t != 0).any(1).long()
 
     def _plane_eigenpair(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the larger eigenvalue (clamped at zero) and its unit eigenvector on span(u, t).

@@ -15,17 +15,12 @@ from contrastive_curvature.hessian.dataset import DatasetHessian
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.losses.cosine import CosineLoss
-from contrastive_curvature.losses.derivatives import PairDerivatives
+from contrastive_curvature.losses.pair_derivatives import PairDerivatives
 from contrastive_curvature.losses.weighting import Shares, count_shares, pair_totals, weigh_pairs
 from contrastive_curvature.options import Distance, Normalization, PDFix, check_negative_weight, parse_option
 from contrastive_curvature.pairs import Pairs, make_relation
 from contrastive_curvature.pairs.edges import EdgeRelation
 from contrastive_curvature.pairs.relation import Relation, RelationFunction, make_target_relation
-
-
-def _weight(value: float) -> float:
-    check_negative_weight(value)
-    return float(value)
 
 
 class Terms(NamedTuple):
@@ -70,7 +65,7 @@ class PairLoss(CosineLoss):
 
     _options: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
         **CosineLoss._options,
-        "negative_weight": _weight,
+        "negative_weight": check_negative_weight,
         "normalization": partial(parse_option, Normalization, "normalization"),
     }
 
@@ -83,7 +78,7 @@ class PairLoss(CosineLoss):
         pd_fix: PDFix | str = PDFix.FIXED,
     ) -> None:
         super().__init__(distance=distance, pd_fix=pd_fix)
-        self.negative_weight = _weight(negative_weight)
+        self.negative_weight = check_negative_weight(negative_weight)
         self.normalization = parse_option(Normalization, "normalization", normalization)
 
     @abstractmethod
@@ -111,8 +106,6 @@ class PairLoss(CosineLoss):
             weights = weigh_pairs(self.negative_weight, relation.positive, relation.negative, shares[i], shares[j])
             # From the difference: its gradient keeps the digits of points that are close together.
             return self._checked_value(1 - (u[i] - u[j]).square().sum(1) / 2, *weights)
-        if relation.n == 0:
-            return u.sum()
         # In float64, since a data set has many pairs.
         total = u.new_zeros((), dtype=torch.float64)
         for rows, positive, negative in relation.row_blocks():
@@ -123,7 +116,8 @@ class PairLoss(CosineLoss):
             itself.diagonal(rows.start).fill_(True)
             # Every unordered pair stands in the matrix twice.
             total = total + self._checked_value(cosine.masked_fill(itself, 0), *weights).double() / 2
-        return total.to(u.dtype)
+        # With a gradient for no points, too.
+        return total.to(u.dtype) + 0 * u.sum()
 
     def _checked_value(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Tensor:
         """Return what :meth:`_value` gives, if it is one number."""

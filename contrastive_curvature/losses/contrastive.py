@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputTypeError, expected
-from contrastive_curvature.hessian.derivatives import NodeSums, Totals
+from contrastive_curvature.hessian.derivatives import ClassWeights, NodeSums, Totals
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.base import PairLoss, Terms
 from contrastive_curvature.losses.contrastive_classes import ContrastiveOfClasses, LabelledPoints
-from contrastive_curvature.losses.derivatives import PairDerivatives
+from contrastive_curvature.losses.pair_derivatives import PairDerivatives
 from contrastive_curvature.losses.weighting import ClassShares, Shares
 from contrastive_curvature.options import LARGEST_DISTANCE, Distance, Normalization, PDFix, check_margin
 from contrastive_curvature.pairs.relation import LabelRelation, Relation, RelationFunction
@@ -149,7 +149,7 @@ class ContrastiveDerivatives(PairDerivatives):
             return self._of_classes(self.relation.targets).neighbour_sums(u, targets)[0]
         return super().sums_for(u, targets)
 
-    def class_weights(self) -> tuple[Tensor, Tensor] | None:
+    def class_weights(self) -> ClassWeights | None:
         """See :meth:`DatasetDerivatives.class_weights`."""
         if isinstance(self.relation, LabelRelation):
             return self._of_classes(self.relation.targets).class_weights()

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from contrastive_curvature.hessian.derivatives import CosineDerivatives, DatasetDerivatives, NodeSums, Totals
+from contrastive_curvature.hessian.derivatives import (
+    ClassWeights,
+    CosineDerivatives,
+    DatasetDerivatives,
+    NodeSums,
+    Totals,
+)
 from contrastive_curvature.losses.weighting import ClassShares, class_pairs, pair_totals, weigh_pairs
 from contrastive_curvature.pairs.relation import LabelRelation
 from contrastive_curvature.parts.class_table import ClassTable
@@ -169,17 +175,17 @@ class ContrastiveOfClasses:
         zero = torch.zeros((), dtype=torch.float64, device=u.device)
         return [NodeSums(sums[:, 0], sums[:, 1:], None, zero) for sums in found]
 
-    def class_weights(self, *, attracting: bool = False) -> tuple[Tensor, Tensor] | None:
-        """Return the class labels (C,), and ``y`` between any two, (C, C), or its diagonal; ``None`` with a margin."""
+    def class_weights(self, *, attracting: bool = False) -> ClassWeights | None:
+        """Return the weights of pairs, or of the positive ones; ``None`` where a margin decides which pairs count."""
         repels = self.repels and not attracting
         if repels and self.loss.threshold is not None:
             return None
         classes, shares = self.table.labels, self.shares.shares
         if not repels:
-            return classes, (1 - self.loss.negative_weight) * shares.positive
+            return ClassWeights(classes, (1 - self.loss.negative_weight) * shares.positive)
         same = classes.unsqueeze(1) == classes
         attract, repel = weigh_pairs(self.loss.negative_weight, same, ~same, shares, shares)
-        return classes, attract - repel
+        return ClassWeights(classes, attract - repel)
 
     @property
     def pairs_by_class(self) -> bool:
@@ -268,7 +274,7 @@ class SampledContrastive(DatasetDerivatives):
         """See :meth:`DatasetDerivatives.estimates_for`."""
         return self.of_classes.neighbour_sums(u, targets, apart=True)[1:]
 
-    def class_weights(self) -> tuple[Tensor, Tensor] | None:
+    def class_weights(self) -> ClassWeights | None:
         """See :meth:`DatasetDerivatives.class_weights`."""
         return self.of_classes.class_weights()
 

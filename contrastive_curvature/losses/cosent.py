@@ -20,7 +20,7 @@ from contrastive_curvature.losses.sides import joined_towers
 from contrastive_curvature.options import Distance, PDFix
 from contrastive_curvature.pairs import Pairs
 from contrastive_curvature.pairs.edges import GradedPairs, placed
-from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS, Relation
+from contrastive_curvature.pairs.relation import Relation, row_ranges
 
 
 class CoSENTLoss(CosineLoss):
@@ -304,9 +304,7 @@ class ListedMoments(Moments):
         other, dim = self.ends.other, self.ends.other.shape[1]
         mixed = self.ends.coupled(self.c, other)
         out = other.new_zeros(self.ends.points, dim, dim)
-        step = max(1, BLOCK_ELEMENTS // dim**2)
-        for start in range(0, len(other), step):
-            some = slice(start, start + step)
+        for some in row_ranges(len(other), dim**2):
             out.index_add_(0, self.ends.point[some], other[some].unsqueeze(2) * mixed[some].unsqueeze(1))
         return out
 

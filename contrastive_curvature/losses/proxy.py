@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +18,7 @@ from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.options import Distance, PDFix
 from contrastive_curvature.pairs import Pairs
-from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS, LabelRelation, Relation, TargetRelation, check_labels
+from contrastive_curvature.pairs.relation import LabelRelation, Relation, TargetRelation, check_labels, row_ranges
 
 _KINDS = ("softmax", "arcface", "cosface")
 
@@ -157,9 +156,10 @@ class ProxyLoss(CosineLoss):
 
     def value(self, u: Tensor, proxies: Tensor, labels: Tensor, weight: float) -> Tensor:
         """Compute the loss of unit embeddings (N, D) and unit proxies (C, D), differentiable by autograd."""
-        total, step = u.new_zeros((), dtype=torch.float64), max(1, BLOCK_ELEMENTS // len(proxies))
-        for some, y in zip(u.split(step), labels.split(step), strict=True):
-            each = nn.functional.cross_entropy(self.logits(some, proxies, y), y, reduction="none")
+        total = u.new_zeros((), dtype=torch.float64)
+        for rows in row_ranges(len(u), len(proxies)):
+            y = labels[rows]
+            each = nn.functional.cross_entropy(self.logits(u[rows], proxies, y), y, reduction="none")
             total = total + each.double().sum()
         return (weight * total).to(u.dtype) + 0 * u.sum()
 
@@ -253,8 +253,8 @@ class ProxyDerivatives(CosineDerivatives):
         degree, neighbors = self.u.new_zeros(self.n), torch.zeros_like(self.u)
         vectors = self.u.new_zeros(len(_SIGNS), *self.u.shape)
         bound = self.u.new_zeros(self.n)
-        for start, stop in self._ranges():
-            block, here = self._block(start, stop), slice(start, stop)
+        for here in row_ranges(self.n, len(self.proxies)):
+            block = self._block(here.start, here.stop)
             if not self.fix.second_only:
                 degree[here], neighbors[here] = self._first_order(block)
             vectors[:, here], spread = self._vectors(block)
@@ -281,11 +281,6 @@ class ProxyDerivatives(CosineDerivatives):
     @torch.no_grad()
     def _value(self) -> Tensor:
         return self.loss.value(self.u, self.proxies, self.labels, self.weight).double()
-
-    def _ranges(self) -> Iterator[tuple[int, int]]:
-        step = max(1, BLOCK_ELEMENTS // len(self.proxies))
-        for start in range(0, self.n, step):
-            yield start, min(start + step, self.n)
 
     @torch.no_grad()
     def _block(self, start: int, stop: int) -> _Block:

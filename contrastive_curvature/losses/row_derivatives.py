@@ -279,8 +279,8 @@ class _Anchors:
 
     def blocks(self) -> Iterator[slice]:
         """Iterate over ranges of the anchors, in blocks of bounded size."""
-        for start, stop in self.side.row_blocks(3):
-            yield _moved(slice(start, stop), self.side.anchors.start)
+        for rows in self.side.row_blocks(3):
+            yield _moved(rows, self.side.anchors.start)
 
     def local(self, anchors: slice) -> slice:
         """Return a range of the anchors, counted from the first one of this side."""
@@ -290,7 +290,7 @@ class _Anchors:
         """Return cosines, positives and negatives of some anchors and some or all of their candidates."""
         rows = self.local(anchors)
         columns = None if candidates is None else _moved(candidates, -self.side.candidates.start)
-        positive, negative = self.side.related(self.relation, rows.start, rows.stop, self.u.dtype, columns)
+        positive, negative = self.side.related(self.relation, rows, self.u.dtype, columns)
         if self.cosines is not None:
             return self.cosines[rows, slice(None) if columns is None else columns], positive, negative
         others = self.u[self.side.candidates if candidates is None else candidates]

@@ -215,11 +215,11 @@ class RowLoss(CosineLoss):
     def _value_of(self, u: Tensor, relation: Relation, sides: Sides) -> Tensor:
         total, terms = u.new_zeros((), dtype=torch.float64), 0.0
         for side in sides:
-            for start, stop in side.row_blocks():
-                positive, negative = side.related(relation, start, stop, u.dtype)
+            for rows in side.row_blocks():
+                positive, negative = side.related(relation, rows, u.dtype)
                 kept = self._has_terms(positive, negative)
                 if bool(kept.any()):
-                    cosine = u[side.anchors][start:stop][kept] @ u[side.candidates].T
+                    cosine = u[side.anchors][rows][kept] @ u[side.candidates].T
                     positive, negative = positive[kept], negative[kept]
                     total = total + self._checked("_value", cosine, positive, negative).double().sum()
                     terms += float(self._counts_at(cosine.detach(), positive, negative).sum())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from contrastive_curvature.hessian.derivatives import DatasetDerivatives, NodeSums, refuse_sampled
 from contrastive_curvature.hessian.moments import MomentPart, PairMoments
 from contrastive_curvature.losses.weighting import ClassShares, find_classes, weigh_pairs
+from contrastive_curvature.pairs.relation import row_ranges
 
 if TYPE_CHECKING:
     from contrastive_curvature.losses.base import PairLoss
@@ -120,8 +121,8 @@ class BankedPoints:
         """
         place = torch.empty_like(index)
         for rows, same in self.groups(index):
-            for start, stop in ranges(len(rows), len(same.u), _PAIRS):
-                some = rows[start:stop]
+            for part in row_ranges(len(rows), len(same.u), _PAIRS):
+                some = rows[part]
                 cosine = (x[some] @ same.u.T).masked_fill(index[some].unsqueeze(1) != same.index, -torch.inf)
                 place[some] = same.place[cosine.argmax(1)]
             yield rows, place[rows], same
@@ -193,8 +194,8 @@ class SampledDerivatives(DatasetDerivatives):
         ]
         holds = sum(len(rows) * len(pairs.others.u) for rows, pairs in met) <= _HELD
         for rows, pairs in met:
-            for start, stop in pairs.blocks(len(rows)):
-                terms, here = pairs.terms(start, stop), rows[start:stop]
+            for some in row_ranges(len(rows), len(pairs.others.u), _PAIRS):
+                terms, here = pairs.terms(some), rows[some]
                 value = value + terms.value / 2
                 if not self.loss.pd_fix.second_only:
                     degree[here] += terms.y.sum(1)
@@ -213,6 +214,7 @@ class SampledDerivatives(DatasetDerivatives):
         return NodeSums(degree, neighbors, moments, value).checked(type(self.loss).__name__)
 
 
+@dataclass
 class _Pairs:
     """Pairs of P points and C candidates.
 
@@ -222,25 +224,18 @@ class _Pairs:
         index: Numbers of their classes, shape (P,).
         place: Their places among all points, shape (P,).
         others: The candidates.
-
-    Attributes:
         held: Second derivatives and cosines of blocks of points, from the first one on, for :meth:`weigh`.
     """
 
-    def __init__(
-        self, derivatives: SampledDerivatives, x: Tensor, index: Tensor, place: Tensor, others: Candidates
-    ) -> None:
-        self.derivatives, self.others = derivatives, others
-        self.x, self.index, self.place = x, index, place
-        self.held: list[tuple[Tensor, Tensor]] = []
+    derivatives: SampledDerivatives
+    x: Tensor
+    index: Tensor
+    place: Tensor
+    others: Candidates
+    held: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def blocks(self, count: int) -> Iterator[tuple[int, int]]:
-        """Iterate over ranges of so many points, of a bounded number of pairs."""
-        return ranges(count, len(self.others.u), _PAIRS)
-
-    def terms(self, start: int, stop: int) -> PairTerms:
-        """Return the derivatives of points ``start..stop``."""
-        some = slice(start, stop)
+    def terms(self, some: slice) -> PairTerms:
+        """Return the derivatives of some of the points."""
         return self.derivatives.pair_terms(self.x[some], self.index[some], self.place[some], self.others)
 
     def weigh(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -249,7 +244,8 @@ class _Pairs:
             self.held = [_joined(self.held)]
             second, cosine = self.held[0]
             return second[start:stop], cosine[start:stop]
-        found = [self.terms(start + a, start + b) for a, b in self.blocks(stop - start)]
+        blocks = row_ranges(stop - start, len(self.others.u), _PAIRS)
+        found = [self.terms(slice(start + some.start, start + some.stop)) for some in blocks]
         return _joined([(cast("Tensor", terms.second), terms.cosine) for terms in found])
 
 
@@ -281,13 +277,6 @@ def unit(u: Tensor) -> Tensor:
     """Return unit embeddings (B, D) in float64, of length one to its precision."""
     wide = u.detach().double()
     return wide / wide.norm(dim=1, keepdim=True)
-
-
-def ranges(rows: int, columns: int, pairs: int) -> Iterator[tuple[int, int]]:
-    """Iterate over ranges of rows with a bounded number of pairs with the columns."""
-    step = max(1, pairs // max(1, columns))
-    for start in range(0, rows, step):
-        yield start, min(start + step, rows)
 
 
 def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

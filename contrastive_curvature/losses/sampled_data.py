@@ -28,8 +28,6 @@ MANY_POINTS = 30_000
 NEGATIVE_SAMPLES = 2000
 """Points of that sample."""
 
-_OUTPUTS, _TARGETS = "outputs", "targets"
-
 
 def sums_suffice(loss: CosineLoss) -> bool:
     """Return whether sums over classes hold all of the negatives of class labels, so that nothing is sampled."""
@@ -86,7 +84,7 @@ def sampled_hessian(
         negatives_per_anchor: See the backend.
     """
     if sample is not None:
-        kinds = len(sample.columns[_TARGETS].unique()) if len(sample) else 0
+        kinds = len(sample.columns["targets"].unique()) if len(sample) else 0
         if kinds < min(2, len(table.labels)):
             wanted = f"a sample with points of two of the {len(table.labels)} classes at least"
             hint = "Use a larger number; about 1,000 give all pairs to three digits."
@@ -96,7 +94,7 @@ def sampled_hessian(
         kept = points if keeps else None
         everything = None if kept is None else _labelled(kept)
         derivatives = SampledContrastive(loss, table, halves, like, everything)
-        z = None if kept is None else kept.columns[_OUTPUTS]
+        z = None if kept is None else kept.columns["outputs"]
         return DatasetHessian(z, derivatives, loss.distance, loss.pd_fix)
     points, sample = cast("Rows", points), cast("Rows", sample)
     u, labels = _labelled(points)
@@ -110,9 +108,9 @@ def sampled_hessian(
         msg = f"negative_samples: {type(loss).__name__} has no negatives that a sample could stand for."
         raise UnsupportedError(msg)
 
-    parts = [of_sample(half) for half in sample.halves() if len(half.columns[_TARGETS].unique()) > 1]
-    return DatasetHessian(points.columns[_OUTPUTS], of_sample(sample), loss.distance, loss.pd_fix, parts)
+    parts = [of_sample(half) for half in sample.halves() if len(half.columns["targets"].unique()) > 1]
+    return DatasetHessian(points.columns["outputs"], of_sample(sample), loss.distance, loss.pd_fix, parts)
 
 
 def _labelled(rows: Rows) -> LabelledPoints:
-    return LabelledPoints(normalize(rows.columns[_OUTPUTS])[0], rows.columns[_TARGETS])
+    return LabelledPoints(normalize(rows.columns["outputs"])[0], rows.columns["targets"])

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from contrastive_curvature.hessian.derivatives import Totals, refuse_sampled
-from contrastive_curvature.losses.sampled import BankedPoints, Candidates, PairTerms, SampledDerivatives, ranges
+from contrastive_curvature.losses.sampled import BankedPoints, Candidates, PairTerms, SampledDerivatives
 from contrastive_curvature.losses.sides import one_tower
+from contrastive_curvature.pairs.relation import row_ranges
 
 if TYPE_CHECKING:
     from contrastive_curvature.losses.rows import RowLoss
@@ -149,12 +150,12 @@ class _Anchors:
         u, index = torch.cat([same.u, bank.u]), torch.cat([same.index, bank.index])
         own = (torch.arange(len(index), device=u.device) < len(same.u)).unsqueeze(0)
         pad = (0, max(0, self._width - len(u)))
-        for start, stop in ranges(len(same.u), max(len(u), self._width), _PAIRS):
-            some = torch.arange(start, stop, device=u.device)
+        for rows in row_ranges(len(same.u), max(len(u), self._width), _PAIRS):
+            some = torch.arange(rows.start, rows.stop, device=u.device)
             place = same.place[some]
             equal = same.index[some].unsqueeze(1) == index
             positive = (equal & own).double()
-            positive[some - start, some] = 0.0
+            positive[some - rows.start, some] = 0.0
             negative = (~equal & ~own) * (self.share * points.weight[same.index[some]].unsqueeze(1))
             cosine, positive, negative = (F.pad(part, pad) for part in (same.u[some] @ u.T, positive, negative))
             kept = loss._has_terms(positive, negative)

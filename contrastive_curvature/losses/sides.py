@@ -10,7 +10,7 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.hessian.sphere import check_outputs
-from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS, LabelRelation, Relation, check_labels
+from contrastive_curvature.pairs.relation import LabelRelation, Relation, check_labels, row_ranges
 
 
 @dataclass(frozen=True)
@@ -32,20 +32,18 @@ class Side:
         """Return the numbers A of anchors and M of candidates."""
         return self.anchors.stop - self.anchors.start, self.candidates.stop - self.candidates.start
 
-    def row_blocks(self, width: int = 1) -> Iterator[tuple[int, int]]:
+    def row_blocks(self, width: int = 1) -> Iterator[slice]:
         """Iterate over ranges of anchors, in blocks of pairs for which the caller stores ``width`` numbers each."""
         count, candidates = self.shape
-        step = max(1, BLOCK_ELEMENTS // max(1, candidates * width))
-        for start in range(0, count, step):
-            yield start, min(start + step, count)
+        return row_ranges(count, candidates * width)
 
     def related(
-        self, relation: Relation, start: int, stop: int, dtype: torch.dtype, columns: slice | None = None
+        self, relation: Relation, anchors: slice, dtype: torch.dtype, columns: slice | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return how often candidates count as positives and as negatives for anchors of this side, each (B, C)."""
         first = self.candidates.start
         chosen = self.candidates if columns is None else slice(first + columns.start, first + columns.stop)
-        rows = self.anchors.start + start, self.anchors.start + stop
+        rows = self.anchors.start + anchors.start, self.anchors.start + anchors.stop
         positive, negative = relation.rows(*rows, chosen)
         repels = negative.to(dtype)
         return positive.to(dtype), repels if self.negative_share == 1 else self.negative_share * repels

@@ -22,6 +22,13 @@ BLOCK_ELEMENTS = 2**22
 machine."""
 
 
+def row_ranges(rows: int, width: int, entries: int | None = None) -> Iterator[slice]:
+    """Iterate over ranges of so many rows of some width, with a bounded number of entries each."""
+    step = max(1, (entries or BLOCK_ELEMENTS) // max(1, width))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
 class Relation(ABC):
     """A symmetric relation on ``n`` points.
 
@@ -53,10 +60,8 @@ class Relation(ABC):
         Args:
             width: How many numbers the caller stores for every pair.
         """
-        step = max(1, BLOCK_ELEMENTS // max(1, self.n * width))
-        for start in range(0, self.n, step):
-            stop = min(start + step, self.n)
-            yield slice(start, stop), *self.rows(start, stop)
+        for rows in row_ranges(self.n, self.n * width):
+            yield rows, *self.rows(rows.start, rows.stop)
 
     def counts(self) -> tuple[Tensor, Tensor]:
         """Return the number of positive and of negative listings at every point, each (n,) int64."""

@@ -211,7 +211,7 @@ def test_parts_of_the_blocks_agree_with_the_whole(drawn: Drawn, device: str) -> 
     dense, rows = whole.dense(), slice(1, len(z) - 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cosent, "_ROWS", 3)
-        patch.setattr(cosent, "BLOCK_ELEMENTS", 1)
+        patch.setattr("contrastive_curvature.pairs.relation.BLOCK_ELEMENTS", 1)
         found = loss.output_hessian(z, pairs=pairs).blocks
         assert close(found.dense(), dense, drawn.size, 1e-13)
         assert close(found[rows].dense(), dense[rows], drawn.size, 1e-13)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import contrastive_curvature as cc
 from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.losses import contrastive_classes, derivatives
-from contrastive_curvature.losses.derivatives import PairDerivatives
+from contrastive_curvature.losses import contrastive_classes
+from contrastive_curvature.losses.pair_derivatives import PairDerivatives
 from contrastive_curvature.pairs import edges, make_relation, relation
 from contrastive_curvature.testing import list_pairs, pair_loss, pair_weights
 
@@ -63,7 +63,7 @@ def test_bounded_blocks_change_nothing(case: Case, elements: int, device: str) -
     truth = true_weights(case)
     u = normalize(case.z)[0]
     with pytest.MonkeyPatch.context() as patch:
-        for module in (edges, relation, derivatives):
+        for module in (edges, relation):
             patch.setattr(module, "BLOCK_ELEMENTS", elements)
         patch.setattr(contrastive_classes, "_TILE_ROWS", 2)
         patch.setattr(contrastive_classes, "_TILE_COLUMNS", 3)

@@ -10,7 +10,7 @@ from devices import DEVICES
 from row_cases import numbers
 from strategies import close
 
-from contrastive_curvature.losses import row_derivatives, sides
+from contrastive_curvature.losses import row_derivatives
 from contrastive_curvature.losses.infonce import InfoNCELoss
 from contrastive_curvature.losses.multisimilarity import MultiSimilarityLoss
 from contrastive_curvature.losses.rows import RowLoss
@@ -35,7 +35,7 @@ FIXES = ("full", "positive", "psd")
 def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows one or two at a time, and none of them kept."""
     monkeypatch.setattr(row_derivatives, "_HELD_ELEMENTS", 0)
-    monkeypatch.setattr(sides, "BLOCK_ELEMENTS", 40)
+    monkeypatch.setattr("contrastive_curvature.pairs.relation.BLOCK_ELEMENTS", 40)
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -14,7 +14,7 @@ from contrastive_curvature.hessian.moments import MomentPart, PairMoments
 from contrastive_curvature.losses.weighting import ClassShares, Shares, count_shares, pair_totals, weigh_pairs
 from contrastive_curvature.options import PDFix
 from contrastive_curvature.pairs.edges import EdgeRelation, placed
-from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS, LabelRelation, Relation, TargetRelation
+from contrastive_curvature.pairs.relation import LabelRelation, Relation, TargetRelation, row_ranges
 from contrastive_curvature.progress import LongRunWarning
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class PairDerivatives(DatasetDerivatives):
         """See :meth:`DatasetDerivatives.places`."""
         mine, theirs = (given.unsqueeze(1).flatten(1) for given in (targets, self._target_relation().targets))
         out = torch.zeros(len(u), dtype=torch.int64, device=u.device)
-        for rows in torch.arange(len(u), device=u.device).split(max(1, BLOCK_ELEMENTS // theirs.numel())):
+        for rows in row_ranges(len(u), theirs.numel()):
             other = (mine[rows].unsqueeze(1) != theirs).any(2)
             out[rows] = (u[rows] @ self.u.T).masked_fill(other, -torch.inf).argmax(1)
         return out
@@ -141,10 +141,9 @@ class PairDerivatives(DatasetDerivatives):
                 self._class_shares = ClassShares(relation.targets, self.shares)
             return self._class_shares.of(targets)
         itself = relation.self_relation(targets)
-        step = max(1, BLOCK_ELEMENTS // max(1, self.n))
         counts = [
-            torch.stack([mask.sum(1) for mask in relation.relate(targets[k : k + step], relation.targets)])
-            for k in range(0, targets.shape[0], step)
+            torch.stack([mask.sum(1) for mask in relation.relate(targets[rows], relation.targets)])
+            for rows in row_ranges(len(targets), self.n)
         ]
         positive, negative = torch.cat(counts, dim=1) - torch.stack(itself).long()
         return count_shares(positive, negative, self.loss.normalization, self.u.dtype, self.totals)
@@ -189,11 +188,9 @@ class PairDerivatives(DatasetDerivatives):
 
     def _sums(self, count: int, block: Callable[[int, int, bool], _Block]) -> NodeSums:
         """Return sums over the neighbours of points whose rows ``block(start, stop, with_value)`` are (B, N)."""
-        dim, step = self.u.shape[1], max(1, BLOCK_ELEMENTS // max(1, self.n))
-        degree, neighbors = self.u.new_zeros(count), self.u.new_zeros(count, dim)
+        degree, neighbors = self.u.new_zeros(count), self.u.new_zeros(count, self.u.shape[1])
         value = self.u.new_zeros((), dtype=torch.float64)
-        for start in range(0, count, step):
-            here = slice(start, min(start + step, count))
+        for here in row_ranges(count, self.n):
             y, _, part = block(here.start, here.stop, not self.loss.value_from_sums)
             degree[here], neighbors[here] = y.sum(1), y @ self.u
             value = value + part.double() / 2
@@ -234,9 +231,7 @@ class PairDerivatives(DatasetDerivatives):
         self, relation: EdgeRelation, width: int = 1, value: bool = False
     ) -> Iterator[tuple[Tensor, Tensor, _Block]]:
         """Iterate over chunks of the listed pairs: their points and their block, each (K,)."""
-        step = max(1, BLOCK_ELEMENTS // max(width, self.u.shape[1]))
-        for start in range(0, relation.i.numel(), step):
-            chunk = slice(start, start + step)
+        for chunk in row_ranges(relation.i.numel(), max(width, self.u.shape[1])):
             i, j = relation.i[chunk], relation.j[chunk]
             cosine = (self.u[i] * self.u[j]).sum(1)
             counts = relation.positive[chunk], relation.negative[chunk]
@@ -247,7 +242,4 @@ class PairDerivatives(DatasetDerivatives):
             yield i, j, block
 
     def _target_relation(self) -> TargetRelation:
-        if not isinstance(self.relation, TargetRelation):
-            msg = "Points of a listed or masked relation have no target to be recognised by."
-            raise TypeError(msg)
-        return self.relation
+        return cast("TargetRelation", self.relation)
