@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature import progress as progress_file
-from contrastive_curvature.losses import derivatives
+from contrastive_curvature.losses import pair_derivatives
 from contrastive_curvature.progress import LongRunWarning, Progress
 
 
@@ -42,7 +42,7 @@ def batches(n: int = 40) -> list[tuple[Tensor, Tensor]]:
 
 
 def test_many_pairs_are_told_of_before_any_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(derivatives, "_MANY_PRODUCTS", 1000)
+    monkeypatch.setattr(pair_derivatives, "_MANY_PRODUCTS", 1000)
     z, labels = torch.randn(40, 3), torch.arange(40) % 4
     near, far = torch.tensor([[0, 4], [1, 5]]), torch.tensor([[0, 1], [1, 2]])
 
