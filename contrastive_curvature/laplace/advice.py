@@ -49,20 +49,13 @@ class LabelRange:
         # Not compared here: the numbers of a GPU would have to be waited for in every batch.
         self.ends = torch.stack(labels.aminmax())
 
-    def joined(self, earlier: LabelRange) -> LabelRange:
-        """Return the range of this fit and an earlier one; without labels where one of them has none."""
-        out = LabelRange()
-        if self.ends is not None and earlier.ends is not None:
-            out.note(torch.cat([self.ends, earlier.ends.to(self.ends)]))
-        return out
 
-
-def advise_on_labels(seen: LabelRange, everything: LabelRange) -> None:
-    """Warn of the labels that a fit has read, where ``everything`` has those of the fits that it adds to, too."""
+def advise_on_labels(seen: LabelRange, adds: bool) -> None:
+    """Warn of the labels that a fit has read; where it ``adds`` to another fit, they may all be of one class."""
     if seen.ends is None:
         return
-    low = int(seen.ends[0])
-    if everything.ends is not None and len(everything.ends.unique()) == 1:
+    low, high = seen.ends.tolist()
+    if not adds and low == high:
         msg = (
             f"train_loader: all labels are {low}, so nothing says which embeddings must stay apart. Yield labels of "
             "two classes or more, or two views of every input, (view, view), with a loss such as InfoNCELoss."
@@ -90,7 +83,7 @@ def advise_on_norms(phi: Tensor, weight: Tensor, bias: Tensor | None, diagonal: 
             f"hessian_structure='diag': the variance has a rank correlation of {correlation:.3f} with the norm of the "
             "features, and says little more than it. The default, 'kron_lowrank', sees correlations between features."
         )
-        warnings.warn(msg, FeatureNormWarning, stacklevel=6)
+        warnings.warn(msg, FeatureNormWarning, stacklevel=5)
 
 
 @torch.no_grad()

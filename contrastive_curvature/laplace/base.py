@@ -23,7 +23,7 @@ from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.fit.class_centres import ClassCentres
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.laplace import calibration, prediction
-from contrastive_curvature.laplace.advice import DefaultPriorWarning, LabelRange
+from contrastive_curvature.laplace.advice import DefaultPriorWarning
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend, ContrastiveGGN
 from contrastive_curvature.laplace.checks import check_prior
 from contrastive_curvature.laplace.fitting import FittedPosterior
@@ -118,7 +118,6 @@ class ContrastiveLaplace(FittedPosterior):
         self.known = calibration.KnownInputs()
         self.chooses_backend = backend is None
         self._classes: ClassCentres | None = None
-        self._labels = LabelRange()
         self._advised_on_prior = False
         self._temperature_given = "temperature" in kwargs
         # laplace-torch knows no contrastive likelihood: of those it knows, regression adds the least of its own.
@@ -345,9 +344,9 @@ class ContrastiveLaplace(FittedPosterior):
         # Files of 0.1.0 do not say it.
         self._prior_chosen = state.get("prior_chosen", True)
         self.model.output_size = self.n_outputs
-        self._set_curvature(*self.form.loaded(state))
+        self._hold_curvature(*self.form.loaded(state))
         self.known = self.known.anew(loaded_calibration(state["calibration"], self.keeps_features, like))
-        self._classes, self._labels = loaded_classes(state["class_centres"], self.n_outputs, like), LabelRange()
+        self._classes = loaded_classes(state["class_centres"], self.n_outputs, like)
         now, saved = weight_norms(self.model), state["encoder_norms"].to(like.device)
         # The tolerance is for other precisions. The encoder's own weights may be loaded after this, so it is no error.
         if saved.shape != now.shape or not torch.allclose(now, saved.to(now), rtol=1e-3, atol=1e-12):

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from numbers import Real
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-
-__all__ = ["check_prior", "check_sigma_noise", "check_temperature"]
+from contrastive_curvature.errors import InputError, InputTypeError, expected
 
 
 def check_prior(
@@ -47,22 +42,3 @@ def check_prior(
         wanted = f"positive numbers, finite in {dtype}" if positive else f"finite numbers in {dtype}"
         shown = f"{float(given)}" if given.numel() == 1 else f"{int((~good).sum())} others"
         raise InputError(expected(argument, wanted, shown))
-
-
-def check_temperature(value: Any, dtype: torch.dtype) -> float:
-    """Return a temperature whose inverse is a positive number of this dtype."""
-    if isinstance(value, (Tensor, np.generic)) and np.size(value) == 1:
-        value = value.item()
-    number = validate.number("temperature", value, positive=True)
-    inverse = torch.ones((), dtype=dtype) / number
-    if not bool(inverse.isfinite()) or not bool(inverse > 0):
-        raise InputError(expected("temperature", f"a number whose inverse is positive and finite in {dtype}", number))
-    return number
-
-
-def check_sigma_noise(value: Any) -> None:
-    """Refuse an observation noise: anything but one."""
-    one = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
-    if not one or isinstance(value, bool) or float(value) != 1:
-        msg = "sigma_noise: embeddings have no observation noise. Use temperature=... to weaken the likelihood."
-        raise UnsupportedError(msg)

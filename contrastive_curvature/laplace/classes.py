@@ -14,36 +14,20 @@ from laplace.baselaplace import DiagLaplace, FullLaplace, KronLaplace, LowRankLa
 from laplace.lllaplace import DiagLLLaplace, FullLLLaplace, KronLLLaplace
 from laplace.subnetlaplace import DiagSubnetLaplace, FullSubnetLaplace
 from laplace.utils.matrix import KronDecomposed
-from torch import Tensor, nn
+from torch import Tensor
 
-from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.spread import Axes, Dense, Diagonal
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.fit.loop import DatasetCurvature
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.laplace.advice import advise_on_norms
 from contrastive_curvature.laplace.base import ContrastiveLaplace
 from contrastive_curvature.laplace.dense import DensePosterior
 from contrastive_curvature.laplace.forms import DenseForm, DiagonalForm, EigenpairForm, KroneckerForm
 from contrastive_curvature.laplace.last_layer import LastLayerLaplace
-from contrastive_curvature.laplace.options import CONTRASTIVE, arguments_by_name
-from contrastive_curvature.laplace.prediction import distribution
+from contrastive_curvature.laplace.options import CONTRASTIVE
 from contrastive_curvature.network.full_precision import full_precision
 from contrastive_curvature.network.last_layer import diag_last_layer_variance
-from contrastive_curvature.network.loader import check_model
 from contrastive_curvature.options import Structure
-
-__all__ = [
-    "ContrastiveDiagLLLaplace",
-    "ContrastiveDiagLaplace",
-    "ContrastiveDiagSubnetLaplace",
-    "ContrastiveFullLLLaplace",
-    "ContrastiveFullLaplace",
-    "ContrastiveFullSubnetLaplace",
-    "ContrastiveKronLLLaplace",
-    "ContrastiveKronLaplace",
-    "ContrastiveLowRankLaplace",
-    "LastLayerLaplace",
-]
+from contrastive_curvature.parts.rows import Rows
 
 
 class ContrastiveDiagLaplace(ContrastiveLaplace, DiagLaplace):
@@ -62,7 +46,17 @@ class ContrastiveFullLaplace(ContrastiveLaplace, DensePosterior, FullLaplace):
     form = DenseForm()
 
 
-class ContrastiveKronLaplace(ContrastiveLaplace, KronLaplace):
+class _KroneckerFactors(ContrastiveLaplace):
+    structure = Structure.KRON
+    prior_structures = ("scalar", "layerwise")
+
+    @property
+    def form(self) -> KroneckerForm:  # type: ignore[override]
+        """Kronecker factors, damped or not."""
+        return KroneckerForm(self.damping)
+
+
+class ContrastiveKronLaplace(_KroneckerFactors, KronLaplace):
     """All parameters, Kronecker-factored precision (K-FAC).
 
     The fixes ``full`` and ``positive`` have cross terms between two points. ``kfac_approx="expand"``, the default,
@@ -71,13 +65,6 @@ class ContrastiveKronLaplace(ContrastiveLaplace, KronLaplace):
     """
 
     _key = ("all", "kron", CONTRASTIVE)
-    structure = Structure.KRON
-    prior_structures = ("scalar", "layerwise")
-
-    @property
-    def form(self) -> KroneckerForm:  # type: ignore[override]
-        """Kronecker factors, damped or not."""
-        return KroneckerForm(self.damping)
 
 
 class _LowRankHost(LowRankLaplace):
@@ -118,9 +105,6 @@ class ContrastiveLowRankLaplace(ContrastiveLaplace, _LowRankHost):
             raise InputError(expected("train_loader", "data with a positive eigenvalue of the curvature", "none", hint))
         self.set_curvature(result)
 
-    def _set_curvature(self, raw: Any, clamped: Any) -> None:
-        super()._set_curvature(None, clamped)
-
     def square_norm(self, value: Tensor) -> Tensor:
         """``(value - mean)^T P (value - mean)`` for weights (P,)."""
         self.check_weights(value)
@@ -130,20 +114,14 @@ class ContrastiveLowRankLaplace(ContrastiveLaplace, _LowRankHost):
 
 
 class _Subnetwork(ContrastiveLaplace):
-    """Chosen parameters; laplace-torch knows one prior precision for all of them, and one mean.
-
-    Raises:
-        InputError: ``subnetwork_indices`` are missing, no whole numbers, out of range or not different.
-    """
+    """Chosen parameters; laplace-torch knows one prior precision for all of them, and one mean."""
 
     prior_structures = ("scalar",)
 
-    def __init__(self, model: nn.Module, likelihood: str = CONTRASTIVE, *args: Any, **kwargs: Any) -> None:
-        check_model(model)
-        named = arguments_by_name(type(self), args, kwargs)
-        n_params = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        named["subnetwork_indices"] = _checked_indices(named.get("subnetwork_indices"), n_params)
-        super().__init__(model, likelihood, **named)
+    def _check_subnetwork_indices(self, subnetwork_indices: Any) -> None:
+        # laplace-torch takes indices on the CPU.
+        moved = subnetwork_indices.cpu() if isinstance(subnetwork_indices, Tensor) else subnetwork_indices
+        super()._check_subnetwork_indices(moved)
 
     def square_norm(self, value: Tensor) -> Tensor:
         """``(value - mean)^T P (value - mean)`` for the chosen weights, shape (K,)."""
@@ -191,39 +169,25 @@ class ContrastiveDiagLLLaplace(LastLayerLaplace, DiagLLLaplace):
     structure = Structure.DIAG
     form = DiagonalForm()
 
-    def _advise(self, result: DatasetCurvature) -> None:
-        if result.features is not None:
+    def _advise(self, features: Rows | None, diagonal: Tensor) -> None:
+        if features is not None:
             weight, *bias = self.posterior_parameters()
-            advise_on_norms(result.features.columns["features"], weight, bias[0] if bias else None, self.H)
+            advise_on_norms(features.columns["features"], weight, bias[0] if bias else None, diagonal)
 
-    def _gaussian(self, x: Any, joint: bool, diagonal: bool) -> EmbeddingDistribution:
-        if joint:
-            return super()._gaussian(x, joint, diagonal)
-        z, phi = self._features(x)
-        variance = diag_last_layer_variance(phi, self.posterior_variance, z.shape[1])
-        return EmbeddingDistribution.trusted(z, Diagonal(variance))
+    def _output_spread(self, phi: Tensor) -> Diagonal:
+        return Diagonal(diag_last_layer_variance(phi, self.posterior_variance, self.n_outputs))
 
 
-class ContrastiveKronLLLaplace(LastLayerLaplace, KronLLLaplace):
+class ContrastiveKronLLLaplace(_KroneckerFactors, LastLayerLaplace, KronLLLaplace):
     """Last linear layer, Kronecker-factored precision (K-FAC); prediction in closed form.
 
     See :class:`ContrastiveKronLaplace` for the fixes ``full`` and ``positive``.
     """
 
     _key = ("last_layer", "kron", CONTRASTIVE)
-    structure = Structure.KRON
-    prior_structures = ("scalar", "layerwise")
 
-    @property
-    def form(self) -> KroneckerForm:  # type: ignore[override]
-        """Kronecker factors, damped or not."""
-        return KroneckerForm(self.damping)
-
-    def _gaussian(self, x: Any, joint: bool, diagonal: bool) -> EmbeddingDistribution:
-        if joint:
-            return super()._gaussian(x, joint, diagonal)
-        z, phi = self._features(x)
-        return distribution(z, _kron_covariance(phi, self.posterior_precision), diagonal)
+    def _output_spread(self, phi: Tensor) -> Axes:
+        return _kron_covariance(phi, self.posterior_precision)
 
 
 class ContrastiveFullLLLaplace(LastLayerLaplace, DensePosterior, FullLLLaplace):
@@ -233,30 +197,8 @@ class ContrastiveFullLLLaplace(LastLayerLaplace, DensePosterior, FullLLLaplace):
     structure = Structure.FULL
     form = DenseForm()
 
-    def _gaussian(self, x: Any, joint: bool, diagonal: bool) -> EmbeddingDistribution:
-        if joint:
-            return super()._gaussian(x, joint, diagonal)
-        z, phi = self._features(x)
-        covariance = _dense_covariance(phi.double(), self.wide_covariance(), z.shape[1]).to(z.dtype)
-        return distribution(z, Dense(covariance), diagonal)
-
-
-def _checked_indices(value: object, n_params: int) -> Tensor:
-    """Return the indices (K,) of a subnetwork, on the CPU, where laplace-torch takes them."""
-    hint = "They are positions in the flattened trainable parameters, as torch.tensor([0, 5, 7])."
-    wanted = "a tensor of whole numbers, shape (K,), K >= 1"
-    if not isinstance(value, Tensor) or value.dtype != torch.int64:
-        shown = f"{value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        kind = InputError if value is None else InputTypeError
-        raise kind(expected("subnetwork_indices", wanted, shown, hint))
-    if value.ndim != 1 or not value.numel():
-        raise InputError(expected("subnetwork_indices", wanted, f"shape {tuple(value.shape)}", hint))
-    low, high = int(value.min()), int(value.max())
-    if low < 0 or high >= n_params:
-        raise InputError(expected("subnetwork_indices", f"indices in [0, {n_params})", f"{low} to {high}"))
-    if value.unique().numel() < value.numel():
-        raise InputError(expected("subnetwork_indices", "different indices", "some of them twice"))
-    return value.cpu()
+    def _output_spread(self, phi: Tensor) -> Dense:
+        return Dense(_dense_covariance(phi.double(), self.wide_covariance(), self.n_outputs).to(phi.dtype))
 
 
 @full_precision

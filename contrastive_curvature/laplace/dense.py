@@ -16,8 +16,6 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["DensePosterior"]
-
 _MOST_ROUNDING = 0.5
 """Of the prior precision, which alone decides the variances along directions without curvature."""
 
@@ -68,16 +66,26 @@ class DensePosterior(ParametricLaplace):
         return scale @ scale.mT
 
     def _wide_precision(self) -> Tensor:
-        return self._H_factor * self.H.double() + torch.diag(self._wide_prior())
-
-    def _wide_prior(self) -> Tensor:
+        self._check_H_init()
         prior: Tensor = self.prior_precision_diag
-        return prior.double()
+        return self._H_factor * self.H.double() + torch.diag(prior.double())
+
+    def _wide_scale(self) -> Tensor:
+        if self._posterior_scale is None:
+            precision = self._wide_precision()
+            self._warn_of_rounding()
+            try:
+                self._posterior_scale = invsqrt_precision(precision)
+            except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+                given = f"one that is not positive definite in float64 ({str(error).splitlines()[0].rstrip('.')})"
+                hint = "Use optimize_prior_precision(), model.double() before fitting, or hessian_structure='diag'."
+                raise InputError(expected("posterior precision", "a positive definite matrix", given, hint)) from error
+        return self._posterior_scale
 
     def _warn_of_rounding(self) -> None:
-        """The curvature was summed in the encoder's dtype; a prior precision below its rounding has no effect."""
+        """Warn where the curvature, summed in the encoder's dtype, has rounding errors of the size of the prior."""
         rounding = torch.finfo(self.H.dtype).eps * float(self._H_factor * self.H.diagonal().max())
-        part = rounding / float(self._wide_prior().min())
+        part = rounding / float(self.prior_precision.min())
         if part > _MOST_ROUNDING:
             msg = (
                 f"The curvature is rounded to {self.H.dtype}, which is {100 * part:.3g} % of the prior precision, so "
@@ -85,14 +93,3 @@ class DensePosterior(ParametricLaplace):
                 "whose prior grows with the curvature."
             )
             warnings.warn(msg, UserWarning, stacklevel=2)
-
-    def _wide_scale(self) -> Tensor:
-        if self._posterior_scale is None:
-            self._warn_of_rounding()
-            try:
-                self._posterior_scale = invsqrt_precision(self._wide_precision())
-            except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
-                given = f"one that is not positive definite in float64 ({str(error).splitlines()[0].rstrip('.')})"
-                hint = "Use optimize_prior_precision(), model.double() before fitting, or hessian_structure='diag'."
-                raise InputError(expected("posterior precision", "a positive definite matrix", given, hint)) from error
-        return self._posterior_scale

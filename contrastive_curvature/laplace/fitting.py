@@ -44,10 +44,8 @@ from contrastive_curvature.options import Structure
 from contrastive_curvature.pairs.relation import check_labels
 from contrastive_curvature.parts.exchange import ProcessGroup, check_agreed, present_exchange
 from contrastive_curvature.parts.rows import Rows
-from contrastive_curvature.parts.state import CURVATURE, STATISTICS, Origin, State, digest_of
+from contrastive_curvature.parts.state import CURVATURE, STATISTICS, State
 from contrastive_curvature.progress import Progress
-
-__all__ = ["FittedPosterior"]
 
 _log = logging.getLogger("contrastive_curvature")
 
@@ -88,7 +86,6 @@ class FittedPosterior(CheckedPosterior):
     curvature_error: float | None
     _backend: ContrastiveBackend | None
     _classes: ClassCentres | None
-    _labels: LabelRange
 
     @property
     def backend(self) -> ContrastiveBackend:
@@ -132,15 +129,13 @@ class FittedPosterior(CheckedPosterior):
         exchange = present_exchange() if self.fits_in_parts else None
         with self._in_all_processes(exchange, override=override is not False):
             self._begin(train_loader, override, progress_bar, exchange)
-            self.backend.labels_seen = seen = LabelRange()
+            self.backend.labels_seen = LabelRange()
             result = self.backend.fit(train_loader, self.structure, progress_bar)
-            everything = seen.joined(self._labels) if self.n_data and not override else seen
-            self._take(result, override=override)
-            # A share of the data may well have one class.
-            alone = exchange is None
-            self._labels = everything if alone else LabelRange()
-        if alone:
-            advise_on_labels(seen, everything)
+            adds = bool(self.n_data) and not override
+            self.set_curvature(result, override=override)
+        # A share of the data may well have one class.
+        if exchange is None:
+            advise_on_labels(self.backend.labels_seen, adds)
 
     def _begin(
         self, loader: Iterable[Any], override: object, progress_bar: object, exchange: ProcessGroup | None = None
@@ -195,61 +190,51 @@ class FittedPosterior(CheckedPosterior):
         self.backend.subnetwork_indices = indices
         _log.info("curvature by ContrastiveGGN: the default, exact for every encoder (backend=... takes another)")
 
-    def _take(self, result: DatasetCurvature, *, override: bool) -> None:
-        """Take the curvature of a fit, with all that a fit leaves besides it."""
+    def set_curvature(self, result: DatasetCurvature, *, override: bool = True) -> None:
+        """Take a curvature at the encoder's present weights, with all that a fit leaves besides it.
+
+        Args:
+            result: Unclamped curvature, loss, cost and number of points, in the form that the structure has. The
+                backend has analysed the encoder before.
+            override: ``False`` adds it to an earlier one.
+        """
         earlier = 0 if override else self.n_data
+        raw = self.form.merged(self.H_raw, earlier, result) if earlier else result.curvature
+        clamped = self.form.clamped(raw)
+        diagonal = self.form.diagonal(clamped)
+        if not bool(diagonal.any()):
+            msg = f"The clamped curvature is zero everywhere: the posterior is the prior. {NOTHING_POSITIVE}"
+            warnings.warn(msg, UserWarning, stacklevel=3)
+        self._advise(result.features, diagonal)
         classes = _merged_classes(self._classes, result.classes) if earlier else result.classes
-        # Everything that can fail runs before the first assignment, so that a failed fit leaves the last one whole.
-        self._absorb(result, earlier)
-        loss, cost = (self.loss, float(self.cost)) if earlier else (0.0, 0.0)
+        n, loss, cost = result.n, result.loss.detach(), float(result.cost)
+        norm = math.nan if result.typical_norm is None else float(result.typical_norm)
+        if earlier:
+            n, loss, cost = n + earlier, loss + self.loss, cost + float(self.cost)
+            norm = math.nan if self.typical_norm is None else (earlier * self.typical_norm + result.n * norm) / n
         sample = self._training_sample(result.features, earlier)
-        n, norm = result.n + earlier, None if result.typical_norm is None else float(result.typical_norm)
-        if earlier and norm is not None:
-            norm = None if self.typical_norm is None else (earlier * self.typical_norm + result.n * norm) / n
-        self._remember(result.loss + loss, float(result.cost) + cost, n, norm, classes)
-        self.known = replace(self.known, sample=sample)
+        # Everything that can fail has run, so that a failed fit leaves the last one whole.
+        self._hold_curvature(raw, clamped)
+        self.loss, self.cost, self.n_data = loss, cost, n
+        self.typical_norm = norm if math.isfinite(norm) and norm > 0 else None
+        self._classes = classes
+        mean = flatten_parameters(self.posterior_parameters())
+        self.mean = mean if self.enable_backprop else mean.detach()
+        self.n_outputs = self.model.output_size = self._encoder_dim()
+        self.known = replace(self.known.anew(), sample=sample)
         self.curvature_error = result.error
         if result.error is not None:
             _log.info("the sampled negatives leave a relative standard error of %.2g in the curvature", result.error)
 
-    def _absorb(self, result: DatasetCurvature, earlier: int) -> None:
-        """Set ``H_raw`` and the clamped ``H``, added to those of ``earlier`` points, if any."""
-        raw = self.form.merged(self.H_raw, earlier, result) if earlier else result.curvature
-        clamped = self.form.clamped(raw)
-        if self.form.is_nothing(clamped):
-            msg = f"The clamped curvature is zero everywhere: the posterior is the prior. {NOTHING_POSITIVE}"
-            warnings.warn(msg, UserWarning, stacklevel=4)
-        self._set_curvature(raw, clamped)
-        self._advise(result)
-
-    def _advise(self, result: DatasetCurvature) -> None:
-        """Warn of what is legal and rarely meant in a new curvature; nothing here."""
-
-    def _set_curvature(self, raw: Any, clamped: Any) -> None:
-        self.H_raw, self.H = raw, clamped
+    def _hold_curvature(self, raw: Any, clamped: Any) -> None:
+        self.H_raw, self.H = raw if self.fits_in_parts else None, clamped
         if hasattr(self, "H_facs"):
             # laplace-torch's classes of Kronecker factors keep these too.
             self.H_facs = Kron(raw)
-
-    def _remember(
-        self,
-        loss: Tensor,
-        cost: float,
-        n_data: int,
-        typical_norm: float | Tensor | None,
-        class_centres: ClassCentres | None = None,
-    ) -> None:
-        """Set what every fit leaves besides the curvature."""
-        self.loss, self.cost, self.n_data = loss.detach(), cost, n_data
-        norm = 0.0 if typical_norm is None else float(typical_norm)
-        self.typical_norm = norm if math.isfinite(norm) and norm > 0 else None
-        self._classes = class_centres
-        mean = flatten_parameters(self.posterior_parameters())
-        self.mean = mean if self.enable_backprop else mean.detach()
-        self.n_outputs = self._encoder_dim()
-        self.model.output_size = self.n_outputs
         self._posterior_scale = None
-        self.known = self.known.anew()
+
+    def _advise(self, features: Rows | None, diagonal: Tensor) -> None:
+        """Warn of what is legal and rarely meant in a new curvature; nothing here."""
 
     def _training_sample(self, features: Rows | None, earlier: int) -> TrainingSample | None:
         """Return the sample of training inputs after a fit; ``None`` where there is none of all the data."""
@@ -271,19 +256,6 @@ class FittedPosterior(CheckedPosterior):
             x = read_views(tokenized_batch(self.model, batch), self._device, self.dict_key_y).first
             return slice_inputs(x, slice(0, 8))
         return None
-
-    def set_curvature(self, result: DatasetCurvature) -> None:
-        """Take a curvature that was computed elsewhere, at the encoder's present weights, in place of ``fit``.
-
-        Args:
-            result: Unclamped curvature, loss, cost and number of points, in the form that the structure has. The
-                backend has analysed the encoder before.
-        """
-        self._absorb(result, 0)
-        self._remember(result.loss, float(result.cost), result.n, result.typical_norm, result.classes)
-        self.known = replace(self.known, sample=self._training_sample(result.features, 0))
-        self._labels = LabelRange()
-        self.curvature_error = result.error
 
     def part_statistics(self, loader: Iterable[Any], part: tuple[int, int], progress_bar: bool | None = None) -> State:
         """First pass over a part of the data: what all other parts have to know of it.
@@ -347,51 +319,30 @@ class FittedPosterior(CheckedPosterior):
         _check_kind("curvature", curvature, CURVATURE)
         for state in (statistics, curvature):
             state.check_complete()
-        found = [probe for probe in map(_probe_of, (statistics, curvature)) if probe is not None]
-        if not found:
+        found = _probe_of(statistics)
+        if found is None:
             raise InputError(expected("statistics", "at least one point", "none in any part"))
-        probe = moved_inputs(self.model, found[0] if example is None else example, self._device)
+        probe = moved_inputs(self.model, found if example is None else example, self._device)
         with asks_for_example(example):
             self.look_at(probe)
-        self._take(self.backend.fit_of_parts(self.structure, statistics, curvature, probe), override=True)
+        self.set_curvature(self.backend.fit_of_parts(self.structure, statistics, curvature, probe))
 
     def _pass(
         self, loader: Iterable[Any], part: tuple[int, int], statistics: State | None, progress_bar: bool | None
     ) -> State:
         self._check_parts()
         check_loader(loader, "loader", shares=True)
-        part = _checked_part(part, statistics)
+        _check_part(part, statistics)
         _check_sampler(loader, part)
         if progress_bar is not None:
             validate.flag("progress_bar", progress_bar)
         probe = self._first_inputs(loader)
         if probe is None:
-            return self._empty(part, statistics)
+            self._renew_backend()
+            return self.backend.fit_part(None, self.structure, part, statistics, progress_bar)
         self.look_at(probe)
         state = self.backend.fit_part(loader, self.structure, part, statistics, progress_bar)
         return replace(state, probe=_kept_probe(made_up_inputs(probe, _PROBES), part[0]))
-
-    def _empty(self, part: tuple[int, int], statistics: State | None) -> State:
-        """The state of a part without points."""
-        index, count = part
-        backend = self._backend_without_data()
-        backend.check_parts()
-        identity = backend.identity(self.structure)
-        if statistics is not None:
-            identity["statistics"] = digest_of(statistics)
-        kind = STATISTICS if statistics is None else CURVATURE
-        return State(kind, identity, {index: Origin(0, 0, 0.0, 0.0)}, count)
-
-    def _backend_without_data(self) -> ContrastiveBackend:
-        """A backend that says which fit this is, though no input has shown which layer is the last."""
-        if not self._backend_kwargs.get("last_layer") or self.model.last_layer is not None:
-            self._renew_backend()
-            return self.backend
-        options = {**self._backend_kwargs, "last_layer": False}
-        keys = {"dict_key_x": self.dict_key_x, "dict_key_y": self.dict_key_y}
-        backend = self._backend_cls(self.model.model, CONTRASTIVE, **keys, **options)
-        backend.last_layer, backend.sketches_inputs = True, self.sketches_inputs
-        return backend
 
     def _check_parts(self) -> None:
         if not self.fits_in_parts:
@@ -434,7 +385,7 @@ class FittedPosterior(CheckedPosterior):
 
     def curvature_diagonal(self) -> Tensor:
         """Diagonal of the clamped curvature, without the likelihood factor, shape (P,)."""
-        return self.form.diagonal(self.H, self.H_raw)
+        return self.form.diagonal(self.H)
 
     def effective_parameters(self, prior: Tensor) -> float:
         """Effective number of parameters, for a prior precision at the temperature 1."""
@@ -451,14 +402,11 @@ class FittedPosterior(CheckedPosterior):
     @contextmanager
     def unchanged_on_error(self) -> Iterator[None]:
         """Put the attributes of this object, and of the module that it wraps, back when something fails inside."""
-        own, model = dict(self.__dict__), self.model
-        of_model, modules = dict(model.__dict__), dict(model._modules)
+        before = [(thing, dict(thing.__dict__)) for thing in (self, self.model)]
         try:
             yield
         except BaseException:
-            model._modules.clear()
-            model._modules.update(modules)
-            for thing, attributes in ((model, of_model), (self, own)):
+            for thing, attributes in before:
                 thing.__dict__.clear()
                 thing.__dict__.update(attributes)
             raise
@@ -522,16 +470,13 @@ def _check_kind(argument: str, state: object, kind: str) -> None:
         raise InputError(expected(argument, f"a state of kind {kind!r}", f"{state.kind!r}"))
 
 
-def _checked_part(part: Any, statistics: State | None) -> tuple[int, int]:
-    whole = isinstance(part, (tuple, list)) and len(part) == 2
-    if not whole or not all(isinstance(k, int) and not isinstance(k, bool) for k in part):
-        raise InputError(expected("part", "an index and the number of all parts, as (0, 8)", part))
-    index, count = int(part[0]), int(part[1])
-    if not 0 <= index < count:
-        raise InputError(expected("part", f"an index from 0 to {max(0, count - 1)} of {count} parts", f"{index}"))
-    if statistics is not None and statistics.count != count:
-        raise InputError(expected("part", f"one of {statistics.count} parts, as in the statistics", f"one of {count}"))
-    return index, count
+def _check_part(part: Any, statistics: State | None) -> None:
+    whole = isinstance(part, (tuple, list)) and len(part) == 2 and all(type(k) is int for k in part)
+    if not whole or not 0 <= part[0] < part[1]:
+        raise InputError(expected("part", "an index from 0 and the number of all parts, as (0, 8)", part))
+    if statistics is not None and statistics.count != part[1]:
+        wanted = f"one of {statistics.count} parts, as in the statistics"
+        raise InputError(expected("part", wanted, f"one of {part[1]}"))
 
 
 def _check_sampler(loader: Any, part: tuple[int, int]) -> None:
@@ -543,14 +488,14 @@ def _check_sampler(loader: Any, part: tuple[int, int]) -> None:
 
 
 def _kept_probe(x: Inputs, index: int) -> Rows:
+    """Return inputs as rows of the state of a part; what belongs to all points together is in each of them."""
     columns = {"": x} if isinstance(x, Tensor) else {k: v for k, v in x.items() if isinstance(v, Tensor)}
     kept, count = {}, input_length(x)
     for name, part in columns.items():
-        if part.ndim and part.shape[0] == count:
+        if part.ndim and len(part) == count:
             kept[f"x/{name}"] = part
         else:
-            # Of all points together: every row has it.
-            kept[f"{_SHARED}{name}"] = part.unsqueeze(0).expand(count, *part.shape)
+            kept[f"{_SHARED}{name}"] = part.expand(count, *part.shape)
     return Rows(_PROBES, _PROBES * index + torch.arange(count), kept)
 
 

@@ -10,29 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from laplace.utils import Kron
 from laplace.utils.matrix import KronDecomposed
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.fit.finite import clamp_curvature, clamp_factors, eigenpairs
+from contrastive_curvature.fit.finite import clamp_curvature, eigenpairs
 from contrastive_curvature.fit.loop import DatasetCurvature
 from contrastive_curvature.fit.nystrom import low_rank_moment
 from contrastive_curvature.laplace.kron_lowrank_precision import KronLowRank
 from contrastive_curvature.laplace.prior import of_dense, of_eigenpairs, of_eigenvalues
 from contrastive_curvature.network.pullback import KronFactors
 from contrastive_curvature.network.sketch import sketch_size
-
-__all__ = [
-    "CurvatureForm",
-    "DenseForm",
-    "DiagonalForm",
-    "EigenpairForm",
-    "KernelForm",
-    "KronLowRankForm",
-    "KroneckerForm",
-    "decompose_factors",
-]
 
 Shapes = Any
 """Shapes of the tensors of a saved curvature, in its lists or by name; ``None`` for a length that may be any."""
@@ -53,11 +41,7 @@ class CurvatureForm:
         """
         return clamp_curvature(raw)
 
-    def is_nothing(self, clamped: Any) -> bool:
-        """Return whether nothing is left of a clamped curvature."""
-        return bool((clamped == 0).all())
-
-    def diagonal(self, clamped: Any, raw: Any) -> Tensor:
+    def diagonal(self, clamped: Any) -> Tensor:
         """Return the diagonal of the clamped curvature, without the likelihood factor, shape (P,)."""
         raise NotImplementedError
 
@@ -93,7 +77,7 @@ def _of_each(prior: Tensor, sizes: list[int]) -> Tensor:
 class DiagonalForm(CurvatureForm):
     """The diagonal, shape (P,)."""
 
-    def diagonal(self, clamped: Tensor, raw: Tensor) -> Tensor:
+    def diagonal(self, clamped: Tensor) -> Tensor:
         """See :meth:`CurvatureForm.diagonal`."""
         return clamped
 
@@ -109,7 +93,7 @@ class DiagonalForm(CurvatureForm):
 class DenseForm(CurvatureForm):
     """The matrix, shape (P, P)."""
 
-    def diagonal(self, clamped: Tensor, raw: Tensor) -> Tensor:
+    def diagonal(self, clamped: Tensor) -> Tensor:
         """See :meth:`CurvatureForm.diagonal`."""
         return clamped.diagonal()
 
@@ -120,15 +104,6 @@ class DenseForm(CurvatureForm):
     def shapes(self, parameters: Sequence[Tensor], n_weights: int, state: Mapping[str, Any]) -> tuple[Shapes, Shapes]:
         """See :meth:`CurvatureForm.shapes`."""
         return (n_weights, n_weights), (n_weights, n_weights)
-
-
-def _merged_factors(before: KronFactors, earlier: int, result: DatasetCurvature) -> KronFactors:
-    """Sum curvature factors, the first of each group; all that follows belongs to a mean over points."""
-    weight = result.n / (earlier + result.n)
-    return [
-        [a[0] + b[0], *(torch.lerp(old, new, weight) for old, new in zip(a[1:], b[1:], strict=True))]
-        for a, b in zip(before, result.curvature, strict=True)
-    ]
 
 
 def decompose_factors(factors: KronFactors, damping: bool = False) -> KronDecomposed:
@@ -147,9 +122,27 @@ def decompose_factors(factors: KronFactors, damping: bool = False) -> KronDecomp
     return KronDecomposed(vectors, values, damping=damping)
 
 
+class _FactorForm(CurvatureForm):
+    """Kronecker factors: a group for each parameter, whose first factor is the curvature's and adds."""
+
+    def merged(self, before: KronFactors, earlier: int, result: DatasetCurvature) -> KronFactors:
+        """See :meth:`CurvatureForm.merged`."""
+        # What follows the first factor of a group belongs to a mean over points.
+        weight = result.n / (earlier + result.n)
+        return [
+            [a[0] + b[0], *(torch.lerp(old, new, weight) for old, new in zip(a[1:], b[1:], strict=True))]
+            for a, b in zip(before, result.curvature, strict=True)
+        ]
+
+    def loaded(self, state: Mapping[str, Any]) -> tuple[KronFactors, Any]:
+        """See :meth:`CurvatureForm.loaded`."""
+        raw = [list(group) for group in state["H_raw"]]
+        return raw, self.clamped(raw)
+
+
 @dataclass(frozen=True)
-class KroneckerForm(CurvatureForm):
-    """Kronecker factors: they add factor by factor, and are clamped in their eigenbases.
+class KroneckerForm(_FactorForm):
+    """Kronecker factors that are clamped in their eigenbases.
 
     Attributes:
         damping: As in laplace-torch.
@@ -157,22 +150,17 @@ class KroneckerForm(CurvatureForm):
 
     damping: bool
 
-    def merged(self, before: KronFactors, earlier: int, result: DatasetCurvature) -> KronFactors:
-        """See :meth:`CurvatureForm.merged`."""
-        return _merged_factors(before, earlier, result)
-
     def clamped(self, raw: KronFactors) -> KronDecomposed:
         """See :meth:`CurvatureForm.clamped`."""
         return decompose_factors(raw, self.damping)
 
-    def is_nothing(self, clamped: KronDecomposed) -> bool:
-        """See :meth:`CurvatureForm.is_nothing`."""
-        # Of each group the first factor is the curvature's; those of inputs are not zero.
-        return not any(bool(group[0].any()) for group in clamped.eigenvalues)
-
-    def diagonal(self, clamped: KronDecomposed, raw: KronFactors) -> Tensor:
+    def diagonal(self, clamped: KronDecomposed) -> Tensor:
         """See :meth:`CurvatureForm.diagonal`."""
-        return Kron(clamp_factors(raw)).diag()
+        parts = []
+        for group in zip(clamped.eigenvectors, clamped.eigenvalues, strict=True):
+            of_factors = [(vectors.square() * values).sum(1) for vectors, values in zip(*group, strict=True)]
+            parts.append(of_factors[0] if len(of_factors) == 1 else torch.outer(*of_factors).flatten())
+        return torch.cat(parts)
 
     def effective_parameters(self, clamped: KronDecomposed, prior: Tensor, sizes: list[int]) -> float:
         """See :meth:`CurvatureForm.effective_parameters`."""
@@ -187,11 +175,6 @@ class KroneckerForm(CurvatureForm):
         out = [[(n, n) for n in _factor_sizes(p, group)] for p, group in zip(parameters, groups, strict=True)]
         return out, out
 
-    def loaded(self, state: Mapping[str, Any]) -> tuple[KronFactors, KronDecomposed]:
-        """See :meth:`CurvatureForm.loaded`."""
-        raw = [list(group) for group in state["H_raw"]]
-        return raw, self.clamped(raw)
-
 
 def _factor_sizes(p: Tensor, group: Sequence[Any]) -> tuple[int, ...]:
     """Return the rows of the factors of a parameter: those of a layer, or any two with as many products as entries."""
@@ -202,7 +185,7 @@ def _factor_sizes(p: Tensor, group: Sequence[Any]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class KronLowRankForm(CurvatureForm):
+class KronLowRankForm(_FactorForm):
     """Kronecker factors with a sketched input factor, ``[[G, A Omega, trace], [G of the bias]]``.
 
     Attributes:
@@ -210,10 +193,6 @@ class KronLowRankForm(CurvatureForm):
     """
 
     rank: int | None
-
-    def merged(self, before: KronFactors, earlier: int, result: DatasetCurvature) -> KronFactors:
-        """See :meth:`CurvatureForm.merged`."""
-        return _merged_factors(before, earlier, result)
 
     def clamped(self, raw: KronFactors) -> KronLowRank:
         """See :meth:`CurvatureForm.clamped`."""
@@ -225,11 +204,7 @@ class KronLowRankForm(CurvatureForm):
             bias = directions, of_bias
         return KronLowRank(vectors, values, moment, bias)
 
-    def is_nothing(self, clamped: KronLowRank) -> bool:
-        """See :meth:`CurvatureForm.is_nothing`."""
-        return super().is_nothing(clamped.values)
-
-    def diagonal(self, clamped: KronLowRank, raw: KronFactors) -> Tensor:
+    def diagonal(self, clamped: KronLowRank) -> Tensor:
         """See :meth:`CurvatureForm.diagonal`."""
         return clamped.diag()
 
@@ -248,11 +223,6 @@ class KronLowRankForm(CurvatureForm):
         out = [[(dim, dim), (width, sketch_size(width, self.rank)), (1,)], [(dim, dim)]][: len(parameters)]
         return out, out
 
-    def loaded(self, state: Mapping[str, Any]) -> tuple[KronFactors, KronLowRank]:
-        """See :meth:`CurvatureForm.loaded`."""
-        raw = [list(group) for group in state["H_raw"]]
-        return raw, self.clamped(raw)
-
 
 def _clamped_eigenpairs(factor: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues in float64, negative ones set to zero, and eigenvectors in the dtype of the factor."""
@@ -267,11 +237,7 @@ class EigenpairForm(CurvatureForm):
         """See :meth:`CurvatureForm.clamped`."""
         return raw
 
-    def is_nothing(self, clamped: tuple[Tensor, Tensor]) -> bool:
-        """See :meth:`CurvatureForm.is_nothing`."""
-        return False
-
-    def diagonal(self, clamped: tuple[Tensor, Tensor], raw: None) -> Tensor:
+    def diagonal(self, clamped: tuple[Tensor, Tensor]) -> Tensor:
         """See :meth:`CurvatureForm.diagonal`."""
         vectors, values = clamped
         return vectors.square() @ values
@@ -283,11 +249,6 @@ class EigenpairForm(CurvatureForm):
     def shapes(self, parameters: Sequence[Tensor], n_weights: int, state: Mapping[str, Any]) -> tuple[Shapes, Shapes]:
         """See :meth:`CurvatureForm.shapes`."""
         return [(n_weights, None), (None,)], None
-
-    def loaded(self, state: Mapping[str, Any]) -> tuple[None, tuple[Tensor, Tensor]]:
-        """See :meth:`CurvatureForm.loaded`."""
-        vectors, values = state["H"]
-        return None, (vectors, values)
 
 
 @dataclass(frozen=True)
@@ -302,7 +263,11 @@ class KernelForm(CurvatureForm):
     n_params: int
     n_subset: int
 
-    def diagonal(self, clamped: dict[str, Any], raw: None) -> Tensor:
+    def clamped(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """See :meth:`CurvatureForm.clamped`."""
+        return raw
+
+    def diagonal(self, clamped: dict[str, Any]) -> Tensor:
         """Return the mean of the diagonal, shape (1,): the one prior precision needs no more."""
         return (clamped["values"].sum() / self.n_params).reshape(1)
 
@@ -317,7 +282,3 @@ class KernelForm(CurvatureForm):
         columns = len(state["H"]["values"])
         factor = (self.n_subset, dim, columns) if coupled else (self.n_subset, dim, dim)
         return {"factor": factor, "values": (columns,), "vectors": (columns, columns)}, None
-
-    def loaded(self, state: Mapping[str, Any]) -> tuple[None, dict[str, Any]]:
-        """See :meth:`CurvatureForm.loaded`."""
-        return None, state["H"]

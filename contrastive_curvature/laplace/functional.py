@@ -22,7 +22,7 @@ from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.spread import Dense, Diagonal
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.fit.finite import check_finite, eigenpairs
-from contrastive_curvature.fit.loop import mean_norm
+from contrastive_curvature.fit.loop import DatasetCurvature, mean_norm
 from contrastive_curvature.fit.subset import HessianSubset
 from contrastive_curvature.laplace.base import ContrastiveLaplace
 from contrastive_curvature.laplace.forms import KernelForm
@@ -123,15 +123,14 @@ class _FunctionSpace(ContrastiveLaplace):
             gram = subset.project(subset.project(kernel).movedim(2, 0))
             values, vectors = eigenpairs((gram + gram.T) / 2)
             _warn_of_one_point(subset, kernel)
-        # Everything that can fail runs before the first assignment, so that a failed fit leaves the last one whole.
-        self.H = {
+        curvature = {
             "inputs": subset.inputs,
             "factor": subset.factor,
             "coupled": subset.coupled,
             "values": values.clamp(min=0),
             "vectors": vectors,
         }
-        self._remember(loss, float(cost), n, mean_norm(z))
+        self.set_curvature(DatasetCurvature(curvature, loss, cost, n, None, mean_norm(z)))
 
     @property
     def posterior_precision(self) -> Tensor:

@@ -6,18 +6,17 @@ from typing import Any
 
 import torch
 from laplace.lllaplace import LLLaplace
-from torch import Tensor, nn
+from torch import Tensor
 
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
+from contrastive_curvature.embedding.spread import Axes
 from contrastive_curvature.laplace.forms import KronLowRankForm
 from contrastive_curvature.laplace.kron_lowrank_precision import KronLowRankPrecision
 from contrastive_curvature.laplace.last_layer import LastLayerLaplace
-from contrastive_curvature.laplace.options import CONTRASTIVE, arguments_by_name, given_options
-from contrastive_curvature.laplace.prediction import check_joint_size, distribution, joint_distribution
+from contrastive_curvature.laplace.options import CONTRASTIVE
+from contrastive_curvature.laplace.prediction import check_joint_size, joint_distribution
 from contrastive_curvature.network.full_precision import full_precision
 from contrastive_curvature.options import Structure
-
-__all__ = ["ContrastiveKronLowRankLLLaplace"]
 
 
 class _KronLowRankHost(LLLaplace):
@@ -29,6 +28,7 @@ class _KronLowRankHost(LLLaplace):
 
     @property
     def posterior_precision(self) -> KronLowRankPrecision:
+        self._check_H_init()
         return KronLowRankPrecision(self.H, self._H_factor, self.prior_precision)
 
     @property
@@ -85,12 +85,6 @@ class ContrastiveKronLowRankLLLaplace(LastLayerLaplace, _KronLowRankHost):
         """Kronecker factors with a sketched input factor."""
         return KronLowRankForm(self.curvature_options.rank)
 
-    def __init__(self, model: nn.Module, likelihood: str = CONTRASTIVE, *args: Any, **kwargs: Any) -> None:
-        named = arguments_by_name(type(self), args, kwargs)
-        # None chooses the rank from the spectrum; other structures have a default of their own.
-        named["backend_kwargs"] = {"rank": None, **given_options(named.get("backend_kwargs"))}
-        super().__init__(model, likelihood, **named)
-
     @property
     def rank(self) -> int:
         """Number of eigenvectors of the input factor that the posterior keeps.
@@ -107,9 +101,11 @@ class ContrastiveKronLowRankLLLaplace(LastLayerLaplace, _KronLowRankHost):
         return {**state, "H": state["H_raw"]}
 
     def _gaussian(self, x: Any, joint: bool, diagonal: bool) -> EmbeddingDistribution:
+        if not joint:
+            return super()._gaussian(x, joint, diagonal)
         z, phi = self._features(x)
-        precision = self.posterior_precision
-        if joint:
-            check_joint_size(len(z), z.shape[1], 0)
-            return joint_distribution(z, precision.joint_covariance(phi))
-        return distribution(z, precision.output_covariance(phi), diagonal)
+        check_joint_size(len(z), z.shape[1], 0)
+        return joint_distribution(z, self.posterior_precision.joint_covariance(phi))
+
+    def _output_spread(self, phi: Tensor) -> Axes:
+        return self.posterior_precision.output_covariance(phi)

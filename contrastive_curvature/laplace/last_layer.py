@@ -9,17 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
+from contrastive_curvature.embedding.spread import Spread
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.laplace.base import ContrastiveLaplace
 from contrastive_curvature.laplace.features import Features, RawFeatureExtractor
 from contrastive_curvature.laplace.options import CONTRASTIVE, arguments_by_name
-from contrastive_curvature.laplace.prediction import check_outputs, moved_inputs
+from contrastive_curvature.laplace.prediction import check_outputs, distribution, moved_inputs
 from contrastive_curvature.laplace.state import kind_of, refuse
 from contrastive_curvature.network.call import uncompiled
 from contrastive_curvature.network.encoder import at_least_float32, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, made_up_inputs
-
-__all__ = ["LastLayerLaplace"]
 
 _CACHED = 2**17
 """Features that are converted at once."""
@@ -30,26 +29,10 @@ class LastLayerLaplace(ContrastiveLaplace):
 
     keeps_features = True
 
-    def __init__(
-        self,
-        model: nn.Module,
-        likelihood: str = CONTRASTIVE,
-        *args: Any,
-        last_layer_name: str | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, model: nn.Module, likelihood: str = CONTRASTIVE, *args: Any, **kwargs: Any) -> None:
         named = arguments_by_name(type(self), args, kwargs)
-        last_layer_name = named.pop("last_layer_name", last_layer_name)
-        try:
-            super().__init__(model, likelihood, **named)
-        except RuntimeError as error:
-            if "deepcopy" not in str(error):
-                raise
-            msg = (
-                "model: a module keeps a tensor of its last run together with the graph, which cannot be copied; so do "
-                "torch.nn.utils.weight_norm and spectral_norm. Run it once without: with torch.no_grad(): model(x)"
-            )
-            raise UnsupportedError(msg) from error
+        last_layer_name = named.pop("last_layer_name", None)
+        super().__init__(model, likelihood, **named)
         self._last_layer_name = last_layer_name
         self._hold(self.model.model)
 
@@ -78,16 +61,9 @@ class LastLayerLaplace(ContrastiveLaplace):
         finally:
             self._prior_chosen = chosen
 
-    def _find_last_layer(self, data: Any) -> None:
-        """laplace-torch's name for it."""
-        self._analyse(moved_inputs(self.model, data, self._device))
-
     def posterior_parameters(self) -> list[Tensor]:
         """The parameters of the layer."""
         return [at_least_float32(p) for p in self.model.last_layer.parameters()]
-
-    def _encoder_dim(self) -> int:
-        return self.model.encoder.dim
 
     @property
     def prior_precision_diag(self) -> Tensor:
@@ -123,8 +99,8 @@ class LastLayerLaplace(ContrastiveLaplace):
             reason = (str(error) or type(error).__name__).splitlines()[0]
             hint = "Where these are made up and the encoder needs real ones, set state_dict['data'] = x[:2] of yours."
             refuse("data", "inputs that the encoder takes", f"{kind_of(state['data'])} ({reason})", hint)
-        if state["n_outputs"] != self._encoder_dim():
-            refuse("n_outputs", f"{self._encoder_dim()}, that of the encoder", kind_of(state["n_outputs"]))
+        if state["n_outputs"] != self.model.encoder.dim:
+            refuse("n_outputs", f"{self.model.encoder.dim}, that of the encoder", kind_of(state["n_outputs"]))
         self.data = state["data"]
 
     def observe(self, x: Any) -> tuple[EmbeddingDistribution, Tensor | None]:
@@ -134,6 +110,16 @@ class LastLayerLaplace(ContrastiveLaplace):
         step = max(1, _CACHED // max(1, phi.shape[1]))
         norms = [torch.linalg.vector_norm(rows.double(), dim=1) for rows in phi.detach().split(step)]
         return self._gaussian(Features(z, phi), False, False), torch.cat(norms)
+
+    def _gaussian(self, x: Any, joint: bool, diagonal: bool) -> EmbeddingDistribution:
+        if joint:
+            return super()._gaussian(x, joint, diagonal)
+        z, phi = self._features(x)
+        return distribution(z, self._output_spread(phi), diagonal)
+
+    def _output_spread(self, phi: Tensor) -> Spread:
+        """Return the spread of the outputs at features (B, F)."""
+        raise NotImplementedError
 
     def _features(self, x: Inputs | Features) -> tuple[Tensor, Tensor]:
         if isinstance(x, Features):

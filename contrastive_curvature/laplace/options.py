@@ -4,53 +4,32 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import Any
 
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
-from contrastive_curvature.laplace.checks import check_sigma_noise
 from contrastive_curvature.options import KFACApprox, PDFix, Structure
-
-__all__ = [
-    "CONTRASTIVE",
-    "arguments_by_name",
-    "check_options",
-    "given_options",
-    "known_options",
-]
 
 CONTRASTIVE = "contrastive"
 """The likelihood's name in ``laplace.Laplace(model, likelihood="contrastive")``."""
 
 
 def arguments_by_name(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments of a constructor that follow model and likelihood, under their names in laplace-torch's class.
-
-    Args:
-        cls: The contrastive class.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-
-    Returns:
-        Names and values.
+    """Return all arguments of a constructor that follow model and likelihood, by their names in laplace-torch's class.
 
     Raises:
         InputTypeError: There are too many, one is given twice, or one is unknown.
     """
     host: Any = next(c for c in cls.__mro__ if c.__module__.startswith("laplace."))
-    names = list(inspect.signature(host.__init__).parameters)[3:]
-    if len(args) > len(names):
-        raise InputTypeError(expected(cls.__name__, f"at most {len(names)} further arguments", len(args)))
-    given = dict(zip(names, args, strict=False))
-    twice = sorted(set(given) & set(kwargs))
-    if twice:
-        raise InputTypeError(expected(cls.__name__, "every argument once", f"{twice[0]} twice"))
-    unknown = sorted(set(kwargs) - set(names))
-    if unknown:
-        raise InputTypeError(expected(cls.__name__, f"arguments among {sorted(names)}", f"{unknown}"))
-    return given | dict(kwargs)
+    signature = inspect.signature(host.__init__)
+    try:
+        given = signature.bind_partial(None, None, None, *args, **kwargs).arguments
+    except TypeError as error:
+        wanted = f"arguments among {', '.join(list(signature.parameters)[3:])}"
+        raise InputTypeError(expected(cls.__name__, wanted, str(error))) from None
+    return dict(list(given.items())[3:])
 
 
 def known_options(backend: type[ContrastiveBackend] = ContrastiveBackend) -> dict[str, Any]:
@@ -77,7 +56,7 @@ def check_options(
     structure: Structure | None,
     backend: object,
     backend_kwargs: Mapping[str, Any] | None,
-    host_kwargs: MutableMapping[str, Any],
+    host_kwargs: Mapping[str, Any],
     takes_rank: bool = False,
 ) -> tuple[CurvatureOptions, dict[str, Any]]:
     """Parse the options of a contrastive Laplace object.
@@ -103,6 +82,10 @@ def check_options(
     if backend is not None and host_kwargs.get("enable_backprop") and not backend.keeps_graph:
         msg = f"enable_backprop=True: {backend.__name__} keeps no graph. Use backend=ContrastiveGGN, or leave it out."
         raise UnsupportedError(msg)
+    for name, instead in _NOT_OF_EMBEDDINGS.items():
+        if host_kwargs.get(name) is not None:
+            msg = f"{name}: {instead}"
+            raise UnsupportedError(msg)
     given = given_options(backend_kwargs)
     known = known_options(backend or ContrastiveBackend)
     unknown = sorted(set(given) - set(known), key=str)
@@ -111,7 +94,10 @@ def check_options(
     if "rank" in given and not takes_rank:
         hint = "It is for hessian_structure='lowrank' and 'kron_lowrank'; leave it out."
         raise InputError(expected("backend_kwargs: rank", "nothing for this structure", given["rank"], hint))
-    if takes_rank and structure is not Structure.KRON and "rank" in given and given["rank"] is None:
+    if takes_rank and structure is Structure.KRON:
+        # None chooses the rank from the spectrum.
+        given.setdefault("rank", None)
+    elif "rank" in given and given["rank"] is None:
         raise InputError(expected("backend_kwargs: rank", "a positive whole number", None, "Leave it out for 64."))
     ours = CurvatureOptions.defaults()
     # A backend of the user's own may have other defaults.
@@ -120,31 +106,23 @@ def check_options(
     options.check_structure(structure)
     if structure is Structure.KRON and options.loss.coupled and options.kfac_approx is KFACApprox.EXPAND:
         _warn_of_dropped_terms("kron_lowrank" if takes_rank else "kron", options.loss.pd_fix)
-    _drop_foreign(host_kwargs)
     return options, {name: given.get(name, known[name]) for name in known if name not in ours}
 
 
+_NOT_OF_EMBEDDINGS = {
+    "asdl_fisher_kwargs": "the contrastive backend is not ASDL's. Its options go into backend_kwargs.",
+    "feature_reduction": "the last layer of an encoder takes (N, F). Pool inside the encoder.",
+}
+
+
 def _warn_of_dropped_terms(name: str, pd_fix: PDFix) -> None:
-    begin = f"hessian_structure={name!r} with pd_fix={str(pd_fix)!r}: K-FAC-expand leaves the cross terms between two "
     if pd_fix.second_only:
-        end = (
-            "points out, so this is pd_fix='ggn_fixed'. backend_kwargs=dict(kfac_approx='reduce') approximates them; "
-            "hessian_structure='diag' or 'full' is exact."
-        )
+        loss, also = "so this is pd_fix='ggn_fixed'", ""
     else:
-        end = (
-            "points out, and so overstates this curvature several times. backend_kwargs=dict(kfac_approx='reduce', "
-            "pairs='batch') approximates them; hessian_structure='diag' or 'full' is exact."
-        )
-    warnings.warn(begin + end, stacklevel=5)
-
-
-def _drop_foreign(host_kwargs: MutableMapping[str, Any]) -> None:
-    """Take out of laplace-torch's arguments what embeddings do not have."""
-    check_sigma_noise(host_kwargs.pop("sigma_noise", 1.0))
-    if host_kwargs.pop("asdl_fisher_kwargs", None) is not None:
-        msg = "asdl_fisher_kwargs: the contrastive backend is not ASDL's. Its options go into backend_kwargs."
-        raise UnsupportedError(msg)
-    if host_kwargs.pop("feature_reduction", None) is not None:
-        msg = "feature_reduction: the last layer of an encoder takes (N, F). Pool inside the encoder."
-        raise UnsupportedError(msg)
+        loss, also = "and so overstates this curvature several times", ", pairs='batch'"
+    msg = (
+        f"hessian_structure={name!r} with pd_fix={str(pd_fix)!r}: K-FAC-expand leaves the cross terms between two "
+        f"points out, {loss}. backend_kwargs=dict(kfac_approx='reduce'{also}) approximates them; "
+        "hessian_structure='diag' or 'full' is exact."
+    )
+    warnings.warn(msg, stacklevel=5)

@@ -8,26 +8,22 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
-from laplace.baselaplace import ParametricLaplace
+from laplace.baselaplace import BaseLaplace, ParametricLaplace
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import NotFittedError, UnsupportedError
-from contrastive_curvature.laplace.checks import check_prior, check_sigma_noise, check_temperature
+from contrastive_curvature.errors import InputError, NotFittedError, UnsupportedError, expected
+from contrastive_curvature.laplace.checks import check_prior
 from contrastive_curvature.laplace.prior import PRIOR_STRUCTURES
-
-__all__ = ["CheckedPosterior"]
 
 
 def _fitted_only(name: str, meaning: str) -> Any:
-    """Return laplace-torch's property of that name, once there is a fit."""
+    """Return laplace-torch's property of that name, which by itself answers without a fit, too."""
 
     def get(self: CheckedPosterior) -> Any:
-        beneath: Any = super(CheckedPosterior, type(self))
-        if hasattr(beneath, name):
-            self.check_fitted()
-        # Where this structure has no such property, Python says so.
+        self.check_fitted()
         return getattr(super(CheckedPosterior, self), name)
 
     return property(get, doc=meaning)
@@ -47,17 +43,10 @@ class CheckedPosterior(ParametricLaplace):
     n_layers: Any
     _posterior_scale: Tensor | None
 
-    posterior_precision = _fitted_only("posterior_precision", "Precision of the weights, in the structure's own form.")
-    posterior_scale = _fitted_only("posterior_scale", "A root of the covariance of the weights.")
-    posterior_covariance = _fitted_only("posterior_covariance", "Covariance of the weights, shape (P, P).")
-    posterior_variance = _fitted_only("posterior_variance", "Variances of the weights, shape (P,).")
     log_det_posterior_precision = _fitted_only("log_det_posterior_precision", "Log determinant of the precision.")
     log_det_ratio = _fitted_only("log_det_ratio", "Log determinant of the posterior precision over the prior's.")
     log_likelihood = _fitted_only("log_likelihood", "The loss over the temperature, negated.")
     scatter = _fitted_only("scatter", "Squared distance of the weights to the prior mean, in the prior's units.")
-    mean_subnet = _fitted_only("mean_subnet", "The chosen weights.")
-    V = _fitted_only("V", "A term of the low-rank covariance; see laplace-torch.")
-    Kinv = _fitted_only("Kinv", "A term of the low-rank covariance; see laplace-torch.")
 
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
         """Draw weights from the posterior.
@@ -153,49 +142,47 @@ class CheckedPosterior(ParametricLaplace):
 
     @temperature.setter
     def temperature(self, value: float) -> None:
-        self._temperature = check_temperature(value, self._dtype)
+        if isinstance(value, (Tensor, np.generic)) and np.size(value) == 1:
+            value = value.item()
+        number = validate.number("temperature", value, positive=True)
+        inverse = torch.ones((), dtype=self._dtype) / number
+        if not bool(inverse.isfinite()) or not bool(inverse > 0):
+            wanted = f"a number whose inverse is positive and finite in {self._dtype}"
+            raise InputError(expected("temperature", wanted, number))
+        self._temperature = number
         # laplace-torch keeps a root of the covariance, and does not drop it here.
         self._posterior_scale = None
 
-    @property
-    def sigma_noise(self) -> Tensor:
-        """Always one: embeddings have no observation noise."""
-        return super().sigma_noise
-
-    @sigma_noise.setter
+    @BaseLaplace.sigma_noise.setter
     def sigma_noise(self, value: float | Tensor) -> None:
-        check_sigma_noise(value)
-        super(CheckedPosterior, type(self)).sigma_noise.fset(self, value)
+        """Refuse an observation noise: anything but one."""
+        one = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+        if not one or isinstance(value, bool) or float(value) != 1:
+            msg = "sigma_noise: embeddings have no observation noise. Use temperature=... to weaken the likelihood."
+            raise UnsupportedError(msg)
+        BaseLaplace.sigma_noise.fset(self, value)
 
-    @property
-    def prior_precision(self) -> Tensor:
-        """Precision of the prior: one number, one a parameter tensor, or one a parameter."""
-        return super().prior_precision
-
-    @prior_precision.setter
+    @BaseLaplace.prior_precision.setter
     def prior_precision(self, value: float | Tensor) -> None:
+        """Set the precision of the prior: one number, one a parameter tensor, or one a parameter."""
         sizes = self._prior_sizes()
         check_prior("prior_precision", value, self._dtype, sizes)
         self._prior_chosen = True
         if sizes is None:
             # The first batch shows how many parameters there are; then this is set once more.
             self._prior_precision = value
-            return
-        super(CheckedPosterior, type(self)).prior_precision.fset(self, _plain(value))
+        else:
+            BaseLaplace.prior_precision.fset(self, _plain(value))
 
-    @property
-    def prior_mean(self) -> Tensor:
-        """Mean of the prior: one number, or one a parameter."""
-        return super().prior_mean
-
-    @prior_mean.setter
+    @BaseLaplace.prior_mean.setter
     def prior_mean(self, value: float | Tensor) -> None:
+        """Set the mean of the prior: one number, or one a parameter."""
         sizes = self._prior_mean_sizes()
         check_prior("prior_mean", value, self._dtype, sizes, positive=False)
         if sizes is None:
             self._prior_mean = value
-            return
-        super(CheckedPosterior, type(self)).prior_mean.fset(self, _plain(value))
+        else:
+            BaseLaplace.prior_mean.fset(self, _plain(value))
 
     @property
     def n_weights(self) -> int:
@@ -216,6 +203,10 @@ class CheckedPosterior(ParametricLaplace):
         if not self.n_data:
             msg = "Laplace not fitted. Run la.fit(train_loader) first, or la.load_state_dict(state)."
             raise NotFittedError(msg)
+
+    def _check_H_init(self) -> None:
+        """Do it where laplace-torch asks."""
+        self.check_fitted()
 
     def check_sampling(self, n_samples: object, generator: object) -> None:
         """Refuse samples before ``fit``, and malformed arguments of them.

@@ -155,7 +155,7 @@ def test_labels_of_every_integer_dtype(dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:override=False. this posterior was loaded")
-def test_a_fit_that_adds_to_another_counts_both(device: str) -> None:
+def test_a_fit_that_adds_to_another_may_be_of_one_class(device: str) -> None:
     x, ones = inputs(device), torch.ones(N).long().to(device)
     la = fitted(device)
     la.fit([(x, ones)], override=False)
@@ -165,8 +165,8 @@ def test_a_fit_that_adds_to_another_counts_both(device: str) -> None:
     la.fit([(x, ones)], override=False)
     with pytest.warns(cc.LabelWarning, match="all labels are 1"):
         la.fit([(x, ones)])
-    with pytest.warns(cc.LabelWarning, match="all labels are 1"):
-        la.fit([(x, ones.int())], override=False)
+    # It may be one class more.
+    la.fit([(x, ones.int())], override=False)
     la.fit([(x, 2 * ones)], override=False)
     # Nobody knows what classes the fit of a loaded posterior had.
     again = fitted(device)

@@ -60,7 +60,7 @@ from contrastive_curvature.network.sketch import sketch_size
 from contrastive_curvature.options import Normalization, Structure
 from contrastive_curvature.pairs import make_relation
 from contrastive_curvature.parts.exchange import check_agreed, present_exchange
-from contrastive_curvature.parts.state import State, check_identity, digest_of
+from contrastive_curvature.parts.state import CURVATURE, STATISTICS, Origin, State, check_identity, digest_of
 from contrastive_curvature.progress import Progress
 
 
@@ -130,8 +130,9 @@ class ContrastiveBackend(GGNInterface, ABC):
             options = CurvatureOptions.parse(given if options is None else {**options.named(), **given})
         self.options, self.loss = options, options.loss
         # The host knows no contrastive likelihood; what it derives from the name is replaced below.
-        super().__init__(model, "regression", last_layer, subnetwork_indices, dict_key_x, dict_key_y)
-        self.likelihood = likelihood
+        super().__init__(model, "regression", False, subnetwork_indices, dict_key_x, dict_key_y)
+        # Which layer is the last may not be known yet, and the host asks for its parameters.
+        self.likelihood, self.last_layer = likelihood, last_layer
         self.lossfunc = self.loss
         self.factor = 1.0
         self.labels_seen = LabelRange()
@@ -319,18 +320,24 @@ class ContrastiveBackend(GGNInterface, ABC):
 
     def fit_part(
         self,
-        loader: Iterable[Any],
+        loader: Iterable[Any] | None,
         structure: Structure,
         part: tuple[int, int],
         statistics: State | None,
         progress: bool | None,
     ) -> State:
-        """Return what a pass over a part of the data finds: the second one, with the statistics of all parts."""
+        """Return what a pass over a part of the data finds: the second one, with the statistics of all parts.
+
+        ``loader`` is ``None`` for a part without points.
+        """
         self.check_parts()
         identity = self.identity(structure)
         if statistics is not None:
             check_identity(statistics, identity)
             identity = {**identity, "statistics": digest_of(statistics)}
+        if loader is None:
+            kind = STATISTICS if statistics is None else CURVATURE
+            return State(kind, identity, {part[0]: Origin(0, 0, 0.0, 0.0)}, part[1])
         with self._ready(loader) as (encoder, pullback):
             problem = self._problem(encoder, pullback, structure, Progress(progress), part)
             problem.check_adds_up()
