@@ -25,9 +25,9 @@ from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.laplace import calibration, prediction
 from contrastive_curvature.laplace.advice import DefaultPriorWarning
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend, ContrastiveGGN
-from contrastive_curvature.laplace.checks import check_prior
 from contrastive_curvature.laplace.fitting import FittedPosterior
 from contrastive_curvature.laplace.options import CONTRASTIVE, arguments_by_name, check_options
+from contrastive_curvature.laplace.posterior import check_prior
 from contrastive_curvature.laplace.prior import (
     PriorMethod,
     RetrievalCriterion,
@@ -56,7 +56,8 @@ from contrastive_curvature.network.loader import check_model
 from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.options import Structure
 
-__all__ = ["ContrastiveLaplace"]
+_AS_SAVED = ("mean", "loss", "cost", "n_data", "n_outputs", "typical_norm", "curvature_error", "enable_backprop")
+"""Attributes that a state holds as they are."""
 
 
 class ContrastiveLaplace(FittedPosterior):
@@ -106,10 +107,10 @@ class ContrastiveLaplace(FittedPosterior):
         check_model(model, half=self.keeps_features)
         if not self.keeps_features:
             refuse_compiled(model)
-        kwargs = arguments_by_name(type(self), args, kwargs)
-        backend, backend_kwargs = kwargs.pop("backend", backend), kwargs.pop("backend_kwargs", backend_kwargs)
+        named = arguments_by_name(type(self), args, kwargs)
+        backend, backend_kwargs = named.pop("backend", backend), named.pop("backend_kwargs", backend_kwargs)
         self.curvature_options, self._own_options = check_options(
-            self.structure, backend, backend_kwargs, kwargs, self.takes_rank
+            self.structure, backend, backend_kwargs, named, self.takes_rank
         )
         self.cost: Tensor | float = 0.0
         self.typical_norm: float | None = None
@@ -119,20 +120,20 @@ class ContrastiveLaplace(FittedPosterior):
         self.chooses_backend = backend is None
         self._classes: ClassCentres | None = None
         self._advised_on_prior = False
-        self._temperature_given = "temperature" in kwargs
+        self._temperature_given = "temperature" in named
         # laplace-torch knows no contrastive likelihood: of those it knows, regression adds the least of its own.
         super().__init__(
             model,
             Likelihood.REGRESSION,
             backend=backend or ContrastiveGGN,
             backend_kwargs={**self._own_options, "options": self.curvature_options},
-            **kwargs,
+            **named,
         )
         # laplace-torch's last-layer classes set these behind their checks.
         for name in ("prior_precision", "prior_mean"):
-            if name in kwargs:
-                setattr(self, name, kwargs[name])
-        self._prior_chosen = "prior_precision" in kwargs
+            if name in named:
+                setattr(self, name, named[name])
+        self._prior_chosen = "prior_precision" in named
         self.likelihood = CONTRASTIVE
 
     @classmethod
@@ -328,16 +329,7 @@ class ContrastiveLaplace(FittedPosterior):
         clamped, raw = self.form.shapes(self.posterior_parameters(), self.n_weights, state)
         check_shapes("H", state["H"], like, clamped)
         check_shapes("H_raw", state["H_raw"], like, raw)
-        for name in (
-            "mean",
-            "loss",
-            "cost",
-            "n_data",
-            "n_outputs",
-            "typical_norm",
-            "curvature_error",
-            "enable_backprop",
-        ):
+        for name in _AS_SAVED:
             setattr(self, name, state[name])
         self.prior_mean, self.prior_precision = state["prior_mean"], state["prior_precision"]
         self.temperature, self._temperature_given = state["temperature"], state["temperature_given"]
@@ -417,32 +409,33 @@ class ContrastiveLaplace(FittedPosterior):
             hint = "A concentration is estimated from them."
             raise InputError(expected("n_samples for pred_type='nn'", "at least 2 samples", n_samples, hint))
 
-        def predict(rows: Inputs) -> EmbeddingDistribution:
-            if kind is PredType.NN:
-                found = EmbeddingDistribution.from_samples(self._joint_samples(rows, n_samples, generator, False))
-            elif joint or diagonal_output:
-                found = self._gaussian(rows, joint, diagonal_output)
-            else:
-                found = calibration.judged(self, *self.observe(rows))
+        def finished(found: EmbeddingDistribution, norms: Tensor | None) -> EmbeddingDistribution:
+            if kind is PredType.GLM and not joint and not diagonal_output:
+                found = calibration.judged(self, found, norms)
             return found.relative_to(self.typical_norm, self.class_centres)
 
-        if on_invalid == "error":
-            return predict(x)
+        def predict(rows: Inputs) -> EmbeddingDistribution:
+            if kind is PredType.NN:
+                samples = self._joint_samples(rows, n_samples, generator, False)
+                return finished(EmbeddingDistribution.from_samples(samples), None)
+            if joint or diagonal_output:
+                return finished(self._gaussian(rows, joint, diagonal_output), None)
+            return finished(*self.observe(rows))
 
         def nothing() -> EmbeddingDistribution:
             mean = torch.empty(0, self.n_outputs, dtype=self.mean.dtype, device=self._device)
-            norms = mean.new_empty(0, dtype=torch.float64) if self.keeps_features else None
             if kind is PredType.NN:
-                found = EmbeddingDistribution.from_samples(mean.expand(n_samples, -1, -1))
+                none = EmbeddingDistribution.from_samples(mean.expand(n_samples, -1, -1))
             elif joint:
-                found = prediction.joint_distribution(mean, mean.new_empty(0, 0))
+                none = prediction.joint_distribution(mean, mean.new_empty(0, 0))
             elif diagonal_output:
-                found = EmbeddingDistribution.trusted(mean, Diagonal(mean))
+                none = EmbeddingDistribution.trusted(mean, Diagonal(mean))
             else:
-                covariance = mean.new_empty(0, self.n_outputs, self.n_outputs)
-                found = calibration.judged(self, EmbeddingDistribution.trusted(mean, Dense(covariance)), norms)
-            return found.relative_to(self.typical_norm, self.class_centres)
+                none = EmbeddingDistribution.trusted(mean, Dense(mean.new_empty(0, self.n_outputs, self.n_outputs)))
+            return finished(none, mean.new_empty(0, dtype=torch.float64) if self.keeps_features else None)
 
+        if on_invalid == "error":
+            return predict(x)
         return prediction.with_nan_rows(predict, x, generator, nothing)
 
     def functional_samples(
@@ -607,15 +600,6 @@ class ContrastiveLaplace(FittedPosterior):
             "la.prior_precision yourself."
         )
         warnings.warn(msg, DefaultPriorWarning, stacklevel=3)
-
-    def _glm_predictive_distribution(
-        self, X: Inputs, joint: bool = False, diagonal_output: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """laplace-torch's own form of the Gaussian: means and covariances of the raw outputs."""
-        out = self._gaussian(X, joint, diagonal_output)
-        if joint:
-            return out.raw_mean.flatten(), out.joint_covariance
-        return out.raw_mean, out.variance if diagonal_output else out.covariance
 
     def observe(self, x: Any) -> tuple[EmbeddingDistribution, Tensor | None]:
         """Return the distribution of B embeddings, and the norms (B,) of the features, where they are known."""

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
 
-__all__ = ["Features", "RawFeatureExtractor"]
-
 
 class Features(NamedTuple):
     """A batch that went through the encoder before; the last-layer classes take it in the place of inputs.
@@ -78,13 +76,7 @@ class RawFeatureExtractor(FeatureExtractor):
         layer = encoder.require_last_layer()
         object.__setattr__(self, "_analysed", encoder)
         object.__setattr__(self, "last_layer", layer)
-        self._modules.pop("last_layer", None)
         self._last_layer_name = encoder.last_layer_name
-
-    def forget(self) -> None:
-        """Undo :meth:`analyse`."""
-        object.__setattr__(self, "_analysed", None)
-        object.__setattr__(self, "last_layer", None)
 
     def forward(self, x: Inputs) -> Tensor:
         """Raw outputs, shape (N, D)."""

@@ -63,7 +63,6 @@ class FittedPosterior(CheckedPosterior):
         structure: Of the curvature; ``None`` where it has no matrix of parameters.
         form: What ``H`` is, and how two of them add.
         takes_rank: Whether it has the option ``rank``.
-        sketches_inputs: Whether the input factor of a last layer's Kronecker pair is a sketch.
         keeps_features: Whether the fit keeps a sample of the features.
         fits_in_parts: Whether curvatures of parts of the data add up.
         known: Known inputs that p-values compare with.
@@ -73,7 +72,6 @@ class FittedPosterior(CheckedPosterior):
     structure: ClassVar[Structure]
     form: CurvatureForm
     takes_rank: ClassVar[bool] = False
-    sketches_inputs: ClassVar[bool] = False
     keeps_features: ClassVar[bool] = False
     fits_in_parts: ClassVar[bool] = True
 
@@ -93,7 +91,7 @@ class FittedPosterior(CheckedPosterior):
         if self._backend is None:
             keys = {"dict_key_x": self.dict_key_x, "dict_key_y": self.dict_key_y}
             self._backend = self._backend_cls(self.model, CONTRASTIVE, **keys, **self._backend_kwargs)
-            self._backend.sketches_inputs = self.sketches_inputs
+            self._backend.sketches_inputs = self.takes_rank and self.structure is Structure.KRON
         return self._backend
 
     @property

@@ -78,7 +78,6 @@ class ContrastiveKronLowRankLLLaplace(LastLayerLaplace, _KronLowRankHost):
     structure = Structure.KRON
     prior_structures = ("scalar", "layerwise")
     takes_rank = True
-    sketches_inputs = True
 
     @property
     def form(self) -> KronLowRankForm:  # type: ignore[override]

@@ -44,22 +44,17 @@ class LastLayerLaplace(ContrastiveLaplace):
     def _analyse(self, probe: Inputs) -> None:
         if self.model.last_layer is not None:
             return
-        self.model.analyse(probe)
-        # Saved with the posterior, to find the layer again.
-        self.data = made_up_inputs(probe)
-        self.n_params = sum(self.parameter_sizes())
-        self.n_layers = len(self.parameter_sizes())
         chosen = self._prior_chosen
-        try:
-            # laplace-torch defers these checks until the layer is known.
+        with self.unchanged_on_error():
+            self.model.analyse(probe)
+            # Saved with the posterior, to find the layer again.
+            self.data = made_up_inputs(probe)
+            self.n_params = sum(self.parameter_sizes())
+            self.n_layers = len(self.parameter_sizes())
+            # They could not be checked before the layer is known.
             self.prior_precision = self._prior_precision
             self.prior_mean = self._prior_mean
-        except ValueError:
-            self.model.forget()
-            self.n_params = self.n_layers = None
-            raise
-        finally:
-            self._prior_chosen = chosen
+        self._prior_chosen = chosen
 
     def posterior_parameters(self) -> list[Tensor]:
         """The parameters of the layer."""

@@ -6,6 +6,8 @@ laplace-torch stores most settings unchecked, and fails in several ways where th
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
+from numbers import Real
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,8 +16,7 @@ from laplace.baselaplace import BaseLaplace, ParametricLaplace
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, NotFittedError, UnsupportedError, expected
-from contrastive_curvature.laplace.checks import check_prior
+from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, UnsupportedError, expected
 from contrastive_curvature.laplace.prior import PRIOR_STRUCTURES
 
 
@@ -41,6 +42,8 @@ class CheckedPosterior(ParametricLaplace):
     # None until the first batch shows what the last layer is.
     n_params: Any
     n_layers: Any
+    n_data: int
+    loss: Tensor | float
     _posterior_scale: Tensor | None
 
     log_det_posterior_precision = _fitted_only("log_det_posterior_precision", "Log determinant of the precision.")
@@ -95,26 +98,6 @@ class CheckedPosterior(ParametricLaplace):
             return -norm / 2
         return -self.n_weights / 2 * math.log(2 * math.pi) + self.log_det_posterior_precision / 2 - norm / 2
 
-    def log_marginal_likelihood(
-        self, prior_precision: float | Tensor | None = None, sigma_noise: float | Tensor | None = None
-    ) -> Tensor:
-        """Laplace approximation of the log marginal likelihood, differentiable in the prior precision.
-
-        Args:
-            prior_precision: Set first, where it is given.
-            sigma_noise: Must be left alone.
-
-        Raises:
-            NotFittedError: Before ``fit``.
-            InputError: The prior precision is malformed.
-            UnsupportedError: ``sigma_noise`` is given.
-        """
-        self.check_fitted()
-        if sigma_noise is not None:
-            msg = "sigma_noise: embeddings have no observation noise. Set la.temperature to weaken the likelihood."
-            raise UnsupportedError(msg)
-        return super().log_marginal_likelihood(prior_precision)
-
     def functional_variance(self, Js: Tensor) -> Tensor:
         """Covariances of the linearised outputs, shape (B, D, D), from Jacobians (B, D, P).
 
@@ -153,7 +136,7 @@ class CheckedPosterior(ParametricLaplace):
         # laplace-torch keeps a root of the covariance, and does not drop it here.
         self._posterior_scale = None
 
-    @BaseLaplace.sigma_noise.setter
+    @BaseLaplace.sigma_noise.setter  # type: ignore[untyped-decorator]
     def sigma_noise(self, value: float | Tensor) -> None:
         """Refuse an observation noise: anything but one."""
         one = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
@@ -162,7 +145,7 @@ class CheckedPosterior(ParametricLaplace):
             raise UnsupportedError(msg)
         BaseLaplace.sigma_noise.fset(self, value)
 
-    @BaseLaplace.prior_precision.setter
+    @BaseLaplace.prior_precision.setter  # type: ignore[untyped-decorator]
     def prior_precision(self, value: float | Tensor) -> None:
         """Set the precision of the prior: one number, one a parameter tensor, or one a parameter."""
         sizes = self._prior_sizes()
@@ -174,7 +157,7 @@ class CheckedPosterior(ParametricLaplace):
         else:
             BaseLaplace.prior_precision.fset(self, _plain(value))
 
-    @BaseLaplace.prior_mean.setter
+    @BaseLaplace.prior_mean.setter  # type: ignore[untyped-decorator]
     def prior_mean(self, value: float | Tensor) -> None:
         """Set the mean of the prior: one number, or one a parameter."""
         sizes = self._prior_mean_sizes()
@@ -248,3 +231,36 @@ class CheckedPosterior(ParametricLaplace):
 def _plain(value: float | Tensor) -> float | Tensor:
     """Return a number as a Python float: laplace-torch accepts only some of NumPy's numbers."""
     return value if isinstance(value, Tensor) else float(value)
+
+
+def check_prior(
+    argument: str, value: object, dtype: torch.dtype, sizes: Collection[int] | None = None, *, positive: bool = True
+) -> None:
+    """Refuse what is no prior precision (or mean, where numbers need not be positive).
+
+    Args:
+        argument: Its name.
+        value: A number, or a tensor of at most one dimension.
+        dtype: Of the encoder: what underflows to zero there is refused.
+        sizes: Numbers of entries that there is room for, besides one; ``None`` where that is not known yet.
+        positive: Whether zero and negative numbers are refused.
+    """
+    if not isinstance(value, Tensor):
+        if isinstance(value, bool) or not isinstance(value, Real):
+            wanted = f"a {'positive' if positive else 'finite'} number or a tensor of them"
+            hint = "Wrap it with torch.tensor(...)." if isinstance(value, (list, tuple)) else ""
+            raise InputTypeError(expected(argument, wanted, f"a {type(value).__name__}", hint))
+        value = torch.tensor(float(value), dtype=dtype)
+    if value.is_complex() or value.dtype == torch.bool:
+        raise InputTypeError(expected(argument, "real numbers", f"a tensor of {value.dtype}"))
+    given = value.detach().to(dtype)
+    if given.ndim > 1 or not given.numel():
+        raise InputError(expected(argument, "a number or shape (K,), not empty", f"shape {tuple(given.shape)}"))
+    if sizes is not None and given.numel() not in {1, *sizes}:
+        room = " or ".join(str(size) for size in sorted({1, *sizes}))
+        raise InputError(expected(argument, f"{room} entries", f"{given.numel()}"))
+    good = given.isfinite() & (given > 0) if positive else given.isfinite()
+    if not bool(good.all()):
+        wanted = f"positive numbers, finite in {dtype}" if positive else f"finite numbers in {dtype}"
+        shown = f"{float(given)}" if given.numel() == 1 else f"{int((~good).sum())} others"
+        raise InputError(expected(argument, wanted, shown))

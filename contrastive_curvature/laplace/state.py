@@ -18,7 +18,7 @@ from contrastive_curvature.embedding.known import Reference, statistic_name
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.fit.class_centres import ClassCentres
 from contrastive_curvature.laplace.calibration import Calibration
-from contrastive_curvature.laplace.checks import check_prior
+from contrastive_curvature.laplace.posterior import check_prior
 
 _KEYS: dict[str, Any] = {
     "mean": Tensor,
