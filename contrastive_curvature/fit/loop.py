@@ -318,8 +318,7 @@ def finished(pullback: Pullback, found: Findings, more: Tensor | int = 0) -> Dat
     raw = raw_curvature(sums)
     curvature: Any = raw + more if isinstance(raw, Tensor) else per_point(raw, found.n)
     check_finite(curvature, pullback, "the sum over all batches")
-    if found.contributions is not None:
-        found.contributions.warn()
+    found.contributions.warn()
     dtype = (curvature if isinstance(curvature, Tensor) else curvature[0][0]).dtype
     value, cost = (sums[name].to(dtype) if name in sums else torch.zeros(()) for name in (VALUE, COST))
     # Where a part had no sums of classes, those of the others do not say which classes there are.

@@ -85,7 +85,7 @@ def to_bytes(state: State) -> bytes:
         "origins": {str(index): asdict(origin) for index, origin in state.origins.items()},
         "count": state.count,
         "kept": {name: [rows.size, rows.seed] for name, rows in kept.items()},
-        "contributions": None if found.contributions is None else asdict(found.contributions),
+        "contributions": asdict(found.contributions),
     }
     text = json.dumps(plain, sort_keys=True)
     about = {"format": _FORMAT, "version": VERSION, "state": text, "checksum": _checksum(tensors, text)}
@@ -129,14 +129,13 @@ def _state(plain: dict[str, Any], tensors: dict[str, Tensor]) -> State:
         int(index): Origin(**{**origin, "extremes": tuple(origin["extremes"])})
         for index, origin in plain["origins"].items()
     }
-    contributions = plain["contributions"]
     probe = kept.pop(_PROBE, None)
     found = Findings(
         sum(origin.n for origin in origins.values()),
         _under(tensors, "sums/"),
         kept,
         ClassTable(**classes) if classes else None,
-        None if contributions is None else Contributions.of_json(contributions),
+        Contributions.of_json(plain["contributions"]),
     )
     return State(plain["kind"], plain["identity"], origins, plain["count"], found, probe)
 

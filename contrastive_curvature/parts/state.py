@@ -73,24 +73,20 @@ class Findings:
         sums: Tensors that add up.
         kept: Points that are kept.
         classes: Numbers and sums of embeddings of every class; ``None`` where targets are no class labels.
-        contributions: Which points dominate; ``None`` for statistics.
+        contributions: Which points dominate; of no points for statistics.
     """
 
     n: int = 0
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     kept: Mapping[str, Rows] = field(default_factory=dict)
     classes: ClassTable | None = None
-    contributions: Contributions | None = None
+    contributions: Contributions = field(default_factory=Contributions)
 
     def merged(self, other: Findings) -> Findings:
         """Return what both passes as one would have found."""
         kept = united(self.kept, other.kept, Rows.merged)
         classes = self.classes if other.classes is None else other.classes.merged(self.classes)
-        contributions = self.contributions
-        if contributions is None or other.contributions is None:
-            contributions = contributions or other.contributions
-        else:
-            contributions = contributions.merged(other.contributions)
+        contributions = self.contributions.merged(other.contributions)
         return Findings(self.n + other.n, united(self.sums, other.sums, _sum), kept, classes, contributions)
 
     def to(self, device: torch.device) -> Findings:
