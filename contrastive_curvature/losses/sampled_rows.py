@@ -64,7 +64,7 @@ class SampledRowDerivatives(SampledDerivatives):
         loss.check_dataset(negatives_per_anchor)
         self.root_signs = loss.root_signs
         share = 1.0 if negatives_per_anchor is None else min(1.0, negatives_per_anchor / max(1, self.n - 1))
-        self._known = _Anchors(loss, self.points, share)
+        self._known = _BankedAnchors(loss, self.points, share)
         self.anchors = int(self._known.kept.sum())
         self.skipped = self.n - self.anchors
         self.scale = loss._scale(self._known.terms, one_tower(self.n), self.anchors, as_data=True)
@@ -100,7 +100,7 @@ class SampledRowDerivatives(SampledDerivatives):
         return (self.scale * self._known.total).to(self.u.dtype), (self.scale * cost).to(self.u.dtype)
 
 
-class _Anchors:
+class _BankedAnchors:
     """Statistics of the rows of N anchors, in float64, from one look at their candidates.
 
     The row of an anchor has all its positives, and the bank for its negatives. The anchors of the bank, of which every
