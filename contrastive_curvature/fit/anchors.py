@@ -20,7 +20,6 @@ from contrastive_curvature.fit.loop import (
     DatasetCurvature,
     Problem,
     Seen,
-    embedded,
     finished,
     fit,
     raw_curvature,
@@ -30,6 +29,7 @@ from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.passes import PassRecord, check_same_outputs
 from contrastive_curvature.fit.readers import Batch, Reader, compared_everywhere
 from contrastive_curvature.hessian.output import OutputHessian
+from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.row_derivatives import RowDerivatives
 from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.network.encoder import Encoder
@@ -148,7 +148,8 @@ def collect_anchors(encoder: Encoder, reader: Reader, options: CurvatureOptions,
     labels: list[Any] = []
     classes: list[Tensor] | None = []
     pairs: Any = None
-    for batch, z in embedded(encoder, reader, progress):
+    for number, batch in enumerate(progress.over(reader, "[embedding]")):
+        z = check_outputs(encoder(batch.x), f"model(x) of batch {number} (counted from 0)")
         outputs.append(z)
         classes = None if classes is None or batch.classes is None else [*classes, batch.classes]
         if candidates == "dataset":

@@ -2,15 +2,15 @@
 
 The first pass finds what a point has to know of all others: all outputs, or sums over classes and a sample that stands
 for all. The second computes ``J_i^T H_ii J_i`` for every point i, and the cross terms ``J_i^T H_ij J_j`` of coupled
-fixes.
+fixes. For a last layer, the first pass keeps the features up to a limit, and the second one takes them from there.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +18,14 @@ from torch import Tensor
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.fit.class_centres import TYPICAL, CentreCollector, ClassCentres, centres_of
 from contrastive_curvature.fit.cross_terms import CrossTerms, make_cross_terms, refuse_in_parts
-from contrastive_curvature.fit.loop import DatasetCurvature, Problem, Seen, embedded, finished
+from contrastive_curvature.fit.loop import DatasetCurvature, Problem, Seen, finished
 from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.passes import PassRecord
 from contrastive_curvature.fit.readers import Batch, Reader, compared_everywhere
 from contrastive_curvature.fit.standard_error import StandardError, relative_error
 from contrastive_curvature.hessian.dataset import DatasetHessian
 from contrastive_curvature.hessian.derivatives import Totals
+from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.contrastive import ContrastiveLoss
 from contrastive_curvature.losses.sampled_data import (
@@ -39,6 +40,7 @@ from contrastive_curvature.losses.sampled_data import (
 from contrastive_curvature.losses.sampled_rows import SampledRowDerivatives
 from contrastive_curvature.losses.weighting import class_pairs
 from contrastive_curvature.network.inputs import Inputs, input_length
+from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.options import Structure
 from contrastive_curvature.pairs import make_relation
 from contrastive_curvature.parts.rows import RowCollector, Rows
@@ -50,6 +52,16 @@ _POINTS, _INPUT = "points", "input"
 """Names of what is kept: all points, or those that stand for all negatives; and of their inputs."""
 
 _TOTALS = ("degree", "along", "value")
+
+FEATURES_KEPT = 2**26
+"""Numbers that the first pass of a last layer keeps: with as many the encoder runs once a point, with more twice."""
+
+
+class _Outputs(NamedTuple):
+    """Raw outputs (n, D) and features (n, F) of a batch, in the place of its inputs."""
+
+    z: Tensor
+    features: Tensor
 
 
 class DatasetFit(Problem):
@@ -68,6 +80,7 @@ class DatasetFit(Problem):
     n: int
     classes: ClassCentres | None
     sampled: Rows | None
+    _seen: Sequence[Batch] = ()
     _cross: CrossTerms | None
     _error: StandardError | None
 
@@ -90,7 +103,11 @@ class DatasetFit(Problem):
         size, inputs = (None, False) if everything else self._kept()
         self.record, classes, points = PassRecord(), CentreCollector(limited=False), RowCollector(size)
         labelled, n = True, 0
-        for batch, z in embedded(self.encoder, reader, self.progress):
+        seen: list[Batch] = []
+        room = -1 if everything else FEATURES_KEPT
+        for number, batch in enumerate(self.progress.over(reader, "[embedding]")):
+            z, features = self._embed(batch.x)
+            z = check_outputs(z, f"model(x) of batch {number} (counted from 0)")
             if not isinstance(loss, PairLoss):
                 batch = compared_everywhere(batch, loss)
             targets: Any = batch.labels
@@ -98,12 +115,35 @@ class DatasetFit(Problem):
             if options.relation is None:
                 classes.add(z, targets, batch.numbers)
             points.add(batch.numbers, {"outputs": z, "targets": targets, **(_columns(batch.x) if inputs else {})})
+            room -= z.numel() + (0 if features is None else features.numel())
+            if features is None or room < 0:
+                seen.clear()
+            else:
+                seen.append(batch._replace(x=_Outputs(z, features)))
             # Inputs of their own are no classes with a centre.
             labelled, n = labelled and batch.classes is not None, n + len(z)
+        self._seen = seen
         table, typical = classes.found()
         if not labelled:
             typical = Rows(typical.size, torch.zeros(0, dtype=torch.int64), {})
         return Findings(n, {}, {_POINTS: points.rows(), TYPICAL: typical}, table)
+
+    def again(self, reader: Reader) -> Iterable[Batch]:
+        """Return the batches of the second pass: those of the first one with their features, where they were kept."""
+        return self._seen or reader
+
+    def look(self, batch: Batch, where: str) -> list[tuple[Any, Seen, Batch]]:
+        """Return the context of the pullback, the Hessian and the points of a batch."""
+        if isinstance(batch.x, _Outputs):
+            z, features = batch.x
+            return [(features, self.hessian(z, features, batch), batch)]
+        return super().look(batch, where)
+
+    def _embed(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        """Return raw outputs (n, D), and for a last layer the features (n, F)."""
+        if isinstance(self.pullback, LastLayerPullback):
+            return self.pullback.forward(x)
+        return self.encoder(x), None
 
     def take(self, statistics: Findings, *, keeps: bool = False) -> None:
         """Make the output Hessian of the data set from what the first passes over all parts found."""

@@ -15,7 +15,7 @@ processes or jobs may each take a part of the data (:mod:`contrastive_curvature.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -86,7 +86,7 @@ def fit(problem: Problem, reader: Reader) -> DatasetCurvature:
 def second_pass(problem: Problem, reader: Reader) -> tuple[Findings, PassRecord | None]:
     """Return the curvature of all batches of a reader, as a sum that merges, and which points they were."""
     total = problem.new_sum()
-    add_up([total], reader, problem.look, problem.progress, problem.title)
+    add_up([total], problem.again(reader), problem.look, problem.progress, problem.title)
     problem.check_same(total.record)
     return total.findings(problem.remaining(reader)), total.record
 
@@ -269,6 +269,10 @@ class Problem:
         del reader
         return Findings()
 
+    def again(self, reader: Reader) -> Iterable[Batch]:
+        """Return the batches of the second pass; by default the reader's."""
+        return reader
+
     def begin(self, statistics: Findings) -> None:
         """Make the Hessian from what the first passes over all parts found."""
 
@@ -325,14 +329,6 @@ def finished(pullback: Pullback, found: Findings, more: Tensor | int = 0) -> Dat
     complete = classes is not None and int(classes.counts.sum()) == found.n and TYPICAL in found.kept
     centres = centres_of(classes, found.kept[TYPICAL]) if complete else None
     return DatasetCurvature(curvature, value, cost, found.n, found.kept.get(_FEATURES), sums[_NORMS] / found.n, centres)
-
-
-def embedded(encoder: Encoder, reader: Iterable[Batch], progress: Progress) -> Iterator[tuple[Batch, Tensor]]:
-    """Run the encoder over data, and give batches with their raw outputs (n, D)."""
-    for number, batch in enumerate(progress.over(reader, "[embedding]")):
-        with torch.no_grad():
-            z = encoder(batch.x)
-        yield batch, check_outputs(z, f"model(x) of batch {number} (counted from 0)")
 
 
 def mean_norm(z: Tensor) -> Tensor:

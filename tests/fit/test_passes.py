@@ -15,10 +15,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import contrastive_curvature as cc
+from contrastive_curvature.fit import dataset
 from contrastive_curvature.fit.passes import PassRecord
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 N, WIDTH = 40, 5
+
+
+@pytest.fixture(autouse=True)
+def _no_features_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fits of the last layer take two passes, as they do of much data."""
+    monkeypatch.setattr(dataset, "FEATURES_KEPT", 0)
 
 
 class Passes:
@@ -263,3 +270,42 @@ def test_validation_data_and_operators_refuse_it_too() -> None:
     encoder = model("cpu")
     with pytest.raises(cc.UnsupportedError, match="DistributedSampler"):
         cc.ContrastiveGGNLinearOperator(encoder, cc.ContrastiveLoss(), list(encoder.parameters()), divided)
+
+
+class Counting(nn.Linear):
+    """A layer that counts the points that it has seen."""
+
+    points = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.points += len(input)
+        return super().forward(input)
+
+
+@on_every_device
+@pytest.mark.parametrize(
+    ("structure", "options"),
+    [("kron", {}), ("diag", {"negative_samples": 10}), ("diag", {"pd_fix": "full"}), ("full", {"pd_fix": "psd"})],
+)
+def test_the_encoder_runs_once_a_point_where_features_are_kept(
+    structure: str, options: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, labels = torch.randn(N, WIDTH, generator=generator).to(device), (torch.arange(N) % 4).to(device)
+    points, curvatures = [], []
+    # As many numbers as there are; and one less, which the last batch exceeds.
+    for limit in (N * (WIDTH + 3), N * (WIDTH + 3) - 1):
+        monkeypatch.setattr(dataset, "FEATURES_KEPT", limit)
+        torch.manual_seed(0)
+        body = Counting(WIDTH, WIDTH).to(device)
+        la = Laplace(
+            nn.Sequential(body, nn.Linear(WIDTH, 3).to(device)),
+            "contrastive",
+            hessian_structure=structure,
+            backend_kwargs={"margin": 0.7, **options},
+        )
+        la.fit(DataLoader(TensorDataset(x, labels), 7))
+        points.append(la.model.encoder.model[0].points)
+        curvatures.append(la.H_raw if isinstance(la.H_raw, Tensor) else la.H_raw[0][0])
+    assert points[1] - points[0] == N
+    assert torch.equal(*curvatures)
