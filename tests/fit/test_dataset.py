@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
-from contrastive_curvature.fit import cross_terms, lowrank
+from contrastive_curvature.fit import cross_terms, dataset, lowrank
 from contrastive_curvature.losses import contrastive_classes
 from contrastive_curvature.options import Structure
 
@@ -163,7 +163,9 @@ def test_batches_are_rescaled_as_in_proposition_b1(device: str) -> None:
     assert close(found.curvature, (counts["pos"] * alone_pos + counts["neg"] * alone_neg) / 2)
 
 
-def test_other_data_in_the_second_pass_are_refused(device: str) -> None:
+def test_other_data_in_the_second_pass_are_refused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset, "FEATURES_KEPT", 0)
+
     class Augmented(TensorDataset):
         def __getitem__(self, index: int) -> tuple[Tensor, ...]:
             x, y = super().__getitem__(index)

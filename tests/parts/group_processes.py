@@ -18,6 +18,8 @@ from group_cases import CASES, fitted, share, values
 from group_troubles import SECOND, Faulty, alone, attempt, faults, killed, ordinary, refusals
 from torch import distributed, multiprocessing
 
+from contrastive_curvature.fit import dataset
+
 _LIMIT = 900
 """Seconds after which processes that have not ended count as hanging, on the slowest machine."""
 
@@ -59,6 +61,8 @@ def in_group(rank: int, world: int, backend: str, device: str, folder: Path) -> 
         }
         said["refusals"] = dict(refusals(rank, world, device))
         said["alone"] = dict(alone(rank, world, device)) if not rank else {}
+        # From here on there is a second pass, in which something may happen.
+        dataset.FEATURES_KEPT = 0
         la = ordinary(device)
         la.fit(share("points", rank, world, device))
         said["before"] = values(la)
