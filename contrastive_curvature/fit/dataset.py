@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -55,13 +55,6 @@ _TOTALS = ("degree", "along", "value")
 
 FEATURES_KEPT = 2**26
 """Numbers that the first pass of a last layer keeps: with as many the encoder runs once a point, with more twice."""
-
-
-class _Outputs(NamedTuple):
-    """Raw outputs (n, D) and features (n, F) of a batch, in the place of its inputs."""
-
-    z: Tensor
-    features: Tensor
 
 
 class DatasetFit(Problem):
@@ -119,7 +112,8 @@ class DatasetFit(Problem):
             if features is None or room < 0:
                 seen.clear()
             else:
-                seen.append(batch._replace(x=_Outputs(z, features)))
+                outputs: Any = z, features
+                seen.append(batch._replace(x=outputs))
             # Inputs of their own are no classes with a centre.
             labelled, n = labelled and batch.classes is not None, n + len(z)
         self._seen = seen
@@ -129,15 +123,16 @@ class DatasetFit(Problem):
         return Findings(n, {}, {_POINTS: points.rows(), TYPICAL: typical}, table)
 
     def again(self, reader: Reader) -> Iterable[Batch]:
-        """Return the batches of the second pass: those of the first one with their features, where they were kept."""
+        """Return the batches of the second pass: those of the first one, with outputs and features for inputs, if kept."""
         return self._seen or reader
 
     def look(self, batch: Batch, where: str) -> list[tuple[Any, Seen, Batch]]:
         """Return the context of the pullback, the Hessian and the points of a batch."""
-        if isinstance(batch.x, _Outputs):
-            z, features = batch.x
-            return [(features, self.hessian(z, features, batch), batch)]
-        return super().look(batch, where)
+        if not self._seen:
+            return super().look(batch, where)
+        outputs: Any = batch.x
+        z, features = outputs
+        return [(features, self.hessian(z, features, batch), batch)]
 
     def _embed(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         """Return raw outputs (n, D), and for a last layer the features (n, F)."""
