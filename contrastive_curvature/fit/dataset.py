@@ -123,7 +123,7 @@ class DatasetFit(Problem):
         return Findings(n, {}, {_POINTS: points.rows(), TYPICAL: typical}, table)
 
     def again(self, reader: Reader) -> Iterable[Batch]:
-        """Return the batches of the second pass: the kept ones, with outputs and features for inputs, or the reader's."""
+        """Return the batches of the second pass: the reader's, or those kept, with outputs and features for inputs."""
         return self._seen or reader
 
     def look(self, batch: Batch, where: str) -> list[tuple[Any, Seen, Batch]]:
