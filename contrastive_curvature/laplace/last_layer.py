@@ -32,7 +32,16 @@ class LastLayerLaplace(ContrastiveLaplace):
     def __init__(self, model: nn.Module, likelihood: str = CONTRASTIVE, *args: Any, **kwargs: Any) -> None:
         named = arguments_by_name(type(self), args, kwargs)
         last_layer_name = named.pop("last_layer_name", None)
-        super().__init__(model, likelihood, **named)
+        try:
+            super().__init__(model, likelihood, **named)
+        except RuntimeError as error:
+            if "deepcopy" not in str(error):
+                raise
+            msg = (
+                "model: a module keeps a tensor of its last run together with the graph, which cannot be copied; so do "
+                "torch.nn.utils.weight_norm and spectral_norm. Run it once without: with torch.no_grad(): model(x)"
+            )
+            raise UnsupportedError(msg) from error
         self._last_layer_name = last_layer_name
         self._hold(self.model.model)
 
