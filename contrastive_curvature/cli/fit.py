@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 
 from contrastive_curvature.cli.console import Console, common_options
 from contrastive_curvature.cli.errors import printable
@@ -105,7 +104,7 @@ def fit(console: Console, source: Path, folder: Path, **options: Any) -> None:
     encoder.module.to(device).eval()
     la, rows, count = fit_posterior(console, encoder, train, columns, options)
     labels = train.need_labels("SOURCE")[rows]
-    classes = len(np.unique(labels.numpy()))
+    classes = len(labels.unique())
     about = {"fitted_on": f"`{_name(source)}`: {len(rows)} inputs of {classes} classes", "notes": _usage(folder)}
     write_posterior(la, encoder, folder, overwrite=overwrite, about=about)
     values = {

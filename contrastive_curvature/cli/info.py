@@ -23,12 +23,12 @@ def info(console: Console, folder: Path) -> None:
 
     Loss, structure, prior, calibration, dimensions, versions, and how score and search make the encoder.
     """
-    from contrastive_curvature.cli.encoder_file import read_spec
-    from contrastive_curvature.pretrained import read_info
-
     if not folder.is_dir():
         hint = "contrastive-curvature fit writes one."
         raise BadInputError(expected(f"{folder}", "the folder of a saved posterior", "a path where none is", hint))
+    from contrastive_curvature.cli.encoder_file import read_spec
+    from contrastive_curvature.pretrained import read_info
+
     found, spec = read_info(folder), read_spec(folder)
     encoder = _encoder(spec)
     values = {**found.to_plain(), "encoder": encoder}

@@ -6,15 +6,16 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
 from contrastive_curvature.cli.errors import BadInputError
-from contrastive_curvature.cli.sources import TEXTS, Columns, kind_of
-from contrastive_curvature.cli.tables import read_table
 from contrastive_curvature.errors import expected
+
+if TYPE_CHECKING:
+    from contrastive_curvature.cli.sources import Columns
 
 __all__ = [
     "PATH",
@@ -92,6 +93,8 @@ def take_columns(options: dict[str, Any]) -> Columns:
     Raises:
         BadInputError: One was given, and no source has it: none is a table, or no table has such classes.
     """
+    from contrastive_curvature.cli.sources import Columns
+
     columns = Columns(options.pop("text_column"), options.pop("label_column"), options.pop("id_column"))
     context = click.get_current_context(silent=True)
     if context is not None:
@@ -100,6 +103,9 @@ def take_columns(options: dict[str, Any]) -> Columns:
 
 
 def _check_columns(context: click.Context, columns: Columns) -> None:
+    from contrastive_curvature.cli.sources import TEXTS, kind_of
+    from contrastive_curvature.cli.tables import read_table
+
     names = ("text_column", "label_column", "id_column")
     given = [name for name in names if context.get_parameter_source(name) not in (None, ParameterSource.DEFAULT)]
     if not given:

@@ -13,7 +13,6 @@ from contrastive_curvature.cli.console import Console, common_options
 from contrastive_curvature.cli.errors import BadInputError
 from contrastive_curvature.cli.options import PATH, SHARE, check_device, computing_options, source_options, take_columns
 from contrastive_curvature.errors import expected
-from contrastive_curvature.pretrained import read_info
 
 __all__ = ["is_calibrated", "number_type", "score"]
 
@@ -95,6 +94,8 @@ def is_calibrated(la: Any) -> bool:
 
 def _checked_alpha(console: Console, folder: Path, given: float | None) -> float | None:
     """The share that the calibration inputs are enough for; ``None`` where they are too few for the default."""
+    from contrastive_curvature.pretrained import read_info
+
     count = read_info(folder).posteriors[0].n_calibration
     least = 1 / ((count or 0) + 1)
     alpha = _ALPHA if given is None else given

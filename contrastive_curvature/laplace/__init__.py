@@ -14,7 +14,6 @@ from contrastive_curvature.laplace.classes import (
     ContrastiveLowRankLaplace,
 )
 from contrastive_curvature.laplace.kron_lowrank import ContrastiveKronLowRankLLLaplace
-from contrastive_curvature.laplace.registry import register, unregister
 from contrastive_curvature.laplace.towers import TwoTowerLaplace
 
 __all__ = [
@@ -33,6 +32,4 @@ __all__ = [
     "FeatureNormWarning",
     "LabelWarning",
     "TwoTowerLaplace",
-    "register",
-    "unregister",
 ]

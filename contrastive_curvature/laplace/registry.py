@@ -1,18 +1,15 @@
-"""``likelihood="contrastive"`` in laplace-torch: :func:`register` replaces one function, :func:`unregister` undoes it.
+"""The posteriors that ``laplace.Laplace`` constructs for ``likelihood="contrastive"``.
 
 ``laplace.Laplace`` looks its classes up at every call, by weights and structure, among those that
-``laplace.laplace._all_subclasses`` returns. The replacement returns entries in their place: each constructs our class
-for this likelihood, and laplace-torch's own for every other one. So it works however ``Laplace`` was imported, and
-classes, signatures and errors of laplace-torch stay as they are.
+``laplace.laplace._all_subclasses`` returns. :mod:`contrastive_curvature.registration` returns :func:`entries` in their
+place: each constructs our class for this likelihood, and laplace-torch's own for every other one. So it works however
+``Laplace`` was imported, and classes, signatures and errors of laplace-torch stay as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
-
-import laplace.laplace as host
-from laplace.baselaplace import BaseLaplace
 
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.laplace import classes, functional
@@ -21,7 +18,7 @@ from contrastive_curvature.laplace.options import CONTRASTIVE
 from contrastive_curvature.laplace.towers import TwoTowerLaplace
 from contrastive_curvature.two_towers import TwoTowers
 
-__all__ = ["register", "unregister"]
+__all__ = ["entries"]
 
 Key = tuple[str, str]
 
@@ -54,30 +51,10 @@ _OURS: dict[Key, Callable[..., Any]] = {
 }
 _NEITHER: tuple[Key, ...] = (("last_layer", "lowrank"), ("all", "kron_lowrank"))
 
-_classes_of_the_host: Any = None
 
-
-def register() -> None:
-    """Make ``likelihood="contrastive"`` known to laplace-torch; does nothing when it already is."""
-    global _classes_of_the_host
-    if _classes_of_the_host is None:
-        _classes_of_the_host, host._all_subclasses = host._all_subclasses, _entries
-
-
-def unregister() -> None:
-    """Put laplace-torch back as it was; does nothing when nothing is registered."""
-    global _classes_of_the_host
-    if _classes_of_the_host is not None:
-        host._all_subclasses, _classes_of_the_host = _classes_of_the_host, None
-
-
-def _entries(cls: type) -> Iterable[Any]:
-    """Return what ``laplace.Laplace`` chooses from, in place of the subclasses of ``BaseLaplace``."""
-    found: set[Any] = _classes_of_the_host(cls)
-    if cls is not BaseLaplace:
-        # laplace-torch's function calls itself for every subclass.
-        return found
-    hosts = {kind._key: kind for kind in found if hasattr(kind, "_key")}
+def entries(hosts_classes: Iterable[Any]) -> list[Any]:
+    """Return what ``laplace.Laplace`` chooses from, in place of these subclasses of ``BaseLaplace``."""
+    hosts = {kind._key: kind for kind in hosts_classes if hasattr(kind, "_key")}
     return [*hosts.values(), *(_entry(key, hosts.get(key)) for key in (*_OURS, *_NEITHER))]
 
 

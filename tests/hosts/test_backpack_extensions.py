@@ -31,7 +31,8 @@ from strategies import INPUTS, Case, close
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.hosts.backpack import CurvatureFactor, DiagCurvature, derivatives, register
+from contrastive_curvature import register
+from contrastive_curvature.hosts.backpack import CurvatureFactor, DiagCurvature, derivatives
 from contrastive_curvature.testing import dense_ggn, dense_output_hessian
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)

@@ -16,7 +16,8 @@ from strategies import close
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.hosts.backpack import BackPackPullback, DiagCurvature, register, unregister
+from contrastive_curvature import register, unregister
+from contrastive_curvature.hosts.backpack import BackPackPullback, DiagCurvature
 from contrastive_curvature.losses import LogisticLoss
 from contrastive_curvature.testing import dense_jacobian
 

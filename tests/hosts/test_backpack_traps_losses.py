@@ -18,7 +18,8 @@ from strategies import INPUTS, close
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.hosts.backpack import CurvatureFactor, DiagCurvature, register
+from contrastive_curvature import register
+from contrastive_curvature.hosts.backpack import CurvatureFactor, DiagCurvature
 from contrastive_curvature.testing import dense_ggn
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)

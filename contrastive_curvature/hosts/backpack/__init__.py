@@ -15,12 +15,9 @@ What holds for an extended model, beside what BackPACK's documentation says:
 
 from contrastive_curvature.hosts.backpack.extensions import CurvatureFactor, DiagCurvature
 from contrastive_curvature.hosts.backpack.pullback import BackPackPullback
-from contrastive_curvature.hosts.backpack.registry import register, unregister
 
 __all__ = [
     "BackPackPullback",
     "CurvatureFactor",
     "DiagCurvature",
-    "register",
-    "unregister",
 ]

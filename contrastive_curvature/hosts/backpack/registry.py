@@ -1,4 +1,4 @@
-"""Our losses and our normalisation in BackPACK's own second-order extensions; undone by :func:`unregister`."""
+"""Our losses and our normalisation in BackPACK's own second-order extensions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from backpack.extensions.curvmatprod.ggnmp.losses import GGNMPLoss
 from backpack.extensions.curvmatprod.hmp.hmpbase import HMPBase
 from backpack.extensions.curvmatprod.hmp.losses import HMPLoss
 from backpack.extensions.curvmatprod.pchmp.losses import PCHMPLoss
-from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.extensions.secondorder.diag_ggn import BatchDiagGGN, DiagGGN
 from backpack.extensions.secondorder.diag_ggn.diag_ggn_base import DiagGGNBaseModule
 from backpack.extensions.secondorder.diag_ggn.losses import DiagGGNLoss
@@ -40,19 +39,6 @@ from contrastive_curvature.hosts.backpack.derivatives import (
 from contrastive_curvature.losses.cosine import CosineLoss
 
 
-def register() -> None:
-    """Let ``backpack.extend(loss)`` of any loss of cosines, and ``L2Norm``, work; does nothing when they already do."""
-    # BackPACK takes rules of other packages into one extension object at a time (`set_module_extension`), looks them up
-    # by exact class, and users make those objects. So the call of all second-order extensions, which they inherit,
-    # gets an override that finds ours where the host has none.
-    SecondOrderBackpropExtension.__call__ = _call_with_ours
-
-
-def unregister() -> None:
-    """Put BackPACK back as it was; does nothing when nothing is registered."""
-    if vars(SecondOrderBackpropExtension).get("__call__") is _call_with_ours:
-        del SecondOrderBackpropExtension.__call__
-
 
 def drop_empty_labels(loss: nn.Module) -> None:
     """Forget labels that were ``None`` by position, beside pairs by keyword: BackPACK would ask for their gradient."""
@@ -60,18 +46,19 @@ def drop_empty_labels(loss: nn.Module) -> None:
         del loss.input1
 
 
-def _call_with_ours(self: Any, module: nn.Module, g_inp: Any, g_out: Any) -> None:
+def call(extension: Any, module: nn.Module, g_inp: Any, g_out: Any) -> None:
+    """Run a second-order extension on a module, by our rules where it has none for a loss of cosines or ``L2Norm``."""
     ours = None
-    if type(module) not in self._BackpropExtension__module_extensions:
-        loss, norm = _rules_for(self.__class__)
+    if type(module) not in extension._BackpropExtension__module_extensions:
+        loss, norm = _rules_for(extension.__class__)
         ours = loss if isinstance(module, CosineLoss) else norm if type(module) is L2Norm else None
     if ours is None:
-        BackpropExtension.__call__(self, module, g_inp, g_out)
+        BackpropExtension.__call__(extension, module, g_inp, g_out)
         return
     if isinstance(module, CosineLoss):
         drop_empty_labels(module)
-        check_unit_inputs(module, _keeps_residual(self))
-    ours(self, module, g_inp, g_out)
+        check_unit_inputs(module, _keeps_residual(extension))
+    ours(extension, module, g_inp, g_out)
 
 
 @functools.cache

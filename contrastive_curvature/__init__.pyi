@@ -1,0 +1,129 @@
+from . import jobs, metrics, pretrained, report, vmf
+from . import testing as testing
+from .embedding.distribution import EmbeddingDistribution
+from .embedding.gallery import RetrievalUncertainty
+from .embedding.known import OptimisticPValueWarning
+from .embedding.similarity import CosineDistribution, similarity
+from .embedding.zero_shot import ZeroShotClassifier
+from .errors import (
+    ContrastiveCurvatureError,
+    DivergenceError,
+    InputError,
+    InputTypeError,
+    NotFittedError,
+    ProcessError,
+    UnsupportedError,
+)
+from .feature_folder import FeatureFolder, features
+from .fit import ggn
+from .hessian.output import OutputHessian
+from .hessian.sphere import L2Norm
+from .hosts.curvlinops import ContrastiveGGNLinearOperator
+from .laplace.advice import DefaultPriorWarning, FeatureNormWarning, LabelWarning
+from .laplace.backends import ContrastiveBackend, ContrastiveGGN
+from .laplace.backends.backpack import BackPackContrastiveGGN
+from .laplace.backends.curvlinops import CurvlinopsContrastiveGGN
+from .laplace.backends.stochman import StochManContrastiveGGN
+from .losses import (
+    ContrastiveLoss,
+    CoSENTLoss,
+    InfoNCELoss,
+    LogisticLoss,
+    MultiSimilarityLoss,
+    PairLoss,
+    ProxyLoss,
+    RowLoss,
+    SigLIPLoss,
+    SoftContrastiveLoss,
+    SupConLoss,
+    TripletLoss,
+)
+from .losses.choice import output_hessian
+from .matching import MatchProbability
+from .network.adapters import EncoderOutput, with_last_layer
+from .online import OnlineLaplace, Trainer
+from .options import Distance, Normalization, PDFix
+from .pretrained import load_pretrained
+from .registration import register, unregister
+from .stores import FaissStore, LanceStore, SearchResult, StoredEmbeddings
+from .two_towers import TwoTowers
+
+__version__: str
+
+__all__ = [
+    # pairs -> loss: of single pairs
+    "PairLoss",
+    "ContrastiveLoss",
+    "LogisticLoss",
+    "SoftContrastiveLoss",
+    # of anchors with all their candidates, of class proxies, of graded pairs
+    "RowLoss",
+    "InfoNCELoss",
+    "SupConLoss",
+    "SigLIPLoss",
+    "MultiSimilarityLoss",
+    "TripletLoss",
+    "ProxyLoss",
+    "CoSENTLoss",
+    "Distance",
+    "PDFix",
+    "Normalization",
+    # loss -> output Hessian -> parameter curvature
+    "OutputHessian",
+    "output_hessian",
+    "ggn",
+    "ContrastiveBackend",
+    "ContrastiveGGN",
+    "BackPackContrastiveGGN",
+    "CurvlinopsContrastiveGGN",
+    "StochManContrastiveGGN",
+    "ContrastiveGGNLinearOperator",
+    # Laplace posterior -> embedding distribution
+    "register",
+    "unregister",
+    "OnlineLaplace",
+    "Trainer",
+    "EmbeddingDistribution",
+    "RetrievalUncertainty",
+    # encoders from elsewhere
+    "EncoderOutput",
+    "with_last_layer",
+    # what the last layer takes in, on disk
+    "features",
+    "FeatureFolder",
+    # data that many machines share
+    "jobs",
+    # two encoders of one space
+    "TwoTowers",
+    "ZeroShotClassifier",
+    # two embeddings: how similar, and the same class or not
+    "similarity",
+    "CosineDistribution",
+    "MatchProbability",
+    "L2Norm",
+    # a corpus in a vector store
+    "FaissStore",
+    "LanceStore",
+    "SearchResult",
+    "StoredEmbeddings",
+    # the sphere, and how good it all is
+    "vmf",
+    "metrics",
+    "report",
+    # save, load, share
+    "pretrained",
+    "load_pretrained",
+    # errors
+    "ContrastiveCurvatureError",
+    "DivergenceError",
+    "InputError",
+    "InputTypeError",
+    "NotFittedError",
+    "ProcessError",
+    "UnsupportedError",
+    # warnings
+    "DefaultPriorWarning",
+    "FeatureNormWarning",
+    "LabelWarning",
+    "OptimisticPValueWarning",
+]

@@ -1,0 +1,114 @@
+"""What importing the package adds to laplace-torch and BackPACK, and its undoing.
+
+One function of laplace-torch is replaced, and one method is added to BackPACK. Neither package is imported for it: one
+that is not yet imported gets them at the end of its import. Ours that do the work are imported when they are called,
+since the import of a host may have been begun by one of them.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+__all__ = ["register", "unregister"]
+
+
+_classes_of_host: Any = None
+"""The function of laplace-torch that :func:`_entries` replaces."""
+
+
+def register() -> None:
+    """Make ``likelihood="contrastive"`` known to laplace-torch, and our losses and ``L2Norm`` to BackPACK.
+
+    Does nothing when they already are.
+    """
+    if _AfterImport not in sys.meta_path:
+        sys.meta_path.insert(0, _AfterImport)
+    for host, add in _ADD.items():
+        if host in sys.modules:
+            add()
+
+
+def unregister() -> None:
+    """Put both hosts back as they were; does nothing when nothing is registered."""
+    if _AfterImport in sys.meta_path:
+        sys.meta_path.remove(_AfterImport)
+    host: Any = sys.modules.get("laplace.laplace")
+    if host is not None and host._all_subclasses is _entries:
+        host._all_subclasses = _classes_of_host
+    base: Any = sys.modules.get("backpack.extensions.secondorder.base")
+    if base is not None and vars(base.SecondOrderBackpropExtension).get("__call__") is _call:
+        del base.SecondOrderBackpropExtension.__call__
+
+
+def _entries(cls: type) -> Iterable[Any]:
+    """Return what ``laplace.Laplace`` chooses from, in place of the subclasses of ``BaseLaplace``."""
+    from laplace.baselaplace import BaseLaplace
+
+    from contrastive_curvature.laplace.registry import entries
+
+    found = _classes_of_host(cls)
+    # laplace-torch's function calls itself for every subclass.
+    return entries(found) if cls is BaseLaplace else found
+
+
+def _call(extension: Any, module: Any, g_inp: Any, g_out: Any) -> None:
+    """Run a second-order extension of BackPACK on a module, by our rules where they are needed."""
+    from contrastive_curvature.hosts.backpack.registry import call
+
+    call(extension, module, g_inp, g_out)
+
+
+def _add_to_laplace() -> None:
+    global _classes_of_host
+    import laplace.laplace as host
+
+    if host._all_subclasses is not _entries:
+        _classes_of_host = host._all_subclasses
+        host._all_subclasses = _entries
+
+
+def _add_to_backpack() -> None:
+    from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
+
+    # BackPACK takes rules of other packages into one extension object at a time (`set_module_extension`), looks them up
+    # by exact class, and users make those objects. So the call of all second-order extensions, which they inherit,
+    # gets an override that finds ours where the host has none.
+    SecondOrderBackpropExtension.__call__ = _call
+
+
+_ADD: dict[str, Callable[[], None]] = {"laplace": _add_to_laplace, "backpack.extensions": _add_to_backpack}
+
+
+class _AfterImport:
+    """A finder that finds a host as Python does, and registers with it when it has been imported."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return the specification of a host, whose loader does what it did, and then registers."""
+        if name not in _ADD:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        loader, execute = spec.loader, spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            # Of two packages that laplace-torch imports; users can do nothing about it. The filters that they add stay.
+            # The name makes this filter another than that of the other host, which may be imported meanwhile.
+            warnings.filterwarnings("ignore", rf"`torch\.jit\.script` is deprecated(?#{name})", FutureWarning)
+            ours = warnings.filters[0]
+            try:
+                execute(module)
+            finally:
+                with suppress(ValueError):
+                    warnings.filters.remove(ours)  # type: ignore[attr-defined]
+            _ADD[name]()
+
+        loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
