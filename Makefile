@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
+DEMO := $(VENV)/.installed-demo
 STAMP := $(VENV)/.installed
 OLDEST := .venv-oldest
 ARGS ?=
@@ -20,7 +21,7 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
 	@echo "benchmarks: $(BENCHES)"
 
-demo: $(STAMP) ## the demonstration on digits; options go into ARGS="..." (ARGS=--help lists them)
+demo: $(DEMO) ## the demonstration on digits; options go into ARGS="..." (ARGS=--help lists them)
 	$(PY) -m benchmarks.experiments --table demo $(ARGS)
 
 test: $(STAMP) lint typecheck ## lint, types and all tests that are not marked slow; pytest options go into ARGS="..."
@@ -78,14 +79,23 @@ clean: ## remove caches and build products (to make the environment anew as well
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -type d \( -name __pycache__ -o -name '*.egg-info' \) -prune -exec rm -rf {} +
 
-# The stamp is newer than pyproject.toml and constraints.txt when .venv holds what they ask for.
+# A stamp is newer than pyproject.toml and constraints.txt when .venv holds what they ask for: what the demonstration needs,
+# and what tests, docs and benchmarks need beyond it.
 # pip: -qq still prints errors, and leaves out the warnings about a machine's own index settings, one line per package.
-$(STAMP): pyproject.toml constraints.txt
+INSTALL = $(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e
+ALL_EXTRAS := benchmarks,docs,faiss,hub,lance,miners,onnx,parquet,ray,recipes,test
+
+$(DEMO): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or newer is needed; name one: make PYTHON=python3.12 ..." >&2; exit 2; }
-	@echo "setting up $(VENV): 7.4 GB and about five minutes the first time"
+	@echo "setting up $(VENV): DEMO_SIZE the first time"
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[benchmarks,docs,faiss,hub,lance,miners,onnx,parquet,ray,recipes,test]"
+	$(INSTALL) ".[benchmarks]"
+	@touch $@
+
+$(STAMP): $(DEMO)
+	@echo "adding what tests, docs and benchmarks need to $(VENV): ALL_SIZE the first time"
+	$(INSTALL) ".[$(ALL_EXTRAS)]"
 	@touch $@
 
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt

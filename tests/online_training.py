@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import random
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from contrastive_curvature.online import OnlineLaplace, Trainer
 
-__all__ = ["CHANCES", "Interrupted", "Interrupting", "make_training", "states"]
+__all__ = ["CHANCES", "checksum", "Interrupted", "Interrupting", "make_training", "states"]
 
 CHANCES = ("generator", "global", "numpy sampler", "augmented", "none")
 """Where the order of the data, and the data, come from."""
@@ -106,3 +108,10 @@ def states(trainer: Trainer) -> list[Any]:
         tensors += [value for value in entry.values() if isinstance(value, Tensor)]
     numbers = [trainer.steps, trainer.optimizer.param_groups[0]["lr"], random.random(), np.random.rand()]  # noqa: NPY002
     return [t.cpu().numpy().tobytes() for t in [*tensors, torch.get_rng_state()]] + numbers
+
+
+def checksum(content: Any) -> str:
+    """A digest of tensors, numbers and strings, to compare contents by."""
+    raw = io.BytesIO()
+    torch.save(content, raw)
+    return hashlib.sha256(raw.getvalue()).hexdigest()

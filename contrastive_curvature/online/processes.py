@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from contrastive_curvature.errors import ContrastiveCurvatureError, InputError, expected
 from contrastive_curvature.online.learner import OnlineLaplace
-from contrastive_curvature.online.plain import checksum
 
 __all__ = ["Processes"]
 
@@ -60,7 +60,7 @@ class Processes:
         """Entries of a state that differ from those of rank 0, such as the statistics of a batch normalisation."""
         if self.count == 1:
             return {}
-        sums = {name: checksum(value) for name, value in state.items()}
+        sums = {name: _digest(value) for name, value in state.items()}
         first = self.gather(sums)[0]
         return {name: state[name] for name, own in sums.items() if first.get(name) != own}
 
@@ -115,6 +115,12 @@ class Processes:
         if any(other != values[0] for other in values):
             received = ", ".join(f"{other} in process {rank}" for rank, other in enumerate(values))
             raise InputError(expected(name, f"the same in all {self.count} processes", received, hint))
+
+
+def _digest(value: Any) -> str:
+    raw = io.BytesIO()
+    torch.save(value.cpu() if isinstance(value, Tensor) else value, raw)
+    return hashlib.blake2b(raw.getvalue()).hexdigest()
 
 
 def _packed(error: Exception) -> tuple[str, int | None, str]:

@@ -19,7 +19,7 @@ from benchmarks.experiments.methods.training import (
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.losses.contrastive import ContrastiveLoss
 from contrastive_curvature.online import Trainer
-from contrastive_curvature.online.randomness import loader_generators
+from contrastive_curvature.online.randomness import Randomness
 
 
 class Fragile(TensorSplit):
@@ -176,7 +176,7 @@ def test_the_demonstrations_order_is_that_of_its_committed_results():
         for (x, y), rows in zip(batches, order.split(16), strict=True):
             assert torch.equal(x, data.train.images(rows.tolist()))
             assert torch.equal(y, data.train.targets[rows])
-    assert any(part is batches.sampler.generator for part in loader_generators(batches))
+    assert any(part is batches.sampler.generator for part in Randomness(batches).generators)
 
 
 def test_bfloat16_is_for_the_encoders_training_alone(tmp_path):

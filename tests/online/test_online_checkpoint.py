@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import enum
 import os
 import pickle
 import random
-from collections import Counter, OrderedDict, namedtuple
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from devices import DEVICES
@@ -19,10 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.errors import InputTypeError
 from contrastive_curvature.online import checkpoint, load_checkpoint, save_checkpoint
-
-Pair = namedtuple("Pair", "a b")
 
 CONTENT: dict[str, Any] = {"weight": torch.arange(2000.0), "steps": 3, "python": random.getstate()}
 
@@ -76,25 +71,6 @@ def test_what_optimisers_and_schedulers_keep_is_plain(fine: Any, tmp_path: Path)
     assert equal(load_checkpoint(tmp_path / "a"), content)
 
 
-class Colour(enum.StrEnum):
-    RED = "red"
-
-
-@pytest.mark.parametrize(
-    "foreign",
-    [b"", np.float64(1), np.ones(2), Colour.RED, Pair(1, 2), {1, 2}, 1j, nn.Linear, Path("a"), lambda: 0],
-)
-def test_other_content_is_refused_with_its_path(foreign: Any, tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "a", CONTENT)
-    with pytest.raises(InputTypeError, match=rf"content\['x'\]\[1\]: expected tensors.*{type(foreign).__name__}"):
-        save_checkpoint(tmp_path / "a", {"x": [0, foreign]})
-    if foreign.__hash__:
-        with pytest.raises(InputTypeError, match=r"a key of content\['x'\]: expected"):
-            save_checkpoint(tmp_path / "a", {"x": {foreign: 1}})
-    assert equal(load_checkpoint(tmp_path / "a"), CONTENT)
-    assert os.listdir(tmp_path) == ["a"]
-
-
 @given(data=st.data())
 def test_a_damaged_file_is_refused_or_unharmed(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "damaged.pt"
@@ -118,7 +94,7 @@ def test_a_damaged_file_is_refused_or_unharmed(data: st.DataObject, tmp_path_fac
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a"
-    with pytest.raises(cc.InputError, match="a checkpoint of version 2, got no such file"):
+    with pytest.raises(cc.InputError, match="a checkpoint of version 3, got no such file"):
         load_checkpoint(path)
     path.write_bytes(b"")
     with pytest.raises(cc.InputError, match=r"cannot be read.*Remove it to start anew"):
@@ -127,9 +103,9 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
         torch.save(other, path)
         with pytest.raises(cc.InputError, match="another program's file"):
             load_checkpoint(path)
-    for version in ({"version": 1}, {"version": True}, {"version": 2.0}, {"version": 3}, {}):
+    for version in ({"version": 1}, {"version": 2}, {"version": 4}):
         torch.save({"format": checkpoint.FORMAT, "content": {}, **version}, path)
-        with pytest.raises(cc.InputError, match=r"got version (1|True|2\.0|3|None).*release of contrastive_curvature"):
+        with pytest.raises(cc.InputError, match=r"got version (1|2|4).*release of contrastive_curvature"):
             load_checkpoint(path)
 
 
@@ -147,7 +123,7 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
     path, trace = tmp_path / "a", tmp_path / "trace"
     content = {"format": checkpoint.FORMAT, "version": checkpoint.VERSION, "content": {"x": Harm(trace)}}
     torch.save(content, path)
-    with pytest.raises(cc.InputError, match=r"more than plain content.*would run code"):
+    with pytest.raises(cc.InputError, match=r"more than tensors, numbers and strings.*would run code"):
         load_checkpoint(path)
     torch.save(content, path, _use_new_zipfile_serialization=False)
     with pytest.raises(cc.InputError, match="cannot be read"):

@@ -148,7 +148,7 @@ def test_online_laplace_of_metric_learning_losses(device: str) -> None:
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"step": len}, InputTypeError, r"step: expected a torch.nn.Module that returns a loss, got a builtin"),
+    ({"step": len}, InputTypeError, "step: expected a torch Module, got a builtin"),
     ({"step": nn.Tanh()}, cc.InputError, "step: expected a module with parameters"),
     ({"checkpoint_every": 0}, cc.InputError, "checkpoint_every: expected a positive whole number, got 0"),
     ({"checkpoint_every": 2.0}, cc.InputError, r"checkpoint_every: .*2\.0"),
@@ -206,24 +206,22 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path, device: str
     _, trainer = plain(device, checkpoint=file)
     trainer.fit(batches(), 1)
     kept = file.read_bytes()
-    with pytest.raises(cc.InputError, match=r"loader: expected 4 batches, as before, got 3.*remove .*run\.pt"):
+    with pytest.raises(cc.InputError, match=r"number of batches: expected 4, as before, got 3.*remove .*run\.pt"):
         plain(device, checkpoint=file)[1].fit(batches(3), 2)
     other = make_training("none", file)[0]
     with pytest.raises(cc.InputError, match="optimizer: expected SGD, as before, got Adam"):
         other.fit(batches(), 2)
     x, labels = batches()[0]
     shuffled = DataLoader(TensorDataset(x, labels), 2, generator=torch.Generator())
-    with pytest.raises(cc.InputError, match="0 random generators and 0 samplers, as before, got 1 random"):
+    with pytest.raises(cc.InputError, match=r"generators and samplers: expected \[0, 0\], as before, got \[1, 0\]"):
         plain(device, checkpoint=file)[1].fit(_Four(shuffled), 2)
     step = Plain().to(device)
     step.net = nn.Linear(4, 5).to(device)
     optimizer = torch.optim.SGD(step.parameters(), lr=0.1)
-    with pytest.raises(cc.InputError, match=r"step: expected the modules as before: .*out_features=3.*out_features=5"):
+    with pytest.raises(cc.InputError, match=r"step, line 2 of its modules: expected .*out_features=3.*out_features=5"):
         Trainer(step, optimizer, checkpoint=file).fit(batches(), 2)
     step, _ = plain(device)
-    with pytest.raises(
-        cc.InputError, match=r"optimizer: expected group 0: lr = 0\.1, as before, got group 0: lr = 0\.2"
-    ):
+    with pytest.raises(cc.InputError, match=r"optimizer: group 0: lr: expected 0\.1, as before, got 0\.2"):
         Trainer(step, torch.optim.SGD(step.parameters(), lr=0.2), checkpoint=file).fit(batches(), 2)
     optimizer = torch.optim.SGD(step.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
