@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import random
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from contrastive_curvature.online import OnlineLaplace, Trainer
 
-__all__ = ["CHANCES", "checksum", "Interrupted", "Interrupting", "make_training", "states"]
+__all__ = ["CHANCES", "checksum", "flat", "Interrupted", "Interrupting", "make_training", "states"]
 
 CHANCES = ("generator", "global", "numpy sampler", "augmented", "none")
 """Where the order of the data, and the data, come from."""
@@ -110,8 +109,15 @@ def states(trainer: Trainer) -> list[Any]:
     return [t.cpu().numpy().tobytes() for t in [*tensors, torch.get_rng_state()]] + numbers
 
 
+def flat(value: object) -> object:
+    """Tensors as bytes, so that contents compare as a whole."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.shape, value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    if isinstance(value, dict):
+        return {key: flat(item) for key, item in value.items()}
+    return [flat(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
 def checksum(content: Any) -> str:
     """A digest of tensors, numbers and strings, to compare contents by."""
-    raw = io.BytesIO()
-    torch.save(content, raw)
-    return hashlib.sha256(raw.getvalue()).hexdigest()
+    return hashlib.sha256(repr(flat(content)).encode()).hexdigest()

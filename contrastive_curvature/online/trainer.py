@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tqdm import tqdm
 
 from contrastive_curvature import validate
+from contrastive_curvature.atomic import final_target
 from contrastive_curvature.errors import DivergenceError, InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.network.inputs import tokenized_batch
 from contrastive_curvature.network.loader import check_loader, has_views, read_batch
@@ -126,7 +127,10 @@ class Trainer:
             if self.checkpoint is not None:
                 file = self.checkpoint
                 processes.run_in_all(lambda: stack.enter_context(_locked(file)) if processes.rank == 0 else None)
-            same = {"checkpoint": self.checkpoint is not None, "checkpoint_every": self.checkpoint_every}
+            same = {
+                "checkpoint": "none" if self.checkpoint is None else "a file",
+                "checkpoint_every": self.checkpoint_every,
+            }
             hint = "Use equal trainers in all processes, and loaders of equal length, as with DistributedSampler."
             for name, value in {**same, "epochs": epochs, "train_loader: number of batches": batches}.items():
                 processes.require_same(name, value, hint)
@@ -332,7 +336,8 @@ def _text(value: object) -> str:
 @contextlib.contextmanager
 def _locked(checkpoint: Path) -> Any:
     """Prevent other trainings from using a checkpoint; the system frees the lock when this process ends."""
-    lock = FileLock(checkpoint.parent / f".{checkpoint.name}.lock")
+    target = final_target(checkpoint)
+    lock = FileLock(target.parent / f".{target.name}.lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from online_training import CHANCES, Interrupted, Interrupting, make_training, states
+from online_training import CHANCES, Interrupted, Interrupting, flat, make_training, states
 from torch.utils.data import DataLoader, RandomSampler
 
 from contrastive_curvature.online import load_checkpoint
@@ -164,12 +164,3 @@ def test_really_killed(tmp_path: Path) -> None:
     assert 6 <= at < 12
     assert load_checkpoint(whole)["steps"] == 12
     assert flat(load_checkpoint(whole)) == flat(load_checkpoint(killed))
-
-
-def flat(value: object) -> object:
-    """Tensors as bytes, so that contents compare as a whole."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.shape, value.numpy().tobytes()
-    if isinstance(value, dict):
-        return {key: flat(item) for key, item in value.items()}
-    return [flat(item) for item in value] if isinstance(value, (list, tuple)) else value
