@@ -66,7 +66,9 @@ def public_names(source: Path = SOURCE) -> list[str]:
     return [
         ".".join(part for part in (NAME, package, name) if part)
         for package in PUBLIC
-        for name in exported(source.joinpath(*package.split("."), "__init__.py") if package else source / "__init__.pyi")
+        for name in exported(
+            source.joinpath(*package.split("."), "__init__.py") if package else source / "__init__.pyi"
+        )
         if name not in PUBLIC
     ]
 

@@ -39,7 +39,6 @@ from contrastive_curvature.hosts.backpack.derivatives import (
 from contrastive_curvature.losses.cosine import CosineLoss
 
 
-
 def drop_empty_labels(loss: nn.Module) -> None:
     """Forget labels that were ``None`` by position, beside pairs by keyword: BackPACK would ask for their gradient."""
     if getattr(loss, "input1", 0) is None:
