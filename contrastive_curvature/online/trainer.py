@@ -123,17 +123,19 @@ class Trainer:
             )
             raise UnsupportedError(msg)
         processes, batches = Processes(self.step), _length(train_loader)
+        same = {
+            "checkpoint": "none" if self.checkpoint is None else "a file",
+            "checkpoint_every": self.checkpoint_every,
+            "epochs": epochs,
+            "train_loader: number of batches": batches,
+        }
+        hint = "Use equal trainers in all processes, and loaders of equal length, as with DistributedSampler."
+        for name, value in same.items():
+            processes.require_same(name, value, hint)
         with contextlib.ExitStack() as stack:
             if self.checkpoint is not None:
                 file = self.checkpoint
                 processes.run_in_all(lambda: stack.enter_context(_locked(file)) if processes.rank == 0 else None)
-            same = {
-                "checkpoint": "none" if self.checkpoint is None else "a file",
-                "checkpoint_every": self.checkpoint_every,
-            }
-            hint = "Use equal trainers in all processes, and loaders of equal length, as with DistributedSampler."
-            for name, value in {**same, "epochs": epochs, "train_loader: number of batches": batches}.items():
-                processes.require_same(name, value, hint)
             self._run(train_loader, epochs, batches, processes)
 
     def _run(self, train_loader: Iterable[Any], epochs: int, batches: int | None, processes: Processes) -> None:

@@ -186,7 +186,7 @@ def test_processes_that_share_a_training_share_its_file(tmp_path: Path) -> None:
         assert all(said[name].startswith("InputError") for name in said if name in ("damaged", "in use", "uneven"))
         assert said["orders"][0] != said["orders"][1]  # the sampler was told the epoch
     assert "(in process 0)" in two["full"]
-    assert one["left"] == ["full.pt", "meet"]
+    assert one["left"] == [".full.pt.lock", "full.pt", "meet"]
     assert sorted((one["plain"][:10], two["plain"][:10])) == ["InputError", "nothing"]
     assert "which another training is using" in one["plain"] + two["plain"]
     assert len(load_checkpoint(tmp_path / "full.pt")["processes"]) == PROCESSES
@@ -272,7 +272,7 @@ def test_the_same_program_started_twice(tmp_path: Path) -> None:
     assert said[0].startswith("InputError checkpoint: expected a file that no other training uses, got ")
     assert "which another training is using. Wait until that training has ended" in said[0]
     assert "which another training is using" in said[1]
-    assert sorted(os.listdir(tmp_path)) == ["link.pt", "run.pt"]
+    assert sorted(os.listdir(tmp_path)) == [".run.pt.lock", "link.pt", "run.pt"]
     assert second(file).split() == ["trained", "8"]
 
 
