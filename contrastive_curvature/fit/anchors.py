@@ -149,7 +149,8 @@ def collect_anchors(encoder: Encoder, reader: Reader, options: CurvatureOptions,
     classes: list[Tensor] | None = []
     pairs: Any = None
     for number, batch in enumerate(progress.over(reader, "[embedding]")):
-        z = check_outputs(encoder(batch.x), f"model(x) of batch {number} (counted from 0)")
+        with torch.no_grad():
+            z = check_outputs(encoder(batch.x), f"model(x) of batch {number} (counted from 0)")
         outputs.append(z)
         classes = None if classes is None or batch.classes is None else [*classes, batch.classes]
         if candidates == "dataset":

@@ -138,7 +138,8 @@ class DatasetFit(Problem):
         """Return raw outputs (n, D), and for a last layer the features (n, F)."""
         if isinstance(self.pullback, LastLayerPullback):
             return self.pullback.forward(x)
-        return self.encoder(x), None
+        with torch.no_grad():
+            return self.encoder(x), None
 
     def take(self, statistics: Findings, *, keeps: bool = False) -> None:
         """Make the output Hessian of the data set from what the first passes over all parts found."""

@@ -136,11 +136,11 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(stop_at, tmp_path, undr
     assert cli.main([*options, "--out", str(tmp_path / "whole")]) == 0
     step, steps = Trainer._train_on_batch, []
 
-    def stops(self, batch, epoch):
-        steps.append(epoch)
+    def stops(self, batch):
+        steps.append(batch)
         if len(steps) == stop_at:
             raise KeyboardInterrupt
-        return step(self, batch, epoch)
+        return step(self, batch)
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_train_on_batch", stops)

@@ -191,7 +191,7 @@ def test_processes_that_share_a_training_share_its_file(tmp_path: Path) -> None:
     assert "which another training is using" in one["plain"] + two["plain"]
     assert len(load_checkpoint(tmp_path / "full.pt")["processes"]) == PROCESSES
     said = json.loads((tmp_path / "alone.json").read_text())
-    assert "processes: expected 2 that share the training, got 1. Start as many as before" in said
+    assert "processes: expected 2, as before, got 1. A training must keep" in said
 
 
 def training(rank: int, folder: Path, slow: bool, name: str) -> None:
