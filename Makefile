@@ -88,13 +88,13 @@ ALL_EXTRAS := benchmarks,docs,faiss,hub,lance,miners,onnx,parquet,ray,recipes,te
 $(DEMO): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or newer is needed; name one: make PYTHON=python3.12 ..." >&2; exit 2; }
-	@echo "setting up $(VENV): DEMO_SIZE the first time"
+	@echo "setting up $(VENV): 5.8 GB, of which torch 5.2, and about two minutes the first time"
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) ".[benchmarks]"
 	@touch $@
 
 $(STAMP): $(DEMO)
-	@echo "adding what tests, docs and benchmarks need to $(VENV): ALL_SIZE the first time"
+	@echo "adding what tests, docs and benchmarks need to $(VENV): 1.6 GB and about two minutes the first time"
 	$(INSTALL) ".[$(ALL_EXTRAS)]"
 	@touch $@
 
