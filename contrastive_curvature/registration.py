@@ -71,6 +71,9 @@ def _add_to_laplace() -> None:
     if host._all_subclasses is not _entries:
         _classes_of_host = host._all_subclasses
         host._all_subclasses = _entries
+    if "contrastive_curvature.laplace" not in sys.modules:
+        # Now, so that the first Laplace(...) does not wait for it.
+        import contrastive_curvature.laplace.registry  # noqa: F401
 
 
 def _add_to_backpack() -> None:
