@@ -5,17 +5,6 @@ Every message names the argument, what was expected, what was received and, wher
 
 from __future__ import annotations
 
-__all__ = [
-    "ContrastiveCurvatureError",
-    "DivergenceError",
-    "InputError",
-    "InputTypeError",
-    "NotFittedError",
-    "ProcessError",
-    "UnsupportedError",
-    "expected",
-]
-
 
 class ContrastiveCurvatureError(Exception):
     """Base class of all exceptions of this library."""

@@ -20,6 +20,7 @@ from contrastive_curvature.losses.contrastive_classes import ContrastiveOfClasse
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.inputs import slice_inputs
 from contrastive_curvature.options import Structure
+from contrastive_curvature.pairs.relation import chunks
 
 if TYPE_CHECKING:
     from contrastive_curvature.fit.dataset import DatasetFit
@@ -126,10 +127,8 @@ class _WithSample(_ByClass):
     def of_batch(self, context: Any, part: HessianPoints) -> tuple[Blocks, dict[str, Tensor]]:
         self._columns = self._columns or list(self._sampled())
         blocks, sums = super().of_batch(context, part)
-        step = self.pullback.tile_size(self.structure, part.u.shape[1])
         total: Any = 0
-        for start in range(0, len(part.u), step):
-            rows = slice(start, start + step)
+        for rows in chunks(len(part.u), self.pullback.tile_size(self.structure, part.u.shape[1])):
             u, n, mine = part.u[rows], part.n[rows], self.pullback.slice_context(context, rows)
             for column, other in self._columns:
                 y = self.of_classes.repelling(u, part.targets[rows], LabelledPoints(other.u, other.targets))
@@ -144,9 +143,7 @@ class _WithSample(_ByClass):
 
     def _sampled(self) -> Iterator[tuple[Any, HessianPart]]:
         inputs, targets = self.problem.sampled_inputs()
-        step = self.pullback.tile_size(self.structure, self.problem.dim)
-        for start in range(0, len(targets), step):
-            rows = slice(start, start + step)
+        for rows in chunks(len(targets), self.pullback.tile_size(self.structure, self.problem.dim)):
             z, context = self.pullback.forward(slice_inputs(inputs, rows))
             yield context, HessianPart(*normalize(check_outputs(z, "model(x)")), targets[rows])
 
@@ -179,9 +176,7 @@ class _Streamed(CrossTerms):
             z, context = self.pullback.forward(batch.x)
             z = check_outputs(z, "model(x)")
             record.add(z, y)
-            step = self.pullback.tile_size(self.structure, z.shape[1])
-            for start in range(0, len(z), step):
-                rows = slice(start, start + step)
+            for rows in chunks(len(z), self.pullback.tile_size(self.structure, z.shape[1])):
                 part = hessian.place(z[rows], y[rows])
                 places = hessian.derivatives.places(part.u, part.targets)
                 # Equal points have one place, and take turns.

@@ -19,6 +19,7 @@ from contrastive_curvature.embedding.spread import Diagonal, Joint, Spread
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.network.inputs import Inputs, slice_inputs, tokenized
 from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS, Pullback
+from contrastive_curvature.pairs.relation import chunks
 
 JOINT_ELEMENTS = 2**32
 """Numbers that ``joint=True`` may hold: the Jacobians of all inputs and their covariance; 16 GiB in float32."""
@@ -177,4 +178,4 @@ def _axes(z: Tensor) -> Tensor:
 def point_chunks(pullback: Pullback, n: int, dim: int, least: int = 1) -> list[slice]:
     """Return slices of n points whose Jacobians fit a chunk; no points are one empty slice."""
     step = max(least, JACOBIAN_ELEMENTS // max(1, dim * pullback.width))
-    return [slice(start, min(start + step, n)) for start in range(0, max(1, n), step)]
+    return list(chunks(n, step)) or [slice(0, 0)]

@@ -24,8 +24,9 @@ from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.layer_tape import Piece
 from contrastive_curvature.network.module import ModulePullback
-from contrastive_curvature.network.pullback import KronFactors, chunks, own_name
+from contrastive_curvature.network.pullback import KronFactors, own_name
 from contrastive_curvature.options import Structure
+from contrastive_curvature.pairs.relation import chunks
 
 if TYPE_CHECKING:
     from contrastive_curvature.network.layerwise import LayerwisePullback

@@ -15,9 +15,10 @@ from contrastive_curvature.hessian.cross import CrossBlocks
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.full_precision import full_precision
 from contrastive_curvature.network.inputs import Inputs
-from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS, KronFactors, Pullback, chunks
+from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS, KronFactors, Pullback
 from contrastive_curvature.network.sketch import sketch_moment
 from contrastive_curvature.options import Structure
+from contrastive_curvature.pairs.relation import chunks
 
 _PAIR_OVERHEAD = 40
 """Making the product phi_i phi_j of a pair costs about as much memory traffic as this many multiply-adds."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.hessian.cross import CrossBlocks
-from contrastive_curvature.network.pullback import chunks
+from contrastive_curvature.pairs.relation import chunks
 
 _CACHE_ELEMENTS = 2**18
 """Numbers in a temporary Jacobian that is squared at once; more would leave the cache."""

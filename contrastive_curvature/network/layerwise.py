@@ -41,10 +41,11 @@ from contrastive_curvature.network.layer_proof import (
 )
 from contrastive_curvature.network.layer_tape import Piece, Tape, make_pieces
 from contrastive_curvature.network.module import ModulePullback
-from contrastive_curvature.network.pullback import KronFactors, chunks, own_name
+from contrastive_curvature.network.pullback import KronFactors, own_name
 from contrastive_curvature.network.recorder import Recorder
 from contrastive_curvature.network.threads import private_copy
 from contrastive_curvature.options import Structure
+from contrastive_curvature.pairs.relation import chunks
 
 _T = TypeVar("_T")
 

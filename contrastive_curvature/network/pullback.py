@@ -22,15 +22,10 @@ from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.network.threads import watched
 from contrastive_curvature.options import Structure
+from contrastive_curvature.pairs.relation import chunks
 
 JACOBIAN_ELEMENTS = 2**25
 """Numbers that a chunk of Jacobians may hold: 128 MiB in float32."""
-
-
-def chunks(n: int, step: int) -> Iterator[slice]:
-    """Yield slices of ``step`` of n rows at a time, but of one at least."""
-    for start in range(0, n, max(1, step)):
-        yield slice(start, min(start + max(1, step), n))
 
 
 def own_name(name: str) -> str:

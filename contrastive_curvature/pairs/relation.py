@@ -22,11 +22,15 @@ BLOCK_ELEMENTS = 2**22
 machine."""
 
 
+def chunks(n: int, step: int) -> Iterator[slice]:
+    """Yield slices of ``step`` of n rows at a time, but of one at least."""
+    for start in range(0, n, max(1, step)):
+        yield slice(start, min(start + max(1, step), n))
+
+
 def row_ranges(rows: int, width: int, entries: int | None = None) -> Iterator[slice]:
     """Iterate over ranges of so many rows of some width, with a bounded number of entries each."""
-    step = max(1, (entries or BLOCK_ELEMENTS) // max(1, width))
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))
+    return chunks(rows, (entries or BLOCK_ELEMENTS) // max(1, width))
 
 
 class Relation(ABC):
