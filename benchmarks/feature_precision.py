@@ -27,7 +27,7 @@ from benchmarks.transfer.feature_file import FeatureFile, load_features
 from benchmarks.transfer.fitted import DEFAULT, Fitted, default_structure
 from benchmarks.transfer.script import chosen_files, file_options, results_of_others
 from contrastive_curvature import FeatureNormWarning, features
-from contrastive_curvature.feature_folder import FeatureFolder
+from contrastive_curvature.io.feature_folder import FeatureFolder
 
 NAMES = (
     *(

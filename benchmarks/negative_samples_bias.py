@@ -31,12 +31,12 @@ from contrastive_curvature.hessian.dataset import DatasetHessian
 from contrastive_curvature.hessian.derivatives import DatasetDerivatives
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import normalize
+from contrastive_curvature.losses.class_table import ClassTable
 from contrastive_curvature.losses.contrastive_classes import LabelledPoints, SampledContrastive
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.losses.sampled_rows import SampledRowDerivatives
 from contrastive_curvature.pairs.relation import LabelRelation
-from contrastive_curvature.parts.class_table import ClassTable
 
 POINTS = 4000
 """Training points, chosen at random."""

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 from benchmarks.fitted_digits import fit_digits
-from contrastive_curvature.report import Data, Evaluation, evaluate
+from contrastive_curvature.apps.report import Data, Evaluation, evaluate
 
 _CALIBRATE = 300
 _CHROMIUM = ("chromium", "chromium-browser", "google-chrome")

@@ -1,8 +1,10 @@
-from . import jobs, metrics, pretrained, report, vmf
+from . import metrics, vmf
 from . import testing as testing
+from .apps import report
 from .embedding.distribution import EmbeddingDistribution
 from .embedding.gallery import RetrievalUncertainty
 from .embedding.known import OptimisticPValueWarning
+from .embedding.match_probability import MatchProbability
 from .embedding.similarity import CosineDistribution, similarity
 from .embedding.zero_shot import ZeroShotClassifier
 from .errors import (
@@ -14,11 +16,14 @@ from .errors import (
     ProcessError,
     UnsupportedError,
 )
-from .feature_folder import FeatureFolder, features
 from .fit import ggn
 from .hessian.output import OutputHessian
 from .hessian.sphere import L2Norm
 from .hosts.curvlinops import ContrastiveGGNLinearOperator
+from .io import jobs, pretrained, serving, stores
+from .io.feature_folder import FeatureFolder, features
+from .io.pretrained import load_pretrained
+from .io.stores import FaissStore, LanceStore, SearchResult, StoredEmbeddings
 from .laplace.advice import DefaultPriorWarning, FeatureNormWarning, LabelWarning
 from .laplace.backends import ContrastiveBackend, ContrastiveGGN
 from .laplace.backends.backpack import BackPackContrastiveGGN
@@ -39,14 +44,11 @@ from .losses import (
     TripletLoss,
 )
 from .losses.choice import output_hessian
-from .matching import MatchProbability
 from .network.adapters import EncoderOutput, with_last_layer
+from .network.two_towers import TwoTowers
 from .online import OnlineLaplace, Trainer
 from .options import Distance, Normalization, PDFix
-from .pretrained import load_pretrained
 from .registration import register, unregister
-from .stores import FaissStore, LanceStore, SearchResult, StoredEmbeddings
-from .two_towers import TwoTowers
 
 __version__: str
 
@@ -102,6 +104,7 @@ __all__ = [
     "MatchProbability",
     "L2Norm",
     # a corpus in a vector store
+    "stores",
     "FaissStore",
     "LanceStore",
     "SearchResult",
@@ -110,9 +113,10 @@ __all__ = [
     "vmf",
     "metrics",
     "report",
-    # save, load, share
+    # save, load, share, serve
     "pretrained",
     "load_pretrained",
+    "serving",
     # errors
     "ContrastiveCurvatureError",
     "DivergenceError",

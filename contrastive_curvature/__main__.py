@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from contrastive_curvature.cli import main
+from contrastive_curvature.apps.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

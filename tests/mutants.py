@@ -226,7 +226,7 @@ MUTANTS = [
       "embedding/gallery.py", "there = sizes[match] - (", "there = sizes[match] - 0 * (",
       "embedding/test_gallery_labels.py"),
     M("spread where two directions agree is over one axis too many", "mean over D - 1 tangent directions",
-      "matching/probability.py", "/ (u.shape[1] - 1)", "/ u.shape[1]", "embedding/test_matching.py"),
+      "embedding/match_probability.py", "/ (u.shape[1] - 1)", "/ u.shape[1]", "embedding/test_matching.py"),
 
     # hosts
     M("BackPACK's second derivative of the normalisation has the wrong sign", "d2(z / |z|) g",

@@ -366,7 +366,7 @@ def stochman() -> dict[str, Any]:
 
 
 def parts(**options: Any) -> dict[str, Any]:
-    from contrastive_curvature.parts import State
+    from contrastive_curvature.fit.state import State
 
     structure = options.pop("structure", "kron_lowrank")
 
@@ -404,7 +404,7 @@ def files() -> dict[str, Any]:
 
 
 def served(structure: str) -> dict[str, Any]:
-    from contrastive_curvature.serving import Scorer
+    from contrastive_curvature.io.serving import Scorer
 
     model = make_encoder()
     la = fitted(model=model, structure=structure)

@@ -14,10 +14,10 @@ from packaging.version import Version
 
 PACKAGE = "contrastive_curvature"
 
-FLOW = ["pairs", "hessian", "network", "parts", "losses", "fit", "vmf", "metrics", "embedding", "hosts", "laplace"]
+FLOW = ["pairs", "hessian", "network", "losses", "fit", "vmf", "metrics", "embedding", "hosts", "laplace"]
 """Folders of the flow, in its order: each imports those before it alone, and none of those around it."""
 
-PLAIN = {"atomic", "errors", "validate", "options", "progress", "two_towers"}
+PLAIN = {"artifact", "errors", "validate", "options", "progress"}
 """Modules that everything may import."""
 
 
@@ -176,7 +176,7 @@ import contrastive_curvature as cc, laplace
 cc.OnlineLaplace
 before = set(sys.modules)
 cc.jobs, cc.pretrained, cc.load_pretrained, cc.FaissStore, cc.LanceStore
-import contrastive_curvature.cli, contrastive_curvature.report, contrastive_curvature.serving
+import contrastive_curvature.apps.cli, contrastive_curvature.apps.report, contrastive_curvature.io.serving
 print(json.dumps(sorted({m.partition(".")[0] for m in set(sys.modules) - before})))
 """
 

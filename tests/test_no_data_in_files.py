@@ -17,7 +17,7 @@ from online_training import make_training
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.parts import State
+from contrastive_curvature.fit.state import State
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 

@@ -31,7 +31,7 @@ from benchmarks.transfer.recipes.image_encoder import make_inputs, unknown_image
 from contrastive_curvature import metrics
 from contrastive_curvature.embedding.zero_shot import ZeroShotClassifier
 from contrastive_curvature.losses.infonce import InfoNCELoss
-from contrastive_curvature.two_towers import TwoTowers
+from contrastive_curvature.network.two_towers import TwoTowers
 
 DIM, EPOCHS, BATCH, FITTED, HELD = 32, 4, 128, 4_000, 1_000
 FIXES = ("psd_parts", "ggn_fixed")

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from benchmarks.transfer.content import FeatureFile
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.feature_folder import FeatureFolder
-from contrastive_curvature.feature_folder.header import HEADER, read_header
+from contrastive_curvature.io.feature_folder import FeatureFolder
+from contrastive_curvature.io.feature_folder.header import HEADER, read_header
 
 __all__ = ["LAST_LAYER", "files_of", "load_folders"]
 

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.transfer.content import FeatureFile
+from contrastive_curvature.embedding.match_probability import Side, pair_features
+from contrastive_curvature.embedding.match_regression import Regression
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.matching.probability import Side, pair_features
-from contrastive_curvature.matching.regression import Regression
 
 __all__ = [
     "BINS",

@@ -28,13 +28,13 @@ from contrastive_curvature.fit.loop import (
 from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.passes import PassRecord, check_same_outputs
 from contrastive_curvature.fit.readers import Batch, Reader, compared_everywhere
+from contrastive_curvature.fit.state import Findings
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.row_derivatives import RowDerivatives
 from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.options import Structure
-from contrastive_curvature.parts.state import Findings
 from contrastive_curvature.progress import Progress
 
 MOST_COUPLED = 2048

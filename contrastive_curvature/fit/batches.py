@@ -16,14 +16,14 @@ from contrastive_curvature.fit.dataset import check_fittable
 from contrastive_curvature.fit.loop import Problem, Seen
 from contrastive_curvature.fit.passes import PassRecord
 from contrastive_curvature.fit.readers import Batch, Reader
+from contrastive_curvature.fit.state import Findings
 from contrastive_curvature.losses.base import PairLoss
+from contrastive_curvature.losses.class_table import ClassTableCollector
 from contrastive_curvature.losses.pair_derivatives import PairDerivatives
 from contrastive_curvature.losses.weighting import pair_totals
 from contrastive_curvature.pairs import make_relation
 from contrastive_curvature.pairs.relation import LabelRelation, TargetRelation, make_target_relation
-from contrastive_curvature.parts.class_table import ClassTableCollector
-from contrastive_curvature.parts.rows import RowCollector
-from contrastive_curvature.parts.state import Findings
+from contrastive_curvature.pairs.rows import RowCollector
 
 _INSIDE, _TARGETS = "inside", "targets"
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.parts.class_table import ClassTable, ClassTableCollector
-from contrastive_curvature.parts.rows import RowCollector, Rows
+from contrastive_curvature.losses.class_table import ClassTable, ClassTableCollector
+from contrastive_curvature.pairs.rows import RowCollector, Rows
 
 WEIGHT = 3.0
 """How strongly the position between classes counts: the factor of an angle is ``exp(WEIGHT (r - typical r))``.

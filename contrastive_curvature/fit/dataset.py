@@ -23,6 +23,7 @@ from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.passes import PassRecord
 from contrastive_curvature.fit.readers import Batch, Reader, compared_everywhere
 from contrastive_curvature.fit.standard_error import StandardError, relative_error
+from contrastive_curvature.fit.state import Findings
 from contrastive_curvature.hessian.dataset import DatasetHessian
 from contrastive_curvature.hessian.derivatives import Totals
 from contrastive_curvature.hessian.sphere import check_outputs
@@ -43,8 +44,7 @@ from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.options import Structure
 from contrastive_curvature.pairs import make_relation
-from contrastive_curvature.parts.rows import RowCollector, Rows
-from contrastive_curvature.parts.state import Findings
+from contrastive_curvature.pairs.rows import RowCollector, Rows
 
 _log = logging.getLogger("contrastive_curvature")
 

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from contrastive_curvature.fit.contributions import FEWEST_POINTS, MOST, STORED, Contributions, Largest, Place
 from contrastive_curvature.fit.structured import block_curvature
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.network.pullback import KronFactors, Pullback
 from contrastive_curvature.options import Structure
-from contrastive_curvature.parts.contributions import FEWEST_POINTS, MOST, STORED, Contributions, Largest, Place
-from contrastive_curvature.parts.rows import united
+from contrastive_curvature.pairs.rows import united
 
 
 class _Batch(NamedTuple):

@@ -29,6 +29,7 @@ from contrastive_curvature.fit.finite import check_finite, per_point
 from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.passes import PassRecord
 from contrastive_curvature.fit.readers import Batch, Reader
+from contrastive_curvature.fit.state import Findings, Origin
 from contrastive_curvature.fit.structured import BlockSampler, block_curvature, make_sampler, structured_curvature
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.output import OutputHessian
@@ -37,8 +38,7 @@ from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.network.pullback import KronFactors, Pullback
 from contrastive_curvature.options import KFACApprox, Structure
-from contrastive_curvature.parts.rows import RowCollector, Rows, united
-from contrastive_curvature.parts.state import Findings, Origin
+from contrastive_curvature.pairs.rows import RowCollector, Rows, united
 from contrastive_curvature.progress import Progress
 
 VALUE, COST = "value", "cost"

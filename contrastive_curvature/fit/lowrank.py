@@ -17,6 +17,7 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.fit.anchors import WholeHessian, collect_anchors
+from contrastive_curvature.fit.contributions import FEWEST_POINTS, MOST, warn_of_point
 from contrastive_curvature.fit.dataset import DatasetFit
 from contrastive_curvature.fit.finite import check_finite
 from contrastive_curvature.fit.options import CurvatureOptions
@@ -28,7 +29,6 @@ from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.options import Structure
-from contrastive_curvature.parts.contributions import FEWEST_POINTS, MOST, warn_of_point
 from contrastive_curvature.progress import Progress
 
 DENSE_PARAMETERS = 256

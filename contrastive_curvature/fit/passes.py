@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.parts.rows import point_keys
-from contrastive_curvature.parts.state import Origin
+from contrastive_curvature.fit.state import Origin
+from contrastive_curvature.pairs.rows import point_keys
 
 _EXTREMES = 16
 """Lowest and highest numbers of a pass that its summary keeps."""

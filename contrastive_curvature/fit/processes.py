@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 
 from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.fit.exchange import ProcessGroup
 from contrastive_curvature.fit.loop import DatasetCurvature, Problem, second_pass
 from contrastive_curvature.fit.passes import PassRecord
 from contrastive_curvature.fit.readers import Reader
-from contrastive_curvature.parts.exchange import ProcessGroup
-from contrastive_curvature.parts.share import Claim, sum_of_keys
-from contrastive_curvature.parts.state import CURVATURE, STATISTICS, Findings, Origin, State
+from contrastive_curvature.fit.share import Claim, sum_of_keys
+from contrastive_curvature.fit.state import CURVATURE, STATISTICS, Findings, Origin, State
 
 _log = logging.getLogger("contrastive_curvature")
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.fit.share import Share
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.network.loader import Views, in_fixed_order, joined_inputs
 from contrastive_curvature.pairs import Pairs, RelationFunction
 from contrastive_curvature.pairs.relation import check_labels
-from contrastive_curvature.parts.share import Share
 
 
 class Batch(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 from contrastive_curvature.hessian.dataset import DatasetHessian
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.options import Structure
-from contrastive_curvature.parts.rows import point_keys
+from contrastive_curvature.pairs.rows import point_keys
 
 _MOST_POINTS = 2**12
 """Points that the error is estimated from. All points share the noise of a sample; fewer make it look larger, not

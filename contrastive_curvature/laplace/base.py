@@ -204,8 +204,8 @@ class ContrastiveLaplace(FittedPosterior):
         Args:
             path: The file. ``.pt2``: a graph for ``torch.export.load``; ``.onnx``: a graph for onnxruntime and others
                 (``pip install 'contrastive-curvature[onnx]'``); ``.npz`` or ``.safetensors``: arrays for the scorer
-                :mod:`contrastive_curvature.serving.numpy_scorer`, which needs numpy only and takes the features of the
-                last layer.
+                :mod:`contrastive_curvature.io.serving.numpy_scorer`, which needs numpy only and takes the features of
+                the last layer.
             example: Inputs as ``la(x)`` takes them, to trace a graph with; its number of points may be another later.
                 It is not in the file. ``None`` takes made-up inputs of the types and shapes of the first ones of
                 ``fit``; a scorer needs none.
@@ -225,7 +225,7 @@ class ContrastiveLaplace(FittedPosterior):
                 name is as it was, as after every other error.
         """
         # Imported when used, as it imports the classes of posteriors.
-        from contrastive_curvature.serving.export import export
+        from contrastive_curvature.io.serving.export import export
 
         return export(self, path, example, format=format, p_value=p_value, dynamic_axes=dynamic_axes)
 
@@ -239,7 +239,7 @@ class ContrastiveLaplace(FittedPosterior):
             folder: The folder; missing parents are made.
             overwrite: Whether a saved posterior that is there may be replaced.
             **options: ``match``, ``example`` and what the model card says (``fitted_on``, ``encoder_source``,
-                ``license``, ``metrics``, ...), see :class:`~contrastive_curvature.pretrained.about.SaveOptions`.
+                ``license``, ``metrics``, ...), see :class:`~contrastive_curvature.io.pretrained.about.SaveOptions`.
 
         Returns:
             The folder.
@@ -250,7 +250,7 @@ class ContrastiveLaplace(FittedPosterior):
             UnsupportedError: A posterior is of a class of your own, or has options that are no plain values.
         """
         # Imported when used, as it imports the classes of posteriors.
-        from contrastive_curvature.pretrained.save import save_pretrained
+        from contrastive_curvature.io.pretrained.save import save_pretrained
 
         return save_pretrained(self, folder, overwrite=overwrite, **options)
 
@@ -260,7 +260,7 @@ class ContrastiveLaplace(FittedPosterior):
         Args:
             repo_id: The repository, ``"user/name"``; it is made where there is none.
             **options: ``private``, ``token``, ``revision``, ``create_pr`` and ``commit_message``, and the options of
-                :meth:`save_pretrained`, see :class:`~contrastive_curvature.pretrained.about.PushOptions`.
+                :meth:`save_pretrained`, see :class:`~contrastive_curvature.io.pretrained.about.PushOptions`.
 
         Returns:
             Address of the upload.
@@ -270,7 +270,7 @@ class ContrastiveLaplace(FittedPosterior):
             InputError: An option is malformed, or the hub refuses the upload.
             UnsupportedError: ``huggingface_hub`` is not installed; or see :meth:`save_pretrained`.
         """
-        from contrastive_curvature.pretrained.hub import push_to_hub
+        from contrastive_curvature.io.pretrained.hub import push_to_hub
 
         return push_to_hub(self, repo_id, **options)
 

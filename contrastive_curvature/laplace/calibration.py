@@ -35,7 +35,7 @@ from contrastive_curvature.network.digest import encoder_fingerprint, same_encod
 from contrastive_curvature.network.encoder import at_least_float32
 from contrastive_curvature.network.inputs import check_inputs, is_texts, tokenized
 from contrastive_curvature.network.loader import check_loader
-from contrastive_curvature.parts.rows import Rows
+from contrastive_curvature.pairs.rows import Rows
 from contrastive_curvature.progress import Progress
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from contrastive_curvature.laplace.options import CONTRASTIVE
 from contrastive_curvature.network.full_precision import full_precision
 from contrastive_curvature.network.last_layer import diag_last_layer_variance
 from contrastive_curvature.options import Structure
-from contrastive_curvature.parts.rows import Rows
+from contrastive_curvature.pairs.rows import Rows
 
 
 class ContrastiveDiagLaplace(ContrastiveLaplace, DiagLaplace):

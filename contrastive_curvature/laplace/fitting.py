@@ -18,7 +18,9 @@ from torch.utils.data import DistributedSampler
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.fit.class_centres import MOST_NUMBERS, CentreCollector, ClassCentres
+from contrastive_curvature.fit.exchange import ProcessGroup, check_agreed, present_exchange
 from contrastive_curvature.fit.loop import DatasetCurvature
+from contrastive_curvature.fit.state import CURVATURE, STATISTICS, State
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.laplace.advice import LabelRange, advise_on_labels
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend, ContrastiveGGN
@@ -42,9 +44,7 @@ from contrastive_curvature.network.inputs import (
 from contrastive_curvature.network.loader import check_loader, loader_parts, read_views
 from contrastive_curvature.options import Structure
 from contrastive_curvature.pairs.relation import check_labels
-from contrastive_curvature.parts.exchange import ProcessGroup, check_agreed, present_exchange
-from contrastive_curvature.parts.rows import Rows
-from contrastive_curvature.parts.state import CURVATURE, STATISTICS, State
+from contrastive_curvature.pairs.rows import Rows
 from contrastive_curvature.progress import Progress
 
 _log = logging.getLogger("contrastive_curvature")

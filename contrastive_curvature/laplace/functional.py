@@ -21,6 +21,7 @@ from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.spread import Dense, Diagonal
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.fit.contributions import FEWEST_POINTS, MOST, warn_of_point
 from contrastive_curvature.fit.finite import check_finite, eigenpairs
 from contrastive_curvature.fit.loop import DatasetCurvature, mean_norm
 from contrastive_curvature.fit.subset import HessianSubset
@@ -37,7 +38,6 @@ from contrastive_curvature.laplace.prediction import (
 )
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, input_length
-from contrastive_curvature.parts.contributions import FEWEST_POINTS, MOST, warn_of_point
 
 _KERNEL_LIMIT = 2**13
 

@@ -16,7 +16,7 @@ from contrastive_curvature.laplace import classes, functional
 from contrastive_curvature.laplace.kron_lowrank import ContrastiveKronLowRankLLLaplace
 from contrastive_curvature.laplace.options import CONTRASTIVE
 from contrastive_curvature.laplace.towers import TwoTowerLaplace
-from contrastive_curvature.two_towers import TwoTowers
+from contrastive_curvature.network.two_towers import TwoTowers
 
 __all__ = ["entries"]
 

@@ -23,8 +23,8 @@ from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import slice_inputs, tokenized_batch
 from contrastive_curvature.network.loader import check_loader
 from contrastive_curvature.network.pullback import Pullback
+from contrastive_curvature.network.two_towers import TwoTowers
 from contrastive_curvature.progress import Progress
-from contrastive_curvature.two_towers import TwoTowers
 
 _STRUCTURES = ("diag", "kron", "kron_lowrank", "full")
 
@@ -203,13 +203,13 @@ class TwoTowerLaplace:
 
     def save_pretrained(self, folder: Path | str, *, overwrite: bool = False, **options: Any) -> Path:
         """See :meth:`~contrastive_curvature.laplace.ContrastiveLaplace.save_pretrained`; both posteriors."""
-        from contrastive_curvature.pretrained.save import save_pretrained
+        from contrastive_curvature.io.pretrained.save import save_pretrained
 
         return save_pretrained(self, folder, overwrite=overwrite, **options)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
         """See :meth:`~contrastive_curvature.laplace.ContrastiveLaplace.push_to_hub`; both posteriors."""
-        from contrastive_curvature.pretrained.hub import push_to_hub
+        from contrastive_curvature.io.pretrained.hub import push_to_hub
 
         return push_to_hub(self, repo_id, **options)
 

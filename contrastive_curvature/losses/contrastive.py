@@ -11,12 +11,12 @@ from contrastive_curvature.errors import InputTypeError, expected
 from contrastive_curvature.hessian.derivatives import ClassWeights, NodeSums, Totals
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.base import PairLoss, Terms
+from contrastive_curvature.losses.class_table import ClassTable
 from contrastive_curvature.losses.contrastive_classes import ContrastiveOfClasses, LabelledPoints
 from contrastive_curvature.losses.pair_derivatives import PairDerivatives
 from contrastive_curvature.losses.weighting import ClassShares, Shares
 from contrastive_curvature.options import LARGEST_DISTANCE, Distance, Normalization, PDFix, check_margin
 from contrastive_curvature.pairs.relation import LabelRelation, Relation, RelationFunction
-from contrastive_curvature.parts.class_table import ClassTable
 
 
 class ContrastiveLoss(PairLoss):

@@ -24,9 +24,9 @@ from contrastive_curvature.hessian.derivatives import (
     NodeSums,
     Totals,
 )
+from contrastive_curvature.losses.class_table import ClassTable
 from contrastive_curvature.losses.weighting import ClassShares, class_pairs, pair_totals, weigh_pairs
 from contrastive_curvature.pairs.relation import LabelRelation
-from contrastive_curvature.parts.class_table import ClassTable
 from contrastive_curvature.progress import Progress
 
 if TYPE_CHECKING:

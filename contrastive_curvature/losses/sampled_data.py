@@ -12,6 +12,7 @@ from contrastive_curvature.hessian.dataset import DatasetHessian
 from contrastive_curvature.hessian.derivatives import DatasetDerivatives
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.base import PairLoss
+from contrastive_curvature.losses.class_table import ClassTable
 from contrastive_curvature.losses.contrastive import ContrastiveLoss
 from contrastive_curvature.losses.contrastive_classes import LabelledPoints, SampledContrastive
 from contrastive_curvature.losses.cosine import CosineLoss
@@ -19,8 +20,7 @@ from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.losses.sampled import SampledPairDerivatives
 from contrastive_curvature.losses.sampled_rows import SampledRowDerivatives
 from contrastive_curvature.options import PDFix, Structure
-from contrastive_curvature.parts.class_table import ClassTable
-from contrastive_curvature.parts.rows import Rows
+from contrastive_curvature.pairs.rows import Rows
 
 MANY_POINTS = 30_000
 """From so many points on a sample stands for all negatives, where the user leaves it open."""

@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.network.inputs import Inputs, check_inputs, input_length, move_inputs, same_tokens
-from contrastive_curvature.two_towers import TwoTowers
+from contrastive_curvature.network.two_towers import TwoTowers
 
 _FORMS = "batches (x, labels), (view, view), ((view, view), labels), (view, view, labels) or mappings"
 

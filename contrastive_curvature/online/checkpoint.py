@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from contrastive_curvature.atomic import write_whole
+from contrastive_curvature.artifact import write_whole
 from contrastive_curvature.errors import InputError, expected
 
 __all__ = ["FORMAT", "VERSION", "load_checkpoint", "save_checkpoint"]

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tqdm import tqdm
 
 from contrastive_curvature import validate
-from contrastive_curvature.atomic import final_target
+from contrastive_curvature.artifact import final_target
 from contrastive_curvature.errors import DivergenceError, InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.network.inputs import tokenized_batch
 from contrastive_curvature.network.loader import check_loader, has_views, read_batch

@@ -14,7 +14,7 @@ import jupytext
 import nbformat
 from nbclient import NotebookClient
 
-from contrastive_curvature.atomic import write_whole
+from contrastive_curvature.artifact import write_whole
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

@@ -19,28 +19,27 @@ SOURCE = Path(__file__).resolve().parent.parent.parent / NAME
 
 PUBLIC = (
     "",
+    "apps.report",
     "hedged",
     "hosts.backpack",
     "hosts.curvlinops",
     "hosts.stochman",
-    "jobs",
+    "io.jobs",
+    "io.pretrained",
+    "io.serving",
+    "io.stores",
     "laplace",
     "losses",
-    "matching",
     "metrics",
     "online",
     "pairs",
-    "pretrained",
-    "report",
-    "serving",
-    "stores",
     "testing",
     "triplet",
     "vmf",
 )
 """Packages whose ``__all__`` users may rely on, as paths below the package."""
 
-INTERNAL = ("cli", "embedding", "feature_folder", "fit", "hessian", "hosts", "network", "parts")
+INTERNAL = ("apps", "embedding", "fit", "hessian", "hosts", "io", "network")
 """Packages that may change without notice. What users need of them stands in the package itself."""
 
 NOT_SHOWN = frozenset({f"{NAME}.__version__"})
@@ -69,7 +68,7 @@ def public_names(source: Path = SOURCE) -> list[str]:
         for name in exported(
             source.joinpath(*package.split("."), "__init__.py") if package else source / "__init__.pyi"
         )
-        if name not in PUBLIC
+        if name not in {package.rpartition(".")[2] for package in PUBLIC}
     ]
 
 

@@ -30,7 +30,7 @@ FILES = (
     "CITATION.cff",
     "LICENSE",
     "benchmarks/transfer/feature_folders.py",
-    "contrastive_curvature/serving/numpy_scorer.py",
+    "contrastive_curvature/io/serving/numpy_scorer.py",
 )
 """Files that pages link to, which are no pages."""
 

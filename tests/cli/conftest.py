@@ -8,7 +8,7 @@ import pytest
 from cli_support import BIAS, CLASSES, WEIGHT, Run, points
 from click.testing import CliRunner, Result
 
-from contrastive_curvature.cli import cli
+from contrastive_curvature.apps.cli import cli
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from contrastive_curvature.cli import cli
-from contrastive_curvature.cli.group import COMMANDS
+from contrastive_curvature.apps.cli import cli
+from contrastive_curvature.apps.cli.group import COMMANDS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text(encoding="utf-8")
 

@@ -11,8 +11,8 @@ from cli_support import Run, error_of
 from test_cli_score import column, read
 from torch import nn
 
-from contrastive_curvature.cli.saved import open_posterior
-from contrastive_curvature.cli.sources import open_source
+from contrastive_curvature.apps.cli.saved import open_posterior
+from contrastive_curvature.apps.cli.sources import open_source
 
 pytest.importorskip("PIL")
 
@@ -308,7 +308,7 @@ def test_a_model_of_sentence_transformers_and_its_own_code(run: Run, sentences: 
     (sentences / "own.py").write_text("open('exploded', 'w')\n")
     assert "trust_remote_code" in error_of(run(*fit, "--overwrite", code=2))
     # Nor does a folder that somebody else wrote allow it.
-    from contrastive_curvature.cli.encoder_file import checksum
+    from contrastive_curvature.apps.cli.encoder_file import checksum
 
     spec = json.loads(Path("p/encoder.json").read_text())
     spec.pop("checksum")

@@ -14,8 +14,8 @@ import pytest
 from cli_support import Run, error_of
 from safetensors.torch import load_file, save
 
-from contrastive_curvature.cli import errors, group
-from contrastive_curvature.cli import fit as fit_command
+from contrastive_curvature.apps.cli import errors, group
+from contrastive_curvature.apps.cli import fit as fit_command
 from contrastive_curvature.errors import DivergenceError, InputError, UnsupportedError
 
 SCORE = ("score", "posterior", "new.npz", "--out", "scores.csv")
@@ -56,7 +56,7 @@ def test_a_posterior_of_a_later_version_says_what_to_do(run: Run, file: str, key
 
 def test_weights_of_a_last_layer_of_another_shape(run: Run) -> None:
     """Written on purpose, with a right checksum everywhere."""
-    from contrastive_curvature.cli.encoder_file import checksum
+    from contrastive_curvature.apps.cli.encoder_file import checksum
 
     old = saved_files("encoder-*.safetensors")
     tensors = load_file(old)
@@ -106,7 +106,7 @@ def test_replacing_a_posterior_leaves_the_old_or_the_new_one(
     run: Run, monkeypatch: pytest.MonkeyPatch, at: str, error: type[BaseException], tidy: bool
 ) -> None:
     """At every file the writing ends; a killed process tidies nothing up."""
-    from contrastive_curvature.cli import saved
+    from contrastive_curvature.apps.cli import saved
 
     found = dict(np.load("train.npz"))
     np.savez("other.npz", **{**found, "weight": 1.3 * found["weight"][::-1]})
@@ -205,6 +205,6 @@ def test_an_error_inside_a_command_ends_it_with_one_line(run: Run, monkeypatch: 
     def fails(*_: object, **__: object) -> None:
         raise ZeroDivisionError("by nothing")
 
-    monkeypatch.setattr("contrastive_curvature.cli.fitting.check_options", fails)
+    monkeypatch.setattr("contrastive_curvature.apps.cli.fitting.check_options", fails)
     assert "ZeroDivisionError: by nothing" in error_of(run("fit", "train.npz", "--out", "p", code=1))
     assert fit_command.__name__.endswith("fit")

@@ -13,7 +13,7 @@ from laplace import Laplace
 from torch import nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.cli.saved import open_posterior
+from contrastive_curvature.apps.cli.saved import open_posterior
 
 
 def layer(weight: np.ndarray = WEIGHT, bias: np.ndarray = BIAS) -> nn.Linear:
@@ -158,7 +158,7 @@ def test_a_folder_that_the_system_does_not_make_is_told_before_the_fit(
     def never(*_: object, **__: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("contrastive_curvature.cli.fit_source.encoder_and_source", never)
+    monkeypatch.setattr("contrastive_curvature.apps.cli.fit_source.encoder_and_source", never)
     real = Path.mkdir
 
     def mkdir(self: Path, *arguments: object, **options: object) -> None:

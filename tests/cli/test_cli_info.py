@@ -8,8 +8,8 @@ from cli_support import Run, error_of
 from click.testing import CliRunner
 
 import contrastive_curvature
-from contrastive_curvature.cli import cli
-from contrastive_curvature.cli.group import COMMANDS
+from contrastive_curvature.apps.cli import cli
+from contrastive_curvature.apps.cli.group import COMMANDS
 
 
 def test_info_says_what_was_fitted(run: Run) -> None:
@@ -84,7 +84,7 @@ def test_completion_after_a_mistyped_command_says_nothing(monkeypatch: pytest.Mo
 def test_a_foreign_folder_cannot_disguise_its_encoder(run: Run) -> None:
     from pathlib import Path
 
-    from contrastive_curvature.cli.encoder_file import checksum
+    from contrastive_curvature.apps.cli.encoder_file import checksum
 
     path = Path("posterior/encoder.json")
     spec = {k: v for k, v in json.loads(path.read_text()).items() if k != "checksum"}

@@ -12,7 +12,7 @@ import torch
 from cli_support import DIM, Run, error_of, points
 
 import contrastive_curvature as cc
-from contrastive_curvature.cli.saved import open_posterior
+from contrastive_curvature.apps.cli.saved import open_posterior
 
 
 def read(name: str) -> list[dict[str, str]]:

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
-from contrastive_curvature.cli.encoders import last_layer_encoder
-from contrastive_curvature.cli.sources import Columns, open_source, shared_labels
+from contrastive_curvature.apps.cli.encoders import last_layer_encoder
+from contrastive_curvature.apps.cli.sources import Columns, open_source, shared_labels
 
 SCORE = ("score", "posterior")
 

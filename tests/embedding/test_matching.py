@@ -26,8 +26,8 @@ from contrastive_curvature import (
     NotFittedError,
     metrics,
 )
+from contrastive_curvature.embedding.match_probability import Side, pair_features
 from contrastive_curvature.embedding.similarity import directions
-from contrastive_curvature.matching.probability import Side, pair_features
 
 DOUBLE = torch.float64
 

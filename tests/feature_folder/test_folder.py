@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.feature_folder.precision import PRECISIONS
+from contrastive_curvature.io.feature_folder.precision import PRECISIONS
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -227,7 +227,7 @@ def test_damaged_header_is_refused(damage: Any, message: str, device: str, tmp_p
     ],
 )
 def test_malformed_header_is_refused(name: str, value: Any, device: str, tmp_path: Path) -> None:
-    from contrastive_curvature.feature_folder import header
+    from contrastive_curvature.io.feature_folder import header
 
     folder = write(tmp_path / "f", device)
     path = folder.path / "header.json"

@@ -20,12 +20,11 @@ import contrastive_curvature as cc
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.fit import standard_error
 from contrastive_curvature.laplace.features import RawFeatureExtractor
+from contrastive_curvature.losses.class_table import ClassTable
 from contrastive_curvature.losses.logistic import LogisticLoss
 from contrastive_curvature.losses.sampled_data import sampled_hessian
 from contrastive_curvature.options import Structure
-from contrastive_curvature.parts import Rows
-from contrastive_curvature.parts.class_table import ClassTable
-from contrastive_curvature.parts.rows import point_keys
+from contrastive_curvature.pairs.rows import Rows, point_keys
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 

@@ -14,8 +14,8 @@ from devices import DEVICES
 from job_cases import POINTS, data, fitted, posterior, table, write
 
 import contrastive_curvature as cc
-from contrastive_curvature.jobs import EmbeddingFolder, embedding_folder
-from contrastive_curvature.jobs.posteriors import posterior_digest
+from contrastive_curvature.io.jobs import EmbeddingFolder, embedding_folder
+from contrastive_curvature.io.jobs.posteriors import posterior_digest
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 

@@ -11,7 +11,7 @@ from fresh import run
 from job_cases import data, posterior, write
 
 import contrastive_curvature as cc
-from contrastive_curvature.jobs.ray_runtime import Resources
+from contrastive_curvature.io.jobs.ray_runtime import Resources
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from job_cases import INPUTS, POINTS, assert_same, data, fit_in, fitted, posterior, table, write
 
 import contrastive_curvature as cc
-from contrastive_curvature.jobs.files import open_table
-from contrastive_curvature.jobs.parquet_parts import default_parts
-from contrastive_curvature.jobs.sources import parts_of
+from contrastive_curvature.io.jobs.files import open_table
+from contrastive_curvature.io.jobs.parquet_parts import default_parts
+from contrastive_curvature.io.jobs.sources import parts_of
 
 pytestmark = [
     pytest.mark.parametrize("device", DEVICES),

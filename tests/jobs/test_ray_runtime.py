@@ -9,8 +9,8 @@ import pytest
 from devices import DEVICES
 
 import contrastive_curvature as cc
-from contrastive_curvature.jobs import ray_runtime
-from contrastive_curvature.jobs.ray_runtime import Resources
+from contrastive_curvature.io.jobs import ray_runtime
+from contrastive_curvature.io.jobs.ray_runtime import Resources
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 

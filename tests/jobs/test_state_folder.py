@@ -12,9 +12,9 @@ from devices import DEVICES
 from job_cases import assert_same, data, fit_in, fitted, posterior, write
 
 import contrastive_curvature as cc
-from contrastive_curvature.jobs.manifest import MANIFEST
-from contrastive_curvature.jobs.posteriors import identity_of, made
-from contrastive_curvature.parts.state import digest_of
+from contrastive_curvature.fit.state import digest_of
+from contrastive_curvature.io.jobs.manifest import MANIFEST
+from contrastive_curvature.io.jobs.posteriors import identity_of, made
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 

@@ -24,7 +24,7 @@ from contrastive_curvature.losses.infonce import InfoNCELoss
 from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.losses.sides import joined_towers
 from contrastive_curvature.losses.siglip import SigLIPLoss
-from contrastive_curvature.two_towers import TwoTowers
+from contrastive_curvature.network.two_towers import TwoTowers
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 

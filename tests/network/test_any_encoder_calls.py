@@ -13,11 +13,11 @@ from laplace import Laplace
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
+from contrastive_curvature.fit.share import _length, _selected
 from contrastive_curvature.network.call import ModelCall
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import same_tokens, tokenized_batch
 from contrastive_curvature.network.loader import has_views
-from contrastive_curvature.parts.share import _length, _selected
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 

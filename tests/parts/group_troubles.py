@@ -16,8 +16,8 @@ from torch import distributed, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import contrastive_curvature as cc
+from contrastive_curvature.fit.state import State
 from contrastive_curvature.laplace.forms import DiagonalForm
-from contrastive_curvature.parts import State
 
 LOOK, FIRST, SECOND = 0, 1, 2
 """The passes of a fit over its loader."""

@@ -11,9 +11,8 @@ from laplace import Laplace
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
+from contrastive_curvature.fit.state import Findings, State
 from contrastive_curvature.losses.logistic import LogisticLoss
-from contrastive_curvature.parts import State
-from contrastive_curvature.parts.state import Findings
 
 __all__ = [
     "ALONE",

@@ -14,8 +14,8 @@ from devices import DEVICES
 from torch import distributed
 
 import contrastive_curvature as cc
-from contrastive_curvature.parts import ProcessGroup, exchange, present_exchange
-from contrastive_curvature.parts.exchange import check_agreed
+from contrastive_curvature.fit import exchange
+from contrastive_curvature.fit.exchange import ProcessGroup, check_agreed, present_exchange
 
 BACKENDS = [(device, backend) for device in DEVICES for backend in ("gloo", "nccl", "cpu:gloo,cuda:nccl")]
 pytestmark = [

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from contrastive_curvature.errors import InputError
-from contrastive_curvature.parts import RowCollector, Rows
-from contrastive_curvature.parts.rows import point_keys
+from contrastive_curvature.pairs.rows import RowCollector, Rows, point_keys
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 

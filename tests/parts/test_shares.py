@@ -15,13 +15,12 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import contrastive_curvature as cc
+from contrastive_curvature.fit.exchange import _interrupts_later as interrupts_later
+from contrastive_curvature.fit.exchange import present_exchange
 from contrastive_curvature.fit.passes import PassRecord
 from contrastive_curvature.fit.processes import Head, all_the_same, check_shares
-from contrastive_curvature.parts import Share
-from contrastive_curvature.parts.exchange import _interrupts_later as interrupts_later
-from contrastive_curvature.parts.exchange import present_exchange
-from contrastive_curvature.parts.share import Claim, sum_of_keys
-from contrastive_curvature.parts.state import Origin
+from contrastive_curvature.fit.share import Claim, Share, sum_of_keys
+from contrastive_curvature.fit.state import Origin
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from part_cases import CASES, batches_of, close_states, make
 from safetensors.torch import save
 
-from contrastive_curvature import atomic
+from contrastive_curvature import artifact
 from contrastive_curvature.errors import ContrastiveCurvatureError, InputError, InputTypeError
-from contrastive_curvature.parts import State
-from contrastive_curvature.parts.files import VERSION, from_bytes, to_bytes
+from contrastive_curvature.fit.state import State
+from contrastive_curvature.io.states import VERSION, from_bytes, to_bytes
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -201,7 +201,7 @@ def test_an_interrupted_write_leaves_the_old_file(device: str, tmp_path: Path, m
         msg = "no space left on device"
         raise OSError(msg)
 
-    monkeypatch.setattr(atomic.os, "fsync", interrupted)
+    monkeypatch.setattr(artifact.os, "fsync", interrupted)
     with pytest.raises(OSError, match="no space left"):
         state("sampled", "curvature", device).save(path)
     monkeypatch.undo()

@@ -31,8 +31,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import contrastive_curvature as cc
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.fit import dataset
-from contrastive_curvature.parts import State
-from contrastive_curvature.parts.files import from_bytes, to_bytes
+from contrastive_curvature.fit.state import State
+from contrastive_curvature.io.states import from_bytes, to_bytes
 
 pytestmark = [
     pytest.mark.parametrize("device", DEVICES),

@@ -17,7 +17,7 @@ from saved_cases import encoder, fitted, inputs
 from test_pretrained_round_trip import Steep, same_label
 
 import contrastive_curvature as cc
-from contrastive_curvature.pretrained.yaml_text import yaml_text
+from contrastive_curvature.io.pretrained.yaml_text import yaml_text
 
 DEVICE = "cpu"
 """Text is the same on every device."""

@@ -23,10 +23,10 @@ from safetensors.torch import load, save
 from saved_cases import encoder, fitted, predicts_the_same
 
 import contrastive_curvature as cc
-from contrastive_curvature import atomic
-from contrastive_curvature.pretrained import folder as writing
-from contrastive_curvature.pretrained.config import config_bytes, read_config
-from contrastive_curvature.pretrained.folder import write_folder
+from contrastive_curvature import artifact
+from contrastive_curvature.io.pretrained import folder as writing
+from contrastive_curvature.io.pretrained.config import config_bytes, read_config
+from contrastive_curvature.io.pretrained.folder import write_folder
 
 DEVICE = "cpu"
 """Files are the same on every device."""
@@ -161,7 +161,7 @@ def test_an_error_of_the_disk_leaves_what_was_there(
         if len(written) == number:
             raise OSError(error, os.strerror(error), str(path))
         written.append(path.name)
-        atomic.write_whole(path, lambda file: file.write(content) and None)  # type: ignore[arg-type]
+        artifact.write_whole(path, lambda file: file.write(content) and None)  # type: ignore[arg-type]
 
     monkeypatch.setattr(writing, "_write", full)
     new = saved.parent / "new"
@@ -341,7 +341,7 @@ def test_numbers_that_another_configuration_names_stay(
 def test_what_came_between_the_check_and_the_write_stays(
     la: Any, other: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from contrastive_curvature.pretrained import save as saving
+    from contrastive_curvature.io.pretrained import save as saving
 
     numbers_bytes = saving.numbers_bytes
     precious = {"config.json": b'{"mine": 1}', "README.md": b"precious"}
@@ -392,7 +392,7 @@ def test_the_home_folder(la: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_reader_meets_a_writer(la: Any, other: Any, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from contrastive_curvature.pretrained import load as reading
+    from contrastive_curvature.io.pretrained import load as reading
 
     replaced: list[int] = []
 
@@ -451,15 +451,15 @@ def test_missing_files_are_named(la: Any, saved: Path, tmp_path: Path) -> None:
         (b"[]", "those of something else"),
         (b"null", "those of something else"),
         (b'{"model_type": "bert"}', "those of something else"),
-        (b'{"format": "contrastive_curvature.pretrained"}', "no version of the format"),
-        (b'{"format": "contrastive_curvature.pretrained", "format_version": true}', "no version of the format"),
+        (b'{"format": "contrastive_curvature.io.pretrained"}', "no version of the format"),
+        (b'{"format": "contrastive_curvature.io.pretrained", "format_version": true}', "no version of the format"),
         (
-            b'{"format": "contrastive_curvature.pretrained", "format_version": 99,'
+            b'{"format": "contrastive_curvature.io.pretrained", "format_version": 99,'
             b' "versions": {"contrastive_curvature": "7.1"}}',
             "format version 1 or lower, got 99, written by contrastive_curvature 7.1. Update with: pip install -U",
         ),
-        (b'{"format": "contrastive_curvature.pretrained", "format_version": 99, "versions": 3}', "or lower, got 99"),
-        (b'{"format": "contrastive_curvature.pretrained", "format_version": 1}', "its checksum does not fit"),
+        (b'{"format": "contrastive_curvature.io.pretrained", "format_version": 99, "versions": 3}', "or lower, got 99"),
+        (b'{"format": "contrastive_curvature.io.pretrained", "format_version": 1}', "its checksum does not fit"),
     ],
 )
 def test_foreign_damaged_and_later_files(saved: Path, content: bytes, message: str) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from saved_cases import encoder, fitted, predicts_the_same
 
 import contrastive_curvature as cc
-from contrastive_curvature.pretrained.about import REPOSITORY
+from contrastive_curvature.io.pretrained.about import REPOSITORY
 
 DEVICE = "cpu"
 """The hub keeps files, which are the same on every device."""

@@ -19,10 +19,10 @@ from strategies import close
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
+from contrastive_curvature.io.pretrained.losses import KNOWN, plain_loss, restored_loss
+from contrastive_curvature.io.pretrained.records import posterior_classes
+from contrastive_curvature.io.pretrained.tree import TensorTable, plain_tree, restored_tree
 from contrastive_curvature.losses.base import Terms
-from contrastive_curvature.pretrained.losses import KNOWN, plain_loss, restored_loss
-from contrastive_curvature.pretrained.records import posterior_classes
-from contrastive_curvature.pretrained.tree import TensorTable, plain_tree, restored_tree
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 

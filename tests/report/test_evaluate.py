@@ -9,8 +9,8 @@ from devices import DEVICES
 from report_cases import fitted, inputs, loader
 
 from contrastive_curvature import OptimisticPValueWarning, metrics
+from contrastive_curvature.apps.report import Data, Missing, evaluate
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, UnsupportedError
-from contrastive_curvature.report import Data, Missing, evaluate
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -217,7 +217,7 @@ def test_gaussian_process_does_not_vote(device):
 
 
 def test_too_many_samples_are_left_out(device, monkeypatch):
-    monkeypatch.setattr("contrastive_curvature.report.scored.MOST_SAMPLED", 3 * 30 * 4)
+    monkeypatch.setattr("contrastive_curvature.apps.report.scored.MOST_SAMPLED", 3 * 30 * 4)
     x, labels = inputs(30, seed=3)
     assert "ece" in evaluate(fitted(device), loader(x, labels, 10), n_samples=3).metrics
     found = evaluate(fitted(device), loader(x, labels, 10), gallery=loader(*inputs(31, seed=1)), n_samples=3)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from report_cases import inputs
 
-from contrastive_curvature.cli import cli
+from contrastive_curvature.apps.cli import cli
 
 NAMES = np.array(["ant", "bee", "<b>cat</b>", "dog"])
 
@@ -77,7 +77,7 @@ def test_classes_mean_the_same_in_both_sources(folder, tmp_path, capsys):
     words = ["evaluate", folder / "posterior", "--test", tmp_path / "some.npz", "--gallery", folder / "train.npz"]
     code, out, _ = run(capsys, *words, "--out", tmp_path / "out", "--json", "--samples", 0, "-k", 1)
     found = json.loads(out)
-    from contrastive_curvature.cli.saved import open_posterior
+    from contrastive_curvature.apps.cli.saved import open_posterior
 
     la, _ = open_posterior(folder / "posterior")
     gallery, gallery_labels = inputs(120, 1)

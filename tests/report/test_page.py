@@ -11,8 +11,8 @@ import pytest
 import torch
 from report_cases import fitted, inputs, loader
 
+from contrastive_curvature.apps.report import Data, evaluate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
-from contrastive_curvature.report import Data, evaluate
 
 ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
 
@@ -130,8 +130,8 @@ def test_files_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("contrastive_curvature.report.folder.write_whole", full)
-    monkeypatch.setattr("contrastive_curvature.report.plots.draw", lambda _: {})
+    monkeypatch.setattr("contrastive_curvature.apps.report.folder.write_whole", full)
+    monkeypatch.setattr("contrastive_curvature.apps.report.plots.draw", lambda _: {})
     with pytest.raises(OSError, match="No space"):
         found.save(tmp_path / "other")
     assert [path.name for path in tmp_path.iterdir()] == ["new"]

@@ -5,7 +5,7 @@ import shutil
 import pytest
 from report_cases import fitted, inputs, loader
 
-from contrastive_curvature.report import Data, evaluate
+from contrastive_curvature.apps.report import Data, evaluate
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 

@@ -7,9 +7,9 @@ import sys
 import pytest
 from report_cases import fitted, inputs, loader
 
-from contrastive_curvature.cli import cli
+from contrastive_curvature.apps.cli import cli
+from contrastive_curvature.apps.report import evaluate, plots
 from contrastive_curvature.errors import InputError
-from contrastive_curvature.report import evaluate, plots
 
 CHARTS = {f"{name}.{kind}" for name in ("novelty", "sparsification", "reliability") for kind in ("png", "svg")}
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
+from contrastive_curvature.apps.report.thumbnails import SIDE, thumbnails
 from contrastive_curvature.errors import InputError
-from contrastive_curvature.report.thumbnails import SIDE, thumbnails
 
 
 def pixels(address):

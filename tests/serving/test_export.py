@@ -19,8 +19,8 @@ from test_served_encoder import mapped_posterior
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.serving import Scorer
-from contrastive_curvature.serving.graph import METADATA
+from contrastive_curvature.io.serving import Scorer
+from contrastive_curvature.io.serving.graph import METADATA
 
 pytestmark = [
     pytest.mark.parametrize("device", DEVICES),

@@ -16,7 +16,8 @@ from test_served_encoder import mapped_posterior
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature import atomic, serving
+from contrastive_curvature import artifact
+from contrastive_curvature.io import serving
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -201,7 +202,7 @@ def test_an_interrupted_export_leaves_the_old_file(
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(atomic.os, "fsync", interrupted)
+    monkeypatch.setattr(artifact.os, "fsync", interrupted)
     example = [inputs(2, 1, device=device)] if name.endswith("pt2") else []
     with pytest.raises(KeyboardInterrupt):
         la.export(tmp_path / name, *example)

@@ -20,7 +20,7 @@ from serving_cases import STRUCTURES, assert_same, fitted, inputs, truth
 from contrastive_curvature.embedding import known
 from contrastive_curvature.embedding.distribution import turning_angle
 from contrastive_curvature.fit import class_centres
-from contrastive_curvature.serving import Scorer, numpy_scorer
+from contrastive_curvature.io.serving import Scorer, numpy_scorer
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 SUFFIXES = ("npz", "safetensors")

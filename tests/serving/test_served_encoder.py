@@ -15,7 +15,7 @@ from serving_cases import INPUTS, STRUCTURES, assert_same, fitted, inputs, truth
 from torch import Tensor, nn
 
 from contrastive_curvature.fit.class_centres import ClassCentres
-from contrastive_curvature.serving import ServedEncoder
+from contrastive_curvature.io.serving import ServedEncoder
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 

@@ -105,7 +105,7 @@ def test_a_newer_version_and_arrays_that_do_not_fit_are_refused(device, tmp_path
     save_file(arrays, path, {**note, "version": "2"})
     with pytest.raises(cc.UnsupportedError, match=r"corpus: expected version 1, got 2. Install"):
         cc.FaissStore.load(path)
-    from contrastive_curvature.stores.faiss_file import _checksum
+    from contrastive_curvature.io.stores.faiss_file import _checksum
 
     arrays["kappa"] = arrays["kappa"][:-1]
     save_file(arrays, path, {**note, "sha256": _checksum("flat", arrays)})

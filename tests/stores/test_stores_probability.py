@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import contrastive_curvature as cc
-from contrastive_curvature.stores.embeddings import tangential_variance_of
+from contrastive_curvature.io.stores.embeddings import tangential_variance_of
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 

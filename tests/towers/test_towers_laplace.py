@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tower_cases import LOSSES, batches, encoders, numbers, posterior
 
 import contrastive_curvature as cc
-from contrastive_curvature.two_towers import TwoTowers
+from contrastive_curvature.network.two_towers import TwoTowers
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 

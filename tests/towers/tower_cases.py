@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from contrastive_curvature.losses.infonce import InfoNCELoss
 from contrastive_curvature.losses.siglip import SigLIPLoss
 from contrastive_curvature.losses.supcon import SupConLoss
+from contrastive_curvature.network.two_towers import TwoTowers
 from contrastive_curvature.testing import dense_jacobian
-from contrastive_curvature.two_towers import TwoTowers
 
 __all__ = [
     "FIXES",

@@ -28,12 +28,14 @@ from contrastive_curvature.fit.anchors import AnchorFit, WholeHessian, fit_ancho
 from contrastive_curvature.fit.api import check_encoder, check_trainable, make_pullback
 from contrastive_curvature.fit.batches import BatchFit
 from contrastive_curvature.fit.dataset import DatasetFit, samples_of
+from contrastive_curvature.fit.exchange import check_agreed, present_exchange
 from contrastive_curvature.fit.finite import check_finite
 from contrastive_curvature.fit.loop import DatasetCurvature, Problem, fit, mean_norm
 from contrastive_curvature.fit.lowrank import curvature_product, leading_eigenpairs, whole_hessian
 from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.processes import curvature_of, finish_parts, fit_together, statistics_of
 from contrastive_curvature.fit.readers import Batch, Reader, as_batch, labelled_batch
+from contrastive_curvature.fit.state import CURVATURE, STATISTICS, Origin, State, check_identity, digest_of
 from contrastive_curvature.fit.structured import BlockSampler, make_sampler, structured_curvature
 from contrastive_curvature.fit.subset import HessianSubset, anchor_subset, subset_hessian
 from contrastive_curvature.hessian.derivatives import refuse_sampled
@@ -59,8 +61,6 @@ from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.network.sketch import sketch_size
 from contrastive_curvature.options import Normalization, Structure
 from contrastive_curvature.pairs import make_relation
-from contrastive_curvature.parts.exchange import check_agreed, present_exchange
-from contrastive_curvature.parts.state import CURVATURE, STATISTICS, Origin, State, check_identity, digest_of
 from contrastive_curvature.progress import Progress
 
 

@@ -1,0 +1,88 @@
+"""The charts of an evaluation as PNG and SVG files, for papers and slides."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from contrastive_curvature.apps.report.known import Thresholds
+from contrastive_curvature.apps.report.packages import check_packages
+from contrastive_curvature.apps.report.reliability import Reliability
+from contrastive_curvature.apps.report.retrieval import Errors
+
+if TYPE_CHECKING:
+    from contrastive_curvature.apps.report.evaluation import Evaluation
+
+__all__ = ["draw"]
+
+# Two colours that people with any colour vision tell apart (Okabe and Ito, 2008).
+_KNOWN, _UNKNOWN, _SOFT = "#0072B2", "#D55E00", "#6b7280"
+
+
+def draw(evaluation: Evaluation) -> dict[str, bytes]:
+    """Contents of the files by name; charts that there is no data for are left out.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed.
+    """
+    check_packages("matplotlib")
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    out: dict[str, bytes] = {}
+    # The same numbers give the same files: no date, and no random ids in the SVG.
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, "svg.hashsalt": "contrastive_curvature"}):
+        for name, paint in _charts(evaluation).items():
+            figure = Figure(figsize=(5.2, 3.4), dpi=150, layout="constrained")
+            FigureCanvasAgg(figure)
+            axes = figure.add_subplot()
+            paint(axes)
+            axes.spines[["top", "right"]].set_visible(False)
+            for kind in ("png", "svg"):
+                file = io.BytesIO()
+                figure.savefig(file, format=kind, metadata={"Software": None} if kind == "png" else {"Date": None})
+                out[f"{name}.{kind}"] = file.getvalue()
+    return out
+
+
+def _charts(evaluation: Evaluation) -> dict[str, Callable[[Any], None]]:
+    thresholds, errors, reliability = evaluation.thresholds, evaluation.errors, evaluation.reliability
+    out: dict[str, Callable[[Any], None]] = {}
+    if isinstance(thresholds, Thresholds):
+        out["novelty"] = lambda axes: _novelty(axes, thresholds)
+    if isinstance(errors, Errors):
+        out["sparsification"] = lambda axes: _sparsification(axes, errors)
+    if isinstance(reliability, Reliability):
+        out["reliability"] = lambda axes: _reliability(axes, reliability)
+    return out
+
+
+def _novelty(axes: Any, found: Thresholds) -> None:
+    axes.stairs(found.known, found.edges, fill=True, alpha=0.55, color=_KNOWN, label="known")
+    if found.unknown is not None:
+        axes.stairs(found.unknown, found.edges, fill=True, alpha=0.55, color=_UNKNOWN, label="unknown")
+    for flagged in found.chosen:
+        if flagged.alpha == 0.05 and flagged.novelty is not None:
+            axes.axvline(min(flagged.novelty, found.edges[-1]), color="black", label="alpha = 0.05")
+    axes.set(xlabel="novelty", ylabel="share of inputs")
+    axes.legend(frameon=False)
+
+
+def _sparsification(axes: Any, found: Errors) -> None:
+    axes.plot(*zip(*found.curve, strict=True), color=_KNOWN, label="by uncertainty")
+    axes.plot(*zip(*found.best_curve, strict=True), color=_SOFT, linestyle="--", label="best possible")
+    axes.axhline(found.curve[0][1], color=_SOFT, linestyle=":", label="any order")
+    axes.set(xlabel="share of queries taken away", ylabel="share of right matches")
+    axes.legend(frameon=False)
+
+
+def _reliability(axes: Any, found: Reliability) -> None:
+    for each in found.bins:
+        axes.bar((each.low + each.high) / 2, each.accuracy, each.high - each.low, color=_KNOWN, alpha=0.3)
+    axes.plot([0, 1], [0, 1], color=_SOFT, linestyle=":", label="ideal")
+    pairs = [(each.confidence, each.accuracy) for each in found.bins]
+    axes.plot(*zip(*pairs, strict=True), "o", color=_KNOWN, label=f"votes, ECE {found.ece:.3f}")
+    axes.set(xlabel="confidence", ylabel="share of right predictions", xlim=(0, 1), ylim=(0, 1.02))
+    axes.legend(frameon=False, loc="upper left")

@@ -1,0 +1,176 @@
+"""One process's share of a data set: which number every point of a loader has, and which points are padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.network.inputs import is_texts
+from contrastive_curvature.network.loader import loader_parts
+from contrastive_curvature.pairs.rows import point_keys
+
+_FAR = 2**40
+"""Distance between the numbers of the points of two shares whose loaders say nothing about them."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Which points of a data set a loader says that it gives.
+
+    Args:
+        n: How many.
+        keys: Sum of the keys of their numbers, modulo 2^64 as a signed number.
+        points: Number of points of the data set; ``None`` where the shares need not be all of it.
+    """
+
+    n: int
+    keys: int
+    points: int | None
+
+
+class Share:
+    """The batches of a loader with the numbers of their points, and without padding.
+
+    A loader with a ``DistributedSampler`` gives the numbers of its data set; one with the attribute ``numbers`` those.
+    Any other one counts its points, from a place of its own for every share.
+
+    Args:
+        loader: Gives the same points in every pass.
+        index: Of the share.
+
+    Attributes:
+        loader: The same.
+
+    Raises:
+        UnsupportedError: The loader divides the data in a way that does not say which points are padding.
+    """
+
+    def __init__(self, loader: Any, index: int = 0) -> None:
+        self.loader, self.start = loader, index * _FAR
+        self._numbers: Tensor | None = None
+        self._points: int | None = None
+        given = getattr(loader, "numbers", None)
+        if given is not None:
+            self._numbers = _whole_numbers(given)
+            self._real = torch.ones(len(self._numbers), dtype=torch.bool)
+        parts = loader_parts(loader)
+        sampler = next((part for part in parts if isinstance(part, DistributedSampler)), None)
+        if sampler is not None:
+            self._take_numbers(sampler, parts)
+        elif any(_divides(part) for part in parts):
+            msg = (
+                f"train_loader: {type(loader).__name__} does not say which points only fill up a batch. Give every "
+                "process a DataLoader with sampler=torch.utils.data.DistributedSampler(dataset, shuffle=False)."
+            )
+            raise UnsupportedError(msg)
+
+    def _take_numbers(self, sampler: DistributedSampler[Any], parts: list[Any]) -> None:
+        points = len(sampler.dataset)  # type: ignore[arg-type]
+        if not _keeps_order(sampler, parts):
+            if sampler.drop_last or points % sampler.num_replicas == 0:
+                return
+            msg = (
+                f"train_loader: its DistributedSampler repeats points, as {points} points are no multiple of "
+                f"{sampler.num_replicas} processes, and the batch sampler around it does not say which ones. Use a "
+                "DataLoader(dataset, batch_size=..., sampler=sampler), or drop_last=True in the sampler."
+            )
+            raise UnsupportedError(msg)
+        self._numbers = torch.tensor(list(sampler), dtype=torch.int64)
+        # Every replica takes every num_replicas-th of a list whose end repeats its beginning.
+        self._real = sampler.rank + sampler.num_replicas * torch.arange(len(self._numbers)) < points
+        self._points = None if sampler.drop_last else points
+
+    @property
+    def claim(self) -> Claim | None:
+        """What the loader says about its points, if anything."""
+        if self._numbers is None:
+            return None
+        mine = self._numbers[self._real]
+        return Claim(len(mine), sum_of_keys(mine), self._points)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
+        """Give batches and the numbers of their points, int64, shape (B,); of a batch of padding alone nothing."""
+        start = 0
+        for batch in self.loader:
+            count = _length(batch) or 0
+            rows = slice(start, start + count)
+            start = rows.stop
+            if self._numbers is None:
+                yield batch, self.start + torch.arange(rows.start, rows.stop)
+                continue
+            numbers, real = self._numbers[rows], self._real[rows]
+            if len(numbers) < count:
+                hint = "Which of them are padding is unknown. Give batches with one row for each point of the sampler."
+                wanted = f"the {len(self._numbers)} points of its sampler"
+                raise InputError(expected("train_loader", wanted, f"{start} or more", hint))
+            if bool(real.all()):
+                yield batch, numbers
+            elif bool(real.any()):
+                yield _selected(batch, real), numbers[real]
+
+
+def _whole_numbers(given: Any) -> Tensor:
+    """Return the numbers of points that a loader has as an attribute, int64, shape (N,)."""
+    numbers = torch.as_tensor(given if isinstance(given, Tensor) else list(given))
+    if numbers.ndim != 1 or (numbers.is_floating_point() and len(numbers)):
+        wanted = "whole numbers, one for each point in its order"
+        raise InputError(expected("loader.numbers", wanted, f"{numbers.dtype} of shape {tuple(numbers.shape)}"))
+    return numbers.to("cpu", torch.int64)
+
+
+def sum_of_keys(numbers: Tensor) -> int:
+    """Return a number that is the same for the same points in any order, and almost surely another for others."""
+    # The sum wraps around.
+    return int(point_keys(numbers).sum())
+
+
+def _keeps_order(sampler: DistributedSampler[Any], parts: list[Any]) -> bool:
+    """Return whether points come in the order of the sampler."""
+    loaders = [
+        part
+        for part in parts
+        if isinstance(part, DataLoader)
+        and (part.sampler is sampler or getattr(part.batch_sampler, "sampler", None) is sampler)
+    ]
+    return bool(loaders) and all(
+        type(loader.batch_sampler) in (BatchSampler, type(None)) and getattr(loader, "in_order", True)
+        for loader in loaders
+    )
+
+
+def _divides(part: Any) -> bool:
+    """Return whether this is one of Accelerate's shards of several processes."""
+    several = getattr(part, "num_processes", 1)
+    return type(part).__module__.startswith("accelerate") and isinstance(several, int) and several > 1
+
+
+def _length(batch: Any) -> int | None:
+    """Return the number of points of a batch as a loader gives it: that of its first tensor or list of texts."""
+    if is_texts(batch):
+        return len(batch)
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.ndim else None
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
+    return next((n for n in map(_length, parts) if n is not None), None)
+
+
+def _selected(batch: Any, rows: Tensor) -> Any:
+    """Return some points of a batch, ``rows`` (B,) boolean."""
+    if is_texts(batch):
+        return [text for text, wanted in zip(batch, rows.tolist(), strict=True) if wanted]
+    if isinstance(batch, Tensor):
+        return batch[rows.to(batch.device)] if batch.ndim and batch.shape[0] == len(rows) else batch
+    if isinstance(batch, Mapping):
+        return {key: _selected(part, rows) for key, part in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return [_selected(part, rows) for part in batch]
+    return batch

@@ -1,0 +1,249 @@
+"""What one part of a data set adds to a fit; parts merge in any order and grouping."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.fit.contributions import Contributions
+from contrastive_curvature.losses.class_table import ClassTable
+from contrastive_curvature.pairs.rows import Rows, united
+
+_TELLING = 32
+"""Points from which on two parts are not alike by chance."""
+
+STATISTICS, CURVATURE = "statistics", "curvature"
+"""The two kinds of states: what a pass over the data has to know of all other parts, and what it then computes."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Which points a part holds, in a few numbers.
+
+    Args:
+        n: How many.
+        targets: A sum over their targets that another target changes, modulo 2^64 as a signed number.
+        along: Sum of their raw outputs along one direction.
+        norm: Sum of the norms of their raw outputs.
+        bound: Sum of the numbers along it, each times a number that belongs to its target, so that targets of the same
+            points in another order change it.
+        extremes: The lowest and the highest of these numbers, where outputs have been seen. Sums over many points
+            hardly tell two random halves of a data set apart; the outermost points do.
+        rounding: Relative difference of the outputs of a point in batches of other sizes, at most.
+    """
+
+    n: int
+    targets: int
+    along: float
+    norm: float
+    bound: float = 0.0
+    extremes: tuple[float, ...] = ()
+    rounding: float = 1e-3
+
+    def same(self, other: Origin) -> bool:
+        """Return whether both hold the same points, with the outputs of the same encoder up to rounding."""
+        if (self.n, self.targets) != (other.n, other.targets):
+            return False
+        near = max(self.rounding, other.rounding) * max(self.norm, other.norm)
+        mine, theirs = (self.norm, self.along, self.bound), (other.norm, other.along, other.bound)
+        return all(abs(a - b) <= near for a, b in zip(mine, theirs, strict=True))
+
+    def same_points(self, other: Origin) -> bool:
+        """Return whether both surely hold the same points; ``False`` where that is unknown."""
+        if not self.extremes or len(self.extremes) != len(other.extremes) or not self.same(other):
+            return False
+        # Numbers along a direction and norms take turns, and the former vary by about their size.
+        near = 2 * max(self.rounding, other.rounding) * max(abs(number) for number in self.extremes[::2])
+        return all(abs(a - b) <= near for a, b in zip(self.extremes, other.extremes, strict=True))
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a pass over points finds: sums and samples, which merge in any order, up to the rounding of sums.
+
+    Args:
+        n: Number of points.
+        sums: Tensors that add up.
+        kept: Points that are kept.
+        classes: Numbers and sums of embeddings of every class; ``None`` where targets are no class labels.
+        contributions: Which points dominate; of no points for statistics.
+    """
+
+    n: int = 0
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    kept: Mapping[str, Rows] = field(default_factory=dict)
+    classes: ClassTable | None = None
+    contributions: Contributions = field(default_factory=Contributions)
+
+    def merged(self, other: Findings) -> Findings:
+        """Return what both passes as one would have found."""
+        kept = united(self.kept, other.kept, Rows.merged)
+        classes = self.classes if other.classes is None else other.classes.merged(self.classes)
+        contributions = self.contributions.merged(other.contributions)
+        return Findings(self.n + other.n, united(self.sums, other.sums, _sum), kept, classes, contributions)
+
+    def to(self, device: torch.device) -> Findings:
+        """Return the same on a device; numbers of points stay on the CPU."""
+        sums = {name: part.to(device) for name, part in self.sums.items()}
+        kept = {name: rows.to(device) for name, rows in self.kept.items()}
+        return replace(self, sums=sums, kept=kept, classes=None if self.classes is None else self.classes.to(device))
+
+
+@dataclass(frozen=True)
+class State:
+    """Of one part of a data set, or of several that are merged.
+
+    Merging is associative and commutative, up to the rounding of sums.
+
+    Args:
+        kind: :data:`STATISTICS` or :data:`CURVATURE`.
+        identity: What has to be equal for two states to fit together: options, encoder, data.
+        origins: The parts that are in it, by their index.
+        count: Number of all parts of the data set.
+        found: What the pass over these parts found.
+        probe: A few made-up inputs as the encoder takes them, of the part with the smallest index that has points.
+    """
+
+    kind: str
+    identity: Mapping[str, str]
+    origins: Mapping[int, Origin]
+    count: int
+    found: Findings = field(default_factory=Findings)
+    probe: Rows | None = None
+
+    @property
+    def n(self) -> int:
+        """Number of points."""
+        return self.found.n
+
+    @property
+    def missing(self) -> list[int]:
+        """Indices of the parts that are not in it."""
+        return [index for index in range(self.count) if index not in self.origins]
+
+    def to(self, device: torch.device) -> State:
+        """Return the same on a device; numbers of points and the probe stay on the CPU."""
+        return replace(self, found=self.found.to(device))
+
+    def merge(self, other: State) -> State:
+        """Return the state of both together.
+
+        Raises:
+            InputError: They are of other data, another encoder or other options, of another kind, or have a part in
+                common.
+        """
+        check_fit_together(self, other)
+        probes = [state.probe for state in (self, other) if state.probe is not None]
+        return replace(
+            self,
+            origins={**self.origins, **other.origins},
+            found=self.found.merged(other.found),
+            probe=min(probes, key=lambda rows: int(rows.numbers[0]), default=None),
+        )
+
+    @staticmethod
+    def merged(states: Iterable[State]) -> State:
+        """Merge all states into one, see :func:`merged`."""
+        return merged(states)
+
+    def save(self, path: Path | str) -> None:
+        """Write a safetensors file, see :func:`contrastive_curvature.io.states.save_state`."""
+        from contrastive_curvature.io.states import save_state
+
+        save_state(self, path)
+
+    @staticmethod
+    def load(path: Path | str) -> State:
+        """Read what :meth:`save` wrote, see :func:`contrastive_curvature.io.states.load_state`."""
+        from contrastive_curvature.io.states import load_state
+
+        return load_state(path)
+
+    def check_complete(self) -> None:
+        """Refuse to go on without a part."""
+        missing = self.missing
+        if missing:
+            wanted = f"all {self.count} parts"
+            hint = "Compute the missing ones and merge them too; the others stay as they are."
+            raise InputError(expected(self.kind, wanted, f"none of {missing[:10]}", hint))
+
+
+def merged(states: Iterable[State]) -> State:
+    """Merge all states into one.
+
+    Args:
+        states: At least one.
+
+    Raises:
+        InputError: There is none, or two of them do not fit together, see :meth:`State.merge`.
+        InputTypeError: Something else than states.
+    """
+    if isinstance(states, State) or not isinstance(states, Iterable):
+        came = "one of them" if isinstance(states, State) else f"a {type(states).__name__}"
+        raise InputTypeError(expected("states", "several states, as a list", came))
+    found = list(states)
+    for state in found:
+        if not isinstance(state, State):
+            raise InputTypeError(expected("states", "states of parts of a data set", f"a {type(state).__name__}"))
+    if not found:
+        raise InputError(expected("states", "at least one", "none"))
+    # By their parts, so that the order in which files are listed does not change the rounding.
+    found.sort(key=lambda state: min(state.origins, default=0))
+    while len(found) > 1:
+        # In pairs, so that what is kept is not copied again for each of many parts.
+        joined = [one.merge(other) for one, other in zip(found[::2], found[1::2], strict=False)]
+        found = joined + found[2 * len(joined) :]
+    return found[0]
+
+
+def check_fit_together(first: State, second: State) -> None:
+    """Refuse two states that are not of one fit."""
+    if first.kind != second.kind:
+        raise InputError(expected("states", f"all of one kind, {first.kind!r}", f"{second.kind!r}"))
+    if first.count != second.count:
+        hint = "Parts of one fit are counted alike: index 0 to count - 1 of the same count."
+        raise InputError(expected("states", f"parts of {first.count}", f"parts of {second.count}", hint))
+    for name, one, other in _differences(first.identity, second.identity):
+        hint = "States merge where the encoder, the options and the data are the same."
+        raise InputError(expected(f"states: {name}", f"{one} in all parts", f"{other} in another", hint))
+    twice = sorted(set(first.origins) & set(second.origins))
+    if twice:
+        raise InputError(expected("states", "every part once", f"part {twice[0]} twice"))
+    for a, mine in first.origins.items():
+        for b, theirs in second.origins.items():
+            if min(mine.n, theirs.n) >= _TELLING and mine.same_points(theirs):
+                hint = "Every part has its own share of the data: a slice, a shard, or a DistributedSampler."
+                came = f"the same {mine.n} points in parts {a} and {b}"
+                raise InputError(expected("states", "other points in every part", came, hint))
+
+
+def check_identity(state: State, identity: Mapping[str, str]) -> None:
+    """Refuse a state of another fit."""
+    for name, mine, other in _differences(identity, state.identity):
+        hint = "Use the encoder, the options and the data that the state was computed with."
+        raise InputError(expected(f"{state.kind}: {name}", str(mine), str(other), hint))
+
+
+def _differences(first: Mapping[str, str], second: Mapping[str, str]) -> Iterator[tuple[str, str | None, str | None]]:
+    """Give the facts in which two fits differ."""
+    for name in dict.fromkeys([*first, *second]):
+        if first.get(name) != second.get(name):
+            yield name, first.get(name), second.get(name)
+
+
+def digest_of(state: State) -> str:
+    """Return a short text that is the same for the same data, encoder and options, in any order of merging."""
+    origins = {index: (origin.n, origin.targets) for index, origin in sorted(state.origins.items())}
+    text = json.dumps([dict(sorted(state.identity.items())), origins, state.count])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _sum(first: Tensor, second: Tensor) -> Tensor:
+    return first + second.to(first.device)

@@ -1,0 +1,194 @@
+"""``FeatureFolder(path)``: saved features as a loader of batches, whole or a shard of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from os import PathLike
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from contrastive_curvature import validate
+from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.io.feature_folder.header import read_header
+from contrastive_curvature.io.feature_folder.identifiers import decode_identifiers
+from contrastive_curvature.io.feature_folder.place import check_path, storage_of
+from contrastive_curvature.network.given_features import feature_inputs
+
+__all__ = ["FeatureFolder"]
+
+
+class FeatureFolder:
+    """What :func:`contrastive_curvature.features` wrote, as a loader of batches ``(inputs, targets)``.
+
+    It goes wherever a last-layer posterior takes a loader, as often as it is needed, and ``la(inputs)`` takes the
+    inputs of one batch. Batches are read when they are needed: a batch of B points takes 4 B F bytes.
+
+    Args:
+        path: The folder.
+        batch_size: Points of a batch.
+        seed: ``None``: points in the order in which they were written. A whole number: in a random order, the same in
+            every pass, for what takes the pairs or candidates inside a batch (``pairs="batch"``, losses of anchors).
+
+    Attributes:
+        path: The folder.
+        batch_size: Points of a batch.
+        seed: Of the order of the points.
+        dtype: torch's type that the features are stored in.
+        width: Number F of features of a point.
+        last_layer_name: Name of the layer that takes them in.
+
+    Raises:
+        InputError: It is no feature folder, not complete, damaged, or has files of another size.
+        UnsupportedError: It has Parquet files, and pyarrow is not installed or there is a ``seed``.
+    """
+
+    def __init__(self, path: str | PathLike[str], batch_size: int = 4096, *, seed: int | None = None) -> None:
+        self.path = check_path(path)
+        self.batch_size = validate.count("batch_size", batch_size)
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise InputTypeError(expected("seed", "a whole number or None", f"a {type(seed).__name__}"))
+        self.seed = seed
+        self._header = read_header(self.path)
+        if not self._header.complete:
+            there = sum(part is not None for part in self._header.parts)
+            hint = "Call contrastive_curvature.features with the same arguments: it goes on where it stopped."
+            raise InputError(expected(str(self.path), "a complete feature folder", f"one with {there} parts", hint))
+        self._storage = storage_of(self.path, self._header)
+        self._storage.check_sizes(self._header)
+        if seed is not None:
+            self._storage.check_order()
+        self._rows = range(self._header.points or 0)
+        self.dtype, self.width = self._header.precision.dtype, self._header.source.width
+        self.last_layer_name = self._header.source.last_layer
+
+    def __len__(self) -> int:
+        """Number of batches."""
+        return -(-len(self._rows) // self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        """Batches of features, lifted to float32 (from float64: as they are), and targets."""
+        order = None if self.seed is None else self.numbers.numpy()
+        for start in range(0, len(self._rows), self.batch_size):
+            stop = min(start + self.batch_size, len(self._rows))
+            if order is None:
+                rows = self._storage.rows(self._rows.start + start, self._rows.start + stop)
+            else:
+                rows = self._storage.chosen(order[start:stop])
+            features = self._header.precision.decode(rows.features)
+            yield feature_inputs(features, self._header.source), _tensor(rows.targets)
+
+    def __repr__(self) -> str:
+        """Path, shape and type."""
+        mine = self._rows
+        some = "" if len(mine) == self._header.points else f", points {mine.start} to {mine.stop}"
+        shape = f"{self._header.points} x {self.width}, {self._header.precision.name}"
+        return f"FeatureFolder({str(self.path)!r}: {shape}{some})"
+
+    @property
+    def dataset(self) -> range:
+        """Rows of the folder, under the name that a ``DataLoader`` has for what tells how long a fit will take."""
+        return self._rows
+
+    @property
+    def numbers(self) -> Tensor:
+        """Rows of the folder that the points are, in the order of the batches, int64, shape (N,).
+
+        With them, fits in several processes know which points their shards are.
+        """
+        if self.seed is None:
+            return torch.arange(self._rows.start, self._rows.stop)
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randperm(len(self._rows), generator=generator) + self._rows.start
+
+    @property
+    def targets(self) -> Tensor:
+        """Targets of all points, shape (N, ...), in the order in which they were written."""
+        return _tensor(self._storage.targets(self._rows.start, self._rows.stop))
+
+    @property
+    def identifiers(self) -> NDArray[Any]:
+        """Identifiers of all points, shape (N,): int64, or texts."""
+        stored = self._storage.identifiers(self._rows.start, self._rows.stop)
+        return decode_identifiers(stored, self._header.identifiers)
+
+    @property
+    def features(self) -> NDArray[Any]:
+        """All features as they are stored, shape (N, F), mapped into memory; ``bfloat16`` as its bits, ``uint16``.
+
+        The array is a private copy-on-write mapping: what is written to it does not reach the file.
+
+        Raises:
+            UnsupportedError: The folder has Parquet files.
+        """
+        return self._storage.features()[self._rows.start : self._rows.stop]
+
+    def numpy(self, start: int = 0, stop: int | None = None) -> NDArray[Any]:
+        """Features of some points in memory, shape (stop - start, F), float32 (from float64: float64).
+
+        Args:
+            start: First point, counted from the first of this folder or shard.
+            stop: The point after the last one; ``None`` for all.
+
+        Raises:
+            InputError: There are not so many points.
+        """
+        n = len(self._rows)
+        stop = n if stop is None else stop
+        whole = all(isinstance(end, int) and not isinstance(end, bool) for end in (start, stop))
+        if not whole or not 0 <= start <= stop <= n:
+            raise InputError(expected("start, stop", f"numbers of points from 0 to {n}", f"{start!r}, {stop!r}"))
+        rows = self._storage.rows(self._rows.start + start, self._rows.start + stop)
+        found: NDArray[Any] = self._header.precision.decode(rows.features).numpy()
+        return found
+
+    def shard(self, index: int, count: int) -> FeatureFolder:
+        """One of ``count`` contiguous parts of nearly equal size, as for one of several processes.
+
+        Args:
+            index: Which of them, from 0.
+            count: How many there are. With more of them than points some are empty.
+
+        Returns:
+            A folder of these points alone; :attr:`numbers` says which rows of the whole folder they are.
+
+        Raises:
+            InputError: There is no such part.
+        """
+        validate.count("count", count)
+        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < count:
+            raise InputError(expected("index", f"a whole number from 0 to {count - 1}", index))
+        n, first = len(self._rows), self._rows.start
+        out = FeatureFolder(self.path, self.batch_size, seed=self.seed)
+        out._rows = range(first + n * index // count, first + n * (index + 1) // count)
+        return out
+
+    def verify(self) -> None:
+        """Read everything, and compare it with the checksums that were taken when it was written.
+
+        Raises:
+            InputError: A part is damaged; the message names its points.
+        """
+        for part, checksum in enumerate(self._header.parts):
+            start, stop = self._header.rows_of(part)
+            if self._storage.checksum(part, start, stop) != checksum:
+                received = f"points {start} to {stop - 1} are damaged (part {part})"
+                hint = "Call contrastive_curvature.features with the same arguments: it writes them again."
+                raise InputError(expected(str(self.path), "the content that was written", received, hint))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process needs to open the same points: no features are copied."""
+        return {"path": self.path, "batch_size": self.batch_size, "seed": self.seed, "rows": self._rows}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Open the folder again."""
+        self.__init__(state["path"], state["batch_size"], seed=state["seed"])  # type: ignore[misc]
+        self._rows = state["rows"]
+
+
+def _tensor(stored: NDArray[Any]) -> Tensor:
+    """A copy in memory, in the byte order of the machine."""
+    return torch.from_numpy(np.array(stored, dtype=stored.dtype.newbyteorder("=")))

@@ -1,0 +1,120 @@
+"""States of the parts of a fit, a file each, in a folder that all machines see."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from functools import reduce
+from os import PathLike
+from pathlib import Path
+
+from contrastive_curvature import validate
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.fit.state import CURVATURE, STATISTICS, State, check_identity
+from contrastive_curvature.io.jobs.manifest import open_folder
+from contrastive_curvature.io.states import load_state
+
+__all__ = ["StateFolder"]
+
+_log = logging.getLogger("contrastive_curvature")
+
+
+class StateFolder:
+    """Where the states of the parts of one fit are kept, ``statistics-00003-of-00008.safetensors`` and so on.
+
+    Each is written completely or not at all, so a process that is killed leaves no half of one, and what is there is
+    there once, however often a part was started.
+
+    Args:
+        path: The folder; it is made if need be, inside a folder that exists.
+        count: Number of parts.
+        source: What tells the data from other data, as ``ParquetParts(...).fingerprint``; may be empty.
+
+    Raises:
+        InputError: The folder has something else in it, or states of another number of parts or of other data.
+    """
+
+    def __init__(self, path: str | PathLike[str], count: int, source: str = "") -> None:
+        self.count = validate.count("count", count)
+        self.path = open_folder("folder", path, {"kind": "fit", "parts": count, "source": str(source)})
+
+    def __repr__(self) -> str:
+        """Path and number of parts."""
+        return f"StateFolder({str(self.path)!r}, {self.count} parts)"
+
+    def save(self, state: State) -> None:
+        """Keep the state of one part.
+
+        Raises:
+            InputError: It is of several parts, or counts the parts differently.
+        """
+        if len(state.origins) != 1 or state.count != self.count:
+            came = f"parts {sorted(state.origins)[:5]} of {state.count}"
+            raise InputError(expected("state", f"the state of one of {self.count} parts", came))
+        state.save(self.file(state.kind, next(iter(state.origins))))
+
+    def load(self, kind: str, part: int) -> State:
+        """The state of a part.
+
+        Args:
+            kind: ``"statistics"`` or ``"curvature"``.
+            part: Index of the part.
+
+        Raises:
+            InputError: It is not there, damaged, or that of another part.
+        """
+        file = self.file(kind, part)
+        state = load_state(file)
+        if (state.kind, list(state.origins), state.count) != (kind, [part], self.count):
+            came = f"{state.kind} of part {sorted(state.origins)[:5]} of {state.count}"
+            raise InputError(expected(str(file), f"{kind} of part {part} of {self.count}", came))
+        return state
+
+    def has(self, kind: str, part: int, identity: Mapping[str, str] | None = None) -> bool:
+        """Whether the state of a part is there and whole.
+
+        Args:
+            kind: ``"statistics"`` or ``"curvature"``.
+            part: Index of the part.
+            identity: What the state must have in common with the fit, as ``state.identity``; ``None`` for anything, as
+                :meth:`merged` compares the states with each other.
+
+        Raises:
+            InputError: The state is of another encoder, other options or other data. Nothing is overwritten.
+        """
+        file = self.file(kind, part)
+        if not file.is_file():
+            return False
+        try:
+            state = self.load(kind, part)
+        except InputError as error:
+            _log.warning("%s It is computed again.", error)
+            return False
+        try:
+            check_identity(state, state.identity if identity is None else identity)
+        except InputError as error:
+            error.add_note(f"This state is in {file}. Use another folder, or delete this one.")
+            raise
+        return True
+
+    def missing(self, kind: str, identity: Mapping[str, str] | None = None) -> list[int]:
+        """Parts whose state is not there or damaged, to be computed (again); arguments as of :meth:`has`."""
+        return [part for part in range(self.count) if not self.has(kind, part, identity)]
+
+    def merged(self, kind: str) -> State:
+        """The states of all parts as one; one after the other is in memory.
+
+        Raises:
+            InputError: One is missing or damaged, or they do not fit together.
+        """
+        return reduce(State.merge, (self.load(kind, part) for part in range(self.count)))
+
+    def file(self, kind: str, part: int) -> Path:
+        """Name of the file of a part."""
+        validate.choice("kind", kind, (STATISTICS, CURVATURE))
+        return self.path / f"{kind}-{part:05d}-of-{self.count:05d}.safetensors"
+
+    def __fspath__(self) -> str:
+        """The folder's name."""
+        return os.fspath(self.path)

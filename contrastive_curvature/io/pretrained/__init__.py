@@ -1,0 +1,19 @@
+"""Saved posteriors: one folder with numbers in safetensors, options in JSON, and a model card.
+
+``la.save_pretrained(folder)`` writes it, :func:`load_pretrained` reads it back around the encoder, :func:`read_info`
+says what is in it without an encoder. Nothing in such a folder is executed.
+"""
+
+from contrastive_curvature.io.pretrained.about import PushOptions, SaveOptions
+from contrastive_curvature.io.pretrained.info import PosteriorInfo, PretrainedInfo, read_info
+from contrastive_curvature.io.pretrained.load import load_match, load_pretrained
+
+__all__ = [
+    "PosteriorInfo",
+    "PretrainedInfo",
+    "PushOptions",
+    "SaveOptions",
+    "load_match",
+    "load_pretrained",
+    "read_info",
+]

@@ -1,7 +1,0 @@
-"""Posteriors without the library that made them: exported graphs, and a scorer that needs numpy only."""
-
-from contrastive_curvature.serving.export import export
-from contrastive_curvature.serving.module import ServedEncoder
-from contrastive_curvature.serving.numpy_scorer import Scorer
-
-__all__ = ["Scorer", "ServedEncoder", "export"]
