@@ -1,28 +1,44 @@
-"""Atomic writing of files: a file is written completely or not at all, also if the writing process is killed."""
+"""Files that this library writes and reads back: written whole or not at all, with one kind of header.
+
+A header is a pydantic model in JSON, with the name of its format, a version, and a checksum. It is the one small file
+of an :class:`ArtifactFolder`, or stands in the metadata of a safetensors file. Nothing that is read is executed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import re
 import secrets
-import stat
-import sys
-from collections.abc import Callable
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Generic, NoReturn, Self, TypeVar
 
-from contrastive_curvature.errors import InputError, expected
+from filelock import FileLock, Timeout
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError
 
-if sys.platform != "win32":
-    import fcntl
+from contrastive_curvature.errors import InputError, InputTypeError, expected
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+VERSION = 2
+"""Of every format. It is raised where an older release would misread what this one writes."""
+
+_ABANDONED = 3600
+"""Seconds after which a file that is still unfinished belongs to a writer that was killed."""
+
+_METADATA = "header"
 
 
 def final_target(path: Path | str) -> Path:
     """Return the path of a file after all symbolic links are followed."""
     target = Path(os.path.realpath(path))
-    if target.is_symlink():
-        raise InputError(expected(str(path), "a file or a link to one", "symbolic links that form a circle"))
     if not target.parent.is_dir():
         raise InputError(expected(str(path), "a file in a folder that exists", f"no folder {target.parent}"))
     if target.exists() and not target.is_file():
@@ -30,81 +46,264 @@ def final_target(path: Path | str) -> Path:
     return target
 
 
-def write_whole(path: Path | str, write: Callable[[BinaryIO], None]) -> None:
+def write_whole(path: Path | str, write: Callable[[BinaryIO], object]) -> None:
     """Write a file such that at every moment its name refers to the complete old content or to the complete new one.
 
     If the path is a symbolic link, the link stays and its target is replaced. An existing file keeps its mode; a new
-    file gets the mode of the user's umask. Unfinished files of killed writers of the same file are removed.
+    file gets the mode of the user's umask. What killed writers left of the same file an hour ago is removed.
     """
     target = final_target(path)
-    _remove_abandoned(target)
-    handle, name = _open_temporary(target)
+    for old in target.parent.glob(f".{target.name}.*.tmp"):
+        with contextlib.suppress(OSError):
+            if time.time() - old.stat().st_mtime > _ABANDONED:
+                old.unlink()
+    unfinished = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
     try:
-        with os.fdopen(handle, "wb") as file:
-            _keep_mode(file, target)
+        with unfinished.open("xb") as file:
+            if target.exists():
+                shutil.copymode(target, unfinished)
             write(file)
             file.flush()
             # Without fsync, a power cut could leave an empty file under the new name.
             os.fsync(file.fileno())
-            if sys.platform != "win32":
-                # Renamed while the file is locked, because other writers remove unlocked unfinished files.
-                os.replace(name, target)
-        if sys.platform == "win32":
-            os.replace(name, target)
+        unfinished.replace(target)
     except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
+        unfinished.unlink(missing_ok=True)
         # torch's writer replaces the OSError by a RuntimeError that does not give the reason.
         if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
 
 
-def _open_temporary(target: Path) -> tuple[int, str]:
-    while True:
-        name = str(target.parent / f".{target.name}.{secrets.token_hex(6)}.tmp")
-        # tempfile.mkstemp would create a file that other users cannot read, and os.umask would affect all threads.
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0)
-        handle = os.open(name, flags, 0o666)
-        if sys.platform == "win32":
-            return handle, name
+def folder_path(argument: str, path: object) -> Path:
+    """Return the path of a folder, with ``~`` and all symbolic links followed; the folder need not exist."""
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
+        raise InputTypeError(expected(argument, "a path of a folder", repr(path)))
+    found = Path(os.path.realpath(Path(path).expanduser()))
+    if found.exists() and not found.is_dir():
+        raise InputError(expected(argument, "a folder", f"{found}, which is a file"))
+    return found
+
+
+def sha256_of(path: Path) -> str:
+    """Return the checksum of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Header(BaseModel):
+    """What a file or a folder holds, as a subclass lists it in its fields.
+
+    Class attributes:
+        kind: Name of the format.
+        file_name: Of the header in a folder.
+        described: What such a file or folder is called in error messages.
+        made_by: How a user gets one, a sentence.
+        repaired_by: What to do about a damaged one, a sentence.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: ClassVar[str]
+    file_name: ClassVar[str] = "header.json"
+    described: ClassVar[str]
+    made_by: ClassVar[str] = ""
+    repaired_by: ClassVar[str] = ""
+
+    def dumps(self) -> str:
+        """Return the header as JSON, with format, version and checksum."""
+        from contrastive_curvature import __version__
+
+        content = self.model_dump(mode="json")
+        about = {"format": f"contrastive_curvature.{self.kind}", "version": VERSION, "written_by": __version__}
+        return json.dumps({**about, "sha256": _checksum(content), "content": content}, indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def loads(cls, text: str | bytes, name: str) -> Self:
+        """Return the header that :meth:`dumps` wrote; ``name`` stands for the file in error messages."""
         try:
-            # The system releases the lock when the process ends. On a file system without locks, no writer removes
-            # unfinished files.
-            with contextlib.suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_EX)
-            if os.fstat(handle).st_nlink:
-                return handle, name
-        except BaseException:
-            os.close(handle)
-            raise
-        # Another writer removed the file as abandoned before it was locked.
-        os.close(handle)
+            whole = json.loads(text)
+        except (ValueError, RecursionError):
+            cls.refuse(name, "a damaged one: no whole JSON", cls.repaired_by)
+        if not isinstance(whole, dict) or whole.get("format") != f"contrastive_curvature.{cls.kind}":
+            cls.refuse(name, "something else", cls.made_by)
+        if whole.get("version") != VERSION:
+            hint = f"contrastive_curvature {whole.get('written_by')} wrote it: use that release, or make it again."
+            cls.refuse(name, f"version {whole.get('version')}", hint, f" of version {VERSION}")
+        if whole.get("sha256") != _checksum(whole.get("content")):
+            cls.refuse(name, "a damaged one: its checksum is another", cls.repaired_by)
+        try:
+            return cls.model_validate(whole["content"])
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            place = ".".join(map(str, wrong["loc"]))
+            cls.refuse(name, f"one with {place}: {wrong['msg']}", cls.repaired_by)
+
+    @classmethod
+    def refuse(cls, name: str, received: str, hint: str = "", more: str = "") -> NoReturn:
+        """Raise the error for a file or folder that is none of this kind."""
+        raise InputError(expected(name, cls.described + more, received, hint))
 
 
-def _keep_mode(file: BinaryIO, target: Path) -> None:
-    if sys.platform != "win32":
-        with contextlib.suppress(FileNotFoundError):
-            os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
+H = TypeVar("H", bound=Header)
 
 
-def _remove_abandoned(target: Path) -> None:
-    unfinished = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{12}}\.tmp")
-    # Unfinished files that cannot be listed or removed do no harm.
-    with contextlib.suppress(OSError):
-        for name in os.listdir(target.parent):
-            if unfinished.fullmatch(name):
-                with contextlib.suppress(OSError):
-                    _remove_unless_locked(target.parent / name)
+class ArtifactFolder(Generic[H]):
+    """A folder whose header says what its other files hold.
+
+    Writers put the other files first and the header last, so that a folder without a header is not there, and one with
+    a header is complete.
+
+    Args:
+        path: The folder; it need not exist.
+        header: The class of its header.
+        argument: Name of the path for error messages.
+        own: Names of further files that a killed writer may leave.
+    """
+
+    def __init__(
+        self, path: object, header: type[H], argument: str = "path", own: re.Pattern[str] | None = None
+    ) -> None:
+        self.path, self._header, self._argument, self._own = folder_path(argument, path), header, argument, own
+        self.header_path = self.path / header.file_name
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a header, of this or of another kind."""
+        return self.header_path.is_file()
+
+    def make(self, *, parents: bool = False) -> None:
+        """Make the folder if need be; refuse one with other content."""
+        try:
+            self.path.mkdir(parents=parents, exist_ok=True)
+        except FileNotFoundError:
+            received = f"no folder {self.path.parent}"
+            raise InputError(expected(self._argument, "a folder in one that exists", received)) from None
+        # Unfinished files and the lock have names that begin with a dot.
+        others = [
+            name
+            for name in sorted(os.listdir(self.path))
+            if not name.startswith(".") and not (self._own and self._own.fullmatch(name))
+        ]
+        if others and not self.exists:
+            wanted = f"a new or an empty folder, or {self._header.described}"
+            received = f"{self.path}, which has {others[0]!r} in it and no {self._header.file_name}"
+            raise InputError(expected(self._argument, wanted, received, "Name another folder."))
+
+    @contextlib.contextmanager
+    def locked(self, *, wait: bool = True) -> Iterator[None]:
+        """Keep other writers away; the system releases the lock when the process ends."""
+        try:
+            with FileLock(self.path / ".lock", timeout=-1 if wait else 0):
+                yield
+        except Timeout:
+            hint = "Wait for it, or name another folder."
+            wanted = "a folder that nobody else is writing"
+            raise InputError(expected(self._argument, wanted, str(self.path), hint)) from None
+
+    def read(self) -> H:
+        """Return the header."""
+        try:
+            text = self.header_path.read_bytes()
+        except FileNotFoundError:
+            self._header.refuse(str(self.path), f"no {self._header.file_name} there", self._header.made_by)
+        return self._header.loads(text, str(self.header_path))
+
+    def write(self, header: H) -> None:
+        """Replace the header in one step."""
+        write_whole(self.header_path, lambda file: file.write(header.dumps().encode()))
 
 
-def _remove_unless_locked(path: Path) -> None:
-    if sys.platform == "win32":
-        os.unlink(path)
-        return
-    handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+def pack(header: Header, tensors: Mapping[str, Tensor]) -> bytes:
+    """Return tensors in the safetensors format, with a header and a checksum."""
+    from safetensors.torch import save
+
+    plain = _plain(tensors)
+    return save(plain, _metadata(header, plain))
+
+
+def unpack(content: bytes, kind: type[H], name: str) -> tuple[H, dict[str, Tensor]]:
+    """Return what :func:`pack` was given; ``name`` stands for it in error messages."""
+    from safetensors.torch import load
+
+    length = int.from_bytes(content[:8], "little")
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.unlink(path)
-    finally:
-        os.close(handle)
+        metadata = json.loads(content[8 : 8 + length]).get("__metadata__") or {}
+        tensors = load(content)
+    except (SafetensorError, ValueError, AttributeError, RecursionError):
+        kind.refuse(name, "a damaged one, or something else", kind.repaired_by)
+    return _checked(metadata, tensors, kind, name)
+
+
+def write_tensors(path: Path | str, header: Header, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file with a header and a checksum, without a copy of the tensors in memory."""
+    from safetensors.torch import save_file
+
+    plain = _plain(tensors)
+    metadata = _metadata(header, plain)
+    write_whole(path, lambda file: save_file(plain, file.name, metadata))
+
+
+def read_tensors(path: Path | str, kind: type[H]) -> tuple[H, dict[str, Tensor]]:
+    """Return what :func:`write_tensors` was given."""
+    from safetensors import safe_open
+
+    if not Path(path).is_file():
+        kind.refuse(str(path), "no such file", kind.made_by)
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dictionary
+    except SafetensorError:
+        kind.refuse(str(path), "a damaged one, or something else", kind.repaired_by)
+    return _checked(metadata, tensors, kind, str(path))
+
+
+def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors on the CPU that share no memory, as safetensors wants them."""
+    plain: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        own = tensor.detach().cpu().contiguous()
+        storage = own.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() != own.nbytes:
+            own = own.clone()
+        seen.add(own.untyped_storage().data_ptr())
+        plain[name] = own
+    return plain
+
+
+def _metadata(header: Header, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    # One entry: safetensors writes several in any order, and equal content shall be equal files.
+    return {_METADATA: json.dumps({"header": header.dumps(), "tensors": _tensors_checksum(tensors)})}
+
+
+def _checked(
+    metadata: Mapping[str, str], tensors: dict[str, Tensor], kind: type[H], name: str
+) -> tuple[H, dict[str, Tensor]]:
+    if _METADATA not in metadata:
+        kind.refuse(name, "a safetensors file of something else", kind.made_by)
+    try:
+        about = json.loads(metadata[_METADATA])
+        text, checksum = about["header"], about["tensors"]
+    except (ValueError, KeyError, TypeError):
+        kind.refuse(name, "a damaged one", kind.repaired_by)
+    header = kind.loads(text, name)
+    if checksum != _tensors_checksum(tensors):
+        kind.refuse(name, "a damaged one: its checksum is another", kind.repaired_by)
+    return header, tensors
+
+
+def _tensors_checksum(tensors: Mapping[str, Tensor]) -> str:
+    import torch
+
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _checksum(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -93,7 +93,7 @@ def write_header(folder: Path, header: Header) -> None:
     """Write the header, whole or not at all."""
     plain = header.to_plain()
     text = json.dumps({**plain, "checksum": _checksum(plain)}, indent=1) + "\n"
-    write_whole(folder / HEADER, lambda file: file.write(text.encode()))  # type: ignore[arg-type]
+    write_whole(folder / HEADER, lambda file: file.write(text.encode()))
 
 
 def read_header(folder: Path) -> Header:
