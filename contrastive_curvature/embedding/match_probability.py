@@ -24,7 +24,7 @@ _EQUAL = 8 * torch.finfo(torch.float64).eps
 """Between unit vectors that are no further apart, or from being opposite, no great circle is told from another."""
 
 _VERSION = 2
-"""Of the features, in saved states; those of 0.1.0 had no number."""
+"""Of the features, in saved states."""
 
 
 @dataclass(frozen=True, eq=False)
