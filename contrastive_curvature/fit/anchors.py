@@ -25,17 +25,13 @@ from contrastive_curvature.fit.loop import (
     raw_curvature,
     second_pass,
 )
-from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.passes import PassRecord, check_same_outputs
 from contrastive_curvature.fit.readers import Batch, Reader, compared_everywhere
 from contrastive_curvature.fit.state import Findings
 from contrastive_curvature.hessian.output import OutputHessian
-from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.row_derivatives import RowDerivatives
 from contrastive_curvature.losses.rows import RowLoss
-from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.options import Structure
-from contrastive_curvature.progress import Progress
 
 MOST_COUPLED = 2048
 """Points whose cross terms through all anchors are computed."""
@@ -131,7 +127,7 @@ def fit_anchors(sampled: Problem, reader: Reader) -> DatasetCurvature:
         if samples_of(options, statistics.n) is not None:
             sampled.begin(statistics)
             return sampled.finish(second_pass(sampled, reader)[0])
-    data = collect_anchors(sampled.encoder, reader, options, sampled.progress)
+    data = collect_anchors(sampled, reader)
     if samples_of(options, len(data.z)) is not None:
         return fit(sampled, reader)
     tell_samples(options, len(data.z))
@@ -140,17 +136,16 @@ def fit_anchors(sampled: Problem, reader: Reader) -> DatasetCurvature:
     return fit(problem, reader)
 
 
-def collect_anchors(encoder: Encoder, reader: Reader, options: CurvatureOptions, progress: Progress) -> WholeHessian:
+def collect_anchors(problem: Problem, reader: Reader) -> WholeHessian:
     """Return raw outputs of all points, and the Hessian."""
-    loss, candidates, negatives_per_anchor = options.loss, options.compared_within, options.negatives_per_anchor
+    loss, options = problem.loss, problem.options
+    candidates, negatives_per_anchor = options.compared_within, options.negatives_per_anchor
     parts: list[OutputHessian] = []
     outputs: list[Tensor] = []
     labels: list[Any] = []
     classes: list[Tensor] | None = []
     pairs: Any = None
-    for number, batch in enumerate(progress.over(reader, "[embedding]")):
-        with torch.no_grad():
-            z = check_outputs(encoder(batch.x), f"model(x) of batch {number} (counted from 0)")
+    for batch, z, _ in problem.embedded(reader):
         outputs.append(z)
         classes = None if classes is None or batch.classes is None else [*classes, batch.classes]
         if candidates == "dataset":

@@ -26,7 +26,6 @@ from contrastive_curvature.fit.standard_error import StandardError, relative_err
 from contrastive_curvature.fit.state import Findings
 from contrastive_curvature.hessian.dataset import DatasetHessian
 from contrastive_curvature.hessian.derivatives import Totals
-from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.contrastive import ContrastiveLoss
 from contrastive_curvature.losses.sampled_data import (
@@ -41,7 +40,6 @@ from contrastive_curvature.losses.sampled_data import (
 from contrastive_curvature.losses.sampled_rows import SampledRowDerivatives
 from contrastive_curvature.losses.weighting import class_pairs
 from contrastive_curvature.network.inputs import Inputs, input_length
-from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.options import Structure
 from contrastive_curvature.pairs import make_relation
 from contrastive_curvature.pairs.rows import RowCollector, Rows
@@ -97,10 +95,8 @@ class DatasetFit(Problem):
         self.record, classes, points = PassRecord(), CentreCollector(limited=False), RowCollector(size)
         labelled, n = True, 0
         seen: list[Batch] = []
-        room = -1 if everything else FEATURES_KEPT
-        for number, batch in enumerate(self.progress.over(reader, "[embedding]")):
-            z, features = self._embed(batch.x)
-            z = check_outputs(z, f"model(x) of batch {number} (counted from 0)")
+        room = 0 if everything else FEATURES_KEPT
+        for batch, z, features in self.embedded(reader):
             if not isinstance(loss, PairLoss):
                 batch = compared_everywhere(batch, loss)
             targets: Any = batch.labels
@@ -108,12 +104,12 @@ class DatasetFit(Problem):
             if options.relation is None:
                 classes.add(z, targets, batch.numbers)
             points.add(batch.numbers, {"outputs": z, "targets": targets, **(_columns(batch.x) if inputs else {})})
-            room -= z.numel() + (0 if features is None else features.numel())
-            if features is None or room < 0:
-                seen.clear()
-            else:
+            if features is not None:
+                room -= z.numel() + features.numel()
                 outputs: Any = z, features
                 seen.append(batch._replace(x=outputs))
+            if room < 0:
+                seen.clear()
             # Inputs of their own are no classes with a centre.
             labelled, n = labelled and batch.classes is not None, n + len(z)
         self._seen = seen
@@ -133,13 +129,6 @@ class DatasetFit(Problem):
         outputs: Any = batch.x
         z, features = outputs
         return [(features, self.hessian(z, features, batch), batch)]
-
-    def _embed(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
-        """Return raw outputs (n, D), and for a last layer the features (n, F)."""
-        if isinstance(self.pullback, LastLayerPullback):
-            return self.pullback.forward(x)
-        with torch.no_grad():
-            return self.encoder(x), None
 
     def take(self, statistics: Findings, *, keeps: bool = False) -> None:
         """Make the output Hessian of the data set from what the first passes over all parts found."""

@@ -15,7 +15,7 @@ processes or jobs may each take a part of the data (:mod:`contrastive_curvature.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -253,6 +253,14 @@ class Problem:
     def alone(self) -> bool:
         """Whether all data are in one part."""
         return self.part is None or self.part[1] == 1
+
+    def embedded(self, reader: Reader) -> Iterator[tuple[Batch, Tensor, Tensor | None]]:
+        """Run the encoder; give every batch with its raw outputs (n, D) and, for a last layer, its features (n, F)."""
+        last_layer = isinstance(self.pullback, LastLayerPullback)
+        for number, batch in enumerate(self.progress.over(reader, "[embedding]")):
+            with torch.no_grad():
+                z, features = self.encoder.features(batch.x) if last_layer else (self.encoder(batch.x), None)
+            yield batch, check_outputs(z, f"model(x) of batch {number} (counted from 0)"), features
 
     def new_sum(self) -> CurvatureSum:
         """Return an empty sum."""

@@ -39,9 +39,9 @@ def whole_hessian(
     encoder: Encoder, pullback: Pullback, reader: Reader, options: CurvatureOptions, progress: Progress
 ) -> WholeHessian:
     """Return the Hessian at the outputs of a whole data set, in the order of its reader."""
-    if not isinstance(options.loss, PairLoss):
-        return collect_anchors(encoder, reader, options, progress)
     problem = DatasetFit(encoder, pullback, Structure.DIAG, options, progress)
+    if not isinstance(options.loss, PairLoss):
+        return collect_anchors(problem, reader)
     problem.collect(reader)
     hessian = problem.data_hessian.whole()
     return WholeHessian(hessian.z, [hessian], problem.classes)

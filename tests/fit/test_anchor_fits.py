@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import contrastive_curvature as cc
-from contrastive_curvature.fit.anchors import collect_anchors
+from contrastive_curvature.fit.anchors import AnchorFit, collect_anchors
 from contrastive_curvature.fit.finite import clamp_curvature
 from contrastive_curvature.options import Structure
 from contrastive_curvature.testing.cases import close
@@ -541,7 +541,9 @@ def test_products_over_batches_hold_no_pairs(device: str) -> None:
     model, x, y = problem(device)
     backend = cc.ContrastiveGGN(model, loss=cc.InfoNCELoss(0.2, pd_fix="full"))
     reader = backend._reader([(x[:6], y[:6]), (x[6:], y[6:])])
-    data = collect_anchors(backend.encoder(x), reader, backend.options, cc.progress.Progress(False))
+    encoder = backend.encoder(x)
+    fit = AnchorFit(encoder, backend.pullback(x), Structure.DIAG, backend.options, cc.progress.Progress(False))
+    data = collect_anchors(fit, reader)
     assert all(known.held is None for part in data.parts for known in part.derivatives._sides)  # type: ignore[attr-defined]
 
 
