@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from contrastive_curvature.pairs.rows import united
 
@@ -103,18 +103,6 @@ class Contributions:
             of = "" if place.part < 0 else f" of part {place.part}"
             where = f"point {place.point}{of} of the pass over the data (row {place.row} of batch {place.batch})"
             warn_of_point(fraction, where, name)
-
-    @classmethod
-    def of_json(cls, plain: Mapping[str, Any]) -> Contributions:
-        """Read what ``dataclasses.asdict`` gave, through JSON, which knows no tuples."""
-        factors, inputs = (
-            {
-                name: Largest(found["total"], tuple((size, Place(*place)) for size, place in found["largest"]))
-                for name, found in plain[kind].items()
-            }
-            for kind in ("factors", "inputs")
-        )
-        return cls(plain["count"], factors, inputs)
 
 
 def _warn_of_inputs(fraction: float, places: list[Place], layer: str) -> None:

@@ -11,7 +11,9 @@ from laplace import Laplace
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
+from contrastive_curvature.artifact import pack
 from contrastive_curvature.fit.state import Findings, State
+from contrastive_curvature.io.states import split
 from contrastive_curvature.losses.logistic import LogisticLoss
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "Numbered",
     "batches_of",
     "close_states",
+    "content_of",
     "encoder",
     "fit_in_parts",
     "make",
@@ -155,6 +158,11 @@ def close_states(one: State, other: State, tolerance: float = 1e-12) -> bool:
     if dict(one.origins) != dict(other.origins) or (one.probe is None) != (other.probe is None):
         return False
     return close_findings(one.found, other.found, tolerance)
+
+
+def content_of(state: State) -> bytes:
+    """What a file of a state holds."""
+    return pack(*split(state))
 
 
 def close_findings(one: Findings, other: Findings, tolerance: float) -> bool:

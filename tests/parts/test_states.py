@@ -19,6 +19,7 @@ from part_cases import (
     Numbered,
     batches_of,
     close_states,
+    content_of,
     encoder,
     fit_in_parts,
     make,
@@ -32,7 +33,6 @@ import contrastive_curvature as cc
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.fit import dataset
 from contrastive_curvature.fit.state import State
-from contrastive_curvature.io.states import from_bytes, to_bytes
 
 pytestmark = [
     pytest.mark.parametrize("device", DEVICES),
@@ -147,11 +147,14 @@ def test_parts_of_whole_batches(
 
 
 @pytest.mark.parametrize("case", list(CASES))
-def test_every_step_may_run_in_a_process_of_its_own(case: str, device: str) -> None:
+def test_every_step_may_run_in_a_process_of_its_own(case: str, device: str, tmp_path: Path) -> None:
     parts = [batches_of(case, device, [3, 1], torch.arange(4) + 4 * k) for k in range(3)]
     la, statistics, curvature = fit_in_parts(case, device, parts)
     again = make(case, device)
-    read = [from_bytes(to_bytes(state)).to(torch.device(device)) for state in (statistics, curvature)]
+    read = []
+    for state in (statistics, curvature):
+        state.save(tmp_path / "state")
+        read.append(State.load(tmp_path / "state").to(torch.device(device)))
     again.fit_parts(*read)
     same_posterior(again, la, device, 0.0)
     if case == "mc samples":
@@ -178,11 +181,11 @@ def test_p_values_are_those_of_the_whole(case: str, device: str) -> None:
 def test_a_part_that_was_lost_is_computed_again_to_the_bit(case: str, device: str) -> None:
     parts = [batches_of(case, device, [3, 1], torch.arange(4) + 4 * k) for k in range(3)]
     first = [make(case, device).part_statistics(part, (k, 3)) for k, part in enumerate(parts)]
-    assert to_bytes(make(case, device).part_statistics(parts[1], (1, 3))) == to_bytes(first[1])
+    assert content_of(make(case, device).part_statistics(parts[1], (1, 3))) == content_of(first[1])
     statistics = State.merged(first)
     second = [make(case, device).part_curvature(part, (k, 3), statistics) for k, part in enumerate(parts)]
     backwards = State.merged(reversed(first))
-    assert to_bytes(make(case, device).part_curvature(parts[2], (2, 3), backwards)) == to_bytes(second[2])
+    assert content_of(make(case, device).part_curvature(parts[2], (2, 3), backwards)) == content_of(second[2])
 
 
 def test_shards_of_saved_features_are_parts(device: str, tmp_path: Path) -> None:
