@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import pickle
@@ -82,10 +83,10 @@ METHODS: list[Callable[[Any], Any]] = [
 
 
 @for_every_combination
-@pytest.mark.parametrize("number", range(len(METHODS)))
-def test_use_before_fitting_is_one_error(weights: str, structure: str, number: int) -> None:
+def test_use_before_fitting_is_one_error(weights: str, structure: str) -> None:
     la = make(weights, structure)
-    refused(lambda: METHODS[number](la), "not fitted", "fit(train_loader)", kind=cc.NotFittedError)
+    for method in METHODS:
+        refused(lambda method=method: method(la), "not fitted", "fit(train_loader)", kind=cc.NotFittedError)
     assert float(la.prior_precision) == 1
 
 
@@ -117,9 +118,8 @@ def test_the_error_is_what_callers_of_laplace_torch_expect() -> None:
     assert issubclass(cc.NotFittedError, ValueError)
 
 
-@for_every_combination
-def test_numbers_of_samples_and_sources_of_randomness(weights: str, structure: str) -> None:
-    la, x = fitted(weights, structure), data()[0]
+def test_numbers_of_samples_sources_of_randomness_and_flags() -> None:
+    la, x = fitted(), data()[0]
     for bad in NO_COUNT:
         for call in (
             lambda n: la.sample(n),
@@ -134,60 +134,48 @@ def test_numbers_of_samples_and_sources_of_randomness(weights: str, structure: s
         for draw in (la.sample, lambda n, generator: la.functional_samples(x, n_samples=n, generator=generator)):
             refused(lambda draw=draw, bad=bad: draw(2, generator=bad), "generator", "torch.Generator")
         refused(lambda bad=bad: la(x, generator=bad), "generator")
-
-
-@pytest.mark.parametrize("bad", NO_BOOL)
-def test_flags_are_true_or_false(bad: Any) -> None:
-    la, x = fitted(), data()[0]
-    refused(lambda: la(x, joint=bad), "joint", "True or False")
-    refused(lambda: la(x, diagonal_output=bad), "diagonal_output")
-    refused(lambda: la(x, fitting=bad), "fitting")
-    refused(lambda: la.functional_samples(x, joint=bad), "joint")
-    refused(lambda: la.predictive_samples(x, diagonal_output=bad), "diagonal_output")
-    refused(lambda: la.log_prob(la.mean, normalized=bad), "normalized")
+    for name, call in (
+        ("joint", lambda bad: la(x, joint=bad)),
+        ("diagonal_output", lambda bad: la(x, diagonal_output=bad)),
+        ("fitting", lambda bad: la(x, fitting=bad)),
+        ("joint", lambda bad: la.functional_samples(x, joint=bad)),
+        ("diagonal_output", lambda bad: la.predictive_samples(x, diagonal_output=bad)),
+        ("normalized", lambda bad: la.log_prob(la.mean, normalized=bad)),
+    ):
+        for bad in NO_BOOL:
+            refused(lambda call=call, bad=bad: call(bad), name, "True or False")
 
 
 PRECISIONS = ["1", None, NAN, -1.0, 0, INF, True, [1.0, 2.0], torch.empty(0), torch.ones(2, 2), torch.tensor([NAN])]
 PRECISIONS += [torch.tensor([1.0, -1.0]), torch.tensor(True), torch.tensor(1j), 1e300, 1e-300, range(2), 1j]
 
 
+MEANS = ["0", None, NAN, INF, True, [0.0], torch.empty(0), torch.ones(2, 2), 1e300]
+TEMPERATURES = ["1", None, NAN, INF, 0, -1, True, [1.0], torch.ones(2), 1e-60, 1e60, 10**400]
+
+
 @for_every_combination
-@pytest.mark.parametrize("bad", PRECISIONS, ids=repr)
-def test_prior_precisions(weights: str, structure: str, bad: Any) -> None:
+def test_prior_and_temperature(weights: str, structure: str) -> None:
+    """Every value for one posterior, one value for the others, which have the same checks."""
     la = fitted(weights, structure)
-    before = la.prior_precision.clone()
-    refused(lambda: make(weights, structure, prior_precision=bad), "prior_precision")
-    refused(lambda: setattr(la, "prior_precision", bad), "prior_precision")
-    if bad is not None:
-        refused(lambda: la.log_marginal_likelihood(prior_precision=bad), "prior_precision")
-    refused(lambda: la.optimize_prior_precision(method="marglik", n_steps=1, init_prior_prec=bad), "prior_prec")
+    before = la.prior_precision.clone(), la.prior_mean, la.temperature
     unfit = make(weights, structure)
-    refused(lambda: setattr(unfit, "prior_precision", bad), "prior_precision")
-    assert torch.equal(la.prior_precision, before)
-
-
-@for_every_combination
-@pytest.mark.parametrize("bad", ["0", None, NAN, INF, True, [0.0], torch.empty(0), torch.ones(2, 2), 1e300], ids=repr)
-def test_prior_means(weights: str, structure: str, bad: Any) -> None:
-    la = fitted(weights, structure)
-    before = la.prior_mean
-    refused(lambda: make(weights, structure, prior_mean=bad), "prior_mean")
-    refused(lambda: setattr(la, "prior_mean", bad), "prior_mean")
+    for name, values in (("prior_precision", PRECISIONS), ("prior_mean", MEANS), ("temperature", TEMPERATURES)):
+        for bad in values if (weights, structure) == ("last_layer", "diag") else values[2:4]:
+            given: dict[str, Any] = {name: bad}
+            refused(lambda given=given: make(weights, structure, **given), name)
+            for one in (la, unfit):
+                refused(lambda one=one, name=name, bad=bad: setattr(one, name, bad), name)
+            if name != "prior_precision":
+                continue
+            if bad is not None:
+                refused(lambda bad=bad: la.log_marginal_likelihood(prior_precision=bad), name)
+            search = {"method": "marglik", "n_steps": 1, "init_prior_prec": bad}
+            refused(lambda search=search: la.optimize_prior_precision(**search), "prior_prec")
     refused(lambda: setattr(la, "prior_mean", torch.zeros(7)), "prior_mean", "entries", "7")
-    assert la.prior_mean is before
-
-
-@for_every_combination
-@pytest.mark.parametrize(
-    "bad", ["1", None, NAN, INF, 0, -1, True, [1.0], torch.ones(2), 1e-60, 1e60, 10**400], ids=repr
-)
-def test_temperatures(weights: str, structure: str, bad: Any) -> None:
-    la = fitted(weights, structure)
-    before = la.temperature
-    if weights != "subnetwork" or bad is not None:
-        refused(lambda: make(weights, structure, temperature=bad), "temperature")
-    refused(lambda: setattr(la, "temperature", bad), "temperature")
-    assert la.temperature == before
+    assert torch.equal(la.prior_precision, before[0])
+    assert la.prior_mean is before[1]
+    assert la.temperature == before[2]
 
 
 def test_sizes_that_a_structure_has_no_room_for() -> None:
@@ -302,38 +290,34 @@ def test_the_lookup_is_the_hosts_own_for_everything_else() -> None:
 
 @for_every_combination
 @on_every_device
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_inputs_without_finite_outputs_are_named(weights: str, structure: str, device: str, bad: float) -> None:
+def test_inputs_without_finite_outputs_are_named(weights: str, structure: str, device: str) -> None:
     la, x = fitted(weights, structure, device), data(device)[0].clone()
-    x[[3, 7], 1] = bad
+    x[[3, 7], 1] = NAN
     x[:, 2:] = 0
-    if bad != bad:
-        words = ("x:", "[3, 7]", "NaN or infinity themselves")
-        for call in (
-            lambda: la(x),
-            lambda: la(x, joint=True),
-            lambda: la(x, diagonal_output=True),
-            lambda: la(x, pred_type="nn", n_samples=2),
-            lambda: la.functional_samples(x, n_samples=2),
-            lambda: la.predictive_samples(x, n_samples=2, joint=True),
-        ):
-            refused(call, *words)
-        return
-    # A layer that saturates takes them: then there is an answer, and it is a finite one, or an error of ours.
-    try:
-        found = la(x)
-    except cc.InputError:
-        return
-    assert bool(found.mu.isfinite().all())
-    assert bool(found.kappa.isfinite().all())
+    for call in (
+        lambda: la(x),
+        lambda: la(x, joint=True),
+        lambda: la(x, diagonal_output=True),
+        lambda: la(x, pred_type="nn", n_samples=2),
+        lambda: la.functional_samples(x, n_samples=2),
+        lambda: la.predictive_samples(x, n_samples=2, joint=True),
+    ):
+        refused(call, "x:", "[3, 7]", "NaN or infinity themselves")
+    # A layer that saturates takes infinity: then there is an answer, and it is a finite one, or an error of ours.
+    for bad in (INF, -INF):
+        x[[3, 7], 1] = bad
+        with contextlib.suppress(cc.InputError):
+            found = la(x)
+            assert bool(found.mu.isfinite().all() & found.kappa.isfinite().all())
 
 
-@pytest.mark.parametrize("bad", [None, 3, "x", [1.0], 2.5, range(2)])
-def test_inputs_are_tensors_or_mappings(bad: Any) -> None:
+def test_inputs_are_tensors_or_mappings() -> None:
     for weights, structure in COMBINATIONS:
         la = fitted(weights, structure)
-        refused(lambda la=la: la(bad), "x:", "a list of texts" if isinstance(bad, str) else "a tensor or a mapping")
-        refused(lambda la=la: la.functional_samples(bad, pred_type="nn", n_samples=2), "x:")
+        for bad in (None, 3, "x", [1.0], 2.5, range(2)):
+            wanted = "a list of texts" if isinstance(bad, str) else "a tensor or a mapping"
+            refused(lambda la=la, bad=bad: la(bad), "x:", wanted)
+            refused(lambda la=la, bad=bad: la.functional_samples(bad, pred_type="nn", n_samples=2), "x:")
 
 
 @for_every_combination

@@ -169,12 +169,11 @@ def test_a_spoilt_state_is_refused_without_a_trace(weights: str, structure: str,
 
 
 @for_every_combination
-@pytest.mark.parametrize("key", ["mean", "H", "H_raw", "n_data", "temperature", "prior_precision", "backend", "cost"])
-def test_a_missing_key_is_named(weights: str, structure: str, key: str) -> None:
+def test_a_missing_key_is_named(weights: str, structure: str) -> None:
     la, state = kept(weights, structure)
-    del state[key]
-    with pytest.raises(cc.InputError, match=rf"state_dict.*\b{key}\b"):
-        la.load_state_dict(state)
+    for key in ("mean", "H", "H_raw", "n_data", "temperature", "prior_precision", "backend", "cost"):
+        with pytest.raises(cc.InputError, match=rf"state_dict.*\b{key}\b"):
+            la.load_state_dict({name: value for name, value in state.items() if name != key})
 
 
 def _first(value: Any) -> Any:
@@ -291,7 +290,7 @@ def test_factors_that_cannot_be_decomposed_do_not_end_the_process(monkeypatch: p
         la.load_state_dict(state)
 
 
-@pytest.mark.parametrize("state", [None, [], "state", 3, {}, {"contrastive": {}}])
-def test_what_is_no_state(state: Any) -> None:
-    with pytest.raises(cc.InputError, match="state_dict"):
-        make("last_layer", "diag").load_state_dict(state)
+def test_what_is_no_state() -> None:
+    for state in (None, [], "state", 3, {}, {"contrastive": {}}):
+        with pytest.raises(cc.InputError, match="state_dict"):
+            make("last_layer", "diag").load_state_dict(state)
